@@ -1,0 +1,96 @@
+"""What a core asks its shell to do, and what both may raise. The bottom layer: it imports no other part of peerd
+but the messages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from peerd.messages import Message
+
+Vector = npt.NDArray[np.floating[Any]]
+"""A flat model or model difference: one dimension, float32 in production, float64 in exactness tests."""
+
+NodeId = str
+Address = tuple[str, int]
+
+
+class PeerError(Exception):
+    """A peer broke the rules: drop that peer, never the daemon."""
+
+
+class UserError(Exception):
+    """The user can mend this: one clear line, a non-zero exit, no traceback."""
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send over the reliable connection to `peer`, in order; lost only when the connection breaks."""
+
+    peer: NodeId
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class SendDatagram:
+    """Send one datagram; it may be lost, doubled or late."""
+
+    address: Address
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class PushPull:
+    """Dial the address, exchange whole member tables, feed theirs back."""
+
+    address: Address
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Apply:
+    """Add `correction` (the flat model's size and dtype) to the model, between two steps."""
+
+    correction: Vector
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Ask the trainer for a fresh copy of its model; the next step report says `published`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proceed:
+    """The trainer may go on: a barrier is an effect. Gossip returns it once, when the final flush is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberChanged:
+    """The membership view of this member changed (it was added, or its state or meta differ)."""
+
+    id: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """A line for whoever reads the log."""
+
+    level: str  # info, warning
+    text: str
+
+
+Effect = Send | SendDatagram | PushPull | Apply | Publish | Proceed | MemberChanged | Log
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What the trainer says after an optimizer step (or at the end of its run)."""
+
+    step: int
+    change: float  # ||x - x at the last publish||, parameters only
+    norm: float  # ||x|| at the last publish
+    lr_ratio: float  # learning rate / the largest learning rate so far
+    published: bool  # a fresh copy of the model has just arrived
+    finishing: bool  # no further step will come: flush

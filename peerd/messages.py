@@ -1,0 +1,216 @@
+"""What peers say to each other: one frozen dataclass a message, and the table of them.
+
+A message knows nothing of bytes: `peerd.transport.wire` turns it into frames and back. Bulk data sits in a last
+field named `chunks`, which travels outside the msgpack header and is never copied on the way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import ClassVar
+
+Chunk = bytes | bytearray | memoryview
+Chunks = tuple[Chunk, ...]
+
+CHUNK_VALUES = 1 << 20
+"""Values a chunk encodes: 4 MiB of float32, so that no chunk exceeds 4 MiB raw or on the wire."""
+
+
+class State(IntEnum):
+    """What a member is believed to be; a higher rank wins at an equal incarnation (SWIM, Das et al. 2002)."""
+
+    ALIVE = 0
+    SUSPECT = 1
+    FAILED = 2
+    LEFT = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One row of the membership table, as it travels."""
+
+    id: str
+    name: str
+    host: str
+    port: int
+    epoch: int  # counts the starts of this identity: a restart supersedes everything said of the previous life
+    incarnation: int  # raised by the subject alone, to refute a suspicion
+    state: State
+    accuser: str  # who suspects or declared it failed; "" otherwise
+    meta: bytes  # at most 512 bytes; what the member says of itself
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """Are you there? `target` is the id expected at the address."""
+
+    KIND: ClassVar[int] = 1
+    seq: int
+    sender: str
+    target: str
+    news: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PingRequest:
+    """Probe `target` for me (an indirect probe)."""
+
+    KIND: ClassVar[int] = 2
+    seq: int
+    sender: str
+    target: str
+    host: str
+    port: int
+    news: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ack:
+    """The probe numbered `seq` was answered."""
+
+    KIND: ClassVar[int] = 3
+    seq: int
+    sender: str
+    news: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Nack:
+    """I am here, but the target you asked me to probe has not answered yet (Lifeguard)."""
+
+    KIND: ClassVar[int] = 4
+    seq: int
+    sender: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemberTable:
+    """One side of a push-pull: everything this node believes."""
+
+    KIND: ClassVar[int] = 5
+    sender: str
+    members: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The first message of every connection, from the dialler."""
+
+    KIND: ClassVar[int] = 16
+    protocol: int
+    swarm: str
+    run: str
+    node: str
+    name: str
+    epoch: int
+    host: str
+    port: int
+    mode: str
+    model: str  # hex hash of names, shapes and dtypes; "" while no trainer is attached
+    tensors: tuple[str, ...]  # the first tensors as "name dtype shape", so that a refusal can name the one that differs
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The acceptor's answer: who it is."""
+
+    KIND: ClassVar[int] = 17
+    node: str
+    name: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """The acceptor's other answer: the field that differs, with the value on its side and on the dialler's."""
+
+    KIND: ClassVar[int] = 18
+    field: str
+    here: str
+    there: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRequest:
+    """Send me your current model: I am about to train."""
+
+    KIND: ClassVar[int] = 32
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSnapshot:
+    """A whole model, encoded with `codec`."""
+
+    KIND: ClassVar[int] = 33
+    step: int
+    codec: str
+    chunks: Chunks
+
+
+@dataclass(frozen=True, slots=True)
+class LinkOpen:
+    """Start a paired-reference link named `link`: answer with a LinkSnapshot, or with LinkClosed to decline."""
+
+    KIND: ClassVar[int] = 48
+    link: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSnapshot:
+    """The vector that both references of `link` start from, at version 0."""
+
+    KIND: ClassVar[int] = 49
+    link: int
+    codec: str
+    chunks: Chunks
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """One half of exchange `seq` of `link`: the sender's model less its reference, encoded with `codec`."""
+
+    KIND: ClassVar[int] = 50
+    link: int
+    seq: int
+    codec: str
+    gain: float  # what the sender's measured contraction allows; both ends use the smaller of the two
+    wants_answer: bool
+    finishing: bool  # the sender's trainer has ended: it is flushing
+    chunks: Chunks
+
+
+@dataclass(frozen=True, slots=True)
+class LinkClose:
+    """I want to drop `link`, which I hold at `version`; say LinkClosed when nothing is under way."""
+
+    KIND: ClassVar[int] = 51
+    link: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinkClosed:
+    """I do not hold `link` (any more): drop it too."""
+
+    KIND: ClassVar[int] = 52
+    link: int
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """Never sent: the shell says that messages to this peer flow (again); what was under way may be lost."""
+
+
+Message = (
+    Ping | PingRequest | Ack | Nack | MemberTable | Hello | Welcome | Refuse | ModelRequest | ModelSnapshot
+    | LinkOpen | LinkSnapshot | Delta | LinkClose | LinkClosed
+)  # fmt: skip
+
+MESSAGES: dict[int, type[Message]] = {
+    message.KIND: message
+    for message in (
+        Ping, PingRequest, Ack, Nack, MemberTable, Hello, Welcome, Refuse, ModelRequest, ModelSnapshot,
+        LinkOpen, LinkSnapshot, Delta, LinkClose, LinkClosed,
+    )
+}  # fmt: skip
