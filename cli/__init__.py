@@ -1,0 +1,1 @@
+"""The command line: one file a verb, each a thin client of a daemon's control socket."""

@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from peerd.attach import Swarm as Swarm
-    from peerd.attach import attach as attach
+    from peerd.trainer import Swarm as Swarm
+    from peerd.trainer import attach as attach
 
 __all__ = ["Swarm", "attach"]
 __version__ = "0.1.0"
@@ -17,7 +18,5 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        from peerd import attach as module
-
-        return getattr(module, name)
+        return getattr(importlib.import_module("peerd.trainer"), name)
     raise AttributeError(f"module 'peerd' has no attribute {name!r}")

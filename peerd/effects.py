@@ -63,7 +63,10 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Proceed:
-    """The trainer may go on: a barrier is an effect. Gossip returns it once, when the final flush is done."""
+    """The trainer may go on: a barrier is an effect. In a final flush it comes twice: once when every partner has
+    what this node had not yet sent (settled False), once when all models agree."""
+
+    settled: bool = True
 
 
 @dataclass(frozen=True, slots=True)

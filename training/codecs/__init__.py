@@ -1,0 +1,24 @@
+"""The codecs: a new one is one file and one line here; the CLI, the contract tests and the benchmark read the dict."""
+
+from __future__ import annotations
+
+from peerd.training.codecs.bfloat16 import Bfloat16
+from peerd.training.codecs.codec import Codec, NotFinite
+from peerd.training.codecs.float32 import Float32
+from peerd.training.codecs.int8 import Int8
+from peerd.training.codecs.sign import Sign
+from peerd.training.codecs.top_k import TopK
+
+__all__ = ["CODECS", "Codec", "NotFinite"]
+
+CODECS: dict[str, Codec] = {
+    codec.name: codec
+    for codec in (
+        Float32(),
+        Bfloat16(),
+        Int8(),
+        Sign(),
+        TopK("top_k", percent=1),
+        TopK("top_k_3", percent=3),
+    )
+}

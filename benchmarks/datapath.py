@@ -1,0 +1,145 @@
+"""How fast are 16 MiB messages over loopback TCP between two processes: our link beside raw blocking sockets.
+
+    python benchmarks/datapath.py [--messages 64] [--rounds 5] [--format json]
+
+Both are timed in turn, in the same run, because differences between runs are noise; the best and the median are shown.
+The receiver tells how long it took from the first byte wanted to the last one received.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import numpy as np
+import trio
+
+from peerd.messages import ModelRequest, ModelSnapshot
+from peerd.transport.link import Link
+from peerd.transport.tcp import TcpTransport
+
+CHUNK_BYTES = 4 << 20
+CHUNKS = 4
+
+
+def in_child(work: Callable[[int], None]) -> tuple[int, int]:
+    """Run `work(pipe)` in a forked process; return its pid and what it writes to."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reading)
+        work(writing)
+        os._exit(0)
+    os.close(writing)
+    return pid, reading
+
+
+def payload() -> list[memoryview]:
+    values = np.random.default_rng(0).integers(0, 256, CHUNK_BYTES * CHUNKS, dtype=np.uint8)
+    return [values[start : start + CHUNK_BYTES].data for start in range(0, len(values), CHUNK_BYTES)]
+
+
+# ------------------------------------------------------------------------------------------------ blocking sockets
+
+
+def blocking(messages: int) -> float:
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def receive(pipe: int) -> None:
+        connection, _ = listener.accept()
+        buffer = memoryview(bytearray(CHUNK_BYTES * CHUNKS))
+        os.write(pipe, b"+")
+        began = time.perf_counter()
+        for _ in range(messages):
+            got = 0
+            while got < len(buffer):
+                got += connection.recv_into(buffer[got:])
+        os.write(pipe, str(time.perf_counter() - began).encode())
+
+    pid, pipe = in_child(receive)
+    chunks = payload()
+    with socket.create_connection(listener.getsockname()) as connection:
+        os.read(pipe, 1)
+        for _ in range(messages):
+            for chunk in chunks:
+                connection.sendall(chunk)
+        elapsed = float(os.read(pipe, 100))
+    listener.close()
+    os.close(pipe)
+    os.waitpid(pid, 0)
+    return elapsed
+
+
+# -------------------------------------------------------------------------------------------------------- our link
+
+
+def linked(messages: int) -> float:
+    pid, pipe = in_child(lambda writing: trio.run(receive_linked, messages, writing))
+    port = int(os.read(pipe, 100))
+    elapsed = trio.run(send_linked, messages, port, pipe)
+    os.close(pipe)
+    os.waitpid(pid, 0)
+    return elapsed
+
+
+async def receive_linked(messages: int, pipe: int) -> None:
+    async def accepted(link: Link) -> None:
+        link.payload_limit = CHUNK_BYTES * CHUNKS
+        await link.send(ModelRequest())
+        began = time.perf_counter()
+        for _ in range(messages):
+            await link.receive()
+        os.write(pipe, str(time.perf_counter() - began).encode())
+        nursery.cancel_scope.cancel()
+
+    async with trio.open_nursery() as nursery:
+        address = await nursery.start(TcpTransport(nursery).listen, ("127.0.0.1", 0), accepted)
+        os.write(pipe, str(address[1]).encode())
+
+
+async def send_linked(messages: int, port: int, pipe: int) -> float:
+    message = ModelSnapshot(0, "float32", tuple(payload()))
+    async with trio.open_nursery() as nursery:
+        link = await TcpTransport(nursery).dial(("127.0.0.1", port))
+        await link.receive()
+        for _ in range(messages):
+            await link.send(message)
+        elapsed = float(await trio.to_thread.run_sync(os.read, pipe, 100))
+        await link.aclose()
+    return elapsed
+
+
+# ------------------------------------------------------------------------------------------------------------ main
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--messages", type=int, default=64, help="16 MiB messages a round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--format", choices=("table", "json"), default="table")
+    options = parser.parse_args()
+    paths = {"blocking sockets": blocking, "peerd link over tcp": linked}
+    rates: dict[str, list[float]] = {name: [] for name in paths}
+    for _ in range(options.rounds):
+        for name, path in paths.items():
+            rates[name].append(options.messages * CHUNKS * CHUNK_BYTES / path(options.messages) / 1e9)
+    medians = {name: statistics.median(found) for name, found in rates.items()}
+    ratio = medians["peerd link over tcp"] / medians["blocking sockets"]
+    if options.format == "json":
+        json.dump({"gb_per_s": rates, "median_gb_per_s": medians, "ratio": ratio}, sys.stdout)
+        print()
+        return
+    print(f"{'path':<22}{'median GB/s':>12}{'best GB/s':>12}")
+    for name, found in rates.items():
+        print(f"{name:<22}{medians[name]:>12.2f}{max(found):>12.2f}")
+    print(f"ratio of the medians: {ratio:.2f} (target: at least 0.9)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""`peerd demo`: a whole swarm on this machine, watched live and summed up against every-step gossip."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from peerd.cli.local_swarm import LocalSwarm
+from peerd.cli.output import Format, FormatOption, print_json, size
+from peerd.effects import UserError
+from peerd.training.tasks import TASKS
+
+WATCH_EVERY_S = 0.25
+STUCK_S = 300.0  # no node makes a step or changes its phase for this long: something is wrong
+
+
+@dataclass
+class Sample:
+    """One look at one node."""
+
+    seconds: float
+    node: str
+    status: dict[str, Any]
+
+
+@dataclass
+class Watch:
+    """Everything seen of a run."""
+
+    samples: list[Sample] = field(default_factory=list)
+    latest: dict[str, dict[str, Any]] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def demo(
+    task: Annotated[str, typer.Option(help=f"one of {', '.join(TASKS)}")] = "digits",
+    peers: Annotated[int, typer.Option(min=1, max=64)] = 4,
+    steps: Annotated[int | None, typer.Option(min=1, help="optimizer steps of each node (default: the task's)")] = None,
+    shard: Annotated[str, typer.Option(help="iid, sorted or dirichlet:A")] = "iid",
+    mode: Annotated[str, typer.Option()] = "gossip",
+    codec: Annotated[str | None, typer.Option()] = None,
+    trigger: Annotated[str | None, typer.Option(help="change:0.05, period:10, always")] = None,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    picture: Annotated[Path, typer.Option(help="where the plots go")] = Path("peerd-demo.png"),
+    format: FormatOption = Format.TEXT,
+) -> None:
+    """Train a task on PEERS real daemons on this machine and compare the traffic with every-step gossip."""
+    if task not in TASKS:
+        raise UserError(f"task {task!r} is not one of {', '.join(TASKS)}")
+    command = [task, "--shard", shard, "--seed", str(seed)]
+    if steps is not None:
+        command += ["--steps", str(steps)]
+    options = {"--mode": mode, "--codec": codec, "--trigger": trigger}
+    _check_picture(picture)
+    console = Console(stderr=format is Format.JSON)
+    with LocalSwarm(peers, {key: value for key, value in options.items() if value is not None}, command) as swarm:
+        watch = _watch(swarm, console, f"{task} on {peers} nodes")
+        result = _sum_up(swarm, watch, task, seed)
+    from peerd.cli.picture import draw
+
+    draw(picture, watch.samples, f"{task}, {peers} nodes, {shard}")
+    if format is Format.JSON:
+        print_json({**result, "picture": str(picture)})
+    else:
+        _print_summary(console, result, picture)
+    if watch.failures:
+        sys.exit(1)
+
+
+def _check_picture(picture: Path) -> None:
+    if picture.suffix not in (".png", ".svg", ".pdf"):
+        raise UserError(f"--picture {picture}: the name must end in .png, .svg or .pdf")
+    if not picture.absolute().parent.is_dir():
+        raise UserError(f"--picture {picture}: no such folder: {picture.absolute().parent}")
+
+
+# -------------------------------------------------------------------- watching
+
+
+def _watch(swarm: LocalSwarm, console: Console, title: str) -> Watch:
+    watch = Watch()
+    bar = Progress(TextColumn(title), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
+    row = bar.add_task(title, total=1.0, note="starting")
+    began = moved_at = time.monotonic()
+    last: Any = None
+    with Live(console=console, refresh_per_second=4, transient=True) as live:
+        for statuses in _looks(swarm, watch):
+            watch.seconds = time.monotonic() - began
+            watch.samples += [Sample(watch.seconds, name, status) for name, status in statuses.items()]
+            watch.latest.update(statuses)
+            progress = {name: (_step(status), status["phase"]) for name, status in statuses.items()}
+            if progress != last:
+                last, moved_at = progress, time.monotonic()
+            elif time.monotonic() - moved_at > STUCK_S:
+                raise UserError(f"no node has made a step for {STUCK_S:.0f} s: {progress}")
+            finished = sum(status["phase"] == "finished" for status in statuses.values())
+            bar.update(row, completed=_share(statuses), note=f"{finished} of {len(statuses)} finished")
+            live.update(Group(bar, _table(watch.latest)))
+            if statuses and finished == len(statuses):
+                return watch
+    raise UserError("every node is gone: " + "; ".join(watch.failures))
+
+
+def _looks(swarm: LocalSwarm, watch: Watch) -> Iterator[dict[str, dict[str, Any]]]:
+    """The status of every living node, again and again, until none is left."""
+    while True:
+        statuses = {}
+        gone = swarm.ended()
+        for name in swarm.names:
+            if name in gone:
+                _fail(watch, f"{name} ended with code {gone[name]}: {swarm.last_words(name)}")
+                continue
+            try:
+                statuses[name] = swarm.status(name)
+            except UserError as error:
+                if name not in swarm.ended():
+                    raise
+                _fail(watch, str(error))
+        if not statuses:
+            return
+        yield statuses
+        time.sleep(WATCH_EVERY_S)
+
+
+def _fail(watch: Watch, text: str) -> None:
+    if text not in watch.failures:
+        watch.failures.append(text)
+
+
+def _step(status: dict[str, Any]) -> int:
+    return int(status["trainer"]["step"]) if status["trainer"] else 0
+
+
+def _share(statuses: dict[str, dict[str, Any]]) -> float:
+    """How far the run is: the tasks say their share of steps as a metric, and a finished node is through."""
+    shares = [
+        1.0 if status["phase"] in ("finishing", "finished") else ((status["trainer"] or {}).get("metrics") or {}).get("progress", 0.0)
+        for status in statuses.values()
+    ]  # fmt: skip
+    return sum(shares) / max(1, len(shares))
+
+
+def _table(latest: dict[str, dict[str, Any]]) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("node", "phase", "step", "loss", "accuracy", "distance", "sent", "received", "exchanges", "reason"):
+        table.add_column(column, justify="left" if column in ("node", "phase", "reason") else "right")
+    for name, status in latest.items():
+        trainer = status["trainer"] or {"step": 0, "loss": None, "metrics": {}}
+        loss, accuracy = trainer["loss"], trainer["metrics"].get("accuracy")
+        busiest = max(status["links"], key=lambda link: link["exchanges"], default={"last_reason": ""})
+        table.add_row(
+            name,
+            status["phase"],
+            str(trainer["step"]),
+            "-" if loss is None else f"{loss:.4f}",
+            "-" if accuracy is None else f"{accuracy:.2%}",
+            f"{status['consensus_distance']:.2%}",
+            size(status["bytes_sent"]),
+            size(status["bytes_received"]),
+            str(status["exchanges"]),
+            busiest["last_reason"] or "-",
+        )
+    return table
+
+
+# -------------------------------------------------------------------- the summary
+
+
+def _sum_up(swarm: LocalSwarm, watch: Watch, task: str, seed: int) -> dict[str, Any]:
+    import torch
+    from safetensors.torch import load_file
+
+    nodes = [name for name in swarm.names if name not in swarm.ended()]
+    models = [load_file(swarm.export(name)) for name in nodes]
+    average = {key: torch.stack([model[key] for model in models]).mean(0) for key in models[0]}
+    scores = [_evaluate(task, seed, model) for model in models]
+    of_average = _evaluate(task, seed, average)
+    squares = [sum(float(((m[key] - average[key]) ** 2).sum()) for key in average) for m in models]
+    norm = sum(float((value**2).sum()) for value in average.values()) ** 0.5
+    final = {name: swarm.status(name) for name in nodes}
+    own_steps = [status["trainer"]["step"] - status["trainer"]["first_step"] for status in final.values()]
+    sent = sum(status["bytes_sent"] for status in final.values())
+    every_step = sum(steps * 4 * status["values"] for steps, status in zip(own_steps, final.values(), strict=True))
+    accuracies = [score["accuracy"] for score in scores]
+    return {
+        "peers": len(swarm.names),
+        "task": task,
+        "steps": max(status["trainer"]["step"] for status in final.values()),
+        "accuracy_mean": sum(accuracies) / len(accuracies),
+        "accuracy_worst": min(accuracies),
+        "accuracy_averaged_model": of_average["accuracy"],
+        "loss_mean": sum(score["loss"] for score in scores) / len(scores),
+        "bytes_sent_total": sent,
+        "bytes_every_step_fp32": every_step,
+        "bytes_saved_fraction": 1 - sent / every_step if every_step else 0.0,
+        "exchanges": sum(status["exchanges"] for status in final.values()) // 2,
+        "snapshots": sum(status["snapshots"] for status in final.values()),
+        "consensus_distance": (sum(squares) / len(squares)) ** 0.5 / norm,
+        "seconds": watch.seconds,
+        "loop_latency_p99_s": max(status["loop_latency_p99_s"] for status in final.values()),
+        "failures": watch.failures,
+    }
+
+
+def _evaluate(task: str, seed: int, weights: dict[str, Any]) -> dict[str, float]:
+    model, _ = TASKS[task].build(seed)
+    model.load_state_dict(weights, strict=False)  # frozen tensors and integer buffers stay as built
+    return TASKS[task].evaluate(model)
+
+
+def _print_summary(console: Console, result: dict[str, Any], picture: Path) -> None:
+    console.print(
+        f"[bold]{result['task']}[/bold]: {result['peers']} nodes, {result['steps']} steps, {result['seconds']:.1f} s\n"
+        f"accuracy   {result['accuracy_averaged_model']:.2%} averaged model, {result['accuracy_mean']:.2%} mean, "
+        f"{result['accuracy_worst']:.2%} worst node\n"
+        f"traffic    {size(result['bytes_sent_total'])} sent in {result['exchanges']} exchanges and "
+        f"{result['snapshots']} snapshots\n"
+        f"           every-step fp32 gossip would send {size(result['bytes_every_step_fp32'])}: "
+        f"{result['bytes_saved_fraction']:.1%} saved\n"
+        f"consensus  nodes are {result['consensus_distance']:.3%} from their mean\n"
+        f"picture    {picture}"
+    )
+    for failure in result["failures"]:
+        console.print(f"[red]failure[/red]    {failure}")

@@ -1,0 +1,19 @@
+"""`peerd info`: what a node is and was told."""
+
+from __future__ import annotations
+
+import typer
+
+from peerd.cli.output import Format, FormatOption, NameOption, print_json
+from peerd.local_socket import find_node, request
+
+
+def info(name: NameOption = None, format: FormatOption = Format.TEXT) -> None:
+    """Show a node's identity, address, version and settings."""
+    answer = request(find_node(name), "info")
+    if format is Format.JSON:
+        print_json(answer)
+        return
+    settings = answer.pop("settings")
+    for key, value in {**answer, **settings}.items():
+        typer.echo(f"{key:<20} {', '.join(value) if isinstance(value, list) else value}")

@@ -1,0 +1,125 @@
+"""How does one machine run a whole swarm? Real daemons, each a process with its own trainer, in a temporary folder."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from peerd.effects import UserError
+from peerd.local_socket import request
+from peerd.supervisor import die_with_parent
+
+START_S = 60.0  # a cold Python import on a busy machine; a daemon that dies is noticed at once
+END_S = 30.0
+
+
+class LocalSwarm:
+    """`count` nodes called node-0, node-1 ...; leaving the block ends them all and removes every trace."""
+
+    def __init__(self, count: int, settings: dict[str, str], command: list[str]) -> None:
+        """`settings` are options of `peerd start`; `command` is what each node launches."""
+        self.names = [f"node-{index}" for index in range(count)]
+        self._settings = settings
+        self._command = command
+        self._folder = tempfile.TemporaryDirectory(prefix="peerd-demo-")
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> LocalSwarm:
+        try:
+            self._start(self.names[0], None)
+            address = self._ask(self.names[0], "info")["address"]
+            for name in self.names[1:]:
+                self._start(name, address)
+            for name in self.names[1:]:
+                self._ask(name, "info")
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self._processes.values():
+            if process.poll() is None:
+                process.terminate()
+        deadline = time.monotonic() + END_S
+        for process in self._processes.values():
+            try:
+                process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._folder.cleanup()
+
+    def status(self, name: str) -> dict[str, Any]:
+        """What the node says now. Raises UserError when it is gone."""
+        return request(self._socket(name), "status")
+
+    def export(self, name: str) -> Path:
+        """Have the node write its model; returns the file."""
+        path = self.folder / f"{name}.safetensors"
+        request(self._socket(name), "export", path=str(path))
+        return path
+
+    def kill(self, name: str) -> None:
+        """SIGKILL, as a crash would."""
+        self._processes[name].send_signal(signal.SIGKILL)
+
+    def ended(self) -> dict[str, int]:
+        """Exit codes of the nodes that are gone."""
+        codes = {name: process.poll() for name, process in self._processes.items()}
+        return {name: code for name, code in codes.items() if code is not None}
+
+    def last_words(self, name: str) -> str:
+        """The last line of a node's log."""
+        lines = self._log(name).read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it said nothing"
+
+    @property
+    def folder(self) -> Path:
+        """Everything the swarm writes is below."""
+        return Path(self._folder.name)
+
+    def _start(self, name: str, join: str | None) -> None:
+        options = {"--name": name, "--bind": "127.0.0.1:0", "--log": "human", **self._settings}
+        if join is not None:
+            options["--join"] = join
+        flags = [part for option in options.items() for part in option]
+        rank = {"PEERD_RANK": str(self.names.index(name)), "PEERD_PEERS": str(len(self.names))}
+        folders = {"XDG_RUNTIME_DIR": self._folder.name, "XDG_STATE_HOME": str(self.folder / "state")}
+        with self._log(name).open("wb") as log:
+            self._processes[name] = subprocess.Popen(
+                [sys.executable, "-m", "peerd.cli.main", "start", *flags, "--", *self._command],
+                env={**os.environ, **folders, **rank},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C reaches this process alone, which ends the nodes in good order
+                preexec_fn=die_with_parent,
+            )
+
+    def _ask(self, name: str, verb: str) -> dict[str, Any]:
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline:
+            if name in self.ended():
+                raise UserError(f"{name} did not start: {self.last_words(name)}")
+            if self._socket(name).exists():
+                try:
+                    return request(self._socket(name), verb)
+                except UserError:
+                    pass  # bound but not yet listening
+            time.sleep(0.05)
+        raise UserError(f"{name} did not start within {START_S:.0f} s: {self.last_words(name)}")
+
+    def _socket(self, name: str) -> Path:
+        return self.folder / "peerd" / f"{name}.sock"
+
+    def _log(self, name: str) -> Path:
+        return self.folder / f"{name}.log"

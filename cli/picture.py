@@ -1,0 +1,47 @@
+"""What did a run look like? Loss, accuracy, consensus distance and bytes against time, one line a node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class Seen(Protocol):
+    """One look at one node."""
+
+    seconds: float
+    node: str
+    status: dict[str, Any]
+
+
+def draw(path: Path, samples: Sequence[Seen], title: str) -> None:
+    """Write the picture; the ending of `path` says which kind."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    from matplotlib import pyplot
+
+    panels: list[tuple[str, Callable[[dict[str, Any]], float | None]]] = [
+        ("training loss", lambda status: _trainer(status).get("loss")),
+        ("test accuracy", lambda status: _trainer(status).get("metrics", {}).get("accuracy")),
+        ("consensus distance / model norm", lambda status: status["consensus_distance"] or None),
+        ("MB sent", lambda status: status["bytes_sent"] / 1e6),
+    ]
+    figure, axes = pyplot.subplots(2, 2, figsize=(10, 6), sharex=True, layout="constrained")
+    for axis, (name, value) in zip(axes.flat, panels, strict=True):
+        for node in sorted({sample.node for sample in samples}):
+            points = [(s.seconds, y) for s in samples if s.node == node and (y := value(s.status)) is not None]
+            axis.plot([x for x, _ in points], [y for _, y in points], label=node, linewidth=1.2)
+        axis.set_title(name, fontsize=10)
+        axis.grid(alpha=0.3)
+    axes[0][0].legend(fontsize=8)
+    for axis in axes[1]:
+        axis.set_xlabel("seconds")
+    figure.suptitle(title)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _trainer(status: dict[str, Any]) -> dict[str, Any]:
+    return status["trainer"] or {}

@@ -1,0 +1,55 @@
+"""`peerd start [SCRIPT [ARGS]]`: run a node in the foreground."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from peerd.effects import UserError
+
+START_CONTEXT = {"ignore_unknown_options": True, "allow_extra_args": False}
+
+
+def start(
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[SCRIPT [ARGS]...]", help="a training script, a built-in task, or -- a whole command"),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="this node's name (default: the host's)")] = None,
+    bind: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="default 127.0.0.1:7946; port 0: any")] = None,
+    join: Annotated[list[str] | None, typer.Option(metavar="HOST:PORT", help="a member of the swarm to join")] = None,
+    config: Annotated[Path | None, typer.Option(help="a TOML file with the same keys")] = None,
+    swarm: Annotated[str | None, typer.Option(help="only nodes of the same swarm talk to each other")] = None,
+    mode: Annotated[str | None, typer.Option(help="how models are combined")] = None,
+    codec: Annotated[str | None, typer.Option(help="how deltas are compressed")] = None,
+    trigger: Annotated[str | None, typer.Option(help="when to send: change:0.05, period:10, always")] = None,
+    view: Annotated[int | None, typer.Option(help="partners at a time")] = None,
+    log: Annotated[str | None, typer.Option(help="auto, human or json")] = None,
+) -> None:
+    """Run a node in the foreground: join a swarm, launch SCRIPT, gossip. Ctrl-C leaves in good order.
+
+    Options of the script go after it; those that peerd start has too, after a --:
+    peerd start train.py --lr 0.1 -- --name run7
+    """
+    import trio
+
+    from peerd import daemon, settings
+
+    file = config if config is not None else _config_from_environment()
+    flags = {
+        "name": name, "bind": bind, "join": tuple(join) if join else None, "swarm": swarm, "mode": mode,
+        "codec": codec, "trigger": trigger, "view": view, "log": log,
+    }  # fmt: skip
+    code = trio.run(daemon.run, settings.load(flags, os.environ, file), command or [])
+    if code:
+        raise typer.Exit(code)
+
+
+def _config_from_environment() -> Path | None:
+    given = os.environ.get("PEERD_CONFIG")
+    if given and not Path(given).is_file():
+        raise UserError(f"PEERD_CONFIG: no such file: {given}")
+    return Path(given) if given else None

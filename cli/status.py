@@ -1,0 +1,59 @@
+"""`peerd status`: what a node is doing."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+
+from peerd.cli.output import NameOption, print_json, print_table, size
+from peerd.local_socket import find_node, request
+
+
+class StatusFormat(StrEnum):
+    """What --format takes here."""
+
+    TEXT = "text"
+    JSON = "json"
+    PROMETHEUS = "prometheus"
+
+
+def status(
+    name: NameOption = None,
+    format: Annotated[StatusFormat, typer.Option("--format", help="text, json, or prometheus")] = StatusFormat.TEXT,
+) -> None:
+    """Show a node's training, links, traffic, and why its trigger decided what it did."""
+    answer = request(find_node(name), "status")
+    if format is StatusFormat.JSON:
+        print_json(answer)
+    elif format is StatusFormat.PROMETHEUS:
+        from peerd.metrics import exposition
+
+        typer.echo(exposition(answer), nl=False)
+    else:
+        _print_text(answer)
+
+
+def _print_text(answer: dict[str, Any]) -> None:
+    members = ", ".join(f"{count} {state}" for state, count in answer["members"].items() if count)
+    typer.echo(f"{answer['name']}: {answer['phase']}; members: {members}")
+    if trainer := answer["trainer"]:
+        metrics = "".join(f", {key} {value:.4g}" for key, value in trainer["metrics"].items())
+        loss = "" if trainer["loss"] is None else f", loss {trainer['loss']:.4f}"
+        typer.echo(f"step {trainer['step']}{loss}{metrics}; consensus distance {answer['consensus_distance']:.2%}")
+    sent, received = size(answer["bytes_sent"]), size(answer["bytes_received"])
+    typer.echo(f"sent {sent}, received {received}, {answer['exchanges']} exchanges, {answer['snapshots']} snapshots")
+    typer.echo(f"event loop late by {answer['loop_latency_p99_s'] * 1e3:.1f} ms (p99)")
+    if answer["links"]:
+        print_table(
+            ["PARTNER", "EXCHANGES", "DISTANCE", "GAIN", "LAST REASON"],
+            [
+                [link["peer"], str(link["exchanges"]), f"{link['distance']:.3g}", f"{link['gain']:.2f}",
+                 link["last_reason"] or "-"]
+                for link in answer["links"]
+            ],
+        )  # fmt: skip
+    decisions = {key[8:]: value for key, value in answer["counts"].items() if key.startswith("trigger_")}
+    if decisions:
+        typer.echo("trigger decisions: " + ", ".join(f"{key} {value}" for key, value in decisions.items()))

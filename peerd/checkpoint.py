@@ -1,0 +1,168 @@
+"""How does a run survive a crash? Generations of model, optimizer and step, each one folder that appears at once.
+
+    step-00000120/model.safetensors   model.* and optimizer.* tensors
+    step-00000120/manifest.json       step, sizes, SHA-256 of the file, and the optimizer's plain values
+
+A generation is written to a temporary folder, every file and the folder are flushed to the disk, then it is renamed and
+the parent flushed: after a crash at any point the newest folder is whole, or is not there. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+KEEP_GENERATIONS = 2
+MANIFEST_BYTES_MAX = 16 << 20
+_TENSORS = "model.safetensors"
+_MANIFEST = "manifest.json"
+
+
+class Damaged(Exception):
+    """This generation is not what was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A copy of everything a run needs to go on, taken between two steps."""
+
+    step: int
+    signature: str
+    tensors: dict[str, torch.Tensor]
+    optimizer: dict[str, Any] | None  # plain values: param_groups, and which state entries are tensors
+
+
+def capture(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, signature: str) -> Generation:
+    """Copy model and optimizer to host memory."""
+    tensors = {f"model.{name}": _copy(value) for name, value in model.state_dict().items()}
+    state = optimizer.state_dict()
+    plain: dict[str, Any] = {"param_groups": state["param_groups"], "state": {}}
+    for index, entries in state["state"].items():
+        values = plain["state"][str(index)] = {}
+        for key, value in entries.items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"optimizer.{index}.{key}"] = _copy(value)
+            else:
+                values[key] = value
+    return Generation(step, signature, tensors, plain if _is_plain(plain) else None)
+
+
+def restore(generation: Generation, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Load a generation into model and optimizer. Raises Damaged when its tensors do not fit."""
+    weights = {name[6:]: value for name, value in generation.tensors.items() if name.startswith("model.")}
+    try:
+        model.load_state_dict(weights)
+        if generation.optimizer is None:
+            return
+        state: dict[int, dict[str, Any]] = {int(k): dict(v) for k, v in generation.optimizer["state"].items()}
+        for name, value in generation.tensors.items():
+            if name.startswith("optimizer."):
+                _, index, key = name.split(".", 2)
+                state.setdefault(int(index), {})[key] = value
+        optimizer.load_state_dict({"state": state, "param_groups": generation.optimizer["param_groups"]})
+    except (RuntimeError, ValueError, KeyError, TypeError) as error:
+        raise Damaged(f"does not fit this model and optimizer: {str(error).splitlines()[0]}") from None
+
+
+def save(folder: Path, generation: Generation) -> Path:
+    """Write one generation; returns its folder. Raises OSError, and then leaves the older generations as they were."""
+    folder.mkdir(parents=True, exist_ok=True)
+    final = folder / f"step-{generation.step:08d}"
+    temporary = folder / f"tmp-{os.getpid()}-{generation.step}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir()
+        tensors = temporary / _TENSORS
+        save_file(generation.tensors, tensors)
+        _flush(tensors)
+        manifest = {
+            "step": generation.step,
+            "signature": generation.signature,
+            "files": {_TENSORS: {"bytes": tensors.stat().st_size, "sha256": _sha256(tensors)}},
+            "optimizer": generation.optimizer,
+        }
+        (temporary / _MANIFEST).write_text(json.dumps(manifest))
+        _flush(temporary / _MANIFEST)
+        _flush(temporary)
+        if final.exists():
+            shutil.rmtree(final)
+        temporary.rename(final)
+        _flush(folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    for old in _generations(folder)[KEEP_GENERATIONS:]:
+        shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def newest(folder: Path, signature: str, warn: Callable[[str], None]) -> Generation | None:
+    """The newest whole generation of this model; `warn` gets one line for each that is refused."""
+    for leftover in folder.glob("tmp-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    for path in _generations(folder):
+        try:
+            return _load(path, signature)
+        except Damaged as error:
+            warn(f"checkpoint {path} refused: {error}; trying the one before it")
+    return None
+
+
+def _load(path: Path, signature: str) -> Generation:
+    tensors_path = path / _TENSORS
+    try:
+        if (path / _MANIFEST).stat().st_size > MANIFEST_BYTES_MAX:
+            raise Damaged(f"{_MANIFEST} is over {MANIFEST_BYTES_MAX} bytes")
+        manifest = json.loads((path / _MANIFEST).read_text())
+        entry = manifest["files"][_TENSORS]
+        step, optimizer, written_for = int(manifest["step"]), manifest["optimizer"], manifest["signature"]
+        size = tensors_path.stat().st_size
+        if size != entry["bytes"]:
+            raise Damaged(f"{_TENSORS} has {size} bytes, its manifest says {entry['bytes']}")
+        if _sha256(tensors_path) != entry["sha256"]:
+            raise Damaged(f"{_TENSORS} does not match the SHA-256 of its manifest")
+        if written_for != signature:
+            raise Damaged("it was written for another model")
+        return Generation(step, signature, load_file(tensors_path), optimizer)
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise Damaged(f"{type(error).__name__}: {error}") from None
+
+
+def _generations(folder: Path) -> list[Path]:
+    return sorted(folder.glob("step-*"), reverse=True)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flush(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

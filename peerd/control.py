@@ -1,0 +1,143 @@
+"""How do the command line and the trainer reach the daemon? The server side of the node's Unix socket.
+
+The socket is private to the user (0600, and the peer's uid is checked), for whoever can write to it owns the model.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+import struct
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from peerd.effects import UserError
+from peerd.local_socket import pack, take
+from peerd.logs import LOGGER
+
+Answer = dict[str, Any]
+Verb = Callable[[dict[str, Any]], Awaitable[Answer]]
+
+
+class LocalConnection:
+    """One accepted connection."""
+
+    def __init__(self, connection: trio.socket.SocketType) -> None:
+        """Wrap an accepted socket."""
+        self._socket = connection
+        self._buffer = bytearray()
+        self._sending = trio.Lock()
+        self.fds: list[int] = []
+
+    async def receive(self) -> dict[str, Any] | None:
+        """The next message; None at the end. Raises ValueError for bytes that are no message."""
+        while (message := take(self._buffer)) is None:
+            try:
+                data, ancillary, _, _ = await self._socket.recvmsg(1 << 16, socket.CMSG_SPACE(4 * 4))
+            except OSError:
+                return None
+            for level, kind, content in ancillary:
+                if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                    fds = array.array("i")
+                    fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
+                    self.fds.extend(fds)
+            if not data:
+                return None
+            self._buffer += data
+        return message
+
+    async def send(self, message: dict[str, Any]) -> None:
+        """Send; a connection that is gone shows itself in `receive`."""
+        data = memoryview(pack(message))
+        async with self._sending:
+            try:
+                while data:
+                    data = data[await self._socket.send(data) :]
+            except OSError:
+                return
+
+    def close_fds(self) -> None:
+        """Close descriptors that nobody took."""
+        for fd in self.fds:
+            os.close(fd)
+        self.fds.clear()
+
+
+async def serve(
+    path: Path,
+    verbs: dict[str, Verb],
+    attach: Callable[[LocalConnection, dict[str, Any]], Awaitable[None]],
+    task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """Answer requests on the socket at `path` until cancelled; the path is removed at the end. Raises UserError."""
+    listener = await _listen(path)
+    try:
+        async with trio.open_nursery() as nursery:
+            task_status.started()
+            while True:
+                connection, _ = await listener.accept()
+                nursery.start_soon(_converse, connection, verbs, attach)
+    finally:
+        listener.close()
+        path.unlink(missing_ok=True)
+
+
+async def _listen(path: Path) -> trio.socket.SocketType:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if path.parent.stat().st_uid != os.getuid():
+        raise UserError(f"{path.parent} belongs to another user; set XDG_RUNTIME_DIR to a folder of your own")
+    listener = trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        path.unlink(missing_ok=True)  # the lock on the state folder says that nobody listens there
+        mask = os.umask(0o177)
+        try:
+            await listener.bind(str(path))
+        finally:
+            os.umask(mask)
+    except OSError as error:
+        raise UserError(f"control socket {path}: {error.strerror or error}") from None
+    listener.listen(64)
+    return listener
+
+
+async def _converse(
+    connection: trio.socket.SocketType,
+    verbs: dict[str, Verb],
+    attach: Callable[[LocalConnection, dict[str, Any]], Awaitable[None]],
+) -> None:
+    local = LocalConnection(connection)
+    try:
+        if _uid(connection) not in (0, os.getuid()):
+            return
+        while (message := await local.receive()) is not None:
+            if message.get("kind") == "attach":
+                await attach(local, message)
+                return
+            await local.send(await _answer(verbs, message))
+    except ValueError as error:
+        LOGGER.warning("a local process was cut off: %s", error)
+    finally:
+        local.close_fds()
+        connection.close()
+
+
+async def _answer(verbs: dict[str, Verb], message: dict[str, Any]) -> Answer:
+    verb = verbs.get(str(message.get("kind")))
+    if verb is None:
+        return {"error": f"this daemon does not know {message.get('kind')!r}"}
+    try:
+        return await verb(message)
+    except UserError as error:
+        return {"error": str(error)}
+    except Exception as error:  # a bug in a question must not end the training that it asks about
+        LOGGER.exception("the verb %s failed", message["kind"])
+        return {"error": f"the daemon failed to answer: {error!r}; its log has the details"}
+
+
+def _uid(connection: trio.socket.SocketType) -> int:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", credentials)[1])

@@ -1,0 +1,46 @@
+"""How does a flat vector become a file of named tensors again? safetensors, in the tensors' own types."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import save_file
+
+from peerd.effects import UserError
+
+
+def write_safetensors(path: Path, values: npt.NDArray[Any], tensors: list[str]) -> int:
+    """Write `values`, shape (total,), as the tensors described ("name dtype shape ..."); returns the file's bytes.
+
+    float64 and float16 keep their type; bfloat16 is written as float32, which holds the same values, for numpy has no
+    such type. Frozen tensors are not in the vector and not in the file. Raises UserError.
+    """
+    named: dict[str, npt.NDArray[Any]] = {}
+    start = 0
+    for line in _in_vector_order(tensors):
+        name, dtype, shape = line.split(" ")[:3]
+        sizes = [] if shape == "scalar" else [int(size) for size in shape.split("x")]
+        count = math.prod(sizes)
+        kind = {"float16": np.float16, "float64": np.float64}.get(dtype, np.float32)
+        named[name] = values[start : start + count].reshape(sizes).astype(kind)
+        start += count
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        save_file(named, temporary, metadata={"format": "pt"})
+        temporary.replace(path)
+        return path.stat().st_size
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _in_vector_order(tensors: list[str]) -> list[str]:
+    """Trainable parameters, then buffers: the order of the flat vector. Frozen tensors are not in it."""
+    trainable = [line for line in tensors if len(line.split(" ")) == 3]
+    return [*trainable, *(line for line in tensors if line.endswith(" buffer"))]

@@ -1,0 +1,60 @@
+"""Who is this node, across restarts? A random id and a count of its starts, kept in its state folder."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peerd.effects import NodeId, UserError
+
+_FILE = "identity.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """`epoch` grows with every start: it supersedes what the swarm believed of the previous life."""
+
+    id: NodeId
+    epoch: int
+    lock: int  # a locked descriptor, held as long as the process lives
+
+
+def take(folder: Path) -> Identity:
+    """Lock the state folder and begin a new epoch. Raises UserError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise UserError(f"state folder {folder}: {error.strerror}; choose another with state_dir") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise UserError(f"a node already runs with the state folder {folder}; give this one another --name") from None
+    known = _read(folder / _FILE)
+    identity = Identity(known.get("id", secrets.token_hex(8)), known.get("epoch", 0) + 1, lock)
+    _write(folder / _FILE, {"id": identity.id, "epoch": identity.epoch})
+    return identity
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What was kept; a damaged file counts as a new identity, which is safe: the old one just stays failed."""
+    try:
+        kept = json.loads(path.read_text())
+        return {"id": str(kept["id"]), "epoch": int(kept["epoch"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("w") as file:
+        json.dump(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)

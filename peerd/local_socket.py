@@ -1,0 +1,139 @@
+"""How do processes of one machine talk to their daemon? msgpack maps with a length before each, on a Unix socket.
+
+The same framing serves a trainer's session and the command line; the first map of a connection says which it is.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from peerd.effects import UserError
+
+MESSAGE_BYTES_MAX = 4 << 20  # an attach names every tensor; 40,000 of them fit
+_LENGTH = struct.Struct("<I")
+
+
+def runtime_dir() -> Path:
+    """Where the control sockets live: $XDG_RUNTIME_DIR/peerd, else a private folder in /tmp."""
+    parent = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(parent) / "peerd" if parent else Path(f"/tmp/peerd-{os.getuid()}")
+
+
+def socket_path(name: str) -> Path:
+    """The control socket of the node called `name`."""
+    return runtime_dir() / f"{name}.sock"
+
+
+def running_nodes() -> list[str]:
+    """Names of the nodes of this user whose socket answers."""
+    found = []
+    for path in sorted(runtime_dir().glob("*.sock")):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            try:
+                probe.connect(str(path))
+            except OSError:
+                continue
+            found.append(path.stem)
+    return found
+
+
+def find_node(name: str | None) -> Path:
+    """The socket of `name`, or of the only node that runs here. Raises UserError."""
+    running = running_nodes()
+    if name is not None:
+        if name in running:
+            return socket_path(name)
+        others = f"; running: {', '.join(running)}" if running else ""
+        raise UserError(f"no node called {name!r} runs here{others}; start one with: peerd start --name {name}")
+    if not running:
+        raise UserError("no peerd node runs here; start one with: peerd start train.py")
+    if len(running) > 1:
+        raise UserError(f"several nodes run here: {', '.join(running)}; choose one with --name")
+    return socket_path(running[0])
+
+
+def pack(message: dict[str, Any]) -> bytes:
+    """One framed message."""
+    body: bytes = msgpack.packb(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+def take(buffer: bytearray) -> dict[str, Any] | None:
+    """Remove and return the first whole message of `buffer`, if there is one. Raises ValueError."""
+    if len(buffer) < _LENGTH.size:
+        return None
+    (length,) = _LENGTH.unpack_from(buffer)
+    if length > MESSAGE_BYTES_MAX:
+        raise ValueError(f"a local message of {length} bytes is over the limit of {MESSAGE_BYTES_MAX}")
+    if len(buffer) < _LENGTH.size + length:
+        return None
+    try:
+        message = msgpack.unpackb(memoryview(buffer)[_LENGTH.size : _LENGTH.size + length], strict_map_key=True)
+    except (msgpack.UnpackException, ValueError, RecursionError) as error:
+        raise ValueError(f"not a local message: {error}") from None
+    if not isinstance(message, dict):
+        raise ValueError("a local message is a map")
+    del buffer[: _LENGTH.size + length]
+    return message
+
+
+class LocalSocket:
+    """The blocking client side: a trainer's session, or one request of the command line."""
+
+    def __init__(self, path: Path) -> None:
+        """Connect; raises OSError."""
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.connect(str(path))
+        self._buffer = bytearray()
+
+    def send(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
+        """Send one message, with file descriptors beside it; raises OSError."""
+        data = pack(message)
+        if fds:
+            sent = socket.send_fds(self._socket, [data], list(fds))
+            data = data[sent:]
+        self._socket.sendall(data)
+
+    def receive(self, timeout_s: float | None = None) -> dict[str, Any] | None:
+        """The next message; None when none comes within `timeout_s` (0: do not wait). Raises EOFError at the end."""
+        while (message := take(self._buffer)) is None:
+            self._socket.settimeout(timeout_s)
+            try:
+                data = self._socket.recv(1 << 16)
+            except (BlockingIOError, TimeoutError):
+                return None
+            finally:
+                self._socket.settimeout(None)
+            if not data:
+                raise EOFError("the daemon closed the connection")
+            self._buffer += data
+        return message
+
+    def close(self) -> None:
+        """Close; harmless when closed."""
+        self._socket.close()
+
+
+def request(path: Path, verb: str, **arguments: Any) -> dict[str, Any]:
+    """One command to a daemon and its answer. Raises UserError with the daemon's own words."""
+    try:
+        client = LocalSocket(path)
+    except OSError as error:
+        raise UserError(f"the node at {path} does not answer: {error.strerror}") from None
+    try:
+        client.send({"kind": verb, **arguments})
+        answer = client.receive()
+    except (OSError, EOFError):
+        raise UserError(f"the node at {path} went away before it answered") from None
+    finally:
+        client.close()
+    assert answer is not None, "a receive without a timeout returns a message or raises"
+    if "error" in answer:
+        raise UserError(str(answer["error"]))
+    return answer

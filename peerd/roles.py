@@ -1,0 +1,87 @@
+"""Who may exchange with whom, and whose model does a newcomer start from? Decided from what members say of themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgpack
+
+from peerd.effects import NodeId
+from peerd.messages import Member, State
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a member says of itself in its `meta`."""
+
+    model: str = ""  # signature of its model, shortened; "" before a trainer has attached
+    ready: bool = False  # it holds the swarm's model: it can give it, and exchange
+    expects: bool = False  # a trainer is attached or on its way
+    founder: bool = False  # it was started without a node to join
+
+    def pack(self) -> bytes:
+        """At most 64 bytes."""
+        packed: bytes = msgpack.packb([self.model[:16], self.ready, self.expects, self.founder])
+        return packed
+
+    @classmethod
+    def unpack(cls, meta: bytes) -> About:
+        """Anything unreadable is a member that offers nothing."""
+        try:
+            model, ready, expects, founder = msgpack.unpackb(meta, max_array_len=16, max_str_len=64)[:4]
+        except (ValueError, TypeError, msgpack.UnpackException):
+            return cls()
+        if not isinstance(model, str):
+            return cls()
+        return cls(model, ready is True, expects is True, founder is True)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnModel:
+    """Start from the model that the trainer brought."""
+
+
+@dataclass(frozen=True, slots=True)
+class FetchFrom:
+    """Ask these members, in this order."""
+
+    donors: tuple[NodeId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WaitFor:
+    """Wait until a member has a model, and say why."""
+
+    reason: str
+
+
+def partners(members: Mapping[NodeId, Member], me: NodeId, model: str) -> frozenset[NodeId]:
+    """Live members that hold the same model and can exchange."""
+    return frozenset(
+        id
+        for id, member in members.items()
+        if id != me and member.state <= State.SUSPECT and (about := About.unpack(member.meta)).ready
+        and about.model == model[:16]
+    )  # fmt: skip
+
+
+def whose_model(members: Mapping[NodeId, Member], me: NodeId, *, has_seeds: bool) -> OwnModel | FetchFrom | WaitFor:
+    """Where a newcomer's model comes from.
+
+    A member that has one gives it. While none has, exactly one goes first: a founder that trains, else the member with
+    the smallest id among those that do. All others wait for it, so a swarm never starts from two models.
+    """
+    live = {id: About.unpack(m.meta) for id, m in members.items() if m.state <= State.SUSPECT}
+    donors = sorted(id for id, about in live.items() if about.ready and id != me)
+    if donors:
+        start = sum(me.encode()) % len(donors)  # newcomers spread over the donors
+        return FetchFrom(tuple(donors[start:] + donors[:start]))
+    if len(live) == 1 and has_seeds:
+        return WaitFor("no node of the swarm has answered yet")
+    candidates = sorted(id for id, about in live.items() if about.expects or id == me)
+    founders = [id for id in candidates if live[id].founder]
+    first = (founders or candidates)[0]
+    if first == me:
+        return OwnModel()
+    return WaitFor(f"no member has a model yet; {members[first].name} goes first")

@@ -1,0 +1,145 @@
+"""What was this node told? Flags, then PEERD_* variables, then a TOML file, then defaults; unknown keys are refused."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import socket
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from peerd.effects import Address, UserError
+from peerd.training.codecs import CODECS
+from peerd.training.modes import MODES
+from peerd.training.trigger import parse_trigger
+
+DEFAULT_PORT = 7946
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Everything a node can be told; each field is a TOML key, a PEERD_ variable and, for most, a flag."""
+
+    name: str = field(default_factory=lambda: re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:64] or "node")
+    bind: str = f"127.0.0.1:{DEFAULT_PORT}"
+    join: tuple[str, ...] = ()
+    swarm: str = "peerd"  # nodes of another swarm are refused
+    run: str = ""  # nodes of another run are refused when both name one
+    mode: str = "gossip"
+    codec: str = "sign"
+    trigger: str = "change:0.05"
+    view: int = 3  # partners; memory is three float32 copies of the model for each
+    network: str = "lan"
+    checkpoint_every_s: float = 60.0
+    state_dir: str = ""  # "" means $XDG_STATE_HOME/peerd/NAME
+    log: str = "auto"
+
+    def __post_init__(self) -> None:
+        """Check what a type cannot say. Raises UserError."""
+        if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", self.name):
+            raise UserError(f"name: {self.name!r} must be 1 to 64 letters, digits, '.', '_' or '-'")
+        parse_address(self.bind, "bind")
+        for seed in self.join:
+            parse_address(seed, "join")
+        _choice("mode", self.mode, list(MODES))
+        _choice("codec", self.codec, list(CODECS))
+        _choice("network", self.network, ["lan", "wan"])
+        _choice("log", self.log, ["auto", "human", "json"])
+        parse_trigger(self.trigger)
+        if self.view < 1:
+            raise UserError(f"view: {self.view} must be at least 1")
+        if not self.checkpoint_every_s > 0:
+            raise UserError(f"checkpoint_every_s: {self.checkpoint_every_s} must be above 0")
+
+    @property
+    def state_path(self) -> Path:
+        """The folder of this node's identity and checkpoints."""
+        if self.state_dir:
+            return Path(self.state_dir)
+        parent = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+        return Path(parent) / "peerd" / self.name
+
+    @property
+    def bind_address(self) -> Address:
+        """`bind`, parsed."""
+        return parse_address(self.bind, "bind")
+
+    @property
+    def seeds(self) -> tuple[Address, ...]:
+        """`join`, parsed."""
+        return tuple(parse_address(seed, "join") for seed in self.join)
+
+
+def load(flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None) -> Settings:
+    """Merge the three sources over the defaults. Raises UserError naming the key and where it came from."""
+    values: dict[str, Any] = {}
+    if file is not None:
+        values.update(_from_file(file))
+    for item in fields(Settings):
+        variable = f"PEERD_{item.name.upper()}"
+        if variable in environment:
+            values[item.name] = _from_text(item.name, environment[variable], variable)
+    values.update({key: value for key, value in flags.items() if value is not None})
+    return replace(Settings(), **values)
+
+
+def parse_address(text: str, where: str) -> Address:
+    """HOST:PORT, HOST (the default port) or [V6]:PORT. Raises UserError."""
+    match = re.fullmatch(r"(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:\[\]]+))(?::(?P<port>\d{1,5}))?", text)
+    if match is None or int(match["port"] or DEFAULT_PORT) > 65535:
+        raise UserError(f"{where}: {text!r} is not HOST:PORT (for example 10.0.0.5:{DEFAULT_PORT})")
+    return match["v6"] or match["host"], int(match["port"] or DEFAULT_PORT)
+
+
+def _from_file(file: Path) -> dict[str, Any]:
+    try:
+        table = tomllib.loads(file.read_text())
+    except OSError as error:
+        raise UserError(f"config {file}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"config {file}: {error}") from None
+    names = [item.name for item in fields(Settings)]
+    for key, value in table.items():
+        if key not in names:
+            near = difflib.get_close_matches(key, names, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; known keys: {', '.join(names)}"
+            raise UserError(f"config {file}: unknown key {key!r}{hint}")
+        table[key] = _typed(key, value, f"config {file}")
+    return table
+
+
+def _typed(key: str, value: Any, where: str) -> Any:
+    default = getattr(Settings(), key)
+    if isinstance(default, tuple):
+        items = [value] if isinstance(value, str) else value
+        if isinstance(items, list) and all(isinstance(item, str) for item in items):
+            return tuple(items)
+    elif isinstance(default, float) and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    elif type(value) is type(default):
+        return value
+    wanted = "a list of strings" if isinstance(default, tuple) else f"a {type(default).__name__}"
+    raise UserError(f"{where}: {key} must be {wanted}, not {value!r}")
+
+
+def _from_text(key: str, text: str, where: str) -> Any:
+    default = getattr(Settings(), key)
+    if isinstance(default, tuple):
+        return tuple(part.strip() for part in text.split(",") if part.strip())
+    if isinstance(default, str):
+        return text
+    try:
+        return type(default)(text)
+    except ValueError:
+        raise UserError(f"{where}: {text!r} is not a {type(default).__name__}") from None
+
+
+def _choice(key: str, value: str, choices: list[str]) -> None:
+    if value not in choices:
+        near = difflib.get_close_matches(value, choices, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise UserError(f"{key}: {value!r} is not one of {', '.join(choices)}{hint}")

@@ -1,0 +1,315 @@
+"""The trainer's side: three lines around any PyTorch loop.
+
+    with peerd.attach(model, optimizer) as swarm:
+        for batch in loader:
+            ...; loss.backward(); optimizer.step(); optimizer.zero_grad()
+            swarm.step(loss=loss.item(), samples=len(batch))
+
+`step` adds the corrections that the daemon has ready, measures how far the model has moved, and publishes a copy when
+the daemon asks. It never waits for the network. Leaving the block waits for the swarm's final flush.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from peerd import checkpoint
+from peerd.effects import UserError
+from peerd.local_socket import LocalSocket, find_node
+from peerd.shared_memory import SharedMemory
+from peerd.training.flat import FlatModel
+
+ROLLBACKS_MAX = 3  # in a row: a model that is not finite again at once will not mend itself
+
+
+def attach(model: nn.Module, optimizer: torch.optim.Optimizer) -> Swarm:
+    """Join `model` to the swarm of the daemon that started this script, or of the node that runs here.
+
+    Blocks until the swarm's current model is loaded, when there is one. Without a daemon it says so once and the
+    script trains alone. Ends the script with one line when the daemon refuses the model.
+    """
+    link = _connect()
+    if link is None:
+        return Swarm(model, optimizer, None)
+    try:
+        return Swarm(model, optimizer, _Session(link, model, optimizer))
+    except _Refused as refusal:
+        raise SystemExit(f"peerd: {refusal}") from None
+    except (OSError, EOFError):
+        _say("the daemon went away; training alone")
+        return Swarm(model, optimizer, None)
+
+
+class Swarm:
+    """What `attach` returns: count your steps here, and leave the block when done."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, session: _Session | None) -> None:
+        """Use `attach`."""
+        self._model = model
+        self._optimizer = optimizer
+        self._session = session
+        self.step_count = session.step if session else 0
+        """Steps done, those before a resume or before joining included."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no daemon (any more)."""
+        return self._session is None
+
+    def step(self, loss: float | None = None, samples: int = 0, **metrics: float) -> None:
+        """Call after each optimizer step; `metrics` (accuracy=...) are shown by `peerd status` and the demo."""
+        self.step_count += 1
+        if self._session is None:
+            return
+        try:
+            self._session.on_step(self.step_count, loss, samples, metrics)
+        except (OSError, EOFError):
+            self._lose_daemon()
+
+    def finish(self) -> None:
+        """Take part in the final flush; afterwards the model is the swarm's. Leaving the block does it."""
+        if self._session is None:
+            return
+        try:
+            self._session.finish(self.step_count)
+        except (OSError, EOFError):
+            self._lose_daemon()
+        else:
+            self._close()
+
+    def __enter__(self) -> Swarm:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.finish()
+        else:
+            self._close()
+
+    def _lose_daemon(self) -> None:
+        _say("the daemon went away; training goes on alone")
+        self._close()
+
+    def _close(self) -> None:
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+
+class _Refused(Exception):
+    """The daemon will not have this model; the text says why."""
+
+
+class _Session:
+    """A connection to the daemon, the memory shared with it, and the model's flat view."""
+
+    def __init__(self, link: LocalSocket, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._link = link
+        self._model = model
+        self._optimizer = optimizer
+        try:
+            self._flat = FlatModel(model)
+        except ValueError as error:
+            raise _Refused(str(error)) from None
+        self._memory = SharedMemory.create(self._flat.total)
+        self._lr_max = 0.0
+        self._rollbacks = 0
+        self._publish_to: int | None = None
+        self._finished = False
+        self._stop = False  # the node leaves the swarm: publish once more, write a checkpoint, end the script
+        self.step = 0
+        self._attach()
+
+    # ---------------------------------------------------------------- coming
+
+    def _attach(self) -> None:
+        flat = self._flat
+        about = {"parameters": flat.parameters, "total": flat.total, "signature": flat.signature}
+        self._link.send(
+            {"kind": "attach", "pid": os.getpid(), "tensors": flat.tensors, **about}, fds=(self._memory.fd,)
+        )
+        self._memory.close_fd()
+        welcome = self._expect("welcome")
+        self._checkpoints = Path(welcome["checkpoints"])
+        self._checkpoint_every_s = float(welcome["checkpoint_every_s"])
+        if generation := checkpoint.newest(self._checkpoints, flat.signature, _say):
+            try:
+                checkpoint.restore(generation, self._model, self._optimizer)
+                self.step = generation.step
+                _say(f"resumed from the checkpoint of step {self.step}")
+            except checkpoint.Damaged as error:
+                _say(f"checkpoint of step {generation.step} refused: {error}")
+        self._publish(0)
+        self._link.send({"kind": "ready", "step": self.step, "norm": flat.norm()})
+        start = self._expect("start")
+        if start["load"] is not None:
+            flat.load(self._memory.copies[start["load"]])
+            self.step = max(self.step, int(start["step"]))
+        self._writer: threading.Thread | None = None
+        self._last_checkpoint = time.monotonic()
+
+    def _expect(self, kind: str) -> dict[str, Any]:
+        message = self._link.receive()
+        assert message is not None, "a receive without a timeout returns a message or raises"
+        if "error" in message:
+            raise _Refused(message["error"])
+        assert message["kind"] == kind, f"the daemon said {message['kind']}, not {kind}"
+        return message
+
+    # ---------------------------------------------------------------- training
+
+    def on_step(self, step: int, loss: float | None, samples: int, metrics: dict[str, float]) -> None:
+        """Between two optimizer steps: the only moment at which the model is touched."""
+        self._poll(timeout_s=0)
+        change = float(self._flat.change())
+        rolled_back = not math.isfinite(change)
+        if rolled_back:
+            self._roll_back(step)
+            change = 0.0
+        else:
+            self._rollbacks = 0
+        stopping = self._stop
+        self._report(
+            step, change, loss=loss, samples=samples, metrics=metrics, rolled_back=rolled_back, finishing=stopping
+        )
+        if stopping:
+            self._end(step)
+        if time.monotonic() - self._last_checkpoint >= self._checkpoint_every_s and not rolled_back:
+            self._write_checkpoint(step)
+
+    def finish(self, step: int) -> None:
+        """Publish the last model, take what comes until the daemon says that the flush is done."""
+        self._poll(timeout_s=0)
+        change = float(self._flat.change())
+        if not math.isfinite(change):
+            self._roll_back(step)
+            change = 0.0
+        if self._publish_to is None:
+            self._link.send({"kind": "finish"})
+            while self._publish_to is None:
+                self._poll(timeout_s=None)
+        self._report(step, change, finishing=True)
+        while not self._finished and not self._stop:
+            self._poll(timeout_s=None)
+        if self._stop:
+            self._end(step)
+        self._write_checkpoint(step)
+        if self._writer is not None:
+            self._writer.join()
+
+    def _end(self, step: int) -> None:
+        self._write_checkpoint(step)
+        if self._writer is not None:
+            self._writer.join()
+        raise SystemExit(0)
+
+    def close(self) -> None:
+        """Let go of the daemon."""
+        self._link.close()
+
+    def _report(self, step: int, change: float, **rest: Any) -> None:
+        lr = max(float(group["lr"]) for group in self._optimizer.param_groups)
+        self._lr_max = max(self._lr_max, lr)
+        slot, self._publish_to = self._publish_to, None
+        if slot is not None:
+            self._publish(slot)
+        for name in ("loss", "metrics"):
+            rest[name] = _finite(rest.get(name))
+        self._link.send(
+            {
+                "kind": "step",
+                "step": step,
+                "change": change,
+                "norm": self._flat.norm() if slot is not None else None,
+                "lr": lr,
+                "lr_ratio": lr / self._lr_max if self._lr_max > 0 else 1.0,
+                "published": slot,
+                **rest,
+            }
+        )
+
+    def _poll(self, timeout_s: float | None) -> None:
+        """Do what the daemon asks; with no timeout, wait for one request."""
+        while (message := self._link.receive(timeout_s)) is not None:
+            match message["kind"]:
+                case "corrections":
+                    self._flat.add(self._memory.corrections[message["half"]])
+                    self._link.send({"kind": "taken", "half": message["half"]})
+                case "publish":
+                    self._publish_to = message["slot"]
+                case "finished":
+                    self._finished = True
+                case "stop":
+                    self._stop = True
+                    self._publish_to = message["slot"]
+            if timeout_s is None:
+                return
+
+    def _publish(self, slot: int) -> None:
+        target = torch.from_numpy(self._memory.copies[slot])
+        target.copy_(self._flat.gather())
+
+    def _roll_back(self, step: int) -> None:
+        self._rollbacks += 1
+        if self._rollbacks > ROLLBACKS_MAX:
+            raise SystemExit(
+                f"peerd: the model is not finite at step {step}, again after {ROLLBACKS_MAX} returns to its last "
+                "published copy; lower the learning rate or look at the data"
+            )
+        _say(f"the model is not finite at step {step}: back to its last published copy, optimizer state cleared")
+        self._flat.restore()
+        self._optimizer.state.clear()
+
+    def _write_checkpoint(self, step: int) -> None:
+        """Copy now, write in a thread: training goes on meanwhile. One at a time."""
+        if self._writer is not None:
+            if self._writer.is_alive() and not self._finished:
+                return
+            self._writer.join()
+        self._last_checkpoint = time.monotonic()
+        generation = checkpoint.capture(self._model, self._optimizer, step, self._flat.signature)
+        self._writer = threading.Thread(target=_save, args=(self._checkpoints, generation), name="peerd-checkpoint")
+        self._writer.start()
+
+
+def _save(folder: Path, generation: checkpoint.Generation) -> None:
+    try:
+        checkpoint.save(folder, generation)
+    except OSError as error:
+        _say(f"no checkpoint written at step {generation.step}: {error}; training goes on, the older ones are kept")
+
+
+def _connect() -> LocalSocket | None:
+    if int(os.environ.get("LOCAL_RANK", "0")) != 0:
+        return None  # one rank of a node talks to its daemon; torchrun keeps the others equal to it
+    given = os.environ.get("PEERD_SOCKET")
+    try:
+        return LocalSocket(Path(given) if given else find_node(os.environ.get("PEERD_NAME")))
+    except UserError as error:
+        _say(f"{error}; training alone")
+    except OSError as error:
+        _say(f"the node at {given} does not answer ({error.strerror}); training alone")
+    return None
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(name): float(number) for name, number in value.items() if math.isfinite(number)}
+    return float(value) if value is not None and math.isfinite(value) else None
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"peerd: {text}\n")
+    sys.stderr.flush()

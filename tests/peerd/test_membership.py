@@ -1,0 +1,584 @@
+"""One membership core at a time: the lattice of records, who may speak for whom, and what goes out when."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, seed, settings
+from hypothesis import strategies as st
+
+from peerd.dissemination import DATAGRAM_BYTES, News, record_bytes
+from peerd.effects import Effect, Log, MemberChanged, PushPull, SendDatagram
+from peerd.membership import LAN, WAN, Membership
+from peerd.messages import Ack, Member, MemberTable, Message, Nack, Ping, PingRequest, State
+from peerd.roster import INCARNATION_JUMP, META_BYTES, TABLE_MEMBERS, Roster, order
+from peerd.suspicion import Suspicions
+
+HERE = ("10.0.0.1", 7000)
+PROPERTY = settings(max_examples=150, deadline=None, derandomize=True)
+
+
+def member(id: str, state: State = State.ALIVE, incarnation: int = 0, epoch: int = 1, accuser: str = "") -> Member:
+    number = int(id[1:]) if id[1:].isdigit() else 0
+    return Member(id, f"node-{id}", "10.0.0.1", 7000 + number, epoch, incarnation, state, accuser, b"")
+
+
+def core(*others: Member, seeds: Sequence[tuple[str, int]] = (), now: float = 0.0) -> Membership:
+    """A started core `n0` that has just met `others`; what it wanted to send so far is gone."""
+    membership = Membership(member("n0"), seeds, random.Random(7), now)
+    membership.on_timer(now)
+    if others:
+        membership.on_table(MemberTable("n1", others), now)
+    return membership
+
+
+def hear(membership: Membership, *news: Member, now: float = 0.0) -> list[Effect]:
+    return membership.on_datagram(Ack(0, "n1", news), HERE, now)
+
+
+def run_until(membership: Membership, end: float) -> list[Effect]:
+    """Wake the core exactly when it asks to be."""
+    effects: list[Effect] = []
+    while membership.deadline <= end:
+        effects += membership.on_timer(membership.deadline)
+    return effects
+
+
+def messages(effects: list[Effect], kind: type[Message]) -> list[tuple[tuple[str, int], Message]]:
+    return [(e.address, e.message) for e in effects if isinstance(e, SendDatagram) and isinstance(e.message, kind)]
+
+
+def changed(effects: list[Effect]) -> list[str]:
+    return [effect.id for effect in effects if isinstance(effect, MemberChanged)]
+
+
+records = st.builds(
+    member,
+    id=st.sampled_from(["n0", "n1", "n2"]),
+    state=st.sampled_from(State),
+    incarnation=st.integers(0, 3),
+    epoch=st.integers(0, 2),
+    accuser=st.sampled_from(["", "n1", "n2", "n3"]),
+).flatmap(lambda record: st.sampled_from([record, replace(record, meta=b"x"), replace(record, port=9)]))
+
+
+# The lattice ------------------------------------------------------------------------------------------------------
+
+
+@PROPERTY
+@given(updates=st.lists(records, max_size=12), data=st.data())
+def test_any_order_with_any_duplicates_gives_the_same_table(updates: list[Member], data: st.DataObject) -> None:
+    others = [record for record in updates if record.id != "n0"]
+    shuffled = data.draw(
+        st.permutations(others + data.draw(st.lists(st.sampled_from(others), max_size=6) if others else st.just([])))
+    )
+    first, second = core(), core()
+    for record in others:
+        hear(first, record)
+    hear(second, *shuffled)
+    assert dict(first.members) == dict(second.members)
+
+
+@PROPERTY
+@given(updates=st.lists(st.tuples(st.booleans(), records), max_size=12))
+def test_a_key_never_decreases_and_only_we_raise_our_incarnation(updates: list[tuple[bool, Member]]) -> None:
+    membership, keys = core(), {}
+    heard = {"n0": (1, 0)}
+    for as_table, record in updates:
+        mine = membership.me
+        if as_table:
+            membership.on_table(MemberTable("n1", (record,)), 0.0)
+        else:
+            hear(membership, record)
+        heard[record.id] = max(heard.get(record.id, (0, 0)), (record.epoch, record.incarnation))
+        for id, known in membership.members.items():
+            key = order(known)
+            assert key >= keys.get(id, key)
+            keys[id] = key
+            assert id == "n0" or order(known)[:2] <= heard[id]
+        assert membership.me.state == State.ALIVE
+        assert membership.me.epoch == 1
+        assert membership.me.incarnation in (mine.incarnation, record.incarnation + 1)
+        assert membership.members["n0"] == membership.me
+
+
+@PROPERTY
+@given(updates=st.lists(records, max_size=12))
+def test_alive_is_always_what_the_members_say(updates: list[Member]) -> None:
+    membership = core()
+    for record in updates:
+        hear(membership, record)
+        expected = {id for id, known in membership.members.items() if known.state < State.FAILED and id != "n0"}
+        assert membership.alive() == expected
+
+
+@PROPERTY
+@given(updates=st.lists(records, max_size=12))
+def test_a_change_of_the_view_is_said_and_nothing_else(updates: list[Member]) -> None:
+    membership = core()
+    for record in updates:
+        before = dict(membership.members)
+        effects = hear(membership, record)
+        seen = [
+            id
+            for id, known in membership.members.items()
+            if id != "n0"
+            and (
+                id not in before
+                or replace(before[id], incarnation=0, accuser="") != replace(known, incarnation=0, accuser="")
+            )
+        ]
+        assert changed(effects) == seen
+
+
+def test_higher_epoch_wins_over_any_state_of_the_former_life() -> None:
+    for state in State:
+        membership = core(member("n1", state, incarnation=9))
+        hear(membership, member("n1", epoch=2))
+        assert membership.members["n1"].state == State.ALIVE
+        assert membership.alive() == {"n1"}
+        hear(membership, member("n1", State.LEFT, incarnation=99))
+        assert membership.members["n1"].epoch == 2
+
+
+def test_a_death_in_a_table_is_heard_as_a_suspicion_by_who_holds_the_member_alive() -> None:
+    membership = core(member("n1"), member("n2"), member("n3"))
+    effects = membership.on_table(MemberTable("n1", (member("n2", State.FAILED, accuser="n9"),)), 0.1)
+    assert membership.members["n2"] == member("n2", State.SUSPECT, accuser="n9")
+    assert changed(effects) == ["n2"]
+    membership.on_table(MemberTable("n1", (member("n4", State.FAILED),)), 0.1)
+    assert membership.members["n4"].state == State.FAILED, "one never heard of is simply dead"
+
+
+# Speaking for oneself ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", [State.SUSPECT, State.FAILED, State.LEFT])
+def test_what_is_said_against_us_is_refuted(state: State) -> None:
+    membership = core(member("n1"))
+    hear(membership, member("n0", state, incarnation=4, accuser="n1"))
+    assert membership.me == member("n0", incarnation=5)
+    assert membership.counts["refutations"] == 1
+    assert membership.awareness == 1
+    [(_, ack)] = messages(membership.on_datagram(Ping(1, "n1", "n0", ()), HERE, 0.0), Ack)
+    assert isinstance(ack, Ack)
+    assert membership.me in ack.news, "the refutation rides on the very next answer"
+
+
+def test_old_gossip_about_us_is_ignored() -> None:
+    membership = core()
+    hear(membership, member("n0", State.FAILED, epoch=0, incarnation=50))
+    assert membership.me == member("n0")
+
+
+def test_another_life_of_ours_is_reported_once_and_counted() -> None:
+    membership = core()
+    effects = hear(membership, member("n0", epoch=2)) + hear(membership, member("n0", epoch=2))
+    assert [effect.level for effect in effects if isinstance(effect, Log)] == ["warning"]
+    assert membership.counts["identity_conflict"] == 2
+    assert membership.me == member("n0")
+
+
+def test_of_two_lives_with_one_epoch_the_lower_address_yields() -> None:
+    low, high = core(), core()
+    hear(low, replace(member("n0"), port=7001))
+    hear(high, replace(member("n0"), port=6999))
+    assert (low.counts["identity_conflict"], high.counts["identity_conflict"]) == (1, 0)
+
+
+def test_meta_travels_with_a_higher_incarnation() -> None:
+    membership = core(member("n1"))
+    effects = membership.set_meta(b"gpu", 0.0)
+    assert membership.me == replace(member("n0", incarnation=1), meta=b"gpu")
+    assert changed(effects) == ["n0"]
+    other = core(member("n0x"))
+    effects = hear(other, replace(member("n0x", incarnation=1), meta=b"gpu"))
+    assert changed(effects) == ["n0x"]
+
+
+def test_leaving_is_told_and_not_refuted() -> None:
+    membership = core(member("n1"), member("n2"))
+    membership.leave(1.0)
+    assert membership.me.state == State.LEFT
+    hear(membership, member("n0", State.LEFT), member("n0", State.SUSPECT, accuser="n1"), now=1.0)
+    assert membership.me == member("n0", State.LEFT)
+    hear(membership, member("n0", State.SUSPECT, incarnation=3, accuser="n1"), now=1.0)
+    assert membership.me == member("n0", State.LEFT, incarnation=4)
+    assert not membership.left_spread
+    effects = run_until(membership, 10.0)
+    assert membership.left_spread
+    assert membership.deadline == math.inf
+    assert not messages(effects, Ping)
+    assert len(messages(effects, Ack)) >= LAN.retransmissions(3)
+
+
+def test_with_nobody_to_tell_leaving_is_done_at_once() -> None:
+    membership = core()
+    membership.leave(0.0)
+    assert membership.left_spread
+
+
+# Limits -----------------------------------------------------------------------------------------------------------
+
+
+def test_lies_beyond_the_limits_are_counted_and_ignored() -> None:
+    membership = core(member("n1"))
+    before = dict(membership.members)
+    hear(
+        membership,
+        member("n1", incarnation=INCARNATION_JUMP + 1),
+        member("n0", State.SUSPECT, incarnation=INCARNATION_JUMP + 1),
+        member("n2", incarnation=INCARNATION_JUMP + 1),
+        replace(member("n3"), meta=b"x" * (META_BYTES + 1)),
+        replace(member("n4"), port=1 << 16),
+        replace(member("n5"), name="n" * 1000),
+        replace(member("n6"), id=""),
+    )
+    assert dict(membership.members) == before
+    assert membership.counts["incarnation_jump"] == 3
+    assert membership.counts["meta_too_long"] == 1
+    assert membership.counts["malformed"] == 3
+    hear(membership, member("n1", incarnation=INCARNATION_JUMP))
+    assert membership.members["n1"].incarnation == INCARNATION_JUMP
+
+
+def test_a_full_table_forgets_the_longest_gone_and_only_them() -> None:
+    membership = core()
+    for first in range(1, TABLE_MEMBERS, 64):
+        hear(membership, *[member(f"n{number}") for number in range(first, min(first + 64, TABLE_MEMBERS))])
+    assert len(membership.members) == TABLE_MEMBERS
+    hear(membership, member("n9000"))
+    assert "n9000" not in membership.members
+    assert membership.counts["table_full"] == 1
+    hear(membership, member("n11", State.LEFT), member("n10", State.FAILED))
+    hear(membership, member("n9000"), member("n9001"), member("n9002"))
+    assert "n9001" in membership.members
+    assert not {"n10", "n11", "n9002"} & membership.members.keys()
+    oversized = MemberTable("n1", tuple(member(f"m{number}") for number in range(TABLE_MEMBERS + 1)))
+    assert not membership.on_table(oversized, 0.0)
+    assert membership.counts["oversized_tables"] == 1
+
+
+def test_messages_that_are_no_datagrams_are_counted() -> None:
+    membership = core()
+    membership.on_datagram(membership.table(), HERE, 0.0)
+    assert membership.counts["unexpected_datagrams"] == 1
+
+
+@PROPERTY
+@given(
+    sizes=st.lists(st.tuples(st.integers(0, META_BYTES), st.integers(1, 64)), min_size=1, max_size=40), data=st.data()
+)
+def test_datagrams_fit_and_each_news_is_told_its_number_of_times(
+    sizes: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    news, told, limit = News(), {}, data.draw(st.integers(1, 8))
+    for number, (meta, name) in enumerate(sizes):
+        news.add(replace(member(f"n{number}"), meta=bytes(meta), name="ü" * name))
+    for _ in range(len(sizes) * limit):
+        taken = news.take(1200, limit)
+        assert sum(map(record_bytes, taken)) <= 1200
+        for record in taken:
+            told[record.id] = told.get(record.id, 0) + 1
+        assert max(told.values()) - min(told.get(f"n{i}", 0) for i in range(len(sizes))) <= limit
+    assert told == {f"n{number}": limit for number in range(len(sizes))}
+    assert not news
+
+
+def test_the_least_told_news_goes_first_and_newer_news_replaces_older() -> None:
+    news = News()
+    news.add(member("n1"))
+    assert news.take(10_000, 4) == (member("n1"),)
+    news.add(member("n2"))
+    assert news.take(10_000, 4) == (member("n2"), member("n1"))
+    news.add(member("n1", State.SUSPECT, accuser="n5"))
+    news.add(member("n1", State.SUSPECT, accuser="n6"))
+    assert len(news) == 3, "accusers stand side by side"
+    news.add(member("n1", incarnation=1))
+    assert len(news) == 2
+
+
+def test_record_bytes_is_no_less_than_msgpack_needs() -> None:
+    msgpack = pytest.importorskip("msgpack")
+    rng = random.Random(3)
+    for _ in range(200):
+        text = "".join(rng.choice("aé日\U0001f600") for _ in range(rng.randrange(1, 40)))
+        record = Member(
+            text, text[::2], text[:9], rng.randrange(65536), rng.getrandbits(63), rng.getrandbits(63),
+            State.LEFT, text[::3], rng.randbytes(rng.randrange(META_BYTES)),
+        )  # fmt: skip
+        fields = [getattr(record, name) for name in Member.__slots__]
+        assert len(msgpack.packb([int(f) if isinstance(f, State) else f for f in fields])) <= record_bytes(record)
+
+
+@PROPERTY
+@given(number=st.integers(1, 60), meta=st.integers(0, META_BYTES))
+def test_no_datagram_exceeds_its_limit(number: int, meta: int) -> None:
+    msgpack = pytest.importorskip("msgpack")
+    others = [replace(member(f"n{i}"), id=f"{i:064}", meta=bytes(meta)) for i in range(1, number + 1)]
+    membership = core(*others)
+    for effect in run_until(membership, 3.0):
+        if isinstance(effect, SendDatagram):
+            body = [getattr(effect.message, name) for name in type(effect.message).__slots__ if name != "news"]
+            news = [
+                [getattr(record, name) for name in Member.__slots__] for record in getattr(effect.message, "news", ())
+            ]
+            assert 32 + len(msgpack.packb([body, news])) <= DATAGRAM_BYTES
+
+
+# Probing ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_round_probes_every_member_once() -> None:
+    membership = core(*[member(f"n{number}") for number in range(1, 9)])
+    now, probed = 0.0, []
+    for _ in range(16):
+        while not (pings := messages(membership.on_timer(now := membership.deadline), Ping)):
+            pass
+        [(where, ping)] = pings
+        assert isinstance(ping, Ping)
+        probed.append(ping.target)
+        membership.on_datagram(Ack(ping.seq, ping.target, ()), where, now + 0.001)
+    assert sorted(probed[:8]) == sorted(probed[8:]) == [f"n{number}" for number in range(1, 9)]
+    assert membership.counts["acks"] == 16
+    assert not membership.counts["suspicions"]
+
+
+def first_ping(membership: Membership, end: float = 2.0) -> tuple[float, Ping]:
+    while membership.deadline <= end:
+        now = membership.deadline
+        for _, ping in messages(membership.on_timer(now), Ping):
+            assert isinstance(ping, Ping)
+            return now, ping
+    raise AssertionError("no ping")
+
+
+def test_silence_leads_to_indirect_probes_and_a_suspicion() -> None:
+    membership = core(*[member(f"n{number}") for number in range(1, 7)])
+    now, ping = first_ping(membership)
+    requests = messages(run_until(membership, now + 0.51), PingRequest)
+    assert len(requests) == 3
+    for _, request in requests:
+        assert isinstance(request, PingRequest)
+        assert (request.seq, request.target) == (ping.seq, ping.target)
+        assert (request.host, request.port) == ("10.0.0.1", 7000 + int(request.target[1:]))
+    run_until(membership, now + 1.01)
+    assert membership.members[ping.target] == member(ping.target, State.SUSPECT, accuser="n0")
+    assert membership.awareness == 1, "no Nack came: perhaps it is us"
+
+
+def test_all_nacks_mean_that_we_are_well() -> None:
+    membership = core(*[member(f"n{number}") for number in range(1, 7)])
+    now, ping = first_ping(membership)
+    for where, _ in messages(run_until(membership, now + 0.51), PingRequest):
+        membership.on_datagram(Nack(ping.seq, f"n{where[1] - 7000}"), where, now + 0.95)
+    run_until(membership, now + 1.01)
+    assert membership.members[ping.target].state == State.SUSPECT
+    assert membership.awareness == 0
+
+
+def test_an_answer_through_another_saves_the_target() -> None:
+    membership = core(*[member(f"n{number}") for number in range(1, 7)])
+    now, ping = first_ping(membership)
+    [(where, _), *_] = messages(run_until(membership, now + 0.51), PingRequest)
+    membership.on_datagram(Ack(ping.seq, f"n{where[1] - 7000}", ()), where, now + 0.9)
+    run_until(membership, now + 1.01)
+    assert membership.members[ping.target].state == State.ALIVE
+
+
+def test_an_answer_by_somebody_not_asked_is_no_answer() -> None:
+    membership = core(*[member(f"n{number}") for number in range(1, 7)])
+    now, ping = first_ping(membership)
+    stranger = next(id for id in membership.alive() if id != ping.target)
+    membership.on_datagram(Ack(ping.seq, stranger, ()), HERE, now + 0.1)
+    membership.on_datagram(Ack(ping.seq + 1, ping.target, ()), HERE, now + 0.1)
+    run_until(membership, now + 1.01)
+    assert membership.members[ping.target].state == State.SUSPECT
+
+
+def test_probing_for_another_passes_the_answer_on_and_says_nack_when_late() -> None:
+    membership, asker = core(member("n1"), member("n2")), ("10.0.0.9", 9)
+    effects = membership.on_datagram(PingRequest(77, "n1", "n2", "10.0.0.1", 7002, ()), asker, 0.0)
+    [(where, ping)] = messages(effects, Ping)
+    assert isinstance(ping, Ping)
+    assert (where, ping.target) == (("10.0.0.1", 7002), "n2")
+    assert (asker, Nack(77, "n0")) in messages(run_until(membership, 0.45), Nack)
+    [(back, ack)] = messages(membership.on_datagram(Ack(ping.seq, "n2", ()), where, 0.46), Ack)
+    assert isinstance(ack, Ack)
+    assert (back, ack.seq, ack.sender) == (asker, 77, "n0")
+    assert not membership.on_datagram(Ack(ping.seq, "n2", ()), where, 0.47), "once"
+
+
+def test_a_ping_for_who_lived_here_before_is_not_answered() -> None:
+    membership = core(member("n1"))
+    assert not membership.on_datagram(Ping(1, "n1", "somebody", ()), HERE, 0.0)
+    assert membership.counts["misdirected_pings"] == 1
+
+
+def test_a_suspect_hears_of_it_first() -> None:
+    suspect = member("n1", State.SUSPECT, accuser="n5")
+    membership = core(suspect)
+    _, ping = first_ping(membership)
+    assert ping.news[0] == suspect
+    [(_, ack)] = messages(membership.on_datagram(Ping(1, "n1", "n0", ()), HERE, 1.0), Ack)
+    assert isinstance(ack, Ack)
+    assert ack.news[0] == suspect
+
+
+def test_the_timeout_follows_the_measured_round_trip() -> None:
+    membership = core(member("n1"), member("n2"), member("n3"))
+    for _ in range(12):
+        now, ping = first_ping(membership, end=1000.0)
+        effects = run_until(membership, now + 0.8)
+        membership.on_datagram(Ack(ping.seq, ping.target, ()), HERE, now + 0.8)
+    assert not messages(effects, PingRequest), "0.8 s is usual by now: nobody need be asked"
+    membership.counts.clear()
+    run_until(membership, membership.deadline + 30)
+    assert membership.counts["suspicions"] > 0, "but silence is still noticed"
+
+
+# Suspicion and stalls ---------------------------------------------------------------------------------------------
+
+
+@PROPERTY
+@given(times=st.lists(st.floats(0, 12), max_size=6), population=st.integers(2, 2000))
+def test_more_accusers_never_lengthen_a_suspicion_and_bounds_hold(times: list[float], population: int) -> None:
+    suspicions = Suspicions(LAN)
+    suspicions.begin("n1", "a", population, 0.0)
+    least_s = LAN.suspicion_min_s(population)
+    deadline = suspicions.deadline
+    assert deadline == pytest.approx(least_s * (LAN.suspicion_max_mult if population > 2 else 1))
+    for number, now in enumerate(sorted(times)):
+        suspicions.confirm("n1", f"b{number}")
+        assert not suspicions.confirm("n1", "a"), "the same accuser twice is one accuser"
+        assert least_s <= suspicions.deadline <= deadline
+        deadline = suspicions.deadline
+        if number == 1:
+            suspicions.postpone(now)
+            assert suspicions.deadline >= now + least_s
+            deadline = suspicions.deadline
+    assert suspicions.expired(math.nextafter(deadline, 0)) == []
+    assert suspicions.expired(deadline) == ["n1"]
+    assert suspicions.deadline == math.inf
+
+
+def test_three_further_accusers_make_it_short() -> None:
+    suspicions = Suspicions(LAN)
+    suspicions.begin("n1", "a", 100, 0.0)
+    assert [suspicions.confirm("n1", accuser) for accuser in "abcde"] == [False, True, True, True, False]
+    assert suspicions.deadline == pytest.approx(5.0)
+
+
+def test_a_second_suspicion_begins_anew() -> None:
+    membership = core(*[member(f"n{number}") for number in range(1, 9)])
+    hear(membership, member("n1", State.SUSPECT, accuser="n2"), now=0.0)
+    hear(membership, member("n1", State.SUSPECT, incarnation=1, accuser="n3"), now=4.0)
+    effects = [effect for effect in run_until(membership, 9.0) if effect == MemberChanged("n1")]
+    assert not effects
+    assert membership.members["n1"].state == State.SUSPECT
+
+
+def test_who_stood_still_accuses_nobody_and_gives_suspects_their_time_again() -> None:
+    membership = core(*[member(f"n{number}") for number in range(1, 9)])
+    now, ping = first_ping(membership)
+    suspect = "n2" if ping.target != "n2" else "n3"
+    hear(membership, *[member(suspect, State.SUSPECT, accuser=f"n{i}") for i in (4, 5, 6, 7)], now=now)
+    woken = now + 60
+    membership.on_timer(woken)
+    assert membership.counts["stalls"] == 1
+    run_until(membership, woken + 0.01)
+    assert not membership.counts["suspicions"]
+    assert membership.members[ping.target].state == State.ALIVE
+    assert membership.members[suspect].state == State.SUSPECT
+    run_until(membership, woken + 4.9)
+    assert membership.members[suspect].state == State.SUSPECT
+    run_until(membership, woken + 5.1)
+    assert membership.members[suspect].state == State.FAILED
+    assert membership.counts["stalls"] == 1
+
+
+def test_a_stall_is_noticed_whatever_comes_first() -> None:
+    membership = core(member("n1"), member("n2"))
+    now, _ = first_ping(membership)
+    hear(membership, now=now + 30)
+    membership.on_timer(now + 30)
+    assert membership.counts["stalls"] == 1
+    assert not membership.counts["suspicions"]
+
+
+def test_being_a_little_late_is_no_stall() -> None:
+    membership = core(member("n1"), member("n2"))
+    for _ in range(200):
+        membership.on_timer(membership.deadline + 0.2)
+    assert membership.counts["stalls"] == 0
+
+
+# Holding together -------------------------------------------------------------------------------------------------
+
+
+def dials(effects: list[Effect]) -> list[tuple[str, int]]:
+    return [effect.address for effect in effects if isinstance(effect, PushPull)]
+
+
+def test_every_seed_is_dialled_first_and_then_ever_more_rarely() -> None:
+    seeds = [("a", 1), ("b", 2), HERE, ("a", 1)]
+    membership = Membership(member("n0"), seeds, random.Random(1), 100.0)
+    times = []
+    while membership.deadline < 400:
+        now = membership.deadline
+        if found := dials(membership.on_timer(now)):
+            assert found == [("a", 1), ("b", 2)]
+            times.append(now - 100)
+            membership.on_unreachable(("a", 1), now)
+    assert times[:7] == [0, 1, 3, 7, 15, 31, 61]
+    assert times[-1] > 270
+    assert membership.counts["unreachable"] == len(times)
+
+
+def test_an_unreachable_seed_is_logged_once() -> None:
+    membership = core(seeds=[("a", 1)])
+    logs = [membership.on_unreachable(("a", 1), 0.0) for _ in range(3)]
+    assert [len(effects) for effects in logs] == [1, 0, 0]
+
+
+def test_the_failed_are_retried_for_ever_and_the_left_never() -> None:
+    membership = core(member("n1"), member("n2", State.FAILED), member("n3", State.LEFT))
+    found = []
+    for _ in range(200_000):
+        now = membership.deadline
+        effects = membership.on_timer(now)
+        found += [where for where in dials(effects) if now > 3600]
+        for where, ping in messages(effects, Ping):
+            assert isinstance(ping, Ping)
+            assert ping.target == "n1"
+            membership.on_datagram(Ack(ping.seq, "n1", ()), where, now)
+        if now > 7200:
+            break
+    assert found.count(("10.0.0.1", 7002)) >= 115
+    assert ("10.0.0.1", 7003) not in found
+
+
+def test_presets() -> None:
+    assert LAN.suspicion_min_s(3) == LAN.suspicion_min_s(999) == 5.0
+    assert LAN.suspicion_min_s(10**6) == pytest.approx(10.0, rel=1e-3)
+    assert (LAN.retransmissions(9), LAN.retransmissions(64), LAN.retransmissions(999)) == (4, 8, 12)
+    assert (LAN.stretch(1), LAN.stretch(32), LAN.stretch(33), LAN.stretch(1000)) == (1, 1, 2, 6)
+    assert WAN.suspicion_min_s(10) == 30.0
+
+
+@seed(11)
+@PROPERTY
+@given(st.lists(st.tuples(st.integers(1, 6), st.sampled_from(State)), max_size=60), st.integers(0, 2**32))
+def test_picks_are_live_and_distinct(changes: list[tuple[int, State]], chance: int) -> None:
+    roster, rng = Roster(member("n0")), random.Random(chance)
+    for step, (number, state) in enumerate(changes):
+        roster.put(member(f"n{number}", state, incarnation=step))
+        picked = roster.pick(3, rng, without="n1")
+        assert len({one.id for one in picked}) == len(picked) <= 3
+        assert {one.id for one in picked} <= roster.alive - {"n1"}
+        assert all(one.state == State.ALIVE for one in roster.pick(2, rng, alive_only=True))
+        assert {one.id for one in roster.failed()} == {i for i, m in roster.rows.items() if m.state == State.FAILED}

@@ -1,0 +1,127 @@
+"""Only the largest values: the codec for slow links, with a gain to match (CHOCO-SGD, Koloskova et al. 2019).
+
+A body is empty for the zero vector, else: the number k of values (uint32), eight magnitudes (bfloat16), k nibbles (sign
+and which magnitude), the indices as gaps. The eight magnitudes are the means of eight geometric ranges. Kept energy and
+bytes for each of the 1 % selected, indices included (Gaussian / Student t, 3 degrees of freedom):
+
+    bfloat16 values 3.08 bytes .085 / .364        sign and 8 magnitudes 1.58 bytes .085 / .359
+    int8 values     2.10 bytes .085 / .364        sign and 1 magnitude  1.21 bytes .084 / .264
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from peerd.effects import PeerError, Vector
+from peerd.training.codecs.bfloat16 import scales_from_bits, to_bits
+from peerd.training.codecs.codec import Bytes, Float32s, batches, field, finite_float32
+from peerd.training.codecs.gaps import Indices, from_gaps, gaps_limit, to_gaps
+
+MAGNITUDES = 8
+HEADER = 4 + 2 * MAGNITUDES
+SMALLEST = np.finfo(np.float32).smallest_subnormal
+SAMPLE = 1 << 14
+"""Magnitudes looked at to find the threshold; 164 of them are in the top 1 %, give or take 8 %."""
+MARGIN = 1.25
+"""The threshold is set for this many times the values wanted: three standard deviations of the sample's error."""
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The `percent` % largest magnitudes of each piece, at least one, as sign and one of eight magnitudes."""
+
+    name: str
+    percent: int
+
+    def most(self, count: int) -> int:
+        """Values that a body for `count` values may name."""
+        return -(-count * self.percent // 100)
+
+    def encode(self, values: Vector) -> bytes | memoryview:
+        """See `Codec.encode`."""
+        exact = finite_float32(values)
+        chosen = largest(exact, self.most(exact.size))
+        if not chosen.size:
+            return b""
+        kept = exact[chosen]
+        levels, table = quantise(np.abs(kept))
+        nibbles = levels | (np.signbit(kept).view(np.uint8) << np.uint8(3))
+        parts = (np.array([chosen.size], "<u4"), table, pack_nibbles(nibbles), to_gaps(chosen))
+        return np.concatenate([part.view(np.uint8) for part in parts]).data
+
+    def decode(self, body: bytes | bytearray | memoryview, out: Vector) -> None:
+        """See `Codec.decode`."""
+        out.fill(0)
+        if not len(body):
+            return
+        if not HEADER < len(body) <= self.body_limit(out.size):
+            raise PeerError(f"{self.name}: a body of {len(body)} bytes for {out.size} values")
+        k = int(field(body, "<u4", 0, 1)[0])
+        packed = (k + 1) // 2
+        if not 1 <= k <= self.most(out.size) or len(body) < HEADER + packed + k:
+            raise PeerError(f"{self.name}: {k} values named, in {len(body)} bytes, for {out.size}")
+        table = scales_from_bits(field(body, "<u2", 4, MAGNITUDES), self.name)
+        nibbles = unpack_nibbles(field(body, "u1", HEADER, packed), k)
+        gaps = field(body, "u1", HEADER + packed, len(body) - HEADER - packed)
+        out[from_gaps(gaps, k, out.size)] = np.concatenate([table, -table])[nibbles]
+
+    def body_limit(self, count: int) -> int:
+        """See `Codec.body_limit`."""
+        k = self.most(count)
+        return HEADER + (k + 1) // 2 + gaps_limit(k, count) if count else 0
+
+
+def largest(values: Float32s, most: int) -> Indices:
+    """Where the `most` largest |v| of `values` (count,) lie, increasing; of equals, the first; zeros never.
+
+    A full selection takes 10 ms for a million values. A threshold from a sample leaves about 1.25 * `most` candidates
+    in 1 ms, and selecting among those is exact. The stride is fixed, so equal vectors give equal bytes, and odd, so
+    that it does not walk down one column of a matrix.
+    """
+    sample = np.abs(values[:: (values.size // SAMPLE) | 1])
+    if not sample.size:
+        return np.empty(0, np.intp)
+    rank = min(sample.size, int(np.ceil(MARGIN * most * sample.size / values.size)))
+    threshold = max(float(np.partition(sample, sample.size - rank)[sample.size - rank]), float(SMALLEST))
+    candidates = np.concatenate(
+        [np.flatnonzero(np.abs(values[batch]) >= threshold) + batch.start for batch in batches(values.size)]
+    )
+    if candidates.size <= most:
+        return candidates
+    magnitude = np.abs(values[candidates])
+    least = np.partition(magnitude, magnitude.size - most)[magnitude.size - most]
+    kept = magnitude >= least
+    surplus = int(np.count_nonzero(kept)) - most  # among equals
+    if surplus:
+        kept[np.flatnonzero(magnitude == least)[-surplus:]] = False
+    chosen: Indices = candidates[kept]
+    return chosen
+
+
+def quantise(magnitude: Float32s) -> tuple[Bytes, Bytes]:
+    """The geometric range (k,) that each of `magnitude` (k,), all > 0, falls in, and the ranges' means in bfloat16."""
+    heights = np.log(magnitude)
+    heights -= heights.min()
+    top = float(heights.max())
+    heights *= np.float32(MAGNITUDES / top if top > 0 else 0.0)
+    levels = np.minimum(heights, MAGNITUDES - 1).astype(np.uint8)
+    members = np.bincount(levels, minlength=MAGNITUDES)
+    means = np.bincount(levels, weights=magnitude, minlength=MAGNITUDES) / np.maximum(members, 1)
+    return levels, to_bits(means.astype(np.float32)).astype("<u2").view(np.uint8)
+
+
+def pack_nibbles(nibbles: Bytes) -> Bytes:
+    """Two of `nibbles` (k,) to a byte, the first below; an odd one is followed by a zero."""
+    pairs = np.zeros(nibbles.size + nibbles.size % 2, np.uint8)
+    pairs[: nibbles.size] = nibbles
+    return pairs[::2] | (pairs[1::2] << np.uint8(4))
+
+
+def unpack_nibbles(packed: Bytes, k: int) -> Bytes:
+    """The inverse of `pack_nibbles`; PeerError if a nibble beyond the `k`-th is not zero."""
+    pairs = np.stack([packed & np.uint8(15), packed >> np.uint8(4)], axis=1).reshape(-1)
+    if k % 2 and pairs[-1]:
+        raise PeerError("top_k: a nibble is set beyond the last value")
+    return pairs[:k]

@@ -1,0 +1,146 @@
+"""How does a model become one flat vector, and a correction become part of the model?
+
+Order: trainable parameters, then floating-point buffers (BatchNorm's statistics are averaged; integer buffers are left
+alone). Tied parameters appear once. Frozen parameters never travel: they take part in the signature only, so peers
+with another frozen base are refused. Everything is float32 on the way; parameters of lower precision keep what a
+correction could not yet move in a float32 carry, or small corrections would be rounded away for ever.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+Flat = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Where one tensor sits in the flat vector."""
+
+    name: str
+    tensor: torch.Tensor
+    start: int
+    stop: int
+
+
+class FlatModel:
+    """The flat view of one module, and the copy of it that was last published."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Raises ValueError for a model without trainable parameters."""
+        trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        if not trainable:
+            raise ValueError("the model has no parameter that requires a gradient: there is nothing to train together")
+        averaged = [(name, b) for name, b in model.named_buffers() if b.is_floating_point()]
+        self.pieces: list[Piece] = []
+        start = 0
+        for name, tensor in [*trainable, *averaged]:
+            self.pieces.append(Piece(name, tensor, start, start + tensor.numel()))
+            start += tensor.numel()
+        self.total = start
+        self.parameters = sum(p.numel() for _, p in trainable)
+        self.tensors = _describe(model)
+        self.signature = hashlib.sha256("\n".join(self.tensors).encode()).hexdigest()
+        self._device = trainable[0][1].device
+        self._base = torch.zeros(self.total, dtype=torch.float32, device=self._device)
+        self._carry: dict[str, torch.Tensor] = {}
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether the first trainable parameter lives on a GPU."""
+        return self._device.type == "cuda"
+
+    @torch.no_grad()
+    def gather(self) -> torch.Tensor:
+        """Make the model as it is now the base that `change` measures from; returns it, flat, on its device."""
+        for piece in self.pieces:
+            part = self._base[piece.start : piece.stop]
+            part.copy_(piece.tensor.detach().reshape(-1))
+            if piece.name in self._carry:
+                part += self._carry[piece.name].reshape(-1).to(self._device)
+        return self._base
+
+    @torch.no_grad()
+    def change(self) -> torch.Tensor:
+        """||x - base|| over the parameters: one fused pass a tensor, a 0-dimensional result on the device."""
+        norms = []
+        for piece in self.pieces:
+            if piece.start >= self.parameters:
+                break
+            value = piece.tensor.detach().reshape(-1)
+            base = self._base[piece.start : piece.stop]
+            norms.append(torch.dist(value.float(), base).to(self._device))
+        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        return norm
+
+    @torch.no_grad()
+    def norm(self) -> float:
+        """||base|| over the parameters."""
+        return float(torch.linalg.vector_norm(self._base[: self.parameters]))
+
+    @torch.no_grad()
+    def add(self, correction: Flat) -> None:
+        """x += correction, shape (total,). The base moves along, so that `change` stays the trainer's own."""
+        delta = torch.from_numpy(correction).to(self._device)
+        self._base += delta
+        for piece in self.pieces:
+            part = delta[piece.start : piece.stop].view(piece.tensor.shape)
+            if piece.tensor.dtype in (torch.float32, torch.float64):
+                piece.tensor.add_(part.to(piece.tensor.device, piece.tensor.dtype))
+            else:
+                self._add_with_carry(piece, part.to(piece.tensor.device))
+
+    @torch.no_grad()
+    def load(self, values: Flat) -> None:
+        """x = values, shape (total,)."""
+        source = torch.from_numpy(values)
+        for piece in self.pieces:
+            piece.tensor.copy_(source[piece.start : piece.stop].view(piece.tensor.shape))
+        self._base.copy_(source)
+        self._carry.clear()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """x = base: go back to the last published copy."""
+        for piece in self.pieces:
+            piece.tensor.copy_(self._base[piece.start : piece.stop].view(piece.tensor.shape))
+        self._carry.clear()
+
+    def _add_with_carry(self, piece: Piece, part: torch.Tensor) -> None:
+        wanted = part + self._carry.get(piece.name, 0.0)
+        before = piece.tensor.detach().float()
+        piece.tensor.add_(wanted.to(piece.tensor.dtype))
+        self._carry[piece.name] = wanted - (piece.tensor.detach().float() - before)
+
+
+def _describe(model: nn.Module) -> list[str]:
+    """One line a tensor, "name dtype shape"; frozen ones with a checksum, for their values must agree too."""
+    lines = []
+    for name, parameter in model.named_parameters():
+        kind = "" if parameter.requires_grad else f" frozen {_checksum(parameter)}"
+        lines.append(f"{name} {_dtype(parameter)} {_shape(parameter)}{kind}")
+    for name, buffer in model.named_buffers():
+        if buffer.is_floating_point():
+            lines.append(f"{name} {_dtype(buffer)} {_shape(buffer)} buffer")
+    return lines
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return "x".join(str(size) for size in tensor.shape) or "scalar"
+
+
+@torch.no_grad()
+def _checksum(tensor: torch.Tensor) -> str:
+    """A sum of the bits as integers: exact, so the same on every device and in every order."""
+    bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return format(int(bits.sum(dtype=torch.int64)), "x")

@@ -1,0 +1,72 @@
+"""What is a mode? The contract that every way of combining models keeps, and the words that it shares with its shell."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from peerd.effects import Effect, NodeId, StepReport, Vector
+from peerd.messages import Connected, Message
+from peerd.training.delta import Layout
+from peerd.training.trigger import Trigger
+
+
+@dataclass(frozen=True, slots=True)
+class LinkStatus:
+    """What `peerd status` shows of one link."""
+
+    peer: NodeId
+    exchanges: int
+    distance: float
+    gain: float
+    last_reason: str
+
+
+class Mode(Protocol):
+    """The contract: every call returns its effects, in order, and may move `deadline`. Calls never overlap.
+
+    `values()`, given at construction, reads the model as it stands, with every correction applied so far.
+    """
+
+    deadline: float
+    counts: Counter[str]
+
+    def on_step(self, report: StepReport, now: float) -> list[Effect]:
+        """The trainer's optimizer moved, or its run ended."""
+        ...
+
+    def on_message(self, sender: NodeId, message: Message | Connected, now: float) -> list[Effect]:
+        """A peer's message arrived. Raises PeerError when the peer broke the rules."""
+        ...
+
+    def on_peers(self, alive: frozenset[NodeId], now: float) -> list[Effect]:
+        """These peers, and no others, are alive and hold the same model."""
+        ...
+
+    def on_timer(self, now: float) -> list[Effect]:
+        """The deadline came."""
+        ...
+
+    def links(self) -> list[LinkStatus]:
+        """What there is to show."""
+        ...
+
+    @property
+    def consensus_distance(self) -> float:
+        """An estimate of the root mean square distance of a model from the swarm's mean, over the model's norm."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModeSettings:
+    """What a mode may be told."""
+
+    codec: str
+    trigger: Trigger
+    view: int
+
+
+ModeMaker = Callable[[NodeId, Layout, random.Random, ModeSettings, Callable[[], Vector]], Mode]

@@ -1,0 +1,41 @@
+"""Which tasks does peerd bring along? Ordinary PyTorch scripts, each of which a user could have written.
+
+Run one under the daemon (`peerd start digits`) or alone (`python -m peerd.training.tasks.digits`). A new task is one
+file and one line in TASKS. Nothing here imports torch: the command line reads TASKS for its choices.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One script; its module offers `main()`, `build(seed)` and `evaluate(model)`, and does nothing on import."""
+
+    module: str
+    description: str
+
+    def build(self, seed: int = 0) -> tuple[nn.Module, Optimizer]:
+        """The model and its optimizer; the same seed gives the same initial weights on every node."""
+        model, optimizer = importlib.import_module(self.module).build(seed)
+        return model, optimizer
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """The model's `loss` and `accuracy` on held-out samples."""
+        scores: dict[str, float] = importlib.import_module(self.module).evaluate(model)
+        return scores
+
+
+# A module is named, not imported: `python -m` would otherwise find it already loaded and warn, and torch takes seconds.
+TASKS = {
+    "digits": Task("peerd.training.tasks.digits", "8x8 handwritten digits, embedded; an 85k-parameter MLP"),
+    "fashion-mnist": Task("peerd.training.tasks.fashion_mnist", "28x28 pictures of clothes; a 204k-parameter MLP"),
+    "shakespeare": Task("peerd.training.tasks.shakespeare", "the plays, by character; a 357k-parameter transformer"),
+}

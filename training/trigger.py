@@ -1,0 +1,136 @@
+"""When a link is worth an exchange.
+
+The default follows the change of the local model (Ho, Wu and Liu 2018; SPARQ-SGD, Singh et al. 2020): a threshold on
+the relative change since the last exchange with that peer, scaled by the learning rate's decay. A constant threshold
+goes silent once the learning rate falls.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from peerd.effects import UserError
+
+MAX_SILENCE_S = 60.0
+"""A link that has said nothing for this long speaks, however little has changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkChange:
+    """What happened to our model x since the last exchange over one link."""
+
+    change: float  # ||x - x at that exchange||: of the difference, for a difference of norms misses rotation
+    norm: float  # ||x at that exchange||
+    lr_ratio: float  # learning rate / the largest learning rate so far
+    steps: int
+    silence_s: float
+    finishing: bool  # no further step will come
+
+
+class Trigger(Protocol):
+    """A pure rule. Whatever it is, it fires when the run finishes, and never for a change that is not finite."""
+
+    name: ClassVar[str]
+
+    def fires(self, link: LinkChange) -> str | None:
+        """Why this link should exchange now ("change", "silence", "period", "always", "finishing"), or None."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeTrigger:
+    """Fires when change > threshold * lr_ratio * norm, or after `max_silence_s`."""
+
+    name: ClassVar[str] = "change"
+    threshold: float
+    max_silence_s: float = MAX_SILENCE_S
+
+    def fires(self, link: LinkChange) -> str | None:
+        """See `Trigger.fires`."""
+        if not math.isfinite(link.change):
+            return None
+        if link.finishing:
+            return "finishing"
+        if link.change > self.threshold * link.lr_ratio * link.norm:
+            return "change"
+        return "silence" if link.silence_s >= self.max_silence_s else None
+
+
+@dataclass(frozen=True, slots=True)
+class PeriodTrigger:
+    """Fires every `period` steps: the honest control for an adaptive rule. It knows no silence: steps end it."""
+
+    name: ClassVar[str] = "period"
+    period: int
+
+    def fires(self, link: LinkChange) -> str | None:
+        """See `Trigger.fires`."""
+        if not math.isfinite(link.change):
+            return None
+        if link.finishing:
+            return "finishing"
+        return "period" if link.steps >= self.period else None
+
+
+@dataclass(frozen=True, slots=True)
+class AlwaysTrigger:
+    """Fires whenever it is asked."""
+
+    name: ClassVar[str] = "always"
+
+    def fires(self, link: LinkChange) -> str | None:
+        """See `Trigger.fires`."""
+        if not math.isfinite(link.change):
+            return None
+        return "finishing" if link.finishing else "always"
+
+
+def _change(text: str) -> Trigger:
+    threshold = float(text)
+    if not 0 <= threshold < math.inf:
+        raise ValueError
+    return ChangeTrigger(threshold)
+
+
+def _period(text: str) -> Trigger:
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise ValueError
+    return PeriodTrigger(int(text))
+
+
+def _always(text: str) -> Trigger:
+    if text:
+        raise ValueError
+    return AlwaysTrigger()
+
+
+@dataclass(frozen=True, slots=True)
+class TriggerKind:
+    """How a user writes a trigger, and how that is read."""
+
+    example: str
+    meaning: str
+    parse: Callable[[str], Trigger]  # what follows the colon; raises ValueError
+
+
+TRIGGERS: dict[str, TriggerKind] = {
+    "change": TriggerKind("change:0.05", "when the model has moved by that share of its norm", _change),
+    "period": TriggerKind("period:10", "every so many steps", _period),
+    "always": TriggerKind("always", "after every step", _always),
+}
+
+
+def parse_trigger(text: str) -> Trigger:
+    """The trigger that `text` describes, such as "change:0.05", "period:10" or "always".
+
+    Raises:
+        UserError: it describes none; the message is one line and gives the choices.
+    """
+    name, _, value = text.partition(":")
+    try:
+        return TRIGGERS[name].parse(value)
+    except (KeyError, ValueError):
+        choices = ", ".join(f"{kind.example} ({kind.meaning})" for kind in TRIGGERS.values())
+        raise UserError(f"trigger {text!r} is not one; write one of: {choices}") from None

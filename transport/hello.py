@@ -1,0 +1,110 @@
+"""The first two messages of every connection: who are you, and do we train the same thing?
+
+The dialler sends Hello; the acceptor answers Welcome, or Refuse with the first thing that differs. Anything else,
+silence included, closes the link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import zip_longest
+from typing import NoReturn
+
+import trio
+
+from peerd.effects import PeerError
+from peerd.messages import Hello, Message, Refuse, Welcome
+from peerd.transport import wire
+from peerd.transport.link import Link
+
+DEADLINE_S = 5.0
+MAX_HELLO = 4 << 10  # bytes, but for the tensors
+MAX_TENSORS = 48 << 10  # bytes of names, so that the whole stays under the 64 KiB of a header
+
+
+class Refused(PeerError):
+    """The two ends cannot train together: `field` is `here` on the acceptor's side and `there` on the dialler's."""
+
+    def __init__(self, text: str, refuse: Refuse) -> None:
+        super().__init__(text)
+        self.field, self.here, self.there = refuse.field, refuse.here, refuse.there
+
+
+async def greet(link: Link, hello: Hello) -> Welcome:
+    """Introduce this node to whom it dialled; raises Refused when they differ. On any error the link is closed."""
+    try:
+        await link.send(hello)
+        answer = await _first_message(link)
+        if isinstance(answer, Welcome):
+            return answer
+        if isinstance(answer, Refuse):
+            text = f"{link.remote} refused this node: its {answer.field} is {answer.here!r}, ours {answer.there!r}"
+            raise Refused(text, answer)
+        _unexpected(link, answer)
+    except BaseException:
+        await link.aclose()
+        raise
+
+
+async def answer(link: Link, check: Callable[[Hello], Refuse | None], me: Welcome) -> Hello:
+    """Let the dialler introduce itself, and welcome it if `check` has nothing against it.
+
+    Raises Refused when it has, PeerError when the dialler was silent or said something else. On any error the link
+    is closed; on success it is admitted.
+    """
+    try:
+        hello = await _first_message(link)
+        if not isinstance(hello, Hello):
+            _unexpected(link, hello)
+        _check_size(link, hello)
+        refuse = check(hello)
+        if refuse is not None:
+            await link.send(refuse)
+            text = f"refused {link.remote}: its {refuse.field} is {refuse.there!r}, ours {refuse.here!r}"
+            raise Refused(text, refuse)
+        await link.send(me)
+    except BaseException:
+        await link.aclose()  # which flushes the Refuse
+        raise
+    link.admit()
+    return hello
+
+
+def first_difference(mine: Hello, theirs: Hello) -> Refuse | None:
+    """Return why two nodes cannot train together, if so: `here` is from `mine`, `there` from `theirs`.
+
+    An empty mode or model is not known yet, and no reason.
+    """
+    for field in ("protocol", "swarm", "run"):
+        here, there = getattr(mine, field), getattr(theirs, field)
+        if here != there:
+            return Refuse(field, str(here), str(there))
+    if mine.mode and theirs.mode and mine.mode != theirs.mode:
+        return Refuse("mode", mine.mode, theirs.mode)
+    if mine.model and theirs.model and mine.model != theirs.model:
+        if mine.tensors and theirs.tensors:
+            for here, there in zip_longest(mine.tensors, theirs.tensors, fillvalue="no such tensor"):
+                if here != there:
+                    return Refuse("model", here, there)
+        return Refuse("model", mine.model, theirs.model)
+    return None
+
+
+async def _first_message(link: Link) -> Message:
+    try:
+        with trio.fail_after(DEADLINE_S):
+            return await link.receive()
+    except trio.TooSlowError:
+        raise PeerError(f"{link.remote}: no greeting within {DEADLINE_S:g} s") from None
+
+
+def _check_size(link: Link, hello: Hello) -> None:
+    rest = len(wire.encode(replace(hello, tensors=()))[0])
+    tensors = sum(len(tensor.encode()) for tensor in hello.tensors)
+    if rest > MAX_HELLO or tensors > MAX_TENSORS:
+        raise PeerError(f"{link.remote}: a Hello of {rest} bytes and {tensors} bytes of tensors")
+
+
+def _unexpected(link: Link, message: Message) -> NoReturn:
+    raise PeerError(f"{link.remote}: a {type(message).__name__} instead of a greeting")

@@ -1,0 +1,98 @@
+"""What carries messages between peers: the interfaces, and the one way in which a connection ends.
+
+A carrier is one file: it makes `Link`s (`tcp`, `memory`) or `Datagrams` (`udp`, `memory`). Whoever uses one sees
+messages only; bytes, frames and limits stay inside `peerd.transport`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+import trio
+
+from peerd.effects import Address
+from peerd.messages import Message
+
+HANDSHAKE_PAYLOAD_LIMIT = 64 << 10
+"""Bytes of bulk a link takes in one message until the daemon, knowing the model, raises `payload_limit`."""
+
+
+class LinkLost(Exception):
+    """The connection ended or could not be made: nobody broke a rule. The text names the peer and the cause."""
+
+
+class Link(Protocol):
+    """One reliable two-way channel of messages to one peer.
+
+    Order: what is sent in one lane arrives in the order of the `send` calls. There are two lanes. Handshake and
+    membership messages (`wire.is_urgent`) overtake all the others, between two frames; everything else, bulk or not,
+    stays in order, because a mode's messages mean something only in order.
+    """
+
+    remote: str  # "host:port", for logs
+    bytes_sent: int  # counted at the socket
+    bytes_received: int
+    payload_limit: int  # most bytes of chunks in one received message
+
+    async def send(self, message: Message) -> None:
+        """Queue `message`, waiting while its lane is full: one bulk message or 64 messages wait in a lane.
+
+        Chunks are not copied: they must not change until they are sent, or the peer sees a wrong checksum.
+        Raises LinkLost once the connection is gone. Returning means queued, not delivered. Safe to cancel: then the
+        message either was queued whole or not at all.
+        """
+
+    async def receive(self) -> Message:
+        """Return the next message; one task at a time. Safe to cancel.
+
+        Raises PeerError, having closed the link, when the peer broke the rules; LinkLost when the connection ended.
+        """
+
+    async def aclose(self) -> None:
+        """Close, after at most a second of flushing what is queued; when cancelled, at once."""
+
+    def admit(self) -> None:
+        """Say that the handshake is over: the link stops counting among the listener's pending ones."""
+
+
+class Transport(Protocol):
+    """Makes links over one kind of connection. Its nursery owns the sender tasks of the links it dialled."""
+
+    async def dial(self, address: Address) -> Link:
+        """Connect; raises LinkLost with one line naming the address and the cause."""
+
+    async def listen(
+        self,
+        address: Address,
+        accepted: Callable[[Link], Awaitable[None]],
+        task_status: trio.TaskStatus[Address] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        """Listen until cancelled, running `accepted(link)` in a task of its own for each connection.
+
+        `task_status.started` gets the actual address. The link is closed when `accepted` ends; PeerError and LinkLost
+        raised by it end that link only. Raises UserError when the address cannot be listened on.
+        """
+
+
+class Datagrams(Protocol):
+    """Best-effort messages of one datagram each: they may be lost, doubled or late, but never malformed."""
+
+    address: Address  # where this end is reached
+    malformed: int  # datagrams received and dropped because they were no message
+    unsendable: int  # messages dropped here: no such host, no route, buffer full
+
+    async def send(self, address: Address, message: Message) -> None:
+        """Send, or drop; never raises for the network's sake. News that does not fit is left out, the last first."""
+
+    async def receive(self) -> tuple[Message, Address]:
+        """Return the next well-formed message and its source."""
+
+    async def aclose(self) -> None:
+        """Give the address back."""
+
+
+def shown(address: Address) -> str:
+    """Return the address as people write it."""
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

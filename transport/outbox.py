@@ -1,0 +1,112 @@
+"""What waits to be sent on one link: two bounded lanes, of which one overtakes the other between two frames."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+import trio
+
+from peerd.messages import Chunk, Chunks, Message
+from peerd.transport import framing, wire
+from peerd.transport.link import LinkLost
+
+LANE_MESSAGES = 64
+LANE_BULK = 1  # bulk messages waiting behind the one being sent
+BATCH_BYTES = 1 << 20  # frames are gathered for one write up to this: an urgent message waits for little more
+BATCH_PIECES = 62  # a frame has two pieces at most, and one call takes 64 (IOV_MAX is 1024; more gains nothing)
+
+
+class _Lane:
+    """Encoded messages in the order of their `send` calls."""
+
+    def __init__(self) -> None:
+        self.messages: deque[tuple[bytes, Chunks, bool]] = deque()  # head frame, chunks, bulk
+        self.bulk = 0
+        self.turn = trio.Lock()  # first come, first served, also among those who wait for room
+        self.room = trio.lowlevel.ParkingLot()
+
+    def full(self, bulk: bool) -> bool:
+        return len(self.messages) >= LANE_MESSAGES or (bulk and self.bulk >= LANE_BULK)
+
+
+class Outbox:
+    """The queue between `send` and the sender task; it holds references to chunks, never copies."""
+
+    def __init__(self) -> None:
+        self._urgent, self._ordered = _Lane(), _Lane()
+        self._chunks: Iterator[Chunk] = iter(())  # what is left of the bulk message being sent
+        self._lost: LinkLost | None = None
+        self._work = trio.lowlevel.ParkingLot()  # the sender task, waiting for messages
+        self._flushed = trio.lowlevel.ParkingLot()
+        self._idle = True  # the sender task has sent all that was here
+
+    async def put(self, message: Message) -> None:
+        """Queue a message, waiting for room; raises LinkLost once closed."""
+        header, chunks = wire.encode(message)
+        bulk = wire.is_bulk(message.KIND)
+        lane = self._urgent if wire.is_urgent(message.KIND) else self._ordered
+        async with lane.turn:
+            while self._lost is None and lane.full(bulk):
+                await lane.room.park()
+            if self._lost is not None:
+                raise LinkLost(*self._lost.args)
+            lane.messages.append((framing.head_frame(message.KIND, header), chunks, bulk))
+            lane.bulk += bulk
+            self._idle = False
+            self._work.unpark_all()
+
+    async def take(self) -> list[Chunk]:
+        """Return the pieces of the next frames, waiting for some; empty once closed. For the sender task only."""
+        while self._lost is None:
+            pieces = self._gather()
+            if pieces:
+                return pieces
+            self._idle = True
+            self._flushed.unpark_all()
+            await self._work.park()
+        return []
+
+    async def flushed(self) -> None:
+        """Wait until everything was sent, or cannot be."""
+        while self._lost is None and not self._idle:
+            await self._flushed.park()
+
+    def close(self, lost: LinkLost) -> None:
+        """Drop what waits; whoever waits is told `lost`. The first call decides the text."""
+        self._lost = self._lost or lost
+        self._chunks = iter(())
+        for lane in (self._urgent, self._ordered):
+            lane.messages.clear()
+            lane.room.unpark_all()
+        self._work.unpark_all()
+        self._flushed.unpark_all()
+
+    def _gather(self) -> list[Chunk]:
+        pieces: list[Chunk] = []
+        size = 0
+        while size < BATCH_BYTES and len(pieces) < BATCH_PIECES:
+            frame = self._next_frame()
+            if not frame:
+                break
+            pieces += frame
+            size += sum(map(len, frame))
+        return pieces
+
+    def _next_frame(self) -> tuple[Chunk, ...]:
+        if self._urgent.messages:
+            return (self._pop(self._urgent)[0],)
+        chunk = next(self._chunks, None)
+        if chunk is not None:
+            return (framing.chunk_frame(chunk), chunk) if len(chunk) else (framing.chunk_frame(chunk),)
+        if self._ordered.messages:
+            head, chunks, _ = self._pop(self._ordered)
+            self._chunks = iter(chunks)
+            return (head,)
+        return ()
+
+    def _pop(self, lane: _Lane) -> tuple[bytes, Chunks, bool]:
+        message = lane.messages.popleft()
+        lane.bulk -= message[2]
+        lane.room.unpark_all()
+        return message

@@ -1,0 +1,202 @@
+"""One link over any stream of bytes: who reads, who writes, and for how long anyone waits.
+
+Tasks. Receiving is done by the task that calls `receive`. Sending is done by one sender task for each link
+(`run_sender`), which the carrier starts: in the nursery of the transport for a link that was dialled, in the
+connection's own nursery for one that was accepted (`serve`). It ends when the link is closed or lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+import trio
+
+from peerd.effects import PeerError
+from peerd.messages import Chunk, Message
+from peerd.transport.framing import FrameReader
+from peerd.transport.link import Link, LinkLost
+from peerd.transport.outbox import Outbox
+
+YIELD_BYTES = 4 << 20  # moved without waiting before other tasks get a turn: about 1 ms
+FLUSH_S = 1.0  # given to what is queued when a link is closed
+MAX_PIECES = 64  # buffers in one call to the socket
+
+PATIENCE_S = 10.0
+SLOWEST_RATE = 64 << 10  # bytes a second; a slower link is given up. Half of 1 Mbit/s, which is to work still
+
+
+class ByteStream(Protocol):
+    """A connection that never waits by itself: it raises BlockingIOError, or LinkLost when it is gone."""
+
+    def send_some(self, pieces: Sequence[Chunk]) -> int:
+        """Send the beginning of what `pieces` are together; return how many bytes."""
+
+    def receive_some(self, buffer: memoryview) -> int:
+        """Fill the beginning of `buffer`; return how many bytes, 0 when the peer has closed."""
+
+    async def wait_sendable(self) -> None:
+        """Wait until `send_some` may get somewhere."""
+
+    async def wait_receivable(self) -> None:
+        """Wait until `receive_some` may get somewhere."""
+
+    def close(self) -> None:
+        """Close at once; who waits gets LinkLost."""
+
+
+class StreamLink:
+    """A `Link` over a `ByteStream`."""
+
+    def __init__(self, stream: ByteStream, remote: str, admitted: Callable[[], None] = lambda: None) -> None:
+        self.remote = remote
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self.admit = admitted
+        self._stream = stream
+        self._outbox = Outbox()
+        self._reader = FrameReader()
+        self._lost: LinkLost | None = None
+        self._waited_frame, self._waited_s = -1, 0.0  # how long was waited for the frame under way
+        self._unyielded = 0  # bytes received without giving other tasks a turn
+
+    def __repr__(self) -> str:
+        return f"<StreamLink to {self.remote} [{self.bytes_sent} B sent, {self.bytes_received} B received]>"
+
+    @property
+    def payload_limit(self) -> int:
+        """Most bytes of chunks in one received message."""
+        return self._reader.payload_limit
+
+    @payload_limit.setter
+    def payload_limit(self, limit: int) -> None:
+        self._reader.payload_limit = limit
+
+    async def send(self, message: Message) -> None:
+        """Queue `message`; see `Link.send`."""
+        await self._outbox.put(message)
+
+    async def receive(self) -> Message:
+        """Return the next message; see `Link.receive`."""
+        await trio.lowlevel.checkpoint()
+        if self._lost is not None:
+            raise LinkLost(*self._lost.args)
+        try:
+            while (message := self._reader.next_message()) is None:
+                await self._fill()
+        except PeerError as error:
+            self.drop(LinkLost(f"{self.remote}: closed, it broke the rules"))
+            raise PeerError(f"{self.remote}: {error}") from None
+        except LinkLost as lost:
+            self.drop(lost)
+            raise
+        return message
+
+    async def aclose(self) -> None:
+        """Close, after flushing for a second at most; when cancelled, at once."""
+        try:
+            with trio.move_on_after(FLUSH_S):
+                await trio.lowlevel.checkpoint()
+                await self._outbox.flushed()
+        finally:
+            self.drop(LinkLost(f"{self.remote}: closed here"))
+
+    async def run_sender(self) -> None:
+        """Send what is queued, until the link is closed or lost. The carrier's business."""
+        try:
+            while pieces := await self._outbox.take():
+                with trio.fail_after(_patience_s(sum(map(len, pieces)))):
+                    await self._write(pieces)
+        except trio.TooSlowError:
+            self.drop(LinkLost(f"{self.remote}: closed, it takes in less than {SLOWEST_RATE} bytes a second"))
+        except LinkLost as lost:
+            # not closed: what the peer sent before it went, a Refuse perhaps, can still be received
+            self._outbox.close(lost)
+        except BaseException:
+            self.drop(LinkLost(f"{self.remote}: closed here"))
+            raise
+
+    def drop(self, lost: LinkLost) -> None:
+        """Close at once, losing what is queued; from now on `send` and `receive` raise `lost`."""
+        self._lost = self._lost or lost
+        self._outbox.close(lost)
+        self._stream.close()
+
+    async def _write(self, pieces: list[Chunk]) -> None:
+        first = unyielded = 0
+        while first < len(pieces):
+            try:
+                sent = self._stream.send_some(pieces[first : first + MAX_PIECES])
+            except BlockingIOError:
+                await self._stream.wait_sendable()
+                unyielded = 0
+                continue
+            self.bytes_sent += sent
+            unyielded += sent
+            first = _advance(pieces, first, sent)
+            if unyielded >= YIELD_BYTES:
+                await trio.lowlevel.checkpoint()
+                unyielded = 0
+
+    async def _fill(self) -> None:
+        """Receive some bytes; a wait within a message is limited, one between messages is not."""
+        try:
+            count = self._stream.receive_some(self._reader.buffer())
+        except BlockingIOError:
+            await self._wait_receivable()
+            self._unyielded = 0
+            return
+        if not count:
+            where = " in the middle of a message" if self._reader.midway else ""
+            raise LinkLost(f"{self.remote}: closed by the peer{where}")
+        self.bytes_received += count
+        self._reader.received(count)
+        self._unyielded += count
+        if self._unyielded >= YIELD_BYTES:
+            await trio.lowlevel.checkpoint()
+            self._unyielded = 0
+
+    async def _wait_receivable(self) -> None:
+        if not self._reader.midway:
+            await self._stream.wait_receivable()
+            return
+        # only waiting counts, so that a caller who comes back late does not blame the peer
+        if self._waited_frame != self._reader.frames:
+            self._waited_frame, self._waited_s = self._reader.frames, 0.0
+        began = trio.current_time()
+        try:
+            with trio.fail_after(max(0.0, _patience_s(self._reader.frame_size) - self._waited_s)):
+                await self._stream.wait_receivable()
+        except trio.TooSlowError:
+            raise LinkLost(f"{self.remote}: closed, it stopped in the middle of a message") from None
+        finally:
+            self._waited_s += trio.current_time() - began
+
+
+async def serve(link: StreamLink, accepted: Callable[[Link], Awaitable[None]]) -> None:
+    """Run `accepted` over a link from its first byte to its last; what the peer did wrong ends here."""
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(link.run_sender)
+            try:
+                await accepted(link)
+            finally:
+                await link.aclose()
+    except* (PeerError, LinkLost):
+        pass  # `accepted` has logged what is worth it; this link is closed, the daemon goes on
+
+
+def _patience_s(size: int) -> float:
+    return PATIENCE_S + size / SLOWEST_RATE
+
+
+def _advance(pieces: list[Chunk], first: int, sent: int) -> int:
+    """Return the first piece that is not yet sent whole, cut to what is left of it."""
+    while sent:
+        piece = pieces[first]
+        if sent < len(piece):
+            pieces[first] = memoryview(piece)[sent:]
+            return first
+        sent -= len(piece)
+        first += 1
+    return first

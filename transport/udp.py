@@ -1,0 +1,82 @@
+"""Datagrams over UDP: one message each, best effort. Nothing that comes in or fails to go out raises."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import trio
+
+from peerd.effects import Address, PeerError
+from peerd.messages import Message
+from peerd.transport import wire
+from peerd.transport.tcp import bound_socket
+
+RESOLVE_TIMEOUT_S = 2.0
+RESOLVED_S = 60.0  # for how long a host name's address is kept
+MAX_RESOLVED = 1024
+
+
+class UdpDatagrams:
+    """`Datagrams` over a bound non-blocking socket; made by `bind_udp`."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        host, port = sock.getsockname()[:2]
+        self.address: Address = (host, port)
+        self.bytes_sent = 0  # payload of datagrams
+        self.bytes_received = 0
+        self.malformed = 0
+        self.unsendable = 0
+        self._sock = sock
+        self._resolved: dict[Address, tuple[float, Any]] = {}
+
+    async def send(self, address: Address, message: Message) -> None:
+        """Send, or drop and count."""
+        datagram = wire.encode_datagram(message)
+        await trio.lowlevel.checkpoint()
+        try:
+            target = await self._resolve(address)
+            self.bytes_sent += self._sock.sendto(datagram, target)
+        except (OSError, ValueError, OverflowError, trio.TooSlowError):  # also a full buffer: a datagram may be lost
+            self.unsendable += 1
+
+    async def receive(self) -> tuple[Message, Address]:
+        """Return the next message, dropping and counting what is none."""
+        while True:
+            await trio.lowlevel.checkpoint()
+            try:
+                # one byte more than the limit shows that a datagram is longer
+                datagram, source = self._sock.recvfrom(wire.MAX_DATAGRAM + 1)
+                self.bytes_received += len(datagram)
+                return wire.decode_datagram(datagram), (source[0], source[1])
+            except BlockingIOError:
+                await trio.lowlevel.wait_readable(self._sock)
+            except PeerError:
+                self.malformed += 1
+            except ConnectionError:
+                pass  # an ICMP answer to something sent earlier
+
+    async def aclose(self) -> None:
+        """Close the socket; a `receive` that waits raises trio.ClosedResourceError."""
+        if self._sock.fileno() >= 0:
+            trio.lowlevel.notify_closing(self._sock)
+            self._sock.close()
+        await trio.lowlevel.checkpoint()
+
+    async def _resolve(self, address: Address) -> Any:
+        """Return what sendto takes. sendto would look names up too, blocking everything meanwhile."""
+        now = trio.current_time()
+        kept = self._resolved.get(address)
+        if kept is not None and now < kept[0]:
+            return kept[1]
+        with trio.fail_after(RESOLVE_TIMEOUT_S):
+            found = await trio.socket.getaddrinfo(*address, family=self._sock.family, type=socket.SOCK_DGRAM)
+        if len(self._resolved) >= MAX_RESOLVED:
+            self._resolved.clear()
+        self._resolved[address] = (now + RESOLVED_S, found[0][4])
+        return found[0][4]
+
+
+async def bind_udp(address: Address) -> UdpDatagrams:
+    """Return datagrams bound to `address`; raises UserError when that cannot be."""
+    return UdpDatagrams(await bound_socket(address, socket.SOCK_DGRAM))
