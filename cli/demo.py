@@ -123,11 +123,9 @@ def _looks(swarm: LocalSwarm, watch: Watch) -> Iterator[dict[str, dict[str, Any]
                 continue
             try:
                 statuses[name] = swarm.status(name)
-            except UserError as error:
-                if name not in swarm.ended():
-                    raise
-                _fail(watch, str(error))
-        if not statuses:
+            except UserError:
+                continue  # it is ending; the next look tells how
+        if len(gone) == len(swarm.names):
             return
         yield statuses
         time.sleep(WATCH_EVERY_S)

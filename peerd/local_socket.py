@@ -120,7 +120,7 @@ class LocalSocket:
         self._socket.close()
 
 
-def request(path: Path, verb: str, **arguments: Any) -> dict[str, Any]:
+def request(path: Path, verb: str, /, **arguments: Any) -> dict[str, Any]:
     """One command to a daemon and its answer. Raises UserError with the daemon's own words."""
     try:
         client = LocalSocket(path)

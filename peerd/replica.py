@@ -7,6 +7,7 @@ is called from the mode's lane, one call at a time.
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from peerd.effects import Vector
 from peerd.shared_memory import SharedMemory
@@ -46,9 +47,9 @@ class Replica:
     def add(self, correction: Vector) -> None:
         """Have the model corrected."""
         if self._owned_here:
-            self._memory.copies[self._current] += correction
+            _add(self._memory.copies[self._current], correction)
         else:
-            self._memory.corrections[self._filling] += correction
+            _add(self._memory.corrections[self._filling], correction)
             self._filled = True
 
     def hand_over(self) -> int | None:
@@ -63,7 +64,7 @@ class Replica:
         if half != self._handed:
             return
         corrections = self._memory.corrections[half]
-        self._memory.copies[self._current] += corrections
+        _add(self._memory.copies[self._current], corrections)
         corrections[:] = 0
         self._handed = None
 
@@ -75,7 +76,7 @@ class Replica:
         """The trainer is gone: the copy and what it had not taken are the model now."""
         for half in (self._handed, self._filling if self._filled else None):
             if half is not None:
-                self._memory.copies[self._current] += self._memory.corrections[half]
+                _add(self._memory.copies[self._current], self._memory.corrections[half])
                 self._memory.corrections[half][:] = 0
         self._handed, self._filled, self._owned_here = None, False, True
 
@@ -83,3 +84,7 @@ class Replica:
         """Replace the model by `values`; returns the copy that the trainer must load."""
         np.copyto(self._memory.copies[self._current], values)
         return self._current
+
+
+def _add(target: npt.NDArray[np.float32], values: Vector) -> None:
+    np.add(target, values, out=target)

@@ -133,4 +133,4 @@ def parse_trigger(text: str) -> Trigger:
         return TRIGGERS[name].parse(value)
     except (KeyError, ValueError):
         choices = ", ".join(f"{kind.example} ({kind.meaning})" for kind in TRIGGERS.values())
-        raise UserError(f"trigger {text!r} is not one; write one of: {choices}") from None
+        raise UserError(f"trigger {text[:40]!r} is not one; write one of: {choices}") from None

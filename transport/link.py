@@ -81,6 +81,8 @@ class Datagrams(Protocol):
     address: Address  # where this end is reached
     malformed: int  # datagrams received and dropped because they were no message
     unsendable: int  # messages dropped here: no such host, no route, buffer full
+    bytes_sent: int
+    bytes_received: int  # malformed ones too
 
     async def send(self, address: Address, message: Message) -> None:
         """Send, or drop; never raises for the network's sake. News that does not fit is left out, the last first."""

@@ -167,6 +167,8 @@ class MemoryDatagrams:
         self.address = address
         self.malformed = 0
         self.unsendable = 0
+        self.bytes_sent = 0
+        self.bytes_received = 0
         self._network = network
         self._sender, self._inbox = trio.open_memory_channel[tuple[bytes, Address]](INBOX_DATAGRAMS)
 
@@ -174,13 +176,16 @@ class MemoryDatagrams:
         """Send, or drop and count."""
         datagram = wire.encode_datagram(message)
         await trio.lowlevel.checkpoint()
-        if not self._network.deliver(self.address, address, datagram):
+        if self._network.deliver(self.address, address, datagram):
+            self.bytes_sent += len(datagram)
+        else:
             self.unsendable += 1
 
     async def receive(self) -> tuple[Message, Address]:
         """Return the next message, dropping and counting what is none."""
         while True:
             datagram, source = await self._inbox.receive()
+            self.bytes_received += len(datagram)
             try:
                 return wire.decode_datagram(datagram), source
             except PeerError:

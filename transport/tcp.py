@@ -99,7 +99,7 @@ class TcpTransport:
                 sock = await _connect(address)
         except trio.TooSlowError:
             raise LinkLost(f"cannot reach {remote}: no answer within {DIAL_TIMEOUT_S:g} s") from None
-        except (OSError, ValueError, OverflowError) as error:  # the last two: no such port, no such host name
+        except (OSError, ValueError) as error:  # ValueError: what cannot be a port or a host name
             raise LinkLost(f"cannot reach {remote}: {_cause(error)}") from None
         link = StreamLink(TcpStream(sock, remote), remote)
         self._nursery.start_soon(link.run_sender)
@@ -177,30 +177,43 @@ class _Listener:
 async def bound_socket(address: Address, kind: socket.SocketKind) -> socket.socket:
     """Return a non-blocking socket bound to `address`; UserError says what is wrong and how to mend it."""
     try:
-        found = await trio.socket.getaddrinfo(*address, type=kind, flags=socket.AI_PASSIVE)
-        family, _, _, _, target = found[0]
+        with trio.fail_after(DIAL_TIMEOUT_S):
+            family, target = (await resolve(address, kind, flags=socket.AI_PASSIVE))[0]
         sock = socket.socket(family, kind)
-    except (OSError, ValueError, OverflowError) as error:
+    except trio.TooSlowError:
+        raise UserError(f"cannot listen on {shown(address)}: looking the name up takes too long") from None
+    except (OSError, ValueError) as error:
         raise UserError(f"cannot listen on {shown(address)}: {_cause(error)}") from None
     try:
         sock.setblocking(False)
         if kind == socket.SOCK_STREAM:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(target)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         sock.close()
-        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+        if error.errno == errno.EADDRINUSE:
             cure = f"--bind {shown((address[0], 0))} picks a free one"
             raise UserError(f"port in use: {shown(address)} ({cure})") from None
         raise UserError(f"cannot listen on {shown(address)}: {_cause(error)}") from None
     return sock
 
 
+async def resolve(
+    address: Address, kind: socket.SocketKind, family: int = 0, flags: int = 0
+) -> list[tuple[socket.AddressFamily, Any]]:
+    """Return the families and socket addresses behind an address; OSError or ValueError when there is none."""
+    host, port = address
+    if not 0 <= port <= 65535:  # getaddrinfo takes it modulo 65536
+        raise ValueError(f"there is no port {port}")
+    found = await trio.socket.getaddrinfo(host, port, family, kind, flags=flags)
+    return [(entry[0], entry[4]) for entry in found]
+
+
 async def _connect(address: Address) -> socket.socket:
     """Return a socket connected to the first of the addresses behind a name that answers."""
     failure: OSError = OSError(errno.EADDRNOTAVAIL, "it has no address")
-    for family, kind, protocol, _, target in await trio.socket.getaddrinfo(*address, type=socket.SOCK_STREAM):
-        sock = socket.socket(family, kind, protocol)
+    for family, target in await resolve(address, socket.SOCK_STREAM):
+        sock = socket.socket(family, socket.SOCK_STREAM)
         try:
             sock.setblocking(False)
             code = sock.connect_ex(target)

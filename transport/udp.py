@@ -10,7 +10,7 @@ import trio
 from peerd.effects import Address, PeerError
 from peerd.messages import Message
 from peerd.transport import wire
-from peerd.transport.tcp import bound_socket
+from peerd.transport.tcp import bound_socket, resolve
 
 RESOLVE_TIMEOUT_S = 2.0
 RESOLVED_S = 60.0  # for how long a host name's address is kept
@@ -27,6 +27,8 @@ class UdpDatagrams:
         self.bytes_received = 0
         self.malformed = 0
         self.unsendable = 0
+        self.bytes_sent = 0
+        self.bytes_received = 0
         self._sock = sock
         self._resolved: dict[Address, tuple[float, Any]] = {}
 
@@ -37,7 +39,7 @@ class UdpDatagrams:
         try:
             target = await self._resolve(address)
             self.bytes_sent += self._sock.sendto(datagram, target)
-        except (OSError, ValueError, OverflowError, trio.TooSlowError):  # also a full buffer: a datagram may be lost
+        except (OSError, ValueError, trio.TooSlowError):  # also a full buffer: a datagram may be lost
             self.unsendable += 1
 
     async def receive(self) -> tuple[Message, Address]:
@@ -47,6 +49,7 @@ class UdpDatagrams:
             try:
                 # one byte more than the limit shows that a datagram is longer
                 datagram, source = self._sock.recvfrom(wire.MAX_DATAGRAM + 1)
+                self.bytes_received += len(datagram)
                 self.bytes_received += len(datagram)
                 return wire.decode_datagram(datagram), (source[0], source[1])
             except BlockingIOError:
@@ -70,11 +73,11 @@ class UdpDatagrams:
         if kept is not None and now < kept[0]:
             return kept[1]
         with trio.fail_after(RESOLVE_TIMEOUT_S):
-            found = await trio.socket.getaddrinfo(*address, family=self._sock.family, type=socket.SOCK_DGRAM)
+            found = await resolve(address, socket.SOCK_DGRAM, self._sock.family)
         if len(self._resolved) >= MAX_RESOLVED:
             self._resolved.clear()
-        self._resolved[address] = (now + RESOLVED_S, found[0][4])
-        return found[0][4]
+        self._resolved[address] = (now + RESOLVED_S, found[0][1])
+        return found[0][1]
 
 
 async def bind_udp(address: Address) -> UdpDatagrams:

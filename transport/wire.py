@@ -17,7 +17,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
-import msgpack  # type: ignore[import-untyped]
+import msgpack
 
 from peerd.effects import PeerError
 from peerd.messages import MESSAGES, Ack, Chunks, Message, Ping, PingRequest

@@ -12,7 +12,7 @@ from torch.optim import SGD
 import peerd
 from peerd.training.tasks import arguments, data, schedule, scores, script, shards
 
-STEPS, LR, BATCH = 500, 0.05, 32
+STEPS, LR, BATCH = 500, 0.1, 32  # 4 peers averaged every 25 steps: .986-.992 iid, .981-.986 dirichlet:0.3
 EVALUATE_EVERY = 25  # steps
 
 

@@ -1,0 +1,493 @@
+"""What every carrier promises: `Transport` and `Link` over one table, `Datagrams` over another."""
+
+from __future__ import annotations
+
+import re
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+import trio
+import trio.testing
+
+from peerd.effects import PeerError, UserError
+from peerd.messages import (
+    MESSAGES,
+    Ack,
+    Delta,
+    Hello,
+    LinkClose,
+    LinkClosed,
+    LinkOpen,
+    LinkSnapshot,
+    Member,
+    MemberTable,
+    ModelRequest,
+    ModelSnapshot,
+    Nack,
+    Ping,
+    PingRequest,
+    Refuse,
+    State,
+    Welcome,
+)  # fmt: skip
+from peerd.transport.hello import Refused, answer, first_difference, greet
+from peerd.transport.link import HANDSHAKE_PAYLOAD_LIMIT, Link, LinkLost, Transport
+from peerd.transport.memory import MemoryNetwork
+from peerd.transport.tcp import TcpTransport
+from peerd.transport.udp import bind_udp
+
+MEMBER = Member("id", "name", "10.0.0.1", 7946, 1, 2, State.SUSPECT, "accuser", b"\0meta")
+HELLO = Hello(1, "swarm", "run", "id", "name", 3, "10.0.0.1", 7946, "gossip", "ab12", ("w f32 2x2",))
+PING = Ping(1, "me", "you", (MEMBER,))
+SAMPLES = [
+    PING, PingRequest(2, "me", "you", "10.0.0.1", 7946, (MEMBER, MEMBER)), Ack(3, "me", ()), Nack(2**64 - 1, "me"),
+    MemberTable("me", (MEMBER,) * 99), HELLO, Welcome("id", "naïve", 4), Refuse("run", "a", "b"), ModelRequest(),
+    ModelSnapshot(-5, "float32", (b"abcd", b"", bytes(40_000))), LinkOpen(6), LinkSnapshot(6, "int8", ()),
+    Delta(6, 7, "sign", 0.25, True, False, (b"x" * 100,)), LinkClose(6, 7), LinkClosed(6),
+]  # fmt: skip
+MIB = 1 << 20
+
+
+def test_there_is_a_sample_of_every_message():
+    assert {type(sample) for sample in SAMPLES} == set(MESSAGES.values())
+
+
+@dataclass
+class Carrier:
+    """What a test needs of one: a transport at each end, and where to listen."""
+
+    near: Transport
+    far: Transport
+    bind: tuple[str, int]
+    kernel_bytes: int  # most that lies between two ends
+
+
+async def memory(nursery: trio.Nursery) -> Carrier:
+    network = MemoryNetwork(nursery)
+    return Carrier(network.transport("a"), network.transport("b"), ("b", 0), MIB)
+
+
+async def tcp(nursery: trio.Nursery) -> Carrier:
+    return Carrier(TcpTransport(nursery), TcpTransport(nursery), ("127.0.0.1", 0), 12 * MIB)
+
+
+CARRIERS = {"memory": memory, "tcp": tcp}
+carriers = pytest.mark.parametrize("carrier", CARRIERS.values(), ids=CARRIERS.keys())
+
+
+@asynccontextmanager
+async def listening(carrier):
+    """Yield a carrier, the address at its far end, and a channel of the links accepted there."""
+    async with trio.open_nursery() as nursery:
+        made = await carrier(nursery)
+        give, taken = trio.open_memory_channel(99)
+
+        async def accepted(link: Link) -> None:
+            await give.send(link)
+            await trio.sleep_forever()
+
+        address = await nursery.start(made.far.listen, made.bind, accepted)
+        yield made, address, taken
+        nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def linked(carrier, payload_limit=64 * MIB):
+    """Yield the two ends of a link."""
+    async with listening(carrier) as (made, address, taken):
+        near = await made.near.dial(address)
+        far = await taken.receive()
+        near.payload_limit = far.payload_limit = payload_limit
+        yield near, far
+
+
+def run(main, *args):
+    async def limited():
+        with trio.fail_after(30):
+            await main(*args)
+
+    trio.run(limited)
+
+
+def bulk(size, step=0):
+    return ModelSnapshot(step, "float32", tuple(bytes(4 * MIB) for _ in range(size // (4 * MIB))))
+
+
+async def started(link):
+    """Wait until the link has begun to send."""
+    while not link.bytes_sent:
+        await trio.sleep(0.001)
+
+
+# --------------------------------------------------------------------------------------------------- messages
+
+
+@carriers
+def test_every_message_arrives_as_it_was_sent_in_both_directions(carrier):
+    async def main():
+        async with linked(carrier) as (near, far):
+            for one, other in ((near, far), (far, near)):
+                for sample in SAMPLES:
+                    await one.send(sample)
+                    assert await other.receive() == sample
+
+    run(main)
+
+
+@carriers
+def test_messages_of_a_lane_arrive_in_order(carrier):
+    async def main():
+        async with linked(carrier) as (near, far):
+            sent = []
+            for number in range(300):
+                size = 5000 if number % 7 == 0 else 0
+                sent.append(Delta(1, number, "c", 0.5, True, False, (bytes(size),)) if size else LinkClosed(number))
+
+            async def send_all():
+                for message in sent:
+                    await near.send(message)
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(send_all)
+                assert [await far.receive() for _ in sent] == sent
+
+    run(main)
+
+
+@carriers
+def test_many_links_at_once(carrier):
+    async def main():
+        async with listening(carrier) as (made, address, taken):
+            links = []
+            for number in range(20):
+                near = await made.near.dial(address)
+                far = await taken.receive()
+                far.admit()
+                links.append((near, far))
+                await near.send(LinkOpen(number))
+            for number, (near, far) in enumerate(links):
+                await far.send(LinkClosed(number))
+                assert await far.receive() == LinkOpen(number)
+                assert await near.receive() == LinkClosed(number)
+
+    run(main)
+
+
+@carriers
+def test_bulk_arrives_whole(carrier):
+    async def main():
+        async with linked(carrier) as (near, far):
+            message = ModelSnapshot(1, "c", tuple(bytes([number]) * (4 * MIB) for number in range(5)))
+            await near.send(message)
+            found = await far.receive()
+            assert found == message
+            assert all(isinstance(chunk, memoryview | bytearray) for chunk in found.chunks)
+            frames = 32 * 6 + 40
+            assert 20 * MIB < near.bytes_sent <= 20 * MIB + frames
+            assert far.bytes_received == near.bytes_sent
+
+    run(main)
+
+
+@carriers
+def test_membership_overtakes_bulk_and_the_rest_does_not(carrier):
+    async def main():
+        async with linked(carrier) as (near, far):
+            for message in (bulk(20 * MIB), LinkClosed(1)):
+                await near.send(message)
+            await started(near)
+            await near.send(PING)
+            kinds = [type(await far.receive()) for _ in range(3)]
+            assert kinds == [Ping, ModelSnapshot, LinkClosed]
+
+    run(main)
+
+
+# ---------------------------------------------------------------------------------------------------- limits
+
+
+@carriers
+def test_a_stopped_reader_stops_the_sender(carrier):
+    async def main():
+        async with linked(carrier) as (near, far):
+            sent = []
+
+            async def send_all():
+                for step in range(9):
+                    await near.send(bulk(20 * MIB, step))
+                    sent.append(step)
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(send_all)
+                await started(near)
+                await trio.sleep(0.3)
+                assert sent == [0, 1], "one message is being sent, one waits"
+                assert near.bytes_sent < 20 * MIB
+                for step in range(9):
+                    assert (await far.receive()).step == step
+
+    run(main)
+
+
+@carriers
+def test_small_messages_stop_the_sender_too(carrier):
+    async def main():
+        async with linked(carrier) as (near, far):
+            sent = 0
+
+            async def send_all():
+                nonlocal sent
+                await near.send(bulk(20 * MIB))
+                for number in range(200):
+                    await near.send(LinkClosed(number))
+                    sent += 1
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(send_all)
+                await started(near)
+                await trio.sleep(0.2)
+                assert sent == 64
+                await far.receive()
+                assert [(await far.receive()).link for _ in range(200)] == list(range(200))
+
+    run(main)
+
+
+@carriers
+def test_a_new_link_takes_little_and_the_limit_can_be_raised(carrier):
+    async def main():
+        async with linked(carrier, payload_limit=HANDSHAKE_PAYLOAD_LIMIT) as (near, far):
+            fits = ModelSnapshot(1, "c", (bytes(HANDSHAKE_PAYLOAD_LIMIT),))
+            await near.send(fits)
+            assert await far.receive() == fits
+            far.payload_limit = 4 * MIB
+            await near.send(bulk(4 * MIB))
+            await far.receive()
+            await near.send(ModelSnapshot(1, "c", (bytes(4 * MIB), b"x")))
+            with pytest.raises(PeerError, match=f"{4 * MIB + 1} bytes in one message"):
+                await far.receive()
+            with pytest.raises(LinkLost, match="broke the rules"):
+                await far.receive()
+            with pytest.raises(LinkLost):
+                await near.receive()
+
+    run(main)
+
+
+# ------------------------------------------------------------------------------------------------------- ends
+
+
+@carriers
+def test_what_was_sent_before_closing_arrives(carrier):
+    async def main():
+        async with linked(carrier) as (near, far):
+            for number in range(50):
+                await near.send(LinkClosed(number))
+            await near.aclose()
+            assert [(await far.receive()).link for _ in range(50)] == list(range(50))
+            with pytest.raises(LinkLost, match=r"closed by the peer$"):
+                await far.receive()
+
+    run(main)
+
+
+@carriers
+def test_a_peer_that_closes_in_the_middle_is_lost(carrier):
+    async def main():
+        async with linked(carrier) as (near, far):
+            await near.send(bulk(20 * MIB))
+            await started(near)
+            await trio.aclose_forcefully(near)
+            with pytest.raises(LinkLost, match="closed by the peer in the middle of a message"):
+                await far.receive()
+
+    run(main)
+
+
+@carriers
+def test_closing_wakes_those_who_wait(carrier):
+    async def main():
+        async with linked(carrier) as (near, _):
+            lost = []
+
+            async def lose(use, *args):
+                with pytest.raises(LinkLost, match="closed here"):
+                    await use(*args)
+                lost.append(use)
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(lose, near.receive)
+                for _ in range(2):
+                    await near.send(bulk(20 * MIB))
+                nursery.start_soon(lose, near.send, bulk(20 * MIB))
+                nursery.start_soon(lose, near.send, LinkClosed(1))
+                await trio.testing.wait_all_tasks_blocked(0.05)
+                await trio.aclose_forcefully(near)
+            assert len(lost) == 3
+            await lose(near.send, PING)
+            await lose(near.receive)
+            await near.aclose()
+
+    run(main)
+
+
+@carriers
+def test_a_cancelled_receive_loses_nothing(carrier):
+    async def main():
+        async with linked(carrier) as (near, far):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(near.send, bulk(20 * MIB))
+                nursery.start_soon(near.send, LinkClosed(1))
+                found = []
+                while len(found) < 2:
+                    with trio.move_on_after(0.0005):
+                        found.append(await far.receive())
+            assert found == [bulk(20 * MIB), LinkClosed(1)]
+
+    run(main)
+
+
+@carriers
+def test_an_accepted_link_closes_with_its_task_and_errors_end_that_link_only(carrier):
+    async def main():
+        async with trio.open_nursery() as nursery:
+            made = await carrier(nursery)
+
+            async def accepted(link):
+                request = await link.receive()
+                if request == LinkOpen(1):
+                    raise PeerError("no")
+                if request == LinkOpen(2):
+                    raise LinkLost("no")
+                await link.send(LinkClosed(3))
+
+            address = await nursery.start(made.far.listen, made.bind, accepted)
+            for number in (1, 2, 3):
+                near = await made.near.dial(address)
+                await near.send(LinkOpen(number))
+                if number == 3:
+                    assert await near.receive() == LinkClosed(3)
+                with pytest.raises(LinkLost, match="closed by the peer"):
+                    await near.receive()
+            nursery.cancel_scope.cancel()
+
+    run(main)
+
+
+# -------------------------------------------------------------------------------------------------- addresses
+
+
+@carriers
+def test_dialling_nobody_says_whom_and_why(carrier):
+    async def main():
+        async with trio.open_nursery() as nursery:
+            made = await carrier(nursery)
+            host = made.bind[0]
+            with pytest.raises(LinkLost, match=re.escape(f"cannot reach {host}:1: ") + "(?i)connection refused$"):
+                await made.near.dial((host, 1))
+
+    run(main)
+
+
+@carriers
+def test_a_port_in_use_says_what_to_do(carrier):
+    async def main():
+        async with listening(carrier) as (made, address, _):
+            cure = re.escape(f"port in use: {address[0]}:{address[1]} (--bind {address[0]}:0 picks a free one)")
+            with pytest.raises(UserError, match=cure):
+                await made.far.listen(address, greet)
+
+    run(main)
+
+
+@carriers
+def test_a_refusal_names_the_field_at_both_ends(carrier):
+    async def main():
+        async with linked(carrier) as (near, far):
+            other = Hello(1, "swarm", "run", "id2", "", 1, "", 1, "gossip", "cd34", ("w f32 2x3",))
+            refused = []
+
+            async def refuse(side, *args):
+                with pytest.raises(Refused, match=r"its model is 'w f32 2x[23]', ours 'w f32 2x[23]'") as caught:
+                    await side(*args)
+                refused.append((caught.value.field, caught.value.here, caught.value.there))
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(refuse, greet, near, HELLO)
+                nursery.start_soon(
+                    refuse, answer, far, lambda hello: first_difference(other, hello), Welcome("id2", "", 1)
+                )
+            assert refused == [("model", "w f32 2x3", "w f32 2x2")] * 2
+
+    run(main)
+
+
+# -------------------------------------------------------------------------------------------------- datagrams
+
+
+async def memory_datagrams(nursery):
+    network = MemoryNetwork(nursery)
+    return network.bind, network.bind, ("a", 0), ("b", 0)
+
+
+async def udp_datagrams(_):
+    return bind_udp, bind_udp, ("127.0.0.1", 0), ("127.0.0.1", 0)
+
+
+DATAGRAMS = {"memory": memory_datagrams, "udp": udp_datagrams}
+datagrams = pytest.mark.parametrize("carrier", DATAGRAMS.values(), ids=DATAGRAMS.keys())
+
+
+@asynccontextmanager
+async def bound(carrier):
+    async with trio.open_nursery() as nursery:
+        bind_one, bind_other, here, there = await carrier(nursery)
+        one, other = await bind_one(here), await bind_other(there)
+        yield one, other
+        await one.aclose()
+        await other.aclose()
+
+
+@datagrams
+def test_datagrams_arrive_with_their_source(carrier):
+    async def main():
+        async with bound(carrier) as (one, other):
+            for sample in SAMPLES[:4]:
+                await one.send(other.address, sample)
+                assert await other.receive() == (sample, one.address)
+            assert one.bytes_sent == other.bytes_received > 0
+            assert one.unsendable == other.malformed == 0
+
+    run(main)
+
+
+@datagrams
+def test_an_address_in_use_says_what_to_do(carrier):
+    async def main():
+        async with trio.open_nursery() as nursery:
+            bind, _, here, _ = await carrier(nursery)
+            first = await bind(here)
+            with pytest.raises(UserError, match=r"port in use: .*picks a free one"):
+                await bind(first.address)
+            await first.aclose()
+            await (await bind(first.address)).aclose()
+
+    run(main)
+
+
+@datagrams
+def test_closing_wakes_who_waits_for_a_datagram(carrier):
+    async def main():
+        async with bound(carrier) as (one, _):
+            async with trio.open_nursery() as nursery:
+
+                @nursery.start_soon
+                async def wait():
+                    with pytest.raises(trio.ClosedResourceError):
+                        await one.receive()
+
+                await trio.testing.wait_all_tasks_blocked()
+                await one.aclose()
+
+    run(main)

@@ -1,0 +1,177 @@
+"""What is particular to each codec."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from peerd.effects import PeerError, Vector
+from peerd.training.codecs import CODECS, planes
+from peerd.training.codecs.bfloat16 import from_bits, to_bits
+from peerd.training.codecs.blocks import BLOCK
+from peerd.training.codecs.gaps import from_gaps, gaps_limit, to_gaps
+from peerd.training.codecs.top_k import TopK, largest, pack_nibbles, quantise, unpack_nibbles
+
+finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
+vectors = arrays(np.float32, st.integers(1, 600), elements=finite)
+
+
+def sent(name: str, values: Vector) -> Vector:
+    out = np.empty_like(values)
+    CODECS[name].decode(CODECS[name].encode(values), out)
+    return out
+
+
+@given(values=vectors)
+@settings(deadline=None)
+def test_float32_keeps_every_bit(values: Vector) -> None:
+    assert np.array_equal(sent("float32", values).view(np.uint32), values.view(np.uint32))
+
+
+@given(words=arrays(np.uint32, st.integers(0, 50)))
+def test_planes_come_together_again(words: np.ndarray) -> None:
+    body = np.empty((4, words.size), np.uint8)
+    planes.split(words, body)
+    again = np.empty_like(words)
+    planes.join(body, again)
+    assert np.array_equal(words, again)
+
+
+@given(bits=arrays(np.uint16, st.integers(1, 50), elements=st.integers(0, 2**16 - 1)))
+def test_bfloat16_is_kept_and_the_nearest(bits: np.ndarray) -> None:
+    bits = np.where(bits & 0x7F80 == 0x7F80, bits & 0x7F, bits).astype(np.uint16)
+    values = from_bits(bits)
+    assert np.array_equal(to_bits(values), bits)
+    inner = bits[bits & 0x7FFF < 0x7F7F]
+    low, high = from_bits(inner).astype(np.float64), from_bits(inner + np.uint16(1)).astype(np.float64)
+    for share in (0.25, 0.75):
+        between = (low + share * (high - low)).astype(np.float32)
+        assert np.array_equal(to_bits(between) - inner, np.full(inner.size, share > 0.5, np.uint32))
+
+
+def test_bfloat16_does_not_round_to_infinity() -> None:
+    top = np.array([1, -1], np.float32) * np.finfo(np.float32).max
+    assert np.isfinite(sent("bfloat16", top)).all()
+
+
+@given(values=vectors)
+@settings(deadline=None)
+def test_int8_is_within_half_a_step(values: Vector) -> None:
+    error = np.abs(sent("int8", values).astype(np.float64) - values)
+    for start in range(0, values.size, BLOCK):
+        block = slice(start, start + BLOCK)
+        step = float(np.abs(values[block]).max()) / 127
+        assert error[block].max() <= 0.501 * step + 64e-45  # a denormal step is rounded to a multiple of 1.4e-45
+
+
+def test_sign_loses_what_the_formula_says() -> None:
+    values = np.random.default_rng(1).standard_normal(64 * BLOCK).astype(np.float32)
+    lost = ((values - sent("sign", values)).astype(np.float64) ** 2).sum()
+    means = np.abs(values.reshape(-1, BLOCK)).mean(axis=1, dtype=np.float64)
+    expected = (values.astype(np.float64) ** 2).sum() - BLOCK * (means**2).sum()
+    assert expected <= lost <= expected * (1 + 1e-4)
+
+
+@pytest.mark.parametrize("percent", [1, 3])
+@given(values=vectors)
+@settings(deadline=None)
+def test_top_k_names_the_largest_and_keeps_their_signs(percent: int, values: Vector) -> None:
+    codec = TopK("top_k", percent)
+    most = codec.most(values.size)
+    chosen = largest(values, most)
+    assert np.array_equal(chosen, np.unique(chosen))
+    assert chosen.size == min(most, np.count_nonzero(values))
+    if chosen.size:
+        rest = np.delete(np.abs(values), chosen)
+        assert np.abs(values[chosen]).min() >= rest.max(initial=0.0)
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "equal", "columns", "few"])
+def test_top_k_of_a_large_vector_is_exact_and_bounded(kind: str) -> None:
+    count = 300_000  # above the sample's size, so that the threshold is an estimate
+    values = np.random.default_rng(1).standard_normal(count).astype(np.float32)
+    match kind:
+        case "equal":
+            values[:] = 2.0
+        case "columns":
+            values[np.arange(count) % 512 != 0] = 0
+        case "few":
+            values[np.arange(count) % 30_011 != 0] = 0
+    chosen = largest(values, 3000)
+    assert chosen.size == min(3000, np.count_nonzero(values))
+    reference = np.sort(np.abs(values))[-chosen.size :].astype(np.float64).sum()
+    assert np.abs(values[chosen]).astype(np.float64).sum() == pytest.approx(reference, rel=1e-6)
+
+
+@given(magnitude=arrays(np.float32, st.integers(1, 300), elements=st.floats(2.0**-100, 2.0**126, width=32)))
+def test_ranges_are_ordered_and_their_means_lie_within(magnitude: Vector) -> None:
+    levels, table = quantise(magnitude)
+    means = from_bits(table.view("<u2"))
+    assert levels.max() < means.size
+    for level in np.unique(levels):
+        members = magnitude[levels == level]
+        assert members.min() * 0.996 <= means[level] <= members.max() * 1.004
+    order = np.argsort(magnitude)
+    assert (np.diff(levels[order].astype(int)) >= 0).all()
+
+
+@given(chosen=st.sets(st.integers(0, 5000), max_size=80))
+def test_gaps_come_back(chosen: set[int]) -> None:
+    indices = np.array(sorted(chosen), np.intp)
+    gaps = to_gaps(indices)
+    assert gaps.size <= gaps_limit(indices.size, 5001)
+    assert np.array_equal(from_gaps(gaps, indices.size, 5001), indices)
+
+
+@given(gaps=st.binary(max_size=40), count=st.integers(1, 3000))
+def test_any_gaps_are_increasing_indices_or_a_peer_error(gaps: bytes, count: int) -> None:
+    wire = np.frombuffer(gaps, np.uint8)
+    k = int(np.count_nonzero(wire != 255))
+    try:
+        indices = from_gaps(wire, k, count)
+    except PeerError:
+        return
+    assert indices.size == k
+    assert (np.diff(indices) > 0).all()
+    assert ((indices >= 0) & (indices < count)).all()
+    assert np.array_equal(to_gaps(indices), wire)  # one spelling
+
+
+@given(nibbles=st.lists(st.integers(0, 15), min_size=1))
+def test_nibbles_come_back(nibbles: list[int]) -> None:
+    packed = pack_nibbles(np.array(nibbles, np.uint8))
+    assert unpack_nibbles(packed, len(nibbles)).tolist() == nibbles
+    if len(nibbles) % 2:
+        with pytest.raises(PeerError):
+            unpack_nibbles(packed | np.uint8(0x80), len(nibbles))
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil", "why"),
+    [
+        ("int8", lambda body: body.__setitem__(slice(0, 4), b"\x00\x00\x80\x7f"), "scale"),
+        ("int8", lambda body: body.__setitem__(slice(0, 4), b"\x00\x00\x80\xbf"), "scale"),
+        ("int8", lambda body: body.__setitem__(4, 0x80), "-128"),
+        ("sign", lambda body: body.__setitem__(slice(0, 2), b"\x80\x7f"), "scale"),
+        ("sign", lambda body: body.__setitem__(1, 0x80), "scale"),
+        ("sign", lambda body: body.__setitem__(-1, body[-1] | 1), "beyond"),
+        ("top_k", lambda body: body.__setitem__(0, 2), "named"),
+        ("top_k", lambda body: body.__setitem__(slice(0, 4), b"\xff\xff\xff\xff"), "named"),
+        ("top_k", lambda body: body.__setitem__(slice(0, 4), bytes(4)), "named"),
+        ("top_k", lambda body: body.__setitem__(5, 0x80), "scale"),
+        ("top_k", lambda body: body.__setitem__(-1, 255), "name 1 values"),
+        ("top_k", lambda body: body.__setitem__(-1, 77), "index 77 of 77"),
+        ("top_k", lambda body: body.__setitem__(20, 0x10), "nibble"),
+        ("bfloat16", lambda body: body.__setitem__(slice(0, None), b"\xff" * len(body)), "finite"),
+        ("float32", lambda body: body.__setitem__(slice(0, None), b"\xff" * len(body)), "finite"),
+    ],
+)
+def test_a_spoilt_body_is_refused_for_the_right_reason(name: str, spoil: object, why: str) -> None:
+    body = bytearray(CODECS[name].encode(np.linspace(1, 2, 77, dtype=np.float32)))
+    assert callable(spoil)
+    spoil(body)
+    with pytest.raises(PeerError, match=why):
+        CODECS[name].decode(body, np.empty(77, np.float32))

@@ -1,0 +1,265 @@
+"""Paired-reference gossip: the mean is conserved and references agree, whatever happens to the connections."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from gossip_swarm import GossipSwarm
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from peerd.effects import PeerError
+from peerd.messages import Delta, LinkClosed, LinkSnapshot
+from peerd.training.codecs import CODECS
+
+NAMES = "abcd"
+names = st.sampled_from(NAMES)
+
+
+def assert_references_agree(swarm: GossipSwarm) -> None:
+    """Both ends of a link at one version hold the same bits."""
+    for a, node in swarm.nodes.items():
+        for b, link in node.core._links.items():
+            other = swarm.nodes[b].core._links.get(a)
+            if other is None or other.reference.link != link.reference.link:
+                continue
+            mine, theirs = link.reference, other.reference
+            if mine.version == theirs.version:
+                assert mine.mine.tobytes() == theirs.theirs.tobytes(), f"what {b} knows of {a}"
+                assert mine.theirs.tobytes() == theirs.mine.tobytes(), f"what {a} knows of {b}"
+            else:
+                assert abs(mine.version - theirs.version) == 1
+
+
+class Weather(RuleBasedStateMachine):
+    """Steps, deliveries, cuts and partitions in any order; exactness once the weather clears."""
+
+    @initialize(codec=st.sampled_from(sorted(CODECS)), seed=st.integers(0, 2**16), view=st.integers(1, 3))
+    def start(self, codec: str, seed: int, view: int) -> None:
+        self.swarm = GossipSwarm(4, 40, codec, seed=seed, view=view, buffers=7)
+        self.alive = {name: set(NAMES) for name in NAMES}
+        self.rng = np.random.default_rng(seed)
+        self.swarm.everyone_alive()
+
+    @rule(name=names, scale=st.sampled_from([0.0, 1e-3, 1.0]))
+    def local_step(self, name: str, scale: float) -> None:
+        self.swarm.step(name, scale * self.rng.normal(size=40))
+
+    @rule(one=names, other=names, count=st.integers(1, 4))
+    def deliver(self, one: str, other: str, count: int) -> None:
+        for _ in range(count):
+            if one != other:
+                self.swarm.deliver(one, other)
+
+    @rule()
+    def deliver_all(self) -> None:
+        self.swarm.settle()
+
+    @rule(one=names, other=names)
+    def cut(self, one: str, other: str) -> None:
+        if one != other:
+            self.swarm.cut(one, other)
+
+    @rule(one=names, other=names)
+    def one_declares_other_dead(self, one: str, other: str) -> None:
+        if one != other:
+            self.swarm.queues[one, other].clear()
+            self.alive[one].discard(other)
+            self.swarm.peers(one, self.alive[one])
+
+    @rule(one=names, other=names)
+    def one_finds_other_again(self, one: str, other: str) -> None:
+        self.alive[one].add(other)
+        self.swarm.peers(one, self.alive[one])
+
+    @rule(name=names)
+    def timer(self, name: str) -> None:
+        self.swarm.now += 61.0
+        self.swarm.perform(name, self.swarm.nodes[name].core.on_timer(self.swarm.now))
+
+    @invariant()
+    def references_agree(self) -> None:
+        if hasattr(self, "swarm"):
+            assert_references_agree(self.swarm)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "swarm"):
+            return
+        for name in NAMES:
+            self.swarm.peers(name, set(NAMES))
+        for source, target in self.swarm.queues:
+            self.swarm.cut(source, target)  # every connection is made anew
+        self.swarm.quiesce()
+        assert self.swarm.drift() < 1e-12
+        assert_references_agree(self.swarm)
+        for node in self.swarm.nodes.values():
+            for link in node.core._links.values():
+                assert link.reference.under_way is None, "an exchange was left unfinished"
+
+
+TestWeather = Weather.TestCase
+TestWeather.settings = settings(
+    max_examples=100, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
+)
+
+
+@settings(max_examples=40, deadline=None, print_blob=True)
+@given(codec=st.sampled_from(sorted(CODECS)), count=st.integers(2, 6), seed=st.integers(0, 1000))
+def test_any_exchanges_keep_the_mean(codec: str, count: int, seed: int) -> None:
+    swarm = GossipSwarm(count, 64, codec, seed=seed)
+    swarm.everyone_alive()
+    swarm.settle()
+    rng = np.random.default_rng(seed)
+    for _ in range(30):
+        swarm.step(rng.choice(sorted(swarm.nodes)), rng.normal(size=64))
+        swarm.settle()
+        assert swarm.drift() < 1e-12
+
+
+@pytest.mark.parametrize("codec", sorted(CODECS))
+def test_models_meet(codec: str) -> None:
+    swarm = GossipSwarm(8, 600, codec, seed=3)
+    swarm.everyone_alive()
+    swarm.settle()
+    before = swarm.spread()
+    for _ in range(150):
+        for name in swarm.nodes:
+            swarm.step(name)
+            swarm.settle()
+    assert swarm.spread() < 0.5 * before
+    assert swarm.drift() < 1e-12
+
+
+def test_a_flush_ends_with_one_model_and_lets_every_trainer_go() -> None:
+    swarm = GossipSwarm(4, 600, "sign", trigger="change:0.05", seed=1)
+    swarm.everyone_alive()
+    swarm.settle()
+    for name in swarm.nodes:
+        swarm.step(name, finishing=True)
+    swarm.quiesce()
+    assert swarm.spread() < 0.01
+    assert swarm.drift() < 1e-12
+    for node in swarm.nodes.values():
+        assert node.proceeded == [False, True]
+
+
+def test_a_leaver_hands_over_to_partners_that_train_on() -> None:
+    swarm = GossipSwarm(3, 600, "sign", trigger="change:0.05", seed=1)
+    swarm.everyone_alive()
+    swarm.settle()
+    swarm.step("a", finishing=True)
+    swarm.settle()
+    assert swarm.nodes["a"].proceeded == [False], "handed over, but nobody else has finished"
+
+
+def test_a_lone_node_is_let_go_at_once() -> None:
+    swarm = GossipSwarm(1, 10, "sign")
+    swarm.step("a", finishing=True)
+    assert swarm.nodes["a"].proceeded == [False, True]
+
+
+def test_a_quiet_node_sends_nothing() -> None:
+    swarm = GossipSwarm(3, 600, "sign", trigger="change:0.05")
+    swarm.everyone_alive()
+    swarm.settle()
+    sent = swarm.messages
+    for _ in range(50):
+        for name in swarm.nodes:
+            swarm.step(name)
+    swarm.settle()
+    assert swarm.messages == sent
+    assert swarm.nodes["a"].core.counts["trigger_quiet"] == 50
+
+
+def test_silence_ends() -> None:
+    swarm = GossipSwarm(2, 600, "sign", trigger="change:0.05")
+    swarm.everyone_alive()
+    swarm.settle()
+    exchanges = swarm.nodes["a"].core.counts["exchanges"]
+    swarm.now += 60.0
+    assert swarm.nodes["a"].core.deadline <= swarm.now
+    swarm.perform("a", swarm.nodes["a"].core.on_timer(swarm.now))
+    swarm.settle()
+    assert swarm.nodes["a"].core.counts["exchanges"] == exchanges + 1
+
+
+def test_a_restarted_peer_gets_a_new_snapshot() -> None:
+    swarm = GossipSwarm(2, 100, "sign", seed=5)
+    swarm.everyone_alive()
+    swarm.settle()
+    swarm.step("a", np.ones(100))
+    swarm.settle()
+    swarm.nodes["b"] = GossipSwarm(2, 100, "sign", seed=6).nodes["b"]  # its references are gone
+    swarm.peers("b", {"a", "b"})
+    swarm.settle()
+    for _ in range(3):
+        swarm.step("a", np.ones(100))
+        swarm.settle()
+    assert_references_agree(swarm)
+    assert swarm.nodes["b"].core.counts["exchanges"] > 0
+
+
+def test_views_are_bounded_and_rotate() -> None:
+    swarm = GossipSwarm(12, 20, "float32", view=2, seed=2)
+    swarm.everyone_alive()
+    swarm.settle()
+    met: set[str] = set()
+    for _ in range(300):
+        for name in swarm.nodes:
+            swarm.step(name)
+            swarm.settle()
+        met |= set(swarm.nodes["a"].core._links)
+        assert all(len(node.core._links) <= 4 for node in swarm.nodes.values())
+    assert len(met) > 4
+    assert swarm.drift() < 1e-12
+
+
+def test_a_model_that_is_not_finite_sends_nothing() -> None:
+    swarm = GossipSwarm(2, 50, "sign")
+    swarm.everyone_alive()
+    swarm.settle()
+    swarm.nodes["a"].x[3] = np.nan
+    before = swarm.nodes["b"].x.copy()
+    swarm.step("a")
+    swarm.step("b")
+    swarm.settle()
+    assert np.isfinite(swarm.nodes["b"].x).all()
+    assert np.array_equal(swarm.nodes["b"].x, before)
+
+
+@pytest.mark.parametrize("gain", [0.0, -0.1, 0.6, 1e9])
+def test_a_gain_that_overshoots_is_refused(gain: float) -> None:
+    swarm = GossipSwarm(2, 50, "float32")
+    swarm.everyone_alive()
+    swarm.settle()
+    swarm.step("a", np.ones(50))
+    message = swarm.queues["a", "b"].popleft()
+    assert isinstance(message, Delta)
+    bad = Delta(message.link, message.seq, message.codec, gain, True, False, message.chunks)
+    with pytest.raises(PeerError, match="gain"):
+        swarm.nodes["b"].core.on_message("a", bad, 0.0)
+
+
+def test_a_payload_that_is_damaged_changes_nothing() -> None:
+    swarm = GossipSwarm(2, 50, "int8")
+    swarm.everyone_alive()
+    swarm.settle()
+    before = swarm.nodes["b"].x.copy()
+    swarm.step("a", np.ones(50))
+    message = swarm.queues["a", "b"].popleft()
+    assert isinstance(message, Delta)
+    bad = Delta(message.link, message.seq, message.codec, message.gain, True, False, (b"\x00garbage",))
+    with pytest.raises(PeerError):
+        swarm.nodes["b"].core.on_message("a", bad, 0.0)
+    assert np.array_equal(swarm.nodes["b"].x, before)
+    swarm.perform("b", swarm.nodes["b"].core.on_message("a", message, 0.0))
+    swarm.settle()
+    assert_references_agree(swarm)
+
+
+def test_messages_of_unknown_links_are_declined() -> None:
+    core = GossipSwarm(2, 10, "sign").nodes["a"].core
+    assert [e.message for e in core.on_message("b", LinkSnapshot(9, "bfloat16", ()), 0.0)] == [LinkClosed(9)]
+    stray = Delta(9, 1, "sign", 0.5, True, False, ())
+    assert [e.message for e in core.on_message("b", stray, 0.0)] == [LinkClosed(9)]

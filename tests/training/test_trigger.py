@@ -1,0 +1,137 @@
+"""When a link exchanges: the properties that each rule keeps, and how a rule is written."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peerd.effects import UserError
+from peerd.training.trigger import (
+    MAX_SILENCE_S,
+    TRIGGERS,
+    AlwaysTrigger,
+    ChangeTrigger,
+    LinkChange,
+    PeriodTrigger,
+    Trigger,
+    parse_trigger,
+)
+
+amounts = st.floats(0, 1e30)
+thresholds = st.floats(0, 10)
+links = st.builds(
+    LinkChange,
+    change=amounts,
+    norm=amounts,
+    lr_ratio=st.floats(0, 1),
+    steps=st.integers(0, 10_000),
+    silence_s=st.floats(0, 1e6),
+    finishing=st.booleans(),
+)
+triggers = st.one_of(
+    st.builds(ChangeTrigger, thresholds), st.builds(PeriodTrigger, st.integers(1, 1000)), st.just(AlwaysTrigger())
+)
+QUIET = LinkChange(change=0.0, norm=10.0, lr_ratio=1.0, steps=1, silence_s=0.0, finishing=False)
+
+
+@given(trigger=triggers, link=links, factor=st.floats(1, 1e6))
+def test_a_greater_change_fires_too(trigger: Trigger, link: LinkChange, factor: float) -> None:
+    if trigger.fires(link):
+        assert trigger.fires(replace(link, change=link.change * factor))
+
+
+@given(low=thresholds, high=thresholds, link=links)
+def test_a_lower_threshold_fires_too(low: float, high: float, link: LinkChange) -> None:
+    low, high = sorted((low, high))
+    if ChangeTrigger(high).fires(link):
+        assert ChangeTrigger(low).fires(link)
+
+
+@given(threshold=thresholds, link=links, extra=st.floats(0, 1e6))
+def test_silence_always_ends(threshold: float, link: LinkChange, extra: float) -> None:
+    assert ChangeTrigger(threshold).fires(replace(link, silence_s=MAX_SILENCE_S + extra))
+
+
+@given(period=st.integers(1, 1000), link=links)
+def test_a_period_ends_after_its_steps(period: int, link: LinkChange) -> None:
+    fired = PeriodTrigger(period).fires(replace(link, finishing=False))
+    assert fired == ("period" if link.steps >= period else None)
+
+
+@given(trigger=triggers, link=links)
+def test_the_end_of_a_run_always_fires(trigger: Trigger, link: LinkChange) -> None:
+    assert trigger.fires(replace(link, finishing=True)) == "finishing"
+
+
+@given(trigger=triggers, link=links, change=st.sampled_from([math.nan, math.inf, -math.inf]))
+def test_a_model_that_is_not_finite_sends_nothing(trigger: Trigger, link: LinkChange, change: float) -> None:
+    assert trigger.fires(replace(link, change=change)) is None
+
+
+@pytest.mark.parametrize(
+    ("link", "reason"),
+    [
+        (QUIET, None),
+        (replace(QUIET, change=0.5), None),  # exactly at the threshold
+        (replace(QUIET, change=0.51), "change"),
+        (replace(QUIET, change=0.3, lr_ratio=0.5), "change"),  # a decayed learning rate lowers the threshold
+        (replace(QUIET, change=1e-9, norm=0.0), "change"),
+        (replace(QUIET, norm=0.0), None),
+        (replace(QUIET, change=0.51, silence_s=100.0), "change"),
+        (replace(QUIET, silence_s=59.9), None),
+        (replace(QUIET, silence_s=60.0), "silence"),
+        (replace(QUIET, change=9.0, finishing=True), "finishing"),
+        (replace(QUIET, change=math.nan, finishing=True), None),
+    ],
+)
+def test_reasons_of_the_default(link: LinkChange, reason: str | None) -> None:
+    assert parse_trigger("change:0.05").fires(link) == reason
+
+
+@pytest.mark.parametrize(
+    ("text", "trigger"),
+    [
+        ("change:0.05", ChangeTrigger(0.05)),
+        ("change:0", ChangeTrigger(0.0)),
+        ("change:1e-3", ChangeTrigger(0.001)),
+        ("period:10", PeriodTrigger(10)),
+        ("always", AlwaysTrigger()),
+    ],
+)
+def test_triggers_are_read(text: str, trigger: Trigger) -> None:
+    assert parse_trigger(text) == trigger
+    assert TRIGGERS[trigger.name].parse is not None
+
+
+@pytest.mark.parametrize("kind", TRIGGERS)
+def test_every_example_can_be_read(kind: str) -> None:
+    assert parse_trigger(TRIGGERS[kind].example).name == kind
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "change", "change:", "change:x", "change:-1", "change:nan", "change:inf", "change:0.05:1"),
+        *("period", "period:0", "period:-1", "period:1.5", "period:²", "period:" + "9" * 5000),
+        *("always:1", "Always", "sometimes", "a\nb"),
+    ],
+)
+def test_anything_else_is_one_clear_line(text: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_trigger(text)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert len(message) < 400
+    for kind in TRIGGERS.values():
+        assert kind.example in message
+
+
+@given(text=st.text(max_size=20))
+def test_any_text_is_a_trigger_or_a_user_error(text: str) -> None:
+    with contextlib.suppress(UserError):
+        assert parse_trigger(text).name in TRIGGERS

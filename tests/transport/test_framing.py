@@ -1,0 +1,219 @@
+"""Frames: the same messages however the bytes are split, and nothing set aside for a lie."""
+
+from __future__ import annotations
+
+import struct
+import subprocess
+import sys
+import zlib
+from contextlib import suppress
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from wire_strategies import messages
+
+from peerd.effects import PeerError
+from peerd.messages import LinkClosed, Member, MemberTable, ModelSnapshot, Ping, State
+from peerd.transport import framing, wire
+from peerd.transport.framing import FrameReader, frames
+
+BULK = ModelSnapshot(3, "float32", (b"one", b"", b"three"))
+PING = Ping(7, "me", "you", ())
+
+
+def stream_of(*sent) -> bytes:
+    return b"".join(bytes(piece) for message in sent for piece in frames(message))
+
+
+def read(reader, pieces):
+    """Feed a reader as a socket would, and return the messages that came out."""
+    found = []
+    for piece in pieces:
+        rest = memoryview(piece)
+        while rest:
+            buffer = reader.buffer()
+            count = min(len(buffer), len(rest))
+            assert count, "a reader that wants more bytes has room for them"
+            buffer[:count] = rest[:count]
+            reader.received(count)
+            rest = rest[count:]
+            while (message := reader.next_message()) is not None:
+                found.append(message)
+    return found
+
+
+@given(st.lists(messages, max_size=5))
+def test_messages_come_out_as_they_went_in(sent):
+    reader = FrameReader(1 << 20)
+    assert read(reader, [stream_of(*sent)]) == sent
+    assert not reader.midway
+
+
+@given(st.lists(messages, min_size=1, max_size=3), st.data())
+def test_any_split_gives_the_same_messages(sent, data):
+    stream = stream_of(*sent)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=20)))
+    pieces = [stream[start:end] for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True)]
+    assert read(FrameReader(1 << 20), pieces) == sent
+
+
+def test_a_split_at_every_byte_gives_the_same_messages():
+    sent = [PING, BULK, LinkClosed(1), BULK, PING]
+    stream = stream_of(*sent)
+    for cut in range(len(stream)):
+        assert read(FrameReader(), [stream[:cut], stream[cut:]]) == sent
+    assert read(FrameReader(), [bytes([byte]) for byte in stream]) == sent
+
+
+def test_small_messages_come_in_between_chunks():
+    head, *chunks = frames(BULK)
+    ping = stream_of(PING)
+    pieces = [head, ping, chunks[0], chunks[1], chunks[2], ping, chunks[3], chunks[4], chunks[5]]
+    assert read(FrameReader(), [b"".join(pieces)]) == [PING, PING, BULK]
+
+
+def test_chunks_larger_than_the_staging_area():
+    values = np.arange(50_000, dtype=np.float32)
+    (found,) = read(FrameReader(1 << 20), [stream_of(ModelSnapshot(1, "float32", (values.data, values.data)))])
+    assert [np.frombuffer(chunk, np.float32).tolist() for chunk in found.chunks] == [values.tolist()] * 2
+
+
+def test_headers_as_large_as_allowed():
+    row = Member("i" * 64, "name", "10.0.0.1", 7946, 1, 2, State.ALIVE, "", bytes(500))
+    table = MemberTable("me", (row,) * 110)
+    assert wire.MAX_HEADER - 700 < len(wire.encode(table)[0]) <= wire.MAX_HEADER
+    assert read(FrameReader(), [stream_of(table, PING, table)]) == [table, PING, table]
+
+
+@given(st.integers(0, len(stream_of(BULK, PING)) * 8 - 1))
+def test_a_flipped_bit_never_gets_through(bit):
+    stream = bytearray(stream_of(BULK, PING))
+    stream[bit // 8] ^= 1 << bit % 8
+    reader, found = FrameReader(), []
+    try:
+        for byte in stream:
+            found += read(reader, [bytes([byte])])
+    except PeerError:
+        pass
+    else:
+        assert reader.midway, "a wrong length may have it wait for more, but not take this for whole"
+    assert found in ([], [BULK])
+
+
+@given(st.integers(0, 200_000 * 8 - 1))
+def test_the_folded_checksum_sees_every_bit(bit):
+    payload = bytearray(200_000)
+    before = framing.payload_checksum(payload)
+    payload[bit // 8] ^= 1 << bit % 8
+    assert framing.payload_checksum(payload) != before
+
+
+def test_the_folded_checksum_sees_blocks_that_moved():
+    blocks = np.random.default_rng(1).integers(0, 256, (3, 65536), dtype=np.uint8)
+    assert framing.payload_checksum(blocks.ravel().data) != framing.payload_checksum(blocks[[1, 0, 2]].ravel().data)
+
+
+def test_small_payloads_have_a_plain_crc32():
+    assert framing.payload_checksum(b"peerd") == zlib.crc32(b"peerd")
+
+
+# ---------------------------------------------------------------------------------------------- broken rules
+
+
+def fixed(magic=b"PEER", version=wire.VERSION, kind=Ping.KIND, flags=0, header=0, payload=0):
+    start = struct.pack("<4sBBHIIQ4x", magic, version, kind, flags, header, payload, 0)[:28]
+    return start + zlib.crc32(start).to_bytes(4, "little")
+
+
+HEAD = next(frames(BULK))
+
+BROKEN = {
+    "another protocol": (b"GET / HTTP/1.1\r\nHost: example\r\n\r\n", "not peerd's"),
+    "another version": (fixed(version=9), "version 9"),
+    "flags": (fixed(flags=1), "flags"),
+    "no such kind": (fixed(kind=99), "kind 99"),
+    "a long header": (fixed(header=wire.MAX_HEADER + 1), "header of"),
+    "the longest header": (fixed(header=2**32 - 1), "header of"),
+    "a payload in a message": (fixed(payload=1), "payload of 1"),
+    "a chunk of nothing": (fixed(kind=framing.CHUNK, payload=1), "no message"),
+    "another length than announced": (HEAD + fixed(kind=framing.CHUNK, payload=4), "3 were announced"),
+    "a chunk with a header": (HEAD + fixed(kind=framing.CHUNK, payload=3, header=1), "announced"),
+    "two bulk messages at once": (HEAD + HEAD, "second bulk"),
+    "over the payload limit": (next(frames(ModelSnapshot(1, "c", (bytes(65537),)))), "limit"),
+    "a header that is none": (framing.head_frame(Ping.KIND, b"\xc1"), "msgpack"),
+}
+
+
+@pytest.mark.parametrize(("stream", "text"), BROKEN.values(), ids=BROKEN.keys())
+def test_broken_rules(stream, text):
+    with pytest.raises(PeerError, match=text):
+        read(FrameReader(), [stream])
+
+
+def test_messages_before_the_broken_rule_come_out():
+    reader, found = FrameReader(), []
+    stream = stream_of(PING) + b"x" * 40
+    reader.buffer()[: len(stream)] = stream
+    reader.received(len(stream))
+    found.append(reader.next_message())
+    with pytest.raises(PeerError):
+        reader.next_message()
+    assert found == [PING]
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_messages_or_a_peer_error(stream):
+    for start in (b"", fixed(header=50), HEAD):
+        with suppress(PeerError):
+            read(FrameReader(), [start + stream])
+
+
+BOMBS = r"""
+import struct
+from peerd.effects import PeerError
+from peerd.messages import MESSAGES, ModelRequest, ModelSnapshot, Ping
+from peerd.transport import framing, wire
+import msgpack
+
+def peak_kib():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
+
+size = wire.MAX_HEADER
+headers = [
+    b"\x91" * size, b"\x90" * size, b"\x9f" * size, b"\xdc\x03\xff" * (size // 3), b"\xdc\x04\x00" * (size // 3),
+    b"\x81\xa1a" * (size // 3), b"\xdf\xff\xff\xff\xff", b"\xdd\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff",
+    b"\xc6\xff\xff\xff\xff", b"\xc9\xff\xff\xff\xff\x01", b"\xdc\x04\x00" + b"\xdc\x04\x00" * 1023,
+    b"\x94\x01\xa0\xa0\xdc\x04\x00" + b"\x99" * 60000, b"\xdc\x04\x00" + (b"\xdc\x00\x3f" + b"\x90" * 63) * 900,
+    msgpack.packb([[wire.MAX_CHUNK] * 1024, 1, "c"]), msgpack.packb([[2**63] * 1024, 1, "c"]),
+]
+streams = [framing.head_frame(kind, header[:size]) for header in headers for kind in MESSAGES]
+streams += [
+    struct.pack("<4sBBHIIQ8x", b"PEER", 1, kind, 0, header, payload, 0)
+    for kind in (Ping.KIND, ModelSnapshot.KIND, framing.CHUNK)
+    for header, payload in ((2**32 - 1, 0), (0, 2**32 - 1), (2**32 - 1, 2**32 - 1))
+]
+
+def feed(stream):
+    reader = framing.FrameReader()
+    buffer = reader.buffer()
+    buffer[: len(stream)] = stream
+    reader.received(len(stream))
+    try:
+        message = reader.next_message()
+    except PeerError:
+        return
+    assert message in (None, ModelRequest())  # which has no fields, so that anything is what a newer version appended
+
+before = peak_kib()
+for stream in streams:
+    feed(stream)
+print(peak_kib() - before)
+"""
+
+
+def test_bombs_cost_little_memory():
+    ran = subprocess.run([sys.executable, "-c", BOMBS], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    assert int(ran.stdout) <= 16 << 10  # KiB

@@ -1,0 +1,43 @@
+"""Hypothesis strategies for every message, built from the type hints: a new message is tested without a line here."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from enum import IntEnum
+from typing import Any, get_args, get_origin, get_type_hints
+
+from hypothesis import strategies as st
+
+from peerd.messages import MESSAGES, Chunk, Message
+
+texts = st.text(st.characters(exclude_categories=("Cs",)), max_size=64)  # at most 256 bytes
+chunks = st.lists(st.binary(max_size=64), max_size=4).map(tuple)
+
+
+def values_of(hint: Any) -> st.SearchStrategy[Any]:
+    if hint is bool:
+        return st.booleans()
+    if hint is int:
+        return st.integers(-(2**63), 2**64 - 1)
+    if hint is float:
+        return st.floats(allow_nan=False, allow_infinity=False)
+    if hint is str:
+        return texts
+    if hint is bytes:
+        return st.binary(max_size=64)
+    if get_origin(hint) is tuple:
+        item = get_args(hint)[0]
+        return chunks if item == Chunk else st.lists(values_of(item), max_size=4).map(tuple)
+    if isinstance(hint, type) and issubclass(hint, IntEnum):
+        return st.sampled_from(list(hint))
+    assert is_dataclass(hint)
+    return instances_of(hint)
+
+
+def instances_of(cls: Any) -> st.SearchStrategy[Any]:
+    hints = get_type_hints(cls)
+    return st.builds(cls, **{field.name: values_of(hints[field.name]) for field in fields(cls)})
+
+
+messages: st.SearchStrategy[Message] = st.one_of([instances_of(cls) for cls in MESSAGES.values()])
+datagrams: st.SearchStrategy[Message] = st.one_of([instances_of(cls) for kind, cls in MESSAGES.items() if kind < 5])
