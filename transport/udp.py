@@ -23,8 +23,6 @@ class UdpDatagrams:
     def __init__(self, sock: socket.socket) -> None:
         host, port = sock.getsockname()[:2]
         self.address: Address = (host, port)
-        self.bytes_sent = 0  # payload of datagrams
-        self.bytes_received = 0
         self.malformed = 0
         self.unsendable = 0
         self.bytes_sent = 0
@@ -50,14 +48,14 @@ class UdpDatagrams:
                 # one byte more than the limit shows that a datagram is longer
                 datagram, source = self._sock.recvfrom(wire.MAX_DATAGRAM + 1)
                 self.bytes_received += len(datagram)
-                self.bytes_received += len(datagram)
                 return wire.decode_datagram(datagram), (source[0], source[1])
             except BlockingIOError:
                 await trio.lowlevel.wait_readable(self._sock)
             except PeerError:
                 self.malformed += 1
-            except ConnectionError:
-                pass  # an ICMP answer to something sent earlier
+            except OSError as error:  # an ICMP answer to something sent earlier, say: nothing that came in
+                if self._sock.fileno() < 0:
+                    raise trio.ClosedResourceError("closed here") from error
 
     async def aclose(self) -> None:
         """Close the socket; a `receive` that waits raises trio.ClosedResourceError."""

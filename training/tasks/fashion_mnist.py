@@ -64,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             optimizer.zero_grad()
             due = swarm.step_count % EVALUATE_EVERY == 0
             extra = {"accuracy": evaluate(model, EVALUATE_IMAGES)["accuracy"]} if due else {}
-            swarm.step(loss=loss.item(), samples=len(batch), **extra)
+            done = (swarm.step_count + 1) / options.steps
+            swarm.step(loss=loss.item(), samples=len(batch), progress=done, **extra)
 
     print(f"fashion-mnist: step {swarm.step_count}, test accuracy {evaluate(model)['accuracy']:.4f}")
 

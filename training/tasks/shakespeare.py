@@ -127,7 +127,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             optimizer.zero_grad()
             due = swarm.step_count % EVALUATE_EVERY == 0
             extra = {"validation_loss": evaluate(model, EVALUATE_BLOCKS)["loss"]} if due else {}
-            swarm.step(loss=loss.item(), samples=len(batch), **extra)
+            done = (swarm.step_count + 1) / options.steps
+            swarm.step(loss=loss.item(), samples=len(batch), progress=done, **extra)
 
     print(f"shakespeare: step {swarm.step_count}, validation loss {evaluate(model)['loss']:.4f}")
 
