@@ -61,7 +61,7 @@ def demo(
     command = [task, "--shard", shard, "--seed", str(seed)]
     if steps is not None:
         command += ["--steps", str(steps)]
-    options = {"--mode": mode, "--codec": codec, "--trigger": trigger}
+    options = {"--wait-for": str(peers), "--mode": mode, "--codec": codec, "--trigger": trigger}
     _check_picture(picture)
     console = Console(stderr=format is Format.JSON)
     with LocalSwarm(peers, {key: value for key, value in options.items() if value is not None}, command) as swarm:

@@ -27,6 +27,7 @@ def start(
     codec: Annotated[str | None, typer.Option(help="how deltas are compressed")] = None,
     trigger: Annotated[str | None, typer.Option(help="when to send: change:0.05, period:10, always")] = None,
     view: Annotated[int | None, typer.Option(help="partners at a time")] = None,
+    wait_for: Annotated[int | None, typer.Option(help="hold the first step until this many members are ready")] = None,
     log: Annotated[str | None, typer.Option(help="auto, human or json")] = None,
 ) -> None:
     """Run a node in the foreground: join a swarm, launch SCRIPT, gossip. Ctrl-C leaves in good order.
@@ -41,7 +42,7 @@ def start(
     file = config if config is not None else _config_from_environment()
     flags = {
         "name": name, "bind": bind, "join": tuple(join) if join else None, "swarm": swarm, "mode": mode,
-        "codec": codec, "trigger": trigger, "view": view, "log": log,
+        "codec": codec, "trigger": trigger, "view": view, "wait_for": wait_for, "log": log,
     }  # fmt: skip
     code = trio.run(daemon.run, settings.load(flags, os.environ, file), command or [])
     if code:

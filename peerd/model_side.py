@@ -203,7 +203,6 @@ class ModelSide:
         load, step = await self._first_model(memory, int(ready["step"]))
         assert self.facts is not None, "set by attach"
         self.facts.step = self.facts.first_step = step
-        self.facts.phase, self.facts.began = "training", trio.current_time()
         if self.lane.mode is None:
             mode_settings = ModeSettings(settings.codec, parse_trigger(settings.trigger), settings.view)
             self.lane.mode = MODES[settings.mode](
@@ -211,11 +210,27 @@ class ModelSide:
             )
         await self._tell(ready=True)
         self.on_members()
+        await self._wait_for_company()
+        self.facts.phase, self.facts.began = "training", trio.current_time()
         await connection.send({"kind": "start", "load": load, "step": step})
         self.lane.post(lambda _: [Publish()])  # the mode may still wait for a copy from the trainer before this one
         LOGGER.info(
             "training %s values in %d tensors from step %d", f"{self.layout.total:,}", len(self.tensors), step
         )
+
+    async def _wait_for_company(self) -> None:
+        told_at = -WAIT_TOLD_EVERY_S
+        while (ready := 1 + len(partners(self._members(), self._me, self.signature))) < self._settings.wait_for:
+            told_at = await self._wait(f"{ready} of {self._settings.wait_for} members are ready", told_at)
+
+    async def _wait(self, reason: str, told_at: float) -> float:
+        """Until a member changes; `reason` is told now and then. Returns when it was last told."""
+        if trio.current_time() - told_at >= WAIT_TOLD_EVERY_S:
+            told_at = trio.current_time()
+            LOGGER.info("the trainer waits: %s", reason)
+        with trio.move_on_after(1.0):
+            await self._members_changed.wait()
+        return told_at
 
     async def _first_model(self, memory: SharedMemory, step: int) -> tuple[int | None, int]:
         """Which copy the trainer must load, and the step to start from. The replica is ready afterwards."""
@@ -245,11 +260,7 @@ class ModelSide:
                         return fetched
                     unwilling = unwilling | {donor} if len(unwilling) < len(donors) else set()
                 case WaitFor(reason):
-                    if trio.current_time() - told_at >= WAIT_TOLD_EVERY_S:
-                        told_at = trio.current_time()
-                        LOGGER.info("the trainer waits: %s", reason)
-                    with trio.move_on_after(1.0):
-                        await self._members_changed.wait()
+                    told_at = await self._wait(reason, told_at)
 
     async def _fetch_from(self, donor: NodeId) -> tuple[np.ndarray[Any, Any], int] | None:
         """Ask one donor and wait as long as it is alive; None when it went away first."""

@@ -33,6 +33,7 @@ class Settings:
     codec: str = "sign"
     trigger: str = "change:0.05"
     view: int = 3  # partners; memory is three float32 copies of the model for each
+    wait_for: int = 1  # the first step waits until this many members hold the model, so that all start together
     network: str = "lan"
     checkpoint_every_s: float = 60.0
     state_dir: str = ""  # "" means $XDG_STATE_HOME/peerd/NAME
@@ -52,6 +53,8 @@ class Settings:
         parse_trigger(self.trigger)
         if self.view < 1:
             raise UserError(f"view: {self.view} must be at least 1")
+        if self.wait_for < 1:
+            raise UserError(f"wait_for: {self.wait_for} must be at least 1")
         if not self.checkpoint_every_s > 0:
             raise UserError(f"checkpoint_every_s: {self.checkpoint_every_s} must be above 0")
 
