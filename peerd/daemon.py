@@ -72,9 +72,7 @@ class Daemon:
     async def start(self) -> Address:
         """Start every task; returns the address that peers reach."""
         await self._nursery.start(self.peers.run)
-        listening: Address = await self._nursery.start(
-            self._transport.listen, self._bound, self._accept
-        )
+        listening: Address = await self._nursery.start(self._transport.listen, self._bound, self._accept)
         self._nursery.start_soon(self.model.run)
         self._nursery.start_soon(self.view.run)
         self._nursery.start_soon(self.latency.run)

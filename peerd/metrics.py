@@ -49,7 +49,9 @@ class _Status(Collector):
         status = self._status
         yield _counter("peerd_sent_bytes", "Bytes written to sockets", status["bytes_sent"])
         yield _counter("peerd_received_bytes", "Bytes read from sockets", status["bytes_received"])
-        yield _gauge("peerd_consensus_distance_ratio", "Distance of models over their norm", status["consensus_distance"])
+        yield _gauge(
+            "peerd_consensus_distance_ratio", "Distance of models over their norm", status["consensus_distance"]
+        )
         yield _gauge("peerd_loop_latency_p99_seconds", "How late the event loop wakes", status["loop_latency_p99_s"])
         if trainer := status.get("trainer"):
             yield _counter("peerd_steps", "Optimizer steps", trainer["step"])

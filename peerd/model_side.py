@@ -214,9 +214,7 @@ class ModelSide:
         self.facts.phase, self.facts.began = "training", trio.current_time()
         await connection.send({"kind": "start", "load": load, "step": step})
         self.lane.post(lambda _: [Publish()])  # the mode may still wait for a copy from the trainer before this one
-        LOGGER.info(
-            "training %s values in %d tensors from step %d", f"{self.layout.total:,}", len(self.tensors), step
-        )
+        LOGGER.info("training %s values in %d tensors from step %d", f"{self.layout.total:,}", len(self.tensors), step)
 
     async def _wait_for_company(self) -> None:
         told_at = -WAIT_TOLD_EVERY_S
@@ -276,9 +274,7 @@ class ModelSide:
                     await self._members_changed.wait()
                 if (snapshot := self._take_snapshot()) is not None:
                     values = np.empty(self.layout.total, np.float32)
-                    await trio.to_thread.run_sync(
-                        delta.decode, snapshot.codec, self.layout, snapshot.chunks, values
-                    )
+                    await trio.to_thread.run_sync(delta.decode, snapshot.codec, self.layout, snapshot.chunks, values)
                     LOGGER.info("the model of step %d came from %s", snapshot.step, self._members()[donor].name)
                     return values, snapshot.step
         except PeerError as error:

@@ -1,4 +1,4 @@
-"""Who may exchange with whom, and whose model does a newcomer start from? Decided from what members say of themselves."""
+"""Who may exchange with whom, and whose model does a newcomer start from? Decided from what members say."""
 
 from __future__ import annotations
 

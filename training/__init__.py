@@ -1,0 +1,1 @@
+"""Everything about the model: flat vectors, codecs, references, triggers, modes, tasks. It knows no network."""

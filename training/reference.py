@@ -35,7 +35,7 @@ class LinkMismatch(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Half:
-    """What this end puts into an exchange: its codec, the gain that follows that codec's contraction, and whether it flushes."""
+    """What this end puts into an exchange: its codec, that codec's gain, and whether it flushes."""
 
     codec: str
     gain: Gain
@@ -103,7 +103,8 @@ class PairedReference:
         return self.under_way
 
     def _complete(self, theirs: Delta, incoming: Vector) -> Vector:
-        assert self.under_way is not None and self._outgoing is not None, "an exchange has two halves"
+        assert self.under_way is not None, "an exchange has two halves"
+        assert self._outgoing is not None, "kept beside the half under way"
         gain = min(theirs.gain, self.under_way.gain)
         for part in parts(len(self.mine)):  # bounded pieces: numpy may hold the GIL for each
             self.mine[part] += self._outgoing[part]

@@ -68,14 +68,17 @@ class UdpDatagrams:
         """Return what sendto takes. sendto would look names up too, blocking everything meanwhile."""
         now = trio.current_time()
         kept = self._resolved.get(address)
-        if kept is not None and now < kept[0]:
-            return kept[1]
-        with trio.fail_after(RESOLVE_TIMEOUT_S):
-            found = await resolve(address, socket.SOCK_DGRAM, self._sock.family)
-        if len(self._resolved) >= MAX_RESOLVED:
-            self._resolved.clear()
-        self._resolved[address] = (now + RESOLVED_S, found[0][1])
-        return found[0][1]
+        if kept is None or now >= kept[0]:
+            if len(self._resolved) >= MAX_RESOLVED:
+                self._resolved.clear()
+            # a name that fails is not asked for again at once: peers choose the names, and asking takes time
+            self._resolved[address] = kept = (now + RESOLVED_S, None)
+            with trio.fail_after(RESOLVE_TIMEOUT_S):
+                found = await resolve(address, socket.SOCK_DGRAM, self._sock.family)
+            self._resolved[address] = kept = (now + RESOLVED_S, found[0][1])
+        if kept[1] is None:
+            raise OSError("a name that could not be looked up a moment ago")
+        return kept[1]
 
 
 async def bind_udp(address: Address) -> UdpDatagrams:

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peerd.effects import UserError
@@ -29,6 +29,7 @@ def every_shard(split: Split, labels: Labels, peers: int, seed: int) -> list[Ind
     return [shard(split, labels, rank, peers, seed) for rank in range(peers)]
 
 
+@settings(deadline=None)  # a shared machine stalls
 @given(SPLITS, label_arrays(), PEERS, SEEDS)
 def test_every_sample_once_and_no_rank_empty(split: Split, labels: Labels, peers: int, seed: int) -> None:
     parts = every_shard(split, labels, peers, seed)
@@ -36,6 +37,7 @@ def test_every_sample_once_and_no_rank_empty(split: Split, labels: Labels, peers
     assert sorted(np.concatenate(parts).tolist()) == list(range(len(labels)))
 
 
+@settings(deadline=None)  # a shared machine stalls
 @given(SPLITS, label_arrays(), PEERS, SEEDS)
 def test_same_seed_same_shards(split: Split, labels: Labels, peers: int, seed: int) -> None:
     for one, other in zip(
@@ -44,6 +46,7 @@ def test_same_seed_same_shards(split: Split, labels: Labels, peers: int, seed: i
         assert one.tolist() == other.tolist()
 
 
+@settings(deadline=None)  # a shared machine stalls
 @given(label_arrays(), PEERS, SEEDS)
 def test_sorted_ranks_follow_the_labels(labels: Labels, peers: int, seed: int) -> None:
     parts = every_shard(Split("sorted"), labels, peers, seed)
@@ -51,6 +54,7 @@ def test_sorted_ranks_follow_the_labels(labels: Labels, peers: int, seed: int) -
         assert labels[lower].max() <= labels[upper].min()
 
 
+@settings(deadline=None)  # a shared machine stalls
 @given(label_arrays(), PEERS, SEEDS)
 def test_iid_and_sorted_ranks_are_equal_to_one_sample(labels: Labels, peers: int, seed: int) -> None:
     for kind in ("iid", "sorted"):
@@ -126,6 +130,7 @@ def test_more_peers_than_samples() -> None:
         shard(Split("iid"), np.arange(3), 0, 4, 0)
 
 
+@settings(deadline=None)  # a shared machine stalls
 @given(st.integers(1, 40), st.integers(1, 50), st.integers(0, 30))
 def test_a_resumed_stream_goes_on_where_it_stopped(count: int, size: int, done: int) -> None:
     samples = np.arange(100, 100 + count)

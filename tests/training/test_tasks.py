@@ -252,7 +252,7 @@ def test_shakespeare_splits_text_into_shifted_blocks() -> None:
     assert train.inputs.flatten()[:3].tolist() == [2, 3, 4]
     odd, _ = shakespeare.split("\r\n\t~é" * 1000)
     assert odd.inputs.flatten()[:4].tolist() == [1, 0, 96, 33]  # newline, unknown, ~, ? in place of é
-    with pytest.raises(UserError, match="needs 2000 at the least"):
+    with pytest.raises(UserError, match="the text has 9 characters; the task needs at least 1281"):
         shakespeare.split("too short")
 
 

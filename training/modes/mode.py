@@ -1,4 +1,4 @@
-"""What is a mode? The contract that every way of combining models keeps, and the words that it shares with its shell."""
+"""What is a mode? The contract that every way of combining models keeps, and the words shared with its shell."""
 
 from __future__ import annotations
 

@@ -1,0 +1,38 @@
+# Two commands for users: make demo, make test. Each sets up .venv by itself on a machine with only Python >= 3.11.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test check soak bench format clean
+
+demo: .venv/installed
+	$(BIN)/peerd demo
+
+test: .venv/installed
+	$(BIN)/python -m pytest -q -m "not soak"
+
+check: .venv/installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy -p peerd
+	$(BIN)/python -m pytest -q tests/test_imports.py
+
+soak: .venv/installed
+	$(BIN)/python -m pytest -q -m soak
+
+bench: .venv/installed
+	$(BIN)/python benchmarks/codecs.py
+	$(BIN)/python benchmarks/datapath.py
+	$(BIN)/python benchmarks/loop_latency.py
+
+format: .venv/installed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "peerd needs Python 3.11 or later; set PYTHON=")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
