@@ -16,7 +16,7 @@ START_CONTEXT = {"ignore_unknown_options": True, "allow_extra_args": False}
 def start(
     command: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[SCRIPT [ARGS]...]", help="a training script, a built-in task, or -- a whole command"),
+        typer.Argument(metavar="SCRIPT [ARGS]", help="a training script, a built-in task, or -- a whole command"),
     ] = None,
     name: Annotated[str | None, typer.Option(help="this node's name (default: the host's)")] = None,
     bind: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="default 127.0.0.1:7946; port 0: any")] = None,

@@ -31,7 +31,8 @@ class SharedMemory:
         self.fd = fd
         self.total = total
         self._map = mmap.mmap(fd, size)
-        vectors = np.frombuffer(self._map, dtype=np.float32, count=VECTORS * total).reshape(VECTORS, total)
+        self.vectors = np.frombuffer(self._map, dtype=np.float32, count=VECTORS * total).reshape(VECTORS, total)
+        vectors = self.vectors
         self.copies: tuple[npt.NDArray[np.float32], ...] = (vectors[0], vectors[1])
         self.corrections: tuple[npt.NDArray[np.float32], ...] = (vectors[2], vectors[3])
 

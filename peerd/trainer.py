@@ -27,7 +27,7 @@ from peerd import checkpoint
 from peerd.effects import UserError
 from peerd.local_socket import LocalSocket, find_node
 from peerd.shared_memory import SharedMemory
-from peerd.training.flat import FlatModel
+from peerd.training.flat import FlatModel, pin
 
 ROLLBACKS_MAX = 3  # in a row: a model that is not finite again at once will not mend itself
 
@@ -124,6 +124,8 @@ class _Session:
         except ValueError as error:
             raise _Refused(str(error)) from None
         self._memory = SharedMemory.create(self._flat.total)
+        if self._flat.on_cuda and not pin(self._memory.vectors):
+            _say("CUDA does not pin the shared memory: copies of the model will be slower")
         self._lr_max = 0.0
         self._rollbacks = 0
         self._publish_to: int | None = None
