@@ -114,6 +114,7 @@ class Peers:
                     try:
                         await greet(link, self._hello())
                         if broken:
+                            box.queue.clear()  # a later exchange must not overtake what is said again now
                             self._reconnected(peer)
                         delay_s = RETRY_FIRST_S
                         await self._write(link, box)
