@@ -17,7 +17,7 @@ from peerd.logs import LOGGER
 from peerd.messages import Connected, Member, Message, ModelRequest, ModelSnapshot
 from peerd.peers import Peers
 from peerd.replica import Replica
-from peerd.roles import About, FetchFrom, OwnModel, WaitFor, partners, whose_model
+from peerd.roles import About, FetchFrom, OwnModel, WaitFor, donors, partners, whose_model
 from peerd.settings import Settings
 from peerd.shared_memory import SharedMemory
 from peerd.training import delta
@@ -252,11 +252,11 @@ class ModelSide:
             match whose_model(self._members(), self._me, has_seeds=bool(self._settings.join)):
                 case OwnModel():
                     return None
-                case FetchFrom(donors):
-                    donor = next((donor for donor in donors if donor not in unwilling), donors[0])
+                case FetchFrom(givers):
+                    donor = next((giver for giver in givers if giver not in unwilling), givers[0])
                     if (fetched := await self._fetch_from(donor)) is not None:
                         return fetched
-                    unwilling = unwilling | {donor} if len(unwilling) < len(donors) else set()
+                    unwilling = unwilling | {donor} if len(unwilling) < len(givers) else set()
                 case WaitFor(reason):
                     told_at = await self._wait(reason, told_at)
 
@@ -266,7 +266,7 @@ class ModelSide:
         self._waiting_for, self._snapshot = donor, None
         asked_at = -WAIT_TOLD_EVERY_S
         try:
-            while donor in partners(self._members(), self._me, self.signature):
+            while donor in donors(self._members(), self._me):  # of another model, too: it refuses, saying what differs
                 if trio.current_time() - asked_at >= WAIT_TOLD_EVERY_S:  # the request may be lost with a connection
                     asked_at = trio.current_time()
                     self._peers.send(donor, ModelRequest())

@@ -66,6 +66,12 @@ def partners(members: Mapping[NodeId, Member], me: NodeId, model: str) -> frozen
     )  # fmt: skip
 
 
+def donors(members: Mapping[NodeId, Member], me: NodeId) -> list[NodeId]:
+    """Other live members that have a model to give, whichever it is: asking one of another model says what differs."""
+    others = ((id, member) for id, member in members.items() if id != me and member.state <= State.SUSPECT)
+    return sorted(id for id, member in others if About.unpack(member.meta).ready)
+
+
 def whose_model(members: Mapping[NodeId, Member], me: NodeId, *, has_seeds: bool) -> OwnModel | FetchFrom | WaitFor:
     """Where a newcomer's model comes from.
 
@@ -73,10 +79,9 @@ def whose_model(members: Mapping[NodeId, Member], me: NodeId, *, has_seeds: bool
     the smallest id among those that do. All others wait for it, so a swarm never starts from two models.
     """
     live = {id: About.unpack(m.meta) for id, m in members.items() if m.state <= State.SUSPECT}
-    donors = sorted(id for id, about in live.items() if about.ready and id != me)
-    if donors:
-        start = sum(me.encode()) % len(donors)  # newcomers spread over the donors
-        return FetchFrom(tuple(donors[start:] + donors[:start]))
+    if givers := donors(members, me):
+        start = sum(me.encode()) % len(givers)  # newcomers spread over the donors
+        return FetchFrom(tuple(givers[start:] + givers[:start]))
     if len(live) == 1 and has_seeds:
         return WaitFor("no node of the swarm has answered yet")
     candidates = sorted(id for id, about in live.items() if about.expects or id == me)
