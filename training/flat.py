@@ -18,6 +18,9 @@ from torch import nn
 
 Flat = npt.NDArray[np.float32]
 
+EXACT = (torch.float32, torch.float64)  # what holds a float32 without loss; others need a carry
+_CHECKSUM_BYTES = 64 << 20  # at a time: a frozen base may fill the GPU's memory
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -33,10 +36,15 @@ class FlatModel:
     """The flat view of one module, and the copy of it that was last published."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Raises ValueError for a model without trainable parameters."""
+        """Raises ValueError for a model without trainable parameters, or with complex ones."""
         trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         if not trainable:
             raise ValueError("the model has no parameter that requires a gradient: there is nothing to train together")
+        for name, parameter in trainable:
+            if not parameter.is_floating_point():
+                raise ValueError(
+                    f"parameter {name} is {_dtype(parameter)}: only real floating-point ones can be averaged"
+                )
         averaged = [(name, b) for name, b in model.named_buffers() if b.is_floating_point()]
         self.pieces: list[Piece] = []
         start = 0
@@ -73,9 +81,11 @@ class FlatModel:
         for piece in self.pieces:
             if piece.start >= self.parameters:
                 break
-            value = piece.tensor.detach().reshape(-1)
-            base = self._base[piece.start : piece.stop]
-            norms.append(torch.dist(value.float(), base).to(self._device))
+            value = piece.tensor.detach().reshape(-1).float()
+            if piece.name in self._carry:
+                value = value + self._carry[piece.name].reshape(-1)
+            base = self._base[piece.start : piece.stop].to(value.device)
+            norms.append(torch.dist(value, base).to(self._device))
         norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
         return norm
 
@@ -91,7 +101,7 @@ class FlatModel:
         self._base += delta
         for piece in self.pieces:
             part = delta[piece.start : piece.stop].view(piece.tensor.shape)
-            if piece.tensor.dtype in (torch.float32, torch.float64):
+            if piece.tensor.dtype in EXACT:
                 piece.tensor.add_(part.to(piece.tensor.device, piece.tensor.dtype))
             else:
                 self._add_with_carry(piece, part.to(piece.tensor.device))
@@ -99,18 +109,17 @@ class FlatModel:
     @torch.no_grad()
     def load(self, values: Flat) -> None:
         """x = values, shape (total,)."""
-        source = torch.from_numpy(values)
-        for piece in self.pieces:
-            piece.tensor.copy_(source[piece.start : piece.stop].view(piece.tensor.shape))
-        self._base.copy_(source)
-        self._carry.clear()
+        self._base.copy_(torch.from_numpy(values))
+        self.restore()
 
     @torch.no_grad()
     def restore(self) -> None:
         """x = base: go back to the last published copy."""
         for piece in self.pieces:
-            piece.tensor.copy_(self._base[piece.start : piece.stop].view(piece.tensor.shape))
-        self._carry.clear()
+            wanted = self._base[piece.start : piece.stop].view(piece.tensor.shape)
+            piece.tensor.copy_(wanted)
+            if piece.tensor.dtype not in EXACT:
+                self._carry[piece.name] = wanted.to(piece.tensor.device) - piece.tensor.detach().float()
 
     def _add_with_carry(self, piece: Piece, part: torch.Tensor) -> None:
         wanted = part + self._carry.get(piece.name, 0.0)
@@ -122,7 +131,7 @@ class FlatModel:
 def pin(memory: npt.NDArray[np.float32]) -> bool:
     """Have CUDA copy to and from `memory` at the full speed of the bus; False when it will not (copies still work)."""
     try:
-        code = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
+        code = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)  # type: ignore[no-untyped-call]
         return int(code) == 0
     except (RuntimeError, AttributeError):
         return False
@@ -150,6 +159,9 @@ def _shape(tensor: torch.Tensor) -> str:
 
 @torch.no_grad()
 def _checksum(tensor: torch.Tensor) -> str:
-    """A sum of the bits as integers: exact, so the same on every device and in every order."""
+    """Of the bits, in order: a sum would miss two values that changed places."""
     bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return format(int(bits.sum(dtype=torch.int64)), "x")
+    digest = hashlib.sha256()
+    for start in range(0, len(bits), _CHECKSUM_BYTES):
+        digest.update(bits[start : start + _CHECKSUM_BYTES].cpu().numpy().data)
+    return digest.hexdigest()[:16]
