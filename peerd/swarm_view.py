@@ -14,8 +14,8 @@ from peerd.peers import Peers
 from peerd.transport.hello import Refused, greet
 from peerd.transport.link import Datagrams, Link, LinkLost, Transport, shown
 
-TABLE_PART = 200  # members in one message: well under the 64 KiB of a header
-TABLE_PARTS_MAX = 64
+TABLE_PART = 32  # members in one message: the longest legal rows take 1.6 kB each of the 64 KiB of a header
+TABLE_PARTS_MAX = 160
 PUSH_PULLS_MAX = 8  # at once
 PUSH_PULL_DEADLINE_S = 10.0  # two small messages; only a node that hangs takes longer
 

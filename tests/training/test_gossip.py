@@ -158,7 +158,9 @@ def test_a_flush_ends_with_one_model_and_lets_every_trainer_go() -> None:
     swarm.settle()
     for name in swarm.nodes:
         swarm.step(name, finishing=True)
+    swarm.messages = 0
     swarm.quiesce()
+    assert swarm.messages <= 4 * 12, "two rounds of three links, and a margin"
     assert swarm.spread() < 0.01
     assert swarm.drift() < 1e-12
     for node in swarm.nodes.values():

@@ -74,6 +74,7 @@ class Gossip:
         self._rng = rng
         self._settings = settings
         self._values = values
+        self._unapplied: Vector | None = None  # the correction that this event's effects will bring
         self._links: dict[NodeId, _Link] = {}
         self._opening: dict[NodeId, tuple[int, float]] = {}  # link number, when it was last asked for
         self._declined: set[NodeId] = set()
@@ -197,7 +198,7 @@ class Gossip:
         return [Publish()]
 
     def _decide(self, partner: NodeId, link: _Link, now: float) -> list[Effect]:
-        values = self._values()
+        values = self._current()
         parameters = self._layout.parameters
         link.moved = norm_of_difference(values[:parameters], link.anchor[:parameters])
         reason = self._fires(link, link.moved, now)
@@ -238,7 +239,7 @@ class Gossip:
             # while our own LinkOpen is under way the peer's half is early, not wrong: it will be repeated
             return [] if sender in self._opening else [Send(sender, LinkClosed(message.link))]
         half = self._half(finishing=message.finishing or self._report.finishing)
-        values = self._values()
+        values = self._current()
         try:
             outcome = link.reference.receive(message, values, half)
         except LinkMismatch:
@@ -273,14 +274,24 @@ class Gossip:
             if other is not link:
                 other.moved += shift
         self.counts["exchanges"] += 1
+        self._unapplied = correction
         effects: list[Effect] = [Apply(correction)]
         if self.counts["exchanges"] % ROTATE_AFTER_EXCHANGES == 0 and not self._report.finishing:
             effects += self._rotate(now)
         return effects
 
+    def _current(self) -> Vector:
+        values = self._values()
+        return values if self._unapplied is None else values + self._unapplied
+
     def _half(self, *, finishing: bool) -> Half:
         codec = FLUSH_CODEC if finishing else self._settings.codec
-        return Half(codec, self._gain(codec), self._report.finishing)
+        live = [link for link in self._links.values() if link.active]
+        if self._report.finishing:
+            limit = 1 / (1 + max(1, len(live)))  # Metropolis weights: all links at once still contract (Xiao, Boyd 2004)
+        else:
+            limit = 1 / (2 + sum(link.reference.under_way is not None for link in live))
+        return Half(codec, self._gain(codec), limit, self._report.finishing)
 
     def _codec(self) -> str:
         return FLUSH_CODEC if self._report.finishing else self._settings.codec
@@ -302,12 +313,12 @@ class Gossip:
         effects: list[Effect] = []
         live = {peer: link for peer, link in self._links.items() if link.active and not link.closing}
         unsettled = [peer for peer, link in live.items() if not self._agrees(link)]
-        ready = [peer for peer in unsettled if live[peer].idle and self._may_flush(live[peer])]
         under_way = any(link.reference.under_way is not None for link in live.values())
-        if ready and not under_way:  # one at a time: two halves of one difference would be handed over twice
-            partner = max(ready, key=lambda peer: (not live[peer].flushed, live[peer].distance, peer))
-            effects += self._begin(partner, live[partner], self._values(), "finishing", now)
-            self.counts["trigger_finishing"] += 1
+        if not under_way:  # then with all at once: a round
+            for partner in sorted(unsettled):
+                if self._may_flush(live[partner]):
+                    effects += self._begin(partner, live[partner], self._current(), "finishing", now)
+                    self.counts["trigger_finishing"] += 1
         opening = any(peer in self._alive for peer in self._opening)
         if not self._handed_over and not opening and all(link.flushed for link in live.values()):
             self._handed_over = True
@@ -352,7 +363,7 @@ class Gossip:
         if self._held() >= 2 * self._settings.view:
             self.counts["links_declined"] += 1
             return [*effects, Send(sender, LinkClosed(number))]
-        values = self._values()
+        values = self._current()
         start = np.empty_like(values)
         try:
             chunks, _ = delta.encode(SNAPSHOT_CODEC, self._layout, values)
@@ -368,7 +379,7 @@ class Gossip:
             held = self._links.get(sender)
             known = held is not None and held.reference.link == message.link
             return [] if known else [Send(sender, LinkClosed(message.link))]
-        values = self._values()
+        values = self._current()
         start = np.empty_like(values)
         delta.decode(message.codec, self._layout, message.chunks, start)
         del self._opening[sender]
@@ -454,6 +465,7 @@ class Gossip:
             self._drop(peer)
 
     def _rearm(self, effects: list[Effect], now: float) -> list[Effect]:
+        self._unapplied = None
         silences = [link.last_exchange for link in self._links.values() if link.idle and not self._report.finishing]
         waits = [
             link.sent_at
