@@ -242,7 +242,7 @@ class ModelSide:
         if fetched is None:
             return None, step
         values, donor_step = fetched
-        return fresh.load(values), max(step, donor_step)
+        return await trio.to_thread.run_sync(fresh.load, values), max(step, donor_step)
 
     async def _fetch_model(self) -> tuple[np.ndarray[Any, Any], int] | None:
         """The swarm's current model, or None to start from the trainer's own."""
