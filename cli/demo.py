@@ -142,11 +142,13 @@ def _step(status: dict[str, Any]) -> int:
 
 def _share(statuses: dict[str, dict[str, Any]]) -> float:
     """How far the run is: the tasks say their share of steps as a metric, and a finished node is through."""
-    shares = [
-        1.0 if status["phase"] in ("finishing", "finished") else ((status["trainer"] or {}).get("metrics") or {}).get("progress", 0.0)
-        for status in statuses.values()
-    ]  # fmt: skip
-    return sum(shares) / max(1, len(shares))
+    return sum(_progress(status) for status in statuses.values()) / max(1, len(statuses))
+
+
+def _progress(status: dict[str, Any]) -> float:
+    if status["phase"] in ("finishing", "finished"):
+        return 1.0
+    return float(status["trainer"]["metrics"].get("progress", 0.0)) if status["trainer"] else 0.0
 
 
 def _table(latest: dict[str, dict[str, Any]]) -> Table:
@@ -190,6 +192,10 @@ def _sum_up(swarm: LocalSwarm, watch: Watch, task: str, seed: int) -> dict[str, 
     own_steps = [status["trainer"]["step"] - status["trainer"]["first_step"] for status in final.values()]
     sent = sum(status["bytes_sent"] for status in final.values())
     every_step = sum(steps * 4 * status["values"] for steps, status in zip(own_steps, final.values(), strict=True))
+    restarts = {name: status["trainer_restarts"] for name, status in final.items() if status["trainer_restarts"]}
+    watch.failures += [
+        f"{name}: the trainer died and was started again {count} times" for name, count in restarts.items()
+    ]
     accuracies = [score["accuracy"] for score in scores]
     return {
         "peers": len(swarm.names),

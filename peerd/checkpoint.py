@@ -1,10 +1,12 @@
 """How does a run survive a crash? Generations of model, optimizer and step, each one folder that appears at once.
 
     step-00000120/model.safetensors   model.* and optimizer.* tensors
-    step-00000120/manifest.json       step, sizes, SHA-256 of the file, and the optimizer's plain values
+    step-00000120/manifest.json       step, sizes, SHA-256 of the file and of itself, and the optimizer's plain values
 
 A generation is written to a temporary folder, every file and the folder are flushed to the disk, then it is renamed and
-the parent flushed: after a crash at any point the newest folder is whole, or is not there. Nothing is ever unpickled.
+the parent flushed: after a crash at any point the newest folder is whole, or is not there. When a step is saved again
+(the end of a run, after its last checkpoint) the earlier one moves to step-00000120.old first, and counts as long as
+it is there. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +30,7 @@ KEEP_GENERATIONS = 2
 MANIFEST_BYTES_MAX = 16 << 20
 _TENSORS = "model.safetensors"
 _MANIFEST = "manifest.json"
+_NAME = re.compile(r"step-(\d{8,18})(\.old)?")
 
 
 class Damaged(Exception):
@@ -40,14 +44,14 @@ class Generation:
     step: int
     signature: str
     tensors: dict[str, torch.Tensor]
-    optimizer: dict[str, Any] | None  # plain values: param_groups, and which state entries are tensors
+    optimizer: dict[str, Any] | None  # plain values: class, param_groups, and the state that is no tensor
 
 
 def capture(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, signature: str) -> Generation:
     """Copy model and optimizer to host memory."""
     tensors = {f"model.{name}": _copy(value) for name, value in model.state_dict().items()}
     state = optimizer.state_dict()
-    plain: dict[str, Any] = {"param_groups": state["param_groups"], "state": {}}
+    plain: dict[str, Any] = {"class": type(optimizer).__name__, "param_groups": state["param_groups"], "state": {}}
     for index, entries in state["state"].items():
         values = plain["state"][str(index)] = {}
         for key, value in entries.items():
@@ -58,27 +62,36 @@ def capture(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, signa
     return Generation(step, signature, tensors, plain if _is_plain(plain) else None)
 
 
-def restore(generation: Generation, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Load a generation into model and optimizer. Raises Damaged when its tensors do not fit."""
+def restore(generation: Generation, model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+    """Load a generation; returns whether the optimizer's state came along: that of another optimizer stays behind.
+
+    Raises Damaged when the model's tensors do not fit.
+    """
     weights = {name[6:]: value for name, value in generation.tensors.items() if name.startswith("model.")}
     try:
         model.load_state_dict(weights)
-        if generation.optimizer is None:
-            return
-        state: dict[int, dict[str, Any]] = {int(k): dict(v) for k, v in generation.optimizer["state"].items()}
-        for name, value in generation.tensors.items():
-            if name.startswith("optimizer."):
-                _, index, key = name.split(".", 2)
-                state.setdefault(int(index), {})[key] = value
-        optimizer.load_state_dict({"state": state, "param_groups": generation.optimizer["param_groups"]})
-    except (RuntimeError, ValueError, KeyError, TypeError) as error:
-        raise Damaged(f"does not fit this model and optimizer: {str(error).splitlines()[0]}") from None
+    except RuntimeError as error:
+        raise Damaged(f"does not fit this model: {str(error).splitlines()[0]}") from None
+    plain = generation.optimizer
+    if plain is None or plain["class"] != type(optimizer).__name__:
+        return False
+    state: dict[int, dict[str, Any]] = {int(index): dict(entries) for index, entries in plain["state"].items()}
+    for name, value in generation.tensors.items():
+        if name.startswith("optimizer."):
+            _, index, key = name.split(".", 2)
+            state.setdefault(int(index), {})[key] = value
+    try:
+        optimizer.load_state_dict({"state": state, "param_groups": plain["param_groups"]})
+    except ValueError:  # it groups the parameters in another way
+        return False
+    return True
 
 
 def save(folder: Path, generation: Generation) -> Path:
     """Write one generation; returns its folder. Raises OSError, and then leaves the older generations as they were."""
     folder.mkdir(parents=True, exist_ok=True)
     final = folder / f"step-{generation.step:08d}"
+    replaced = final.with_suffix(".old")
     temporary = folder / f"tmp-{os.getpid()}-{generation.step}"
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -86,23 +99,22 @@ def save(folder: Path, generation: Generation) -> Path:
         tensors = temporary / _TENSORS
         save_file(generation.tensors, tensors)
         _flush(tensors)
-        manifest = {
-            "step": generation.step,
-            "signature": generation.signature,
-            "files": {_TENSORS: {"bytes": tensors.stat().st_size, "sha256": _sha256(tensors)}},
-            "optimizer": generation.optimizer,
-        }
-        (temporary / _MANIFEST).write_text(json.dumps(manifest))
+        (temporary / _MANIFEST).write_text(_manifest(generation, tensors))
         _flush(temporary / _MANIFEST)
         _flush(temporary)
         if final.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
             shutil.rmtree(final)
         temporary.rename(final)
         _flush(folder)
-    except BaseException:
+    except SafetensorError as error:  # it wraps what the disk said
+        raise OSError(str(error)) from None
+    finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    for old in _generations(folder)[KEEP_GENERATIONS:]:
+    shutil.rmtree(replaced, ignore_errors=True)
+    # later steps are of a past that was refused, or of another model: they must not push out what is written now
+    passed = [path for path in _generations(folder) if _step(path) <= generation.step]
+    for old in passed[KEEP_GENERATIONS:]:
         shutil.rmtree(old, ignore_errors=True)
     return final
 
@@ -125,6 +137,8 @@ def _load(path: Path, signature: str) -> Generation:
         if (path / _MANIFEST).stat().st_size > MANIFEST_BYTES_MAX:
             raise Damaged(f"{_MANIFEST} is over {MANIFEST_BYTES_MAX} bytes")
         manifest = json.loads((path / _MANIFEST).read_text())
+        if manifest.pop("sha256") != _digest(manifest):
+            raise Damaged(f"{_MANIFEST} does not match its own SHA-256")
         entry = manifest["files"][_TENSORS]
         step, optimizer, written_for = int(manifest["step"]), manifest["optimizer"], manifest["signature"]
         size = tensors_path.stat().st_size
@@ -135,12 +149,33 @@ def _load(path: Path, signature: str) -> Generation:
         if written_for != signature:
             raise Damaged("it was written for another model")
         return Generation(step, signature, load_file(tensors_path), optimizer)
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         raise Damaged(f"{type(error).__name__}: {error}") from None
 
 
+def _manifest(generation: Generation, tensors: Path) -> str:
+    manifest = {
+        "step": generation.step,
+        "signature": generation.signature,
+        "files": {_TENSORS: {"bytes": tensors.stat().st_size, "sha256": _sha256(tensors)}},
+        "optimizer": generation.optimizer,
+    }
+    return json.dumps({**manifest, "sha256": _digest(manifest)})
+
+
+def _digest(manifest: dict[str, Any]) -> str:
+    """Of what JSON gives back, however it was spaced: a flipped bit in a learning rate is damage, too."""
+    return hashlib.sha256(json.dumps(json.loads(json.dumps(manifest)), sort_keys=True).encode()).hexdigest()
+
+
 def _generations(folder: Path) -> list[Path]:
-    return sorted(folder.glob("step-*"), reverse=True)
+    """Newest first; of two at one step, the one that replaces the other."""
+    found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)]
+    return sorted(found, key=lambda path: (_step(path), path.suffix == ""), reverse=True)
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-").removesuffix(".old"))
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 import trio
 
 from peerd.effects import UserError
-from peerd.local_socket import pack, take
+from peerd.local_socket import pack, running_nodes, take
 from peerd.logs import LOGGER
 
 Answer = dict[str, Any]
@@ -87,20 +87,26 @@ async def serve(
 
 
 async def _listen(path: Path) -> trio.socket.SocketType:
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if path.parent.stat().st_uid != os.getuid():
-        raise UserError(f"{path.parent} belongs to another user; set XDG_RUNTIME_DIR to a folder of your own")
     listener = trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        path.unlink(missing_ok=True)  # the lock on the state folder says that nobody listens there
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if path.parent.stat().st_uid != os.getuid():
+            raise UserError(f"{path.parent} belongs to another user; set XDG_RUNTIME_DIR to a folder of your own")
+        if path.stem in running_nodes():  # with another state folder, whose lock it holds
+            raise UserError(f"a node called {path.stem!r} runs here already; give this one another --name")
+        path.unlink(missing_ok=True)
         mask = os.umask(0o177)
         try:
             await listener.bind(str(path))
         finally:
             os.umask(mask)
+        listener.listen(64)
     except OSError as error:
+        listener.close()
         raise UserError(f"control socket {path}: {error.strerror or error}") from None
-    listener.listen(64)
+    except UserError:
+        listener.close()
+        raise
     return listener
 
 

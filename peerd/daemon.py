@@ -35,7 +35,7 @@ from peerd.swarm_view import SwarmView
 from peerd.training import delta
 from peerd.transport.hello import Refused, answer, first_difference
 from peerd.transport.link import Link, LinkLost, shown
-from peerd.transport.tcp import TcpTransport
+from peerd.transport.tcp import TcpTransport, bound_socket
 from peerd.transport.udp import UdpDatagrams, bind_udp
 
 PROTOCOL = 1
@@ -67,7 +67,9 @@ class Daemon:
         self.model.on_layout = self._raise_payload_limits
         timing = LAN if settings.network == "lan" else WAN
         membership = Membership(me, settings.seeds, rng, trio.current_time(), timing)
-        self.view = SwarmView(membership, datagrams, self._transport, self.peers, self._hello, self._on_members)
+        self.view = SwarmView(
+            membership, datagrams, self._transport, self.peers, self._hello, self._on_members, self.model.on_refused
+        )
 
     async def start(self) -> Address:
         """Start every task; returns the address that peers reach."""
@@ -95,7 +97,7 @@ class Daemon:
         except Refused as refusal:
             LOGGER.warning("%s", refusal)
         except PeerError as error:
-            LOGGER.warning("dropped %s: %s", link.remote, error)
+            LOGGER.warning("dropped %s", error if link.remote in str(error) else f"{link.remote}: {error}")
         except LinkLost:
             pass
         finally:
@@ -134,8 +136,7 @@ class Daemon:
         self.model.on_reconnected(peer)
 
     async def _on_refused(self, peer: NodeId, refusal: Refused) -> None:
-        member = self._members().get(peer)
-        self.model.on_refused(member.name if member else peer, str(refusal))
+        self.model.on_refused(str(refusal), newcomer=self.model.about.expects)
 
     # ---------------------------------------------------------------- membership
 
@@ -221,6 +222,7 @@ class Daemon:
             "parameters": model.layout.parameters if model.layout else 0,
             "values": model.layout.total if model.layout else 0,
             "trainer": asdict(model.facts) if model.facts else None,
+            "trainer_restarts": max(0, model.attaches - 1),
             "links": [
                 {**asdict(link), "peer": names.get(link.peer, link.peer)} for link in (mode.links() if mode else [])
             ],
@@ -300,6 +302,9 @@ def _attach_hook(daemon: Daemon, supervisor: Supervisor | None) -> Callable[...,
 async def _supervise(daemon: Daemon, supervisor: Supervisor) -> None:
     try:
         await supervisor.run()
+        if not supervisor.attached and not supervisor.stopping:
+            LOGGER.warning("%s ended without calling peerd.attach: this node trains nothing", supervisor.name)
+            await daemon.model.expect_none()
     except UserError as error:
         daemon.model.fatal = str(error)
         daemon.model.failed.set()
@@ -348,7 +353,7 @@ async def _bind_both(host: str, port: int) -> tuple[UdpDatagrams, int]:
     for _ in range(20 if port == 0 else 1):
         wanted = port
         if port == 0:
-            with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            with await bound_socket((host, 0), socket.SOCK_STREAM) as probe:
                 wanted = int(probe.getsockname()[1])
         try:
             return await bind_udp((host, wanted)), wanted

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import trio
@@ -33,6 +34,13 @@ STOP_LEAST_S = 3.0
 EXCHANGE_SHARE = 4  # times the slowest exchange so far: how long a leaving node's hand-over may take
 HAND_OVER_LEAST_S = 3.0
 WAIT_TOLD_EVERY_S = 10.0
+
+
+T = TypeVar("T")
+
+
+class TrainerGone(Exception):
+    """The trainer's connection ended while it waited for the swarm."""
 
 
 @dataclass(slots=True)
@@ -76,6 +84,7 @@ class ModelSide:
         self.settled = trio.Event()
         self.trained = trio.Event()  # a run has ended well
         self.snapshots = 0
+        self.attaches = 0
         self.on_layout: Callable[[], None] = lambda: None
         self._me = me
         self._settings = settings
@@ -84,6 +93,7 @@ class ModelSide:
         self._say_about = say_about
         self._rng = rng
         self._session: LocalConnection | None = None
+        self._leaving = False
         self._asked_publish = False
         self._final_report = trio.Event()
         self._members_changed = trio.Event()
@@ -125,10 +135,10 @@ class ModelSide:
                     self._slowest_exchange_s = max(self._slowest_exchange_s, took)
                 await self.lane.call(lambda now: self._mode.on_message(sender, message, now))
 
-    def on_refused(self, peer: str, text: str) -> None:
+    def on_refused(self, text: str, *, newcomer: bool) -> None:
         """A peer will not have us. Before we are part of the swarm that is our own failure."""
-        if self.about.ready or not self.about.expects:
-            LOGGER.warning("%s: %s", peer, text)
+        if self.about.ready or not newcomer:
+            LOGGER.warning("%s", text)
         elif self.fatal is None:
             self.fatal = text
             self.failed.set()
@@ -160,11 +170,14 @@ class ModelSide:
         memory = SharedMemory(connection.fds.pop(), message["total"])
         memory.close_fd()
         self._session = connection
-        facts = self.facts = TrainerFacts(pid=int(message["pid"]))
+        self.attaches += 1
+        facts = self.facts = TrainerFacts(pid=message["pid"], step=self.facts.step if self.facts else 0)
         try:
             await self._start(connection, message, memory)
             while (said := await connection.receive()) is not None:
                 self._on_trainer(said)
+        except TrainerGone:
+            LOGGER.info("the trainer went away before its first step")
         finally:
             self._session = None
             self._asked_publish = False
@@ -175,8 +188,8 @@ class ModelSide:
     def _refuse(self, message: dict[str, Any], connection: LocalConnection) -> str | None:
         if self._session is not None and self.facts is not None:
             return f"a trainer (pid {self.facts.pid}) is attached to this node already"
-        if not connection.fds:
-            return "no shared memory came with the attach"
+        if not _is_attach(message) or not connection.fds:
+            return "the script's peerd and the daemon's do not understand each other: are they of one version?"
         if self.signature and message["signature"] != self.signature:
             theirs, ours = list(message["tensors"]), self.tensors
             differing = next((a, b) for a, b in zip([*theirs, "nothing"], [*ours, "nothing"], strict=False) if a != b)
@@ -200,7 +213,8 @@ class ModelSide:
         ready = await connection.receive()
         if ready is None:
             return
-        load, step = await self._first_model(memory, int(ready["step"]))
+        LOGGER.info("a trainer attached: %s values in %d tensors", f"{self.layout.total:,}", len(self.tensors))
+        load, step = await self._first_model(connection, memory, int(ready["step"]))
         assert self.facts is not None, "set by attach"
         self.facts.step = self.facts.first_step = step
         if self.lane.mode is None:
@@ -210,16 +224,22 @@ class ModelSide:
             )
         await self._tell(ready=True)
         self.on_members()
-        await self._wait_for_company()
-        self.facts.phase, self.facts.began = "training", trio.current_time()
         await connection.send({"kind": "start", "load": load, "step": step})
         self.lane.post(lambda _: [Publish()])  # the mode may still wait for a copy from the trainer before this one
-        LOGGER.info("training %s values in %d tensors from step %d", f"{self.layout.total:,}", len(self.tensors), step)
+        assert self._nursery is not None, "run started before any trainer came"
+        self._nursery.start_soon(self._release, connection, self.facts)
 
-    async def _wait_for_company(self) -> None:
+    async def _release(self, connection: LocalConnection, facts: TrainerFacts) -> None:
+        """Let the trainer make its first step once enough members can join in."""
         told_at = -WAIT_TOLD_EVERY_S
         while (ready := 1 + len(partners(self._members(), self._me, self.signature))) < self._settings.wait_for:
+            if self._session is not connection:
+                return
             told_at = await self._wait(f"{ready} of {self._settings.wait_for} members are ready", told_at)
+        if self._session is connection:
+            facts.phase, facts.began = "training", trio.current_time()
+            LOGGER.info("training from step %d", facts.step)
+            await connection.send({"kind": "go"})
 
     async def _wait(self, reason: str, told_at: float) -> float:
         """Until a member changes; `reason` is told now and then. Returns when it was last told."""
@@ -230,14 +250,16 @@ class ModelSide:
             await self._members_changed.wait()
         return told_at
 
-    async def _first_model(self, memory: SharedMemory, step: int) -> tuple[int | None, int]:
+    async def _first_model(
+        self, connection: LocalConnection, memory: SharedMemory, step: int
+    ) -> tuple[int | None, int]:
         """Which copy the trainer must load, and the step to start from. The replica is ready afterwards."""
         fresh = Replica(memory)
         if self.lane.replica is not None:  # a trainer that came back: the daemon went on with its model
             await self.lane.call(lambda _: _move(self.lane, fresh))
-            held = self.facts.first_step if self.facts else 0
-            return 0, max(step, held)
-        fetched = await self._fetch_model()
+            assert self.facts is not None, "set by attach"
+            return 0, max(step, self.facts.step)
+        fetched = await _attended(connection, self._fetch_model)
         self.lane.replica = fresh
         if fetched is None:
             return None, step
@@ -333,7 +355,7 @@ class ModelSide:
             facts.phase = "finishing"
             self._final_report.set()
             self.settled, self.handed_over = trio.Event(), trio.Event()
-            if self._nursery is not None:
+            if self._nursery is not None and not self._leaving:
                 self._nursery.start_soon(self._end_run, facts)
 
     def _taken(self, half: int) -> list[Effect]:
@@ -399,8 +421,8 @@ class ModelSide:
 
     async def hand_over(self) -> None:
         """Have the trainer publish once more and end, then give every partner what it has not yet seen."""
-        mode = self.lane.mode
-        if mode is None:
+        self._leaving = True
+        if self.lane.mode is None:
             return
         facts = self.facts
         if self._session is not None and facts is not None and facts.phase in ("training", "finishing"):
@@ -420,9 +442,9 @@ class ModelSide:
             if patience.cancelled_caught:
                 LOGGER.warning("not every partner took what this node had not yet sent")
 
-    async def expect_trainer(self) -> None:
-        """A script is about to start: members without a model should wait for it rather than go first."""
-        await self._tell(expects=True)
+    async def expect_none(self) -> None:
+        """No trainer comes: members without a model need not wait for this one to go first."""
+        await self._tell(expects=False)
 
     async def _tell(self, **changes: Any) -> None:
         self.about = replace(self.about, **changes)
@@ -452,6 +474,37 @@ class ModelSide:
     def _replica(self) -> Replica:
         assert self.lane.replica is not None, "a mode runs only on a replica"
         return self.lane.replica
+
+
+async def _attended(connection: LocalConnection, work: Callable[[], Awaitable[T]]) -> T:
+    """Do `work` for a trainer that waits and is silent meanwhile. Raises TrainerGone when it is not."""
+    done: list[T] = []
+
+    async def watch() -> None:
+        with suppress(ValueError):
+            await connection.receive()
+        nursery.cancel_scope.cancel()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(watch)
+        done.append(await work())
+        nursery.cancel_scope.cancel()
+    if not done:
+        raise TrainerGone
+    return done[0]
+
+
+def _is_attach(message: dict[str, Any]) -> bool:
+    parameters, total, tensors = message.get("parameters"), message.get("total"), message.get("tensors")
+    return (
+        isinstance(message.get("pid"), int)
+        and isinstance(message.get("signature"), str)
+        and isinstance(parameters, int)
+        and isinstance(total, int)
+        and 0 < parameters <= total
+        and isinstance(tensors, list)
+        and all(isinstance(tensor, str) for tensor in tensors)
+    )
 
 
 def _move(lane: Lane, fresh: Replica) -> list[Effect]:

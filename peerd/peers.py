@@ -105,7 +105,7 @@ class Peers:
             self._closed_received += link.bytes_received
 
     async def _keep_connected(self, peer: NodeId, box: _Outbox) -> None:
-        delay_s, broken = RETRY_FIRST_S, False
+        delay_s, broken, said = RETRY_FIRST_S, False, ""
         with box.scope:
             while (address := self._address_of(peer)) is not None:
                 try:
@@ -124,7 +124,9 @@ class Peers:
                     await self._refused(peer, refusal)
                     delay_s = REFUSED_RETRY_S
                 except (LinkLost, PeerError) as error:
-                    LOGGER.info("connection to %s: %s", peer, error)
+                    if str(error) != said:
+                        said = str(error)
+                        LOGGER.info("%s", said)
                 broken = True
                 box.queue.clear()
                 await trio.sleep(delay_s)

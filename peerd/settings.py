@@ -125,7 +125,7 @@ def _typed(key: str, value: Any, where: str) -> Any:
         return float(value)
     elif type(value) is type(default):
         return value
-    wanted = "a list of strings" if isinstance(default, tuple) else f"a {type(default).__name__}"
+    wanted = {tuple: "a list of strings", int: "a whole number", float: "a number", str: "a string"}[type(default)]
     raise UserError(f"{where}: {key} must be {wanted}, not {value!r}")
 
 

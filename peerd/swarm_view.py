@@ -31,14 +31,18 @@ class SwarmView:
         peers: Peers,
         hello: Callable[[], Hello],
         changed: Callable[[], None],
+        refused: Callable[..., None],
     ) -> None:
-        """`changed` is called whenever a member came, went or said something new of itself."""
+        """`changed` is called whenever a member came, went or said something new of itself; `refused` when one whose
+        table we asked for will not have us, and whether we are a `newcomer` that has never met another member.
+        """
         self.membership = membership
         self._datagrams = datagrams
         self._transport = transport
         self._peers = peers
         self._hello = hello
         self._changed = changed
+        self._refused = refused
         self._touched = trio.Event()
         self._push_pulls = trio.CapacityLimiter(PUSH_PULLS_MAX)
         self._nursery: trio.Nursery | None = None
@@ -92,12 +96,17 @@ class SwarmView:
         if failure is None:
             self._said.pop(address, None)
             return
-        if self._said.get(address) != failure:
-            self._said[address] = failure
-            LOGGER.warning("cannot reach %s: %s; trying again", shown(address), failure)
-        await self.perform(self.membership.on_unreachable(address, trio.current_time()))
+        if self._said.get(address) != str(failure):
+            self._said[address] = str(failure)
+            if isinstance(failure, Refused):
+                self._refused(str(failure), newcomer=len(self.membership.members) == 1)
+            else:
+                LOGGER.warning("%s; trying again", failure)
+        effects = self.membership.on_unreachable(address, trio.current_time())
+        await self.perform(effect for effect in effects if not isinstance(effect, Log))  # said above, with the cause
 
-    async def _exchange_tables(self, address: Address) -> str | None:
+    async def _exchange_tables(self, address: Address) -> Exception | None:
+        """One push-pull; returns what went wrong."""
         try:
             with trio.fail_after(PUSH_PULL_DEADLINE_S):
                 async with self._push_pulls:
@@ -110,9 +119,9 @@ class SwarmView:
                     finally:
                         await self._peers.close(link)
         except (LinkLost, Refused, PeerError) as error:
-            return str(error)
+            return error
         except trio.TooSlowError:
-            return "no answer"
+            return LinkLost(f"{shown(address)}: no answer within {PUSH_PULL_DEADLINE_S:g} s")
         return None
 
     async def _send_table(self, link: Link) -> None:

@@ -129,8 +129,11 @@ class _Session:
         self._lr_max = 0.0
         self._rollbacks = 0
         self._publish_to: int | None = None
+        self._early: list[dict[str, Any]] = []  # requests that came before the start
+        self._go = False  # enough members are ready for the first step
         self._finished = False
         self._stop = False  # the node leaves the swarm: publish once more, write a checkpoint, end the script
+        self._writer: threading.Thread | None = None
         self.step = 0
         self._attach()
 
@@ -148,9 +151,10 @@ class _Session:
         self._checkpoint_every_s = float(welcome["checkpoint_every_s"])
         if generation := checkpoint.newest(self._checkpoints, flat.signature, _say):
             try:
-                checkpoint.restore(generation, self._model, self._optimizer)
+                whole = checkpoint.restore(generation, self._model, self._optimizer)
                 self.step = generation.step
-                _say(f"resumed from the checkpoint of step {self.step}")
+                fresh = "" if whole else ", with the optimizer as it is: the checkpoint holds no state that fits it"
+                _say(f"resumed from the checkpoint of step {self.step}{fresh}")
             except checkpoint.Damaged as error:
                 _say(f"checkpoint of step {generation.step} refused: {error}")
         self._publish(0)
@@ -159,16 +163,21 @@ class _Session:
         if start["load"] is not None:
             flat.load(self._memory.copies[start["load"]])
             self.step = max(self.step, int(start["step"]))
-        self._writer: threading.Thread | None = None
+        for message in self._early:
+            self._obey(message)
+        while not self._go and not self._stop:
+            self._poll(timeout_s=None)
         self._last_checkpoint = time.monotonic()
 
     def _expect(self, kind: str) -> dict[str, Any]:
-        message = self._link.receive()
-        assert message is not None, "a receive without a timeout returns a message or raises"
-        if "error" in message:
-            raise _Refused(message["error"])
-        assert message["kind"] == kind, f"the daemon said {message['kind']}, not {kind}"
-        return message
+        while True:
+            message = self._link.receive()
+            assert message is not None, "a receive without a timeout returns a message or raises"
+            if "error" in message:
+                raise _Refused(message["error"])
+            if message["kind"] == kind:
+                return message
+            self._early.append(message)  # the daemon goes on exchanging while this trainer comes
 
     # ---------------------------------------------------------------- training
 
@@ -245,19 +254,24 @@ class _Session:
     def _poll(self, timeout_s: float | None) -> None:
         """Do what the daemon asks; with no timeout, wait for one request."""
         while (message := self._link.receive(timeout_s)) is not None:
-            match message["kind"]:
-                case "corrections":
-                    self._flat.add(self._memory.corrections[message["half"]])
-                    self._link.send({"kind": "taken", "half": message["half"]})
-                case "publish":
-                    self._publish_to = message["slot"]
-                case "finished":
-                    self._finished = True
-                case "stop":
-                    self._stop = True
-                    self._publish_to = message["slot"]
+            self._obey(message)
             if timeout_s is None:
                 return
+
+    def _obey(self, message: dict[str, Any]) -> None:
+        match message["kind"]:
+            case "corrections":
+                self._flat.add(self._memory.corrections[message["half"]])
+                self._link.send({"kind": "taken", "half": message["half"]})
+            case "publish":
+                self._publish_to = message["slot"]
+            case "go":
+                self._go = True
+            case "finished":
+                self._finished = True
+            case "stop":
+                self._stop = True
+                self._publish_to = message["slot"]
 
     def _publish(self, slot: int) -> None:
         target = torch.from_numpy(self._memory.copies[slot])

@@ -100,7 +100,13 @@ class PairedReference:
         chunks, contraction = delta.encode(half.codec, self.layout, values - self.mine, decoded=decoded)
         half.gain.observe(contraction)
         self.under_way = Delta(
-            self.link, self.version + 1, half.codec, min(half.gain.value, half.gain_limit), wants_answer, half.finishing, chunks
+            self.link,
+            self.version + 1,
+            half.codec,
+            min(half.gain.value, half.gain_limit),
+            wants_answer,
+            half.finishing,
+            chunks,
         )
         self._outgoing = decoded
         return self.under_way

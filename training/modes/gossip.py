@@ -288,7 +288,9 @@ class Gossip:
         codec = FLUSH_CODEC if finishing else self._settings.codec
         live = [link for link in self._links.values() if link.active]
         if self._report.finishing:
-            limit = 1 / (1 + max(1, len(live)))  # Metropolis weights: all links at once still contract (Xiao, Boyd 2004)
+            limit = 1 / (
+                1 + max(1, len(live))
+            )  # Metropolis weights: all links at once still contract (Xiao, Boyd 2004)
         else:
             limit = 1 / (2 + sum(link.reference.under_way is not None for link in live))
         return Half(codec, self._gain(codec), limit, self._report.finishing)

@@ -1,0 +1,493 @@
+"""Checkpoints: what comes back is what went in; a crash, a full disk or a flipped bit costs one generation at most."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from peerd import checkpoint
+from peerd.checkpoint import Damaged, Generation, capture, newest, restore, save
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "plain sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True),
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.8, 0.9)),
+    "adam in two groups": lambda model: torch.optim.Adam(
+        [{"params": [p], "lr": 0.1**index} for index, p in enumerate(model.parameters(), 1)], amsgrad=True
+    ),
+}
+
+
+class Net(nn.Module):
+    """Mixed dtypes, tied weights, an integer buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.tied = nn.Linear(3, 3, bias=False)
+        self.tied.weight = self.first.weight
+        self.norm = nn.BatchNorm1d(3)
+        self.last = nn.Linear(3, 1, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.norm(self.tied(self.first(x))).bfloat16())
+        return out
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+    for step in range(first, last):
+        inputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(step))
+        model(inputs).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    return capture(model, optimizer, 0, "").tensors
+
+
+def generation(step: int, value: float | None = None) -> Generation:
+    """A small one that is recognised by its value."""
+    tensors = {"model.weight": torch.full((2, 3), float(step) if value is None else value)}
+    return Generation(step, "signature", tensors, {"class": "SGD", "param_groups": [], "state": {}})
+
+
+def value_of(found: Generation | None) -> float:
+    assert found is not None
+    return float(found.tensors["model.weight"][0, 0])
+
+
+def silent(text: str) -> None:
+    raise AssertionError(f"refused: {text}")
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# ------------------------------------------------------------------------------------------------------- round trips
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_training_after_a_restart_is_bit_identical(make: Callable[..., Any], tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = Net()
+    optimizer = make(model)
+    train(model, optimizer, 0, 5)
+    folder = save(tmp_path, capture(model, optimizer, 5, "s"))
+    bytes_before = (folder / "model.safetensors").read_bytes()
+    train(model, optimizer, 5, 9)
+
+    torch.manual_seed(2)
+    again = Net()
+    optimizer_again = make(again)
+    found = newest(tmp_path, "s", silent)
+    assert found is not None
+    assert restore(found, again, optimizer_again)
+    assert found.step == 5
+    train(again, optimizer_again, 5, 9)
+
+    expected, got = everything(model, optimizer), everything(again, optimizer_again)
+    assert expected.keys() == got.keys()
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+    assert again.tied.weight is again.first.weight
+    assert (folder / "model.safetensors").read_bytes() == bytes_before, "training writes into the mapped checkpoint"
+
+
+def test_a_capture_is_a_copy() -> None:
+    model = Net()
+    optimizer = OPTIMIZERS["adamw"](model)
+    train(model, optimizer, 0, 2)
+    taken = capture(model, optimizer, 2, "s")
+    before = {name: value.clone() for name, value in taken.tensors.items()}
+    train(model, optimizer, 2, 4)
+    assert all(torch.equal(before[name], taken.tensors[name]) for name in before)
+
+
+@pytest.mark.parametrize(("saved_by", "restored_into"), [("sgd", "adamw"), ("adamw", "sgd")])
+def test_another_optimizer_starts_afresh(saved_by: str, restored_into: str, tmp_path: Path) -> None:
+    model, again = Net(), Net()
+    optimizer = OPTIMIZERS[saved_by](model)
+    train(model, optimizer, 0, 3)
+    save(tmp_path, capture(model, optimizer, 3, "s"))
+    found = newest(tmp_path, "s", silent)
+    other = OPTIMIZERS[restored_into](again)
+    assert found is not None
+    assert restore(found, again, other) is False
+    assert torch.equal(again.last.weight, model.last.weight)
+    train(again, other, 3, 4)
+
+
+def test_another_grouping_of_parameters_starts_afresh() -> None:
+    model, again = Net(), Net()
+    taken = capture(model, torch.optim.Adam(model.parameters()), 0, "s")
+    assert restore(taken, again, OPTIMIZERS["adam in two groups"](again)) is False
+
+
+def test_an_optimizer_with_values_that_are_not_plain_is_left_out(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1), capturable=False, foreach=False)
+    save(tmp_path, capture(model, optimizer, 1, "s"))
+    found = newest(tmp_path, "s", silent)
+    assert found is not None
+    assert found.optimizer is None
+    assert restore(found, model, optimizer) is False
+
+
+def test_a_model_that_does_not_fit_is_damaged() -> None:
+    model = Net()
+    taken = capture(model, OPTIMIZERS["sgd"](model), 0, "s")
+    other = nn.Linear(2, 2)
+    with pytest.raises(Damaged, match="does not fit this model"):
+        restore(taken, other, torch.optim.SGD(other.parameters()))
+
+
+# ------------------------------------------------------------------------------------------------------- generations
+
+
+def test_two_generations_are_kept_and_the_newest_comes_back(tmp_path: Path) -> None:
+    assert newest(tmp_path / "missing", "signature", silent) is None
+    for step in (1, 2, 99_999_999, 100_000_000):
+        save(tmp_path, generation(step))
+        assert step_found(tmp_path) == (step, [])
+    assert names(tmp_path) == ["step-100000000", "step-99999999"]
+
+
+def test_a_step_saved_again_is_replaced(tmp_path: Path) -> None:
+    save(tmp_path, generation(1))
+    save(tmp_path, generation(2))
+    save(tmp_path, generation(2, value=7))
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+    assert value_of(newest(tmp_path, "signature", silent)) == 7
+
+
+def test_leftovers_are_removed_and_strangers_left_alone(tmp_path: Path) -> None:
+    save(tmp_path, generation(1))
+    (tmp_path / "tmp-1-5").mkdir()
+    (tmp_path / "tmp-1-5" / "model.safetensors").write_text("half")
+    (tmp_path / "step-notes.txt").write_text("mine")
+    assert value_of(newest(tmp_path, "signature", silent)) == 1
+    save(tmp_path, generation(2))
+    save(tmp_path, generation(3))
+    assert names(tmp_path) == ["step-00000002", "step-00000003", "step-notes.txt"]
+
+
+def test_a_run_that_starts_again_keeps_what_it_writes(tmp_path: Path) -> None:
+    """Another model's later steps, or damaged ones, do not push out new generations with lower numbers."""
+    for step in (1000, 2000):
+        save(tmp_path, Generation(step, "another model", generation(step).tensors, None))
+    said: list[str] = []
+    for step in (1, 2, 3):
+        save(tmp_path, generation(step))
+        assert value_of(newest(tmp_path, "signature", said.append)) == step
+    assert names(tmp_path) == ["step-00000002", "step-00000003", "step-00001000", "step-00002000"]
+    assert "step-00002000 refused" in said[0]
+    assert "another model" in said[0]
+
+
+# ------------------------------------------------------------------------------------------------------------ damage
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    """The folder, and the newer of its two generations."""
+    model = nn.Linear(2, 2)
+    optimizer = OPTIMIZERS["sgd"](model)
+    train_once = torch.ones(1, 2)
+    model(train_once).sum().backward()
+    optimizer.step()
+    save(tmp_path, capture(model, optimizer, 1, "signature"))
+    return tmp_path, save(tmp_path, capture(model, optimizer, 2, "signature"))
+
+
+def step_found(folder: Path, signature: str = "signature") -> tuple[int | None, list[str]]:
+    said: list[str] = []
+    found = newest(folder, signature, said.append)
+    return (found.step if found else None), said
+
+
+def test_a_flipped_bit_anywhere_is_refused(pair: tuple[Path, Path]) -> None:
+    """In every byte of the manifest, every 7th of the tensors: refused with a line, or without effect (white space)."""
+    folder, newer = pair
+    whole = newest(folder, "signature", silent)
+    assert whole is not None
+    for name, stride in (("manifest.json", 1), ("model.safetensors", 7)):
+        path = newer / name
+        content = path.read_bytes()
+        for position in range(0, len(content), stride):
+            damaged = bytearray(content)
+            damaged[position] ^= 1 << position % 8
+            path.write_bytes(damaged)
+            said: list[str] = []
+            found = newest(folder, "signature", said.append)
+            assert found is not None
+            if found.step == 2:
+                assert found.optimizer == whole.optimizer
+                assert found.tensors.keys() == whole.tensors.keys()
+                assert name == "manifest.json"
+            else:
+                assert len(said) == 1
+                assert f"checkpoint {newer} refused: " in said[0]
+                assert "\n" not in said[0]
+        path.write_bytes(content)
+
+
+@settings(max_examples=150, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.binary(max_size=200)
+    | st.text(alphabet='{}[]":,truefalsn0123456789.eE-', max_size=60).map(str.encode)
+    | st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+        lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(["step", "files", "sha256", "x"]), inner),
+    ).map(lambda tree: json.dumps(tree).encode())
+)
+@pytest.mark.parametrize("name", ["manifest.json", "model.safetensors"])
+def test_garbage_is_refused(pair: tuple[Path, Path], name: str, garbage: bytes) -> None:
+    folder, newer = pair
+    (newer / name).write_bytes(garbage)
+    assert step_found(folder)[0] == 1
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"[" * 200_000, b'{"a":' * 50_000, b"", b"null", b"1e999"], ids=lambda b: str(b[:8])
+)
+def test_hostile_manifests_are_refused(pair: tuple[Path, Path], garbage: bytes) -> None:
+    folder, newer = pair
+    (newer / "manifest.json").write_bytes(garbage)
+    assert step_found(folder)[0] == 1
+
+
+def test_every_truncation_and_every_missing_file_is_refused(pair: tuple[Path, Path]) -> None:
+    folder, newer = pair
+    for path in sorted(newer.iterdir()):
+        content = path.read_bytes()
+        for length in range(0, len(content), 11):
+            path.write_bytes(content[:length])
+            assert step_found(folder)[0] == 1, f"{path.name} cut to {length} bytes"
+        path.unlink()
+        step, said = step_found(folder)
+        assert step == 1
+        assert "FileNotFoundError" in said[0]
+        path.write_bytes(content)
+    assert step_found(folder) == (2, [])
+
+
+def test_nothing_is_left_when_all_are_damaged_or_of_another_model(pair: tuple[Path, Path]) -> None:
+    folder, _ = pair
+    step, said = step_found(folder, "another signature")
+    assert step is None
+    assert len(said) == 2
+    assert all("written for another model" in line for line in said)
+
+
+def test_a_huge_manifest_is_not_read(pair: tuple[Path, Path]) -> None:
+    folder, newer = pair
+    with (newer / "manifest.json").open("wb") as file:
+        file.truncate(checkpoint.MANIFEST_BYTES_MAX + 1)
+    step, said = step_found(folder)
+    assert step == 1
+    assert "over" in said[0]
+
+
+def test_tensors_that_are_no_safetensors_are_refused_even_with_a_right_hash(pair: tuple[Path, Path]) -> None:
+    folder, newer = pair
+    (newer / "model.safetensors").write_bytes(b"garbage")
+    manifest = json.loads((newer / "manifest.json").read_text())
+    del manifest["sha256"]
+    entry = {"bytes": 7, "sha256": hashlib.sha256(b"garbage").hexdigest()}
+    manifest["files"]["model.safetensors"] = entry
+    (newer / "manifest.json").write_text(json.dumps({**manifest, "sha256": checkpoint._digest(manifest)}))
+    step, said = step_found(folder)
+    assert step == 1
+    assert "Safetensor" in said[0]
+
+
+# ---------------------------------------------------------------------------------------- crashes and full disks
+
+
+WATCHED = ((os, "open"), (os, "fsync"), (os, "rename"), (os, "mkdir"), (os, "unlink"), (os, "rmdir"))
+WRITERS = ((checkpoint, "save_file"), (Path, "write_text"))
+
+
+class Disk:
+    """Stands between `save` and the operating system, and does `act` at call number `stop_at`.
+
+    The calls that write a whole file count twice: before they begin, and with half of it written. What was written but
+    not flushed is remembered, for a power cut takes it away.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, stop_at: int, act: Callable[[Disk, str], None]) -> None:
+        self.calls = 0
+        self.unflushed: set[int] = set()  # inodes
+        self._stop_at = stop_at
+        self._act = act
+        for owner, name in WATCHED:
+            patch.setattr(owner, name, self._watched(name, getattr(owner, name)))
+        for owner, name in WRITERS:
+            patch.setattr(owner, name, self._writer(name, getattr(owner, name)))
+
+    def _count(self, name: str) -> None:
+        self.calls += 1
+        if self.calls == self._stop_at:
+            self._act(self, name)
+
+    def _watched(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            self._count(name)
+            if name == "fsync":
+                self.unflushed.discard(os.fstat(arguments[0]).st_ino)
+            return real(*arguments, **options)
+
+        return call
+
+    def _writer(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            self._count(name)
+            path = Path(arguments[1] if name == "save_file" else arguments[0])
+            result = real(*arguments)
+            self.unflushed |= {path.stat().st_ino, path.parent.stat().st_ino}
+            content = path.read_bytes()
+            path.write_bytes(content[: len(content) // 2])
+            self._count(name)
+            path.write_bytes(content)
+            return result
+
+        return call
+
+    def cut_the_power(self, folder: Path) -> None:
+        """Empty every file and every folder that was not flushed."""
+        for path in sorted(folder.rglob("*"), reverse=True):
+            if path.stat().st_ino in self.unflushed:
+                if path.is_dir():
+                    shutil.rmtree(path)
+                    path.mkdir()
+                else:
+                    path.write_bytes(b"")
+
+
+def save_in_child(folder: Path, saved: Generation, stop_at: int, *, power_cut: bool) -> bool:
+    """Save in a forked process that ends at call `stop_at`; returns whether it came through."""
+
+    def crash(disk: Disk, _: str) -> None:
+        if power_cut:
+            disk._stop_at = -1
+            disk.cut_the_power(folder)
+        os._exit(9)
+
+    child = os.fork()
+    if child == 0:
+        try:
+            Disk(pytest.MonkeyPatch(), stop_at, crash)
+            save(folder, saved)
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    assert code in (0, 9), f"the child failed in another way: {code}"
+    return code == 0
+
+
+def every_call() -> Iterator[int]:
+    return iter(range(1, 1000))
+
+
+@pytest.mark.parametrize("power_cut", [False, True], ids=["kill -9", "power cut"])
+@pytest.mark.parametrize("step", [3, 2], ids=["a new step", "the same step again"])
+@pytest.mark.parametrize("before", [(1, 2), (2,)], ids=["two before", "one before"])
+def test_a_crash_at_any_call_leaves_this_generation_or_the_one_before(
+    tmp_path: Path, before: tuple[int, ...], step: int, power_cut: bool
+) -> None:
+    for stop_at in every_call():
+        folder = tmp_path / str(stop_at)
+        for earlier in before:
+            save(folder, generation(earlier))
+        came_through = save_in_child(folder, generation(step, value=50), stop_at, power_cut=power_cut)
+        found = value_of(newest(folder, "signature", silent))
+        assert found in (50, 2), f"stopped at call {stop_at}"
+        assert not list(folder.glob("tmp-*")), "newest cleans up"
+        save(folder, generation(4))
+        assert value_of(newest(folder, "signature", silent)) == 4
+        if came_through:
+            assert found == 50
+            assert stop_at > 15, "every call was watched"
+            return
+    raise AssertionError("it never came through")
+
+
+def fails_to_save(folder: Path, saved: Generation, because: str) -> bool:
+    try:
+        save(folder, saved)
+    except OSError as error:
+        if because not in str(error):
+            raise
+        return True
+    return False
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
+@pytest.mark.parametrize("step", [3, 2], ids=["a new step", "the same step again"])
+def test_an_error_of_the_disk_at_any_call_keeps_what_there_is(
+    tmp_path: Path, number: int, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Disk, name: str) -> None:
+        if name == "save_file":
+            raise checkpoint.SafetensorError(f"I/O error: {os.strerror(number)}")
+        raise OSError(number, os.strerror(number))
+
+    for stop_at in every_call():
+        folder = tmp_path / str(stop_at)
+        for earlier in (1, 2):
+            save(folder, generation(earlier))
+        with monkeypatch.context() as patch:
+            disk = Disk(patch, stop_at, fail)
+            failed = fails_to_save(folder, generation(step, value=50), os.strerror(number))
+        found = value_of(newest(folder, "signature", silent))
+        assert found in (2, 50), f"failed at call {stop_at}"
+        assert failed or found == 50
+        save(folder, generation(4))
+        assert value_of(newest(folder, "signature", silent)) == 4
+        if disk.calls < stop_at:
+            return
+    raise AssertionError("it never came through")
+
+
+def test_a_failed_save_leaves_no_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, generation(1))
+
+    def no_flush(_: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", no_flush)
+        with pytest.raises(OSError, match="Input/output error"):
+            save(tmp_path, generation(2))
+    assert names(tmp_path) == ["step-00000001"]
+
+
+def test_a_full_disk_is_an_oserror(tmp_path: Path) -> None:
+    """With the kernel's own refusal, inside the safetensors library."""
+    save(tmp_path, generation(1))
+    large = Generation(2, "signature", {"model.weight": torch.zeros(1 << 20)}, None)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            save(tmp_path, large)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert names(tmp_path) == ["step-00000001"]
+    assert value_of(newest(tmp_path, "signature", silent)) == 1
