@@ -104,7 +104,7 @@ def save(folder: Path, generation: Generation) -> Path:
         _flush(temporary)
         if final.exists():
             shutil.rmtree(replaced, ignore_errors=True)
-            shutil.rmtree(final)
+            final.rename(replaced)
         temporary.rename(final)
         _flush(folder)
     except SafetensorError as error:  # it wraps what the disk said
