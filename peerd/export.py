@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from peerd.effects import UserError
@@ -23,7 +24,7 @@ def write_safetensors(path: Path, values: npt.NDArray[Any], tensors: list[str]) 
     named: dict[str, npt.NDArray[Any]] = {}
     start = 0
     for line in _in_vector_order(tensors):
-        name, dtype, shape = line.split(" ")[:3]
+        name, dtype, shape, _ = _fields(line)
         sizes = [] if shape == "scalar" else [int(size) for size in shape.split("x")]
         count = math.prod(sizes)
         kind = {"float16": np.float16, "float64": np.float64}.get(dtype, np.float32)
@@ -34,13 +35,24 @@ def write_safetensors(path: Path, values: npt.NDArray[Any], tensors: list[str]) 
         save_file(named, temporary, metadata={"format": "pt"})
         temporary.replace(path)
         return path.stat().st_size
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
+    except (OSError, SafetensorError) as error:  # the latter wraps what the disk said
+        raise UserError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from None
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def _in_vector_order(tensors: list[str]) -> list[str]:
     """Trainable parameters, then buffers: the order of the flat vector. Frozen tensors are not in it."""
-    trainable = [line for line in tensors if len(line.split(" ")) == 3]
-    return [*trainable, *(line for line in tensors if line.endswith(" buffer"))]
+    return [line for kind in ("trainable", "buffer") for line in tensors if _fields(line)[3] == kind]
+
+
+def _fields(line: str) -> tuple[str, str, str, str]:
+    """Name, dtype, shape and kind, read from the right: a name may hold spaces."""
+    kind = "trainable"
+    words = line.split(" ")
+    if words[-1] == "buffer":
+        kind = words.pop()
+    elif words[-2] == "frozen":
+        kind = words[-2]
+        del words[-2:]
+    return " ".join(words[:-2]), words[-2], words[-1], kind

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import Any
 
 from peerd.effects import NodeId, UserError
 
+EPOCH_MAX = 1 << 53
 _FILE = "identity.json"
+_ID = re.compile(r"[0-9a-f]{16}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,11 @@ def take(folder: Path) -> Identity:
         raise UserError(f"a node already runs with the state folder {folder}; give this one another --name") from None
     known = _read(folder / _FILE)
     identity = Identity(known.get("id", secrets.token_hex(8)), known.get("epoch", 0) + 1, lock)
-    _write(folder / _FILE, {"id": identity.id, "epoch": identity.epoch})
+    try:
+        _write(folder / _FILE, {"id": identity.id, "epoch": identity.epoch})
+    except OSError as error:
+        os.close(lock)
+        raise UserError(f"state folder {folder}: {error.strerror}") from None
     return identity
 
 
@@ -46,9 +53,11 @@ def _read(path: Path) -> dict[str, Any]:
     """What was kept; a damaged file counts as a new identity, which is safe: the old one just stays failed."""
     try:
         kept = json.loads(path.read_text())
-        return {"id": str(kept["id"]), "epoch": int(kept["epoch"])}
-    except (OSError, ValueError, KeyError, TypeError):
+        id, epoch = kept["id"], kept["epoch"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return {}
+    whole = type(id) is str and _ID.fullmatch(id) and type(epoch) is int and 0 < epoch <= EPOCH_MAX
+    return {"id": id, "epoch": epoch} if whole else {}
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
@@ -58,3 +67,12 @@ def _write(path: Path, content: dict[str, Any]) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+    _flush(path.parent)  # after a power cut the same epoch must not begin twice
+
+
+def _flush(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

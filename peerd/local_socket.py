@@ -89,7 +89,11 @@ class LocalSocket:
     def __init__(self, path: Path) -> None:
         """Connect; raises OSError."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.connect(str(path))
+        try:
+            self._socket.connect(str(path))
+        except OSError:
+            self._socket.close()
+            raise
         self._buffer = bytearray()
 
     def send(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:

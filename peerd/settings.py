@@ -24,7 +24,9 @@ DEFAULT_PORT = 7946
 class Settings:
     """Everything a node can be told; each field is a TOML key, a PEERD_ variable and, for most, a flag."""
 
-    name: str = field(default_factory=lambda: re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:64] or "node")
+    name: str = field(
+        default_factory=lambda: re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).lstrip(".-")[:64] or "node"
+    )
     bind: str = f"127.0.0.1:{DEFAULT_PORT}"
     join: tuple[str, ...] = ()
     swarm: str = "peerd"  # nodes of another swarm are refused
@@ -41,8 +43,10 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Check what a type cannot say. Raises UserError."""
-        if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", self.name):
-            raise UserError(f"name: {self.name!r} must be 1 to 64 letters, digits, '.', '_' or '-'")
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", self.name):
+            raise UserError(
+                f"name: {self.name!r} must be 1 to 64 letters, digits, '_', '.' or '-', the first no '.' or '-'"
+            )
         parse_address(self.bind, "bind")
         for seed in self.join:
             parse_address(seed, "join")
