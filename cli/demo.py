@@ -21,6 +21,7 @@ from peerd.effects import UserError
 from peerd.training.tasks import TASKS
 
 WATCH_EVERY_S = 0.25
+PACE_S = 0.01  # least time of a step: many trainers on few cores keep level, as nodes with a GPU each would
 STUCK_S = 300.0  # no node makes a step or changes its phase for this long: something is wrong
 
 
@@ -58,7 +59,7 @@ def demo(
     """Train a task on PEERS real daemons on this machine and compare the traffic with every-step gossip."""
     if task not in TASKS:
         raise UserError(f"task {task!r} is not one of {', '.join(TASKS)}")
-    command = [task, "--shard", shard, "--seed", str(seed)]
+    command = [task, "--shard", shard, "--seed", str(seed), "--pace", str(PACE_S)]
     if steps is not None:
         command += ["--steps", str(steps)]
     options = {"--wait-for": str(peers), "--mode": mode, "--codec": codec, "--trigger": trigger}

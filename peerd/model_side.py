@@ -177,7 +177,8 @@ class ModelSide:
             while (said := await connection.receive()) is not None:
                 self._on_trainer(said)
         except TrainerGone:
-            LOGGER.info("the trainer went away before its first step")
+            if not self._leaving:
+                LOGGER.info("the trainer went away before its first step")
         finally:
             self._session = None
             self._asked_publish = False

@@ -21,6 +21,7 @@ from peerd.transport.link import Link, LinkLost, Transport
 
 RETRY_FIRST_S = 0.1
 RETRY_MAX_S = 5.0  # a peer that comes back is found again within this; a dead one is forgotten by membership
+QUEUE_MAX = 64  # messages to one peer; a link has at most three under way
 REFUSED_RETRY_S = 30.0  # it may have been restarted with the right model
 
 
@@ -68,6 +69,8 @@ class Peers:
         if box is None:
             box = self._boxes[peer] = _Outbox(trio.CancelScope())
             self._nursery.start_soon(self._keep_connected, peer, box)
+        if len(box.queue) >= QUEUE_MAX:
+            return  # the mode says again what has had no answer
         box.queue.append(message)
         box.filled.set()
 

@@ -75,6 +75,8 @@ class PairedReference:
         if theirs.seq == self.version:
             repeat = replace(self.answered, wants_answer=False) if theirs.wants_answer and self.answered else None
             return Outcome(None, repeat)
+        if theirs.seq < self.version:
+            return Outcome(None, None)  # said again after a reconnect; a later exchange proves that it had arrived
         if theirs.seq == self.version + 2 and self.under_way is not None:
             return Outcome(None, None)  # early: the answer to our half was lost, and both will be said again
         if theirs.seq != self.version + 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -138,6 +139,13 @@ class Machine:
             node.process.wait(PATIENCE_S)
         self._folder.cleanup()
 
+    @staticmethod
+    def free_port() -> int:
+        """A port on which nobody listens."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            return int(probe.getsockname()[1])
+
     def script(self, name: str, text: str) -> Path:
         """A file of the user's."""
         path = self.path / name
@@ -147,7 +155,8 @@ class Machine:
     def start(self, name: str, *arguments: str | Path, join: Node | str | None = None, **environment: str) -> Node:
         """`peerd start --name NAME --bind 127.0.0.1:0 ARGUMENTS`."""
         seed = join.address if isinstance(join, Node) else join
-        flags = ["--name", name, "--bind", "127.0.0.1:0", *(["--join", seed] if seed else [])]
+        flags = ["--name", name, *(["--join", seed] if seed else []), "--log", "human"]
+        flags += [] if "--bind" in arguments else ["--bind", "127.0.0.1:0"]
         return self.spawn(name, ["-m", "peerd.cli.main", "start", *flags, *map(str, arguments)], **environment)
 
     def spawn(self, name: str, python: list[str], **environment: str) -> Node:

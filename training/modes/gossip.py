@@ -223,7 +223,7 @@ class Gossip:
     # ---------------------------------------------------------------- exchanges
 
     def _begin(self, partner: NodeId, link: _Link, values: Vector, reason: str, now: float) -> list[Effect]:
-        half = self._half(finishing=self._report.finishing)
+        half = self._half(flush=self._report.finishing)
         try:
             message = link.reference.begin(values, half)
         except NotFinite:
@@ -238,7 +238,7 @@ class Gossip:
         if link is None or link.reference.link != message.link:
             # while our own LinkOpen is under way the peer's half is early, not wrong: it will be repeated
             return [] if sender in self._opening else [Send(sender, LinkClosed(message.link))]
-        half = self._half(finishing=message.finishing or self._report.finishing)
+        half = self._half(flush=message.finishing)  # a peer that trains on comes back; one that ends needs it all now
         values = self._current()
         try:
             outcome = link.reference.receive(message, values, half)
@@ -268,7 +268,8 @@ class Gossip:
         link.last_exchange = now
         link.exchanges += 1
         link.peer_finishing = theirs.finishing
-        link.flushed = self._report.finishing
+        ours = link.reference.answered
+        link.flushed = self._report.finishing and ours is not None and ours.codec == FLUSH_CODEC
         shift = norm_of_difference(correction[:parameters])
         for other in self._links.values():
             if other is not link:
@@ -284,8 +285,8 @@ class Gossip:
         values = self._values()
         return values if self._unapplied is None else values + self._unapplied
 
-    def _half(self, *, finishing: bool) -> Half:
-        codec = FLUSH_CODEC if finishing else self._settings.codec
+    def _half(self, *, flush: bool) -> Half:
+        codec = FLUSH_CODEC if flush else self._settings.codec
         live = [link for link in self._links.values() if link.active]
         if self._report.finishing:
             limit = 1 / (

@@ -1,0 +1,212 @@
+"""What a user does with nodes, in real processes: start, join, watch, kill, leave, resume, export."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from machine import Machine, Node, alive, eventually
+from safetensors.torch import load_file
+from scripts import MOTLEY, STUBBORN, TRAIN
+
+DETECTION_S = 12.0
+SLACK = 3
+
+
+@pytest.fixture
+def machine() -> Iterator[Machine]:
+    with Machine() as machine:
+        yield machine
+        # not a trace of what ended by itself or was killed, whatever the test did
+        for node in machine.nodes:
+            if node.process.poll() is None:
+                node.signal(signal.SIGINT)
+        for node in machine.nodes:
+            node.end()
+        eventually(lambda: not machine.processes(), machine.logs)
+        assert "Traceback" not in machine.logs()
+
+
+def no_trace_of(node: Node) -> None:
+    assert not node.socket.exists()
+    assert f"{node.name}.sock" not in os.listdir(node.machine.runtime / "peerd")
+
+
+def test_the_life_of_a_swarm(machine: Machine) -> None:
+    script = machine.script("train.py", TRAIN)
+    a = machine.start("a", script)
+    b = machine.start("b", script, join=a, SEED="1")
+    c = machine.start("c", script, join=a, SEED="2")
+    for node in (a, b, c):
+        node.trains()
+    for node in (a, b, c):
+        node.sees(a="alive", b="alive", c="alive")
+    shown = machine.peerd("members", "--name", "b")
+    assert shown.returncode == 0
+    assert [line.split()[0] for line in shown.stdout.splitlines()] == ["NAME", "a", "b", "c"]
+    assert "several nodes run here: a, b, c" in machine.peerd("members").stderr
+
+    # a killed daemon takes its trainer along; the others notice, and train on
+    orphan = b.trainer_pid
+    b.signal(signal.SIGKILL)
+    killed_at = time.monotonic()
+    b.end()
+    eventually(lambda: not alive(orphan))
+    for node in (a, c):
+        node.eventually(lambda node=node: node.members()["b"] == "failed")  # type: ignore[misc]
+        assert time.monotonic() - killed_at < SLACK * DETECTION_S
+        node.trains(beyond=node.step)
+
+    # restarted, it is alive again and begins with the swarm's model
+    reached = a.step
+    b = machine.start("b", script, join=a, SEED="1")
+    b.trains()
+    assert "the model of step " in b.log
+    assert b.ask("status")["trainer"]["first_step"] >= reached
+    a.sees(b="alive")
+    c.sees(b="alive")
+
+    # a killed trainer is started again and goes on from the daemon's model
+    reached, killed = c.step, c.trainer_pid
+    os.kill(killed, signal.SIGKILL)
+    c.says("train.py was killed by SIGKILL; starting it again")
+    c.eventually(lambda: c.trainer_pid != killed)
+    c.trains()
+    assert c.step >= reached
+
+    # a node without a script is a member; the model of another is exported by name
+    d = machine.start("d", join=a)
+    d.sees(a="alive", b="alive", c="alive")
+    a.sees(d="alive")
+    assert d.ask("status")["phase"] == "no trainer"
+    exported = machine.peerd("export", "--name", "a", "m.safetensors")
+    assert exported.returncode == 0, exported.stderr
+    model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+    model.load_state_dict(load_file(machine.path / "m.safetensors"))
+    x = torch.randn(64, 4)
+    with torch.no_grad():
+        assert float(((model(x) - x.sum(1, keepdim=True)) ** 2).mean()) < 1.0  # it has learned: 4.0 before
+
+    # three ways to go, each in good order
+    left = machine.peerd("leave", "--name", "b")
+    assert (left.returncode, left.stdout) == (0, "b has left\n"), left.stderr
+    c.signal(signal.SIGINT)
+    d.signal(signal.SIGTERM)
+    for node in (b, c, d):
+        assert node.end() == 0, node.log
+        no_trace_of(node)
+    a.sees(b="left", c="left", d="left")
+    a.trains(beyond=a.step)
+    a.signal(signal.SIGTERM)
+    assert a.end() == 0
+    assert not machine.processes()
+    assert not list(machine.path.rglob("*.sock"))
+
+
+def test_a_second_interrupt_ends_at_once(machine: Machine) -> None:
+    node = machine.start("stubborn", machine.script("stubborn.py", STUBBORN))
+    node.says("stubborn ")
+    pid = int(node.log.split("stubborn ")[-1].split()[0])
+    assert alive(pid)
+    node.signal(signal.SIGINT)
+    node.says("leaving the swarm")
+    node.signal(signal.SIGINT)
+    assert node.end() == 128 + signal.SIGINT
+    eventually(lambda: not alive(pid))
+    no_trace_of(node)
+
+
+def test_a_script_that_never_attaches_is_no_hindrance(machine: Machine) -> None:
+    a = machine.start("a", machine.script("prints.py", "print('hello')"))
+    a.says("prints.py ended without calling peerd.attach")
+    b = machine.start("b", machine.script("train.py", TRAIN), join=a, STEPS="30")
+    b.says("training finished at step 30")  # it does not wait for a's model
+    a.sees(b="alive")
+
+
+def test_a_script_attached_by_hand(machine: Machine) -> None:
+    script = str(machine.script("train.py", TRAIN))
+    alone = machine.spawn("alone", [script], STEPS="5")
+    assert alone.end() == 0
+    assert alone.log == "peerd: no peerd node runs here; start one with: peerd start train.py; training alone\n" + (
+        "ready, alone at step 0\ndone 5\n"
+    )
+    daemon = machine.start("x")
+    assert daemon.address
+    hand = machine.spawn("hand", [script], PEERD_NAME="x", STEPS="400")
+    daemon.trains()
+    assert machine.peerd("export", "m.safetensors").returncode == 0
+    daemon.signal(signal.SIGKILL)
+    daemon.end()
+    assert hand.end() == 0
+    assert hand.log.startswith("ready, in a swarm at step 0\n")
+    assert hand.log.count("peerd: ") == 1
+    assert "the daemon went away; training goes on alone\ndone 400\n" in hand.log
+
+
+def test_a_trainer_that_dies_while_it_waits_may_come_again(machine: Machine) -> None:
+    port = Machine.free_port()
+    b = machine.start("b", machine.script("train.py", TRAIN), join=f"127.0.0.1:{port}")
+    b.says("the trainer waits: no node of the swarm has answered yet")
+    assert b.log.count(f"cannot reach 127.0.0.1:{port}: Connection refused; trying again") == 1
+    killed = b.trainer_pid
+    os.kill(killed, signal.SIGKILL)
+    b.eventually(lambda: b.trainer_pid != killed)
+    # the seed appears, and is found: then the two train
+    a = machine.start("a", "--bind", f"127.0.0.1:{port}", "--join", b.address)
+    b.trains()
+    a.sees(b="alive")
+    assert b.log.count("warning") <= 3
+    assert "is attached to this node already" not in b.log
+
+
+def test_checkpoints_survive_an_interrupt_and_damage(machine: Machine) -> None:
+    script = machine.script("train.py", TRAIN)
+    steps = []
+    for life in range(2):
+        node = machine.start("n", script)
+        node.says("ready, in a swarm", times=life + 1)
+        assert f"ready, in a swarm at step {steps[-1] if steps else 0}\n" in node.log
+        node.trains(beyond=(steps[-1] if steps else 0) + 10)
+        node.signal(signal.SIGINT)
+        assert node.end() == 0
+        generations = sorted((machine.state / "peerd" / "n" / "checkpoints").iterdir())
+        steps.append(int(generations[-1].name[5:]))
+    assert steps[1] > steps[0]
+    assert f"resumed from the checkpoint of step {steps[0]}" in node.log
+
+    tensors = generations[-1] / "model.safetensors"
+    content = bytearray(tensors.read_bytes())
+    content[-1] ^= 1
+    tensors.write_bytes(content)
+    node = machine.start("n", script)
+    node.says("ready, in a swarm", times=3)
+    refused = [line for line in node.log.splitlines() if "refused" in line]
+    assert len(refused) == 1
+    assert str(generations[-1]) in refused[0]
+    assert "SHA-256" in refused[0]
+    assert f"ready, in a swarm at step {steps[0]}\n" in node.log.split(refused[0])[1]
+
+
+def test_a_motley_model_trains_in_a_swarm(machine: Machine) -> None:
+    script = machine.script("motley.py", MOTLEY)
+    a = machine.start("a", script, "--wait-for", "2", SEED="1")
+    b = machine.start("b", script, "--wait-for", "2", join=a, SEED="2")
+    for node in (a, b):
+        node.says("whole True")
+        assert node.ask("status")["exchanges"] > 0
+        assert machine.peerd("export", "--name", node.name, f"{node.name}.safetensors").returncode == 0
+    models = [load_file(machine.path / f"{name}.safetensors") for name in "ab"]
+    assert {name: tensor.dtype for name, tensor in models[0].items() if tensor.dtype != torch.float32} == {
+        "high.weight": torch.float64,
+        "high.bias": torch.float64,
+    }
+    assert "first.weight" in models[0]
+    assert not {"last.weight", "base.weight", "norm.num_batches_tracked"} & set(models[0])
+    assert "norm.running_mean" in models[0]
+    for name, tensor in models[0].items():
+        assert float((tensor - models[1][name]).norm() / (1e-3 + tensor.norm())) < 0.1, name

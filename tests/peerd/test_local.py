@@ -1,0 +1,237 @@
+"""The words between a node's processes: any split gives the same messages, garbage is refused, descriptors travel."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peerd import control
+from peerd.effects import UserError
+from peerd.local_socket import (
+    MESSAGE_BYTES_MAX,
+    LocalSocket,
+    find_node,
+    pack,
+    request,
+    running_nodes,
+    socket_path,
+    take,
+)
+
+PRINTED = settings(deadline=None, print_blob=True)
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+messages = st.dictionaries(st.text(max_size=9), values, max_size=4)
+
+
+def take_all(buffer: bytearray) -> list[dict[str, Any]]:
+    found = []
+    while (message := take(buffer)) is not None:
+        found.append(message)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------- bytes
+
+
+@PRINTED
+@given(st.lists(messages, min_size=1, max_size=3))
+def test_any_split_gives_the_same_messages(sent: list[dict[str, Any]]) -> None:
+    stream = b"".join(map(pack, sent))
+    for position in range(len(stream) + 1):
+        buffer = bytearray(stream[:position])
+        got = take_all(buffer)
+        buffer += stream[position:]
+        got += take_all(buffer)
+        assert got == sent
+        assert not buffer
+
+
+@PRINTED
+@given(st.binary(max_size=100))
+def test_garbage_is_a_message_or_a_value_error(body: bytes) -> None:
+    for stream in (body, struct.pack("<I", len(body)) + body):
+        buffer = bytearray(stream)
+        try:
+            message = take(buffer)
+        except ValueError:
+            continue
+        assert message is None or isinstance(message, dict)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"\xc0", b"\x91\xc0", b"\xc1", b"\x81\x01\x01", b"\x80\x80", b"\x91" * 3000, b"\xdf\xff\xff\xff\xff",
+        b"\x81\xa1a\xd9\x01\xff",
+    ],
+    ids=["empty", "nil", "array", "reserved", "integer key", "two", "nested", "huge map", "not UTF-8"],
+)  # fmt: skip
+def test_what_is_no_message_is_refused(body: bytes) -> None:
+    with pytest.raises(ValueError, match="local message"):
+        take(bytearray(struct.pack("<I", len(body)) + body))
+
+
+def test_an_oversized_message_is_refused_before_it_is_awaited() -> None:
+    with pytest.raises(ValueError, match=f"over the limit of {MESSAGE_BYTES_MAX}"):
+        take(bytearray(struct.pack("<I", MESSAGE_BYTES_MAX + 1)))
+    assert take(bytearray(struct.pack("<I", MESSAGE_BYTES_MAX))) is None
+
+
+# ------------------------------------------------------------------------------------------------------------- nodes
+
+
+@pytest.fixture
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "peerd").mkdir()
+    return tmp_path
+
+
+def listen(name: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(socket_path(name)))
+    listener.listen()
+    return listener
+
+
+def test_nodes_are_found_by_whether_they_answer(runtime: Path) -> None:
+    with pytest.raises(UserError, match="no peerd node runs here"):
+        find_node(None)
+    listen("dead").close()
+    with listen("one"):
+        assert running_nodes() == ["one"]
+        assert find_node(None) == find_node("one") == runtime / "peerd" / "one.sock"
+        with pytest.raises(UserError, match="no node called 'dead' runs here; running: one"):
+            find_node("dead")
+        with listen("two"), pytest.raises(UserError, match="several nodes run here: one, two"):
+            find_node(None)
+
+
+def test_a_node_that_is_not_there_is_a_user_error(runtime: Path) -> None:
+    with pytest.raises(UserError, match="does not answer: No such file"):
+        request(runtime / "nobody.sock", "status")
+
+
+# ------------------------------------------------------------------------------------------- both ends, in one process
+
+
+def serving(path: Path, ask: Any, attach: Any = None) -> None:
+    """Run the blocking function `ask` against a control socket at `path`."""
+
+    async def echo(message: dict[str, Any]) -> dict[str, Any]:
+        return message
+
+    async def unhappy(_: dict[str, Any]) -> dict[str, Any]:
+        raise UserError("say please")
+
+    async def broken(_: dict[str, Any]) -> dict[str, Any]:
+        raise KeyError("bug")
+
+    verbs: dict[str, control.Verb] = {"echo": echo, "unhappy": unhappy, "broken": broken}
+
+    async def main() -> None:
+        with trio.fail_after(60):
+            async with trio.open_nursery() as nursery:
+                await nursery.start(control.serve, path, verbs, attach)
+                assert path.stat().st_mode & 0o777 == 0o600
+                await trio.to_thread.run_sync(ask)
+                nursery.cancel_scope.cancel()
+
+    trio.run(main)
+    assert not path.exists()
+
+
+def test_a_request_gets_its_answer_or_one_line(runtime: Path) -> None:
+    path = socket_path("node")
+
+    def ask() -> None:
+        assert request(path, "echo", a=1, b=["x"]) == {"kind": "echo", "a": 1, "b": ["x"]}
+        with pytest.raises(UserError, match=r"^say please$"):
+            request(path, "unhappy")
+        with pytest.raises(UserError, match=r"^the daemon failed to answer: KeyError\('bug'\)"):
+            request(path, "broken")
+        with pytest.raises(UserError, match="does not know 'dance'"):
+            request(path, "dance")
+
+    serving(path, ask)
+
+
+def test_several_requests_in_any_pieces_on_one_connection(runtime: Path) -> None:
+    path = socket_path("node")
+
+    def ask() -> None:
+        client = LocalSocket(path)
+        stream = pack({"kind": "echo", "n": 1}) + pack({"kind": "echo", "n": 2})
+        for byte in stream:
+            client._socket.sendall(bytes([byte]))
+        assert [client.receive(), client.receive()] == [{"kind": "echo", "n": 1}, {"kind": "echo", "n": 2}]
+        assert client.receive(timeout_s=0) is None
+        assert client.receive(timeout_s=0.01) is None
+        client.close()
+        client.close()
+
+    serving(path, ask)
+
+
+def test_garbage_ends_its_connection_only(runtime: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = socket_path("node")
+
+    def ask() -> None:
+        client = LocalSocket(path)
+        client._socket.sendall(b"\xff" * 10)
+        with pytest.raises(EOFError):
+            client.receive()
+        client.close()
+        assert request(path, "echo") == {"kind": "echo"}
+
+    serving(path, ask)
+
+
+def test_descriptors_travel_with_an_attach_and_are_closed(runtime: Path) -> None:
+    path = socket_path("node")
+    seen: list[tuple[dict[str, Any], bytes]] = []
+    given: list[int] = []
+
+    async def attach(connection: control.LocalConnection, message: dict[str, Any]) -> None:
+        (fd,) = connection.fds
+        given.append(fd)
+        seen.append((message, os.pread(fd, 100, 0)))
+        await connection.send({"kind": "welcome", "tensors": "x" * 300_000})  # more than a socket buffer
+
+    def ask() -> None:
+        fd = os.memfd_create("passed")
+        os.write(fd, b"shared")
+        client = LocalSocket(path)
+        client.send({"kind": "attach", "tensors": ["t" * 300] * 1000}, fds=(fd,))
+        os.close(fd)
+        welcome = client.receive()
+        assert welcome is not None
+        assert len(welcome["tensors"]) == 300_000
+        with pytest.raises(EOFError):
+            client.receive()
+        client.close()
+
+    serving(path, ask, attach)
+    assert seen == [({"kind": "attach", "tensors": ["t" * 300] * 1000}, b"shared")]
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(given[0])
+
+
+def test_a_folder_of_another_user_is_refused(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.raises((UserError, ExceptionGroup)) as failure:
+        serving(socket_path("node"), lambda: None)
+    assert "belongs to another user" in repr(failure.value)

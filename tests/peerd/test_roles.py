@@ -1,0 +1,131 @@
+"""Who goes first, who gives its model, and what a member may say of itself: every node decides the same."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peerd.messages import Member, State
+from peerd.roles import About, FetchFrom, OwnModel, WaitFor, donors, partners, whose_model
+from peerd.transport.wire import MAX_BYTES
+
+MODELS = ("a" * 64, "b" * 64, "")
+PRINTED = settings(deadline=None, print_blob=True)
+
+abouts = st.builds(About, st.sampled_from(MODELS), ready=st.booleans(), expects=st.booleans(), founder=st.booleans())
+not_ready = st.builds(About, st.just(""), ready=st.just(False), expects=st.booleans(), founder=st.booleans())
+states = st.sampled_from(State)
+
+
+def member(id: str, about: About | bytes, state: State = State.ALIVE) -> Member:
+    meta = about if isinstance(about, bytes) else about.pack()
+    return Member(id, f"name of {id}", "host", 1, 1, 0, state, "", meta)
+
+
+def swarms(about: st.SearchStrategy[About | bytes]) -> st.SearchStrategy[dict[str, Member]]:
+    ids = st.text("abcdef0123456789", min_size=1, max_size=4)
+    rows = st.dictionaries(ids, st.tuples(about, states), min_size=1, max_size=8)
+    return rows.map(lambda table: {id: member(id, about, state) for id, (about, state) in table.items()})
+
+
+def live(members: dict[str, Member]) -> list[str]:
+    return [id for id, member in members.items() if member.state <= State.SUSPECT]
+
+
+def trainers(members: dict[str, Member]) -> list[str]:
+    return [id for id in live(members) if About.unpack(members[id].meta).expects]
+
+
+@PRINTED
+@given(swarms(not_ready))
+def test_exactly_one_goes_first_while_nobody_is_ready(members: dict[str, Member]) -> None:
+    first = [id for id in trainers(members) if whose_model(members, id, has_seeds=False) == OwnModel()]
+    assert len(first) == (1 if trainers(members) else 0)
+    for id in set(trainers(members)) - set(first):
+        decision = whose_model(members, id, has_seeds=False)
+        assert isinstance(decision, WaitFor)
+        assert f"name of {first[0]}" in decision.reason
+
+
+@PRINTED
+@given(swarms(not_ready), st.data())
+def test_whoever_goes_first_stays_first_when_others_stop(members: dict[str, Member], data: st.DataObject) -> None:
+    """Only the first itself, going away, makes room for another."""
+    first = [id for id in trainers(members) if whose_model(members, id, has_seeds=False) == OwnModel()]
+    others = [id for id in members if id not in first]
+    for id in data.draw(st.sets(st.sampled_from(others)) if others else st.just(set())):
+        del members[id]
+    assert all(whose_model(members, id, has_seeds=False) == OwnModel() for id in first)
+
+
+@PRINTED
+@given(swarms(abouts))
+def test_nobody_starts_from_its_own_model_while_another_has_one(members: dict[str, Member]) -> None:
+    for id in live(members):
+        ready = [other for other in live(members) if other != id and About.unpack(members[other].meta).ready]
+        decision = whose_model(members, id, has_seeds=True)
+        assert isinstance(decision, FetchFrom) == bool(ready)
+        if isinstance(decision, FetchFrom):
+            assert sorted(decision.donors) == sorted(ready) == donors(members, id)
+
+
+def test_a_node_with_seeds_does_not_go_first_alone() -> None:
+    members = {"a": member("a", About(expects=True, founder=True))}
+    assert whose_model(members, "a", has_seeds=False) == OwnModel()
+    assert whose_model(members, "a", has_seeds=True) == WaitFor("no node of the swarm has answered yet")
+
+
+def test_a_founder_goes_before_a_smaller_id() -> None:
+    members = {"a": member("a", About(expects=True)), "b": member("b", About(expects=True, founder=True))}
+    assert whose_model(members, "b", has_seeds=False) == OwnModel()
+    assert isinstance(whose_model(members, "a", has_seeds=True), WaitFor)
+
+
+def test_newcomers_spread_over_the_donors() -> None:
+    members = {id: member(id, About(ready=True)) for id in "abcd"}
+    asked = set()
+    for newcomer in ("e", "f", "g", "h"):
+        decision = whose_model({**members, newcomer: member(newcomer, About())}, newcomer, has_seeds=True)
+        assert isinstance(decision, FetchFrom)
+        asked.add(decision.donors[0])
+    assert asked == set("abcd")
+
+
+@PRINTED
+@given(swarms(abouts | st.binary(max_size=20)), st.sampled_from(MODELS))
+def test_partners_are_live_ready_and_of_the_same_model(members: dict[str, Member], model: str) -> None:
+    for me in members:
+        found = partners(members, me, model)
+        assert me not in found
+        assert found <= set(live(members)) & set(donors(members, me))
+        for id in found:
+            assert About.unpack(members[id].meta).model == model[:16]
+
+
+def test_a_ready_member_of_another_model_is_asked_and_is_no_partner() -> None:
+    """Asking it brings the refusal that names what differs; skipping it left a newcomer looking for ever."""
+    members = {"a": member("a", About("x", expects=True)), "b": member("b", About("y", ready=True))}
+    assert whose_model(members, "a", has_seeds=True) == FetchFrom(("b",))
+    assert donors(members, "a") == ["b"]
+    assert not partners(members, "a", "x")
+
+
+@PRINTED
+@given(st.text("0123456789abcdef", max_size=64), st.booleans(), st.booleans(), st.booleans())
+def test_about_round_trip(model: str, ready: bool, expects: bool, founder: bool) -> None:
+    packed = About(model, ready, expects, founder).pack()
+    assert len(packed) <= 64 <= MAX_BYTES
+    assert About.unpack(packed) == About(model[:16], ready, expects, founder)
+
+
+@PRINTED
+@given(st.binary(max_size=MAX_BYTES))
+def test_any_bytes_are_something_said(meta: bytes) -> None:
+    about = About.unpack(meta)
+    assert isinstance(about.model, str)
+    assert {type(about.ready), type(about.expects), type(about.founder)} == {bool}
+
+
+def test_later_versions_may_say_more() -> None:
+    packed = About("m", ready=True).pack()
+    assert About.unpack(bytes([packed[0] + 1]) + packed[1:] + b"\xa3new") == About("m", ready=True)
