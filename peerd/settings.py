@@ -18,6 +18,7 @@ from peerd.training.modes import MODES
 from peerd.training.trigger import parse_trigger
 
 DEFAULT_PORT = 7946
+_WORDS = {tuple: "a list of strings", int: "a whole number", float: "a number", str: "a string"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,8 +130,7 @@ def _typed(key: str, value: Any, where: str) -> Any:
         return float(value)
     elif type(value) is type(default):
         return value
-    wanted = {tuple: "a list of strings", int: "a whole number", float: "a number", str: "a string"}[type(default)]
-    raise UserError(f"{where}: {key} must be {wanted}, not {value!r}")
+    raise UserError(f"{where}: {key} must be {_WORDS[type(default)]}, not {value!r}")
 
 
 def _from_text(key: str, text: str, where: str) -> Any:
@@ -142,7 +142,7 @@ def _from_text(key: str, text: str, where: str) -> Any:
     try:
         return type(default)(text)
     except ValueError:
-        raise UserError(f"{where}: {text!r} is not a {type(default).__name__}") from None
+        raise UserError(f"{where}: {text!r} is not {_WORDS[type(default)]}") from None
 
 
 def _choice(key: str, value: str, choices: list[str]) -> None:

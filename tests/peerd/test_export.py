@@ -1,0 +1,88 @@
+"""A flat vector as a file of named tensors: what the trainer has, read back by safetensors."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+
+from peerd.effects import UserError
+from peerd.export import write_safetensors
+from peerd.training.flat import FlatModel
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Parameter(torch.arange(3.0), requires_grad=False)
+        self.first = nn.Linear(3, 2)
+        self.norm = nn.BatchNorm1d(2)
+        self.low = nn.Linear(2, 2, dtype=torch.bfloat16)
+        self.sixteen = nn.Linear(2, 1, dtype=torch.float16)
+        self.high = nn.Parameter(torch.tensor(0.1, dtype=torch.float64))
+        self.tied = nn.Linear(3, 2)
+        self.tied.weight = self.first.weight
+        self.names = nn.ModuleDict({"a buffer": nn.Linear(1, 1), "x frozen float32 3": nn.Linear(1, 1)})
+
+
+def test_every_trained_tensor_comes_back(tmp_path: Path) -> None:
+    model = Net()
+    flat = FlatModel(model)
+    path = tmp_path / "model.safetensors"
+    size = write_safetensors(path, flat.gather().numpy(), flat.tensors)
+    assert path.stat().st_size == size
+    found = load_file(path)
+    state = model.state_dict()
+    left_out = {"frozen", "norm.num_batches_tracked", "tied.weight"}
+    assert found.keys() == state.keys() - left_out
+    for name, tensor in found.items():
+        assert tensor.shape == state[name].shape
+        assert tensor.dtype == (torch.float32 if state[name].dtype == torch.bfloat16 else state[name].dtype), name
+        assert torch.equal(tensor.float(), state[name].float()), name
+    model.load_state_dict(found, strict=False)
+    with safe_open(path, "pt") as opened:
+        assert opened.metadata() == {"format": "pt"}
+
+
+@settings(max_examples=30, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.lists(st.integers(0, 3), max_size=3), st.booleans()), min_size=1, max_size=5))
+def test_any_shapes_in_any_order(tmp_path: Path, shapes: list[tuple[list[int], bool]]) -> None:
+    """Buffers come after the parameters in the vector, wherever their lines are."""
+    lines, parameters, buffers = [], {}, {}
+    for index, (shape, is_buffer) in enumerate(shapes):
+        text = "x".join(map(str, shape)) or "scalar"
+        lines.append(f"t{index} float32 {text}" + (" buffer" if is_buffer else ""))
+        (buffers if is_buffer else parameters)[f"t{index}"] = np.full(shape, index, np.float32)
+    vector = np.concatenate([tensor.reshape(-1) for tensor in (*parameters.values(), *buffers.values())])
+    write_safetensors(tmp_path / "m", vector, lines)
+    found = load_file(tmp_path / "m")
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {
+        name: tensor.tolist() for name, tensor in {**parameters, **buffers}.items()
+    }
+
+
+def test_what_cannot_be_written_is_one_line_and_leaves_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_text("old")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        with pytest.raises(UserError, match=r"cannot write .*too large"):
+            write_safetensors(path, np.zeros(1 << 20, np.float32), ["w float32 1048576"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_text() == "old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model.safetensors"]
+    with pytest.raises(UserError, match=r"cannot write .*No such file"):
+        write_safetensors(tmp_path / "missing" / "m", np.zeros(1, np.float32), ["w float32 1"])
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(UserError, match=r"cannot write .*Is a directory"):
+        write_safetensors(tmp_path / "folder", np.zeros(1, np.float32), ["w float32 1"])

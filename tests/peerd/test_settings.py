@@ -1,0 +1,207 @@
+"""What a node was told: which source wins, and that every mistake is one line naming the key."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from peerd.effects import UserError
+from peerd.settings import DEFAULT_PORT, Settings, load, parse_address
+from peerd.training.codecs import CODECS
+from peerd.training.modes import MODES
+
+PRINTED = settings(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+# a good value of every setting, another one for each source
+GOOD: dict[str, tuple[Any, Any, Any]] = {
+    "name": ("a", "b.c", "D-1_2"),
+    "bind": ("127.0.0.1:1", "[::1]:2", "host"),
+    "join": (("h:1",), ("h:2", "i:3"), ("[::1]",)),
+    "swarm": ("s1", "s2", ""),
+    "run": ("r1", "r2", "r3"),
+    "mode": tuple((list(MODES) * 3)[:3]),  # type: ignore[dict-item]
+    "codec": tuple((list(CODECS) * 3)[:3]),  # type: ignore[dict-item]
+    "trigger": ("change:0.1", "period:3", "always"),
+    "view": (1, 2, 9),
+    "wait_for": (1, 2, 9),
+    "network": ("lan", "wan", "lan"),
+    "checkpoint_every_s": (1.0, 0.5, 3600.0),
+    "state_dir": ("/tmp/a", "/tmp/b", "/tmp/c"),
+    "log": ("human", "json", "auto"),
+}
+
+
+def as_text(value: Any) -> str:
+    return ",".join(value) if isinstance(value, tuple) else str(value)
+
+
+def as_toml(values: dict[str, Any]) -> str:
+    lines = (
+        f"{key} = {json.dumps(list(value) if isinstance(value, tuple) else value)}" for key, value in values.items()
+    )
+    return "\n".join(lines)
+
+
+def test_every_setting_is_tested_here() -> None:
+    assert set(GOOD) == {item.name for item in fields(Settings)}
+
+
+keys = st.sets(st.sampled_from(sorted(GOOD)))
+
+
+@PRINTED
+@given(in_file=keys, in_environment=keys, as_flag=keys)
+def test_flags_win_over_variables_over_the_file_over_defaults(
+    tmp_path: Path, in_file: set[str], in_environment: set[str], as_flag: set[str]
+) -> None:
+    file = tmp_path / "peerd.toml"
+    file.write_text(as_toml({key: GOOD[key][0] for key in in_file}))
+    environment = {f"PEERD_{key.upper()}": as_text(GOOD[key][1]) for key in in_environment}
+    flags = {key: GOOD[key][2] if key in as_flag else None for key in GOOD}
+    loaded = load(flags, environment, file)
+    for key, (of_file, of_environment, of_flag) in GOOD.items():
+        expected = (
+            of_flag if key in as_flag
+            else of_environment if key in in_environment
+            else of_file if key in in_file
+            else getattr(Settings(), key)
+        )  # fmt: skip
+        assert getattr(loaded, key) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("nmae = 'x'", "unknown key 'nmae'; did you mean 'name'?"),
+        ("zzz = 1", "unknown key 'zzz'; known keys: name, bind, "),
+        ("[peerd]\nname = 'x'", "unknown key 'peerd'"),
+        ("view = 'three'", "view must be a whole number, not 'three'"),
+        ("view = true", "view must be a whole number, not True"),
+        ("view = 2.0", "view must be a whole number, not 2.0"),
+        ("checkpoint_every_s = '1'", "checkpoint_every_s must be a number, not '1'"),
+        ("name = 5", "name must be a string, not 5"),
+        ("join = [1]", "join must be a list of strings, not [1]"),
+        ("= 3", "Invalid"),
+        ("view = 1\nview = 2", "Cannot overwrite"),
+    ],
+)
+def test_a_mistake_in_the_file_is_one_line(tmp_path: Path, text: str, line: str) -> None:
+    file = tmp_path / "peerd.toml"
+    file.write_text(text)
+    with pytest.raises(UserError) as failure:
+        load({}, {}, file)
+    assert str(failure.value).startswith(f"config {file}: ")
+    assert line in str(failure.value)
+    assert "\n" not in str(failure.value)
+
+
+def test_a_number_may_be_whole_and_a_list_one_string(tmp_path: Path) -> None:
+    file = tmp_path / "peerd.toml"
+    file.write_text("checkpoint_every_s = 5\njoin = 'host:1'")
+    loaded = load({}, {}, file)
+    assert (loaded.checkpoint_every_s, loaded.join) == (5.0, ("host:1",))
+
+
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"config .*missing\.toml: No such file or directory"):
+        load({}, {}, tmp_path / "missing.toml")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match=r"config .*binary: "):
+        load({}, {}, tmp_path / "binary")
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "line"),
+    [
+        ("PEERD_VIEW", "many", "PEERD_VIEW: 'many' is not a whole number"),
+        ("PEERD_VIEW", "0", "view: 0 must be at least 1"),
+        ("PEERD_WAIT_FOR", "-1", "wait_for: -1 must be at least 1"),
+        ("PEERD_CHECKPOINT_EVERY_S", "nan", "checkpoint_every_s: nan must be above 0"),
+        ("PEERD_CODEC", "int9", "codec: 'int9' is not one of .*; did you mean 'int8'?"),
+        ("PEERD_MODE", "gosip", "did you mean 'gossip'?"),
+        ("PEERD_NETWORK", "moon", "network: 'moon' is not one of lan, wan"),
+        ("PEERD_TRIGGER", "never", "trigger 'never' is not one"),
+        ("PEERD_BIND", "host:99999", "bind: 'host:99999' is not HOST:PORT"),
+        ("PEERD_JOIN", "a:1, :2", "join: ':2' is not HOST:PORT"),
+        ("PEERD_NAME", "", "name: '' must be 1 to 64 letters"),
+        ("PEERD_NAME", "..", "name: '..' must be"),
+        ("PEERD_NAME", "a/b", "name: 'a/b' must be"),
+    ],
+)
+def test_a_mistake_in_a_variable_is_one_line(variable: str, text: str, line: str) -> None:
+    with pytest.raises(UserError) as failure:
+        load({}, {variable: text}, None)
+    pieces = line.split(".*")
+    assert all(piece in str(failure.value) for piece in pieces), str(failure.value)
+
+
+def test_lists_in_variables_are_separated_by_commas() -> None:
+    assert load({}, {"PEERD_JOIN": " a:1 ,b:2,, "}, None).join == ("a:1", "b:2")
+    assert load({}, {"PEERD_JOIN": ""}, None).join == ()
+
+
+@PRINTED
+@given(st.text(max_size=20) | st.from_regex(r"\[?[a-z0-9.:]{1,8}\]?:?[0-9]{0,6}"))
+def test_any_text_is_an_address_or_a_user_error(text: str) -> None:
+    try:
+        host, port = parse_address(text, "bind")
+    except UserError as error:
+        told = str(error)
+    else:
+        told = f"bind: {host}"
+        assert host
+        assert host in text
+        assert 0 <= port <= 65535
+    assert told.startswith("bind: ")
+
+
+@PRINTED
+@given(st.text(max_size=70))
+def test_a_good_name_is_one_folder_below_the_state(name: str) -> None:
+    try:
+        told = Settings(name=name)
+    except UserError:
+        return
+    assert told.state_path.name == name
+    assert told.state_path.parent == Settings(name="x").state_path.parent
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("host", ("host", DEFAULT_PORT)),
+        ("host:0", ("host", 0)),
+        ("[::1]", ("::1", DEFAULT_PORT)),
+        ("[::1]:9", ("::1", 9)),
+    ],
+)
+def test_addresses(text: str, address: tuple[str, int]) -> None:
+    assert parse_address(text, "bind") == address
+    assert Settings(bind=text).bind_address == address
+    assert Settings(join=(text, text)).seeds == (address, address)
+
+
+def test_the_state_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert Settings(name="n").state_path == tmp_path / "peerd" / "n"
+    assert Settings(name="n", state_dir="elsewhere").state_path == Path("elsewhere")
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert Settings(name="n").state_path == Path("/home/me/.local/state/peerd/n")
+
+
+@pytest.mark.parametrize("hostname", ["gpu-1", "gpu 1.lan", "ü", "", ".hidden", "-x", "a" * 100])
+def test_the_default_name_is_always_a_good_one(monkeypatch: pytest.MonkeyPatch, hostname: str) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: hostname)
+    assert Settings().name
+
+
+def test_the_toml_of_these_tests_is_toml() -> None:
+    assert tomllib.loads(as_toml({"a": 1.5, "b": ("x",)})) == {"a": 1.5, "b": ["x"]}
