@@ -167,8 +167,8 @@ class ModelSide:
         if refusal is not None:
             await connection.send({"error": refusal})
             return
-        memory = SharedMemory(connection.fds.pop(), message["total"])
-        memory.close_fd()
+        memory = SharedMemory(connection.fds[0], message["total"])
+        connection.close_fds()  # the mapping stays; the connection closes them itself when the memory is refused
         self._session = connection
         self.attaches += 1
         facts = self.facts = TrainerFacts(pid=message["pid"], step=self.facts.step if self.facts else 0)
