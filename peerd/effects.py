@@ -51,7 +51,7 @@ class PushPull:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Apply:
-    """Add `correction` (the flat model's size and dtype) to the model, between two steps."""
+    """Add `correction` (the flat model's size and dtype) to the model, between two steps; it is lent, not given."""
 
     correction: Vector
 

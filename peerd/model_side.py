@@ -460,7 +460,7 @@ class ModelSide:
         found: list[np.ndarray[Any, Any]] = []
 
         def read(_: float) -> list[Effect]:
-            found.append(self._replica.values())
+            found.append(self._replica.values().copy())
             return []
 
         await self.lane.call(read)

@@ -19,6 +19,7 @@ class Replica:
     def __init__(self, memory: SharedMemory) -> None:
         """Begin with what the trainer published to copies[0]."""
         self._memory = memory
+        self._values = np.empty(memory.total, np.float32)
         self._current = 0
         self._handed: int | None = None  # the half that the trainer was told to take
         self._filling = 0
@@ -36,8 +37,9 @@ class Replica:
         return self._filled or self._handed is not None
 
     def values(self) -> Vector:
-        """The model with every correction so far, shape (total,), a fresh array."""
-        values: Vector = self._memory.copies[self._current].copy()
+        """The model with every correction so far, shape (total,); the array is used again by the next call."""
+        values = self._values
+        np.copyto(values, self._memory.copies[self._current])
         if self._handed is not None:
             values += self._memory.corrections[self._handed]
         if self._filled:

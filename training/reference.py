@@ -26,7 +26,8 @@ import numpy as np
 from peerd.effects import PeerError, Vector
 from peerd.messages import CHUNK_VALUES, Delta
 from peerd.training import delta
-from peerd.training.delta import GAIN_MOST, Gain, Layout
+from peerd.training.delta import GAIN_MOST, Gain, Layout, NotFinite
+from peerd.training.scratch import Scratch
 
 
 class LinkMismatch(Exception):
@@ -47,15 +48,16 @@ class Half:
 class Outcome:
     """What a half from the peer led to: perhaps a correction for x, perhaps a half to send back."""
 
-    correction: Vector | None
+    correction: Vector | None  # scratch: the caller gives it back
     reply: Delta | None
 
 
 class PairedReference:
     """One end of one link. Not thread-safe: one lane owns it."""
 
-    def __init__(self, link: int, start: Vector, layout: Layout) -> None:
+    def __init__(self, link: int, start: Vector, layout: Layout, scratch: Scratch) -> None:
         """Both references begin at `start` (shape (total,)), the same bits on both ends."""
+        self._scratch = scratch
         self.link = link
         self.version = 0
         self.layout = layout
@@ -83,13 +85,19 @@ class PairedReference:
             raise LinkMismatch(f"the peer is at exchange {theirs.seq}, this end at {self.version}")
         if not 0 < theirs.gain <= GAIN_MOST:
             raise PeerError(f"a gain of {theirs.gain} is outside (0, {GAIN_MOST}]")
-        incoming = np.empty_like(self.theirs)
-        delta.decode(theirs.codec, self.layout, theirs.chunks, incoming)
-        reply = self._encode(values, half, wants_answer=False) if self.under_way is None else None
+        incoming = self._scratch.take(self.theirs)
+        try:
+            delta.decode(theirs.codec, self.layout, theirs.chunks, incoming)
+            reply = self._encode(values, half, wants_answer=False) if self.under_way is None else None
+        except (PeerError, NotFinite):
+            self._scratch.give(incoming)
+            raise
         return Outcome(self._complete(theirs, incoming), reply)
 
     def cancel(self) -> None:
         """Drop the half under way: the peer has not applied it."""
+        if self._outgoing is not None:
+            self._scratch.give(self._outgoing)
         self.under_way = self._outgoing = None
 
     def distance(self) -> float:
@@ -98,8 +106,15 @@ class PairedReference:
         return norm_of_difference(self.theirs[:parameters], self.mine[:parameters])
 
     def _encode(self, values: Vector, half: Half, *, wants_answer: bool) -> Delta:
-        decoded = np.empty_like(self.mine)
-        chunks, contraction = delta.encode(half.codec, self.layout, values - self.mine, decoded=decoded)
+        difference, decoded = self._scratch.take(self.mine), self._scratch.take(self.mine)
+        np.subtract(values, self.mine, out=difference)
+        try:
+            chunks, contraction = delta.encode(half.codec, self.layout, difference, decoded=decoded)
+        except NotFinite:
+            self._scratch.give(decoded)
+            raise
+        finally:
+            self._scratch.give(difference)
         half.gain.observe(contraction)
         self.under_way = Delta(
             self.link,

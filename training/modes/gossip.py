@@ -32,6 +32,7 @@ from peerd.training import delta
 from peerd.training.delta import Gain, Layout, NotFinite
 from peerd.training.modes.mode import LinkStatus, ModeSettings
 from peerd.training.reference import Half, LinkMismatch, PairedReference, norm_of_difference
+from peerd.training.scratch import Scratch
 from peerd.training.trigger import MAX_SILENCE_S, LinkChange
 
 SNAPSHOT_CODEC = "bfloat16"  # any vector may start a pair of references; this one costs half of float32
@@ -74,7 +75,9 @@ class Gossip:
         self._rng = rng
         self._settings = settings
         self._values = values
+        self._scratch = Scratch()
         self._unapplied: Vector | None = None  # the correction that this event's effects will bring
+        self._lent: list[Vector] = []  # corrections in the effects of the last event: applied by the next one
         self._links: dict[NodeId, _Link] = {}
         self._opening: dict[NodeId, tuple[int, float]] = {}  # link number, when it was last asked for
         self._declined: set[NodeId] = set()
@@ -91,6 +94,7 @@ class Gossip:
 
     def on_step(self, report: StepReport, now: float) -> list[Effect]:
         """Draw a partner, decide, and perhaps begin an exchange."""
+        self._reclaim()
         self._report = report
         if report.published:
             for link in self._links.values():
@@ -108,6 +112,7 @@ class Gossip:
 
     def on_message(self, sender: NodeId, message: Message | Connected, now: float) -> list[Effect]:
         """One event of one link."""
+        self._reclaim()
         match message:
             case Delta():
                 effects = self._on_delta(sender, message, now)
@@ -127,6 +132,7 @@ class Gossip:
 
     def on_peers(self, alive: frozenset[NodeId], now: float) -> list[Effect]:
         """Peers came or went: wake or rest their links, and fill the view."""
+        self._reclaim()
         effects: list[Effect] = []
         for peer in sorted(alive - self._alive):
             if link := self._links.get(peer):
@@ -276,6 +282,7 @@ class Gossip:
                 other.moved += shift
         self.counts["exchanges"] += 1
         self._unapplied = correction
+        self._lent.append(correction)
         effects: list[Effect] = [Apply(correction)]
         if self.counts["exchanges"] % ROTATE_AFTER_EXCHANGES == 0 and not self._report.finishing:
             effects += self._rotate(now)
@@ -283,7 +290,15 @@ class Gossip:
 
     def _current(self) -> Vector:
         values = self._values()
-        return values if self._unapplied is None else values + self._unapplied
+        if self._unapplied is not None:
+            np.add(values, self._unapplied, out=values)
+        return values
+
+    def _reclaim(self) -> None:
+        """Take back the corrections of the last event, which its shell has applied by now."""
+        for correction in self._lent:
+            self._scratch.give(correction)
+        self._lent.clear()
 
     def _half(self, *, flush: bool) -> Half:
         codec = FLUSH_CODEC if flush else self._settings.codec
@@ -391,7 +406,9 @@ class Gossip:
 
     def _add_link(self, peer: NodeId, number: int, start: Vector, values: Vector, now: float) -> None:
         norm = norm_of_difference(values[: self._layout.parameters])
-        self._links[peer] = _Link(PairedReference(number, start, self._layout), values.copy(), norm, now, sent_at=now)
+        self._links[peer] = _Link(
+            PairedReference(number, start, self._layout, self._scratch), values.copy(), norm, now, sent_at=now
+        )
 
     def _on_close(self, sender: NodeId, message: LinkClose) -> list[Effect]:
         link = self._links.get(sender)
@@ -452,7 +469,8 @@ class Gossip:
         return effects
 
     def _drop(self, peer: NodeId) -> list[Effect]:
-        self._links.pop(peer, None)
+        if link := self._links.pop(peer, None):
+            link.reference.cancel()
         if self._wanted == peer:
             self._wanted = None
         return []

@@ -28,7 +28,8 @@ class LinkStatus:
 class Mode(Protocol):
     """The contract: every call returns its effects, in order, and may move `deadline`. Calls never overlap.
 
-    `values()`, given at construction, reads the model as it stands, with every correction applied so far.
+    `values()`, given at construction, reads the model as it stands, with every correction applied so far; the array is
+    the mode's own until it asks again. A correction in an Apply is the shell's until the next call.
     """
 
     deadline: float
