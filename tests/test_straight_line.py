@@ -152,7 +152,7 @@ async def node_hears_the_answer(node: Node, answer: Delta) -> None:
 def trainer_takes_the_correction(node: Node) -> Vector:
     """training/flat.py: between two steps, by the model's only owner. Returns what was added."""
     correction = node.memory.corrections[node.handed].copy()
-    expected = node.replica.values()
+    expected = node.replica.values().copy()
     node.flat.add(correction)
     node.replica.taken(node.handed)
     assert (node.replica.values() == expected).all(), "taking a correction changes nothing of what the daemon knows"

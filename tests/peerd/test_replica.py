@@ -155,7 +155,7 @@ TestExchange = Exchange.TestCase
 TestExchange.settings = settings(max_examples=120, stateful_step_count=25, deadline=None, print_blob=True)
 
 
-def test_values_is_a_copy() -> None:
+def test_values_is_no_view_of_the_memory() -> None:
     trainers, daemons = two_mappings(SIZE)
     replica = Replica(daemons)
     values = replica.values()
