@@ -11,6 +11,7 @@ import random
 import signal
 import socket
 from collections.abc import Callable
+from contextlib import aclosing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -266,7 +267,7 @@ async def run(settings: Settings, command: list[str]) -> int:
     about = About(expects=bool(command), founder=not settings.join).pack()
     me = Member(mine.id, settings.name, _advertised(host), port, mine.epoch, 0, State.ALIVE, "", about)
     failure: UserError | None = None
-    async with trio.open_nursery() as nursery:
+    async with aclosing(datagrams), trio.open_nursery() as nursery:
         daemon = Daemon(settings, me, (host, port), nursery, datagrams)
         address = await daemon.start()
         daemon.model.about = About.unpack(about)

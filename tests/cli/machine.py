@@ -190,7 +190,7 @@ class Machine:
 
     def logs(self) -> str:
         """Every log, for a failure's report."""
-        return "\n".join(f"--- {path.stem}\n{path.read_text(errors='replace')[-3000:]}" for path in self.path.glob("*.log"))
+        return "\n".join(f"--- {path.stem}\n{path.read_text(errors='replace')}" for path in self.path.glob("*.log"))
 
     def processes(self) -> list[int]:
         """Pids of all processes that came from here, grandchildren and orphans too; zombies are none."""

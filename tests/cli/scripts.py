@@ -14,7 +14,7 @@ model = nn.Sequential(nn.Linear(4, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 with peerd.attach(model, optimizer) as swarm:
     print("ready, alone" if swarm.alone else "ready, in a swarm", "at step", swarm.step_count, flush=True)
-    while swarm.step_count < int(os.environ.get("STEPS", "1000000")):
+    while not (swarm.alone and swarm.step_count > 5):
         x = torch.randn(8, 4)
         loss = ((model(x) - x.sum(1, keepdim=True)) ** 2).mean()
         if os.environ.get("NAN") and swarm.step_count % 50 == 49:
@@ -24,7 +24,7 @@ with peerd.attach(model, optimizer) as swarm:
         optimizer.zero_grad()
         swarm.step(loss=loss.item(), samples=8)
         time.sleep(0.01)
-print("done", swarm.step_count, flush=True)
+print("done", flush=True)
 """
 
 # BatchNorm and its integer counter, a tied weight, a frozen layer, bfloat16 and float64 parameters, all in one
@@ -83,7 +83,7 @@ STUBBORN = """\
 import os, signal, time
 
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-print("stubborn", os.getpid(), flush=True)
+print("running as", os.getpid(), flush=True)
 while True:
     time.sleep(1)
 """
