@@ -28,16 +28,18 @@ def draw(path: Path, samples: Sequence[Seen], title: str) -> None:
         ("consensus distance / model norm", lambda status: status["consensus_distance"] or None),
         ("MB sent", lambda status: status["bytes_sent"] / 1e6),
     ]
+    began = min((s.seconds for s in samples if _trainer(s.status).get("loss") is not None), default=0.0)
     figure, axes = pyplot.subplots(2, 2, figsize=(10, 6), sharex=True, layout="constrained")
     for axis, (name, value) in zip(axes.flat, panels, strict=True):
         for node in sorted({sample.node for sample in samples}):
-            points = [(s.seconds, y) for s in samples if s.node == node and (y := value(s.status)) is not None]
+            seen = [s for s in samples if s.node == node and s.seconds >= began]
+            points = [(s.seconds - began, y) for s in seen if (y := value(s.status)) is not None]
             axis.plot([x for x, _ in points], [y for _, y in points], label=node, linewidth=1.2)
         axis.set_title(name, fontsize=10)
         axis.grid(alpha=0.3)
     axes[0][0].legend(fontsize=8)
     for axis in axes[1]:
-        axis.set_xlabel("seconds")
+        axis.set_xlabel("seconds of training")
     figure.suptitle(title)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
