@@ -157,8 +157,8 @@ def test_a_swarm_is_unharmed(machine: Machine) -> None:
     other_model = machine.start("m", script, join=a, HIDDEN="17")
     sick = machine.start("sick", "--trigger", "period:5", script, join=a, NAN="1", SEED="1")
     assert other_model.end() == 1
-    assert other_model.log.splitlines()[-1] == (
-        f"peerd: {a.address} refused this node: its model is '0.weight float32 16x4', ours '0.weight float32 17x4'"
+    assert other_model.log.splitlines()[-1].endswith(  # either of the two refuses it
+        " refused this node: its model is '0.weight float32 16x4', ours '0.weight float32 17x4'"
     )
 
     # a NaN every 50 steps: rolled back, and never sent on
