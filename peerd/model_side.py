@@ -176,6 +176,8 @@ class ModelSide:
             await self._start(connection, message, memory)
             while (said := await connection.receive()) is not None:
                 self._on_trainer(said)
+        except (KeyError, TypeError, ValueError) as error:
+            LOGGER.warning("the trainer said what this daemon does not understand (%r): cut off", error)
         except TrainerGone:
             if not self._leaving:
                 LOGGER.info("the trainer went away before its first step")

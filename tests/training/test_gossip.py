@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from peerd.effects import PeerError
-from peerd.messages import Connected, Delta, LinkClosed, LinkSnapshot
+from peerd.messages import Connected, Delta, LinkClosed, LinkOpen, LinkSnapshot
 from peerd.training.codecs import CODECS
 
 NAMES = "abcd"
@@ -286,3 +286,13 @@ def test_messages_of_unknown_links_are_declined() -> None:
     assert [e.message for e in core.on_message("b", LinkSnapshot(9, "bfloat16", ()), 0.0)] == [LinkClosed(9)]
     stray = Delta(9, 1, "sign", 0.5, True, False, ())
     assert [e.message for e in core.on_message("b", stray, 0.0)] == [LinkClosed(9)]
+
+
+def test_a_peer_that_membership_does_not_know_takes_no_place() -> None:
+    swarm = GossipSwarm(4, 50, "sign", view=1)
+    core = swarm.nodes["a"].core
+    swarm.peers("a", {"a", "b"})
+    for number, stranger in enumerate("cdxyz"):
+        core.on_message(stranger, LinkOpen(number), 0.0)
+    assert sum(link.active for link in core._links.values()) == 0
+    assert len(core._links) <= 1, "dormant links are bounded by the view"

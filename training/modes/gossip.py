@@ -406,9 +406,11 @@ class Gossip:
 
     def _add_link(self, peer: NodeId, number: int, start: Vector, values: Vector, now: float) -> None:
         norm = norm_of_difference(values[: self._layout.parameters])
-        self._links[peer] = _Link(
-            PairedReference(number, start, self._layout, self._scratch), values.copy(), norm, now, sent_at=now
-        )
+        reference = PairedReference(number, start, self._layout, self._scratch)
+        # a peer may open before its own news has come; one that membership never confirms holds no place of the view
+        active = peer in self._alive
+        self._links[peer] = _Link(reference, values.copy(), norm, now, sent_at=now, active=active)
+        self._forget_dormant()
 
     def _on_close(self, sender: NodeId, message: LinkClose) -> list[Effect]:
         link = self._links.get(sender)
