@@ -29,11 +29,12 @@ class About:
     def unpack(cls, meta: bytes) -> About:
         """Anything unreadable is a member that offers nothing."""
         try:
-            model, ready, expects, founder = msgpack.unpackb(meta, max_array_len=16, max_str_len=64)[:4]
+            said = msgpack.unpackb(meta, max_array_len=16, max_str_len=64)
         except (ValueError, TypeError, msgpack.UnpackException):
             return cls()
-        if not isinstance(model, str):
+        if not isinstance(said, list) or len(said) < 4 or not isinstance(said[0], str):
             return cls()
+        model, ready, expects, founder = said[:4]
         return cls(model, ready is True, expects is True, founder is True)
 
 

@@ -18,7 +18,17 @@ from peerd.training.codecs import CODECS, Codec, NotFinite
 from peerd.training.codecs.blocks import BLOCK
 from peerd.training.squeeze import Squeezer, unpack
 
-__all__ = ["PIECE_VALUES", "Contraction", "Gain", "Layout", "NotFinite", "decode", "encode", "payload_limit"]
+__all__ = [
+    "PIECE_VALUES",
+    "Contraction",
+    "Gain",
+    "Layout",
+    "NotFinite",
+    "decode",
+    "encode",
+    "payload_limit",
+    "squared_norm",
+]
 
 PIECE_VALUES = CHUNK_VALUES - BLOCK
 """One block short of CHUNK_VALUES, so that a float32 piece and its flag byte still fit a chunk of 4 MiB."""
@@ -119,8 +129,8 @@ def encode(
             codec.decode(body, arrived)
         if start < layout.parameters:
             difference = np.subtract(values[start:stop], arrived, out=scratch[: stop - start])
-            lost += _squared_norm(difference)
-            energy += _squared_norm(values[start:stop])
+            lost += squared_norm(difference)
+            energy += squared_norm(values[start:stop])
     return tuple(chunks), Contraction(lost, energy)
 
 
@@ -160,7 +170,7 @@ def _pieces(codec_name: str, layout: Layout) -> Iterator[tuple[Codec, int, int]]
             yield codec, start, min(start + PIECE_VALUES, last)
 
 
-def _squared_norm(values: Vector) -> float:
+def squared_norm(values: Vector) -> float:
     """||values||^2. Not by BLAS: it would wake a thread pool for 10 000 values, next to the trainer."""
     squared = float(np.einsum("i,i->", values, values))
     if 1e-20 < squared < np.inf:

@@ -29,6 +29,9 @@ from peerd.training import delta
 from peerd.training.delta import GAIN_MOST, Gain, Layout, NotFinite
 from peerd.training.scratch import Scratch
 
+VALUE_MOST = 1e30
+"""No weight is larger; a float32 difference of two such values is still finite."""
+
 
 class LinkMismatch(Exception):
     """The two ends are not at the same version: start the link anew from a snapshot."""
@@ -88,6 +91,7 @@ class PairedReference:
         incoming = self._scratch.take(self.theirs)
         try:
             delta.decode(theirs.codec, self.layout, theirs.chunks, incoming)
+            self._advance(incoming)
             reply = self._encode(values, half, wants_answer=False) if self.under_way is None else None
         except (PeerError, NotFinite):
             self._scratch.give(incoming)
@@ -128,19 +132,27 @@ class PairedReference:
         self._outgoing = decoded
         return self.under_way
 
-    def _complete(self, theirs: Delta, incoming: Vector) -> Vector:
+    def _complete(self, theirs: Delta, theirs_next: Vector) -> Vector:
         assert self.under_way is not None, "an exchange has two halves"
         assert self._outgoing is not None, "kept beside the half under way"
         gain = min(theirs.gain, self.under_way.gain)
         for part in parts(len(self.mine)):  # bounded pieces: numpy may hold the GIL for each
             self.mine[part] += self._outgoing[part]
-            self.theirs[part] += incoming[part]
-            np.subtract(self.theirs[part], self.mine[part], out=incoming[part])
-            incoming[part] *= gain
+            self.theirs[part] = theirs_next[part]
+            theirs_next[part] -= self.mine[part]
+            theirs_next[part] *= gain
         self.version += 1
         self.answered = self.under_way
         self.cancel()
-        return incoming
+        return theirs_next
+
+    def _advance(self, incoming: Vector) -> None:
+        """incoming += theirs. Raises PeerError for a sum that no model reaches: its difference could overflow."""
+        with np.errstate(over="ignore"):
+            for part in parts(len(incoming)):
+                incoming[part] += self.theirs[part]
+                if not np.abs(incoming[part]).max() <= VALUE_MOST:
+                    raise PeerError(f"a value beyond {VALUE_MOST:g}")
 
 
 def parts(count: int) -> Iterator[slice]:
@@ -149,9 +161,5 @@ def parts(count: int) -> Iterator[slice]:
 
 
 def norm_of_difference(a: Vector, b: Vector | None = None) -> float:
-    """||a - b||, or ||a||, in float64 and in pieces that stay in the cache."""
-    squares = 0.0
-    for part in parts(len(a)):
-        piece = a[part] if b is None else a[part] - b[part]
-        squares += float(np.dot(piece, piece))
-    return math.sqrt(squares)
+    """||a - b||, or ||a||, in pieces that stay in the cache."""
+    return math.sqrt(sum(delta.squared_norm(a[part] if b is None else a[part] - b[part]) for part in parts(len(a))))

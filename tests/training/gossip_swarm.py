@@ -23,7 +23,13 @@ class Node:
         self.base = model.copy()
         self.steps = 0
         self.proceeded: list[bool] = []
-        self.core = Gossip(name, layout, random.Random(seed), settings, lambda: self.x.copy())
+        self._buffer = np.empty_like(model)
+        self.core = Gossip(name, layout, random.Random(seed), settings, self._values)
+
+    def _values(self) -> Vector:
+        """One buffer for every call, as the daemon's replica does."""
+        np.copyto(self._buffer, self.x)
+        return self._buffer
 
 
 class GossipSwarm:
@@ -75,6 +81,8 @@ class GossipSwarm:
             match effect:
                 case Apply():
                     node.x = node.x + effect.correction
+                    effect.correction.fill(np.nan)  # lent until the next event: nobody may look at it again
+                    node._buffer.fill(np.nan)
                 case Send():
                     self.queues[name, effect.peer].append(effect.message)
                 case Publish():

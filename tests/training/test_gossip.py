@@ -235,6 +235,7 @@ def test_views_are_bounded_and_rotate() -> None:
         met |= set(swarm.nodes["a"].core._links)
         assert all(len(node.core._links) <= 4 for node in swarm.nodes.values())
     assert len(met) > 4
+    assert all(node.core._links for node in swarm.nodes.values()), "nobody falls out of the gossip"
     assert swarm.drift() < 1e-12
 
 
@@ -296,3 +297,28 @@ def test_a_peer_that_membership_does_not_know_takes_no_place() -> None:
         core.on_message(stranger, LinkOpen(number), 0.0)
     assert sum(link.active for link in core._links.values()) == 0
     assert len(core._links) <= 1, "dormant links are bounded by the view"
+
+
+def test_a_delta_that_overflows_is_refused() -> None:
+    swarm = GossipSwarm(2, 50, "float32")
+    swarm.everyone_alive()
+    swarm.settle()
+    swarm.step("a", np.full(50, 3e38))
+    message = swarm.queues["a", "b"].popleft()
+    before = swarm.nodes["b"].x.copy()
+    with pytest.raises(PeerError, match="beyond"):
+        swarm.nodes["b"].core.on_message("a", message, 0.0)
+    assert np.array_equal(swarm.nodes["b"].x, before)
+
+
+def test_a_finished_node_hands_its_model_over_once() -> None:
+    swarm = GossipSwarm(2, 600, "sign", seed=1)
+    swarm.everyone_alive()
+    swarm.settle()
+    swarm.step("a", finishing=True)
+    swarm.settle()
+    handed = swarm.nodes["a"].core.counts["trigger_finishing"]
+    for _ in range(10):
+        swarm.step("b", np.full(600, 0.01))
+        swarm.settle()
+    assert swarm.nodes["a"].core.counts["trigger_finishing"] == handed == 1

@@ -33,7 +33,7 @@ def from_gaps(gaps: Bytes, k: int, count: int) -> Indices:
         PeerError: it spells another number of them, ends in a skip, or reaches past `count`.
     """
     named = gaps != SKIP
-    if int(np.count_nonzero(named)) != k or (k and not named[-1]):
+    if int(np.count_nonzero(named)) != k or (gaps.size and not named[-1]):
         raise PeerError(f"top_k: the gaps do not name {k} values")
     indices: Indices = np.cumsum(gaps, dtype=np.intp)[named] + np.arange(k, dtype=np.intp)
     if k and indices[-1] >= count:

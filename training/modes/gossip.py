@@ -101,7 +101,10 @@ class Gossip:
                 link.moved += report.change  # the triangle inequality: exact only for the partner decided on below
         if report.finishing:
             return self._rearm(self._flush(now), now)
-        self._handed_over = self._settled = False  # a new run may follow a flush
+        if self._handed_over:  # a new run follows a flush
+            self._handed_over = self._settled = False
+            for link in self._links.values():
+                link.flushed = False
         if report.published and self._wanted is not None:
             partner, self._wanted = self._wanted, None
             wanted = self._links.get(partner)
@@ -121,7 +124,7 @@ class Gossip:
             case LinkSnapshot():
                 effects = self._on_snapshot(sender, message, now)
             case LinkClose():
-                effects = self._on_close(sender, message)
+                effects = self._on_close(sender, message, now)
             case LinkClosed():
                 effects = self._on_closed(sender, message.link, now)
             case Connected():
@@ -169,9 +172,10 @@ class Gossip:
 
     def links(self) -> list[LinkStatus]:
         """One row a live link."""
+        gain = self._gains.get(self._codec(), Gain()).value
         return [
-            LinkStatus(peer, link.exchanges, link.distance, self._gain(self._codec()).value, link.last_reason)
-            for peer, link in self._links.items()
+            LinkStatus(peer, link.exchanges, link.distance, gain, link.last_reason)
+            for peer, link in list(self._links.items())  # the lane's thread may change it meanwhile
             if link.active
         ]
 
@@ -181,7 +185,7 @@ class Gossip:
 
         Two independent members at distance d from their mean are sqrt(2) d apart.
         """
-        links = [link for link in self._links.values() if link.active and link.exchanges]
+        links = [link for link in list(self._links.values()) if link.active and link.exchanges]
         if not links:
             return 0.0
         squares = sum(link.distance**2 for link in links) / len(links) / 2
@@ -250,10 +254,11 @@ class Gossip:
             outcome = link.reference.receive(message, values, half)
         except LinkMismatch:
             self.counts["link_mismatches"] += 1
-            return [*self._drop(sender), Send(sender, LinkClosed(message.link)), *self._fill_view(now)]
+            self._drop(sender)
+            return [Send(sender, LinkClosed(message.link)), *self._fill_view(now)]
         except NotFinite:
-            link.reference.cancel()
-            return [*self._not_finite(), *self._drop(sender), Send(sender, LinkClosed(message.link))]
+            self._drop(sender)
+            return [*self._not_finite(), Send(sender, LinkClosed(message.link))]
         effects: list[Effect] = []
         if outcome.reply is not None:
             effects.append(Send(sender, outcome.reply))
@@ -275,7 +280,7 @@ class Gossip:
         link.exchanges += 1
         link.peer_finishing = theirs.finishing
         ours = link.reference.answered
-        link.flushed = self._report.finishing and ours is not None and ours.codec == FLUSH_CODEC
+        link.flushed |= self._report.finishing and ours is not None and ours.codec == FLUSH_CODEC
         shift = norm_of_difference(correction[:parameters])
         for other in self._links.values():
             if other is not link:
@@ -377,20 +382,20 @@ class Gossip:
             if self._me > sender:
                 return []  # both ends asked at once: the smaller id answers, the larger's number stands
             del self._opening[sender]
-        effects = self._drop(sender) if link is not None else []
+        self._drop(sender)
         if self._held() >= 2 * self._settings.view:
             self.counts["links_declined"] += 1
-            return [*effects, Send(sender, LinkClosed(number))]
+            return [Send(sender, LinkClosed(number))]
         values = self._current()
         start = np.empty_like(values)
         try:
             chunks, _ = delta.encode(SNAPSHOT_CODEC, self._layout, values)
         except NotFinite:
-            return [*effects, *self._not_finite(), Send(sender, LinkClosed(number))]
+            return [*self._not_finite(), Send(sender, LinkClosed(number))]
         delta.decode(SNAPSHOT_CODEC, self._layout, chunks, start)
         self._add_link(sender, number, start, values, now)
         self.counts["snapshots"] += 1
-        return [*effects, Send(sender, LinkSnapshot(number, SNAPSHOT_CODEC, chunks))]
+        return [Send(sender, LinkSnapshot(number, SNAPSHOT_CODEC, chunks))]
 
     def _on_snapshot(self, sender: NodeId, message: LinkSnapshot, now: float) -> list[Effect]:
         if self._opening.get(sender, (None, 0.0))[0] != message.link:
@@ -412,13 +417,15 @@ class Gossip:
         self._links[peer] = _Link(reference, values.copy(), norm, now, sent_at=now, active=active)
         self._forget_dormant()
 
-    def _on_close(self, sender: NodeId, message: LinkClose) -> list[Effect]:
+    def _on_close(self, sender: NodeId, message: LinkClose, now: float) -> list[Effect]:
         link = self._links.get(sender)
         if link is None or link.reference.link != message.link:
             return [Send(sender, LinkClosed(message.link))]
         if link.reference.under_way is not None or link.reference.version < message.version:
             return []  # halves are still on their way; the peer says the close again after its answer
-        return [*self._drop(sender), Send(sender, LinkClosed(message.link))]
+        self._drop(sender)
+        self._declined.add(sender)  # its place there is somebody else's now
+        return [Send(sender, LinkClosed(message.link)), *self._fill_view(now)]
 
     def _on_closed(self, sender: NodeId, number: int, now: float) -> list[Effect]:
         link = self._links.get(sender)
@@ -470,12 +477,11 @@ class Gossip:
             effects.append(Send(peer, LinkClose(reference.link, reference.version)))
         return effects
 
-    def _drop(self, peer: NodeId) -> list[Effect]:
+    def _drop(self, peer: NodeId) -> None:
         if link := self._links.pop(peer, None):
             link.reference.cancel()
         if self._wanted == peer:
             self._wanted = None
-        return []
 
     def _forget_dormant(self) -> None:
         """Keep at most a view's worth of links to absent peers, those with an exchange to finish first."""
@@ -497,5 +503,7 @@ class Gossip:
         ]
         asked = [asked_at for _, asked_at in self._opening.values()]
         earliest = min([*silences, *waits, *asked], default=float("inf"))
+        if self._held() < min(self._settings.view, len(self._alive)):
+            earliest = min(earliest, now)  # those who declined are asked again
         self.deadline = max(now, earliest + MAX_SILENCE_S)
         return effects
