@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import random
 import signal
@@ -150,7 +149,9 @@ class Daemon:
                 self.peers.forget(peer)
         self.model.on_members()
         if self.view.membership.counts["identity_conflict"]:
-            self.model.fatal = "another node runs with this node's identity (a copied state folder?), and is newer"
+            self.model.fatal = (
+                "another node runs with this node's identity (a copied or restored state folder?), and is newer"
+            )
             self.model.failed.set()
 
     async def _say_about(self, about: About) -> None:
@@ -239,6 +240,11 @@ class Daemon:
 
     async def _verb_join(self, message: dict[str, Any]) -> dict[str, Any]:
         address = parse_address(str(message["address"]), "join")
+        if self.model.about.ready and len(self._members()) == 1:
+            raise UserError(
+                "this node already trains a model of its own, and two swarms' models do not mix; "
+                f"stop it and start it with --join {shown(address)}"
+            )
         await self.view.join(address)
         return {"joined": shown(address), "members": len(self._members())}
 
@@ -366,5 +372,5 @@ async def _bind_both(host: str, port: int) -> tuple[UdpDatagrams, int]:
 
 def _announce(settings: Settings, address: Address) -> None:
     LOGGER.info("listening on %s; others join with: peerd start train.py --join %s", shown(address), shown(address))
-    if not address[0].startswith(LOOPBACK) or math.isnan(address[1]):
+    if not address[0].startswith(LOOPBACK):
         LOGGER.warning("connections are neither encrypted nor authenticated yet: use a network that you trust")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import random
+import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -34,6 +36,10 @@ STOP_LEAST_S = 3.0
 EXCHANGE_SHARE = 4  # times the slowest exchange so far: how long a leaving node's hand-over may take
 HAND_OVER_LEAST_S = 3.0
 WAIT_TOLD_EVERY_S = 10.0
+VALUES_MAX = 1000 * delta.PIECE_VALUES  # a message has at most 1024 chunks
+ASK_AGAIN_S = 10.0  # a donor from which nothing has come for so long is asked again,
+ASKS_MAX = 3  # so many times; then another one is
+SLOWEST_DONOR = 1000  # bytes a second: fewer are probes and tables, not a model
 
 
 T = TypeVar("T")
@@ -82,7 +88,6 @@ class ModelSide:
         self.failed = trio.Event()
         self.handed_over = trio.Event()
         self.settled = trio.Event()
-        self.trained = trio.Event()  # a run has ended well
         self.snapshots = 0
         self.attaches = 0
         self.on_layout: Callable[[], None] = lambda: None
@@ -94,12 +99,14 @@ class ModelSide:
         self._rng = rng
         self._session: LocalConnection | None = None
         self._leaving = False
+        self._lr_most = 0.0  # the trigger's threshold follows the learning rate, across restarts of the trainer too
         self._asked_publish = False
         self._final_report = trio.Event()
         self._members_changed = trio.Event()
         self._snapshot: ModelSnapshot | None = None
         self._waiting_for: NodeId | None = None
         self._pending_report: dict[str, Any] | None = None
+        self._report_lock = threading.Lock()
         self._exchange_began: dict[NodeId, float] = {}
         self._slowest_exchange_s = 0.0
         self._nursery: trio.Nursery | None = None
@@ -112,10 +119,13 @@ class ModelSide:
         self._members_changed = trio.Event()
         if self.lane.mode is not None:
             alive = partners(self._members(), self._me, self.signature)
+            for gone in self._exchange_began.keys() - alive:
+                del self._exchange_began[gone]
             self.lane.post(lambda now: self._mode.on_peers(alive, now))
 
     def on_reconnected(self, peer: NodeId) -> None:
         """Messages to this peer flow again."""
+        self._exchange_began.pop(peer, None)
         if self.lane.mode is not None:
             self.lane.post(lambda now: self._mode.on_message(peer, Connected(), now))
 
@@ -167,7 +177,11 @@ class ModelSide:
         if refusal is not None:
             await connection.send({"error": refusal})
             return
-        memory = SharedMemory(connection.fds[0], message["total"])
+        try:
+            memory = SharedMemory(connection.fds[0], message["total"])
+        except (OSError, ValueError) as error:
+            await connection.send({"error": f"the daemon cannot map the script's memory: {error}"})
+            return
         connection.close_fds()  # the mapping stays; the connection closes them itself when the memory is refused
         self._session = connection
         self.attaches += 1
@@ -175,9 +189,10 @@ class ModelSide:
         try:
             await self._start(connection, message, memory)
             while (said := await connection.receive()) is not None:
+                if not _is_understood(said):
+                    LOGGER.warning("the trainer said what this daemon does not understand: cut off")
+                    return
                 self._on_trainer(said)
-        except (KeyError, TypeError, ValueError) as error:
-            LOGGER.warning("the trainer said what this daemon does not understand (%r): cut off", error)
         except TrainerGone:
             if not self._leaving:
                 LOGGER.info("the trainer went away before its first step")
@@ -193,6 +208,8 @@ class ModelSide:
             return f"a trainer (pid {self.facts.pid}) is attached to this node already"
         if not _is_attach(message) or not connection.fds:
             return "the script's peerd and the daemon's do not understand each other: are they of one version?"
+        if message["total"] > VALUES_MAX:
+            return f"the model has {message['total']:,} values; peerd takes at most {VALUES_MAX:,}"
         if self.signature and message["signature"] != self.signature:
             theirs, ours = list(message["tensors"]), self.tensors
             differing = next((a, b) for a, b in zip([*theirs, "nothing"], [*ours, "nothing"], strict=False) if a != b)
@@ -227,7 +244,7 @@ class ModelSide:
             )
         await self._tell(ready=True)
         self.on_members()
-        await connection.send({"kind": "start", "load": load, "step": step})
+        await connection.send({"kind": "start", "load": load, "step": step, "lr_most": self._lr_most})
         self.lane.post(lambda _: [Publish()])  # the mode may still wait for a copy from the trainer before this one
         assert self._nursery is not None, "run started before any trainer came"
         self._nursery.start_soon(self._release, connection, self.facts)
@@ -289,12 +306,17 @@ class ModelSide:
         """Ask one donor and wait as long as it is alive; None when it went away first."""
         assert self.layout is not None, "known since the attach"
         self._waiting_for, self._snapshot = donor, None
-        asked_at = -WAIT_TOLD_EVERY_S
+        asked_at, asks, received = -ASK_AGAIN_S, 0, self._peers.bytes_received
         try:
             while donor in donors(self._members(), self._me):  # of another model, too: it refuses, saying what differs
-                if trio.current_time() - asked_at >= WAIT_TOLD_EVERY_S:  # the request may be lost with a connection
-                    asked_at = trio.current_time()
-                    self._peers.send(donor, ModelRequest())
+                if trio.current_time() - asked_at >= ASK_AGAIN_S:
+                    arriving = self._peers.bytes_received - received > ASK_AGAIN_S * SLOWEST_DONOR
+                    if asks == ASKS_MAX and not arriving:
+                        return None
+                    asked_at, received = trio.current_time(), self._peers.bytes_received
+                    if not arriving:  # the request may be lost with a connection
+                        asks += 1
+                        self._peers.send(donor, ModelRequest())
                 with trio.move_on_after(1.0):
                     await self._members_changed.wait()
                 if (snapshot := self._take_snapshot()) is not None:
@@ -316,22 +338,25 @@ class ModelSide:
         match said["kind"]:
             case "step":
                 self._note(said)
-                urgent = said["published"] is not None or said.get("finishing")
-                if urgent or self._pending_report is None:
-                    self.lane.post(lambda now: self._step(said if urgent else None, now))
-                if not urgent:
-                    self._pending_report = said  # a later one replaces it: the mode wants the newest change
+                if said["published"] is not None or said.get("finishing"):
+                    self.lane.post(lambda now: self._step(said, now))
+                elif self._replace_report(said) is None:  # a later one replaces it: the mode wants the newest change
+                    self.lane.post(lambda now: self._step(self._replace_report(None), now))
             case "taken":
                 half = int(said["half"])
                 self.lane.post(lambda _: self._taken(half))
             case "finish":
                 self.lane.post(lambda _: [Publish()])
 
+    def _replace_report(self, said: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Swap the report that waits for the lane; the loop and the lane's thread both do."""
+        with self._report_lock:
+            before, self._pending_report = self._pending_report, said
+            return before
+
     def _step(self, said: dict[str, Any] | None, now: float) -> list[Effect]:
         if said is None:
-            said, self._pending_report = self._pending_report, None
-            if said is None:
-                return []
+            return []
         report = StepReport(
             step=said["step"],
             change=said["change"],
@@ -352,6 +377,7 @@ class ModelSide:
         facts.samples += int(said.get("samples") or 0)
         facts.loss = said["loss"] if said.get("loss") is not None else facts.loss
         facts.lr = said["lr"]
+        self._lr_most = max(self._lr_most, said["lr"])
         facts.metrics.update(said.get("metrics") or {})
         facts.rollbacks += bool(said.get("rolled_back"))
         if said.get("finishing"):
@@ -359,7 +385,7 @@ class ModelSide:
             self._final_report.set()
             self.settled, self.handed_over = trio.Event(), trio.Event()
             if self._nursery is not None and not self._leaving:
-                self._nursery.start_soon(self._end_run, facts)
+                self._nursery.start_soon(self._end_run, self._session, facts)
 
     def _taken(self, half: int) -> list[Effect]:
         self._replica.taken(half)
@@ -389,7 +415,7 @@ class ModelSide:
                     if effect.settled:
                         self.settled.set()
                 case Log():
-                    LOGGER.warning("%s", effect.text)
+                    LOGGER.log(logging.getLevelNamesMapping()[effect.level.upper()], "%s", effect.text)
 
     async def run(self) -> None:
         """Work until cancelled: the lane, the mode's timer, and the end of each run."""
@@ -405,20 +431,20 @@ class ModelSide:
             if mode is not None and trio.current_time() >= mode.deadline:
                 await self.lane.call(self._mode.on_timer)
 
-    async def _end_run(self, facts: TrainerFacts) -> None:
+    async def _end_run(self, session: LocalConnection | None, facts: TrainerFacts) -> None:
         """Let a finishing trainer go when all agree, or when the others take much longer than this run did."""
         patience_s = max(SETTLE_LEAST_S, SETTLE_SHARE * (trio.current_time() - facts.began))
         with trio.move_on_after(patience_s) as patience:
             await self.settled.wait()
         if patience.cancelled_caught:
             LOGGER.info("other members still train after %.0f s: this run ends with the model as it is", patience_s)
-        while self._session is not None and self._replica.has_corrections:
+        while session is not None and session is self._session:
+            if not self._replica.has_corrections:
+                facts.phase = "finished"
+                await session.send({"kind": "finished"})
+                LOGGER.info("training finished at step %d; still a member, with the model", facts.step)
+                return
             await trio.sleep(0.01)
-        if self._session is not None:
-            facts.phase = "finished"
-            self.trained.set()
-            await self._session.send({"kind": "finished"})
-            LOGGER.info("training finished at step %d; still a member, with the model", facts.step)
 
     # ---------------------------------------------------------------- leaving
 
@@ -433,7 +459,7 @@ class ModelSide:
                 self._final_report = trio.Event()
             steps = max(1, facts.step - facts.first_step)
             step_s = (trio.current_time() - facts.began) / steps
-            await self._session.send({"kind": "stop", "slot": self._replica.spare_copy})
+            await self._session.send({"kind": "stop"})
             with trio.move_on_after(max(STOP_LEAST_S, STOP_STEPS * step_s)):
                 await self._final_report.wait()
         if facts is not None and facts.phase != "finished":
@@ -515,3 +541,23 @@ def _move(lane: Lane, fresh: Replica) -> list[Effect]:
     fresh.load(lane.replica.values())
     lane.replica = fresh
     return []
+
+
+def _is_understood(said: dict[str, Any]) -> bool:
+    """Whether a message of an attached trainer has what `_on_trainer` reads."""
+    number = (int, float)
+    match said.get("kind"):
+        case "step":
+            published, norm = said.get("published", ""), said.get("norm", "")
+            return (
+                isinstance(said.get("step"), int)
+                and all(isinstance(said.get(key), number) for key in ("change", "lr", "lr_ratio"))
+                and (norm is None or isinstance(norm, number))
+                and (published is None or published in (0, 1))
+                and isinstance(said.get("metrics") or {}, dict)
+                and isinstance(said.get("samples") or 0, int)
+            )
+        case "taken":
+            return said.get("half") in (0, 1)
+        case kind:
+            return kind == "finish"

@@ -21,6 +21,7 @@ from peerd.transport.link import Link, LinkLost, Transport
 
 RETRY_FIRST_S = 0.1
 RETRY_MAX_S = 5.0  # a peer that comes back is found again within this; a dead one is forgotten by membership
+IDLE_S = 300.0  # a connection to a former partner is closed; the trigger's longest silence is 60 s
 QUEUE_MAX = 64  # messages to one peer; a link has at most three under way
 REFUSED_RETRY_S = 30.0  # it may have been restarted with the right model
 
@@ -115,12 +116,13 @@ class Peers:
                     link = await self._transport.dial(address)
                     self.count(link)
                     try:
-                        await greet(link, self._hello())
+                        if (await greet(link, self._hello())).node != peer:
+                            raise LinkLost(f"another node answers at {link.remote}")
                         if broken:
                             box.queue.clear()  # a later exchange must not overtake what is said again now
                             self._reconnected(peer)
                         delay_s = RETRY_FIRST_S
-                        await self._write(link, box)
+                        await self._write(peer, link, box)
                     finally:
                         await self.close(link)
                 except Refused as refusal:
@@ -137,7 +139,7 @@ class Peers:
         if self._boxes.get(peer) is box:
             del self._boxes[peer]
 
-    async def _write(self, link: Link, box: _Outbox) -> None:
+    async def _write(self, peer: NodeId, link: Link, box: _Outbox) -> None:
         """Send what is queued, while watching for the end of the connection. Raises LinkLost or PeerError."""
         ended: Exception | None = None
         try:
@@ -148,7 +150,12 @@ class Peers:
                         await link.send(box.queue[0])
                         box.queue.popleft()
                     box.filled = trio.Event()
-                    await box.filled.wait()
+                    with trio.move_on_after(IDLE_S) as idle:
+                        await box.filled.wait()
+                    if idle.cancelled_caught and not box.queue:
+                        box.scope.cancel()
+                        if self._boxes.get(peer) is box:
+                            del self._boxes[peer]  # what is sent from now on dials anew
         except* (LinkLost, PeerError) as group:
             ended = group.exceptions[0]  # the watcher or the writer: whoever saw it first
         assert ended is not None, "the writer only ends with its connection"

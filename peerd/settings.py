@@ -31,7 +31,7 @@ class Settings:
     bind: str = f"127.0.0.1:{DEFAULT_PORT}"
     join: tuple[str, ...] = ()
     swarm: str = "peerd"  # nodes of another swarm are refused
-    run: str = ""  # nodes of another run are refused when both name one
+    run: str = ""  # nodes of another run are refused
     mode: str = "gossip"
     codec: str = "sign"
     trigger: str = "change:0.05"
@@ -48,6 +48,9 @@ class Settings:
             raise UserError(
                 f"name: {self.name!r} must be 1 to 64 letters, digits, '_', '.' or '-', the first no '.' or '-'"
             )
+        for key, text in (("swarm", self.swarm), ("run", self.run)):
+            if len(text.encode()) > 64:
+                raise UserError(f"{key}: longer than 64 bytes")
         parse_address(self.bind, "bind")
         for seed in self.join:
             parse_address(seed, "join")

@@ -77,9 +77,12 @@ class Supervisor:
 
     async def _run_once(self) -> int:
         # a session of its own: Ctrl-C in the terminal reaches the daemon alone, which ends the script in good order
-        self._process = subprocess.Popen(
-            self.command, env=self._environment, start_new_session=True, preexec_fn=die_with_parent
-        )
+        try:
+            self._process = subprocess.Popen(
+                self.command, env=self._environment, start_new_session=True, preexec_fn=die_with_parent
+            )
+        except OSError as error:
+            raise UserError(f"cannot start {self.name}: {error.strerror or error}") from None
         try:
             Path(f"/proc/{self._process.pid}/oom_score_adj").write_text(OOM_SCORE)
         except OSError:

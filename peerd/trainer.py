@@ -160,6 +160,7 @@ class _Session:
         self._publish(0)
         self._link.send({"kind": "ready", "step": self.step, "norm": flat.norm()})
         start = self._expect("start")
+        self._lr_max = start["lr_most"]
         if start["load"] is not None:
             flat.load(self._memory.copies[start["load"]])
             self.step = max(self.step, int(start["step"]))
@@ -191,12 +192,11 @@ class _Session:
             change = 0.0
         else:
             self._rollbacks = 0
-        stopping = self._stop
-        self._report(
-            step, change, loss=loss, samples=samples, metrics=metrics, rolled_back=rolled_back, finishing=stopping
-        )
-        if stopping:
+        rest = {"loss": loss, "samples": samples, "metrics": metrics, "rolled_back": rolled_back}
+        if self._stop:
+            self._report_last(step, change, **rest)
             self._end(step)
+        self._report(step, change, **rest)
         if time.monotonic() - self._last_checkpoint >= self._checkpoint_every_s and not rolled_back:
             self._write_checkpoint(step)
 
@@ -207,11 +207,7 @@ class _Session:
         if not math.isfinite(change):
             self._roll_back(step)
             change = 0.0
-        if self._publish_to is None:
-            self._link.send({"kind": "finish"})
-            while self._publish_to is None:
-                self._poll(timeout_s=None)
-        self._report(step, change, finishing=True)
+        self._report_last(step, change)
         while not self._finished and not self._stop:
             self._poll(timeout_s=None)
         if self._stop:
@@ -230,9 +226,17 @@ class _Session:
         """Let go of the daemon."""
         self._link.close()
 
+    def _report_last(self, step: int, change: float, **rest: Any) -> None:
+        """Publish the model that no further step will change."""
+        if self._publish_to is None:
+            self._link.send({"kind": "finish"})
+            while self._publish_to is None:
+                self._poll(timeout_s=None)
+        self._report(step, change, finishing=True, **rest)
+
     def _report(self, step: int, change: float, **rest: Any) -> None:
         lr = max(float(group["lr"]) for group in self._optimizer.param_groups)
-        self._lr_max = max(self._lr_max, lr)
+        self._lr_max = max(self._lr_max, lr, *(float(g.get("initial_lr", 0.0)) for g in self._optimizer.param_groups))
         slot, self._publish_to = self._publish_to, None
         if slot is not None:
             self._publish(slot)
@@ -271,7 +275,6 @@ class _Session:
                 self._finished = True
             case "stop":
                 self._stop = True
-                self._publish_to = message["slot"]
 
     def _publish(self, slot: int) -> None:
         target = torch.from_numpy(self._memory.copies[slot])
