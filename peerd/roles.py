@@ -86,6 +86,8 @@ def whose_model(members: Mapping[NodeId, Member], me: NodeId, *, has_seeds: bool
     if len(live) == 1 and has_seeds:
         return WaitFor("no node of the swarm has answered yet")
     candidates = sorted(id for id, about in live.items() if about.expects or id == me)
+    if not candidates:
+        return WaitFor("this node is leaving")
     founders = [id for id in candidates if live[id].founder]
     first = (founders or candidates)[0]
     if first == me:
