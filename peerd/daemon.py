@@ -63,7 +63,7 @@ class Daemon:
         self._accepted: set[Link] = set()
         self._began = trio.current_time()
         self.peers = Peers(self._transport, self._hello, self._address_of, self._on_reconnected, self._on_refused)
-        self.model = ModelSide(me.id, settings, self.peers, lambda: self._members(), self._say_about, rng)
+        self.model = ModelSide(me.id, settings, self.peers, self._members, self._say_about, rng)
         self.model.on_layout = self._raise_payload_limits
         timing = LAN if settings.network == "lan" else WAN
         membership = Membership(me, settings.seeds, rng, trio.current_time(), timing)
