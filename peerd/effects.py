@@ -93,7 +93,6 @@ class StepReport:
 
     step: int
     change: float  # ||x - x at the last publish||, parameters only
-    norm: float  # ||x|| at the last publish
     lr_ratio: float  # learning rate / the largest learning rate so far
     published: bool  # a fresh copy of the model has just arrived
     finishing: bool  # no further step will come: flush

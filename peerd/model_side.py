@@ -360,7 +360,6 @@ class ModelSide:
         report = StepReport(
             step=said["step"],
             change=said["change"],
-            norm=said["norm"] or 0.0,
             lr_ratio=said["lr_ratio"],
             published=said["published"] is not None,
             finishing=bool(said.get("finishing")),
@@ -463,7 +462,7 @@ class ModelSide:
             with trio.move_on_after(max(STOP_LEAST_S, STOP_STEPS * step_s)):
                 await self._final_report.wait()
         if facts is not None and facts.phase != "finished":
-            last = StepReport(facts.step, 0.0, 0.0, 1.0, published=False, finishing=True)
+            last = StepReport(facts.step, 0.0, 1.0, published=False, finishing=True)
             self.lane.post(lambda now: self._mode.on_step(last, now))
             with trio.move_on_after(max(HAND_OVER_LEAST_S, EXCHANGE_SHARE * self._slowest_exchange_s)) as patience:
                 await self.handed_over.wait()
@@ -548,11 +547,10 @@ def _is_understood(said: dict[str, Any]) -> bool:
     number = (int, float)
     match said.get("kind"):
         case "step":
-            published, norm = said.get("published", ""), said.get("norm", "")
+            published = said.get("published", "")
             return (
                 isinstance(said.get("step"), int)
                 and all(isinstance(said.get(key), number) for key in ("change", "lr", "lr_ratio"))
-                and (norm is None or isinstance(norm, number))
                 and (published is None or published in (0, 1))
                 and isinstance(said.get("metrics") or {}, dict)
                 and isinstance(said.get("samples") or 0, int)

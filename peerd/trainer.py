@@ -158,7 +158,7 @@ class _Session:
             except checkpoint.Damaged as error:
                 _say(f"checkpoint of step {generation.step} refused: {error}")
         self._publish(0)
-        self._link.send({"kind": "ready", "step": self.step, "norm": flat.norm()})
+        self._link.send({"kind": "ready", "step": self.step})
         start = self._expect("start")
         self._lr_max = start["lr_most"]
         if start["load"] is not None:
@@ -247,7 +247,6 @@ class _Session:
                 "kind": "step",
                 "step": step,
                 "change": change,
-                "norm": self._flat.norm() if slot is not None else None,
                 "lr": lr,
                 "lr_ratio": lr / self._lr_max if self._lr_max > 0 else 1.0,
                 "published": slot,

@@ -85,7 +85,7 @@ def trainer_takes_an_optimizer_step(node: Node) -> float:
 
 async def mode_asks_for_a_copy(node: Node, change: float) -> None:
     """training/modes/gossip.py: the trigger fires for the partner drawn. Not a byte has moved so far."""
-    report = StepReport(1, change, node.flat.norm(), 1.0, published=False, finishing=False)
+    report = StepReport(1, change, 1.0, published=False, finishing=False)
     await node.lane.call(lambda now: node.mode.on_step(report, now))
     assert node.only_effect() == Publish()
 
@@ -100,7 +100,7 @@ def trainer_publishes(node: Node) -> None:
 
 async def node_begins_an_exchange(node: Node, change: float) -> Delta:
     """peerd/lane.py around training/reference.py: our half of exchange 1 is under way, and nothing applied yet."""
-    report = StepReport(1, change, node.flat.norm(), 1.0, published=True, finishing=False)
+    report = StepReport(1, change, 1.0, published=True, finishing=False)
     await node.lane.call(lambda now: node.mode.on_step(report, now))
     effect = node.only_effect()
     assert isinstance(effect, Send)

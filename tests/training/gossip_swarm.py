@@ -71,7 +71,7 @@ class GossipSwarm:
         change = float(np.linalg.norm(node.x - node.base))
         if published:
             node.base = node.x.copy()
-        report = StepReport(node.steps, change, float(np.linalg.norm(node.base)), 1.0, published, finishing)
+        report = StepReport(node.steps, change, 1.0, published, finishing)
         self.perform(name, node.core.on_step(report, self.now))
 
     def perform(self, name: str, effects: list[Effect]) -> None:

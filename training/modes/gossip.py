@@ -83,7 +83,7 @@ class Gossip:
         self._declined: set[NodeId] = set()
         self._alive: frozenset[NodeId] = frozenset()
         self._gains: dict[str, Gain] = {}
-        self._report = StepReport(0, 0.0, 0.0, 1.0, published=False, finishing=False)
+        self._report = StepReport(0, 0.0, 1.0, published=False, finishing=False)
         self._wanted: NodeId | None = None  # the partner for whom a publish was asked
         self._last_began_step = 0
         self._handed_over = False
