@@ -18,7 +18,8 @@ from rich.table import Table
 from peerd.cli.local_swarm import LocalSwarm
 from peerd.cli.output import Format, FormatOption, print_json, size
 from peerd.effects import UserError
-from peerd.training.tasks import TASKS
+from peerd.settings import load
+from peerd.training.tasks import TASKS, shards
 
 WATCH_EVERY_S = 0.25
 PACE_S = 0.01  # least time of a step: many trainers on few cores keep level, as nodes with a GPU each would
@@ -62,10 +63,14 @@ def demo(
     command = [task, "--shard", shard, "--seed", str(seed), "--pace", str(PACE_S)]
     if steps is not None:
         command += ["--steps", str(steps)]
-    options = {"--wait-for": str(peers), "--mode": mode, "--codec": codec, "--trigger": trigger}
+    given = {"mode": mode, "codec": codec, "trigger": trigger}
+    # refused here: a node would take seconds to start, only to refuse it in its log
+    shards.parse(shard)
+    load(given, {}, None)
     _check_picture(picture)
     console = Console(stderr=format is Format.JSON)
-    with LocalSwarm(peers, {key: value for key, value in options.items() if value is not None}, command) as swarm:
+    options = {"--wait-for": str(peers), **{f"--{key}": value for key, value in given.items() if value is not None}}
+    with LocalSwarm(peers, options, command) as swarm:
         watch = _watch(swarm, console, f"{task} on {peers} nodes")
         result = _sum_up(swarm, watch, task, seed)
     from peerd.cli.picture import draw

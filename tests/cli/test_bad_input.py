@@ -99,12 +99,21 @@ def test_wrong_configuration(machine: Machine, terminal: Terminal, text: str, ex
         ((*START, "nosuch.py"), "no such script: nosuch.py"),
         ((*START, "digit"), "no such command or task: digit"),
         ((*START, "--nosuch"), "--nosuch is neither an option"),
+        (("demo", "--task", "digit"), "task 'digit' is not one of digits,"),
+        (("demo", "--shard", "nonsense"), "unknown shard 'nonsense': choose iid, sorted or dirichlet:A"),
+        (("demo", "--codec", "int9"), "did you mean 'int8'?"),
+        (("demo", "--trigger", "never"), "trigger 'never' is not one"),
+        (("demo", "--picture", "p.txt"), "the name must end in .png, .svg or .pdf"),
         (("members",), "no peerd node runs here"),
         (("leave", "--name", "x"), "no node called 'x' runs here"),
     ],
 )
-def test_wrong_arguments(terminal: Terminal, arguments: tuple[str, ...], expected: str) -> None:
+def test_wrong_arguments(
+    machine: Machine, terminal: Terminal, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], expected: str
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(machine.path))
     terminal.refuses(expected, *arguments)
+    assert not list(machine.path.glob("peerd-demo-*"))  # refused before anything is started
 
 
 def test_wrong_places(machine: Machine, terminal: Terminal) -> None:
