@@ -29,7 +29,7 @@ from peerd.metrics import LoopLatency
 from peerd.model_side import ModelSide
 from peerd.peers import Peers
 from peerd.roles import About
-from peerd.settings import Settings, parse_address
+from peerd.settings import Settings, parse_address, unknown_variables
 from peerd.supervisor import Supervisor
 from peerd.swarm_view import SwarmView
 from peerd.training import delta
@@ -263,6 +263,8 @@ class Daemon:
 async def run(settings: Settings, command: list[str]) -> int:
     """The life of a daemon; returns the exit code. Raises UserError for what the user can mend."""
     configure(settings.name, settings.run, settings.log)
+    if (ignored := unknown_variables(os.environ)) is not None:
+        LOGGER.warning("%s", ignored)
     mine = identity.take(settings.state_path)
     path = socket_path(settings.name)
     supervisor = Supervisor(command, {"PEERD_SOCKET": str(path), "PEERD_NAME": settings.name}) if command else None

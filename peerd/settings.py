@@ -18,6 +18,7 @@ from peerd.training.modes import MODES
 from peerd.training.trigger import parse_trigger
 
 DEFAULT_PORT = 7946
+OTHER_VARIABLES = ("CONFIG", "DATA", "PEERS", "RANK", "SOCKET")  # PEERD_ variables that are no settings
 _WORDS = {tuple: "a list of strings", int: "a whole number", float: "a number", str: "a string"}
 
 
@@ -96,6 +97,20 @@ def load(flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | 
             values[item.name] = _from_text(item.name, environment[variable], variable)
     values.update({key: value for key, value in flags.items() if value is not None})
     return replace(Settings(), **values)
+
+
+def unknown_variables(environment: Mapping[str, str]) -> str | None:
+    """One line about PEERD_* variables that nothing reads, or None.
+
+    They are told, not refused: Kubernetes sets seven of its own beside a service that is called peerd.
+    """
+    known = [*OTHER_VARIABLES, *(item.name.upper() for item in fields(Settings))]
+    given = sorted(variable[6:] for variable in environment if variable.startswith("PEERD_"))
+    told = []
+    for key in (key for key in given if key not in known):
+        near = difflib.get_close_matches(key, known, 1)
+        told.append(f"PEERD_{key} (did you mean PEERD_{near[0]}?)" if near else f"PEERD_{key}")
+    return f"peerd knows no such settings, they are ignored: {', '.join(told)}" if told else None
 
 
 def parse_address(text: str, where: str) -> Address:

@@ -20,7 +20,7 @@ from peerd.local_socket import request
 from peerd.supervisor import die_with_parent
 
 PATIENCE_S = 60.0  # a bound on waiting, never a measurement: imports of torch take 3 s on an idle machine
-MARK = "PEERD_TEST_MACHINE"  # an environment variable by which every process of a machine is found again
+MARK = "MACHINE_OF_PEERD_TESTS"  # an environment variable by which every process of a machine is found again
 
 T = TypeVar("T")
 

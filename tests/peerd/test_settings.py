@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from dataclasses import fields
 from pathlib import Path
@@ -13,10 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from peerd.effects import UserError
-from peerd.settings import DEFAULT_PORT, Settings, load, parse_address
+from peerd.settings import DEFAULT_PORT, Settings, load, parse_address, unknown_variables
 from peerd.training.codecs import CODECS
 from peerd.training.modes import MODES
 
+ROOT = Path(__file__).parent.parent.parent
 PRINTED = settings(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 # a good value of every setting, another one for each source
@@ -140,6 +142,27 @@ def test_a_mistake_in_a_variable_is_one_line(variable: str, text: str, line: str
         load({}, {variable: text}, None)
     pieces = line.split(".*")
     assert all(piece in str(failure.value) for piece in pieces), str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        (["PEERD_TRIGER"], "PEERD_TRIGER (did you mean PEERD_TRIGGER?)"),
+        (["PEERD_CHECKPOINT_EVERY"], "PEERD_CHECKPOINT_EVERY (did you mean PEERD_CHECKPOINT_EVERY_S?)"),
+        (["PEERD_PORT", "PEERD_JOINS", "HOME"], "PEERD_JOINS (did you mean PEERD_JOIN?), PEERD_PORT"),
+    ],
+)
+def test_variables_that_nothing_reads_are_one_line(variables: list[str], told: str) -> None:
+    line = unknown_variables(dict.fromkeys(variables, ""))
+    assert line == f"peerd knows no such settings, they are ignored: {told}"
+    assert load({}, dict.fromkeys(variables, ""), None) == Settings()
+
+
+def test_every_variable_that_our_code_names_is_known() -> None:
+    sources = [path for folder in ("cli", "peerd", "training") for path in (ROOT / folder).rglob("*.py")]
+    named = {name for path in sources for name in re.findall(r"\bPEERD_[A-Z_]*[A-Z]\b", path.read_text())}
+    assert {"PEERD_SOCKET", "PEERD_NAME", "PEERD_DATA"} <= named
+    assert unknown_variables(dict.fromkeys(named, "")) is None
 
 
 def test_lists_in_variables_are_separated_by_commas() -> None:
