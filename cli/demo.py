@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -24,6 +25,8 @@ from peerd.training.tasks import TASKS, shards
 WATCH_EVERY_S = 0.25
 PACE_S = 0.01  # least time of a step: many trainers on few cores keep level, as nodes with a GPU each would
 STUCK_S = 300.0  # no node makes a step or changes its phase for this long: something is wrong
+
+ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass
@@ -70,6 +73,7 @@ def demo(
     _check_picture(picture)
     console = Console(stderr=format is Format.JSON)
     options = {"--wait-for": str(peers), **{f"--{key}": value for key, value in given.items() if value is not None}}
+    _clean_up_on_signals()
     with LocalSwarm(peers, options, command) as swarm:
         watch = _watch(swarm, console, f"{task} on {peers} nodes")
         result = _sum_up(swarm, watch, task, seed)
@@ -89,6 +93,19 @@ def _check_picture(picture: Path) -> None:
         raise UserError(f"--picture {picture}: the name must end in .png, .svg or .pdf")
     if not picture.absolute().parent.is_dir():
         raise UserError(f"--picture {picture}: no such folder: {picture.absolute().parent}")
+
+
+def _clean_up_on_signals() -> None:
+    """Let `kill` and a closed terminal end the demo as Ctrl-C does: nodes stopped, folder removed, exit not 0."""
+
+    def end(number: int, _: object) -> None:
+        for known in ENDING:
+            signal.signal(known, signal.SIG_IGN)  # once is enough: a second one would cut the cleaning up short
+        raise SystemExit(128 + number)
+
+    for known in ENDING:
+        if signal.getsignal(known) is signal.SIG_DFL:  # nohup ignores SIGHUP on purpose
+            signal.signal(known, end)
 
 
 # -------------------------------------------------------------------- watching

@@ -81,7 +81,7 @@ class LocalSwarm:
     def last_words(self, name: str) -> str:
         """The last line of a node's log."""
         lines = self._log(name).read_text(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it said nothing"
+        return lines[-1].removeprefix("peerd: ") if lines else "it said nothing"
 
     @property
     def folder(self) -> Path:
@@ -95,10 +95,11 @@ class LocalSwarm:
         flags = [part for option in options.items() for part in option]
         rank = {"PEERD_RANK": str(self.names.index(name)), "PEERD_PEERS": str(len(self.names))}
         folders = {"XDG_RUNTIME_DIR": self._folder.name, "XDG_STATE_HOME": str(self.folder / "state")}
+        alone = {"PEERD_JOIN": "", "PEERD_STATE_DIR": "", "PEERD_CONFIG": ""}  # the user's are for a node of theirs
         with self._log(name).open("wb") as log:
             self._processes[name] = subprocess.Popen(
                 [sys.executable, "-m", "peerd.cli.main", "start", *flags, "--", *self._command],
-                env={**os.environ, **folders, **rank},
+                env={**os.environ, **alone, **folders, **rank},
                 stdout=log,
                 stderr=log,
                 start_new_session=True,  # Ctrl-C reaches this process alone, which ends the nodes in good order

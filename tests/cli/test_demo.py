@@ -1,0 +1,45 @@
+"""The demo as a user ends it or breaks it: nothing stays behind, and what went wrong is said once."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from machine import Machine
+
+from peerd.cli.local_swarm import LocalSwarm
+from peerd.effects import UserError
+from peerd.local_socket import request
+
+
+@pytest.fixture
+def machine() -> Iterator[Machine]:
+    with Machine() as machine:
+        yield machine
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_demo_that_is_killed_leaves_nothing(machine: Machine, number: signal.Signals) -> None:
+    placed = {"PEERD_JOIN": "127.0.0.1:1", "PEERD_STATE_DIR": str(machine.path / "mine")}  # of a node of the user's
+    demo = machine.spawn("demo", ["-m", "peerd.cli.main", "demo", "--peers", "2"], TMPDIR=str(machine.path), **placed)
+
+    def trains() -> bool:
+        sockets = list(machine.path.glob("peerd-demo-*/peerd/*.sock"))
+        return len(sockets) == 2 and all(request(path, "status")["phase"] == "training" for path in sockets)
+
+    demo.eventually(trains)
+    demo.signal(number)
+    assert demo.end() == 128 + number
+    assert not machine.processes()
+    assert not list(machine.path.glob("peerd-demo-*"))
+    assert not (machine.path / "mine").exists()
+    assert "Traceback" not in demo.log
+
+
+def test_a_node_that_does_not_start_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(UserError, match=r"^node-0 did not start: codec: 'none' is not one of "):
+        LocalSwarm(1, {"--codec": "none"}, ["digits"]).__enter__()
+    assert not list(tmp_path.iterdir())
