@@ -26,6 +26,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from peerd.durable import flush
+
 KEEP_GENERATIONS = 2
 MANIFEST_BYTES_MAX = 16 << 20
 _TENSORS = "model.safetensors"
@@ -98,15 +100,15 @@ def save(folder: Path, generation: Generation) -> Path:
         temporary.mkdir()
         tensors = temporary / _TENSORS
         save_file(generation.tensors, tensors)
-        _flush(tensors)
+        flush(tensors)
         (temporary / _MANIFEST).write_text(_manifest(generation, tensors))
-        _flush(temporary / _MANIFEST)
-        _flush(temporary)
+        flush(temporary / _MANIFEST)
+        flush(temporary)
         if final.exists():
             shutil.rmtree(replaced, ignore_errors=True)
             final.rename(replaced)
         temporary.rename(final)
-        _flush(folder)
+        flush(folder)
     except SafetensorError as error:  # it wraps what the disk said
         raise OSError(str(error)) from None
     finally:
@@ -193,11 +195,3 @@ def _is_plain(value: Any) -> bool:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _flush(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

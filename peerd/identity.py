@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from peerd.durable import flush
 from peerd.effects import NodeId, UserError
 
 EPOCH_MAX = 1 << 53
@@ -62,17 +63,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _write(path: Path, content: dict[str, Any]) -> None:
     temporary = path.with_suffix(".tmp")
-    with temporary.open("w") as file:
-        json.dump(content, file)
-        file.flush()
-        os.fsync(file.fileno())
+    temporary.write_text(json.dumps(content))
+    flush(temporary)
     temporary.replace(path)
-    _flush(path.parent)  # after a power cut the same epoch must not begin twice
-
-
-def _flush(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    flush(path.parent)  # after a power cut the same epoch must not begin twice

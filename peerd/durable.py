@@ -1,0 +1,15 @@
+"""When is a file or a folder on the disk? After this, whatever the power does."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def flush(path: Path) -> None:
+    """Wait until the disk has the content of a file, or the names in a folder. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
