@@ -62,13 +62,25 @@ class Daemon:
         self._transport = TcpTransport(nursery)
         self._accepted: set[Link] = set()
         self._began = trio.current_time()
-        self.peers = Peers(self._transport, self._hello, self._address_of, self._on_reconnected, self._on_refused)
+        self.peers = Peers(
+            self._transport,
+            self._hello,
+            self._address_of,
+            reconnected=lambda peer: self.model.on_reconnected(peer),
+            refused=lambda refusal: self.model.on_refused(refusal, newcomer=self.model.about.expects),
+        )
         self.model = ModelSide(me.id, settings, self.peers, self._members, self._say_about, rng)
         self.model.on_layout = self._raise_payload_limits
         timing = LAN if settings.network == "lan" else WAN
         membership = Membership(me, settings.seeds, rng, trio.current_time(), timing)
         self.view = SwarmView(
-            membership, datagrams, self._transport, self.peers, self._hello, self._on_members, self.model.on_refused
+            membership,
+            datagrams,
+            self._transport,
+            self.peers,
+            self._hello,
+            changed=self._on_members,
+            refused=lambda refusal: self.model.on_refused(refusal, newcomer=len(self._members()) == 1),
         )
 
     async def start(self) -> Address:
@@ -131,12 +143,6 @@ class Daemon:
     def _address_of(self, peer: NodeId) -> Address | None:
         member = self._members().get(peer)
         return (member.host, member.port) if member is not None and member.state <= State.SUSPECT else None
-
-    def _on_reconnected(self, peer: NodeId) -> None:
-        self.model.on_reconnected(peer)
-
-    async def _on_refused(self, peer: NodeId, refusal: Refused) -> None:
-        self.model.on_refused(str(refusal), newcomer=self.model.about.expects)
 
     # ---------------------------------------------------------------- membership
 
@@ -212,12 +218,19 @@ class Daemon:
         states = [member.state for member in self._members().values()]
         mode = model.lane.mode
         names = {id: member.name for id, member in self._members().items()}
-        counts = {**membership.counts, **(mode.counts if mode else {}), "snapshots_given": model.snapshots}
+        counts = {
+            **membership.counts,
+            **(mode.counts if mode else {}),
+            "snapshots_given": model.snapshots,
+            "datagrams_malformed": self._datagrams.malformed,
+            "datagrams_unsendable": self._datagrams.unsendable,
+        }
         return {
             "name": self._me.name,
             "phase": model.facts.phase if model.facts else "no trainer",
             "uptime_s": trio.current_time() - self._began,
             "members": {state.name.lower(): states.count(state) for state in State},
+            "awareness": membership.awareness,
             "mode": self.settings.mode,
             "codec": self.settings.codec,
             "trigger": self.settings.trigger,

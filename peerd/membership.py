@@ -79,10 +79,6 @@ class Membership:
         """Whether our leaving was told often enough (or there is nobody to tell)."""
         return self._leaving and (not self._roster.live or not self._news.about(self.me.id))
 
-    def alive(self) -> frozenset[NodeId]:
-        """The others believed to live: ALIVE or SUSPECT."""
-        return self._roster.alive
-
     def table(self) -> MemberTable:
         """Our side of a push-pull. Build it after `on_table` of the other side where possible: it then refutes."""
         return MemberTable(self.me.id, tuple(self._roster.rows.values()))

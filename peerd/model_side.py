@@ -145,12 +145,12 @@ class ModelSide:
                     self._slowest_exchange_s = max(self._slowest_exchange_s, took)
                 await self.lane.call(lambda now: self._mode.on_message(sender, message, now))
 
-    def on_refused(self, text: str, *, newcomer: bool) -> None:
+    def on_refused(self, refusal: PeerError, *, newcomer: bool) -> None:
         """A peer will not have us. Before we are part of the swarm that is our own failure."""
         if self.about.ready or not newcomer:
-            LOGGER.warning("%s", text)
+            LOGGER.warning("%s", refusal)
         elif self.fatal is None:
-            self.fatal = text
+            self.fatal = str(refusal)
             self.failed.set()
 
     async def _give_model(self, sender: NodeId) -> None:

@@ -8,7 +8,7 @@ flight when a connection breaks is dropped; `reconnected` then tells the mode to
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import trio
@@ -42,7 +42,7 @@ class Peers:
         hello: Callable[[], Hello],
         address_of: Callable[[NodeId], Address | None],
         reconnected: Callable[[NodeId], None],
-        refused: Callable[[NodeId, Refused], Awaitable[None]],
+        refused: Callable[[Refused], None],
     ) -> None:
         """`hello` is asked anew for every connection: the model may have become known meanwhile."""
         self._transport = transport
@@ -126,7 +126,7 @@ class Peers:
                     finally:
                         await self.close(link)
                 except Refused as refusal:
-                    await self._refused(peer, refusal)
+                    self._refused(refusal)
                     delay_s = REFUSED_RETRY_S
                 except (LinkLost, PeerError) as error:
                     if str(error) != said:

@@ -51,19 +51,11 @@ class Roster:
         self.live: list[NodeId] = []  # without me; in no particular order
         self._at: dict[NodeId, int] = {}  # where in `live`
         self._gone: dict[NodeId, None] = {}  # FAILED and LEFT, the longest gone first
-        self._alive: frozenset[NodeId] | None = frozenset()
 
     @property
     def population(self) -> int:
         """N: the live members, oneself included."""
         return len(self.live) + 1
-
-    @property
-    def alive(self) -> frozenset[NodeId]:
-        """The live members, without me."""
-        if self._alive is None:
-            self._alive = frozenset(self.live)
-        return self._alive
 
     def is_live(self, id: NodeId) -> bool:
         """Whether the member is another one and believed to live."""
@@ -126,7 +118,6 @@ class Roster:
         if id not in self._at:
             self._at[id] = len(self.live)
             self.live.append(id)
-            self._alive = None
 
     def _exit(self, id: NodeId) -> None:
         at = self._at.pop(id, None)
@@ -136,7 +127,6 @@ class Roster:
         if last != id:  # the last one fills the hole, so that removal is O(1)
             self.live[at] = last
             self._at[last] = at
-        self._alive = None
 
 
 def fault(record: Member) -> str:

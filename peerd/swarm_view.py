@@ -31,10 +31,10 @@ class SwarmView:
         peers: Peers,
         hello: Callable[[], Hello],
         changed: Callable[[], None],
-        refused: Callable[..., None],
+        refused: Callable[[Refused], None],
     ) -> None:
         """`changed` is called whenever a member came, went or said something new of itself; `refused` when one whose
-        table we asked for will not have us, and whether we are a `newcomer` that has never met another member.
+        table we asked for will not have us.
         """
         self.membership = membership
         self._datagrams = datagrams
@@ -99,7 +99,7 @@ class SwarmView:
         if self._said.get(address) != str(failure):
             self._said[address] = str(failure)
             if isinstance(failure, Refused):
-                self._refused(str(failure), newcomer=len(self.membership.members) == 1)
+                self._refused(failure)
             else:
                 LOGGER.warning("%s; trying again", failure)
         effects = self.membership.on_unreachable(address, trio.current_time())
