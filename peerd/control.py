@@ -126,6 +126,10 @@ async def _converse(
             await local.send(await _answer(verbs, message))
     except ValueError as error:
         LOGGER.warning("a local process was cut off: %s", error)
+    except trio.Cancelled:
+        # left open, for the kernel to close with the process: `peerd leave` waits for that, not for a promise of it
+        connection.detach()
+        raise
     finally:
         local.close_fds()
         connection.close()

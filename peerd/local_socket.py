@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import socket
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -119,25 +121,44 @@ class LocalSocket:
             self._buffer += data
         return message
 
+    def ask(self, verb: str, /, **arguments: Any) -> dict[str, Any]:
+        """One command and its answer. Raises UserError with the daemon's own words, OSError or EOFError."""
+        self.send({"kind": verb, **arguments})
+        answer = self.receive()
+        assert answer is not None, "a receive without a timeout returns a message or raises"
+        if "error" in answer:
+            raise UserError(str(answer["error"]))
+        return answer
+
+    def ends(self, timeout_s: float) -> bool:
+        """Whether the daemon's process ends within `timeout_s`: until then it keeps this connection."""
+        try:
+            self.receive(timeout_s)
+        except (EOFError, ConnectionError):
+            return True
+        return False
+
     def close(self) -> None:
         """Close; harmless when closed."""
         self._socket.close()
 
 
-def request(path: Path, verb: str, /, **arguments: Any) -> dict[str, Any]:
-    """One command to a daemon and its answer. Raises UserError with the daemon's own words."""
+@contextmanager
+def conversation(path: Path) -> Iterator[LocalSocket]:
+    """A connection of the command line to a daemon. Raises UserError when it is not there or goes away."""
     try:
         client = LocalSocket(path)
     except OSError as error:
         raise UserError(f"the node at {path} does not answer: {error.strerror}") from None
     try:
-        client.send({"kind": verb, **arguments})
-        answer = client.receive()
+        yield client
     except (OSError, EOFError):
         raise UserError(f"the node at {path} went away before it answered") from None
     finally:
         client.close()
-    assert answer is not None, "a receive without a timeout returns a message or raises"
-    if "error" in answer:
-        raise UserError(str(answer["error"]))
-    return answer
+
+
+def request(path: Path, verb: str, /, **arguments: Any) -> dict[str, Any]:
+    """One command to a daemon and its answer. Raises UserError with the daemon's own words."""
+    with conversation(path) as client:
+        return client.ask(verb, **arguments)

@@ -94,6 +94,7 @@ def test_the_life_of_a_swarm(machine: Machine) -> None:
 
     # three ways to go, each in good order
     left = machine.peerd("leave", "--name", "b")
+    assert not alive(b.process.pid)  # not only leaving: its name, port and state folder are free
     assert (left.returncode, left.stdout) == (0, "b has left\n"), left.stderr
     c.signal(signal.SIGINT)
     d.signal(signal.SIGTERM)

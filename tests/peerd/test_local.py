@@ -186,6 +186,20 @@ def test_several_requests_in_any_pieces_on_one_connection(runtime: Path) -> None
     serving(path, ask)
 
 
+def test_a_connection_outlives_the_serving_and_ends_with_the_process(runtime: Path) -> None:
+    """`peerd leave` waits for it; that the process's end closes it, the nodes' tests show."""
+    path = socket_path("node")
+    clients: list[LocalSocket] = []
+
+    def ask() -> None:
+        clients.append(LocalSocket(path))
+        assert clients[0].ask("echo") == {"kind": "echo"}
+
+    serving(path, ask)
+    assert not clients[0].ends(timeout_s=0.1)
+    clients[0].close()
+
+
 def test_garbage_ends_its_connection_only(runtime: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = socket_path("node")
 
