@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from peerd.cli.output import Format, FormatOption, NameOption, print_json, size
+from peerd.effects import UserError
 from peerd.local_socket import find_node, request
 
 
@@ -17,6 +18,8 @@ def export(
     format: FormatOption = Format.TEXT,
 ) -> None:
     """Write the model that the node holds now: trainable parameters and float buffers, by name."""
+    if path.suffix != ".safetensors":
+        raise UserError(f"export {path}: the file is written as safetensors; end its name in .safetensors")
     answer = request(find_node(name), "export", path=str(path.absolute()))
     if format is Format.JSON:
         print_json(answer)

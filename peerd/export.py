@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ def write_safetensors(path: Path, values: npt.NDArray[Any], tensors: list[str]) 
     float64 and float16 keep their type; bfloat16 is written as float32, which holds the same values, for numpy has no
     such type. Frozen tensors are not in the vector and not in the file. Raises UserError.
     """
+    _check_folder(path)
     named: dict[str, npt.NDArray[Any]] = {}
     start = 0
     for line in _in_vector_order(tensors):
@@ -35,10 +37,29 @@ def write_safetensors(path: Path, values: npt.NDArray[Any], tensors: list[str]) 
         save_file(named, temporary, metadata={"format": "pt"})
         temporary.replace(path)
         return path.stat().st_size
-    except (OSError, SafetensorError) as error:  # the latter wraps what the disk said
-        raise UserError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from None
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot write {path}: {_cause(error)}") from None
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _check_folder(path: Path) -> None:
+    """Before a large model is converted. Raises UserError."""
+    folder = path.parent
+    if not folder.is_dir():
+        raise UserError(f"cannot write {path}: no such folder: {folder}")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(f"cannot write {path}: the folder {folder} is not writable")
+    if path.is_dir():
+        raise UserError(f"cannot write {path}: it is a folder")
+
+
+def _cause(error: OSError | SafetensorError) -> str:
+    """What the disk said; safetensors wraps it in its own words and the name of a temporary file."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    number = re.search(r"\(os error (\d+)\)", str(error))
+    return os.strerror(int(number[1])) if number else str(error)
 
 
 def _in_vector_order(tensors: list[str]) -> list[str]:

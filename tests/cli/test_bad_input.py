@@ -105,6 +105,7 @@ def test_wrong_configuration(machine: Machine, terminal: Terminal, text: str, ex
         (("demo", "--trigger", "never"), "trigger 'never' is not one"),
         (("demo", "--picture", "p.txt"), "the name must end in .png, .svg or .pdf"),
         (("members",), "no peerd node runs here"),
+        (("export", "model.txt"), "export model.txt: the file is written as safetensors; end its name in"),
         (("leave", "--name", "x"), "no node called 'x' runs here"),
     ],
 )
