@@ -149,14 +149,7 @@ class _Session:
         welcome = self._expect("welcome")
         self._checkpoints = Path(welcome["checkpoints"])
         self._checkpoint_every_s = float(welcome["checkpoint_every_s"])
-        if generation := checkpoint.newest(self._checkpoints, flat.signature, _say):
-            try:
-                whole = checkpoint.restore(generation, self._model, self._optimizer)
-                self.step = generation.step
-                fresh = "" if whole else ", with the optimizer as it is: the checkpoint holds no state that fits it"
-                _say(f"resumed from the checkpoint of step {self.step}{fresh}")
-            except checkpoint.Damaged as error:
-                _say(f"checkpoint of step {generation.step} refused: {error}")
+        restored = self._restore()
         self._publish(0)
         self._link.send({"kind": "ready", "step": self.step})
         start = self._expect("start")
@@ -164,11 +157,26 @@ class _Session:
         if start["load"] is not None:
             flat.load(self._memory.copies[start["load"]])
             self.step = max(self.step, int(start["step"]))
+        if restored is not None:
+            _say_restored(*restored, model_too=start["load"] is None)
         for message in self._early:
             self._obey(message)
         while not self._go and not self._stop:
             self._poll(timeout_s=None)
         self._last_checkpoint = time.monotonic()
+
+    def _restore(self) -> tuple[int, bool] | None:
+        """Load the newest good checkpoint: its step, and whether it had a state that fits the optimizer."""
+        generation = checkpoint.newest(self._checkpoints, self._flat.signature, _say)
+        if generation is None:
+            return None
+        try:
+            whole = checkpoint.restore(generation, self._model, self._optimizer)
+        except checkpoint.Damaged as error:
+            _say(f"checkpoint of step {generation.step} refused: {error}")
+            return None
+        self.step = generation.step
+        return generation.step, whole
 
     def _expect(self, kind: str) -> dict[str, Any]:
         while True:
@@ -320,6 +328,17 @@ def _connect() -> LocalSocket | None:
     except OSError as error:
         _say(f"the node at {given} does not answer ({error.strerror}); training alone")
     return None
+
+
+def _say_restored(step: int, whole: bool, *, model_too: bool) -> None:
+    """Said once it is known whose model the training starts from: the daemon may have a later one."""
+    found = f"the checkpoint of step {step}"
+    if model_too:
+        _say(f"resumed from {found}" if whole else f"resumed from {found}, which has no state that fits the optimizer")
+    elif whole:
+        _say(f"the model is the daemon's; the optimizer's state is from {found}")
+    else:
+        _say(f"the model is the daemon's; {found} has no state that fits the optimizer")
 
 
 def _finite(value: Any) -> Any:

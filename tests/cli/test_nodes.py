@@ -174,20 +174,24 @@ def test_checkpoints_survive_an_interrupt_and_damage(machine: Machine) -> None:
         node = machine.start("n", script)
         node.says("ready, in a swarm", times=life + 1)
         assert f"ready, in a swarm at step {steps[-1] if steps else 0}\n" in node.log
-        node.trains(beyond=(steps[-1] if steps else 0) + 10)
+        reached = node.trains(beyond=(steps[-1] if steps else 0) + 10)
+        if life == 1:  # the daemon's model is newer than the checkpoint: what comes from where is said
+            os.kill(node.trainer_pid, signal.SIGKILL)
+            node.says(f"the model is the daemon's; the optimizer's state is from the checkpoint of step {steps[0]}")
+            assert node.trains() >= reached
         node.signal(signal.SIGINT)
         assert node.end() == 0
         generations = sorted((machine.state / "peerd" / "n" / "checkpoints").iterdir())
         steps.append(int(generations[-1].name[5:]))
     assert steps[1] > steps[0]
-    assert f"resumed from the checkpoint of step {steps[0]}" in node.log
+    assert node.log.count(f"resumed from the checkpoint of step {steps[0]}\n") == 1
 
     tensors = generations[-1] / "model.safetensors"
     content = bytearray(tensors.read_bytes())
     content[-1] ^= 1
     tensors.write_bytes(content)
     node = machine.start("n", script)
-    node.says("ready, in a swarm", times=3)
+    node.says("ready, in a swarm", times=4)
     refused = [line for line in node.log.splitlines() if "refused" in line]
     assert len(refused) == 1
     assert str(generations[-1]) in refused[0]
