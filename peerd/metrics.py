@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -47,33 +47,43 @@ class _Status(Collector):
 
     def collect(self) -> Iterable[Metric]:
         status = self._status
-        yield _counter("peerd_sent_bytes", "Bytes written to sockets", status["bytes_sent"])
-        yield _counter("peerd_received_bytes", "Bytes read from sockets", status["bytes_received"])
-        yield _gauge(
+        yield self._counter("peerd_sent_bytes", "Bytes written to sockets", status["bytes_sent"])
+        yield self._counter("peerd_received_bytes", "Bytes read from sockets", status["bytes_received"])
+        yield self._gauge(
             "peerd_consensus_distance_ratio", "Distance of models over their norm", status["consensus_distance"]
         )
-        yield _gauge("peerd_loop_latency_p99_seconds", "How late the event loop wakes", status["loop_latency_p99_s"])
-        if trainer := status.get("trainer"):
-            yield _counter("peerd_steps", "Optimizer steps", trainer["step"])
-            yield _counter("peerd_samples", "Training samples", trainer["samples"])
+        yield self._gauge(
+            "peerd_loop_latency_p99_seconds", "How late the event loop wakes", status["loop_latency_p99_s"]
+        )
+        yield self._gauge("peerd_members", "Members that this node knows, by state", status["members"], by="state")
+        if trainer := status["trainer"]:
+            yield self._counter("peerd_steps", "Optimizer steps", trainer["step"])
+            yield self._counter("peerd_samples", "Training samples", trainer["samples"])
             if trainer["loss"] is not None:
-                yield _gauge("peerd_loss", "Last training loss", trainer["loss"])
-        yield from _counts(status["counts"])
+                yield self._gauge("peerd_loss", "Last training loss", trainer["loss"])
+            yield self._gauge("peerd_trainer_metric", "Numbers given to swarm.step()", trainer["metrics"], by="metric")
+        decisions = {name[8:]: value for name, value in status["counts"].items() if name.startswith("trigger_")}
+        events = {name: value for name, value in status["counts"].items() if not name.startswith("trigger_")}
+        yield self._counter("peerd_trigger_decisions", "Trigger decisions", decisions, by="decision")
+        yield self._counter("peerd_events", "What happened, by kind", events, by="kind")
+
+    def _counter(self, name: str, text: str, value: float | dict[str, float], by: str | None = None) -> Metric:
+        return self._fill(CounterMetricFamily(name, text, labels=_labels(by)), value)
+
+    def _gauge(self, name: str, text: str, value: float | dict[str, float], by: str | None = None) -> Metric:
+        return self._fill(GaugeMetricFamily(name, text, labels=_labels(by)), value)
+
+    def _fill(self, metric: CounterMetricFamily | GaugeMetricFamily, value: float | dict[str, float]) -> Metric:
+        """One sample, or one for each key."""
+        node = self._status["name"]
+        if not isinstance(value, dict):
+            metric.add_metric([node], value)
+        else:
+            for key, number in sorted(value.items()):
+                metric.add_metric([node, key], number)
+        return metric
 
 
-def _counts(counts: dict[str, int]) -> Iterator[Metric]:
-    decisions = CounterMetricFamily("peerd_trigger_decisions", "Trigger decisions", labels=["decision"])
-    events = CounterMetricFamily("peerd_events", "What happened, by kind", labels=["kind"])
-    for name, value in sorted(counts.items()):
-        decision = name.removeprefix("trigger_")
-        (events if decision == name else decisions).add_metric([decision], value)
-    yield decisions
-    yield events
-
-
-def _counter(name: str, text: str, value: float) -> Metric:
-    return CounterMetricFamily(name, text, value=value)
-
-
-def _gauge(name: str, text: str, value: float) -> Metric:
-    return GaugeMetricFamily(name, text, value=value)
+def _labels(by: str | None) -> list[str]:
+    """The node's name is on every sample: to a scraper, the nodes of one machine are one instance."""
+    return ["node"] if by is None else ["node", by]

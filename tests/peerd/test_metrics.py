@@ -18,6 +18,8 @@ from peerd.metrics import SAMPLE_EVERY_S, LoopLatency, exposition
 def status(**changes: Any) -> dict[str, Any]:
     """The part of a node's status that is measured."""
     return {
+        "name": "a",
+        "members": {},
         "bytes_sent": 10,
         "bytes_received": 20,
         "consensus_distance": 0.25,
@@ -29,8 +31,10 @@ def status(**changes: Any) -> dict[str, Any]:
 
 
 def samples(text: str) -> dict[tuple[str, tuple[str, ...]], float]:
+    """By the sample's name and its labels' values; the node's name, which is on each, is left out."""
     families = list(text_string_to_metric_families(text))
     assert all(family.documentation for family in families)
+    assert {sample.labels.pop("node") for family in families for sample in family.samples} == {"a"}
     return {(s.name, tuple(s.labels.values())): s.value for family in families for s in family.samples}
 
 
@@ -42,20 +46,28 @@ def test_a_node_without_a_trainer() -> None:
     assert ("peerd_steps_total", ()) not in found
 
 
+def test_members_are_counted_by_state() -> None:
+    found = samples(exposition(status(members={"alive": 3, "failed": 0})))
+    assert found["peerd_members", ("alive",)] == 3
+    assert found["peerd_members", ("failed",)] == 0
+
+
 def test_a_node_that_trains() -> None:
-    trainer = {"step": 7, "samples": 70, "loss": 0.5}
+    trainer = {"step": 7, "samples": 70, "loss": 0.5, "metrics": {"accuracy": 0.75, 'odd "name"\n': 1.0}}
     counts = {"trigger_quiet": 3, "trigger_change": 4, "exchanges": 5}
     found = samples(exposition(status(trainer=trainer, counts=counts)))
     assert found["peerd_steps_total", ()] == 7
     assert found["peerd_samples_total", ()] == 70
     assert found["peerd_loss", ()] == 0.5
+    assert found["peerd_trainer_metric", ("accuracy",)] == 0.75
+    assert found["peerd_trainer_metric", ('odd "name"\n',)] == 1
     assert found["peerd_trigger_decisions_total", ("quiet",)] == 3
     assert found["peerd_trigger_decisions_total", ("change",)] == 4
     assert found["peerd_events_total", ("exchanges",)] == 5
 
 
 def test_a_loss_that_is_not_known_is_not_a_number_made_up() -> None:
-    found = samples(exposition(status(trainer={"step": 0, "samples": 0, "loss": None})))
+    found = samples(exposition(status(trainer={"step": 0, "samples": 0, "loss": None, "metrics": {}})))
     assert ("peerd_loss", ()) not in found
 
 
