@@ -20,11 +20,10 @@ names = st.sampled_from(NAMES)
 def assert_references_agree(swarm: GossipSwarm) -> None:
     """Both ends of a link at one version hold the same bits."""
     for a, node in swarm.nodes.items():
-        for b, link in node.core._links.items():
-            other = swarm.nodes[b].core._links.get(a)
-            if other is None or other.reference.link != link.reference.link:
+        for b, mine in node.core.references().items():
+            theirs = swarm.nodes[b].core.references().get(a)
+            if theirs is None or theirs.link != mine.link:
                 continue
-            mine, theirs = link.reference, other.reference
             if mine.version == theirs.version:
                 assert mine.mine.tobytes() == theirs.theirs.tobytes(), f"what {b} knows of {a}"
                 assert mine.theirs.tobytes() == theirs.mine.tobytes(), f"what {a} knows of {b}"
@@ -100,8 +99,8 @@ class Weather(RuleBasedStateMachine):
         assert self.swarm.drift() < 1e-12
         assert_references_agree(self.swarm)
         for node in self.swarm.nodes.values():
-            for link in node.core._links.values():
-                assert link.reference.under_way is None, "an exchange was left unfinished"
+            for reference in node.core.references().values():
+                assert reference.under_way is None, "an exchange was left unfinished"
 
 
 TestWeather = Weather.TestCase
@@ -232,10 +231,10 @@ def test_views_are_bounded_and_rotate() -> None:
         for name in swarm.nodes:
             swarm.step(name)
             swarm.settle()
-        met |= set(swarm.nodes["a"].core._links)
-        assert all(len(node.core._links) <= 4 for node in swarm.nodes.values())
+        met |= set(swarm.nodes["a"].core.references())
+        assert all(len(node.core.references()) <= 4 for node in swarm.nodes.values())
     assert len(met) > 4
-    assert all(node.core._links for node in swarm.nodes.values()), "nobody falls out of the gossip"
+    assert all(node.core.references() for node in swarm.nodes.values()), "nobody falls out of the gossip"
     assert swarm.drift() < 1e-12
 
 
@@ -295,8 +294,8 @@ def test_a_peer_that_membership_does_not_know_takes_no_place() -> None:
     swarm.peers("a", {"a", "b"})
     for number, stranger in enumerate("cdxyz"):
         core.on_message(stranger, LinkOpen(number), 0.0)
-    assert sum(link.active for link in core._links.values()) == 0
-    assert len(core._links) <= 1, "dormant links are bounded by the view"
+    assert core.links() == []
+    assert len(core.references()) <= 1, "dormant links are bounded by the view"
 
 
 def test_a_delta_that_overflows_is_refused() -> None:
