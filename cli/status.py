@@ -23,7 +23,22 @@ def status(
     name: NameOption = None,
     format: Annotated[StatusFormat, typer.Option("--format", help="text, json, or prometheus")] = StatusFormat.TEXT,
 ) -> None:
-    """Show a node's training, links, traffic, and why its trigger decided what it did."""
+    """Show a node's training, links, traffic, and why its trigger decided what it did.
+
+    \b
+    consensus distance  of models from the swarm's mean, relative to their norm
+    DISTANCE            of the partner's model from ours when last exchanged, absolute
+    GAIN                the share of it that a correction takes away, at most 0.5
+    LAST REASON         why this node last began an exchange: the model's change,
+                        silence for a minute, period, always, or its finishing
+
+    Trigger decisions are those reasons, counted, and what was not sent:
+
+    \b
+    quiet               the model has not moved enough since the last exchange
+    bound_only          an upper bound had, the exact change then had not
+    no_idle_link        there is no partner, or each is in an exchange already
+    """
     answer = request(find_node(name), "status")
     if format is StatusFormat.JSON:
         print_json(answer)
