@@ -27,7 +27,7 @@ def status(
 
     \b
     consensus distance  of models from the swarm's mean, relative to their norm
-    DISTANCE            of the partner's model from ours when last exchanged, absolute
+    DISTANCE            of the two models at their last exchange, absolute
     GAIN                the share of it that a correction takes away, at most 0.5
     LAST REASON         why this node last began an exchange: the model's change,
                         silence for a minute, period, always, or its finishing

@@ -386,6 +386,10 @@ async def _bind_both(host: str, port: int) -> tuple[UdpDatagrams, int]:
 
 
 def _announce(settings: Settings, address: Address) -> None:
-    LOGGER.info("listening on %s; others join with: peerd start train.py --join %s", shown(address), shown(address))
+    where = shown(address)
+    if settings.join:  # whoever joined through this node before it is a member would wait with it, or found a swarm
+        LOGGER.info("listening on %s; joining through %s", where, ", ".join(map(shown, settings.seeds)))
+    else:
+        LOGGER.info("listening on %s; others join with: peerd start train.py --join %s", where, where)
     if not address[0].startswith(LOOPBACK):
         LOGGER.warning("connections are neither encrypted nor authenticated yet: use a network that you trust")

@@ -47,6 +47,7 @@ def test_the_life_of_a_swarm(machine: Machine) -> None:
         node.trains()
     for node in (a, b, c):
         node.sees(a="alive", b="alive", c="alive")
+    assert f"listening on {a.address}; others join with: peerd start train.py --join {a.address}\n" in a.log
     shown = machine.peerd("members", "--name", "b")
     assert shown.returncode == 0
     assert [line.split()[0] for line in shown.stdout.splitlines()] == ["NAME", "a", "b", "c"]
@@ -155,6 +156,8 @@ def test_a_trainer_that_dies_while_it_waits_may_come_again(machine: Machine) -> 
     port = Machine.free_port()
     b = machine.start("b", machine.script("train.py", TRAIN), join=f"127.0.0.1:{port}")
     b.says("the trainer waits: no node of the swarm has answered yet")
+    assert f"; joining through 127.0.0.1:{port}\n" in b.log
+    assert "others join with" not in b.log  # they would wait with it
     assert b.log.count(f"cannot reach 127.0.0.1:{port}: Connection refused; trying again") == 1
     killed = b.trainer_pid
     os.kill(killed, signal.SIGKILL)
