@@ -9,6 +9,7 @@ correction could not yet move in a float32 carry, or small corrections would be 
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,6 +57,8 @@ class FlatModel:
         self.tensors = _describe(model)
         self.signature = hashlib.sha256("\n".join(self.tensors).encode()).hexdigest()
         self._device = trainable[0][1].device
+        # a mask may hold infinities for good; whatever begins finite must stay so
+        self._finite_buffers = [b for _, b in averaged if b.numel() and bool(torch.isfinite(b).all())]
         self._base = torch.zeros(self.total, dtype=torch.float32, device=self._device)
         self._carry: dict[str, torch.Tensor] = {}
 
@@ -76,7 +79,11 @@ class FlatModel:
 
     @torch.no_grad()
     def change(self) -> torch.Tensor:
-        """||x - base|| over the parameters: one fused pass a tensor, a 0-dimensional result on the device."""
+        """||x - base|| over the parameters: one fused pass a tensor, a 0-dimensional result on the device.
+
+        Not finite when a parameter is not, nor when a buffer is not that once was: BatchNorm's statistics may be
+        spoilt by a batch that left no gradient.
+        """
         norms = []
         for piece in self.pieces:
             if piece.start >= self.parameters:
@@ -87,12 +94,11 @@ class FlatModel:
             base = self._base[piece.start : piece.stop].to(value.device)
             norms.append(torch.dist(value, base).to(self._device))
         norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
-        return norm
-
-    @torch.no_grad()
-    def norm(self) -> float:
-        """||base|| over the parameters."""
-        return float(torch.linalg.vector_norm(self._base[: self.parameters]))
+        if not self._finite_buffers:
+            return norm
+        # of all reductions the largest magnitude is the one that never overflows
+        peaks = [torch.linalg.vector_norm(buffer, ord=math.inf) for buffer in self._finite_buffers]
+        return norm + (0 * torch.stack([peak.to(self._device, torch.float32) for peak in peaks])).sum()
 
     @torch.no_grad()
     def add(self, correction: Flat) -> None:
