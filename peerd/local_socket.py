@@ -17,7 +17,7 @@ import msgpack
 
 from peerd.effects import UserError
 
-MESSAGE_BYTES_MAX = 4 << 20  # an attach names every tensor; 40,000 of them fit
+MESSAGE_BYTES_MAX = 64 << 20  # an attach names every tensor: a million, at the 60 bytes that one takes
 _LENGTH = struct.Struct("<I")
 
 
@@ -61,8 +61,10 @@ def find_node(name: str | None) -> Path:
 
 
 def pack(message: dict[str, Any]) -> bytes:
-    """One framed message."""
+    """One framed message. Raises ValueError for one that is too long."""
     body: bytes = msgpack.packb(message)
+    if len(body) > MESSAGE_BYTES_MAX:
+        raise ValueError(f"a local message of {len(body)} bytes is over the limit of {MESSAGE_BYTES_MAX}")
     return _LENGTH.pack(len(body)) + body
 
 
@@ -99,7 +101,7 @@ class LocalSocket:
         self._buffer = bytearray()
 
     def send(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
-        """Send one message, with file descriptors beside it; raises OSError."""
+        """Send one message, with file descriptors beside it; raises OSError, or ValueError when it is too long."""
         data = pack(message)
         if fds:
             sent = socket.send_fds(self._socket, [data], list(fds))

@@ -142,9 +142,12 @@ class _Session:
     def _attach(self) -> None:
         flat = self._flat
         about = {"parameters": flat.parameters, "total": flat.total, "signature": flat.signature}
-        self._link.send(
-            {"kind": "attach", "pid": os.getpid(), "tensors": flat.tensors, **about}, fds=(self._memory.fd,)
-        )
+        message = {"kind": "attach", "pid": os.getpid(), "tensors": flat.tensors, **about}
+        try:
+            self._link.send(message, fds=(self._memory.fd,))
+        except ValueError as error:
+            cause = f"the names of the model's {len(flat.tensors):,} tensors are too long together"
+            raise _Refused(f"{cause} ({error}); join small parameters into larger ones") from None
         self._memory.close_fd()
         welcome = self._expect("welcome")
         self._checkpoints = Path(welcome["checkpoints"])

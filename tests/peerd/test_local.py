@@ -90,6 +90,19 @@ def test_an_oversized_message_is_refused_before_it_is_awaited() -> None:
     assert take(bytearray(struct.pack("<I", MESSAGE_BYTES_MAX))) is None
 
 
+def test_an_oversized_message_is_not_sent() -> None:
+    with pytest.raises(ValueError, match=f"over the limit of {MESSAGE_BYTES_MAX}"):
+        pack({"kind": "x" * MESSAGE_BYTES_MAX})
+
+
+def test_a_model_of_very_many_tensors_fits_a_message() -> None:
+    attach = {
+        "kind": "attach",
+        "tensors": [f"blocks.{index}.attention.query.weight float32 64x64" for index in range(10**5)],
+    }
+    assert take(bytearray(pack(attach))) == attach
+
+
 # ------------------------------------------------------------------------------------------------------------- nodes
 
 
