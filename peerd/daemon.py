@@ -216,7 +216,7 @@ class Daemon:
     async def _verb_status(self, _: dict[str, Any]) -> dict[str, Any]:
         model, membership = self.model, self.view.membership
         states = [member.state for member in self._members().values()]
-        mode = model.lane.mode
+        mode = model.mode
         names = {id: member.name for id, member in self._members().items()}
         counts = {
             **membership.counts,

@@ -1,0 +1,209 @@
+"""How do the mode's decisions become deeds? Events go to it through the lane, effects to the peers and the trainer."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+
+import numpy as np
+import numpy.typing as npt
+import trio
+
+from peerd.effects import Effect, Log, NodeId, Proceed, Publish, Send, StepReport
+from peerd.lane import HandOver, Lane
+from peerd.logs import LOGGER
+from peerd.messages import Connected, Message, ModelSnapshot
+from peerd.peers import Peers
+from peerd.replica import Replica
+from peerd.trainer_session import TrainerSession
+from peerd.training import delta
+from peerd.training.delta import Layout
+from peerd.training.modes import Mode, ModeMaker, ModeSettings
+
+SNAPSHOT_CODEC = "float32"  # a newcomer starts from exactly the donor's model
+EXCHANGE_SHARE = 4  # times the slowest exchange so far: how long a leaving node's hand-over may take
+HAND_OVER_LEAST_S = 3.0
+
+
+class Exchanges:
+    """The shell around one mode and its replica of the model."""
+
+    def __init__(self, peers: Peers) -> None:
+        self.lane = Lane(self._perform)
+        self.session: TrainerSession | None = None
+        self.settled = trio.Event()  # all models agree
+        self._handed_over = trio.Event()  # every partner has what this node had not yet sent
+        self._peers = peers
+        self._publish_asked = False
+        self._pending_report: StepReport | None = None
+        self._report_lock = threading.Lock()
+        self._began: dict[NodeId, float] = {}
+        self._slowest_s = 0.0
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.lane.run)
+            while True:
+                await trio.sleep(1.0)  # the mode's deadlines are tens of seconds
+                mode = self.lane.mode
+                if mode is not None and trio.current_time() >= mode.deadline:
+                    await self.lane.call(self._mode.on_timer)
+
+    def begin(self, make: ModeMaker, me: NodeId, layout: Layout, rng: random.Random, settings: ModeSettings) -> None:
+        """From now on there is a mode, on the replica that the lane has."""
+        self.lane.mode = make(me, layout, rng, settings, lambda: self._replica.values())
+
+    # ---------------------------------------------------------------- from the swarm
+
+    def on_partners(self, alive: frozenset[NodeId]) -> None:
+        """These members, and no others, can exchange."""
+        for gone in self._began.keys() - alive:
+            del self._began[gone]
+        self.lane.post(lambda now: self._mode.on_peers(alive, now))
+
+    def on_reconnected(self, peer: NodeId) -> None:
+        """Messages to this peer flow again."""
+        self._began.pop(peer, None)
+        if self.lane.mode is not None:
+            self.lane.post(lambda now: self._mode.on_message(peer, Connected(), now))
+
+    async def on_message(self, sender: NodeId, message: Message) -> None:
+        """A peer's message to the mode. Raises PeerError."""
+        if self.lane.mode is None:
+            return
+        if sender in self._began:
+            self._slowest_s = max(self._slowest_s, trio.current_time() - self._began.pop(sender))
+        await self.lane.call(lambda now: self._mode.on_message(sender, message, now))
+
+    async def give_model(self, peer: NodeId, layout: Layout, step: int) -> None:
+        """Send the whole model as it stands. Raises NotFinite."""
+
+        def encode(_: float) -> list[Effect]:
+            chunks = delta.encode(SNAPSHOT_CODEC, layout, self._replica.values())[0]
+            return [Send(peer, ModelSnapshot(step, SNAPSHOT_CODEC, chunks))]
+
+        await self.lane.call(encode)
+
+    # ---------------------------------------------------------------- from the trainer
+
+    def on_report(self, report: StepReport, copy: int | None) -> None:
+        """The optimizer moved, or the run ended; `copy` is the one that was published."""
+        if report.finishing:
+            self.settled, self._handed_over = trio.Event(), trio.Event()
+        if report.published or report.finishing:
+            self.lane.post(lambda now: self._on_step(report, copy, now))
+        elif self._replace_report(report) is None:  # a later one replaces it: the mode wants the newest change
+
+            def tell_newest(now: float) -> list[Effect]:
+                newest = self._replace_report(None)
+                return [] if newest is None else self._mode.on_step(newest, now)
+
+            self.lane.post(tell_newest)
+
+    def on_taken(self, half: int) -> None:
+        """The trainer has added this half of the corrections."""
+
+        def taken(_: float) -> list[Effect]:
+            self._replica.taken(half)
+            return []
+
+        self.lane.post(taken)
+
+    def ask_publish(self) -> None:
+        """Have the trainer publish a copy at its next step."""
+        self.lane.post(lambda _: [Publish()])
+
+    def on_trainer_gone(self) -> None:
+        """The session is over: the daemon owns the model now."""
+        self.session = None
+        self._publish_asked = False
+
+        def owned_here(_: float) -> list[Effect]:
+            if self.session is None and self.lane.replica is not None:
+                self.lane.replica.owned_here()
+            return []
+
+        self.lane.post(owned_here)
+
+    async def move(self, fresh: Replica) -> None:
+        """Go on with the same model in another trainer's memory."""
+
+        def load(_: float) -> list[Effect]:
+            fresh.load(self._replica.values())
+            self.lane.replica = fresh
+            return []
+
+        await self.lane.call(load)
+
+    @property
+    def all_taken(self) -> bool:
+        """Whether the trainer has every correction so far."""
+        return not self._replica.has_corrections
+
+    def _on_step(self, report: StepReport, copy: int | None, now: float) -> list[Effect]:
+        if copy is not None:
+            self._publish_asked = False
+            self._replica.published(copy)
+        return self._mode.on_step(report, now)
+
+    def _replace_report(self, report: StepReport | None) -> StepReport | None:
+        """Swap the report that waits for the lane; the loop and the lane's thread both do."""
+        with self._report_lock:
+            before, self._pending_report = self._pending_report, report
+            return before
+
+    # ---------------------------------------------------------------- what the mode asks
+
+    async def _perform(self, effects: list[Effect | HandOver]) -> None:
+        for effect in effects:
+            match effect:
+                case Send():
+                    if getattr(effect.message, "wants_answer", False):
+                        self._began[effect.peer] = trio.current_time()
+                    self._peers.send(effect.peer, effect.message)
+                case HandOver() if self.session is not None:
+                    await self.session.tell("corrections", half=effect.half)
+                case Publish() if self.session is not None and not self._publish_asked:
+                    self._publish_asked = True
+                    await self.session.tell("publish", slot=self._replica.spare_copy)
+                case Proceed():
+                    self._handed_over.set()
+                    if effect.settled:
+                        self.settled.set()
+                case Log():
+                    LOGGER.log(logging.getLevelNamesMapping()[effect.level.upper()], "%s", effect.text)
+
+    # ---------------------------------------------------------------- for who leaves or looks
+
+    async def hand_over(self, step: int) -> None:
+        """Give every partner what it has not yet seen."""
+        last = StepReport(step, 0.0, 1.0, published=False, finishing=True)
+        self.lane.post(lambda now: self._mode.on_step(last, now))
+        with trio.move_on_after(max(HAND_OVER_LEAST_S, EXCHANGE_SHARE * self._slowest_s)) as patience:
+            await self._handed_over.wait()
+            await self._peers.drain()
+        if patience.cancelled_caught:
+            LOGGER.warning("not every partner took what this node had not yet sent")
+
+    async def values(self) -> npt.NDArray[np.float32]:
+        """A copy of the model as it stands, shape (total,)."""
+        found: list[npt.NDArray[np.float32]] = []
+
+        def read(_: float) -> list[Effect]:
+            found.append(self._replica.values().astype(np.float32))
+            return []
+
+        await self.lane.call(read)
+        return found[0]
+
+    @property
+    def _mode(self) -> Mode:
+        assert self.lane.mode is not None, "checked before the job was posted"
+        return self.lane.mode
+
+    @property
+    def _replica(self) -> Replica:
+        assert self.lane.replica is not None, "a mode runs only on a replica"
+        return self.lane.replica
