@@ -19,6 +19,8 @@ from peerd.effects import UserError
 from peerd.local_socket import pack, running_nodes, take
 from peerd.logs import LOGGER
 
+ANSWER_S = 3.0  # for an answer to be taken: a command line reads at once, one that is stopped must not hold the end up
+
 Answer = dict[str, Any]
 Verb = Callable[[dict[str, Any]], Awaitable[Answer]]
 
@@ -123,7 +125,11 @@ async def _converse(
             if message.get("kind") == "attach":
                 await attach(local, message)
                 return
-            await local.send(await _answer(verbs, message))
+            said = await _answer(verbs, message)
+            with trio.move_on_after(ANSWER_S, shield=True) as patience:  # a lone node has left before this task runs
+                await local.send(said)
+            if patience.cancelled_caught:
+                return
     except ValueError as error:
         LOGGER.warning("a local process was cut off: %s", error)
     except trio.Cancelled:

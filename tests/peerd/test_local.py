@@ -199,6 +199,30 @@ def test_several_requests_in_any_pieces_on_one_connection(runtime: Path) -> None
     serving(path, ask)
 
 
+def test_an_answer_goes_out_although_the_verb_ends_the_daemon(runtime: Path) -> None:
+    """`peerd leave` of a node that has nothing to hand over."""
+    path = socket_path("node")
+    answers: list[dict[str, Any]] = []
+
+    async def main() -> None:
+        with trio.fail_after(60):
+            async with trio.open_nursery() as nursery:
+
+                async def leave(_: dict[str, Any]) -> dict[str, Any]:
+                    nursery.cancel_scope.cancel()
+                    return {"leaving": "node"}
+
+                def ask() -> None:
+                    answers.append(request(path, "leave"))
+
+                await nursery.start(control.serve, path, {"leave": leave}, None)
+                with trio.CancelScope(shield=True):
+                    await trio.to_thread.run_sync(ask)
+
+    trio.run(main)
+    assert answers == [{"leaving": "node"}]
+
+
 def test_a_connection_outlives_the_serving_and_ends_with_the_process(runtime: Path) -> None:
     """`peerd leave` waits for it; that the process's end closes it, the nodes' tests show."""
     path = socket_path("node")
