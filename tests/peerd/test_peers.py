@@ -1,0 +1,255 @@
+"""Outgoing connections over the memory carrier, in virtual time: what arrives, what is dropped, and who is told."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+import trio.testing
+
+from peerd.effects import Address, NodeId
+from peerd.messages import Hello, LinkOpen, Message, ModelSnapshot, Refuse, Welcome
+from peerd.peers import IDLE_S, QUEUE_MAX, REFUSED_RETRY_S, RETRY_MAX_S, Peers
+from peerd.transport.hello import Refused, answer
+from peerd.transport.link import Link
+from peerd.transport.memory import MemoryNetwork
+
+FAR: Address = ("far", 1)
+BULK = ModelSnapshot(1, "float32", (bytes(1 << 20),))
+
+
+class FarNode:
+    """Who answers at an address, and what it hears."""
+
+    def __init__(self, id: NodeId) -> None:
+        self.id = id
+        self.heard: list[Message] = []
+        self.links: list[Link] = []
+        self.closed = 0
+        self.refuses = False
+
+    async def accept(self, link: Link) -> None:
+        await answer(link, self._check, Welcome(self.id, self.id, 1))
+        link.payload_limit = 1 << 30
+        self.links.append(link)
+        try:
+            while True:
+                self.heard.append(await link.receive())
+        finally:
+            self.closed += 1
+
+    def _check(self, hello: Hello) -> Refuse | None:
+        return Refuse("swarm", "theirs", hello.swarm) if self.refuses else None
+
+
+class Setting:
+    """One node's `Peers`, the network, and the node `far` at FAR."""
+
+    def __init__(self, nursery: trio.Nursery) -> None:
+        self.nursery = nursery
+        self.network = MemoryNetwork(nursery)
+        self.addresses: dict[NodeId, Address] = {"far": FAR}
+        self.reconnected: list[NodeId] = []
+        self.refusals: list[Refused] = []
+        self.far = FarNode("far")
+        self.peers = Peers(
+            self.network.transport("here"),
+            lambda: Hello(1, "swarm", "", "here", "here", 1, "here", 1, "gossip", "", ()),
+            self.addresses.get,
+            self.reconnected.append,
+            self.refusals.append,
+        )
+
+    async def listen(self, node: FarNode) -> trio.CancelScope:
+        """Have `node` answer at FAR until the scope is cancelled."""
+
+        async def listen(task_status: trio.TaskStatus[trio.CancelScope]) -> None:
+            with trio.CancelScope() as scope:
+                async with trio.open_nursery() as nursery:
+                    await nursery.start(self.network.transport("far").listen, FAR, node.accept)
+                    task_status.started(scope)
+
+        scope: trio.CancelScope = await self.nursery.start(listen)
+        return scope
+
+
+@asynccontextmanager
+async def setting() -> AsyncIterator[Setting]:
+    async with trio.open_nursery() as nursery:
+        there = Setting(nursery)
+        await nursery.start(there.peers.run)
+        yield there
+        nursery.cancel_scope.cancel()
+
+
+def virtually(body: Callable[[], Awaitable[None]]) -> None:
+    trio.run(body, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+def opens(*numbers: int) -> list[Message]:
+    return [LinkOpen(number) for number in numbers]
+
+
+def test_messages_arrive_in_order_over_one_connection() -> None:
+    async def body() -> None:
+        async with setting() as there:
+            await there.listen(there.far)
+            for message in (*opens(1), BULK, *opens(2)):
+                there.peers.send("far", message)
+            await trio.sleep(1)
+            there.peers.send("far", LinkOpen(3))
+            await there.peers.drain()
+            await trio.sleep(1)
+            assert [type(message) for message in there.far.heard] == [LinkOpen, ModelSnapshot, LinkOpen, LinkOpen]
+            assert len(there.far.links) == 1
+            assert there.reconnected == [], "a first connection is no reconnection"
+            assert there.peers.bytes_sent > 1 << 20
+
+    virtually(body)
+
+
+def test_a_queue_is_bounded() -> None:
+    async def body() -> None:
+        async with setting() as there:
+            await there.listen(there.far)
+            for number in range(QUEUE_MAX + 9):
+                there.peers.send("far", LinkOpen(number))
+            await trio.sleep(1)
+            assert there.far.heard == opens(*range(QUEUE_MAX))
+
+    virtually(body)
+
+
+def test_after_a_cut_what_was_queued_is_dropped_and_the_mode_is_told() -> None:
+    async def body() -> None:
+        async with setting() as there:
+            await there.listen(there.far)
+            there.peers.send("far", LinkOpen(1))
+            await trio.sleep(1)
+            sent = there.peers.bytes_sent
+            there.network.cut("here", "far")
+            await trio.sleep(0)
+            there.peers.send("far", LinkOpen(2))
+            await trio.sleep(10 * RETRY_MAX_S)
+            assert there.reconnected == []
+            with trio.fail_after(1):
+                await there.peers.drain()  # a node that leaves does not wait for who is out of reach
+            there.peers.send("far", LinkOpen(3))  # a later exchange must not overtake what is said again
+            there.network.heal("here", "far")
+            await trio.sleep(RETRY_MAX_S)
+            assert there.reconnected == ["far"]
+            there.peers.send("far", LinkOpen(4))
+            await trio.sleep(1)
+            assert there.far.heard == opens(1, 4)
+            assert len(there.far.links) == 2
+            assert there.peers.bytes_sent > sent, "those of the broken connection still count"
+
+    virtually(body)
+
+
+def test_another_node_at_the_address_hears_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def body() -> None:
+        async with setting() as there:
+            stranger = FarNode("stranger")
+            scope = await there.listen(stranger)
+            there.peers.send("far", LinkOpen(1))
+            await trio.sleep(10 * RETRY_MAX_S)
+            assert len(stranger.links) > 5, "it is tried again and again"
+            assert stranger.heard == []
+            scope.cancel()
+            await trio.sleep(0)
+            await there.listen(there.far)
+            await trio.sleep(RETRY_MAX_S)
+            there.peers.send("far", LinkOpen(2))
+            await trio.sleep(1)
+            assert there.far.heard == opens(2)
+            assert there.reconnected == ["far"]
+
+    virtually(body)
+    assert [record.message for record in caplog.records].count("another node answers at far:1") == 1
+
+
+def test_who_refuses_is_asked_again_later() -> None:
+    async def body() -> None:
+        async with setting() as there:
+            await there.listen(there.far)
+            there.far.refuses = True
+            there.peers.send("far", LinkOpen(1))
+            await trio.sleep(REFUSED_RETRY_S / 2)
+            (refusal,) = there.refusals
+            assert (refusal.field, refusal.here, refusal.there) == ("swarm", "theirs", "swarm")
+            there.far.refuses = False  # it was restarted with the right model
+            await trio.sleep(REFUSED_RETRY_S)
+            assert len(there.refusals) == 1
+            assert there.reconnected == ["far"]
+            there.peers.send("far", LinkOpen(2))
+            await trio.sleep(1)
+            assert there.far.heard == opens(2)
+
+    virtually(body)
+
+
+def test_an_idle_connection_is_closed_and_made_anew() -> None:
+    async def body() -> None:
+        async with setting() as there:
+            await there.listen(there.far)
+            there.peers.send("far", LinkOpen(1))
+            await trio.sleep(IDLE_S / 2)
+            there.peers.send("far", LinkOpen(2))
+            await trio.sleep(IDLE_S * 0.9)
+            assert len(there.far.links) == 1, "a message puts it off"
+            await trio.sleep(IDLE_S)
+            assert there.far.closed == 1
+            there.peers.send("far", LinkOpen(3))
+            await trio.sleep(1)
+            assert there.far.heard == opens(1, 2, 3)
+            assert len(there.far.links) == 2
+            assert there.reconnected == [], "nothing was lost"
+
+    virtually(body)
+
+
+def test_a_peer_that_answers_on_our_connection_is_cut_off() -> None:
+    async def body() -> None:
+        async with setting() as there:
+            await there.listen(there.far)
+            there.peers.send("far", LinkOpen(1))
+            await trio.sleep(1)
+            await there.far.links[0].send(LinkOpen(9))
+            await trio.sleep(RETRY_MAX_S)
+            assert len(there.far.links) == 2
+            assert there.reconnected == ["far"]
+
+    virtually(body)
+
+
+@pytest.mark.parametrize("how", ["forgotten", "without an address"])
+def test_a_peer_that_is_gone_is_no_longer_dialled(how: str) -> None:
+    async def body() -> None:
+        async with setting() as there:
+            scope = await there.listen(there.far)
+            there.peers.send("far", LinkOpen(1))
+            await trio.sleep(1)
+            address = there.addresses.pop("far")
+            if how == "forgotten":
+                there.peers.forget("far")
+                there.peers.forget("far")
+            else:
+                scope.cancel()
+            await trio.sleep(RETRY_MAX_S)
+            assert there.far.closed == 1
+            if how == "without an address":
+                await there.listen(there.far)
+            await trio.sleep(10 * RETRY_MAX_S)
+            assert len(there.far.links) == 1
+            there.addresses["far"] = address  # it is back: the next message finds it
+            there.peers.send("far", LinkOpen(2))
+            await trio.sleep(1)
+            assert there.far.heard == opens(1, 2)
+
+    virtually(body)
