@@ -1,0 +1,214 @@
+"""The script's supervisor, with real processes: what is restarted, what is not, and that nothing is left running."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from peerd import supervisor
+from peerd.effects import UserError
+from peerd.supervisor import Supervisor
+
+PID = 'echo $$ > "$FOLDER/pid"; '
+COUNT = 'echo x >> "$FOLDER/starts"; '
+
+
+def virtually(body: Callable[[], Awaitable[None]]) -> None:
+    """The waits between restarts take no time; processes do."""
+    trio.run(body, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+def shell(folder: Path, script: str, *, attached: bool = True) -> Supervisor:
+    """A script, and whether it has come to peerd.attach."""
+    made = Supervisor(["sh", "-c", script], {"FOLDER": str(folder)})
+    made.attached = attached
+    return made
+
+
+def starts(folder: Path) -> int:
+    return len((folder / "starts").read_text().splitlines())
+
+
+def gone(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (OSError, IndexError):
+        return True
+    return state == "Z"
+
+
+async def written(path: Path) -> int:
+    """The process id that a script has written."""
+    while not path.exists() or not path.read_text().endswith("\n"):
+        await trio.sleep(0.01)
+    return int(path.read_text())
+
+
+def test_a_script_that_ends_well_is_not_started_again(folder: Path) -> None:
+    virtually(shell(folder, COUNT, attached=False).run)
+    assert starts(folder) == 1
+
+
+@pytest.mark.parametrize(
+    ("end", "how"), [("exit 3", "exited with code 3"), ("kill -9 $$", "was killed by SIGKILL")], ids=["exit", "kill"]
+)
+def test_a_script_that_dies_before_it_attaches_is_not_started_again(folder: Path, end: str, how: str) -> None:
+    with pytest.raises(UserError, match=f"^sh {how} before it called peerd.attach; its own output above says why$"):
+        virtually(shell(folder, COUNT + end, attached=False).run)
+    assert starts(folder) == 1
+
+
+def test_a_python_script_that_dies_at_import(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = folder / "train.py"
+    script.write_text("import no_such_module\n")
+    with pytest.raises(UserError, match=r"^train.py exited with code 1 before it called peerd.attach"):
+        virtually(Supervisor([str(script)], {}).run)
+    assert "No module named 'no_such_module'" in capfd.readouterr().err
+
+
+def test_a_script_that_keeps_dying_is_started_ever_later_and_then_given_up(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(UserError, match=r"^sh exited with code 3, 5 times within \d+ s: giving up$"):
+        virtually(shell(folder, COUNT + "exit 3").run)
+    assert starts(folder) == 5
+    assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == [
+        f"sh exited with code 3; starting it again in {delay} s" for delay in (1, 2, 4, 8)
+    ]
+
+
+def test_crashes_long_ago_do_not_count(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "CRASH_WINDOW_S", 0.5)  # each restart is a second after the crash
+    virtually(shell(folder, COUNT + 'test $(wc -l < "$FOLDER/starts") -ge 9').run)
+    assert starts(folder) == 9
+
+
+def test_the_script_gets_what_the_daemon_tells_it_beside_its_own_environment(folder: Path) -> None:
+    made = Supervisor(
+        ["sh", "-c", 'echo "$PATH $PEERD_NAME" > "$FOLDER/told"'], {"FOLDER": str(folder), "PEERD_NAME": "n"}
+    )
+    virtually(made.run)
+    assert (folder / "told").read_text() == f"{os.environ['PATH']} n\n"
+
+
+def test_what_cannot_be_started_is_the_users_to_mend(folder: Path) -> None:
+    broken = folder / "broken"
+    broken.write_text("#!/no/such/interpreter\n")
+    broken.chmod(0o755)
+    with pytest.raises(UserError, match=r"^cannot start broken: No such file or directory$"):
+        virtually(Supervisor([str(broken)], {}).run)
+
+
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        ("--verbose", "neither an option of peerd start nor a script"),
+        ("nowhere/train.py", "no such script: nowhere/train.py"),
+        ("digitz", "no such command or task: digitz; built-in tasks: digits, "),
+    ],
+)
+def test_what_is_no_script_is_refused(command: str, why: str) -> None:
+    with pytest.raises(UserError, match=why):
+        Supervisor([command], {})
+
+
+def test_tasks_start_by_name() -> None:
+    made = Supervisor(["digits", "--steps", "3"], {})
+    assert made.command == [sys.executable, "-u", "-m", "peerd.training.tasks.digits", "--steps", "3"]
+
+
+# ----------------------------------------------------------------------------------------------------------- the end
+
+
+def stopped(made: Supervisor, folder: Path, grace_s: float) -> None:
+    """Start, wait until the script has written its pid, stop; in real time, for so a process ends."""
+
+    async def body() -> None:
+        with trio.fail_after(60):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(made.run)
+                await written(folder / "pid")
+                await made.stop(grace_s)
+
+    try:
+        trio.run(body)
+    finally:
+        made.kill()
+
+
+def test_a_script_that_ends_by_itself_is_given_the_time(folder: Path) -> None:
+    made = shell(folder, 'trap "echo asked > $FOLDER/asked" TERM; ' + PID + 'sleep 0.2; echo done > "$FOLDER/done"')
+    stopped(made, folder, grace_s=30)
+    assert (folder / "done").exists()
+    assert not (folder / "asked").exists()
+
+
+def test_a_script_that_goes_on_is_asked_to_end(folder: Path) -> None:
+    made = shell(folder, f'trap "echo asked > $FOLDER/asked; exit 5" TERM; {PID} {COUNT} while :; do sleep 0.05; done')
+    stopped(made, folder, grace_s=0.05)
+    assert (folder / "asked").exists()
+    assert starts(folder) == 1, "an end that was asked for is no crash"
+
+
+def test_a_script_that_will_not_end_is_killed_with_its_children(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "TERMINATE_GRACE_S", 0.2)
+    (folder / "child.sh").write_text('trap "" TERM; echo $$ > "$FOLDER/child"; while :; do sleep 0.05; done')
+    both = 'sh "$FOLDER/child.sh" & until [ -s "$FOLDER/child" ]; do sleep 0.01; done; '
+    made = shell(folder, 'trap "" TERM; ' + both + PID + "while :; do sleep 0.05; done")
+    stopped(made, folder, grace_s=0.05)
+    pids = [int((folder / name).read_text()) for name in ("pid", "child")]
+    deadline = time.monotonic() + 30
+    while not all(map(gone, pids)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert all(map(gone, pids))
+
+
+def test_a_kill_is_at_once(folder: Path) -> None:
+    made = shell(folder, 'trap "" TERM; ' + PID + "while :; do sleep 0.05; done")
+
+    async def body() -> None:
+        with trio.fail_after(60):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(made.run)
+                pid = await written(folder / "pid")
+                made.kill()
+            assert gone(pid)
+
+    trio.run(body)
+    made.kill()
+
+
+def test_nothing_is_stopped_before_anything_was_started(folder: Path) -> None:
+    made = shell(folder, PID)
+    virtually(lambda: made.stop(grace_s=1))
+    made.kill()
+    assert made.stopping
+
+
+def test_a_script_dies_with_its_daemon(folder: Path) -> None:
+    program = (
+        "import os; from subprocess import DEVNULL, Popen; from peerd.supervisor import die_with_parent; "
+        "child = Popen(['sleep', '99'], preexec_fn=die_with_parent, stdout=DEVNULL, stderr=DEVNULL); "
+        "print(child.pid, flush=True); os.kill(os.getpid(), 9)"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ran.returncode == -signal.SIGKILL
+    deadline = time.monotonic() + 30
+    while not gone(int(ran.stdout)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert gone(int(ran.stdout))
