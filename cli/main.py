@@ -12,6 +12,7 @@ from peerd.cli.info import info
 from peerd.cli.join import join
 from peerd.cli.leave import leave
 from peerd.cli.members import members
+from peerd.cli.simulate import simulate
 from peerd.cli.start import START_CONTEXT, start
 from peerd.cli.status import status
 from peerd.cli.version import version
@@ -24,7 +25,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(context_settings=START_CONTEXT)(start)
-for verb in (join, leave, members, status, info, export, demo, version):
+for verb in (join, leave, members, status, info, export, demo, simulate, version):
     app.command()(verb)
 
 

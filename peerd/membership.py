@@ -46,8 +46,15 @@ class Membership:
     """One node's view of the swarm. Every method takes the time and returns what to do; `deadline` asks to be woken."""
 
     def __init__(
-        self, me: Member, seeds: Sequence[Address], rng: random.Random, now: float, timing: Timing = LAN
+        self,
+        me: Member,
+        seeds: Sequence[Address],
+        rng: random.Random,
+        now: float,
+        timing: Timing = LAN,
+        known: Sequence[Member] = (),
     ) -> None:
+        """`known` are live members that everybody knows already: none of them is news."""
         self.counts: Counter[str] = Counter()
         self._rng = rng
         self._timing = timing
@@ -63,6 +70,12 @@ class Membership:
         self._gossip_at = math.inf
         self._gossiped = -math.inf
         self.deadline = now
+        for member in known:
+            if member.id != me.id:
+                self._roster.put(member)
+                self._prober.welcome(member.id)
+        if self._roster.live:
+            self._exchange.company_changed(now)
 
     @property
     def me(self) -> Member:

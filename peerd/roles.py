@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -26,6 +27,7 @@ class About:
         return packed
 
     @classmethod
+    @functools.lru_cache(maxsize=1024)
     def unpack(cls, meta: bytes) -> About:
         """Anything unreadable is a member that offers nothing."""
         try:
@@ -59,12 +61,13 @@ class WaitFor:
 
 def partners(members: Mapping[NodeId, Member], me: NodeId, model: str) -> frozenset[NodeId]:
     """Live members that hold the same model and can exchange."""
-    return frozenset(
-        id
-        for id, member in members.items()
-        if id != me and member.state <= State.SUSPECT and (about := About.unpack(member.meta)).ready
-        and about.model == model[:16]
-    )  # fmt: skip
+    return frozenset(id for id, member in members.items() if id != me and is_partner(member, model))
+
+
+def is_partner(member: Member, model: str) -> bool:
+    """Whether this member lives, holds the same model and can exchange."""
+    about = About.unpack(member.meta)
+    return member.state <= State.SUSPECT and about.ready and about.model == model[:16]
 
 
 def donors(members: Mapping[NodeId, Member], me: NodeId) -> list[NodeId]:

@@ -16,6 +16,8 @@ from peerd.effects import UserError
 
 MAX_SILENCE_S = 60.0
 """A link that has said nothing for this long speaks, however little has changed."""
+WAKE_AFTER_S = MAX_SILENCE_S + 1e-3
+"""When a mode asks to be woken for it. Times round: woken a hair early, it would ask for the same moment for ever."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from peerd.effects import PeerError
 from peerd.messages import Connected, Delta, LinkClosed, LinkOpen, LinkSnapshot
 from peerd.training.codecs import CODECS
+from peerd.training.trigger import WAKE_AFTER_S
 
 NAMES = "abcd"
 names = st.sampled_from(NAMES)
@@ -199,7 +200,7 @@ def test_silence_ends() -> None:
     swarm.everyone_alive()
     swarm.settle()
     exchanges = swarm.nodes["a"].core.counts["exchanges"]
-    swarm.now += 60.0
+    swarm.now += WAKE_AFTER_S
     assert swarm.nodes["a"].core.deadline <= swarm.now
     swarm.perform("a", swarm.nodes["a"].core.on_timer(swarm.now))
     swarm.settle()

@@ -23,7 +23,7 @@ from peerd.training.modes.links import Link, Links
 from peerd.training.modes.mode import LinkStatus, ModeSettings
 from peerd.training.reference import Half, LinkMismatch, PairedReference, norm_of_difference
 from peerd.training.scratch import Scratch
-from peerd.training.trigger import MAX_SILENCE_S, LinkChange
+from peerd.training.trigger import MAX_SILENCE_S, WAKE_AFTER_S, LinkChange
 
 FLUSH_CODEC = "int8"  # its contraction is above 0.999, so a handful of exchanges reach agreement
 FLUSH_TOLERANCE = 1e-2  # relative distance at which two models count as one; a test accuracy does not resolve it
@@ -317,6 +317,6 @@ class Gossip:
     def _rearm(self, effects: list[Effect], now: float) -> list[Effect]:
         self._unapplied = None
         silences = [] if self._report.finishing else [link.last_exchange for link in self._links.idle()]
-        overdue = min(silences, default=float("inf")) + MAX_SILENCE_S
+        overdue = min(silences, default=float("inf")) + WAKE_AFTER_S
         self.deadline = max(now, min(overdue, self._links.deadline(now)))
         return effects

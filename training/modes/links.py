@@ -28,7 +28,7 @@ from peerd.training import delta
 from peerd.training.delta import Layout
 from peerd.training.reference import PairedReference, norm_of_difference
 from peerd.training.scratch import Scratch
-from peerd.training.trigger import MAX_SILENCE_S
+from peerd.training.trigger import MAX_SILENCE_S, WAKE_AFTER_S
 
 SNAPSHOT_CODEC = "bfloat16"  # any vector may start a pair of references; this one costs half of float32
 
@@ -103,7 +103,7 @@ class Links:
         unanswered += [asked_at for _, asked_at in self.opening.values()]
         if self._places_taken() < min(self._view, len(self._alive)):
             unanswered.append(now)  # those who declined are asked again
-        return min(unanswered, default=float("inf")) + MAX_SILENCE_S
+        return min(unanswered, default=float("inf")) + WAKE_AFTER_S
 
     # ---------------------------------------------------------------- events
 

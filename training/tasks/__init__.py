@@ -7,6 +7,7 @@ file and one line in TASKS. Nothing here imports torch: the command line reads T
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,10 +15,15 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from peerd.training.tasks.run import Run
+
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One script; its module offers `main()`, `build(seed)` and `evaluate(model)`, and does nothing on import."""
+    """One script; its module offers `main()`, `parse(argv)`, `prepare(options)`, `build(seed)` and `evaluate(model)`.
+
+    It does nothing on import.
+    """
 
     module: str
     description: str
@@ -31,6 +37,12 @@ class Task:
         """The model's `loss` and `accuracy` on held-out samples."""
         scores: dict[str, float] = importlib.import_module(self.module).evaluate(model)
         return scores
+
+    def prepare(self, argv: Sequence[str]) -> Run:
+        """One rank's training, from the script's own arguments."""
+        module = importlib.import_module(self.module)
+        run: Run = module.prepare(module.parse(argv))
+        return run
 
 
 # A module is named, not imported: `python -m` would otherwise find it already loaded and warn, and torch takes seconds.

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.optim import SGD
 
 import peerd
-from peerd.training.tasks import arguments, data, schedule, scores, script, shards
+from peerd.training.tasks import arguments, data, scores, script
+from peerd.training.tasks.arguments import Arguments
+from peerd.training.tasks.run import Run
 
 STEPS, LR, BATCH = 500, 0.1, 32  # 4 peers averaged every 25 steps: .986-.992 iid, .981-.986 dirichlet:0.3
 EVALUATE_EVERY = 25  # steps
@@ -42,29 +43,33 @@ def evaluate(model: nn.Module) -> dict[str, float]:
     return scores.score(model, data.digits("test"))
 
 
+def parse(argv: Sequence[str] | None = None) -> Arguments:
+    """The task's command line."""
+    return arguments.parse("digits", argv, steps=STEPS, lr=LR, batch=BATCH)
+
+
+def prepare(options: Arguments) -> Run:
+    """This rank's training."""
+    train = data.digits("train")
+    return Run(build, train, train.labels, options)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Train this rank's shard."""
-    options = arguments.parse("digits", argv, steps=STEPS, lr=LR, batch=BATCH)
-    train = data.digits("train")
-    mine = shards.shard(options.shard, train.labels, options.rank, options.peers, options.seed)
-    model, optimizer = build(options.seed, options.lr)
+    options = parse(argv)
+    run = prepare(options)
     pace = script.Pace(options.pace)
 
-    with peerd.attach(model, optimizer) as swarm:
-        stream = shards.batches(mine, options.batch, options.rank, options.seed, swarm.step_count)
+    with peerd.attach(run.model, run.optimizer) as swarm:
         while swarm.step_count < options.steps:
             pace.wait()
-            batch = next(stream)
-            schedule.set_lr(optimizer, options.lr, swarm.step_count, options.steps)
-            loss = functional.cross_entropy(model(train.inputs[batch]), train.targets[batch])
-            loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it so
-            optimizer.step()
-            optimizer.zero_grad()
-            extra = {"accuracy": evaluate(model)["accuracy"]} if swarm.step_count % EVALUATE_EVERY == 0 else {}
+            loss, samples = run.step(swarm.step_count)
+            due = swarm.step_count % EVALUATE_EVERY == 0
+            extra = {"accuracy": evaluate(run.model)["accuracy"]} if due else {}
             done = (swarm.step_count + 1) / options.steps
-            swarm.step(loss=loss.item(), samples=len(batch), progress=done, **extra)
+            swarm.step(loss=loss, samples=samples, progress=done, **extra)
 
-    print(f"digits: step {swarm.step_count}, test accuracy {evaluate(model)['accuracy']:.4f}")
+    print(f"digits: step {swarm.step_count}, test accuracy {evaluate(run.model)['accuracy']:.4f}")
 
 
 if __name__ == "__main__":

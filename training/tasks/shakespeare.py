@@ -13,7 +13,9 @@ from torch.optim import AdamW
 
 import peerd
 from peerd.effects import UserError
-from peerd.training.tasks import arguments, data, schedule, scores, script, shards
+from peerd.training.tasks import arguments, data, scores, script
+from peerd.training.tasks.arguments import Arguments
+from peerd.training.tasks.run import Run
 
 STEPS, LR, BATCH = 400, 6e-3, 16  # 4 peers averaged every 25 steps: validation loss 2.02, iid
 WARMUP = 20  # steps: Adam's second moments are noise at first
@@ -106,32 +108,34 @@ def split(text: str) -> tuple[data.Samples, data.Samples]:
     return data.Samples(inputs[:cut], targets[:cut]), data.Samples(inputs[cut:], targets[cut:])
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Train this rank's shard."""
-    options = arguments.parse("shakespeare", argv, steps=STEPS, lr=LR, batch=BATCH)
+def parse(argv: Sequence[str] | None = None) -> Arguments:
+    """The task's command line."""
+    return arguments.parse("shakespeare", argv, steps=STEPS, lr=LR, batch=BATCH)
+
+
+def prepare(options: Arguments) -> Run:
+    """This rank's training."""
     train, _ = split(data.shakespeare())
     stretches = np.arange(len(train.inputs)) * STRETCHES // len(train.inputs)
-    mine = shards.shard(options.shard, stretches, options.rank, options.peers, options.seed)
-    model, optimizer = build(options.seed, options.lr)
+    return Run(build, train, stretches, options, WARMUP)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train this rank's shard."""
+    options = parse(argv)
+    run = prepare(options)
     pace = script.Pace(options.pace)
 
-    with peerd.attach(model, optimizer) as swarm:
-        stream = shards.batches(mine, options.batch, options.rank, options.seed, swarm.step_count)
+    with peerd.attach(run.model, run.optimizer) as swarm:
         while swarm.step_count < options.steps:
             pace.wait()
-            batch = next(stream)
-            schedule.set_lr(optimizer, options.lr, swarm.step_count, options.steps, WARMUP)
-            logits = model(train.inputs[batch])
-            loss = functional.cross_entropy(logits.flatten(0, 1), train.targets[batch].flatten())
-            loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it so
-            optimizer.step()
-            optimizer.zero_grad()
+            loss, samples = run.step(swarm.step_count)
             due = swarm.step_count % EVALUATE_EVERY == 0
-            extra = {"validation_loss": evaluate(model, EVALUATE_BLOCKS)["loss"]} if due else {}
+            extra = {"validation_loss": evaluate(run.model, EVALUATE_BLOCKS)["loss"]} if due else {}
             done = (swarm.step_count + 1) / options.steps
-            swarm.step(loss=loss.item(), samples=len(batch), progress=done, **extra)
+            swarm.step(loss=loss, samples=samples, progress=done, **extra)
 
-    print(f"shakespeare: step {swarm.step_count}, validation loss {evaluate(model)['loss']:.4f}")
+    print(f"shakespeare: step {swarm.step_count}, validation loss {evaluate(run.model)['loss']:.4f}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,125 @@
+"""`peerd simulate`: a whole swarm in this process, on virtual time, from one seed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, TextIO
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from peerd.cli.output import Format, FormatOption, print_json, size
+from peerd.effects import UserError
+from peerd.simulation.scenario import PROBLEMS, Look, Outcome, Scenario
+from peerd.simulation.scenario import simulate as run_scenario
+
+
+def simulate(
+    peers: Annotated[int, typer.Option(min=2, max=4096)] = 16,
+    seed: Annotated[int, typer.Option("--seed", "--replay", min=0, help="the same run again, bit for bit")] = 0,
+    minutes: Annotated[float | None, typer.Option(min=0.01, help="virtual; default: until the steps are done")] = None,
+    problem: Annotated[str, typer.Option(help=f"one of {', '.join(PROBLEMS)}")] = "consensus",
+    steps: Annotated[int | None, typer.Option(min=1, help="optimizer steps of each node")] = None,
+    parameters: Annotated[int, typer.Option(help="of the model, for --problem bytes")] = 125_000_000,
+    compute: Annotated[str, typer.Option(help="a step, in s: fixed:S, lognormal:MEDIAN:SIGMA, trace:FILE")] = "fixed:1",
+    network: Annotated[str, typer.Option(help="lan, wan, home or a .toml file with sites")] = "lan",
+    uplink_mbit: Annotated[float | None, typer.Option(min=0.001, help="of each node, instead of the network's")] = None,
+    downlink_mbit: Annotated[float | None, typer.Option(min=0.001)] = None,
+    mode: Annotated[str, typer.Option()] = "gossip",
+    codec: Annotated[str, typer.Option()] = "sign",
+    trigger: Annotated[str, typer.Option(help="change:0.05, period:10, always")] = "change:0.05",
+    view: Annotated[int, typer.Option(min=1, max=64, help="partners of a node")] = 3,
+    shard: Annotated[str, typer.Option(help="of a task: iid, sorted or dirichlet:A")] = "iid",
+    faults: Annotated[str, typer.Option(help="none, all, or a list: crash,pause,partition,...")] = "crash",
+    fault_every: Annotated[float, typer.Option(min=0.1, help="seconds between faults, on average")] = 60.0,
+    join_over: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="seconds in which the nodes join; default 1, and over 100 peers: joined long ago"),
+    ] = None,
+    trace: Annotated[Path | None, typer.Option(help="write every event to this file, a line of JSON each")] = None,
+    report: Annotated[Path | None, typer.Option(help="write plots to this .html file")] = None,
+    format: FormatOption = Format.TEXT,
+) -> None:
+    """Run a swarm of PEERS simulated nodes with the production code and watch every invariant."""
+    scenario = Scenario(
+        peers, seed, minutes, problem, steps, parameters, compute, network, uplink_mbit, downlink_mbit, mode, codec,
+        trigger, view, shard, faults, fault_every, join_over,
+    )  # fmt: skip
+    if report is not None and report.suffix != ".html":
+        raise UserError(f"--report {report}: the name must end in .html")
+    console = Console(stderr=True)
+    with _written(trace) as lines, Progress(
+        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn(),
+        console=console, transient=True,
+    ) as bar:  # fmt: skip
+        row = bar.add_task(f"{peers} peers, seed {seed}", total=1.0, note="")
+
+        def progress(share: float, look: Look) -> None:
+            note = f"{look.at:,.0f} s, {look.up} up, {size(look.bytes_sent)}, distance {look.distance:.2%}"
+            bar.update(row, completed=share, note=note)
+
+        outcome = run_scenario(scenario, lines, progress)
+    if report is not None:
+        from peerd.simulation.report import write_report
+
+        _write(report, write_report(scenario, outcome))
+    if format is Format.JSON:
+        print_json(outcome.result)
+    else:
+        _print_summary(Console(), outcome, report)
+    if outcome.result["violations"]:
+        sys.exit(1)
+
+
+@contextmanager
+def _written(path: Path | None) -> Iterator[TextIO | None]:
+    if path is None:
+        yield None
+        return
+    try:
+        file = path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--trace {path}: {error.strerror}") from None
+    with file:
+        yield file
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--report {path}: {error.strerror}") from None
+
+
+def _print_summary(console: Console, outcome: Outcome, report: Path | None) -> None:
+    result = outcome.result
+    rows: dict[str, Any] = {
+        "virtual time": f"{result['virtual_seconds']:,.1f} s, simulated in {result['seconds']:.1f} s",
+        "training": f"{result['steps']} steps; {result['exchanges']} exchanges, {result['snapshots']} link snapshots",
+        "traffic": f"{size(result['bytes_sent_total'])} in all, "
+        f"{size(result['bytes_sent_total'] / result['peers'])} a node",
+    }
+    if "consensus_distance" in result:
+        rows["consensus"] = f"models are {result['consensus_distance']:.3%} from their mean"
+    if "accuracy" in result:
+        rows["accuracy"] = f"{result['accuracy']:.2%} averaged model, {result['accuracy_worst']:.2%} worst node"
+    if "error" in result:
+        rows["error"] = f"the averaged model is {result['error']:.3%} from the optimum"
+    rows["membership"] = f"{result['probes']} probes, {result['false_deaths']} false deaths"
+    if result["detection_median_s"] is not None:
+        rows["crashes"] = (
+            f"{result['crashes_detected']} known to 99 % of the nodes after "
+            f"{result['detection_median_s']:.1f} s (median), {result['detection_p99_s']:.1f} s (99th percentile)"
+        )
+    rows["digest"] = result["digest"]
+    rows["replay"] = result["replay"]
+    if report is not None:
+        rows["report"] = report
+    for name, value in rows.items():
+        console.print(f"[bold]{name:<13}[/bold]{value}", highlight=False, soft_wrap=True)
+    for violation in result["violations"]:
+        console.print(f"[red]violation[/red]    {violation}", highlight=False, soft_wrap=True)

@@ -1,0 +1,174 @@
+"""Does everything that peerd promises hold, at every event of a simulated run?
+
+A violation ends the run. Membership: keys never go down, nobody raises another's incarnation, nobody healthy is
+declared failed, all agree after the faults. Exchanges: every one is applied once at either end, in order, with opposite
+corrections, and leaves the references bit for bit the same; so what the swarm's models sum up to is conserved. Queues
+are bounded, and no link is silent for ever.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from peerd.effects import Apply, Effect, NodeId, Vector
+from peerd.membership import Membership
+from peerd.messages import Delta, State
+from peerd.simulation.world import Violation, World
+from peerd.training.reference import PairedReference
+from peerd.training.trigger import MAX_SILENCE_S
+
+QUEUED_MAX = 8  # messages to one peer: an exchange, its repeat and the life of a link, for either direction of news
+SILENCE_SLACK_S = 30.0  # a partner may be busy, and an exchange takes its time on a thin line
+SUM_TOLERANCE = 1e-9  # relative, of float64 sums over many steps
+
+Key = tuple[int, int, int]
+
+
+class Watched(Protocol):
+    """A node, as the checkers see it."""
+
+    id: NodeId
+    index: int
+    membership: Membership
+    excused_until: float  # a fault touches it until then
+
+    @property
+    def references(self) -> Mapping[NodeId, PairedReference]:
+        """Of the links it holds."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Half:
+    """One end of a completed exchange, in checksums."""
+
+    node: NodeId
+    mine: int
+    theirs: int
+    correction: int
+    opposite: int
+
+
+class Checkers:
+    """All invariants of one run."""
+
+    def __init__(self, world: World, latest: Mapping[NodeId, Watched], replay: Callable[[], str]) -> None:
+        """`latest` is the present or last life of every identity; `replay` the command that shows a violation again."""
+        self.exchanges = 0
+        self.false_deaths = 0
+        self._world = world
+        self._latest = latest
+        self._replay = replay
+        self._keys: dict[tuple[NodeId, int, NodeId], Key] = {}
+        self._versions: dict[tuple[int, NodeId], int] = {}  # by link and node
+        self._waiting: dict[tuple[int, int], _Half] = {}  # by link and version: one end has applied it
+        self._spoke_at: dict[tuple[NodeId, NodeId], tuple[int, float]] = {}  # link and when, by node and peer
+
+    def fail(self, what: str) -> None:
+        """Raise Violation."""
+        raise Violation(f"at {self._world.now:.3f} s of seed {self._world.seed}: {what}; replay: {self._replay()}")
+
+    # ---------------------------------------------------------------- membership
+
+    def member_changed(self, viewer: Watched, id: NodeId) -> None:
+        """`viewer` believes something new of `id`."""
+        record = viewer.membership.members[id]
+        key = (record.epoch, record.incarnation, int(record.state))
+        at = (viewer.id, viewer.membership.me.epoch, id)
+        if key < self._keys.get(at, key):
+            self.fail(f"{viewer.id} went from {self._keys[at]} back to {key} on {id}")
+        self._keys[at] = key
+        subject = self._latest.get(id)
+        if subject is None:
+            return
+        me = subject.membership.me
+        if key[:2] > (me.epoch, me.incarnation):
+            self.fail(f"{viewer.id} holds {key} of {id}, which itself is at {(me.epoch, me.incarnation)}")
+        dead = record.state == State.FAILED and record.epoch == me.epoch
+        if dead and self._world.now >= subject.excused_until and viewer.id != id:
+            self.false_deaths += 1
+            self.fail(f"{viewer.id} declared {id} failed, which was never paused, cut or crashed")
+
+    # ---------------------------------------------------------------- exchanges
+
+    def exchanged(self, node: Watched, peer: NodeId, message: Delta, effects: list[Effect]) -> None:
+        """`node` took in one half from `peer`, and answered with `effects`."""
+        corrections = [effect.correction for effect in effects if isinstance(effect, Apply)]
+        if not corrections:
+            return
+        if len(corrections) > 1:
+            self.fail(f"{node.id} applied exchange {message.seq} with {peer} {len(corrections)} times at once")
+        at = (message.link, node.id)
+        before = self._versions.get(at, 0)
+        if message.seq != before + 1:
+            self.fail(f"{node.id} applied exchange {message.seq} with {peer} after {before}")
+        self._versions[at] = message.seq
+        reference = node.references[peer]
+        half = _half(node.id, reference, corrections[0])
+        other = self._waiting.pop((message.link, message.seq), None)
+        if other is None:
+            self._waiting[message.link, message.seq] = half
+        else:
+            self._compare(half, other, message.seq)
+            self.exchanges += 1
+        self._spoke_at[node.id, peer] = (message.link, self._world.now)
+
+    def _compare(self, half: _Half, other: _Half, seq: int) -> None:
+        who = f"{half.node} and {other.node} after exchange {seq}"
+        if half.node == other.node:
+            self.fail(f"{who}: one end twice")
+        if (half.mine, half.theirs) != (other.theirs, other.mine):
+            self.fail(f"{who}: their references differ")
+        if half.correction != other.opposite:
+            self.fail(f"{who}: their corrections are not opposite, so the mean moves")
+
+    # ---------------------------------------------------------------- now and then
+
+    def links(self, nodes: Mapping[NodeId, Watched], now: float) -> None:
+        """No link between two healthy trainers has been silent for longer than the trigger allows."""
+        for node in nodes.values():
+            for peer, reference in node.references.items():
+                other = nodes.get(peer)
+                theirs = other.references.get(node.id) if other is not None else None
+                if other is None or theirs is None or theirs.link != reference.link:
+                    self._spoke_at.pop((node.id, peer), None)
+                    continue
+                link, since = self._spoke_at.get((node.id, peer), (-1, now))
+                if link != reference.link:
+                    self._spoke_at[node.id, peer] = (reference.link, now)
+                    continue
+                since = max(since, node.excused_until, other.excused_until)
+                if now - since > MAX_SILENCE_S + SILENCE_SLACK_S:
+                    self.fail(f"{node.id} and {peer} have been silent for {now - since:.0f} s")
+
+    def queue(self, node: NodeId, peer: NodeId, queued: int) -> None:
+        """What waits for one peer is bounded by what its mode has under way."""
+        if queued > QUEUED_MAX:
+            self.fail(f"{node} has {queued} messages waiting for {peer}")
+
+    def conserved(self, node: NodeId, values: Vector, expected: Vector) -> None:
+        """A model is its start, its own steps and its corrections, and nothing else."""
+        error = float(np.abs(values - expected).max()) / max(1.0, float(np.abs(expected).max()))
+        if error > SUM_TOLERANCE:
+            self.fail(f"the model of {node} is off by {error:.2e} of what was put in")
+
+    def same(self, what: str, sent: Any, decoded: Any) -> None:
+        """What was decoded is what was encoded."""
+        if sent != decoded:
+            self.fail(f"{what}: {sent!r} became {decoded!r}")
+
+
+def _half(node: NodeId, reference: PairedReference, correction: Vector) -> _Half:
+    """A zero has a sign, which addition does not care for."""
+    return _Half(
+        node,
+        zlib.crc32(reference.mine.data),
+        zlib.crc32(reference.theirs.data),
+        zlib.crc32((correction + 0.0).data),
+        zlib.crc32((0.0 - correction).data),
+    )

@@ -1,0 +1,172 @@
+"""What do production's connections do? In order, one direction, dialled anew for ever; what breaks on the way is lost.
+
+The rules are those of `peerd.peers` over `transport.tcp`, on virtual time: a dial costs a round trip and the handshake;
+what is queued or under way when a connection breaks is gone, and its sender is told when messages flow again; who
+stands still or cannot be reached holds the stream up, until the sender's patience ends.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from peerd.effects import NodeId, PeerError
+from peerd.peers import QUEUE_MAX, RETRY_FIRST_S, RETRY_MAX_S
+from peerd.simulation.network import Network
+from peerd.simulation.world import Kind, World
+from peerd.transport.hello import DEADLINE_S
+from peerd.transport.stream import PATIENCE_S
+
+HANDSHAKE_BYTES = 600  # Hello and Welcome
+LOOK_S = 0.5  # how often a stream that is held up tries again
+
+
+class End(Protocol):
+    """A node, as its connections see it."""
+
+    index: int
+    life: int  # counts the starts of whatever process listens there
+    up: bool  # a process is there
+    running: bool  # and is not stopped
+
+    def receive(self, source: NodeId, frame: bytes) -> None:
+        """A whole message arrived. Raises PeerError when it is damaged."""
+        ...
+
+
+class Connection:
+    """From one process to another."""
+
+    def __init__(
+        self,
+        world: World,
+        network: Network,
+        source: End,
+        target: Callable[[], End | None],
+        source_id: NodeId,
+        index: int,
+        reconnected: Callable[[], None],
+    ) -> None:
+        """`target` is whoever listens at the place `index` now."""
+        self.queued_max = 0
+        self.bytes_sent = 0
+        self._world = world
+        self._network = network
+        self._source = source
+        self._target = target
+        self._source_id = source_id
+        self._index = index
+        self._reconnected = reconnected
+        self._queue: deque[tuple[bytes, float]] = deque()  # frame, bytes on the line
+        self._closed = False
+        self._line = 0  # counts the connections, so that what belongs to a broken one is ignored
+        self._connected = self._moving = False
+        self._arrived: deque[bytes] = deque()
+        self._held_since: float | None = None
+        self._life = -1
+        self._retry_s = RETRY_FIRST_S
+        self._broken = False
+        self._dial()
+
+    @property
+    def queued(self) -> int:
+        """Messages that wait."""
+        return len(self._queue)
+
+    def send(self, frame: bytes, size: float) -> None:
+        """Queue; the mode says again what has had no answer, so a full queue drops it."""
+        if len(self._queue) < QUEUE_MAX:
+            self._queue.append((frame, size))
+            self.queued_max = max(self.queued_max, len(self._queue))
+            self._move()
+
+    def close(self) -> None:
+        """The peer is gone, or this process is."""
+        self._closed = True
+        self._line += 1
+
+    def _dial(self) -> None:
+        line = self._line
+        back_s = self._network.flight_s(self._source.index, self._index)
+        self._world.later(2 * back_s, lambda: self._answered(line) if line == self._line else None)
+
+    def _answered(self, line: int) -> None:
+        target = self._target()
+        if target is None or not target.up:
+            self._break()
+            return
+        if not target.running or self._cut():
+            self._world.later(DEADLINE_S, lambda: self._break() if line == self._line else None)
+            return
+        self.bytes_sent += HANDSHAKE_BYTES
+        self._connected, self._life = True, target.life
+        self._retry_s = RETRY_FIRST_S
+        if self._broken:
+            self._queue.clear()  # a later exchange must not overtake what is said again now
+            self._reconnected()
+        self._move()
+
+    def _cut(self) -> bool:
+        here, there = self._source.index, self._index
+        return self._network.cut(here, there) or self._network.cut(there, here)
+
+    def _break(self) -> None:
+        if self._connected:
+            self._world.note(Kind.BROKEN, self._source.index, self._index)
+        self._line += 1
+        self._connected = self._moving = False
+        self._broken = True
+        self._queue.clear()
+        self._arrived.clear()
+        self._held_since = None
+        line = self._line
+        self._world.later(self._retry_s, lambda: self._dial() if line == self._line else None)
+        self._retry_s = min(2 * self._retry_s, RETRY_MAX_S)
+
+    def _move(self) -> None:
+        if not self._connected or self._moving or not self._queue or self._closed:
+            return
+        frame, size = self._queue.popleft()
+        self._moving = True
+        self.bytes_sent += round(size)
+        line = self._line
+        self._network.stream(
+            self._source.index,
+            self._index,
+            size,
+            lambda: self._sent(line),
+            lambda: self._arrive(line, frame),
+        )
+
+    def _sent(self, line: int) -> None:
+        if line == self._line:
+            self._moving = False
+            self._move()
+
+    def _arrive(self, line: int, frame: bytes) -> None:
+        if line == self._line:
+            self._arrived.append(frame)
+            if len(self._arrived) == 1:
+                self._hand_over(line)
+
+    def _hand_over(self, line: int) -> None:
+        """Give what has arrived to the receiver, in order, or wait for it."""
+        while line == self._line and self._arrived:
+            target = self._target()
+            if target is None or not target.up or target.life != self._life:
+                self._break()
+                return
+            if not target.running or self._cut():
+                now = self._world.now
+                self._held_since = now if self._held_since is None else self._held_since
+                if now - self._held_since >= PATIENCE_S:
+                    self._break()
+                else:
+                    self._world.later(LOOK_S, lambda: self._hand_over(line))
+                return
+            self._held_since = None
+            try:
+                target.receive(self._source_id, self._network.weathered(self._arrived.popleft()))
+            except PeerError:
+                self._break()

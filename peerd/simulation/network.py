@@ -1,0 +1,227 @@
+"""What does a message go through on its way? Uplink, perhaps a thin line between sites, downlink, and the weather.
+
+Bulk waits in one queue a direction and node (what a parameter server's link really does under load), and moves through
+the pipes of its way at once, as a stream does: each pipe is taken when the first byte reaches it. Datagrams are small
+and do not queue behind bulk, as routers share a line between flows: they are late by what it holds, at most `queue_s`.
+"""
+
+from __future__ import annotations
+
+import random
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from peerd.effects import UserError
+from peerd.simulation.world import World
+
+BYTES_PER_MBIT = 125_000
+RETRANSMIT_S = 0.2  # the least a stream waits before it repeats a lost packet (RFC 6298 as kernels have it)
+PACKET_BYTES = 1400
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """One kind of network, as one node sees it."""
+
+    latency_s: float  # one way
+    jitter_s: float = 0.0  # uniform, on top
+    loss: float = 0.0
+    duplication: float = 0.0
+    reordering: float = 0.0  # share of datagrams that are late by another latency
+    corruption: float = 0.0  # share of a stream's messages with a byte changed
+    uplink_mbit: float = 1000.0
+    downlink_mbit: float = 1000.0
+    queue_s: float = 0.0  # how late bulk makes a datagram, at most
+
+
+PROFILES = {
+    "lan": Profile(latency_s=0.0002, jitter_s=0.0001),
+    "wan": Profile(latency_s=0.04, jitter_s=0.005, loss=0.0005, queue_s=0.02),
+    "home": Profile(latency_s=0.015, jitter_s=0.01, loss=0.002, uplink_mbit=20.0, downlink_mbit=100.0, queue_s=0.1),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """The line between two sites; all traffic of one direction shares it."""
+
+    latency_s: float
+    jitter_s: float = 0.0
+    loss: float = 0.0
+    mbit: float = 1000.0
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Where every node is, and what lies between the places."""
+
+    profiles: tuple[Profile, ...]  # one a node
+    sites: tuple[str, ...]  # one a node
+    lines: dict[tuple[str, str], Between] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Pipe:
+    """Something that so many bytes a second go through, one after the other."""
+
+    rate: float
+    free_at: float = 0.0
+    busy_s: float = 0.0
+
+    def take(self, now: float, size: float, last_byte_at: float) -> tuple[float, float]:
+        """When the first and the last of `size` bytes come out that are there from `now` until `last_byte_at`."""
+        begins = max(now, self.free_at)
+        ends = max(begins + size / self.rate, last_byte_at)
+        self.free_at = ends
+        self.busy_s += size / self.rate
+        return begins, ends
+
+
+class Network:
+    """All links of one swarm. A node is a number here."""
+
+    def __init__(self, world: World, topology: Topology) -> None:
+        self.weather = Profile(0.0)  # loss, duplication and reordering that faults add everywhere
+        self.cut: Callable[[int, int], bool] = lambda source, target: False
+        self.up = [Pipe(profile.uplink_mbit * BYTES_PER_MBIT) for profile in topology.profiles]
+        self.down = [Pipe(profile.downlink_mbit * BYTES_PER_MBIT) for profile in topology.profiles]
+        self._world = world
+        self._rng: random.Random = world.rng("network")
+        self._topology = topology
+        self._lines = {sites: Pipe(line.mbit * BYTES_PER_MBIT) for sites, line in topology.lines.items()}
+
+    def slow_down(self, node: int, factor: float) -> None:
+        """Divide the node's bandwidth, both ways."""
+        self.up[node].rate /= factor
+        self.down[node].rate /= factor
+
+    def flight_s(self, source: int, target: int) -> float:
+        """Latency and jitter of one packet, one way."""
+        here, there = self._topology.profiles[source], self._topology.profiles[target]
+        line = self._line(source, target)
+        if line is None:
+            return max(here.latency_s, there.latency_s) + here.jitter_s * self._rng.random()
+        return line.latency_s + (here.latency_s + there.latency_s) / 2 + line.jitter_s * self._rng.random()
+
+    def loss(self, source: int, target: int) -> float:
+        """The chance that one packet is lost."""
+        line = self._line(source, target)
+        kept = (1 - self._topology.profiles[source].loss) * (1 - self.weather.loss) * (1 - (line.loss if line else 0.0))
+        return 1 - kept
+
+    def datagram(self, source: int, target: int, size: int) -> list[float]:
+        """In how many seconds each copy of a datagram arrives; none: it is lost."""
+        rng, profile, weather = self._rng, self._topology.profiles[source], self.weather
+        if self.cut(source, target) or rng.random() < self.loss(source, target):
+            return []
+        up = self.up[source]
+        delay_s = self.flight_s(source, target) + size / up.rate
+        delay_s += min(profile.queue_s, max(0.0, up.free_at - self._world.now))
+        if rng.random() < profile.reordering + weather.reordering:
+            delay_s += self.flight_s(source, target) * (1 + 4 * rng.random())
+        if rng.random() < profile.duplication + weather.duplication:
+            return [delay_s, delay_s + self.flight_s(source, target)]
+        return [delay_s]
+
+    def weathered(self, frame: bytes) -> bytes:
+        """The frame as it arrives."""
+        if not self.weather.corruption or self._rng.random() >= self.weather.corruption:
+            return frame
+        at = self._rng.randrange(len(frame))
+        return frame[:at] + bytes([frame[at] ^ (1 << self._rng.randrange(8))]) + frame[at + 1 :]
+
+    def stream(
+        self, source: int, target: int, size: float, sent: Callable[[], None], arrived: Callable[[], None]
+    ) -> None:
+        """Move `size` bytes of a stream: `sent` when the next may follow, `arrived` when the last one is there."""
+        world = self._world
+        begins, ends = self.up[source].take(world.now, size, world.now)
+        world.later(ends - world.now, sent)
+        flight_s = self.flight_s(source, target) + self._repeats_s(source, target, size)
+        pipes = [self.down[target]]
+        if (line := self._lines.get((self._topology.sites[source], self._topology.sites[target]))) is not None:
+            pipes.insert(0, line)
+        self._through(pipes, size, begins + flight_s, ends + flight_s, arrived)
+
+    def _through(
+        self, pipes: list[Pipe], size: float, first_at: float, last_at: float, arrived: Callable[[], None]
+    ) -> None:
+        def enter() -> None:
+            begins, ends = pipes[0].take(self._world.now, size, last_at)
+            if len(pipes) > 1:
+                self._through(pipes[1:], size, begins, ends, arrived)
+            else:
+                self._world.later(ends - self._world.now, arrived)
+
+        self._world.later(first_at - self._world.now, enter)
+
+    def _repeats_s(self, source: int, target: int, size: float) -> float:
+        """How late lost packets make a stream's last byte: the losses of one round trip are repeated together."""
+        lost = self.loss(source, target)
+        rounds, packets = 0, max(1.0, size / PACKET_BYTES)
+        while packets >= 1 and self._rng.random() < 1 - (1 - lost) ** packets and rounds < 8:
+            rounds, packets = rounds + 1, packets * lost
+        return rounds * max(RETRANSMIT_S, 2 * self.flight_s(source, target))
+
+    def _line(self, source: int, target: int) -> Between | None:
+        sites = self._topology.sites
+        return self._topology.lines.get((sites[source], sites[target])) if sites[source] != sites[target] else None
+
+
+def uniform(profile: Profile, peers: int) -> Topology:
+    """Every node at one place."""
+    return Topology((profile,) * peers, ("",) * peers)
+
+
+def read_topology(path: Path) -> Topology:
+    """The topology in a TOML file; see README for an example. Raises UserError."""
+    try:
+        tables = tomllib.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read the topology {path}: {error}") from None
+    _only(path, tables, {"site", "between"})
+    profiles: list[Profile] = []
+    sites: list[str] = []
+    for site in tables.get("site", []):
+        _only(path, site, {"name", "peers", "like", "latency_ms", "jitter_ms", "loss", "uplink_mbit", "downlink_mbit"})
+        like = site.get("like", "lan")
+        if like not in PROFILES:
+            raise UserError(f"{path}: like = {like!r} is not one of {', '.join(PROFILES)}")
+        profile = PROFILES[like]
+        for key, name, scale in (
+            ("latency_ms", "latency_s", 1e-3), ("jitter_ms", "jitter_s", 1e-3), ("loss", "loss", 1.0),
+            ("uplink_mbit", "uplink_mbit", 1.0), ("downlink_mbit", "downlink_mbit", 1.0),
+        ):  # fmt: skip
+            if key in site:
+                profile = replace(profile, **{name: _number(path, site, key) * scale})
+        count = int(_number(path, site, "peers"))
+        profiles += [profile] * count
+        sites += [str(site.get("name", f"site-{len(set(sites))}"))] * count
+    lines: dict[tuple[str, str], Between] = {}
+    for row in tables.get("between", []):
+        _only(path, row, {"sites", "latency_ms", "jitter_ms", "loss", "mbit"})
+        ends = row.get("sites")
+        if not isinstance(ends, list) or len(ends) != 2 or not {*ends} <= {*sites}:
+            raise UserError(f"{path}: sites = {ends!r} must name two of {', '.join(dict.fromkeys(sites))}")
+        optional = {name: _number(path, row, name) for name in ("loss", "mbit") if name in row}
+        jitter_s = _number(path, row, "jitter_ms") * 1e-3 if "jitter_ms" in row else 0.0
+        line = Between(_number(path, row, "latency_ms") * 1e-3, jitter_s, **optional)
+        lines[ends[0], ends[1]] = lines[ends[1], ends[0]] = line
+    if not profiles:
+        raise UserError(f"{path}: no [[site]] with peers in it")
+    return Topology(tuple(profiles), tuple(sites), lines)
+
+
+def _only(path: Path, table: dict[str, Any], known: set[str]) -> None:
+    if unknown := sorted(table.keys() - known):
+        raise UserError(f"{path}: {unknown[0]!r} is not one of {', '.join(sorted(known))}")
+
+
+def _number(path: Path, table: dict[str, Any], key: str) -> float:
+    value = table.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        raise UserError(f"{path}: {key} = {value!r} must be a number that is not negative")
+    return float(value)

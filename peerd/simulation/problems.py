@@ -1,0 +1,231 @@
+"""What does a simulated swarm train? A quadratic, a large model's bytes, or a real task with real torch models.
+
+Each node has a `Learner`: the trainer's half of production, without its process. All three kinds run under the
+same node, modes and codecs.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from peerd.effects import UserError, Vector
+from peerd.training.delta import Layout
+
+SURROGATE_VALUES = 4096  # stand for a large model: a codec's bytes a value are the same on as many
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What one optimizer step did."""
+
+    loss: float
+    lr_ratio: float  # learning rate / the largest so far
+
+
+class Learner(Protocol):
+    """One node's model and how it moves."""
+
+    layout: Layout
+
+    def step(self, number: int) -> Moved:
+        """Optimizer step `number`."""
+        ...
+
+    def change(self) -> float:
+        """||x - x at the last publish||, without corrections."""
+        ...
+
+    def publish(self) -> Vector:
+        """A copy of the model, from which `change` measures now."""
+        ...
+
+    def values(self) -> Vector:
+        """The model as it is; read only."""
+        ...
+
+    def add(self, correction: Vector) -> None:
+        """x += correction."""
+        ...
+
+    def load(self, values: Vector) -> None:
+        """x = values."""
+        ...
+
+
+class Problem(Protocol):
+    """What all nodes of a swarm train."""
+
+    size_scale: float  # bytes on the line for each byte of payload
+
+    def learner(self, rank: int) -> Learner:
+        """The learner of one node; every one starts from the same model."""
+        ...
+
+    def score(self, models: Sequence[Vector]) -> dict[str, float]:
+        """How good the nodes' models are."""
+        ...
+
+
+class _Flat:
+    """A learner whose model is one numpy vector."""
+
+    def __init__(self, start: Vector) -> None:
+        self.layout = Layout(len(start), len(start))
+        self.x = start.copy()
+        self._base = start.copy()
+
+    def change(self) -> float:
+        difference = self.x - self._base
+        return math.sqrt(float(difference @ difference))
+
+    def publish(self) -> Vector:
+        np.copyto(self._base, self.x)
+        return self.x.copy()
+
+    def values(self) -> Vector:
+        return self.x
+
+    def add(self, correction: Vector) -> None:
+        self.x += correction
+        self._base += correction
+
+    def load(self, values: Vector) -> None:
+        np.copyto(self.x, values)
+        np.copyto(self._base, values)
+
+
+class Quadratic:
+    """Node i holds f_i(x) = ||x - c_i||^2 / 2 and sees noisy gradients; the swarm's optimum is the mean of all c_i.
+
+    float64, so that what is conserved can be checked to rounding.
+    """
+
+    size_scale = 1.0
+
+    def __init__(self, seed: int, values: int = 64, lr: float = 0.02, noise: float = 0.5) -> None:
+        """`noise` is each gradient's, in units of the spread of the c_i."""
+        self._seed = seed
+        self._values = values
+        self._lr = lr
+        self._noise = noise
+        self._optimum = np.random.default_rng((seed, 0)).normal(size=values) * 4
+
+    def learner(self, rank: int) -> Learner:
+        """See `Problem.learner`."""
+        rng = np.random.default_rng((self._seed, 1, rank))
+        target = self._optimum + rng.normal(size=self._values)
+        return _Descent(np.ones(self._values), target, self._lr, self._noise, rng)
+
+    def score(self, models: Sequence[Vector]) -> dict[str, float]:
+        """`error`: distance of the averaged model from the optimum of infinitely many nodes, relative."""
+        mean = np.mean(models, axis=0)
+        return {"error": float(np.linalg.norm(mean - self._optimum) / np.linalg.norm(self._optimum))}
+
+
+class _Descent(_Flat):
+    def __init__(self, start: Vector, target: Vector, lr: float, noise: float, rng: np.random.Generator) -> None:
+        super().__init__(start)
+        self._target = target
+        self._lr = lr
+        self._noise = noise
+        self._rng = rng
+
+    def step(self, number: int) -> Moved:
+        slope = self.x - self._target
+        loss = float(slope @ slope) / 2
+        slope += self._noise * self._rng.normal(size=len(slope))
+        self.x -= self._lr * slope
+        return Moved(loss, 1.0)
+
+
+class BytesOnly:
+    """A model too large to hold, for what it costs: a few thousand values move as far as its would, and stand for all.
+
+    Every node walks at random, by a share of its norm each step, which falls towards the end as a learning rate does.
+    The mode, the trigger and the codec are the real ones; what they send is weighed at the size of the real model.
+    There is no accuracy to report.
+    """
+
+    def __init__(self, seed: int, parameters: int, steps: int, move: float = 0.003) -> None:
+        """`move`: ||x after a step - x|| / ||x|| in the first steps."""
+        if parameters < SURROGATE_VALUES:
+            raise UserError(
+                f"--parameters {parameters}: at least {SURROGATE_VALUES}; for less, simulate the model itself"
+            )
+        self.size_scale = parameters / SURROGATE_VALUES
+        self._seed = seed
+        self._steps = steps
+        self._move = move
+
+    def learner(self, rank: int) -> Learner:
+        """See `Problem.learner`."""
+        start = np.random.default_rng((self._seed, 0)).normal(size=SURROGATE_VALUES).astype(np.float32)
+        return _Walk(start, self._move, self._steps, np.random.default_rng((self._seed, 1, rank)))
+
+    def score(self, models: Sequence[Vector]) -> dict[str, float]:
+        """Nothing: nothing was learnt."""
+        return {}
+
+
+class _Walk(_Flat):
+    def __init__(self, start: Vector, move: float, steps: int, rng: np.random.Generator) -> None:
+        super().__init__(start)
+        self._length = move * float(np.linalg.norm(start)) / math.sqrt(len(start))
+        self._steps = steps
+        self._rng = rng
+
+    def step(self, number: int) -> Moved:
+        ratio = math.sqrt(max(0.0, 1 - number / max(1, self._steps)))
+        self.x += (self._length * ratio) * self._rng.standard_normal(len(self.x), dtype=np.float32)
+        return Moved(math.nan, max(0.05, ratio))
+
+
+class Compute:
+    """How long a step takes, drawn anew each time: `fixed:S`, `lognormal:MEDIAN:SIGMA` or `trace:FILE`."""
+
+    def __init__(self, text: str) -> None:
+        """Raises UserError."""
+        kind, _, rest = text.partition(":")
+        self._sigma, self._trace = 0.0, [1.0]
+        try:
+            match kind:
+                case "fixed":
+                    self._median = float(rest)
+                case "lognormal":
+                    median, sigma = rest.split(":")
+                    self._median, self._sigma = float(median), float(sigma)
+                case "trace":
+                    with open(rest, encoding="utf-8") as file:
+                        self._median, self._trace = 1.0, [float(line) for line in file if line.strip()]
+                case _:
+                    raise ValueError(kind)
+            if not (0 < self._median < 1e6 and 0 <= self._sigma <= 3 and self._trace and min(self._trace) > 0):
+                raise ValueError(text)
+        except OSError as error:
+            raise UserError(f"--compute {text}: cannot read {rest}: {error.strerror}") from None
+        except ValueError:
+            raise UserError(
+                f"--compute {text}: wanted fixed:SECONDS, lognormal:MEDIAN:SIGMA (at most 3), "
+                "or trace:FILE with one positive number of seconds a line"
+            ) from None
+
+    def draw(self, rng: random.Random) -> float:
+        """Seconds."""
+        scale = math.exp(rng.gauss(0.0, self._sigma)) if self._sigma else 1.0
+        trace = self._trace[rng.randrange(len(self._trace))] if len(self._trace) > 1 else self._trace[0]
+        return self._median * scale * trace
+
+
+def mean_and_distance(models: Sequence[Vector]) -> tuple[Vector, float]:
+    """The averaged model, and the root mean square distance from it over its norm."""
+    stacked = np.asarray(models, dtype=np.float64)
+    mean = stacked.mean(axis=0)
+    norm = float(np.linalg.norm(mean))
+    spread = float(np.sqrt(((stacked - mean) ** 2).sum(axis=1).mean()))
+    return mean, spread / norm if norm > 0 else 0.0

@@ -1,0 +1,272 @@
+"""What is simulated, for how long, and what came of it: one scenario from its settings to its result."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from peerd.effects import UserError
+from peerd.messages import State
+from peerd.simulation.faults import calm_after_s, parse_faults, storm
+from peerd.simulation.network import PROFILES, Topology, read_topology, uniform
+from peerd.simulation.problems import BytesOnly, Problem, Quadratic, mean_and_distance
+from peerd.simulation.swarm import Swarm
+from peerd.simulation.world import Violation, World
+from peerd.timing import LAN, WAN
+from peerd.training.codecs import CODECS
+from peerd.training.modes import MODES
+from peerd.training.tasks import TASKS
+from peerd.training.trigger import parse_trigger
+
+PROBLEMS = ("members", "consensus", "bytes", *TASKS)
+CONVERGE_S = 120.0  # after the last fault has ended: then all must agree
+JOINING_MOST = 100  # peers; a larger swarm starts formed, for that its members all join is a story of its own
+SAMPLES = 200  # looks at a run
+VIEWS = 8  # nodes whose membership a look counts
+DISTANCES = 100  # nodes whose models a look compares
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """The settings; every name is an option of `peerd simulate`."""
+
+    peers: int = 16
+    seed: int = 0
+    minutes: float | None = None
+    problem: str = "consensus"
+    steps: int | None = None
+    parameters: int = 125_000_000
+    compute: str = "fixed:1"
+    network: str = "lan"
+    uplink_mbit: float | None = None
+    downlink_mbit: float | None = None
+    mode: str = "gossip"
+    codec: str = "sign"
+    trigger: str = "change:0.05"
+    view: int = 3
+    shard: str = "iid"
+    faults: str = "crash"
+    fault_every: float = 60.0
+    join_over: float | None = None
+
+    def command(self) -> str:
+        """The command line that runs this again."""
+        words = ["peerd", "simulate"]
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            if value != setting.default or setting.name == "seed":
+                words += ["--" + setting.name.replace("_", "-"), str(value)]
+        return shlex.join(words)
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The swarm at one moment."""
+
+    at: float
+    loss: float
+    distance: float
+    bytes_sent: int
+    up: int
+    alive: float  # in the mean view of a few nodes
+    suspect: float
+    failed: float
+    busy: float  # share of the uplinks' time since the last look
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a run leaves."""
+
+    result: dict[str, Any]
+    looks: list[Look] = field(default_factory=list)
+    staleness: Counter[int] = field(default_factory=Counter)
+
+
+Progress = Callable[[float, Look], None]
+"""Told how much of the run is done, and the last look."""
+
+
+class _Run:
+    def __init__(self, scenario: Scenario, trace: TextIO | None) -> None:
+        self.scenario = scenario
+        self.world = World(scenario.seed, trace)
+        self.faults = parse_faults(scenario.faults)
+        steps = scenario.steps
+        self.ends_s = scenario.minutes * 60 if scenario.minutes is not None else math.inf
+        if steps is None and scenario.minutes is None:
+            raise UserError("say how long: --minutes M, or --steps N for a run that trains")
+        self.problem = _problem(scenario)
+        topology = _topology(scenario)
+        self.swarm = Swarm(
+            self.world,
+            scenario.peers,
+            self.problem,
+            topology=topology,
+            timing=WAN if max(profile.latency_s for profile in topology.profiles) > 0.03 else LAN,
+            mode=scenario.mode,
+            codec=scenario.codec,
+            trigger=scenario.trigger,
+            view=scenario.view,
+            compute=scenario.compute,
+            steps=steps,
+            replay=scenario.command,
+        )
+        self.looks: list[Look] = []
+        self.measured: dict[str, Any] = {}
+        self._busy = 0.0
+
+    def go(self, progress: Progress) -> list[str]:
+        """Run to the end; returns the violations."""
+        scenario, swarm, world = self.scenario, self.swarm, self.world
+        join_over = scenario.join_over
+        if join_over is None and scenario.peers > JOINING_MOST:
+            swarm.start_formed()
+        else:
+            swarm.start_all(1.0 if join_over is None else join_over)
+        storm(swarm, self.faults, scenario.fault_every, self.ends_s)
+        every_s = min(10.0, self.ends_s / SAMPLES)
+        try:
+            while world.now < self.ends_s and not self._trained():
+                swarm.run(min(every_s, self.ends_s - world.now), self._trained)
+                swarm.look_at_links()
+                self.looks.append(self._look())
+                progress(self._share(), self.looks[-1])
+            self.measured = self._measure()
+            self._agree()
+        except Violation as violation:
+            self.measured = self.measured or self._measure()
+            return [str(violation)]
+        return []
+
+    def _measure(self) -> dict[str, Any]:
+        """The figures of the run itself, before what its faults began has come to an end."""
+        swarm = self.swarm
+        counts, detections, models = swarm.counts(), swarm.detections_s, swarm.models()
+        figures: dict[str, Any] = {
+            "virtual_seconds": round(self.world.now, 3),
+            "steps": max((node.steps for node in swarm.nodes.values()), default=0),
+            "exchanges": swarm.checkers.exchanges,
+            "snapshots": counts["snapshots"],
+            "bytes_sent_total": swarm.bytes_sent,
+            "probes": counts["probes"],
+            "crashes_detected": len(detections),
+            "detection_median_s": float(np.median(detections)) if detections else None,
+            "detection_p99_s": float(np.percentile(detections, 99)) if detections else None,
+        }
+        if models and self.problem is not None:
+            figures["consensus_distance"] = mean_and_distance(models)[1]
+            figures |= self.problem.score(models)
+        return figures
+
+    def _trained(self) -> bool:
+        return self.problem is not None and self.swarm.finished()
+
+    def _share(self) -> float:
+        steps = self.scenario.steps
+        done = [node.steps for node in self.swarm.nodes.values()] or [0]
+        by_steps = sum(done) / len(done) / steps if steps and self.problem is not None else 0.0
+        return max(by_steps, self.world.now / self.ends_s if self.ends_s < math.inf else 0.0)
+
+    def _agree(self) -> None:
+        """Let what the faults began come to its end; then all members must agree about each other."""
+        if self.faults:
+            self.swarm.run(calm_after_s())
+        self.swarm.run(CONVERGE_S, self.swarm.agreed)
+        if not self.swarm.agreed():
+            self.swarm.checkers.fail(f"the members still disagree {CONVERGE_S:.0f} s after the last fault")
+        self.swarm.look_at_links()
+
+    def _look(self) -> Look:
+        swarm = self.swarm
+        nodes = list(swarm.nodes.values())
+        losses = [node.loss for node in nodes if not math.isnan(node.loss)]
+        models = [node.values() for node in nodes[:DISTANCES] if node.mode is not None]
+        counted = Counter(member.state for node in nodes[:VIEWS] for member in node.membership.members.values())
+        views = max(1, min(VIEWS, len(nodes)))
+        busy_s = sum(pipe.busy_s for pipe in swarm.network.up)
+        elapsed_s = self.world.now - (self.looks[-1].at if self.looks else 0.0)
+        busy, self._busy = (busy_s - self._busy) / max(1e-9, elapsed_s * swarm.peers), busy_s
+        return Look(
+            self.world.now,
+            sum(losses) / len(losses) if losses else math.nan,
+            mean_and_distance(models)[1] if models else 0.0,
+            swarm.bytes_sent,
+            len(nodes),
+            counted[State.ALIVE] / views,
+            counted[State.SUSPECT] / views,
+            counted[State.FAILED] / views,
+            busy,
+        )
+
+
+def simulate(scenario: Scenario, trace: TextIO | None = None, progress: Progress = lambda share, look: None) -> Outcome:
+    """Run it. Raises UserError for settings that make no sense; a violation is in the result."""
+    began = time.perf_counter()
+    run = _Run(scenario, trace)
+    violations = run.go(progress)
+    result = {
+        "peers": scenario.peers,
+        "problem": scenario.problem,
+        "mode": scenario.mode,
+        "seed": scenario.seed,
+        **run.measured,
+        "false_deaths": run.swarm.checkers.false_deaths,
+        "violations": violations,
+        "events": run.world.events,
+        "digest": run.world.digest,
+        "seconds": round(time.perf_counter() - began, 3),
+        "replay": scenario.command(),
+    }
+    staleness = sum((node.staleness for node in run.swarm.nodes.values()), Counter[int]())
+    return Outcome(result, run.looks, staleness)
+
+
+def _problem(scenario: Scenario) -> Problem | None:
+    if scenario.mode not in MODES:
+        raise UserError(f"--mode {scenario.mode}: not one of {', '.join(MODES)}")
+    if scenario.codec not in CODECS:
+        raise UserError(f"--codec {scenario.codec}: not one of {', '.join(CODECS)}")
+    parse_trigger(scenario.trigger)
+    match scenario.problem:
+        case "members":
+            return None
+        case "consensus":
+            return Quadratic(scenario.seed)
+        case "bytes":
+            if scenario.steps is None:
+                raise UserError("--problem bytes: say how many --steps the run has")
+            return BytesOnly(scenario.seed, scenario.parameters, scenario.steps)
+        case task if task in TASKS:
+            if scenario.steps is None:
+                raise UserError(f"--problem {task}: say how many --steps the run has")
+            from peerd.simulation.task_problem import TaskProblem
+
+            return TaskProblem(task, scenario.peers, scenario.steps, scenario.seed, scenario.shard)
+    raise UserError(f"--problem {scenario.problem}: not one of {', '.join(PROBLEMS)}")
+
+
+def _topology(scenario: Scenario) -> Topology:
+    if scenario.network in PROFILES:
+        profile = PROFILES[scenario.network]
+        if scenario.uplink_mbit is not None:
+            profile = replace(profile, uplink_mbit=scenario.uplink_mbit)
+        if scenario.downlink_mbit is not None:
+            profile = replace(profile, downlink_mbit=scenario.downlink_mbit)
+        return uniform(profile, scenario.peers)
+    if not scenario.network.endswith(".toml"):
+        raise UserError(f"--network {scenario.network}: not one of {', '.join(PROFILES)}, nor a .toml file")
+    if scenario.uplink_mbit is not None or scenario.downlink_mbit is not None:
+        raise UserError(f"--uplink-mbit and --downlink-mbit: {scenario.network} says them for each site")
+    topology = read_topology(Path(scenario.network))
+    if len(topology.profiles) != scenario.peers:
+        raise UserError(f"{scenario.network} places {len(topology.profiles)} peers, --peers says {scenario.peers}")
+    return topology

@@ -1,0 +1,289 @@
+"""All of it together: the nodes of one simulated swarm, what goes wrong in it, and what is measured."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from peerd.effects import Address, NodeId, Vector
+from peerd.membership import LAN, Timing
+from peerd.messages import Member, State
+from peerd.simulation.checkers import Checkers
+from peerd.simulation.network import PROFILES, Network, Profile, Topology, uniform
+from peerd.simulation.node import READY, Clock, Node, NodeSettings
+from peerd.simulation.problems import Compute, Problem, mean_and_distance
+from peerd.simulation.world import Kind, World
+from peerd.training.modes import ModeSettings
+from peerd.training.trigger import parse_trigger
+
+GRACE_S = 90.0  # after a fault has gone: until then a suspicion that it began may still become a verdict
+KNOWN_SHARE = 0.99  # of the live nodes: then a crash is known
+PORT = 7946
+
+
+@dataclass(slots=True)
+class Crash:
+    """Who is gone since when, and who knows."""
+
+    at: float
+    epoch: int
+    known: set[NodeId] = field(default_factory=set)
+    detected_s: float | None = None
+
+
+class Swarm:
+    """See the module; everything drawn at random comes from the world's seed."""
+
+    def __init__(
+        self,
+        world: World,
+        peers: int,
+        problem: Problem | None = None,
+        *,
+        topology: Topology | None = None,
+        timing: Timing = LAN,
+        mode: str = "gossip",
+        codec: str = "sign",
+        trigger: str = "change:0.05",
+        view: int = 3,
+        compute: str = "fixed:1",
+        steps: int | None = None,
+        replay: Callable[[], str] = lambda: "run this test with this seed",
+    ) -> None:
+        """`peers` places; `start` puts a node on one. Without a problem they are members and nothing else."""
+        self.world = world
+        self.peers = peers
+        self.network = Network(world, topology or uniform(PROFILES["lan"], peers))
+        self.nodes: dict[int, Node] = {}  # by place: those whose process is there
+        self.latest: dict[NodeId, Node] = {}
+        self.checkers = Checkers(world, self.latest, replay)
+        self.verdicts: list[tuple[float, NodeId, NodeId]] = []  # when, in whose view, who is FAILED
+        self.crashes: dict[NodeId, Crash] = {}
+        self.detections_s: list[float] = []
+        self.settings = NodeSettings(
+            mode, ModeSettings(codec, parse_trigger(trigger), view), timing, Compute(compute), steps,
+            problem.size_scale if problem is not None else 1.0,
+        )  # fmt: skip
+        self._problem = problem
+        self._lives = Counter[int]()
+        self._identities = Counter[int]()
+        self._gone_bytes = 0
+        self._gone_counts: Counter[str] = Counter()
+        self._cuts: list[Callable[[int, int], bool]] = []
+
+    # ---------------------------------------------------------------- nodes
+
+    def start(
+        self,
+        index: int,
+        seeds: Sequence[int] = (0,),
+        *,
+        wait_for: int = 1,
+        fresh: bool = False,
+        clock: Clock | None = None,
+        known: Sequence[Member] = (),
+    ) -> Node:
+        """Start a process at this place: the first, or the next life of its identity, or a `fresh` one."""
+        self._lives[index] += 1
+        self._identities[index] += fresh
+        version = self._identities[index]
+        id = f"n{index:05}" + (f".{version}" if version else "")
+        host, port = self.address(index)
+        me = (
+            known[index]
+            if known
+            else Member(id, f"node-{index}", host, port, self._lives[index], 0, State.ALIVE, "", b"")
+        )
+        learner = self._problem.learner(index) if self._problem is not None else None
+        where = [self.address(seed) for seed in seeds if seed != index]
+        self.world.note(Kind.START, index, self._lives[index])
+        node = Node(self, index, me, where, learner, wait_for, clock or Clock(), known)
+        self.nodes[index] = self.latest[id] = node
+        if (crash := self.crashes.pop(id, None)) and crash.detected_s is None:
+            crash.known.clear()
+        node.excused_until = self.world.now + GRACE_S if self._lives[index] > 1 else self.world.now
+        node.begin()
+        return node
+
+    def start_formed(self) -> None:
+        """All nodes at once, as a swarm that formed long ago: they know each other, and have the model."""
+        meta = READY.pack() if self._problem is not None else b""
+        known = [
+            Member(f"n{index:05}", f"node-{index}", *self.address(index), 1, 0, State.ALIVE, "", meta)
+            for index in range(self.peers)
+        ]
+        for index in range(self.peers):
+            self.start(index, [] if index == 0 else [0], wait_for=self.peers, known=known)
+
+    def start_all(self, spread_s: float = 0.0) -> None:
+        """The first node, then all others through it, within so many seconds."""
+        rng = self.world.rng("start")
+        self.start(0, (), wait_for=self.peers)
+        for index in range(1, self.peers):
+
+            def come(index: int = index) -> None:
+                self.start(index, wait_for=self.peers)
+
+            self.world.later(spread_s * rng.random(), come)
+
+    def crash(self, index: int) -> None:
+        """kill -9."""
+        node = self.nodes.pop(index)
+        self.world.note(Kind.CRASH, index)
+        node.excused_until = math.inf
+        self._gone_bytes += node.bytes_sent
+        self._gone_counts += node.counts
+        node.crash()
+        self.crashes[node.id] = Crash(self.world.now, node.life)
+
+    def leave(self, index: int) -> None:
+        """Say goodbye, and go when the word is out."""
+        node = self.nodes[index]
+        node.leave()
+
+        def gone() -> None:
+            if self.nodes.get(index) is not node:
+                return
+            if node.membership.left_spread:
+                self.crash(index)
+                del self.crashes[node.id]
+            else:
+                self.world.later(0.2, gone)
+
+        gone()
+
+    def pause(self, index: int) -> None:
+        """SIGSTOP."""
+        node = self.nodes[index]
+        self.world.note(Kind.PAUSE, index)
+        node.excused_until = math.inf
+        node.pause()
+
+    def resume(self, index: int) -> None:
+        """SIGCONT."""
+        node = self.nodes[index]
+        self.world.note(Kind.RESUME, index)
+        node.excused_until = self.world.now + GRACE_S
+        node.resume()
+
+    def cut(self, severed: Callable[[int, int], bool]) -> Callable[[], None]:
+        """No packet passes from the first to the second place while `severed` says so; returns what heals it."""
+        self._cuts.append(severed)
+        self.world.note(Kind.CUT, len(self._cuts))
+        self._excuse(math.inf)
+        self._set_cuts()
+
+        def heal() -> None:
+            self._cuts.remove(severed)
+            self.world.note(Kind.HEAL, len(self._cuts))
+            self._set_cuts()
+            if not self._cuts:
+                self._excuse(self.world.now + GRACE_S)
+
+        return heal
+
+    def set_weather(self, weather: Profile) -> None:
+        """Loss, duplication, reordering and corruption on top of the network's own, everywhere."""
+        self.network.weather = weather
+        self.world.note(Kind.WEATHER, -1, value=weather.loss)
+
+    def slow_down(self, index: int, factor: float) -> None:
+        """Divide a node's bandwidth."""
+        self.network.slow_down(index, factor)
+        self.world.note(Kind.SLOW, index, value=factor)
+
+    def _set_cuts(self) -> None:
+        cuts = list(self._cuts)
+        self.network.cut = (lambda a, b: any(cut(a, b) for cut in cuts)) if cuts else (lambda a, b: False)
+
+    def _excuse(self, until: float) -> None:
+        for node in self.nodes.values():
+            if node.running:
+                node.excused_until = max(until, node.excused_until) if until < math.inf else until
+
+    # ---------------------------------------------------------------- what nodes see of it
+
+    def listener(self, index: int) -> Node | None:
+        """See `Surroundings`."""
+        return self.nodes.get(index)
+
+    def address(self, index: int) -> Address:
+        """Of a place."""
+        return f"10.{index >> 16}.{index >> 8 & 255}.{index & 255}", PORT
+
+    def index_of(self, address: Address) -> int:
+        """The place of an address."""
+        _, high, middle, low = address[0].split(".")
+        return (int(high) << 16) + (int(middle) << 8) + int(low)
+
+    def believes(self, viewer: Node, id: NodeId) -> None:
+        """Write down verdicts, and when a crash is known."""
+        record = viewer.membership.members[id]
+        self.world.note(Kind.STATE, viewer.index, int(record.id[1:6]), record.state)
+        if record.state != State.FAILED or id == viewer.id:
+            return
+        self.verdicts.append((self.world.now, viewer.id, id))
+        crash = self.crashes.get(id)
+        if crash is None or crash.epoch != record.epoch or crash.detected_s is not None:
+            return
+        crash.known.add(viewer.id)
+        if len(crash.known) >= KNOWN_SHARE * len(self.nodes):
+            crash.detected_s = self.world.now - crash.at
+            self.detections_s.append(crash.detected_s)
+
+    # ---------------------------------------------------------------- what is measured
+
+    def run(self, seconds: float, stop: Callable[[], bool] = lambda: False) -> bool:
+        """Let time pass. `stop` is asked now and then, and ends it earlier."""
+        until, look = self.world.now + seconds, [self.world.now]
+
+        def asked() -> bool:
+            if self.world.now < look[0]:
+                return False
+            look[0] = self.world.now + 0.1
+            return stop()
+
+        return self.world.run(until, asked) or stop()
+
+    def agreed(self) -> bool:
+        """Every node holds exactly the running nodes alive, and of each the same record."""
+        own = {node.id: node.membership.me for node in self.nodes.values()}
+        for node in self.nodes.values():
+            members = node.membership.members
+            if {id for id, member in members.items() if member.state <= State.SUSPECT} != own.keys():
+                return False
+            if any(members[id] != record for id, record in own.items()):
+                return False
+        return True
+
+    def models(self) -> list[Vector]:
+        """Of all nodes that have one."""
+        return [node.values() for node in self.nodes.values() if node.mode is not None]
+
+    def consensus_distance(self) -> float:
+        """Root mean square distance of the models from their mean, over its norm."""
+        models = self.models()
+        return mean_and_distance(models)[1] if models else 0.0
+
+    def counts(self) -> Counter[str]:
+        """Of all nodes, those that are gone too."""
+        return sum((node.counts for node in self.nodes.values()), Counter(self._gone_counts))
+
+    @property
+    def bytes_sent(self) -> int:
+        """On all lines, by all nodes, those that are gone too."""
+        return self._gone_bytes + sum(node.bytes_sent for node in self.nodes.values())
+
+    def finished(self) -> bool:
+        """Whether every node's run has ended."""
+        return bool(self.nodes) and all(node.phase == "finished" for node in self.nodes.values())
+
+    def look_at_links(self) -> None:
+        """Ask the checkers whether anybody has been silent for too long, and whether every model is what was put in."""
+        training = {node.id: node for node in self.nodes.values() if node.running and node.phase == "training"}
+        self.checkers.links(training, self.world.now)
+        for node in self.nodes.values():
+            if node.injected is not None:
+                self.checkers.conserved(node.id, node.values(), node.injected)

@@ -1,0 +1,38 @@
+"""How many bytes is a membership message on the line? Those of `peerd.transport.wire`, without encoding all of it.
+
+A record travels in thousands of datagrams; its own length is computed once. A sample of datagrams is encoded all the
+same, and compared.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+from peerd.messages import Ack, Member, MemberTable, Message, Ping, PingRequest
+from peerd.swarm_view import TABLE_PART
+from peerd.transport import wire
+from peerd.transport.framing import FIXED_SIZE
+
+_ARRAY_LONG = 15  # items of an array whose header is one byte
+
+
+def datagram_bytes(message: Message) -> int:
+    """Of one datagram, before news that does not fit is left out."""
+    if not isinstance(message, Ping | PingRequest | Ack) or not message.news:
+        return len(wire.encode_datagram(message))
+    bare = len(wire.encode_datagram(replace(message, news=())))
+    return bare + sum(map(_record_bytes, message.news)) + 2 * (len(message.news) > _ARRAY_LONG)
+
+
+def table_bytes(table: MemberTable) -> int:
+    """Of one whole table, in the parts that it travels in."""
+    parts = -(-len(table.members) // TABLE_PART) + 1
+    around = FIXED_SIZE + len(wire.encode(MemberTable(table.sender, ()))[0]) + 2
+    return parts * around + sum(map(_record_bytes, table.members))
+
+
+@functools.lru_cache(maxsize=1 << 15)
+def _record_bytes(record: Member) -> int:
+    with_it, without = (wire.encode(Ack(0, "", news))[0] for news in ((record,), ()))
+    return len(with_it) - len(without)

@@ -1,0 +1,53 @@
+"""One rank's training of a task, step by step: what a script's loop and the simulator share.
+
+A step depends on its number and the rank's seed alone, so a resumed run sees what it had not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim import Optimizer
+
+from peerd.training.tasks import schedule, shards
+from peerd.training.tasks.arguments import Arguments
+from peerd.training.tasks.data import Samples
+
+
+class Run:
+    """A model, its optimizer, and this rank's part of the samples."""
+
+    def __init__(
+        self,
+        build: Callable[[int, float], tuple[nn.Module, Optimizer]],
+        train: Samples,
+        labels: shards.Labels,
+        options: Arguments,
+        warmup: int = 0,
+    ) -> None:
+        """`labels` say what the shards are split by, one for each of `train`; `warmup` is in steps."""
+        self.model, self.optimizer = build(options.seed, options.lr)
+        self._train = train
+        self._mine = shards.shard(options.shard, labels, options.rank, options.peers, options.seed)
+        self._options = options
+        self._warmup = warmup
+        self._batches: Iterator[shards.Indices] | None = None
+        self._next = -1
+
+    def step(self, number: int) -> tuple[float, int]:
+        """Make optimizer step `number`; returns the loss before it and the samples that it saw."""
+        options, train = self._options, self._train
+        if self._batches is None or number != self._next:
+            self._batches = shards.batches(self._mine, options.batch, options.rank, options.seed, number)
+        self._next = number + 1
+        batch = torch.from_numpy(next(self._batches))
+        schedule.set_lr(self.optimizer, options.lr, number, options.steps, self._warmup)
+        logits = self.model(train.inputs[batch]).flatten(0, -2)
+        loss = functional.cross_entropy(logits, train.targets[batch].flatten())
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it so
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item(), len(batch)
