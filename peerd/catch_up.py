@@ -80,7 +80,7 @@ class CatchUp:
 
     async def _fetch_from(self, donor: NodeId, layout: Layout) -> tuple[Vector, int] | None:
         """Ask one donor and wait as long as it is alive; None when it went away first."""
-        self._donor, self._snapshot = donor, None
+        self._donor = donor
         asked_at, asks, received = -ASK_AGAIN_S, 0, self._peers.bytes_received
         try:
             while donor in donors(self._members(), self._me):  # of another model, too: it refuses, saying what differs

@@ -1,0 +1,235 @@
+"""A newcomer's first model, in virtual time: whom it asks, whom it gives up, and what it waits for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+import pytest
+import trio
+import trio.testing
+
+from peerd.catch_up import ASK_AGAIN_S, ASKS_MAX, SLOWEST_DONOR, CatchUp
+from peerd.effects import NodeId
+from peerd.messages import Member, Message, ModelRequest, ModelSnapshot, State
+from peerd.roles import About
+from peerd.training import delta
+from peerd.training.delta import Layout
+
+T = TypeVar("T")
+LAYOUT = Layout(5, 5)
+MODEL = np.arange(5, dtype=np.float32)
+CHUNKS = tuple(bytes(chunk) for chunk in delta.encode("float32", LAYOUT, MODEL)[0])
+SNAPSHOT = ModelSnapshot(7, "float32", CHUNKS)
+
+
+class Swarm:
+    """The members as one node sees them, and what it sends to them."""
+
+    def __init__(self, nursery: trio.Nursery, *, has_seeds: bool) -> None:
+        self.nursery = nursery
+        self.members: dict[NodeId, Member] = {}
+        self.bytes_received = 0
+        self.asked: list[NodeId] = []
+        self.done = trio.Event()  # a fetch has ended
+        self.on_asked: Callable[[NodeId], None] = lambda _: None
+        self.catch_up = CatchUp("me", self, lambda: dict(self.members), has_seeds=has_seeds)  # type: ignore[arg-type]
+        self.member("me")
+
+    def member(self, id: NodeId, state: State = State.ALIVE, **about: bool | str) -> None:
+        self.members[id] = Member(id, f"node-{id}", "h", 1, 1, 0, state, "", About(**about).pack())  # type: ignore[arg-type]
+        self.catch_up.on_members()
+
+    def send(self, peer: NodeId, message: Message) -> None:
+        assert message == ModelRequest()
+        self.asked.append(peer)
+        self.on_asked(peer)
+
+    def gives(self, *donors: NodeId) -> None:
+        """These donors answer, the others are silent."""
+        self.on_asked = lambda peer: self.catch_up.on_snapshot(peer, SNAPSHOT) if peer in donors else None
+
+    async def fetched(self) -> bool:
+        """Whether a model came; it is the one that was sent."""
+        found = await self.catch_up.fetch(LAYOUT)
+        self.done.set()
+        if found is None:
+            return False
+        assert found[0].tolist() == MODEL.tolist()
+        assert found[1] == 7
+        return True
+
+
+@asynccontextmanager
+async def swarm(*, has_seeds: bool = True) -> AsyncIterator[Swarm]:
+    async with trio.open_nursery() as nursery:
+        yield Swarm(nursery, has_seeds=has_seeds)
+        nursery.cancel_scope.cancel()
+
+
+def virtually(body: Callable[[], Awaitable[None]]) -> None:
+    trio.run(body, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+async def unfinished(work: Callable[[], Awaitable[T]], for_s: float) -> bool:
+    """Whether `work` still goes on after so long."""
+    with trio.move_on_after(for_s) as scope:
+        await work()
+    return scope.cancelled_caught
+
+
+def test_a_founder_starts_from_its_own_model() -> None:
+    async def body() -> None:
+        async with swarm(has_seeds=False) as there:
+            assert not await there.fetched()
+            assert there.asked == []
+
+    virtually(body)
+
+
+def test_a_newcomer_waits_until_somebody_has_a_model(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def body() -> None:
+        async with swarm() as there:
+            there.gives("a")
+            assert await unfinished(there.fetched, 35)
+            there.member("a", expects=True, founder=True)
+            assert await unfinished(there.fetched, 5)
+            there.nursery.start_soon(there.fetched)
+            await trio.sleep(5)
+            assert there.asked == []
+            there.member("a", expects=True, founder=True, ready=True)
+            await there.done.wait()
+            assert there.asked == ["a"]
+
+    virtually(body)
+    assert [record.message for record in caplog.records] == [
+        *["the trainer waits: no node of the swarm has answered yet"] * 4,
+        *["the trainer waits: no member has a model yet; node-a goes first"] * 2,
+        "the model of step 7 came from node-a",
+    ]
+
+
+def test_a_donor_that_goes_away_is_replaced_by_another() -> None:
+    async def body() -> None:
+        async with swarm() as there:
+            for donor in "ab":
+                there.member(donor, ready=True)
+
+            def asked(peer: NodeId) -> None:
+                if len(there.asked) == 1:
+                    there.member(peer, State.FAILED, ready=True)
+                else:
+                    there.catch_up.on_snapshot(peer, SNAPSHOT)
+
+            there.on_asked = asked
+            assert await there.fetched()
+            assert sorted(there.asked) == ["a", "b"]
+
+    virtually(body)
+
+
+def test_a_silent_donor_is_asked_again_and_then_another_one() -> None:
+    async def body() -> None:
+        async with swarm() as there:
+            for donor in "ab":
+                there.member(donor, ready=True)
+            there.nursery.start_soon(there.fetched)
+            await trio.sleep(ASK_AGAIN_S / 2)
+            (first,) = there.asked
+            second = {"a": "b", "b": "a"}[first]
+            there.gives(second)
+            await there.done.wait()
+            assert there.asked == [first] * ASKS_MAX + [second]
+
+    virtually(body)
+
+
+def test_all_silent_donors_are_asked_in_turns() -> None:
+    async def body() -> None:
+        async with swarm() as there:
+            for donor in "ab":
+                there.member(donor, ready=True)
+            assert await unfinished(there.fetched, 20 * ASKS_MAX * ASK_AGAIN_S)
+            assert there.asked.count("a") > 2 * ASKS_MAX
+            assert there.asked.count("b") > 2 * ASKS_MAX
+
+    virtually(body)
+
+
+def test_a_donor_whose_model_is_on_its_way_is_left_in_peace() -> None:
+    async def body() -> None:
+        async with swarm() as there:
+            there.member("a", ready=True)
+            there.member("b", ready=True)
+            there.nursery.start_soon(there.fetched)
+            await trio.sleep(1)
+            (donor,) = there.asked
+            for _ in range(100):
+                there.bytes_received += 2 * SLOWEST_DONOR
+                await trio.sleep(1)
+            assert there.asked == [donor], "a large model over a slow network takes its time"
+            there.catch_up.on_snapshot(donor, SNAPSHOT)
+            await there.done.wait()
+            assert there.asked == [donor]
+
+    virtually(body)
+
+
+@pytest.mark.parametrize(
+    "bad", [ModelSnapshot(1, "float32", ()), ModelSnapshot(1, "zip", CHUNKS), ModelSnapshot(1, "float32", (b"x",))]
+)
+def test_a_damaged_model_is_asked_of_another(bad: ModelSnapshot, caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        async with swarm() as there:
+            for donor in "ab":
+                there.member(donor, ready=True)
+            there.on_asked = lambda peer: there.catch_up.on_snapshot(peer, bad if len(there.asked) == 1 else SNAPSHOT)
+            assert await there.fetched()
+            assert sorted(there.asked) == ["a", "b"]
+
+    virtually(body)
+    (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert warning.endswith("; asking another member")
+
+
+def test_a_model_that_nobody_asked_for_is_dropped() -> None:
+    async def body() -> None:
+        async with swarm() as there:
+            there.member("a", ready=True)
+            stranger = ModelSnapshot(99, "float32", CHUNKS)
+            there.catch_up.on_snapshot("a", stranger)
+
+            def asked(peer: NodeId) -> None:
+                there.catch_up.on_snapshot("b", stranger)
+                there.catch_up.on_snapshot(peer, SNAPSHOT)
+                there.catch_up.on_snapshot("b", stranger)
+
+            there.on_asked = asked
+            assert await there.fetched()
+
+    virtually(body)
+
+
+def test_the_first_step_waits_for_enough_members_with_the_same_model(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def body() -> None:
+        async with swarm() as there:
+            there.member("a", ready=True, model="m")
+            await there.catch_up.enough_members(2, "m")
+            there.member("b", ready=True, model="another")
+            there.member("c", ready=False, model="m")
+            there.member("d", State.FAILED, ready=True, model="m")
+            enough = partial(there.catch_up.enough_members, 3, "m")
+            assert await unfinished(enough, 15)
+            there.member("c", ready=True, model="m")
+            assert not await unfinished(enough, 1)
+
+    virtually(body)
+    assert [record.message for record in caplog.records] == ["the trainer waits: 2 of 3 members are ready"] * 2

@@ -1,0 +1,380 @@
+"""The shell around the mode: which events reach it, in what order, and what becomes of its effects."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import trio
+import trio.testing
+
+from peerd.effects import Apply, Effect, Log, NodeId, PeerError, Proceed, Publish, Send, StepReport
+from peerd.exchanges import EXCHANGE_SHARE, HAND_OVER_LEAST_S, Exchanges
+from peerd.messages import Connected, Delta, LinkOpen, Message, ModelSnapshot
+from peerd.replica import Replica
+from peerd.shared_memory import SharedMemory
+from peerd.training import delta
+from peerd.training.delta import Layout, NotFinite
+
+LAYOUT = Layout(2, 2)
+HALF = Delta(1, 1, "sign", 0.5, True, False, ())
+ONE = np.float32([1, 1])
+
+
+def report(step: int, *, published: bool = False, finishing: bool = False) -> StepReport:
+    return StepReport(step, 0.5, 1.0, published, finishing)
+
+
+class Mode:
+    """Notes what it is told, and answers what the test says."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.deadline = float("inf")
+        self.told: list[Any] = []
+        self.answer: Callable[[Any], list[Effect]] = lambda _: []
+
+    def _hear(self, event: Any) -> list[Effect]:
+        self.told.append(event)
+        return self.answer(event)
+
+    def on_step(self, report: StepReport, now: float) -> list[Effect]:
+        return self._hear(report)
+
+    def on_message(self, sender: NodeId, message: Message | Connected, now: float) -> list[Effect]:
+        return self._hear((sender, message))
+
+    def on_peers(self, alive: frozenset[NodeId], now: float) -> list[Effect]:
+        return self._hear(alive)
+
+    def on_timer(self, now: float) -> list[Effect]:
+        self.deadline = float("inf")
+        return self._hear("timer")
+
+
+class There:
+    """Exchanges with a mode on a replica of two values, its peers and its trainer."""
+
+    def __init__(self, nursery: trio.Nursery) -> None:
+        self.nursery = nursery
+        self.clock = trio.lowlevel.current_clock()
+        self.sent: list[tuple[NodeId, Message]] = []
+        self.told: list[tuple[str, int]] = []
+        self.memory, self.replica = memory_and_replica()
+        self.mode = Mode()
+        self.exchanges = Exchanges(self)  # type: ignore[arg-type]  # it is its peers, too
+        self.exchanges.lane.replica = self.replica
+        self.exchanges.lane.mode = self.mode  # type: ignore[assignment]
+        self.exchanges.session = self  # type: ignore[assignment]  # and its trainer
+
+    def send(self, peer: NodeId, message: Message) -> None:
+        self.sent.append((peer, message))
+
+    async def drain(self) -> None:
+        await trio.lowlevel.checkpoint()
+
+    async def tell(self, kind: str, **content: int) -> None:
+        await trio.lowlevel.checkpoint()
+        self.told += [(kind, value) for value in content.values()]
+
+    async def worked(self) -> None:
+        """All that was posted so far is done."""
+        await trio.testing.wait_all_tasks_blocked()
+        await self.exchanges.lane.call(lambda _: [])
+
+    async def later(self, seconds: float) -> None:
+        """So much time has passed, and what was due then is done."""
+        await self.worked()
+        assert isinstance(self.clock, trio.testing.MockClock)
+        self.clock.jump(seconds)
+        await self.worked()
+
+    def asks(self, *effects: Effect) -> None:
+        """The mode asks for these, whatever comes."""
+        self.mode.answer = lambda _: list(effects)
+
+
+def memory_and_replica() -> tuple[SharedMemory, Replica]:
+    memory = SharedMemory.create(2)
+    other = SharedMemory(os.dup(memory.fd), 2)
+    memory.close_fd()
+    other.close_fd()
+    return memory, Replica(other)
+
+
+@asynccontextmanager
+async def there() -> AsyncIterator[There]:
+    async with trio.open_nursery() as nursery:
+        made = There(nursery)
+        nursery.start_soon(made.exchanges.run)
+        yield made
+        nursery.cancel_scope.cancel()
+
+
+def run(body: Callable[[], Awaitable[None]]) -> None:
+    """Time passes only where the test says so: the lane's thread takes none of it."""
+    trio.run(body, clock=trio.testing.MockClock())
+
+
+def test_before_there_is_a_mode_nothing_is_told() -> None:
+    async def body() -> None:
+        async with there() as it:
+            it.exchanges.lane.mode = None
+            it.exchanges.on_reconnected("a")
+            await it.exchanges.on_message("a", HALF)
+            await it.worked()
+            assert it.mode.told == []
+
+    run(body)
+
+
+def test_events_reach_the_mode_in_order() -> None:
+    async def body() -> None:
+        async with there() as it:
+            it.exchanges.on_partners(frozenset("ab"))
+            it.exchanges.on_report(report(1, published=True), 1)
+            await it.exchanges.on_message("a", HALF)
+            it.exchanges.on_reconnected("b")
+            it.exchanges.on_report(report(2, finishing=True), None)
+            await it.worked()
+            assert it.mode.told == [
+                frozenset("ab"),
+                report(1, published=True),
+                ("a", HALF),
+                ("b", Connected()),
+                report(2, finishing=True),
+            ]
+
+    run(body)
+
+
+def test_a_peers_mistake_is_raised_where_its_message_came_in() -> None:
+    async def body() -> None:
+        async with there() as it:
+
+            def wrong(_: Any) -> list[Effect]:
+                raise PeerError("a bad payload")
+
+            it.mode.answer = wrong
+            with pytest.raises(PeerError, match="a bad payload"):
+                await it.exchanges.on_message("a", HALF)
+            it.asks()
+            await it.exchanges.on_message("a", HALF)
+
+    run(body)
+
+
+def test_reports_that_wait_for_the_lane_are_replaced_by_the_newest() -> None:
+    async def body() -> None:
+        async with there() as it:
+            gate = threading.Event()
+
+            def busy(_: float) -> list[Effect]:
+                assert gate.wait(60)
+                return []
+
+            it.exchanges.lane.post(busy)
+            for step in range(1, 5):
+                it.exchanges.on_report(report(step), None)
+            it.exchanges.on_report(report(5, published=True), 1)  # this one says more than how far the model moved
+            it.exchanges.on_report(report(6), None)
+            gate.set()
+            await it.worked()
+            assert it.mode.told == [report(6), report(5, published=True)]
+            it.exchanges.on_report(report(7), None)
+            await it.worked()
+            assert it.mode.told[2:] == [report(7)]
+
+    run(body)
+
+
+def test_a_publish_is_asked_once_until_it_comes() -> None:
+    async def body() -> None:
+        async with there() as it:
+            it.asks(Publish())
+            it.exchanges.on_report(report(1), None)
+            await it.worked()
+            it.exchanges.on_report(report(2), None)
+            it.exchanges.ask_publish()
+            await it.worked()
+            assert it.told == [("publish", 1)]
+            it.asks()
+            it.memory.copies[1][:] = 7
+            it.exchanges.on_report(report(3, published=True), 1)
+            it.exchanges.ask_publish()
+            await it.worked()
+            assert it.told == [("publish", 1), ("publish", 0)], "into the copy that is not the model now"
+            assert (await it.exchanges.values()).tolist() == [7, 7]
+
+    run(body)
+
+
+def test_corrections_are_handed_over_until_taken() -> None:
+    async def body() -> None:
+        async with there() as it:
+            it.asks(Apply(ONE), Send("a", HALF))
+            await it.exchanges.on_message("a", HALF)
+            await it.exchanges.on_message("a", HALF)
+            assert it.sent == [("a", HALF)] * 2
+            assert it.told == [("corrections", 0)], "the trainer has one half at a time"
+            assert not it.exchanges.all_taken
+            it.exchanges.on_taken(0)
+            await it.worked()
+            assert it.told == [("corrections", 0), ("corrections", 1)]
+            it.exchanges.on_taken(1)
+            await it.worked()
+            assert it.exchanges.all_taken
+            assert (await it.exchanges.values()).tolist() == [2, 2]
+
+    run(body)
+
+
+def test_without_a_trainer_corrections_are_the_models_at_once() -> None:
+    async def body() -> None:
+        async with there() as it:
+            it.asks(Apply(ONE), Publish())
+            await it.exchanges.on_message("a", HALF)
+            it.told.clear()
+            it.exchanges.on_trainer_gone()
+            await it.worked()
+            assert (await it.exchanges.values()).tolist() == [1, 1], "what it had not taken is not lost"
+            await it.exchanges.on_message("a", HALF)
+            assert it.told == []
+            assert it.exchanges.all_taken
+            assert (await it.exchanges.values()).tolist() == [2, 2]
+
+            # the next trainer gets the model in its own memory, and is asked to publish anew
+            memory, fresh = memory_and_replica()
+            await it.exchanges.move(fresh)
+            it.exchanges.session = it  # type: ignore[assignment]
+            assert memory.copies[0].tolist() == [2, 2]
+            it.exchanges.ask_publish()
+            await it.worked()
+            assert it.told == [("publish", 1)]
+
+    run(body)
+
+
+def test_a_trainer_that_comes_before_the_last_one_is_tidied_away_keeps_its_corrections() -> None:
+    async def body() -> None:
+        async with there() as it:
+            it.exchanges.on_trainer_gone()
+            it.exchanges.session = it  # type: ignore[assignment]
+            await it.worked()
+            it.asks(Apply(ONE))
+            await it.exchanges.on_message("a", HALF)
+            assert it.told == [("corrections", 0)]
+
+    run(body)
+
+
+def test_the_model_is_given_bit_for_bit_unless_it_is_not_finite() -> None:
+    async def body() -> None:
+        async with there() as it:
+            model = np.float32([1 / 3, 1e-30])
+            it.memory.copies[0][:] = model
+            await it.exchanges.give_model("a", LAYOUT, 9)
+            ((peer, message),) = it.sent
+            assert isinstance(message, ModelSnapshot)
+            assert (peer, message.step) == ("a", 9)
+            found = np.empty(2, np.float32)
+            delta.decode(message.codec, LAYOUT, message.chunks, found)
+            assert found.tobytes() == model.tobytes()
+            it.memory.copies[0][1] = np.nan
+            with pytest.raises(NotFinite):
+                await it.exchanges.give_model("a", LAYOUT, 9)
+            assert len(it.sent) == 1
+
+    run(body)
+
+
+def test_the_mode_is_woken_at_its_deadline() -> None:
+    async def body() -> None:
+        async with there() as it:
+            it.mode.deadline = 40.0
+            await it.later(39)
+            assert it.mode.told == []
+            await it.later(2)
+            assert it.mode.told == ["timer"]
+
+    run(body)
+
+
+def test_what_the_mode_says_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        async with there() as it:
+            it.asks(Log("warning", "the model is not finite"))
+            await it.exchanges.on_message("a", HALF)
+
+    run(body)
+    assert [(record.levelno, record.message) for record in caplog.records] == [
+        (logging.WARNING, "the model is not finite")
+    ]
+
+
+def test_proceed_says_what_is_done() -> None:
+    async def body() -> None:
+        async with there() as it:
+            it.exchanges.on_report(report(1, finishing=True), None)
+            settled = it.exchanges.settled
+            it.asks(Proceed(settled=False))
+            await it.exchanges.on_message("a", HALF)
+            assert not settled.is_set()
+            it.asks(Proceed(settled=True))
+            await it.exchanges.on_message("a", HALF)
+            assert settled.is_set()
+            it.exchanges.on_report(report(2, finishing=True), None)
+            assert not it.exchanges.settled.is_set(), "a new run ends anew"
+
+    run(body)
+
+
+END = StepReport(12, 0.0, 1.0, published=False, finishing=True)
+
+
+def test_a_leaving_node_waits_until_its_partners_have_all(caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        async with there() as it:
+            it.mode.answer = lambda event: [Proceed(settled=False)] if event == END else []
+            await it.exchanges.hand_over(12)
+            assert it.mode.told == [END]
+
+    run(body)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("slowest_s", [0, 30])
+@pytest.mark.parametrize("how", ["answered", "reconnected", "gone"])
+def test_a_leaving_node_waits_as_its_slowest_exchange_suggests(
+    how: str, slowest_s: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body() -> None:
+        async with there() as it:
+            it.asks(Send("a", HALF), Send("b", LinkOpen(1)))
+            await it.exchanges.on_message("c", LinkOpen(2))
+            it.asks()
+            await it.later(slowest_s)
+            match how:
+                case "reconnected":  # what is said again is another exchange
+                    it.exchanges.on_reconnected("a")
+                case "gone":
+                    it.exchanges.on_partners(frozenset("bc"))
+            await it.exchanges.on_message("a", HALF)
+            await it.exchanges.on_message("b", HALF)  # no exchange, so it took no time
+            await it.later(1000)
+            await it.exchanges.on_message("a", HALF)  # nor is the next one that it begins ours
+            it.nursery.start_soon(it.exchanges.hand_over, 12)
+            patience_s = EXCHANGE_SHARE * slowest_s if how == "answered" else 0
+            await it.later(max(patience_s, HAND_OVER_LEAST_S) - 1)
+            assert not caplog.records
+            await it.later(2)
+
+    run(body)
+    assert [record.message for record in caplog.records] == ["not every partner took what this node had not yet sent"]
