@@ -370,10 +370,15 @@ class Node:
         connection = self._connections.get(peer)
         if connection is None:
             swarm, index = self._swarm, self._swarm.index_of((member.host, member.port))
+
+            def listener() -> Node | None:
+                """Whoever answers there under another identity is not the peer."""
+                node = swarm.listener(index)
+                return node if node is not None and node.id == peer else None
+
             connection = self._connections[peer] = Connection(
-                self._world, swarm.network, self, lambda: swarm.listener(index), self.id, index,
-                lambda: self._reconnected(peer),
-            )  # fmt: skip
+                self._world, swarm.network, self, listener, self.id, index, lambda: self._reconnected(peer)
+            )
         pieces = list(frames(message))
         frame = b"".join(pieces)
         payload = sum(len(chunk) for chunk in getattr(message, "chunks", ()))

@@ -108,18 +108,19 @@ class Quadratic:
 
     size_scale = 1.0
 
-    def __init__(self, seed: int, values: int = 64, lr: float = 0.02, noise: float = 0.5) -> None:
-        """`noise` is each gradient's, in units of the spread of the c_i."""
+    def __init__(self, seed: int, values: int = 64, lr: float = 0.02, spread: float = 0.3, noise: float = 0.5) -> None:
+        """`spread` is the deviation of each value of the c_i, `noise` of each gradient's; the optimum's is 4."""
         self._seed = seed
         self._values = values
         self._lr = lr
+        self._spread = spread
         self._noise = noise
         self._optimum = np.random.default_rng((seed, 0)).normal(size=values) * 4
 
     def learner(self, rank: int) -> Learner:
         """See `Problem.learner`."""
         rng = np.random.default_rng((self._seed, 1, rank))
-        target = self._optimum + rng.normal(size=self._values)
+        target = self._optimum + self._spread * rng.normal(size=self._values)
         return _Descent(np.ones(self._values), target, self._lr, self._noise, rng)
 
     def score(self, models: Sequence[Vector]) -> dict[str, float]:

@@ -29,6 +29,7 @@ from peerd.training.trigger import parse_trigger
 PROBLEMS = ("members", "consensus", "bytes", *TASKS)
 CONVERGE_S = 120.0  # after the last fault has ended: then all must agree
 JOINING_MOST = 100  # peers; a larger swarm starts formed, for that its members all join is a story of its own
+ASK_EVERY_S = 2.0
 SAMPLES = 200  # looks at a run
 VIEWS = 8  # nodes whose membership a look counts
 DISTANCES = 100  # nodes whose models a look compares
@@ -178,11 +179,12 @@ class _Run:
 
     def _agree(self) -> None:
         """Let what the faults began come to its end; then all members must agree about each other."""
-        if self.faults:
-            self.swarm.run(calm_after_s())
-        self.swarm.run(CONVERGE_S, self.swarm.agreed)
-        if not self.swarm.agreed():
-            self.swarm.checkers.fail(f"the members still disagree {CONVERGE_S:.0f} s after the last fault")
+        patience_s = CONVERGE_S + (calm_after_s() if self.faults else 0.0)
+        ends_s = self.world.now + patience_s
+        while not (self.swarm.whole() and self.swarm.agreed()):
+            if self.world.now >= ends_s:
+                self.swarm.checkers.fail(f"the members still disagree {CONVERGE_S:.0f} s after the last fault")
+            self.swarm.run(ASK_EVERY_S)
         self.swarm.look_at_links()
 
     def _look(self) -> Look:
