@@ -34,7 +34,7 @@ from peerd.supervisor import Supervisor
 from peerd.swarm_view import SwarmView
 from peerd.training import delta
 from peerd.transport.hello import Refused, answer, first_difference
-from peerd.transport.link import Link, LinkLost, shown
+from peerd.transport.link import Datagrams, Link, LinkLost, Transport, shown
 from peerd.transport.tcp import TcpTransport, bound_socket
 from peerd.transport.udp import UdpDatagrams, bind_udp
 
@@ -48,9 +48,15 @@ class Daemon:
     """The running node. `run` makes one."""
 
     def __init__(
-        self, settings: Settings, me: Member, bound: Address, nursery: trio.Nursery, datagrams: UdpDatagrams
+        self,
+        settings: Settings,
+        me: Member,
+        bound: Address,
+        nursery: trio.Nursery,
+        transport: Transport,
+        datagrams: Datagrams,
     ) -> None:
-        """Wire the parts together; `start` starts them, listening on `bound`."""
+        """Wire the parts together; `start` starts them, listening on `bound`. `me` has what it says of itself."""
         rng = random.Random(f"{me.id}/{me.epoch}")
         self.settings = settings
         self.latency = LoopLatency()
@@ -59,7 +65,7 @@ class Daemon:
         self._bound = bound
         self._nursery = nursery
         self._datagrams = datagrams
-        self._transport = TcpTransport(nursery)
+        self._transport = transport
         self._accepted: set[Link] = set()
         self._began = trio.current_time()
         self.peers = Peers(
@@ -70,6 +76,7 @@ class Daemon:
             refused=lambda refusal: self.model.on_refused(refusal, newcomer=self.model.about.expects),
         )
         self.model = ModelSide(me.id, settings, self.peers, self._members, self._say_about, rng)
+        self.model.about = About.unpack(me.meta)
         self.model.on_layout = self._raise_payload_limits
         timing = LAN if settings.network == "lan" else WAN
         membership = Membership(me, settings.seeds, rng, trio.current_time(), timing)
@@ -289,9 +296,8 @@ async def run(settings: Settings, command: list[str]) -> int:
     me = Member(mine.id, settings.name, _advertised(host), port, mine.epoch, 0, State.ALIVE, "", about)
     failure: UserError | None = None
     async with aclosing(datagrams), trio.open_nursery() as nursery:
-        daemon = Daemon(settings, me, (host, port), nursery, datagrams)
+        daemon = Daemon(settings, me, (host, port), nursery, TcpTransport(nursery), datagrams)
         address = await daemon.start()
-        daemon.model.about = About.unpack(about)
         attach = _attach_hook(daemon, supervisor)
         await nursery.start(serve, path, daemon.verbs(), attach)
         _announce(settings, address)
