@@ -1,0 +1,135 @@
+"""The real daemon, several times in one process and on virtual time: whole lives of a swarm, the same every time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from itertools import combinations
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+import trio
+from thin import Event, Model, Swarm, eventually, simulate, targets
+
+from peerd.messages import State
+from peerd.training.modes.gossip import FLUSH_TOLERANCE
+
+DETECTION_S = 12.0
+ALIVE = State.ALIVE
+
+
+def distance(one: Model, other: Model) -> float:
+    """Relative."""
+    return float(np.linalg.norm(one - other) / np.linalg.norm(other))
+
+
+def check_that_they_agree(models: dict[str, Model]) -> None:
+    """All models are one, and it is what their trainers together would make of it."""
+    for one, other in combinations(models, 2):
+        assert distance(models[one], models[other]) < FLUSH_TOLERANCE
+        assert distance(targets(one), targets(other)) > 50 * FLUSH_TOLERANCE
+    together = np.mean([targets(name) for name in models], axis=0)
+    for model in models.values():
+        assert distance(model, together) < 0.05
+
+
+@pytest.mark.parametrize(("seed", "names"), [(1, "abc"), (2, "abcde")])
+def test_a_swarm_joins_through_one_node_trains_and_agrees(seed: int, names: str) -> None:
+    async def scenario(swarm: Swarm) -> dict[str, Model]:
+        await swarm.start(names, steps=200, wait_for=len(names))
+        await swarm.agree(**dict.fromkeys(names, ALIVE))
+        models = await swarm.finish()
+        for node in swarm.nodes.values():
+            assert node.trainer.step == 200
+            counts = await node.counts()
+            assert counts["exchanges"] > 20
+            assert counts["trigger_quiet"] > 20, "the trigger holds back what is not worth it"
+            assert counts["datagrams_malformed"] == 0
+        assert sum([(await node.counts())["snapshots_given"] for node in swarm.nodes.values()]) == len(names) - 1
+        return models
+
+    check_that_they_agree(simulate(seed, scenario))
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_crashed_node_is_noticed_and_comes_back_to_the_swarms_model(seed: int) -> None:
+    async def scenario(swarm: Swarm) -> dict[str, Model]:
+        everyone = dict.fromkeys("abcd", ALIVE)
+        await swarm.start("abcd", steps=240)
+        await swarm.agree(**everyone)
+        await trio.sleep(10)
+        await swarm.nodes["c"].crash()
+        crashed_at, before = trio.current_time(), await swarm.nodes["a"].counts()
+        await swarm.agree(**{**everyone, "c": State.FAILED})
+        assert trio.current_time() - crashed_at < DETECTION_S
+
+        await trio.sleep(10)
+        after, reached = await swarm.nodes["a"].counts(), swarm.nodes["a"].trainer.step
+        assert after["exchanges"] > before["exchanges"] + 5, "the others go on"
+        assert after["failures"] == 1, "and suspect nobody else"
+        await swarm.nodes["c"].start(steps=240)
+        await swarm.agree(**everyone)
+        await eventually(lambda: swarm.nodes["c"].trainer.step > reached)
+        assert swarm.nodes["c"].trainer.first_step >= reached - 1
+        return await swarm.finish()
+
+    check_that_they_agree(simulate(seed, scenario))
+
+
+def test_a_restart_that_nobody_noticed_starts_from_the_swarms_model_too() -> None:
+    async def scenario(swarm: Swarm) -> dict[str, Model]:
+        await swarm.start("abc", steps=160)
+        await trio.sleep(10)
+        await swarm.nodes["b"].crash()
+        await trio.sleep(0.5)
+        await swarm.nodes["b"].start(steps=160)
+        await eventually(lambda: swarm.nodes["b"].trainer.first_step > 30)
+        models = await swarm.finish()
+        assert all(node.sees() == dict.fromkeys("abc", ALIVE) for node in swarm.nodes.values())
+        assert not any("FAILED" in what for _, _, what in swarm.trace)
+        return models
+
+    check_that_they_agree(simulate(3, scenario))
+
+
+def test_trio_can_still_be_made_deterministic() -> None:
+    for name, kind in (("_ALLOW_DETERMINISTIC_SCHEDULING", bool), ("_r", Random)):
+        told = f"trio {trio.__version__} has no private trio._core._run.{name} any more: thin.simulate() relies on it"
+        assert isinstance(getattr(trio._core._run, name, None), kind), f"{told}, so pin an older trio"
+
+
+async def canary(swarm: Swarm) -> list[Event]:
+    """Everything at once, and briefly: arrivals, training, a crash and a flush."""
+    await swarm.start("abc", steps=40)
+    await trio.sleep(3)
+    await swarm.nodes["b"].crash()
+    await trio.sleep(2)
+    await swarm.nodes["b"].start(steps=40)
+    await swarm.finish()
+    return swarm.trace
+
+
+def test_a_seed_decides_the_whole_run() -> None:
+    trace = simulate(1, canary)
+    assert {what.split()[0] for _, _, what in trace} == {"a", "b", "c", "exchange"}
+    assert simulate(1, canary) == trace
+    others = [simulate(seed, canary) for seed in (2, 3)]
+    assert trace not in others, "nothing but the schedule is drawn from the seed"
+    assert others[0] != others[1]
+
+
+def test_a_seed_decides_the_run_of_another_process() -> None:
+    program = "import json; from test_thin_layer import *; print(json.dumps(simulate(1, canary)))"
+    traces = []
+    for hash_seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        ran = subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=Path(__file__).parent, env=environment, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        traces.append([tuple(event) for event in json.loads(ran.stdout)])
+    assert traces == [simulate(1, canary)] * 2

@@ -1,0 +1,306 @@
+"""Real daemons in one process: memory for the network, virtual time, and a schedule that one seed decides."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import trio
+import trio.testing
+
+from peerd.control import LocalConnection
+from peerd.daemon import Daemon
+from peerd.effects import NodeId
+from peerd.local_socket import pack, take
+from peerd.messages import Delta, Member, Message, State
+from peerd.roles import About
+from peerd.settings import Settings
+from peerd.shared_memory import SharedMemory
+from peerd.transport.memory import MemoryNetwork
+
+T = TypeVar("T")
+Model = npt.NDArray[np.float32]
+Event = tuple[float, NodeId, str]  # virtual time, whose daemon, what
+
+PORT = 7946
+VALUES = 300
+STEP_S = 0.25  # of every trainer: they step at the same instants, and the schedule decides who is first
+PATIENCE_S = 300.0  # of virtual time: whatever takes longer does not come
+
+
+class Connection(LocalConnection):
+    """The daemon's end of a trainer's connection, without a socket; its messages are packed all the same."""
+
+    def __init__(self, fd: int) -> None:
+        self.fds = [fd]
+        self._said, self.from_daemon = trio.open_memory_channel[bytearray](math.inf)
+        self.to_daemon, self._heard = trio.open_memory_channel[bytearray](math.inf)
+
+    async def receive(self) -> dict[str, Any] | None:
+        try:
+            return take(await self._heard.receive())
+        except trio.EndOfChannel:
+            return None
+
+    async def send(self, message: dict[str, Any]) -> None:
+        try:
+            await self._said.send(bytearray(pack(message)))
+        except trio.BrokenResourceError:
+            return
+
+    def close(self) -> None:
+        """As the control socket does when a session is over."""
+        self.close_fds()
+        self._said.close()
+        self._heard.close()
+
+
+class Trainer:
+    """A trainer's side of a session, as peerd/trainer.py says it, for a model that is drawn to a target of its own."""
+
+    def __init__(self, name: str, steps: int) -> None:
+        self.step = self.first_step = 0
+        self.finished = trio.Event()
+        self.target = targets(name)
+        self._random = np.random.default_rng(list(name.encode()))
+        self._model = np.float32(1 + self._random.normal(size=VALUES))
+        self._base = self._model.copy()
+        self._steps = steps
+        self._publish_to: int | None = None
+        self._go = self._stop = False
+
+    async def run(self, daemon: Daemon) -> None:
+        """Attach, train, take part in the flush, and go."""
+        self._memory = SharedMemory.create(VALUES)
+        connection = Connection(os.dup(self._memory.fd))
+        self._memory.close_fd()
+        self._tell, self._told = connection.to_daemon, connection.from_daemon
+        about = {"parameters": VALUES, "total": VALUES, "signature": "thin", "tensors": [f"x float32 {VALUES}"]}
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._session)
+                await daemon.model.attach(connection, {"kind": "attach", "pid": 1, **about})
+                nursery.cancel_scope.cancel()
+        finally:
+            connection.close()
+
+    async def _session(self) -> None:
+        with self._tell, self._told:
+            await self._expect("welcome")
+            self._publish(0)
+            await self._say(kind="ready", step=0)
+            start = await self._expect("start")
+            if start["load"] is not None:
+                self._model = self._memory.copies[start["load"]].copy()
+                self._base = self._model.copy()
+                self.step = self.first_step = start["step"]
+            while not self._go:
+                await self._obey(await self._next())
+            while self.step < self._steps and not self._stop:
+                self.step += 1
+                noise = self._random.normal(size=VALUES)
+                self._model += np.float32(0.03 * (self.target - self._model) + 0.01 * noise)
+                await self._obey_all()
+                await self._report()
+                await trio.sleep(STEP_S)
+            if self._publish_to is None:
+                await self._say(kind="finish")
+                while self._publish_to is None:
+                    await self._obey(await self._next())
+            await self._report(finishing=True)
+            while not self.finished.is_set() and not self._stop:
+                await self._obey(await self._next())
+
+    async def _report(self, *, finishing: bool = False) -> None:
+        change = float(np.linalg.norm(self._model - self._base))
+        slot, self._publish_to = self._publish_to, None
+        if slot is not None:
+            self._publish(slot)
+        rates = {"change": change, "lr": 0.03, "lr_ratio": 1.0}
+        await self._say(kind="step", step=self.step, published=slot, finishing=finishing, **rates)
+
+    def _publish(self, slot: int) -> None:
+        np.copyto(self._memory.copies[slot], self._model)
+        self._base = self._model.copy()
+
+    async def _obey_all(self) -> None:
+        while self._told.statistics().current_buffer_used:
+            await self._obey(await self._next())
+
+    async def _obey(self, message: dict[str, Any]) -> None:
+        match message["kind"]:
+            case "corrections":
+                correction = self._memory.corrections[message["half"]]
+                self._model += correction
+                self._base += correction
+                await self._say(kind="taken", half=message["half"])
+            case "publish":
+                self._publish_to = message["slot"]
+            case "go":
+                self._go = True
+            case "finished":
+                self.finished.set()
+            case "stop":
+                self._stop = True
+
+    async def _expect(self, kind: str) -> dict[str, Any]:
+        while (message := await self._next())["kind"] != kind:
+            await self._obey(message)
+        return message
+
+    async def _next(self) -> dict[str, Any]:
+        message = take(await self._told.receive())
+        assert message is not None
+        assert "error" not in message, message
+        return message
+
+    async def _say(self, **message: Any) -> None:
+        await self._tell.send(bytearray(pack(message)))
+
+
+def targets(name: str) -> Model:
+    """Where the trainer of a node would end without the others."""
+    return (2 + np.random.default_rng([1, *name.encode()]).normal(size=VALUES)).astype(np.float32)
+
+
+class WatchedDaemon(Daemon):
+    """Notes what its node comes to know, and every half of an exchange that it takes in."""
+
+    def __init__(self, note: Callable[[str], None], settings: Settings, me: Member, *rest: Any) -> None:
+        self._note = note
+        self._known: dict[NodeId, str] = {}
+        super().__init__(settings, me, (me.host, me.port), *rest)
+        self._to_model, self.model.on_message = self.model.on_message, self._on_message  # type: ignore[method-assign]
+
+    def _on_members(self) -> None:
+        super()._on_members()
+        for id, member in self._members().items():
+            ready = "ready" if About.unpack(member.meta).ready else "without a model"
+            known = f"{id} in life {member.epoch} is {member.state.name}, {ready}"
+            if self._known.get(id) != known:
+                self._known[id] = known
+                self._note(known)
+
+    async def _on_message(self, sender: NodeId, message: Message) -> None:
+        await self._to_model(sender, message)
+        if isinstance(message, Delta):
+            self._note(f"exchange {message.seq} with {sender}")
+
+
+class Node:
+    """One node through its lives; its name is its host's and its id, too."""
+
+    daemon: WatchedDaemon
+    trainer: Trainer
+
+    def __init__(self, swarm: Swarm, name: str, join: str, **settings: Any) -> None:
+        self.name = name
+        self.epoch = 0
+        self._swarm = swarm
+        self._settings = Settings(name=name, join=(f"{join}:{PORT}",) if join else (), **settings)
+
+    async def start(self, steps: int) -> None:
+        """A new life, that ends with `crash`."""
+        self.epoch += 1
+        self._scope, self._over = trio.CancelScope(), trio.Event()
+        self.trainer = Trainer(self.name, steps)
+        await self._swarm.nursery.start(self._live)
+
+    async def crash(self) -> None:
+        """Daemon and trainer are gone at once; what they sent is still read, as after a kill."""
+        self._scope.cancel()
+        await self._over.wait()
+
+    async def _live(self, task_status: trio.TaskStatus[None]) -> None:
+        network, host = self._swarm.network, self.name
+        about = About(expects=True, founder=not self._settings.join).pack()
+        me = Member(self.name, self.name, host, PORT, self.epoch, 0, State.ALIVE, "", about)
+        with self._scope:
+            async with aclosing(await network.bind((host, PORT))) as datagrams, trio.open_nursery() as nursery:
+                carriers = nursery, network.transport(host), datagrams
+                self.daemon = WatchedDaemon(self._note, self._settings, me, *carriers)
+                await self.daemon.start()
+                task_status.started()
+                nursery.start_soon(self.trainer.run, self.daemon)
+        self._over.set()
+
+    def _note(self, what: str) -> None:
+        self._swarm.trace.append((trio.current_time(), self.name, what))
+
+    @property
+    def runs(self) -> bool:
+        """Whether it has not crashed."""
+        return not self._over.is_set()
+
+    def sees(self) -> dict[NodeId, State]:
+        """Its members."""
+        return {id: member.state for id, member in self.daemon.view.membership.members.items()}
+
+    async def counts(self) -> dict[str, int]:
+        """What its status counts."""
+        counts: dict[str, int] = (await self.daemon.verbs()["status"]({}))["counts"]
+        return counts
+
+
+class Swarm:
+    """A network and its nodes. `trace` is what happened, in order."""
+
+    def __init__(self, nursery: trio.Nursery) -> None:
+        self.nursery = nursery
+        self.network = MemoryNetwork(nursery)
+        self.nodes: dict[str, Node] = {}
+        self.trace: list[Event] = []
+
+    async def start(self, names: str, *, steps: int, **settings: Any) -> None:
+        """Start a node for each letter; all join through the first."""
+        for name in names:
+            self.nodes[name] = Node(self, name, join="" if name == names[0] else names[0], **settings)
+            await self.nodes[name].start(steps)
+
+    async def agree(self, **states: State) -> None:
+        """Wait until every running node sees these members, and no others, in these states."""
+        await eventually(lambda: all(node.sees() == states for node in self.nodes.values() if node.runs))
+
+    async def finish(self) -> dict[str, Model]:
+        """Every model, once all trainers have finished."""
+        with trio.fail_after(PATIENCE_S):
+            for node in self.nodes.values():
+                await node.trainer.finished.wait()
+        return {name: await node.daemon.model.model_values() for name, node in self.nodes.items()}
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    """Wait until it holds."""
+    with trio.fail_after(PATIENCE_S):
+        while not condition():
+            await trio.sleep(0.05)
+
+
+def simulate(seed: int, scenario: Callable[[Swarm], Awaitable[T]]) -> T:
+    """Run the scenario on virtual time; the same seed runs every task in the same order."""
+    with pytest.MonkeyPatch.context() as patch:
+        # under an autojump clock a thread counts as idle: time would run away while it works
+        patch.setattr(trio.to_thread, "run_sync", _run_inline)
+        patch.setattr(os, "setpriority", lambda *_: None)  # the lane's thread is this one, which must not turn nice
+        patch.setattr(trio._core._run, "_ALLOW_DETERMINISTIC_SCHEDULING", True)
+        patch.setattr(trio._core._run, "_r", random.Random(seed))
+        return trio.run(_within, scenario, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+async def _run_inline(work: Callable[..., T], *arguments: Any, **_: Any) -> T:
+    await trio.lowlevel.checkpoint()
+    return work(*arguments)
+
+
+async def _within(scenario: Callable[[Swarm], Awaitable[T]]) -> T:
+    async with trio.open_nursery() as nursery:
+        result = await scenario(Swarm(nursery))
+        nursery.cancel_scope.cancel()
+    return result
