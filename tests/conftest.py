@@ -5,4 +5,4 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent / "training"))
+sys.path[:0] = [str(Path(__file__).parent / folder) for folder in ("training", "transport")]

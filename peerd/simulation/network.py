@@ -72,12 +72,14 @@ class Pipe:
     busy_s: float = 0.0
 
     def take(self, now: float, size: float, last_byte_at: float) -> tuple[float, float]:
-        """When the first and the last of `size` bytes come out that are there from `now` until `last_byte_at`."""
+        """When the first and the last of `size` bytes come out that are there from `now` until `last_byte_at`.
+
+        What trickles in holds the pipe no longer than its bytes take: others fill the gaps.
+        """
         begins = max(now, self.free_at)
-        ends = max(begins + size / self.rate, last_byte_at)
-        self.free_at = ends
+        self.free_at = begins + size / self.rate
         self.busy_s += size / self.rate
-        return begins, ends
+        return begins, max(self.free_at, last_byte_at)
 
 
 class Network:
@@ -176,43 +178,58 @@ def uniform(profile: Profile, peers: int) -> Topology:
     return Topology((profile,) * peers, ("",) * peers)
 
 
+_MOST_MS, _LEAST_MBIT, _MOST_MBIT = 60_000.0, 0.001, 1e6
+_NUMBERS = {  # by key: the field, what to multiply with, the least and the most
+    "latency_ms": ("latency_s", 1e-3, 0.0, _MOST_MS),
+    "jitter_ms": ("jitter_s", 1e-3, 0.0, _MOST_MS),
+    "loss": ("loss", 1.0, 0.0, 1.0),
+    "uplink_mbit": ("uplink_mbit", 1.0, _LEAST_MBIT, _MOST_MBIT),
+    "downlink_mbit": ("downlink_mbit", 1.0, _LEAST_MBIT, _MOST_MBIT),
+    "mbit": ("mbit", 1.0, _LEAST_MBIT, _MOST_MBIT),
+}
+_PEERS_MOST = 1_000_000
+
+
 def read_topology(path: Path) -> Topology:
     """The topology in a TOML file; see README for an example. Raises UserError."""
     try:
-        tables = tomllib.loads(path.read_text())
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read the topology {path}: {error}") from None
     _only(path, tables, {"site", "between"})
     profiles: list[Profile] = []
     sites: list[str] = []
-    for site in tables.get("site", []):
-        _only(path, site, {"name", "peers", "like", "latency_ms", "jitter_ms", "loss", "uplink_mbit", "downlink_mbit"})
-        like = site.get("like", "lan")
-        if like not in PROFILES:
+    for row in _rows(path, tables, "site"):
+        _only(path, row, {"name", "peers", "like", "latency_ms", "jitter_ms", "loss", "uplink_mbit", "downlink_mbit"})
+        like, peers = row.get("like", "lan"), row.get("peers")
+        name = row.get("name", f"site-{len(set(sites))}")
+        if not isinstance(name, str):
+            raise UserError(f"{path}: name = {name!r} must be a string")
+        if not isinstance(like, str) or like not in PROFILES:
             raise UserError(f"{path}: like = {like!r} is not one of {', '.join(PROFILES)}")
-        profile = PROFILES[like]
-        for key, name, scale in (
-            ("latency_ms", "latency_s", 1e-3), ("jitter_ms", "jitter_s", 1e-3), ("loss", "loss", 1.0),
-            ("uplink_mbit", "uplink_mbit", 1.0), ("downlink_mbit", "downlink_mbit", 1.0),
-        ):  # fmt: skip
-            if key in site:
-                profile = replace(profile, **{name: _number(path, site, key) * scale})
-        count = int(_number(path, site, "peers"))
-        profiles += [profile] * count
-        sites += [str(site.get("name", f"site-{len(set(sites))}"))] * count
+        if type(peers) is not int or not 1 <= peers <= _PEERS_MOST:
+            raise UserError(f"{path}: every [[site]] needs peers, a whole number from 1 to {_PEERS_MOST}")
+        profiles += [replace(PROFILES[like], **_numbers(path, row))] * peers
+        sites += [name] * peers
     lines: dict[tuple[str, str], Between] = {}
-    for row in tables.get("between", []):
+    for row in _rows(path, tables, "between"):
         _only(path, row, {"sites", "latency_ms", "jitter_ms", "loss", "mbit"})
         ends = row.get("sites")
-        if not isinstance(ends, list) or len(ends) != 2 or not {*ends} <= {*sites}:
+        if not isinstance(ends, list) or len(ends) != 2 or ends[0] == ends[1] or not all(end in sites for end in ends):
             raise UserError(f"{path}: sites = {ends!r} must name two of {', '.join(dict.fromkeys(sites))}")
-        optional = {name: _number(path, row, name) for name in ("loss", "mbit") if name in row}
-        jitter_s = _number(path, row, "jitter_ms") * 1e-3 if "jitter_ms" in row else 0.0
-        line = Between(_number(path, row, "latency_ms") * 1e-3, jitter_s, **optional)
-        lines[ends[0], ends[1]] = lines[ends[1], ends[0]] = line
+        if "latency_ms" not in row:
+            raise UserError(f"{path}: every [[between]] needs latency_ms")
+        lines[ends[0], ends[1]] = lines[ends[1], ends[0]] = Between(**_numbers(path, row))
     if not profiles:
         raise UserError(f"{path}: no [[site]] with peers in it")
     return Topology(tuple(profiles), tuple(sites), lines)
+
+
+def _rows(path: Path, tables: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    rows = tables.get(key, [])
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise UserError(f"{path}: {key} must be tables, each under a line [[{key}]]")
+    return rows
 
 
 def _only(path: Path, table: dict[str, Any], known: set[str]) -> None:
@@ -220,8 +237,13 @@ def _only(path: Path, table: dict[str, Any], known: set[str]) -> None:
         raise UserError(f"{path}: {unknown[0]!r} is not one of {', '.join(sorted(known))}")
 
 
-def _number(path: Path, table: dict[str, Any], key: str) -> float:
-    value = table.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-        raise UserError(f"{path}: {key} = {value!r} must be a number that is not negative")
-    return float(value)
+def _numbers(path: Path, row: dict[str, Any]) -> dict[str, float]:
+    """The fields that a row sets."""
+    found = {}
+    for key in row.keys() & _NUMBERS.keys():
+        name, scale, least, most = _NUMBERS[key]
+        value = row[key]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+            raise UserError(f"{path}: {key} = {value!r} must be a number from {least:g} to {most:g}")
+        found[name] = value * scale
+    return found

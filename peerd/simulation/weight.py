@@ -14,7 +14,7 @@ from peerd.swarm_view import TABLE_PART
 from peerd.transport import wire
 from peerd.transport.framing import FIXED_SIZE
 
-_ARRAY_LONG = 15  # items of an array whose header is one byte
+_ARRAY_SHORT = 15  # items of an array whose header is one byte; that of a longer one is three
 
 
 def datagram_bytes(message: Message) -> int:
@@ -22,14 +22,20 @@ def datagram_bytes(message: Message) -> int:
     if not isinstance(message, Ping | PingRequest | Ack) or not message.news:
         return len(wire.encode_datagram(message))
     bare = len(wire.encode_datagram(replace(message, news=())))
-    return bare + sum(map(_record_bytes, message.news)) + 2 * (len(message.news) > _ARRAY_LONG)
+    return bare + _rows_bytes(message.news)
 
 
 def table_bytes(table: MemberTable) -> int:
     """Of one whole table, in the parts that it travels in."""
-    parts = -(-len(table.members) // TABLE_PART) + 1
-    around = FIXED_SIZE + len(wire.encode(MemberTable(table.sender, ()))[0]) + 2
-    return parts * around + sum(map(_record_bytes, table.members))
+    rows = table.members
+    parts = [rows[start : start + TABLE_PART] for start in range(0, len(rows), TABLE_PART)]
+    bare = FIXED_SIZE + len(wire.encode(MemberTable(table.sender, ()))[0])
+    return (len(parts) + 1) * bare + sum(map(_rows_bytes, parts))  # an empty part ends it
+
+
+def _rows_bytes(records: tuple[Member, ...]) -> int:
+    """What they add to a message that has none."""
+    return sum(map(_record_bytes, records)) + 2 * (len(records) > _ARRAY_SHORT)
 
 
 @functools.lru_cache(maxsize=1 << 15)
