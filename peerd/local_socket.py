@@ -106,7 +106,8 @@ class LocalSocket:
         if fds:
             sent = socket.send_fds(self._socket, [data], list(fds))
             data = data[sent:]
-        self._socket.sendall(data)
+        if data:  # sending nothing fails, too, when the answer to what was sent ended the connection
+            self._socket.sendall(data)
 
     def receive(self, timeout_s: float | None = None) -> dict[str, Any] | None:
         """The next message; None when none comes within `timeout_s` (0: do not wait). Raises EOFError at the end."""

@@ -44,8 +44,10 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer) -> Swarm:
     try:
         return Swarm(model, optimizer, _Session(link, model, optimizer))
     except _Refused as refusal:
+        link.close()
         raise SystemExit(f"peerd: {refusal}") from None
     except (OSError, EOFError):
+        link.close()
         _say("the daemon went away; training alone")
         return Swarm(model, optimizer, None)
 

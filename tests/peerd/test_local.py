@@ -281,6 +281,27 @@ def test_descriptors_travel_with_an_attach_and_are_closed(runtime: Path) -> None
         os.fstat(given[0])
 
 
+def test_an_answer_that_ends_the_connection_is_read_however_soon_it_comes(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send_fds = socket.send_fds
+
+    def send_and_be_refused(client: socket.socket, *content: Any) -> int:
+        sent = send_fds(client, *content)
+        connection, _ = listener.accept()
+        connection.recv(1 << 16)
+        connection.sendall(pack({"error": "another model"}))
+        connection.close()
+        return sent
+
+    monkeypatch.setattr(socket, "send_fds", send_and_be_refused)
+    with listen("one") as listener:
+        client = LocalSocket(socket_path("one"))
+        client.send({"kind": "attach"}, fds=(0,))
+        assert client.receive() == {"error": "another model"}
+        client.close()
+
+
 def test_a_folder_of_another_user_is_refused(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     with pytest.raises((UserError, ExceptionGroup)) as failure:

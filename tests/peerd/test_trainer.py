@@ -1,0 +1,133 @@
+"""A user's script and a daemon's model side, both real, in one process: what the user sees and the daemon knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import trio
+from model_node import Node, running
+from torch import nn
+
+import peerd
+from peerd import control, local_socket, trainer
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    path = local_socket.socket_path("me")
+    monkeypatch.setenv("PEERD_SOCKET", str(path))
+    return path
+
+
+def with_daemon(path: Path, script: Callable[[], None]) -> Node:
+    """Run the script in a thread beside the model side of a node; the node, afterwards."""
+
+    async def main() -> Node:
+        node = Node(path.parent / "state")
+        async with running(node) as nursery:
+            await nursery.start(control.serve, path, {}, node.side.attach)
+            await trio.to_thread.run_sync(script)
+        return node
+
+    return trio.run(main)
+
+
+def normed() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def test_a_run(path: Path) -> None:
+    def script() -> None:
+        model, optimizer = normed()
+        with peerd.attach(model, optimizer) as swarm:
+            assert not swarm.alone
+            for _ in range(5):
+                model(torch.randn(8, 3)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                swarm.step(loss=1.5, samples=8, accuracy=0.5)
+        assert swarm.step_count == 5
+
+    facts = with_daemon(path, script).side.facts
+    assert facts is not None
+    assert (facts.step, facts.samples, facts.loss, facts.metrics) == (5, 40, 1.5, {"accuracy": 0.5})
+    assert (facts.phase, facts.rollbacks, facts.lr) == ("finished", 0, 0.01)
+
+
+def test_spoilt_statistics_are_rolled_back(path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def script() -> None:
+        model, optimizer = normed()
+        with peerd.attach(model, optimizer) as swarm:
+            weights = model[0].weight.detach().clone()
+            model(torch.full((8, 3), float("nan")))  # and no step, as an AMP scaler does: no parameter is touched
+            assert not torch.isfinite(model[1].running_mean).all()
+            swarm.step()
+            assert torch.isfinite(model[1].running_mean).all()
+            assert torch.equal(model[0].weight, weights)
+            for _ in range(2 * trainer.ROLLBACKS_MAX):
+                swarm.step()
+
+    facts = with_daemon(path, script).side.facts
+    assert facts is not None
+    assert facts.rollbacks == 1
+    assert "the model is not finite at step 1: back to its last published copy" in capfd.readouterr().err
+
+
+def test_a_model_that_stays_spoilt_ends_the_script(path: Path) -> None:
+    def train() -> None:
+        model, optimizer = normed()
+        with peerd.attach(model, optimizer) as swarm:
+            while True:
+                with torch.no_grad():
+                    model[0].weight.fill_(float("inf"))
+                swarm.step()
+
+    def script() -> None:
+        with pytest.raises(SystemExit, match="not finite at step 4, again after 3 returns"):
+            train()
+
+    facts = with_daemon(path, script).side.facts
+    assert facts is not None
+    assert facts.rollbacks == trainer.ROLLBACKS_MAX
+
+
+@pytest.mark.parametrize("count", [3, 300])
+def test_a_model_of_too_many_tensors_is_told_what_to_do(
+    path: Path, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_socket, "MESSAGE_BYTES_MAX", 1000)
+    model = nn.ParameterList([torch.zeros(1) for _ in range(count)])
+
+    def script() -> None:
+        peerd.attach(model, torch.optim.SGD(model.parameters(), lr=0.1)).finish()
+
+    if count == 3:
+        assert with_daemon(path, script).side.tensors == [f"{index} float32 1" for index in range(count)]
+        return
+    with pytest.raises(BaseExceptionGroup) as failure:
+        with_daemon(path, script)
+    (refusal,) = failure.value.exceptions
+    assert isinstance(refusal, SystemExit)
+    assert str(refusal).startswith(
+        "peerd: the names of the model's 300 tensors are too long together (a local message of "
+    )
+    assert str(refusal).endswith("; join small parameters into larger ones")
+
+
+def test_a_model_that_the_daemon_refuses_ends_the_script_with_its_words(path: Path) -> None:
+    def script() -> None:
+        model, optimizer = normed()
+        with peerd.attach(model, optimizer):
+            pass
+        other = nn.Linear(3, 4)
+        with pytest.raises(SystemExit, match=r"^peerd: this node holds another model: 0.weight float32 4x3 here, "):
+            peerd.attach(other, torch.optim.SGD(other.parameters(), lr=0.1))
+
+    with_daemon(path, script)
