@@ -49,7 +49,6 @@ class Connection:
         reconnected: Callable[[], None],
     ) -> None:
         """`target` is whoever listens at the place `index` now."""
-        self.queued_max = 0
         self.bytes_sent = 0
         self._world = world
         self._network = network
@@ -62,7 +61,8 @@ class Connection:
         self._closed = False
         self._line = 0  # counts the connections, so that what belongs to a broken one is ignored
         self._connected = self._moving = False
-        self._arrived: deque[bytes] = deque()
+        self._moved = self._handed_over = 0  # messages on this line
+        self._arrived: dict[int, bytes] = {}  # by number; one whose packets are repeated holds up those behind it
         self._held_since: float | None = None
         self._life = -1
         self._retry_s = RETRY_FIRST_S
@@ -78,7 +78,6 @@ class Connection:
         """Queue; the mode says again what has had no answer, so a full queue drops it."""
         if len(self._queue) < QUEUE_MAX:
             self._queue.append((frame, size))
-            self.queued_max = max(self.queued_max, len(self._queue))
             self._move()
 
     def close(self) -> None:
@@ -119,6 +118,7 @@ class Connection:
         self._broken = True
         self._queue.clear()
         self._arrived.clear()
+        self._moved = self._handed_over = 0
         self._held_since = None
         line = self._line
         self._world.later(self._retry_s, lambda: self._dial() if line == self._line else None)
@@ -130,13 +130,14 @@ class Connection:
         frame, size = self._queue.popleft()
         self._moving = True
         self.bytes_sent += round(size)
-        line = self._line
+        line, number = self._line, self._moved
+        self._moved += 1
         self._network.stream(
             self._source.index,
             self._index,
             size,
             lambda: self._sent(line),
-            lambda: self._arrive(line, frame),
+            lambda: self._arrive(line, number, frame),
         )
 
     def _sent(self, line: int) -> None:
@@ -144,15 +145,15 @@ class Connection:
             self._moving = False
             self._move()
 
-    def _arrive(self, line: int, frame: bytes) -> None:
+    def _arrive(self, line: int, number: int, frame: bytes) -> None:
         if line == self._line:
-            self._arrived.append(frame)
-            if len(self._arrived) == 1:
+            self._arrived[number] = frame
+            if self._held_since is None:
                 self._hand_over(line)
 
     def _hand_over(self, line: int) -> None:
         """Give what has arrived to the receiver, in order, or wait for it."""
-        while line == self._line and self._arrived:
+        while line == self._line and self._handed_over in self._arrived:
             target = self._target()
             if target is None or not target.up or target.life != self._life:
                 self._break()
@@ -166,7 +167,9 @@ class Connection:
                     self._world.later(LOOK_S, lambda: self._hand_over(line))
                 return
             self._held_since = None
+            frame = self._arrived.pop(self._handed_over)
+            self._handed_over += 1
             try:
-                target.receive(self._source_id, self._network.weathered(self._arrived.popleft()))
+                target.receive(self._source_id, self._network.weathered(frame))
             except PeerError:
                 self._break()

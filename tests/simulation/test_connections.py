@@ -1,0 +1,222 @@
+"""What connections promise the modes: order, a bounded queue, and a word when messages flow again after a break."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peerd.effects import NodeId, PeerError
+from peerd.peers import QUEUE_MAX, RETRY_MAX_S
+from peerd.simulation.connections import Connection
+from peerd.simulation.network import Network, Profile, uniform
+from peerd.simulation.world import World
+from peerd.transport.hello import DEADLINE_S
+from peerd.transport.stream import PATIENCE_S
+
+LATENCY_S = 0.05
+AGAIN_S = RETRY_MAX_S + DEADLINE_S + 1.0  # the longest until a peer that is back has been dialled
+
+
+class Process:
+    """An end that remembers what it was given."""
+
+    def __init__(self, index: int, life: int = 1) -> None:
+        self.index = index
+        self.life = life
+        self.up = self.running = True
+        self.received: list[bytes] = []
+
+    def receive(self, source: NodeId, frame: bytes) -> None:
+        if frame.startswith(b"bad"):
+            raise PeerError("damaged")
+        self.received.append(frame)
+
+
+class Pair:
+    """One connection, and both its ends."""
+
+    def __init__(self, seed: int = 0, profile: Profile | None = None, says_again: bytes = b"") -> None:
+        self.world = World(seed)
+        self.network = Network(self.world, uniform(profile or Profile(LATENCY_S), 2))
+        self.target: Process | None = Process(1)
+        self.reconnected_at: list[float] = []
+        self.connection = Connection(
+            self.world, self.network, Process(0), lambda: self.target, "n0", 1, self._reconnected
+        )
+        self._says_again = says_again
+
+    def _reconnected(self) -> None:
+        self.reconnected_at.append(self.world.now)
+        if self._says_again:
+            self.send(self._says_again)
+
+    def send(self, *frames: bytes, size: float = 100.0) -> None:
+        for frame in frames:
+            self.connection.send(frame, size)
+
+    def run(self, seconds: float) -> None:
+        self.world.run(self.world.now + seconds)
+
+    def crash(self) -> None:
+        self.target = None
+
+    def restart(self, life: int) -> Process:
+        self.target = Process(1, life)
+        return self.target
+
+
+def numbered(count: int) -> list[bytes]:
+    return [b"%d" % number for number in range(count)]
+
+
+def test_a_message_comes_after_the_dial_and_its_own_flight():
+    pair = Pair()
+    pair.send(b"first")
+    pair.run(3 * LATENCY_S - 0.001)
+    assert pair.target.received == []
+    pair.run(0.002)
+    assert pair.target.received == [b"first"]
+    assert not pair.reconnected_at, "the first connection is no new one"
+
+
+@given(
+    st.integers(0, 2**32),
+    st.lists(st.floats(1.0, 1e6), min_size=2, max_size=20),
+    st.sampled_from([0.0, 0.01, 0.3]),
+    st.floats(0.0, 0.5),
+)
+@settings(deadline=None, print_blob=True)
+def test_everything_comes_once_and_in_order(seed, sizes, loss, jitter_s):
+    pair = Pair(seed, Profile(LATENCY_S, jitter_s=jitter_s, loss=loss, uplink_mbit=100.0))
+    frames = numbered(len(sizes))
+    for frame, size in zip(frames, sizes, strict=True):
+        pair.send(frame, size=size)
+    pair.run(600.0)
+    assert pair.target.received == frames, f"seed {seed}"
+
+
+def test_messages_that_overtake_on_the_line_wait_for_those_before():
+    """Each message of one packet is repeated by itself, up to eight times."""
+    seed = 3
+    pair = Pair(seed, Profile(LATENCY_S, loss=0.5))
+    pair.run(2 * LATENCY_S)
+    pair.send(*numbered(QUEUE_MAX), size=10.0)
+    pair.run(60.0)
+    assert pair.target.received == numbered(QUEUE_MAX), f"seed {seed}"
+
+
+def test_the_queue_is_bounded_and_drops_what_comes_last():
+    pair = Pair()
+    pair.send(*numbered(QUEUE_MAX + 10))
+    assert pair.connection.queued == QUEUE_MAX
+    pair.run(10.0)
+    assert pair.connection.queued == 0
+    assert pair.target.received == numbered(QUEUE_MAX)
+
+
+def test_what_was_on_the_way_to_a_crashed_process_is_lost():
+    pair = Pair()
+    pair.run(1.0)
+    pair.send(b"1", b"2", b"3", size=1e5)
+    pair.run(0.01)
+    pair.crash()
+    pair.run(1.0)
+    again = pair.restart(life=2)
+    pair.run(AGAIN_S)
+    assert again.received == []
+    assert len(pair.reconnected_at) == 1
+    pair.send(b"4")
+    pair.run(1.0)
+    assert again.received == [b"4"]
+
+
+def test_a_process_that_came_back_unnoticed_gets_nothing_meant_for_the_former():
+    pair = Pair()
+    pair.run(1.0)
+    again = pair.restart(life=2)
+    pair.send(b"for the former", b"this one too")
+    pair.run(AGAIN_S)
+    assert again.received == []
+    assert len(pair.reconnected_at) == 1
+
+
+def test_what_was_queued_before_a_reconnect_must_not_overtake_what_is_said_again():
+    pair = Pair(says_again=b"said again")
+    pair.crash()
+    pair.run(1.0)
+    pair.send(b"old")
+    again = pair.restart(life=2)
+    pair.run(AGAIN_S)
+    assert again.received == [b"said again"]
+
+
+def test_a_peer_that_was_away_for_an_hour_is_found_within_seconds():
+    pair = Pair()
+    pair.crash()
+    pair.run(3600.0)
+    pair.restart(life=2)
+    back_at = pair.world.now
+    pair.run(AGAIN_S)
+    (found_at,) = pair.reconnected_at
+    assert found_at - back_at <= RETRY_MAX_S + 2 * LATENCY_S
+
+
+def test_a_damaged_message_breaks_the_connection_and_those_behind_it_are_lost():
+    pair = Pair()
+    pair.send(b"1", b"bad", b"3")
+    pair.run(5.0)
+    assert pair.target.received == [b"1"]
+    assert len(pair.reconnected_at) == 1
+    pair.send(b"4")
+    pair.run(5.0)
+    assert pair.target.received == [b"1", b"4"]
+
+
+@pytest.mark.parametrize("kind", ["stopped", "cut"])
+def test_a_short_stop_or_cut_delays_and_loses_nothing(kind):
+    pair = Pair()
+    pair.run(1.0)
+    hold(pair, kind, True)
+    pair.send(*numbered(5))
+    pair.run(PATIENCE_S - 2.0)
+    assert pair.target.received == []
+    hold(pair, kind, False)
+    pair.run(2.0)
+    assert pair.target.received == numbered(5)
+    assert not pair.reconnected_at
+
+
+@pytest.mark.parametrize("kind", ["stopped", "cut"])
+def test_a_long_stop_or_cut_breaks_the_connection(kind):
+    pair = Pair()
+    pair.run(1.0)
+    hold(pair, kind, True)
+    pair.send(*numbered(5))
+    pair.run(PATIENCE_S + 5.0)
+    hold(pair, kind, False)
+    pair.run(AGAIN_S)
+    assert pair.target.received == []
+    assert len(pair.reconnected_at) == 1
+
+
+def hold(pair: Pair, kind: str, held: bool) -> None:
+    if kind == "cut":
+        pair.network.cut = lambda source, target: held and (source, target) == (0, 1)
+    else:
+        pair.target.running = not held
+
+
+@pytest.mark.parametrize("after_s", [0.01, 1.0, 1.03])
+def test_nothing_comes_out_of_a_closed_connection(after_s):
+    """Closed while it dials, when it is idle, and with a message on the way."""
+    pair = Pair()
+    pair.run(min(after_s, 1.0))
+    if after_s > 1.0:
+        pair.send(b"on the way")
+        pair.run(after_s - 1.0)
+    pair.connection.close()
+    pair.send(b"late")
+    pair.run(60.0)
+    assert pair.target.received == []
+    assert not pair.reconnected_at
