@@ -17,6 +17,7 @@ import numpy as np
 from peerd.effects import UserError, Vector
 from peerd.training.delta import Layout
 
+STEP_MOST_S = 1e6
 SURROGATE_VALUES = 4096  # stand for a large model: a codec's bytes a value are the same on as many
 
 
@@ -206,7 +207,8 @@ class Compute:
                         self._median, self._trace = 1.0, [float(line) for line in file if line.strip()]
                 case _:
                     raise ValueError(kind)
-            if not (0 < self._median < 1e6 and 0 <= self._sigma <= 3 and self._trace and min(self._trace) > 0):
+            seconds = [self._median, *self._trace]
+            if not (all(0 < each < STEP_MOST_S for each in seconds) and 0 <= self._sigma <= 3 and self._trace):
                 raise ValueError(text)
         except OSError as error:
             raise UserError(f"--compute {text}: cannot read {rest}: {error.strerror}") from None
