@@ -112,7 +112,7 @@ def slow(swarm: Swarm, rng: random.Random) -> None:
     """One node's bandwidth falls to a thousandth (1 Mbit/s of a gigabit)."""
     victim, factor = rng.randrange(swarm.peers), rng.choice([10.0, 1000.0])
     swarm.slow_down(victim, factor)
-    swarm.world.later(rng.uniform(5.0, 60.0), lambda: swarm.slow_down(victim, 1 / factor))
+    swarm.world.later(rng.uniform(5.0, 60.0), lambda: swarm.slow_down(victim, 1.0))
 
 
 def leave(swarm: Swarm, rng: random.Random) -> None:

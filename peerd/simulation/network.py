@@ -96,9 +96,10 @@ class Network:
         self._lines = {sites: Pipe(line.mbit * BYTES_PER_MBIT) for sites, line in topology.lines.items()}
 
     def slow_down(self, node: int, factor: float) -> None:
-        """Divide the node's bandwidth, both ways."""
-        self.up[node].rate /= factor
-        self.down[node].rate /= factor
+        """Let the node have this part of its bandwidth, both ways; 1 is all of it."""
+        profile = self._topology.profiles[node]
+        self.up[node].rate = profile.uplink_mbit * BYTES_PER_MBIT / factor
+        self.down[node].rate = profile.downlink_mbit * BYTES_PER_MBIT / factor
 
     def flight_s(self, source: int, target: int) -> float:
         """Latency and jitter of one packet, one way."""

@@ -101,9 +101,8 @@ class Swarm:
         self.world.note(Kind.START, index, self._lives[index])
         node = Node(self, index, me, where, learner, wait_for, clock or Clock(), known)
         self.nodes[index] = self.latest[id] = node
-        if (crash := self.crashes.pop(id, None)) and crash.detected_s is None:
-            crash.known.clear()
-        node.excused_until = self.world.now + GRACE_S if self._lives[index] > 1 else self.world.now
+        self.crashes.pop(id, None)
+        node.excused_until = self._calm_at() if self._lives[index] > 1 or self._cuts else self.world.now
         node.begin()
         return node
 
@@ -165,22 +164,19 @@ class Swarm:
         """SIGCONT."""
         node = self.nodes[index]
         self.world.note(Kind.RESUME, index)
-        node.excused_until = self.world.now + GRACE_S
+        node.excused_until = self._calm_at()
         node.resume()
 
     def cut(self, severed: Callable[[int, int], bool]) -> Callable[[], None]:
         """No packet passes from the first to the second place while `severed` says so; returns what heals it."""
         self._cuts.append(severed)
         self.world.note(Kind.CUT, len(self._cuts))
-        self._excuse(math.inf)
         self._set_cuts()
 
         def heal() -> None:
             self._cuts.remove(severed)
             self.world.note(Kind.HEAL, len(self._cuts))
             self._set_cuts()
-            if not self._cuts:
-                self._excuse(self.world.now + GRACE_S)
 
         return heal
 
@@ -190,18 +186,20 @@ class Swarm:
         self.world.note(Kind.WEATHER, -1, value=weather.loss)
 
     def slow_down(self, index: int, factor: float) -> None:
-        """Divide a node's bandwidth."""
+        """Let a node have this part of its bandwidth; 1 is all of it."""
         self.network.slow_down(index, factor)
         self.world.note(Kind.SLOW, index, value=factor)
 
     def _set_cuts(self) -> None:
         cuts = list(self._cuts)
         self.network.cut = (lambda a, b: any(cut(a, b) for cut in cuts)) if cuts else (lambda a, b: False)
-
-    def _excuse(self, until: float) -> None:
         for node in self.nodes.values():
             if node.running:
-                node.excused_until = max(until, node.excused_until) if until < math.inf else until
+                node.excused_until = self._calm_at()
+
+    def _calm_at(self) -> float:
+        """When whoever runs is to be trusted again."""
+        return math.inf if self._cuts else self.world.now + GRACE_S
 
     # ---------------------------------------------------------------- what nodes see of it
 
@@ -246,6 +244,10 @@ class Swarm:
             return stop()
 
         return self.world.run(until, asked) or stop()
+
+    def whole(self) -> bool:
+        """Whether every place has its process, which runs, and nothing is cut."""
+        return not self._cuts and len(self.nodes) == self.peers and all(node.running for node in self.nodes.values())
 
     def agreed(self) -> bool:
         """Every node holds exactly the running nodes alive, and of each the same record."""
