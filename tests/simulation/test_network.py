@@ -131,13 +131,18 @@ def test_the_next_message_may_follow_when_the_last_byte_has_left():
 
 
 def test_a_node_slowed_down_is_slower_both_ways_until_it_is_not():
-    world = World(0)
-    network = Network(world, uniform(QUIET, 2))
-    before = network.up[1].rate, network.down[1].rate
+    network = Network(World(0), uniform(QUIET, 2))
+
+    def rates() -> tuple[float, float]:
+        return network.up[1].rate, network.down[1].rate
+
+    before = rates()
     network.slow_down(1, 1000.0)
-    assert (network.up[1].rate, network.down[1].rate) == (approximately(1e3), approximately(1e4))
-    network.slow_down(1, 1 / 1000.0)
-    assert (network.up[1].rate, network.down[1].rate) == (approximately(before[0]), approximately(before[1]))
+    assert rates() == (approximately(1e3), approximately(1e4))
+    network.slow_down(1, 10.0)
+    assert rates() == (approximately(1e5), approximately(1e6)), "of what it had at first"
+    network.slow_down(1, 1.0)
+    assert rates() == before
 
 
 def test_lost_packets_make_a_stream_late_and_never_lose_it():
