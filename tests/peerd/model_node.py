@@ -76,6 +76,7 @@ class Script:
         self.daemons_end = LocalConnection(trio.socket.from_stdlib_socket(theirs))
         self._their_socket = theirs
         self.heard: list[dict[str, Any]] = []
+        self.served = trio.Event()
         self.attach = {
             "kind": "attach", "pid": 1234, "tensors": TENSORS, "parameters": total, "total": total,
             "signature": SIGNATURE,
@@ -89,6 +90,7 @@ class Script:
         finally:
             self.daemons_end.close_fds()
             self.daemons_end._socket.close()
+            self.served.set()
 
     async def say(self, kind: str, **content: Any) -> None:
         await self._connection.send({"kind": kind, **content})

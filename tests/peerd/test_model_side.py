@@ -68,6 +68,7 @@ def test_a_run_from_the_attach_to_the_end(tmp_path: Path) -> None:
                 assert node.side.about.ready
                 await trainer.hear("go")
                 assert (await node.side.model_values()).tolist() == MODEL.tolist()
+                assert trainer.daemons_end.fds == []
 
                 await trainer.step(4, loss=0.5, samples=8, metrics={"accuracy": 0.9})
                 await trainer.step(5, lr=0.05, samples=8, rolled_back=True)
@@ -119,7 +120,8 @@ def test_a_trainer_that_comes_back_goes_on_with_the_daemons_model(tmp_path: Path
 # ----------------------------------------------------------------------------------------------------- the first model
 
 
-def test_a_newcomer_starts_from_the_swarms_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kept", "step"), [(2, 7), (20, 20)], ids=["behind", "ahead"])
+def test_a_newcomer_starts_from_the_swarms_model(tmp_path: Path, kept: int, step: int) -> None:
     async def body() -> None:
         node = Node(tmp_path, join=("10.0.0.1",))
         node.member("donor", READY)
@@ -127,13 +129,15 @@ def test_a_newcomer_starts_from_the_swarms_model(tmp_path: Path) -> None:
             async with running(node) as nursery:
                 nursery.start_soon(trainer.serve, node)
                 await trainer.hear("welcome")
-                await trainer.say("ready", step=2)
+                await trainer.say("ready", step=kept)
                 await node.sent_to("donor", ModelRequest)
                 assert not node.side.about.ready
+                await node.side.on_message("another", ModelRequest())  # it has none to give yet
+                assert len(node.sent) == 1
                 await node.side.on_message("donor", LinkOpen(1))  # too early for the mode: there is none
                 await node.side.on_message("donor", snapshot(7))
                 start = await trainer.hear("start")
-                assert (start["load"], start["step"]) == (0, 7)
+                assert (start["load"], start["step"]) == (0, step)
                 assert trainer.memory.copies[0].tolist() == MODEL.tolist()
                 await trainer.hear("go")
                 await node.sent_to("donor", LinkOpen)
@@ -202,6 +206,22 @@ def test_the_first_step_waits_for_other_members(tmp_path: Path) -> None:
                 assert await trainer.silent()
                 node.member("other", READY)
                 await trainer.hear("go")
+
+    run(body)
+
+
+def test_a_trainer_may_go_while_it_waits_for_others_and_another_come(tmp_path: Path) -> None:
+    async def body() -> None:
+        node = Node(tmp_path, wait_for=2)
+        async with running(node) as nursery:
+            for _ in range(2):
+                with script() as trainer:
+                    nursery.start_soon(trainer.serve, node)
+                    await trainer.hear("welcome")
+                    await trainer.say("ready", step=0)
+                    await trainer.hear("publish")
+                    trainer.leave()
+                    await trainer.served.wait()
 
     run(body)
 
@@ -409,10 +429,11 @@ def test_a_node_that_leaves_has_its_trainer_end_and_publish(tmp_path: Path) -> N
     run(body)
 
 
-def test_a_node_that_leaves_does_not_wait_for_a_trainer_that_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("how", "patience_s"), [("hangs", 0.01), ("dies", 3600)])
+def test_a_node_that_leaves_does_not_wait_for_a_trainer_that_will_not_answer(
+    tmp_path: Path, how: str, patience_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_side, "STOP_LEAST_S", 0.01)
+    monkeypatch.setattr(model_side, "STOP_LEAST_S", patience_s)
     monkeypatch.setattr(model_side, "STOP_STEPS", 0)
 
     async def body() -> None:
@@ -421,8 +442,11 @@ def test_a_node_that_leaves_does_not_wait_for_a_trainer_that_hangs(
             async with running(node) as nursery:
                 nursery.start_soon(trainer.serve, node)
                 await trainer.trains()
-                await node.side.hand_over()
-                await trainer.hear("stop")
+                async with trio.open_nursery() as leaving:
+                    leaving.start_soon(node.side.hand_over)
+                    await trainer.hear("stop")
+                    if how == "dies":
+                        trainer.leave()
 
     run(body)
 
