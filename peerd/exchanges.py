@@ -38,7 +38,7 @@ class Exchanges:
         self._publish_asked = False
         self._pending_report: StepReport | None = None
         self._report_lock = threading.Lock()
-        self._began: dict[NodeId, float] = {}
+        self._began: dict[NodeId, float] = {}  # the lane's, like the mode: halves cross
         self._slowest_s = 0.0
 
     async def run(self) -> None:
@@ -59,23 +59,35 @@ class Exchanges:
 
     def on_partners(self, alive: frozenset[NodeId]) -> None:
         """These members, and no others, can exchange."""
-        for gone in self._began.keys() - alive:
-            del self._began[gone]
-        self.lane.post(lambda now: self._mode.on_peers(alive, now))
+
+        def changed(now: float) -> list[Effect]:
+            for gone in self._began.keys() - alive:
+                del self._began[gone]
+            return self._mode.on_peers(alive, now)
+
+        self.lane.post(changed)
 
     def on_reconnected(self, peer: NodeId) -> None:
         """Messages to this peer flow again."""
-        self._began.pop(peer, None)
-        if self.lane.mode is not None:
-            self.lane.post(lambda now: self._mode.on_message(peer, Connected(), now))
+        if self.lane.mode is None:
+            return
+
+        def again(now: float) -> list[Effect]:
+            self._began.pop(peer, None)
+            return self._mode.on_message(peer, Connected(), now)
+
+        self.lane.post(again)
 
     async def on_message(self, sender: NodeId, message: Message) -> None:
         """A peer's message to the mode. Raises PeerError."""
         if self.lane.mode is None:
             return
-        if sender in self._began:
-            self._slowest_s = max(self._slowest_s, trio.current_time() - self._began.pop(sender))
-        await self.lane.call(lambda now: self._mode.on_message(sender, message, now))
+
+        def heard(now: float) -> list[Effect]:
+            self._slowest_s = max(self._slowest_s, now - self._began.pop(sender, now))
+            return self._mode.on_message(sender, message, now)
+
+        await self.lane.call(heard)
 
     async def give_model(self, peer: NodeId, layout: Layout, step: int) -> None:
         """Send the whole model as it stands. Raises NotFinite."""
@@ -90,7 +102,7 @@ class Exchanges:
 
     def on_report(self, report: StepReport, copy: int | None) -> None:
         """The optimizer moved, or the run ended; `copy` is the one that was published."""
-        if report.finishing:
+        if not report.finishing and self._handed_over.is_set():  # the mode says it again only after a new run's steps
             self.settled, self._handed_over = trio.Event(), trio.Event()
         if report.published or report.finishing:
             self.lane.post(lambda now: self._on_step(report, copy, now))

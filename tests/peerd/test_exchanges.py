@@ -66,6 +66,7 @@ class There:
         self.nursery = nursery
         self.clock = trio.lowlevel.current_clock()
         self.sent: list[tuple[NodeId, Message]] = []
+        self.drained_after: list[tuple[NodeId, Message]] | None = None
         self.told: list[tuple[str, int]] = []
         self.memory, self.replica = memory_and_replica()
         self.mode = Mode()
@@ -78,6 +79,7 @@ class There:
         self.sent.append((peer, message))
 
     async def drain(self) -> None:
+        self.drained_after = list(self.sent)
         await trio.lowlevel.checkpoint()
 
     async def tell(self, kind: str, **content: int) -> None:
@@ -330,7 +332,9 @@ def test_proceed_says_what_is_done() -> None:
             it.asks(Proceed(settled=True))
             await it.exchanges.on_message("a", HALF)
             assert settled.is_set()
-            it.exchanges.on_report(report(2, finishing=True), None)
+            it.exchanges.on_report(report(1, finishing=True), None)
+            assert it.exchanges.settled.is_set(), "without a step the mode has nothing more to say"
+            it.exchanges.on_report(report(2), None)
             assert not it.exchanges.settled.is_set(), "a new run ends anew"
 
     run(body)
@@ -348,6 +352,40 @@ def test_a_leaving_node_waits_until_its_partners_have_all(caplog: pytest.LogCapt
 
     run(body)
     assert not caplog.records
+
+
+def test_a_node_that_leaves_in_its_second_run_waits_for_this_runs_change() -> None:
+    async def body() -> None:
+        async with there() as it:
+            it.asks(Proceed(settled=False), Proceed(settled=True))
+            it.exchanges.on_report(report(1, finishing=True), None)
+            await it.worked()
+            it.asks()
+            it.exchanges.on_report(report(2), None)
+            it.nursery.start_soon(it.exchanges.hand_over, 12)
+            await it.worked()
+            assert it.mode.told[-1] == END
+            it.asks(Send("a", HALF), Proceed(settled=False))
+            await it.exchanges.on_message("a", HALF)
+            await it.worked()
+            assert it.drained_after == [("a", HALF)]
+
+    run(body)
+
+
+def test_halves_that_cross_are_no_slow_exchange(caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        async with there() as it:
+            it.mode.answer = lambda event: [Send("a", HALF)] if isinstance(event, StepReport) else []
+            it.exchanges.on_report(report(1), None)
+            await it.exchanges.on_message("a", HALF)  # it is here before the lane has begun ours
+            await it.later(1000)
+            await it.exchanges.on_message("a", HALF)
+            it.nursery.start_soon(it.exchanges.hand_over, 12)
+            await it.later(HAND_OVER_LEAST_S + 1)
+
+    run(body)
+    assert [record.message for record in caplog.records] == ["not every partner took what this node had not yet sent"]
 
 
 @pytest.mark.parametrize("slowest_s", [0, 30])
