@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import pytest
-import trio
-import trio.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from peerd.metrics import SAMPLE_EVERY_S, LoopLatency, exposition
+from peerd.metrics import exposition
 
 
 def status(**changes: Any) -> dict[str, Any]:
@@ -83,17 +80,3 @@ def test_any_status_parses(counts: dict[str, int], distance: float, sent: int) -
     value = found["peerd_consensus_distance_ratio", ()]
     assert value == distance or (math.isnan(value) and math.isnan(distance))
     assert sum(len(labels) for _, labels in found) == len(counts)
-
-
-def test_loop_latency_is_how_late_the_loop_wakes() -> None:
-    latency = LoopLatency()
-    assert latency.percentile(99) == 0
-
-    async def main() -> None:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(latency.run)
-            await trio.sleep(100 * SAMPLE_EVERY_S)
-            nursery.cancel_scope.cancel()
-
-    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
-    assert latency.percentile(99) == pytest.approx(0, abs=1e-9)

@@ -145,7 +145,7 @@ def test_a_newcomer_starts_from_the_swarms_model(tmp_path: Path, kept: int, step
     run(body)
 
 
-@pytest.mark.parametrize("how", ["it dies", "it talks"])
+@pytest.mark.parametrize("how", ["it dies", "it talks", "it babbles"])
 def test_a_trainer_may_go_while_it_waits_and_another_come(
     tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -160,10 +160,13 @@ def test_a_trainer_may_go_while_it_waits_and_another_come(
                     await trainer.hear("welcome")
                     await trainer.say("ready", step=0)
                     await until(lambda: "the trainer waits: no node of the swarm has answered yet" in lines(caplog))
-                    if how == "it dies":
-                        trainer.leave()
-                    else:
-                        await trainer.step(1)
+                    match how:
+                        case "it dies":
+                            trainer.leave()
+                        case "it talks":
+                            await trainer.step(1)
+                        case _:
+                            await trainer.say_bytes(b"\xff" * 9)
                     await until(lambda: not node.attached)
                     assert "the trainer went away before its first step" in lines(caplog)
                     caplog.clear()
@@ -309,6 +312,7 @@ def test_another_model_than_before_is_refused_with_the_tensor(tmp_path: Path) ->
 
 NONSENSE: list[dict[str, Any]] = [
     {"kind": "dance"},
+    {"kind": "ready"},
     {"kind": "step"},
     {"kind": "step", "step": "1", "change": 0.0, "lr": 0.1, "lr_ratio": 1.0, "published": None},
     {"kind": "step", "step": 1, "change": None, "lr": 0.1, "lr_ratio": 1.0, "published": None},
