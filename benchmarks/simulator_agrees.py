@@ -1,9 +1,9 @@
-"""Does the simulator tell the truth? The same swarm as real daemons on this machine and in the simulator, several seeds.
+"""Does the simulator tell the truth? One swarm as real daemons on this machine and in the simulator, several seeds.
 
     python benchmarks/simulator_agrees.py [--task digits] [--peers 8] [--steps 400] [--seeds 0,1,2,3,4] [--format json]
 
-The simulated step time is what the real run took for a step. Prints accuracy of the averaged model and bytes of each, and
-how far their means are apart.
+The simulated step time is what the real run took for a step. Prints the accuracy of the averaged model and the bytes of
+each, and how far their means are apart.
 """
 
 from __future__ import annotations

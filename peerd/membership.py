@@ -25,7 +25,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from peerd.dissemination import DATAGRAM_BYTES, ENVELOPE_BYTES, News, record_bytes
-from peerd.effects import Address, Effect, Log, MemberChanged, NodeId, SendDatagram
+from peerd.effects import Address, Effect, Log, MemberChanged, NodeId, PushPull, SendDatagram
 from peerd.messages import Ack, Member, MemberTable, Message, Nack, Ping, PingRequest, State
 from peerd.probing import Prober
 from peerd.roster import INCARNATION_JUMP, META_BYTES, TABLE_MEMBERS, Roster, address, order
@@ -107,6 +107,9 @@ class Membership:
             effects += probes
             if accused is not None:
                 self._accuse(accused, now, effects)
+            for id in self._suspicions.last_words(now):
+                self.counts["last_words"] += 1
+                effects.append(PushPull(address(self._roster.rows[id])))
             for id in self._suspicions.expired(now):
                 self._bury(id, now, effects)
             effects += self._exchange.on_timer(now)
@@ -140,6 +143,7 @@ class Membership:
             self.counts["oversized_tables"] += 1
             return self._ask_wake(now, effects)
         self.counts["tables"] += 1
+        self._suspicions.spoke(table.sender, now)
         differ = False
         for record in table.members:
             if self._roster.rows.get(record.id) is not record:
@@ -150,10 +154,14 @@ class Membership:
             self._exchange.agreed()
         return self._ask_wake(now, effects)
 
-    def on_unreachable(self, address: Address, now: float) -> list[Effect]:
+    def on_unreachable(self, where: Address, now: float) -> list[Effect]:
         """A push-pull dial failed; the retries go on by themselves."""
         effects = self._notice_stall(now)
-        effects += self._exchange.on_unreachable(address)
+        effects += self._exchange.on_unreachable(where)
+        for id in self._suspicions.asked():
+            if address(self._roster.rows[id]) == where:
+                self._suspicions.clear(id)
+                self._bury(id, now, effects)
         return self._ask_wake(now, effects)
 
     def set_meta(self, meta: bytes, now: float) -> list[Effect]:

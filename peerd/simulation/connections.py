@@ -29,6 +29,7 @@ class End(Protocol):
     life: int  # counts the starts of whatever process listens there
     up: bool  # a process is there
     running: bool  # and is not stopped
+    bytes_sent: int  # on all lines
 
     def receive(self, source: NodeId, frame: bytes) -> None:
         """A whole message arrived. Raises PeerError when it is damaged."""
@@ -49,7 +50,6 @@ class Connection:
         reconnected: Callable[[], None],
     ) -> None:
         """`target` is whoever listens at the place `index` now."""
-        self.bytes_sent = 0
         self._world = world
         self._network = network
         self._source = source
@@ -80,6 +80,13 @@ class Connection:
             self._queue.append((frame, size))
             self._move()
 
+    def reset(self) -> None:
+        """The process at the other end is gone, and its kernel says so."""
+        line = self._line
+        if self._connected:
+            flight_s = self._network.flight_s(self._index, self._source.index)
+            self._world.later(flight_s, lambda: self._break() if line == self._line else None)
+
     def close(self) -> None:
         """The peer is gone, or this process is."""
         self._closed = True
@@ -98,7 +105,7 @@ class Connection:
         if not target.running or self._cut():
             self._world.later(DEADLINE_S, lambda: self._break() if line == self._line else None)
             return
-        self.bytes_sent += HANDSHAKE_BYTES
+        self._source.bytes_sent += HANDSHAKE_BYTES
         self._connected, self._life = True, target.life
         self._retry_s = RETRY_FIRST_S
         if self._broken:
@@ -129,7 +136,7 @@ class Connection:
             return
         frame, size = self._queue.popleft()
         self._moving = True
-        self.bytes_sent += round(size)
+        self._source.bytes_sent += round(size)
         line, number = self._line, self._moved
         self._moved += 1
         self._network.stream(

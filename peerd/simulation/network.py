@@ -28,7 +28,7 @@ class Profile:
 
     latency_s: float  # one way
     jitter_s: float = 0.0  # uniform, on top
-    loss: float = 0.0
+    loss: float = 0.0  # of each end: a packet passes both
     duplication: float = 0.0
     reordering: float = 0.0  # share of datagrams that are late by another latency
     corruption: float = 0.0  # share of a stream's messages with a byte changed
@@ -111,9 +111,10 @@ class Network:
 
     def loss(self, source: int, target: int) -> float:
         """The chance that one packet is lost."""
+        here, there = self._topology.profiles[source], self._topology.profiles[target]
         line = self._line(source, target)
-        kept = (1 - self._topology.profiles[source].loss) * (1 - self.weather.loss) * (1 - (line.loss if line else 0.0))
-        return 1 - kept
+        between = line.loss if line is not None else 0.0
+        return 1 - (1 - here.loss) * (1 - there.loss) * (1 - self.weather.loss) * (1 - between)
 
     def datagram(self, source: int, target: int, size: int) -> list[float]:
         """In how many seconds each copy of a datagram arrives; none: it is lost."""

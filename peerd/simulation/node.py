@@ -385,9 +385,13 @@ class Node:
         if isinstance(message, Delta) and message.wants_answer:
             self._began[peer] = self.steps
         size = len(frame) + payload * (self._swarm.settings.size_scale - 1)
-        self.bytes_sent += round(size)
         connection.send(frame, size)
         self._swarm.checkers.queue(self.id, peer, connection.queued)
+
+    def reset(self, peer: NodeId) -> None:
+        """The process of this peer is gone."""
+        if connection := self._connections.get(peer):
+            connection.reset()
 
     def _reconnected(self, peer: NodeId) -> None:
         if self.up and self.mode is not None:

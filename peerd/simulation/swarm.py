@@ -135,6 +135,9 @@ class Swarm:
         self._gone_bytes += node.bytes_sent
         self._gone_counts += node.counts
         node.crash()
+        for other in self.nodes.values():
+            if not (self.network.cut(index, other.index) or self.network.cut(other.index, index)):
+                other.reset(node.id)
         self.crashes[node.id] = Crash(self.world.now, node.life)
 
     def leave(self, index: int) -> None:

@@ -16,7 +16,7 @@ from peerd.effects import Effect, Log, MemberChanged, PushPull, SendDatagram
 from peerd.membership import LAN, WAN, Membership
 from peerd.messages import Ack, Member, MemberTable, Message, Nack, Ping, PingRequest, State
 from peerd.roster import INCARNATION_JUMP, META_BYTES, TABLE_MEMBERS, Roster, order
-from peerd.suspicion import Suspicions
+from peerd.suspicion import LAST_WORDS_MAX, Suspicions
 
 HERE = ("10.0.0.1", 7000)
 PROPERTY = settings(max_examples=100, deadline=None, derandomize=True)
@@ -477,6 +477,51 @@ def test_a_second_suspicion_begins_anew() -> None:
     assert membership.members["n1"].state == State.SUSPECT
 
 
+def test_nobody_is_buried_unheard() -> None:
+    membership, where = suspecting()
+    effects = run_until(membership, 5.01)
+    assert PushPull(where) in effects
+    assert membership.counts["last_words"] == 1
+    assert membership.members["n1"].state == State.SUSPECT
+    run_until(membership, 6.01)
+    assert membership.members["n1"].state == State.FAILED, "it said nothing for two probe timeouts"
+
+
+def test_a_suspect_whose_table_comes_lives_and_has_time_to_refute() -> None:
+    membership, _ = suspecting()
+    run_until(membership, 5.01)
+    membership.on_table(MemberTable("n1", ()), 5.1)
+    run_until(membership, 10.0)
+    assert membership.members["n1"].state == State.SUSPECT
+    membership.on_table(MemberTable("n1", (member("n1", incarnation=1),)), 10.01)
+    run_until(membership, 30.0)
+    assert membership.members["n1"].state == State.ALIVE
+
+
+def test_a_suspect_where_nobody_listens_is_buried_at_once() -> None:
+    membership, where = suspecting()
+    run_until(membership, 5.01)
+    membership.on_unreachable(where, 5.02)
+    assert membership.members["n1"].state == State.FAILED
+
+
+def test_of_many_suspects_a_few_are_asked_and_the_others_are_buried() -> None:
+    membership = core(*[member(f"n{number}") for number in range(1, 20)])
+    accusers = ("n16", "n17", "n18", "n19")
+    hear(membership, *[member(f"n{i}", State.SUSPECT, accuser=a) for i in range(1, 11) for a in accusers])
+    run_until(membership, 5.01)
+    states = [membership.members[f"n{number}"].state for number in range(1, 11)]
+    assert membership.counts["last_words"] == states.count(State.SUSPECT) == LAST_WORDS_MAX
+    assert states.count(State.FAILED) == 10 - LAST_WORDS_MAX
+
+
+def suspecting() -> tuple[Membership, tuple[str, int]]:
+    """A node that has held n1 suspect since 0 s, with as many accusers as there may be."""
+    membership = core(*[member(f"n{number}") for number in range(1, 9)])
+    hear(membership, *[member("n1", State.SUSPECT, accuser=accuser) for accuser in ("n2", "n3", "n4", "n5")])
+    return membership, (membership.members["n1"].host, membership.members["n1"].port)
+
+
 def test_who_stood_still_accuses_nobody_and_gives_suspects_their_time_again() -> None:
     membership = core(*[member(f"n{number}") for number in range(1, 9)])
     now, ping = first_ping(membership)
@@ -491,7 +536,7 @@ def test_who_stood_still_accuses_nobody_and_gives_suspects_their_time_again() ->
     assert membership.members[suspect].state == State.SUSPECT
     run_until(membership, woken + 4.9)
     assert membership.members[suspect].state == State.SUSPECT
-    run_until(membership, woken + 5.1)
+    run_until(membership, woken + 6.1)  # and 1 s for its last word
     assert membership.members[suspect].state == State.FAILED
     assert membership.counts["stalls"] == 1
 

@@ -25,6 +25,7 @@ class Process:
         self.index = index
         self.life = life
         self.up = self.running = True
+        self.bytes_sent = 0
         self.received: list[bytes] = []
 
     def receive(self, source: NodeId, frame: bytes) -> None:
@@ -220,3 +221,13 @@ def test_nothing_comes_out_of_a_closed_connection(after_s):
     pair.run(60.0)
     assert pair.target.received == []
     assert not pair.reconnected_at
+
+
+def test_a_process_that_is_gone_is_noticed_without_a_message() -> None:
+    pair = Pair(seed=1)
+    pair.world.run(1.0)
+    pair.target = None
+    pair.connection.reset()
+    pair.target = Process(1, life=2)
+    pair.world.run(3.0)
+    assert pair.reconnected_at, "the sender was not told"
