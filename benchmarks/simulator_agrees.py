@@ -43,7 +43,7 @@ def main() -> None:
             real = _peerd("demo", "--task", options.task, *common, "--picture", str(Path(folder) / "p.png"))
         step_s = real["seconds"] / float(options.steps)
         compute = ["--compute", f"lognormal:{step_s:.4f}:0.2"]
-        told = _peerd("simulate", "--problem", options.task, "--faults", "none", *compute, *common)
+        told = _peerd("simulate", "--problem", options.task, "--faults", "none", "--join-over", "1", *compute, *common)
         row = {
             "seed": int(seed),
             "accuracy": (real["accuracy_averaged_model"], told["accuracy"]),

@@ -25,7 +25,7 @@ def simulate(
     problem: Annotated[str, typer.Option(help=f"one of {', '.join(PROBLEMS)}")] = "consensus",
     steps: Annotated[int | None, typer.Option(min=1, help="optimizer steps of each node")] = None,
     parameters: Annotated[int, typer.Option(help="of the model, for --problem bytes")] = 125_000_000,
-    compute: Annotated[str, typer.Option(help="a step, in s: fixed:S, lognormal:MEDIAN:SIGMA, trace:FILE")] = "fixed:1",
+    compute: Annotated[str, typer.Option(help="a step, in s: fixed:S, lognormal:MEDIAN:SIGMA, trace:FILE")] = "fixed:2",
     network: Annotated[str, typer.Option(help="lan, wan, home or a .toml file with sites")] = "lan",
     uplink_mbit: Annotated[float | None, typer.Option(min=0.001, help="of each node, instead of the network's")] = None,
     downlink_mbit: Annotated[float | None, typer.Option(min=0.001)] = None,
@@ -38,7 +38,7 @@ def simulate(
     fault_every: Annotated[float, typer.Option(min=0.1, help="seconds between faults, on average")] = 60.0,
     join_over: Annotated[
         float | None,
-        typer.Option(min=0.0, help="seconds in which the nodes join; default 1, and over 100 peers: joined long ago"),
+        typer.Option(min=0.0, help="seconds in which the nodes join; default: they did long ago"),
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="write every event to this file, a line of JSON each")] = None,
     report: Annotated[Path | None, typer.Option(help="write plots to this .html file")] = None,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import trio
 
@@ -70,8 +71,8 @@ class Peers:
         if box is None:
             box = self._boxes[peer] = _Outbox(trio.CancelScope())
             self._nursery.start_soon(self._keep_connected, peer, box)
-        if len(box.queue) >= QUEUE_MAX:
-            return  # the mode says again what has had no answer
+        if len(box.queue) >= QUEUE_MAX or any(what_is_said(waiting) == what_is_said(message) for waiting in box.queue):
+            return  # the mode says again what has had no answer; on a thin line, perhaps because it has not left yet
         box.queue.append(message)
         box.filled.set()
 
@@ -148,6 +149,7 @@ class Peers:
                 while True:
                     while box.queue:
                         await link.send(box.queue[0])
+                        await link.flushed()  # until then it waits, and need not be said again
                         box.queue.popleft()
                     box.filled = trio.Event()
                     with trio.move_on_after(IDLE_S) as idle:
@@ -160,6 +162,11 @@ class Peers:
             ended = group.exceptions[0]  # the watcher or the writer: whoever saw it first
         assert ended is not None, "the writer only ends with its connection"
         raise ended
+
+
+def what_is_said(message: Message) -> tuple[Any, ...]:
+    """Equal for a message and its repetition."""
+    return type(message), getattr(message, "link", None), getattr(message, "seq", None)
 
 
 async def _watch(link: Link) -> None:

@@ -43,6 +43,9 @@ class Link(Protocol):
         message either was queued whole or not at all.
         """
 
+    async def flushed(self) -> None:
+        """Wait until the network has taken all that was queued, or never will."""
+
     async def receive(self) -> Message:
         """Return the next message; one task at a time. Safe to cancel.
 

@@ -76,6 +76,11 @@ class StreamLink:
         """Queue `message`; see `Link.send`."""
         await self._outbox.put(message)
 
+    async def flushed(self) -> None:
+        """See `Link.flushed`."""
+        await trio.lowlevel.checkpoint()
+        await self._outbox.flushed()
+
     async def receive(self) -> Message:
         """Return the next message; see `Link.receive`."""
         await trio.lowlevel.checkpoint()

@@ -42,6 +42,10 @@ class Watched(Protocol):
         """Of the links it holds."""
         ...
 
+    def sends_to(self, peer: NodeId) -> bool:
+        """Whether something is on its way there."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class _Half:
@@ -139,7 +143,7 @@ class Checkers:
                     self._spoke_at.pop((node.id, peer), None)
                     continue
                 link, since = self._spoke_at.get((node.id, peer), (-1, now))
-                if link != reference.link:
+                if link != reference.link or node.sends_to(peer) or other.sends_to(node.id):
                     self._spoke_at[node.id, peer] = (reference.link, now)
                     continue
                 since = max(since, node.excused_until, other.excused_until)

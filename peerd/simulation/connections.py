@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from peerd.effects import NodeId, PeerError
-from peerd.peers import QUEUE_MAX, RETRY_FIRST_S, RETRY_MAX_S
+from peerd.messages import Message
+from peerd.peers import QUEUE_MAX, RETRY_FIRST_S, RETRY_MAX_S, what_is_said
 from peerd.simulation.network import Network
 from peerd.simulation.world import Kind, World
 from peerd.transport.hello import DEADLINE_S
 from peerd.transport.stream import PATIENCE_S
+
+Said = tuple[Any, ...]
 
 HANDSHAKE_BYTES = 600  # Hello and Welcome
 LOOK_S = 0.5  # how often a stream that is held up tries again
@@ -57,7 +60,8 @@ class Connection:
         self._source_id = source_id
         self._index = index
         self._reconnected = reconnected
-        self._queue: deque[tuple[bytes, float]] = deque()  # frame, bytes on the line
+        self._queue: deque[tuple[Said, bytes, float]] = deque()  # what it says, its frame, bytes on the line
+        self._leaving: Said | None = None  # what is being sent
         self._closed = False
         self._line = 0  # counts the connections, so that what belongs to a broken one is ignored
         self._connected = self._moving = False
@@ -74,10 +78,16 @@ class Connection:
         """Messages that wait."""
         return len(self._queue)
 
-    def send(self, frame: bytes, size: float) -> None:
-        """Queue; the mode says again what has had no answer, so a full queue drops it."""
-        if len(self._queue) < QUEUE_MAX:
-            self._queue.append((frame, size))
+    @property
+    def busy(self) -> bool:
+        """Whether something is on its way."""
+        return self._connected and (bool(self._queue) or self._moved > self._handed_over)
+
+    def send(self, message: Message, frame: bytes, size: float) -> None:
+        """Queue; the mode says again what has had no answer, so a full queue drops it, and so does what still waits."""
+        said = what_is_said(message)
+        if len(self._queue) < QUEUE_MAX and said != self._leaving and all(said != other for other, _, _ in self._queue):
+            self._queue.append((said, frame, size))
             self._move()
 
     def reset(self) -> None:
@@ -122,6 +132,7 @@ class Connection:
             self._world.note(Kind.BROKEN, self._source.index, self._index)
         self._line += 1
         self._connected = self._moving = False
+        self._leaving = None
         self._broken = True
         self._queue.clear()
         self._arrived.clear()
@@ -134,7 +145,7 @@ class Connection:
     def _move(self) -> None:
         if not self._connected or self._moving or not self._queue or self._closed:
             return
-        frame, size = self._queue.popleft()
+        self._leaving, frame, size = self._queue.popleft()
         self._moving = True
         self._source.bytes_sent += round(size)
         line, number = self._line, self._moved
@@ -149,7 +160,7 @@ class Connection:
 
     def _sent(self, line: int) -> None:
         if line == self._line:
-            self._moving = False
+            self._moving, self._leaving = False, None
             self._move()
 
     def _arrive(self, line: int, number: int, frame: bytes) -> None:

@@ -385,8 +385,13 @@ class Node:
         if isinstance(message, Delta) and message.wants_answer:
             self._began[peer] = self.steps
         size = len(frame) + payload * (self._swarm.settings.size_scale - 1)
-        connection.send(frame, size)
+        connection.send(message, frame, size)
         self._swarm.checkers.queue(self.id, peer, connection.queued)
+
+    def sends_to(self, peer: NodeId) -> bool:
+        """Whether something is on its way there."""
+        connection = self._connections.get(peer)
+        return connection is not None and connection.busy
 
     def reset(self, peer: NodeId) -> None:
         """The process of this peer is gone."""
@@ -450,11 +455,17 @@ class Node:
                 return
             case FetchFrom(givers):
                 asked, at = self._asked or ("", -math.inf)
-                if asked not in givers or self._now - at >= ASK_AGAIN_S:
+                if asked not in givers or (self._now - at >= ASK_AGAIN_S and not self._arriving(asked)):
                     others = [giver for giver in givers if giver != asked] or list(givers)
                     self._asked = (others[0], self._now)
                     self._send(others[0], ModelRequest())
         self._later(LOOK_AGAIN_S, self._join)
+
+    def _arriving(self, donor: NodeId) -> bool:
+        """Whether bytes come from there, as production sees at its sockets."""
+        row = self.membership.members[donor]
+        node = self._swarm.listener(self._swarm.index_of((row.host, row.port)))
+        return node is not None and node.sends_to(self.id)
 
     def _give_model(self, peer: NodeId) -> None:
         if self.learner is not None and self._replica is not None:

@@ -28,7 +28,6 @@ from peerd.training.trigger import parse_trigger
 
 PROBLEMS = ("members", "consensus", "bytes", *TASKS)
 CONVERGE_S = 120.0  # after the last fault has ended: then all must agree
-JOINING_MOST = 100  # peers; a larger swarm starts formed, for that its members all join is a story of its own
 ASK_EVERY_S = 2.0
 SAMPLES = 200  # looks at a run
 VIEWS = 8  # nodes whose membership a look counts
@@ -45,7 +44,7 @@ class Scenario:
     problem: str = "consensus"
     steps: int | None = None
     parameters: int = 125_000_000
-    compute: str = "fixed:1"
+    compute: str = "fixed:2"
     network: str = "lan"
     uplink_mbit: float | None = None
     downlink_mbit: float | None = None
@@ -128,11 +127,10 @@ class _Run:
     def go(self, progress: Progress) -> list[str]:
         """Run to the end; returns the violations."""
         scenario, swarm, world = self.scenario, self.swarm, self.world
-        join_over = scenario.join_over
-        if join_over is None and scenario.peers > JOINING_MOST:
+        if scenario.join_over is None:
             swarm.start_formed()
         else:
-            swarm.start_all(1.0 if join_over is None else join_over)
+            swarm.start_all(scenario.join_over)
         storm(swarm, self.faults, scenario.fault_every, self.ends_s)
         every_s = min(10.0, self.ends_s / SAMPLES)
         try:

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peerd.effects import NodeId, PeerError
+from peerd.messages import LinkOpen
 from peerd.peers import QUEUE_MAX, RETRY_MAX_S
 from peerd.simulation.connections import Connection
 from peerd.simulation.network import Network, Profile, uniform
@@ -46,6 +47,7 @@ class Pair:
             self.world, self.network, Process(0), lambda: self.target, "n0", 1, self._reconnected
         )
         self._says_again = says_again
+        self._said = 0
 
     def _reconnected(self) -> None:
         self.reconnected_at.append(self.world.now)
@@ -54,7 +56,8 @@ class Pair:
 
     def send(self, *frames: bytes, size: float = 100.0) -> None:
         for frame in frames:
-            self.connection.send(frame, size)
+            self._said += 1
+            self.connection.send(LinkOpen(self._said), frame, size)
 
     def run(self, seconds: float) -> None:
         self.world.run(self.world.now + seconds)
@@ -231,3 +234,16 @@ def test_a_process_that_is_gone_is_noticed_without_a_message() -> None:
     pair.target = Process(1, life=2)
     pair.world.run(3.0)
     assert pair.reconnected_at, "the sender was not told"
+
+
+def test_what_has_not_left_is_not_queued_again() -> None:
+    pair = Pair()
+    pair.world.run(1.0)
+    for _ in range(3):
+        pair.connection.send(LinkOpen(7), b"once", 1e6)
+    pair.world.run(100.0)
+    assert pair.target is not None
+    assert pair.target.received == [b"once"]
+    pair.connection.send(LinkOpen(7), b"again", 1e6)
+    pair.world.run(200.0)
+    assert pair.target.received == [b"once", b"again"]
