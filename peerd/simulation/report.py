@@ -78,7 +78,7 @@ def _plots(outcome: Outcome) -> str:
     histogram.set_title("own steps during an exchange (staleness)", fontsize=10)
     histogram.set_xlabel("steps")
     picture = io.StringIO()
-    figure.savefig(picture, format="svg")
+    figure.savefig(picture, format="svg", metadata={"Date": None})  # the same run draws the same page
     pyplot.close(figure)
     drawn = picture.getvalue()
     return drawn[drawn.index("<svg") :]

@@ -1,0 +1,116 @@
+"""`peerd simulate`: one line of JSON, the same run of a seed in any process, and one line for what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from peerd.cli.main import app
+from peerd.effects import UserError
+from peerd.simulation.scenario import Scenario
+
+SHORT = ["--peers", "6", "--minutes", "3", "--faults", "all", "--fault-every", "20"]
+
+
+def simulate(*words: str) -> dict[str, Any]:
+    result = CliRunner().invoke(app, ["simulate", *words, "--format", "json"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    line: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return line
+
+
+def elsewhere(hash_seed: str, *words: str) -> str:
+    command = [sys.executable, "-c", "from peerd.cli.main import run; run()", "simulate", *words, "--format", "json"]
+    environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    digest: str = json.loads(done.stdout)["digest"]
+    return digest
+
+
+def test_the_result_is_one_object_with_what_a_plan_needs() -> None:
+    result = simulate(*SHORT, "--seed", "3")
+    wanted = {
+        "peers", "seed", "digest", "virtual_seconds", "seconds", "probes", "false_deaths", "detection_median_s",
+        "detection_p99_s", "exchanges", "bytes_sent_total", "consensus_distance", "violations",
+    }  # fmt: skip
+    assert wanted <= result.keys()
+    assert result["violations"] == []
+    assert result["virtual_seconds"] == 180.0
+    assert result["exchanges"] > 0
+    assert result["bytes_sent_total"] > 0
+
+
+def test_a_seed_replays_a_run_bit_for_bit_in_other_processes() -> None:
+    here = simulate(*SHORT, "--seed", "5")["digest"]
+    assert [elsewhere(hash_seed, *SHORT, "--replay", "5") for hash_seed in ("0", "4711")] == [here, here]
+    assert simulate(*SHORT, "--seed", "6")["digest"] != here
+
+
+def test_the_replay_line_runs_the_same_again() -> None:
+    result = simulate(*SHORT, "--seed", "7", "--codec", "int8")
+    program, verb, *words = result["replay"].split()
+    assert (program, verb) == ("peerd", "simulate")
+    assert simulate(*words)["digest"] == result["digest"]
+
+
+def test_digits_train_in_virtual_time() -> None:
+    words = ["--problem", "digits", "--peers", "3", "--steps", "120", "--faults", "none", "--compute", "fixed:0.05"]
+    result = simulate(*words, "--join-over", "1")
+    assert result["accuracy"] > 0.8
+    assert result["steps"] == 120
+
+
+def test_a_trace_holds_every_event_and_changes_none(tmp_path: Path) -> None:
+    trace, report = tmp_path / "trace.jsonl", tmp_path / "report.html"
+    traced = simulate(*SHORT, "--seed", "8", "--trace", str(trace), "--report", str(report))
+    rows = [json.loads(line) for line in trace.read_text().splitlines()]
+    assert len(rows) == traced["events"]
+    assert {"start", "datagram", "message", "step", "apply"} <= {row["event"] for row in rows}
+    assert traced["digest"] == simulate(*SHORT, "--seed", "8")["digest"]
+    page = report.read_text()
+    assert page.count("<svg") == 1
+    assert traced["digest"] in page
+    assert not {"<script", "<link", "<img", 'href="http'} & set(page.split()), "the page loads nothing"
+
+
+def test_people_get_a_summary() -> None:
+    result = CliRunner().invoke(app, ["simulate", "--peers", "4", "--minutes", "1"], catch_exceptions=False)
+    assert result.exit_code == 0
+    for word in ("virtual time", "traffic", "membership", "digest", "replay"):
+        assert word in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "--minutes"),
+        (["--minutes", "1", "--problem", "mnist"], "not one of members, consensus, bytes"),
+        (["--minutes", "1", "--mode", "nope"], "--mode nope"),
+        (["--minutes", "1", "--codec", "nope"], "--codec nope"),
+        (["--minutes", "1", "--trigger", "nope"], "nope"),
+        (["--minutes", "1", "--faults", "crash,nope"], "'nope' is none of crash"),
+        (["--minutes", "1", "--network", "moon"], "--network moon"),
+        (["--minutes", "1", "--network", "absent.toml"], "cannot read the topology absent.toml"),
+        (["--minutes", "1", "--compute", "often"], "--compute often"),
+        (["--minutes", "1", "--problem", "bytes"], "--steps"),
+        (["--steps", "5", "--problem", "bytes", "--parameters", "7"], "--parameters 7"),
+        (["--minutes", "1", "--report", "plan.pdf"], "must end in .html"),
+        (["--minutes", "1", "--trace", "/nowhere/trace"], "--trace /nowhere/trace"),
+    ],
+)
+def test_bad_input_gets_one_clear_line(words: list[str], says: str) -> None:
+    with pytest.raises(UserError) as refused:
+        CliRunner().invoke(app, ["simulate", *words], catch_exceptions=False)
+    assert says in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_scenario_says_only_what_is_not_the_default() -> None:
+    assert Scenario(peers=5, seed=0).command() == "peerd simulate --peers 5 --seed 0"
