@@ -1,9 +1,10 @@
 """How does a model become one flat vector, and a correction become part of the model?
 
 Order: trainable parameters, then floating-point buffers (BatchNorm's statistics are averaged; integer buffers are left
-alone). Tied parameters appear once. Frozen parameters never travel: they take part in the signature only, so peers
-with another frozen base are refused. Everything is float32 on the way; parameters of lower precision keep what a
-correction could not yet move in a float32 carry, or small corrections would be rounded away for ever.
+alone, and so is one with infinities from the start, such as an attention mask). Tied parameters appear once. Frozen
+parameters never travel: they take part in the signature only, so peers with another frozen base are refused. Everything
+is float32 on the way; parameters of lower precision keep what a correction could not yet move in a float32 carry, or
+small corrections would be rounded away for ever.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class FlatModel:
                 raise ValueError(
                     f"parameter {name} is {_dtype(parameter)}: only real floating-point ones can be averaged"
                 )
-        averaged = [(name, b) for name, b in model.named_buffers() if b.is_floating_point()]
+        averaged = [(name, b) for name, b in model.named_buffers() if _is_averaged(b)]
         self.pieces: list[Piece] = []
         start = 0
         for name, tensor in [*trainable, *averaged]:
@@ -57,8 +58,7 @@ class FlatModel:
         self.tensors = _describe(model)
         self.signature = hashlib.sha256("\n".join(self.tensors).encode()).hexdigest()
         self._device = trainable[0][1].device
-        # a mask may hold infinities for good; whatever begins finite must stay so
-        self._finite_buffers = [b for _, b in averaged if b.numel() and bool(torch.isfinite(b).all())]
+        self._buffers = [b for _, b in averaged if b.numel()]
         self._base = torch.zeros(self.total, dtype=torch.float32, device=self._device)
         self._carry: dict[str, torch.Tensor] = {}
 
@@ -81,8 +81,8 @@ class FlatModel:
     def change(self) -> torch.Tensor:
         """||x - base|| over the parameters: one fused pass a tensor, a 0-dimensional result on the device.
 
-        Not finite when a parameter is not, nor when a buffer is not that once was: BatchNorm's statistics may be
-        spoilt by a batch that left no gradient.
+        Not finite when a parameter or a buffer is not: BatchNorm's statistics may be spoilt by a batch that left no
+        gradient.
         """
         norms = []
         for piece in self.pieces:
@@ -94,10 +94,10 @@ class FlatModel:
             base = self._base[piece.start : piece.stop].to(value.device)
             norms.append(torch.dist(value, base).to(self._device))
         norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
-        if not self._finite_buffers:
+        if not self._buffers:
             return norm
         # of all reductions the largest magnitude is the one that never overflows
-        peaks = [torch.linalg.vector_norm(buffer, ord=math.inf) for buffer in self._finite_buffers]
+        peaks = [torch.linalg.vector_norm(buffer, ord=math.inf) for buffer in self._buffers]
         return norm + (0 * torch.stack([peak.to(self._device, torch.float32) for peak in peaks])).sum()
 
     @torch.no_grad()
@@ -150,9 +150,13 @@ def _describe(model: nn.Module) -> list[str]:
         kind = "" if parameter.requires_grad else f" frozen {_checksum(parameter)}"
         lines.append(f"{name} {_dtype(parameter)} {_shape(parameter)}{kind}")
     for name, buffer in model.named_buffers():
-        if buffer.is_floating_point():
+        if _is_averaged(buffer):
             lines.append(f"{name} {_dtype(buffer)} {_shape(buffer)} buffer")
     return lines
+
+
+def _is_averaged(buffer: torch.Tensor) -> bool:
+    return buffer.is_floating_point() and bool(torch.isfinite(buffer).all())
 
 
 def _dtype(tensor: torch.Tensor) -> str:

@@ -193,13 +193,17 @@ def test_a_buffer_that_is_spoilt_counts_and_is_restored(bad: float) -> None:
     assert float(flat.change()) == 0
 
 
-def test_a_buffer_that_is_infinite_on_purpose_does_not_count() -> None:
+def test_a_buffer_that_is_infinite_on_purpose_is_left_alone() -> None:
     model = Mixed()
+    without = FlatModel(model).total
     model.register_buffer("mask", torch.full((3, 3), float("-inf")).triu(1))
     model.register_buffer("nothing", torch.empty(0))
     flat = FlatModel(model)
-    flat.gather()
+    assert flat.total == without
+    assert torch.isfinite(flat.gather()).all(), "or nothing of this model would ever be sent"
     assert float(flat.change()) == 0
+    flat.add(vector(flat, 1))
+    assert model.mask[0, 1] == float("-inf")
 
 
 @PRINTED
