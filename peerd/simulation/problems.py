@@ -109,7 +109,7 @@ class Quadratic:
 
     size_scale = 1.0
 
-    def __init__(self, seed: int, values: int = 64, lr: float = 0.02, spread: float = 0.3, noise: float = 0.5) -> None:
+    def __init__(self, seed: int, values: int = 64, lr: float = 0.05, spread: float = 0.3, noise: float = 0.2) -> None:
         """`spread` is the deviation of each value of the c_i, `noise` of each gradient's; the optimum's is 4."""
         self._seed = seed
         self._values = values
