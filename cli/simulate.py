@@ -21,24 +21,28 @@ from peerd.simulation.scenario import simulate as run_scenario
 def simulate(
     peers: Annotated[int, typer.Option(min=2, max=4096)] = 16,
     seed: Annotated[int, typer.Option("--seed", "--replay", min=0, help="the same run again, bit for bit")] = 0,
-    minutes: Annotated[float | None, typer.Option(min=0.01, help="virtual; default: until the steps are done")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(min=0.01, max=1e6, help="virtual; default: until the steps are done")
+    ] = None,
     problem: Annotated[str, typer.Option(help=f"one of {', '.join(PROBLEMS)}")] = "consensus",
     steps: Annotated[int | None, typer.Option(min=1, help="optimizer steps of each node")] = None,
-    parameters: Annotated[int, typer.Option(help="of the model, for --problem bytes")] = 125_000_000,
+    parameters: Annotated[int, typer.Option(max=10**13, help="of the model, for --problem bytes")] = 125_000_000,
     compute: Annotated[str, typer.Option(help="a step, in s: fixed:S, lognormal:MEDIAN:SIGMA, trace:FILE")] = "fixed:2",
     network: Annotated[str, typer.Option(help="lan, wan, home or a .toml file with sites")] = "lan",
-    uplink_mbit: Annotated[float | None, typer.Option(min=0.001, help="of each node, instead of the network's")] = None,
-    downlink_mbit: Annotated[float | None, typer.Option(min=0.001)] = None,
+    uplink_mbit: Annotated[
+        float | None, typer.Option(min=0.001, max=1e6, help="of each node, instead of the network's")
+    ] = None,
+    downlink_mbit: Annotated[float | None, typer.Option(min=0.001, max=1e6)] = None,
     mode: Annotated[str, typer.Option()] = "gossip",
     codec: Annotated[str, typer.Option()] = "sign",
     trigger: Annotated[str, typer.Option(help="change:0.05, period:10, always")] = "change:0.05",
     view: Annotated[int, typer.Option(min=1, max=64, help="partners of a node")] = 3,
     shard: Annotated[str, typer.Option(help="of a task: iid, sorted or dirichlet:A")] = "iid",
     faults: Annotated[str, typer.Option(help="none, all, or a list: crash,pause,partition,...")] = "crash",
-    fault_every: Annotated[float, typer.Option(min=0.1, help="seconds between faults, on average")] = 60.0,
+    fault_every: Annotated[float, typer.Option(min=0.1, max=1e6, help="seconds between faults, on average")] = 60.0,
     join_over: Annotated[
         float | None,
-        typer.Option(min=0.0, help="seconds in which the nodes join; default: they did long ago"),
+        typer.Option(min=0.0, max=1e6, help="seconds in which the nodes join; default: they did long ago"),
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="write every event to this file, a line of JSON each")] = None,
     report: Annotated[Path | None, typer.Option(help="write plots to this .html file")] = None,
@@ -51,6 +55,10 @@ def simulate(
     )  # fmt: skip
     if report is not None and report.suffix != ".html":
         raise UserError(f"--report {report}: the name must end in .html")
+    if report is not None and not report.absolute().parent.is_dir():
+        raise UserError(f"--report {report}: no such folder: {report.absolute().parent}")
+    if report is not None and trace is not None and report.absolute() == trace.absolute():
+        raise UserError(f"--trace and --report name the same file: {report}")
     console = Console(stderr=True)
     with _written(trace) as lines, Progress(
         TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn(),
@@ -62,7 +70,10 @@ def simulate(
             note = f"{look.at:,.0f} s, {look.up} up, {size(look.bytes_sent)}, distance {look.distance:.2%}"
             bar.update(row, completed=share, note=note)
 
-        outcome = run_scenario(scenario, lines, progress)
+        try:
+            outcome = run_scenario(scenario, lines, progress)
+        except KeyboardInterrupt:
+            raise UserError("interrupted: no result; a trace holds what was simulated until then") from None
     if report is not None:
         from peerd.simulation.report import write_report
 
@@ -81,11 +92,10 @@ def _written(path: Path | None) -> Iterator[TextIO | None]:
         yield None
         return
     try:
-        file = path.open("w", encoding="utf-8")
+        with path.open("w", encoding="utf-8") as file:
+            yield file
     except OSError as error:
         raise UserError(f"--trace {path}: {error.strerror}") from None
-    with file:
-        yield file
 
 
 def _write(path: Path, text: str) -> None:

@@ -87,17 +87,16 @@ class Suspicions:
 
         At most a few at once: where many are silent it is not datagrams that were lost.
         """
-        ids: list[NodeId] = []
-        pending = sum(suspicion.asked for suspicion in self._suspects.values())
-        while self.deadline <= now and pending + len(ids) < LAST_WORDS_MAX:
-            id = self._heap[0][1]
+        if self.deadline > now:
+            return []
+        room = LAST_WORDS_MAX - len(self.asked())
+        due = sorted((s.deadline, id) for id, s in self._suspects.items() if s.deadline <= now and not s.asked)
+        ids = [id for _, id in due[: max(0, room)]]
+        for id in ids:
             suspicion = self._suspects[id]
-            if suspicion.asked:
-                break
             suspicion.asked = True
             suspicion.not_before = now + 2 * self._timing.probe_timeout_s
             self._arm(id, suspicion)
-            ids.append(id)
         return ids
 
     def spoke(self, id: NodeId, now: float) -> None:

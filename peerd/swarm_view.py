@@ -82,9 +82,9 @@ class SwarmView:
             raise UserError(f"cannot join {shown(address)}: {failure}")
 
     async def answer(self, link: Link, first: MemberTable) -> None:
-        """The accepting side of a push-pull, whose first message has arrived."""
-        await self._send_table(link)
+        """The accepting side of a push-pull, whose first message has arrived: it hears first, so that it can refute."""
         await self._receive_table(link, first)
+        await self._send_table(link)
 
     async def _receive(self) -> None:
         while True:

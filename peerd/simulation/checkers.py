@@ -1,4 +1,4 @@
-"""Does everything that peerd promises hold, at every event of a simulated run?
+"""Does what peerd promises hold during a simulated run?
 
 A violation ends the run. Membership: keys never go down, nobody raises another's incarnation, nobody healthy is
 declared failed, all agree after the faults. Exchanges: every one is applied once at either end, in order, with opposite

@@ -147,19 +147,19 @@ class Connection:
             return
         self._leaving, frame, size = self._queue.popleft()
         self._moving = True
-        self._source.bytes_sent += round(size)
         line, number = self._line, self._moved
         self._moved += 1
         self._network.stream(
             self._source.index,
             self._index,
             size,
-            lambda: self._sent(line),
+            lambda: self._sent(line, size),
             lambda: self._arrive(line, number, frame),
         )
 
-    def _sent(self, line: int) -> None:
+    def _sent(self, line: int, size: float) -> None:
         if line == self._line:
+            self._source.bytes_sent += round(size)
             self._moving, self._leaving = False, None
             self._move()
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from peerd.effects import UserError
+from peerd.simulation.network import Profile
 from peerd.simulation.swarm import GRACE_S, Swarm
 
 Fault = Callable[[Swarm, random.Random], None]
@@ -84,28 +84,27 @@ def flap(swarm: Swarm, rng: random.Random) -> None:
 def swizzle_clog(swarm: Swarm, rng: random.Random) -> None:
     """Nodes are clogged one after the other, and unclogged in another order."""
     victims = rng.sample(range(swarm.peers), max(1, swarm.peers // 2))
-    for number, victim in enumerate(victims):
+    for victim, delay_s in zip(victims, sorted(rng.uniform(0.0, 30.0) for _ in victims), strict=True):
 
         def clog(victim: int = victim) -> None:
             heal = swarm.cut(lambda source, target: victim in (source, target))
             swarm.world.later(10.0 + rng.random() * 20.0, heal)
 
-        swarm.world.later(number * rng.random(), clog)
+        swarm.world.later(delay_s, clog)
 
 
 def weather(swarm: Swarm, rng: random.Random) -> None:
     """Loss, duplicates and disorder everywhere for a while, and damaged bytes."""
-    before = swarm.network.weather
-    swarm.set_weather(
-        replace(
-            before,
+    ends = swarm.set_weather(
+        Profile(
+            0.0,
             loss=rng.choice([0.0, 0.01, LOSS_MOST]),
             duplication=rng.choice([0.0, 0.1]),
             reordering=rng.choice([0.0, 0.2]),
             corruption=rng.choice([0.0, 0.02]),
         )
     )
-    swarm.world.later(rng.uniform(5.0, 120.0), lambda: swarm.set_weather(before))
+    swarm.world.later(rng.uniform(5.0, 120.0), ends)
 
 
 def slow(swarm: Swarm, rng: random.Random) -> None:
@@ -154,12 +153,12 @@ def parse_faults(text: str) -> list[str]:
     return names
 
 
-def storm(swarm: Swarm, names: Sequence[str], every_s: float, until: float) -> None:
-    """One fault of those named every so many seconds on average, from a stream of its own, none after `until`."""
+def storm(swarm: Swarm, names: Sequence[str], every_s: float, over: Callable[[], bool]) -> None:
+    """One fault of those named every so many seconds on average, from a stream of its own, until it is `over`."""
     rng = swarm.world.rng("faults")
 
     def strike() -> None:
-        if swarm.world.now < until:
+        if not over():
             FAULTS[rng.choice(names)](swarm, rng)
             swarm.world.later(rng.expovariate(1 / every_s), strike)
 

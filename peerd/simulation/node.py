@@ -287,7 +287,7 @@ class Node:
             node.datagram(message, self.address)
 
     def _push_pull(self, address: Address) -> None:
-        """Both tables over a connection of their own: they cost their bytes and three flights."""
+        """Both tables over a connection of their own: they cost their bytes and four flights."""
         swarm = self._swarm
         index = swarm.index_of(address)
         other = swarm.listener(index)
@@ -302,8 +302,8 @@ class Node:
         def answer() -> None:
             if not other.running:
                 return
-            theirs = other.membership.table()
             other.perform(_tables(other, mine))
+            theirs = other.membership.table()
             back = table_bytes(theirs)
             other.bytes_sent += back
             self._world.note(Kind.TABLES, other.index, self.index, back)

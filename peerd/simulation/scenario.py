@@ -102,10 +102,10 @@ class _Run:
         self.faults = parse_faults(scenario.faults)
         steps = scenario.steps
         self.ends_s = scenario.minutes * 60 if scenario.minutes is not None else math.inf
-        if steps is None and scenario.minutes is None:
-            raise UserError("say how long: --minutes M, or --steps N for a run that trains")
         self.problem = _problem(scenario)
         topology = _topology(scenario)
+        if scenario.minutes is None and (steps is None or self.problem is None):
+            raise UserError("say how long: --minutes M, or --steps N for a run that trains; what comes first ends it")
         self.swarm = Swarm(
             self.world,
             scenario.peers,
@@ -131,7 +131,7 @@ class _Run:
             swarm.start_formed()
         else:
             swarm.start_all(scenario.join_over)
-        storm(swarm, self.faults, scenario.fault_every, self.ends_s)
+        storm(swarm, self.faults, scenario.fault_every, lambda: bool(self.measured))
         every_s = min(10.0, self.ends_s / SAMPLES)
         try:
             while world.now < self.ends_s and not self._trained():
@@ -181,7 +181,7 @@ class _Run:
         ends_s = self.world.now + patience_s
         while not (self.swarm.whole() and self.swarm.agreed()):
             if self.world.now >= ends_s:
-                self.swarm.checkers.fail(f"the members still disagree {CONVERGE_S:.0f} s after the last fault")
+                self.swarm.checkers.fail(f"the members still disagree {patience_s:.0f} s after the last fault began")
             self.swarm.run(ASK_EVERY_S)
         self.swarm.look_at_links()
 

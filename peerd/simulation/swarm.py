@@ -16,7 +16,7 @@ from peerd.simulation.node import READY, Clock, Node, NodeSettings
 from peerd.simulation.problems import Compute, Problem, mean_and_distance
 from peerd.simulation.world import Kind, World
 from peerd.training.modes import ModeSettings
-from peerd.training.trigger import parse_trigger
+from peerd.training.trigger import PeriodTrigger, parse_trigger
 
 GRACE_S = 90.0  # after a fault has gone: until then a suspicion that it began may still become a verdict
 KNOWN_SHARE = 0.99  # of the live nodes: then a crash is known
@@ -72,6 +72,7 @@ class Swarm:
         self._gone_bytes = 0
         self._gone_counts: Counter[str] = Counter()
         self._cuts: list[Callable[[int, int], bool]] = []
+        self._weathers: list[Profile] = []
 
     # ---------------------------------------------------------------- nodes
 
@@ -183,10 +184,23 @@ class Swarm:
 
         return heal
 
-    def set_weather(self, weather: Profile) -> None:
-        """Loss, duplication, reordering and corruption on top of the network's own, everywhere."""
-        self.network.weather = weather
-        self.world.note(Kind.WEATHER, -1, value=weather.loss)
+    def set_weather(self, weather: Profile) -> Callable[[], None]:
+        """Loss, duplication, reordering and corruption on top of the network's own, everywhere.
+
+        Returns what ends it. Of several that overlap the last one rules.
+        """
+        self._weathers.append(weather)
+
+        def rule() -> None:
+            self.network.weather = self._weathers[-1] if self._weathers else Profile(0.0)
+            self.world.note(Kind.WEATHER, -1, value=self.network.weather.loss)
+
+        def end() -> None:
+            self._weathers.remove(weather)
+            rule()
+
+        rule()
+        return end
 
     def slow_down(self, index: int, factor: float) -> None:
         """Let a node have this part of its bandwidth; 1 is all of it."""
@@ -288,7 +302,8 @@ class Swarm:
     def look_at_links(self) -> None:
         """Ask the checkers whether anybody has been silent for too long, and whether every model is what was put in."""
         training = {node.id: node for node in self.nodes.values() if node.running and node.phase == "training"}
-        self.checkers.links(training, self.world.now)
+        if not isinstance(self.settings.mode_settings.trigger, PeriodTrigger):  # which may be silent for any time
+            self.checkers.links(training, self.world.now)
         for node in self.nodes.values():
             if node.injected is not None:
                 self.checkers.conserved(node.id, node.values(), node.injected)

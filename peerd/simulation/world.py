@@ -26,10 +26,10 @@ class Kind(IntEnum):
     HEAL = 5
     DATAGRAM = 6  # from, to, bytes
     LOST = 7  # from, to, bytes
-    MESSAGE = 8  # from, to, bytes
+    MESSAGE = 8  # to, kind of message, bytes of its frame
     TABLES = 9  # from, to, bytes
     STEP = 10  # node, step, change
-    APPLY = 11  # node, peer, checksum of the correction
+    APPLY = 11  # node, checksum of the correction
     PHASE = 12  # node
     STATE = 13  # viewer, member, state
     BROKEN = 14  # a connection: from, to

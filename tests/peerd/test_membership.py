@@ -622,3 +622,15 @@ def test_picks_are_live_and_distinct(changes: list[tuple[int, State]], chance: i
         assert {one.id for one in picked} <= set(roster.live) - {"n1"}
         assert all(one.state == State.ALIVE for one in roster.pick(2, rng, alive_only=True))
         assert {one.id for one in roster.failed()} == {i for i, m in roster.rows.items() if m.state == State.FAILED}
+
+
+def test_after_a_stall_every_suspect_is_still_asked_for_its_last_word() -> None:
+    suspicions = Suspicions(LAN)
+    for id in ("a", "b"):
+        suspicions.begin(id, "x", 100, 0.0)
+    suspicions.confirm("a", "y")
+    assert suspicions.last_words(suspicions.deadline) == ["a"]
+    suspicions.postpone(20.0)
+    now = suspicions.deadline
+    assert suspicions.last_words(now) == ["b"]
+    assert suspicions.expired(now) == ["a"]

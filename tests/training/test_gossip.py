@@ -322,3 +322,13 @@ def test_a_finished_node_hands_its_model_over_once() -> None:
         swarm.step("b", np.full(600, 0.01))
         swarm.settle()
     assert swarm.nodes["a"].core.counts["trigger_finishing"] == handed == 1
+
+
+def test_an_overdue_link_that_its_trigger_declines_is_not_looked_at_for_ever() -> None:
+    swarm = GossipSwarm(2, 600, "sign", trigger="period:100")
+    swarm.everyone_alive()
+    swarm.settle()
+    swarm.now += WAKE_AFTER_S
+    node = swarm.nodes["a"].core
+    swarm.perform("a", node.on_timer(swarm.now))
+    assert node.deadline > swarm.now + 1

@@ -109,7 +109,8 @@ class Gossip:
         effects = self._links.on_timer(now)
         if not self._report.finishing:
             for link in self._links.idle():
-                if now - link.last_exchange >= MAX_SILENCE_S:
+                if now - max(link.last_exchange, link.declined_at) >= MAX_SILENCE_S:
+                    link.declined_at = now
                     effects += self._decide(link, now)
         return self._rearm(effects, now)
 
@@ -316,7 +317,9 @@ class Gossip:
 
     def _rearm(self, effects: list[Effect], now: float) -> list[Effect]:
         self._unapplied = None
-        silences = [] if self._report.finishing else [link.last_exchange for link in self._links.idle()]
+        silences = (
+            [] if self._report.finishing else [max(link.last_exchange, link.declined_at) for link in self._links.idle()]
+        )
         overdue = min(silences, default=float("inf")) + WAKE_AFTER_S
         self.deadline = max(now, min(overdue, self._links.deadline(now)))
         return effects

@@ -44,6 +44,7 @@ class Link:
     last_exchange: float
     sent_at: float  # when something that waits for an answer was last sent
     active: bool  # the peer is alive
+    declined_at: float = float("-inf")  # when it was overdue, and the trigger had no reason
     moved: float = 0.0  # at most ||x at the last publish - anchor||
     exchanges: int = 0
     distance: float = 0.0  # between the two models, at the last exchange
