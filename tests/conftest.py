@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 sys.path[:0] = [str(Path(__file__).parent / folder) for folder in ("training", "transport")]
+
+
+@pytest.fixture(autouse=True)
+def _log_as_before() -> Iterator[None]:
+    """A daemon that ran in this process has set up logging; the next test finds it as it was."""
+    logger = logging.getLogger("peerd")
+    handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
+    yield
+    logger.handlers[:], logger.propagate = handlers, propagate
+    logger.setLevel(level)
