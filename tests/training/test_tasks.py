@@ -311,7 +311,7 @@ def test_schedule_rises_falls_and_stops_at_its_floor() -> None:
         rates.append(optimizer.param_groups[0]["lr"])
     assert rates[:10] == sorted(rates[:10])
     assert rates[10:] == sorted(rates[10:], reverse=True)
-    assert rates[100] == pytest.approx(0.1)
+    assert rates[100] == pytest.approx(2.0 * schedule.LR_FLOOR)
 
 
 def test_pace_spaces_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
