@@ -70,6 +70,11 @@ class Proceed:
 
 
 @dataclass(frozen=True, slots=True)
+class Resume:
+    """The trainer, which waits at its mode's barrier, may go on, once it has taken every correction so far."""
+
+
+@dataclass(frozen=True, slots=True)
 class MemberChanged:
     """The membership view of this member changed (it was added, or its state or meta differ)."""
 
@@ -84,7 +89,7 @@ class Log:
     text: str
 
 
-Effect = Send | SendDatagram | PushPull | Apply | Publish | Proceed | MemberChanged | Log
+Effect = Send | SendDatagram | PushPull | Apply | Publish | Proceed | Resume | MemberChanged | Log
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,8 @@ ROTATE_AFTER_EXCHANGES = 64  # a new link costs a bfloat16 snapshot, about 16 on
 class Gossip:
     """The mode's core for one node."""
 
+    barrier = 0
+
     def __init__(
         self, me: NodeId, layout: Layout, rng: random.Random, settings: ModeSettings, values: Callable[[], Vector]
     ) -> None:

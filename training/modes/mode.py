@@ -34,6 +34,8 @@ class Mode(Protocol):
 
     deadline: float
     counts: Counter[str]
+    barrier: int
+    """The trainer publishes at each step that is a multiple of this, and waits there for a Resume; 0: never."""
 
     def on_step(self, report: StepReport, now: float) -> list[Effect]:
         """The trainer's optimizer moved, or its run ended."""
@@ -68,6 +70,10 @@ class ModeSettings:
     codec: str
     trigger: Trigger
     view: int
+    every: int = 1  # steps between rounds, of a mode that has rounds
+    overlap: str = "delayed"  # of a round and the training: blocking, delayed or hpsgd
+    topology: str = "auto"  # of an all-reduce: auto, ring, tree:K, halving
+    min_peers: int = 1  # a round of fewer members waits for more
 
 
 ModeMaker = Callable[[NodeId, Layout, random.Random, ModeSettings, Callable[[], Vector]], Mode]
