@@ -19,6 +19,7 @@ from peerd.training.modes import ModeSettings
 from peerd.training.trigger import PeriodTrigger, parse_trigger
 
 GRACE_S = 90.0  # after a fault has gone: until then a suspicion that it began may still become a verdict
+STOP_ASKED_EVERY_S = 0.1
 KNOWN_SHARE = 0.99  # of the live nodes: then a crash is known
 PORT = 7946
 
@@ -250,17 +251,15 @@ class Swarm:
 
     # ---------------------------------------------------------------- what is measured
 
-    def run(self, seconds: float, stop: Callable[[], bool] = lambda: False) -> bool:
-        """Let time pass. `stop` is asked now and then, and ends it earlier."""
-        until, look = self.world.now + seconds, [self.world.now]
-
-        def asked() -> bool:
-            if self.world.now < look[0]:
-                return False
-            look[0] = self.world.now + 0.1
-            return stop()
-
-        return self.world.run(until, asked) or stop()
+    def run(self, seconds: float, stop: Callable[[], bool] | None = None) -> bool:
+        """Let time pass. `stop` is asked now and then, and ends it earlier; says whether it did."""
+        until = self.world.now + seconds
+        if stop is None:
+            self.world.run(until)
+            return False
+        while self.world.now < until and not stop():
+            self.world.run(min(until, self.world.now + STOP_ASKED_EVERY_S))
+        return stop()
 
     def whole(self) -> bool:
         """Whether every place has its process, which runs, and nothing is cut."""

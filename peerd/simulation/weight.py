@@ -19,10 +19,26 @@ _ARRAY_SHORT = 15  # items of an array whose header is one byte; that of a longe
 
 def datagram_bytes(message: Message) -> int:
     """Of one datagram, before news that does not fit is left out."""
-    if not isinstance(message, Ping | PingRequest | Ack) or not message.news:
-        return len(wire.encode_datagram(message))
-    bare = len(wire.encode_datagram(replace(message, news=())))
-    return bare + _rows_bytes(message.news)
+    match message:
+        case Ping(seq, sender, target, news):
+            return _bare_bytes(Ping, _magnitude(seq), len(sender.encode()), len(target.encode())) + _rows_bytes(news)
+        case Ack(seq, sender, news):
+            return _bare_bytes(Ack, _magnitude(seq), len(sender.encode())) + _rows_bytes(news)
+        case PingRequest():
+            return len(wire.encode_datagram(replace(message, news=()))) + _rows_bytes(message.news)
+        case _:
+            return len(wire.encode_datagram(message))
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _bare_bytes(kind: type[Ping | Ack], seq: int, *lengths: int) -> int:
+    """Of one without news, with a number as long as `seq` and ids of so many bytes."""
+    return len(wire.encode_datagram(kind(seq, *("x" * length for length in lengths), ())))
+
+
+def _magnitude(number: int) -> int:
+    """A number that msgpack writes in as many bytes."""
+    return number if number < 128 else 1 << (number.bit_length() - 1)
 
 
 def table_bytes(table: MemberTable) -> int:

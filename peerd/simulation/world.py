@@ -78,16 +78,13 @@ class World:
             row |= {"value": value} if value else {}
             self._trace.write(json.dumps(row) + "\n")
 
-    def run(self, until: float, stop: Callable[[], bool] = lambda: False) -> bool:
-        """Let time pass; `stop`, asked after every event, ends it earlier. Says whether it did."""
+    def run(self, until: float) -> None:
+        """Let time pass."""
         heap = self._heap
         while heap and heap[0][0] <= until:
             self.now, _, event = heapq.heappop(heap)
             event()
-            if stop():
-                return True
         self.now = max(self.now, until)
-        return False
 
     @property
     def digest(self) -> str:

@@ -70,17 +70,6 @@ def test_time_ends_where_it_was_to_and_goes_on_from_there():
     assert world.now == 10.0, "time does not go back"
 
 
-def test_stop_ends_it_after_the_event_that_made_it_true():
-    world = World(0)
-    seen: list[float] = []
-    for at in (1.0, 2.0, 2.0, 3.0):
-        world.later(at, lambda: seen.append(world.now))
-    assert world.run(10.0, stop=lambda: len(seen) == 2)
-    assert (world.now, seen) == (2.0, [1.0, 2.0])
-    assert not world.run(10.0, stop=lambda: False)
-    assert seen == [1.0, 2.0, 2.0, 3.0]
-
-
 @given(st.integers(0, 100), histories)
 def test_the_same_history_has_the_same_digest_whatever_the_seed(seed, history):
     assert lived(seed, history).digest == lived(0, history).digest
