@@ -21,9 +21,9 @@ def datagram_bytes(message: Message) -> int:
     """Of one datagram, before news that does not fit is left out."""
     match message:
         case Ping(seq, sender, target, news):
-            return _bare_bytes(Ping, _magnitude(seq), len(sender.encode()), len(target.encode())) + _rows_bytes(news)
+            return _ping_bytes(_magnitude(seq), len(sender.encode()), len(target.encode())) + _rows_bytes(news)
         case Ack(seq, sender, news):
-            return _bare_bytes(Ack, _magnitude(seq), len(sender.encode())) + _rows_bytes(news)
+            return _ack_bytes(_magnitude(seq), len(sender.encode())) + _rows_bytes(news)
         case PingRequest():
             return len(wire.encode_datagram(replace(message, news=()))) + _rows_bytes(message.news)
         case _:
@@ -31,9 +31,14 @@ def datagram_bytes(message: Message) -> int:
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def _bare_bytes(kind: type[Ping | Ack], seq: int, *lengths: int) -> int:
+def _ping_bytes(seq: int, sender: int, target: int) -> int:
     """Of one without news, with a number as long as `seq` and ids of so many bytes."""
-    return len(wire.encode_datagram(kind(seq, *("x" * length for length in lengths), ())))
+    return len(wire.encode_datagram(Ping(seq, "x" * sender, "x" * target, ())))
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _ack_bytes(seq: int, sender: int) -> int:
+    return len(wire.encode_datagram(Ack(seq, "x" * sender, ())))
 
 
 def _magnitude(number: int) -> int:
