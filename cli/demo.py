@@ -38,10 +38,34 @@ class Sample:
     status: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Kill:
+    """Which node gets a SIGKILL, and when."""
+
+    node: str
+    share: float  # of the run
+
+    @classmethod
+    def parse(cls, text: str, peers: int) -> Kill:
+        """Read NODE@SHARE. Raises UserError."""
+        index, _, share = text.partition("@")
+        try:
+            kill = cls(f"node-{int(index)}", float(share))
+        except ValueError:
+            raise UserError(f"--kill {text}: wanted NODE@SHARE, for example 1@0.5") from None
+        if not 0 <= int(index) < peers:
+            raise UserError(f"--kill {text}: the nodes are 0 to {peers - 1}")
+        if not 0 < kill.share < 1 or peers < 2:
+            raise UserError(f"--kill {text}: a share between 0 and 1 of a run of at least 2 nodes")
+        return kill
+
+
 @dataclass
 class Watch:
     """Everything seen of a run."""
 
+    kill: Kill | None = None
+    killed_at_s: float | None = None
     samples: list[Sample] = field(default_factory=list)
     latest: dict[str, dict[str, Any]] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
@@ -56,6 +80,9 @@ def demo(
     mode: Annotated[str, typer.Option()] = "gossip",
     codec: Annotated[str | None, typer.Option()] = None,
     trigger: Annotated[str | None, typer.Option(help="change:0.05, period:10, always")] = None,
+    kill: Annotated[
+        str | None, typer.Option(metavar="NODE@SHARE", help="SIGKILL a node in mid-run: 1@0.5 is node-1, halfway")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     picture: Annotated[Path, typer.Option(help="where the plots go")] = Path("peerd-demo.png"),
     format: FormatOption = Format.TEXT,
@@ -71,11 +98,12 @@ def demo(
     shards.parse(shard)
     load(given, {}, None)
     _check_picture(picture)
+    victim = Kill.parse(kill, peers) if kill is not None else None
     console = Console(stderr=format is Format.JSON)
     options = {"--wait-for": str(peers), **{f"--{key}": value for key, value in given.items() if value is not None}}
     _clean_up_on_signals()
     with LocalSwarm(peers, options, command) as swarm:
-        watch = _watch(swarm, console, f"{task} on {peers} nodes")
+        watch = _watch(swarm, console, f"{task} on {peers} nodes", victim)
         result = _sum_up(swarm, watch, task, seed)
     from peerd.cli.picture import draw
 
@@ -111,8 +139,8 @@ def _clean_up_on_signals() -> None:
 # -------------------------------------------------------------------- watching
 
 
-def _watch(swarm: LocalSwarm, console: Console, title: str) -> Watch:
-    watch = Watch()
+def _watch(swarm: LocalSwarm, console: Console, title: str, kill: Kill | None) -> Watch:
+    watch = Watch(kill)
     bar = Progress(TextColumn(title), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
     row = bar.add_task(title, total=1.0, note="starting")
     began = moved_at = time.monotonic()
@@ -127,6 +155,9 @@ def _watch(swarm: LocalSwarm, console: Console, title: str) -> Watch:
                 last, moved_at = progress, time.monotonic()
             elif time.monotonic() - moved_at > STUCK_S:
                 raise UserError(f"no node has made a step for {STUCK_S:.0f} s: {progress}")
+            if kill is not None and watch.killed_at_s is None and _share(statuses) >= kill.share:
+                swarm.kill(kill.node)
+                watch.killed_at_s = watch.seconds
             finished = sum(status["phase"] == "finished" for status in statuses.values())
             bar.update(row, completed=_share(statuses), note=f"{finished} of {len(statuses)} finished")
             live.update(Group(bar, _table(watch.latest)))
@@ -141,6 +172,8 @@ def _looks(swarm: LocalSwarm, watch: Watch) -> Iterator[dict[str, dict[str, Any]
         statuses = {}
         gone = swarm.ended()
         for name in swarm.names:
+            if name in gone and watch.killed_at_s is not None and watch.kill is not None and name == watch.kill.node:
+                continue
             if name in gone:
                 _fail(watch, f"{name} ended with code {gone[name]}: {swarm.last_words(name)}")
                 continue
@@ -213,7 +246,7 @@ def _sum_up(swarm: LocalSwarm, watch: Watch, task: str, seed: int) -> dict[str, 
     norm = sum(float((value**2).sum()) for value in average.values()) ** 0.5
     final = {name: swarm.status(name) for name in nodes}
     own_steps = [status["trainer"]["step"] - status["trainer"]["first_step"] for status in final.values()]
-    sent = sum(status["bytes_sent"] for status in final.values())
+    sent = sum(status["bytes_sent"] for status in {**watch.latest, **final}.values())
     every_step = sum(steps * 4 * status["values"] for steps, status in zip(own_steps, final.values(), strict=True))
     restarts = {name: status["trainer_restarts"] for name, status in final.items() if status["trainer_restarts"]}
     watch.failures += [
@@ -236,8 +269,27 @@ def _sum_up(swarm: LocalSwarm, watch: Watch, task: str, seed: int) -> dict[str, 
         "consensus_distance": (sum(squares) / len(squares)) ** 0.5 / norm,
         "seconds": watch.seconds,
         "loop_latency_p99_s": max(status["loop_latency_p99_s"] for status in final.values()),
+        "killed": watch.kill.node if watch.kill is not None and watch.killed_at_s is not None else None,
+        "stalled_s": _stalled_s(watch),
         "failures": watch.failures,
     }
+
+
+def _stalled_s(watch: Watch) -> float | None:
+    """The longest that a survivor made no step after the kill, while it trained."""
+    if watch.kill is None or watch.killed_at_s is None:
+        return None
+    longest = 0.0
+    for name in watch.latest.keys() - {watch.kill.node}:
+        seen = [s for s in watch.samples if s.node == name and s.seconds >= watch.killed_at_s]
+        since, step = watch.killed_at_s, -1
+        for sample in seen:
+            if sample.status["phase"] != "training":
+                break
+            if _step(sample.status) != step:
+                since, step = sample.seconds, _step(sample.status)
+            longest = max(longest, sample.seconds - since)
+    return round(longest, 2)
 
 
 def _evaluate(task: str, seed: int, weights: dict[str, Any]) -> dict[str, float]:
@@ -258,5 +310,7 @@ def _print_summary(console: Console, result: dict[str, Any], picture: Path) -> N
         f"consensus  nodes are {result['consensus_distance']:.3%} from their mean\n"
         f"picture    {picture}"
     )
+    if result["killed"] is not None:
+        console.print(f"killed     {result['killed']}; the others stood still for {result['stalled_s']:.1f} s at most")
     for failure in result["failures"]:
         console.print(f"[red]failure[/red]    {failure}")

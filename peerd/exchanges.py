@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import trio
 
-from peerd.effects import Effect, Log, NodeId, Proceed, Publish, Send, StepReport
+from peerd.effects import Effect, Log, NodeId, Proceed, Publish, Resume, Send, StepReport
 from peerd.lane import HandOver, Lane
 from peerd.logs import LOGGER
 from peerd.messages import Connected, Message, ModelSnapshot
@@ -36,6 +36,7 @@ class Exchanges:
         self._handed_over = trio.Event()  # every partner has what this node had not yet sent
         self._peers = peers
         self._publish_asked = False
+        self._resume_asked = False
         self._pending_report: StepReport | None = None
         self._report_lock = threading.Lock()
         self._began: dict[NodeId, float] = {}  # the lane's, like the mode: halves cross
@@ -130,7 +131,7 @@ class Exchanges:
     def on_trainer_gone(self) -> None:
         """The session is over: the daemon owns the model now."""
         self.session = None
-        self._publish_asked = False
+        self._publish_asked = self._resume_asked = False
 
         def owned_here(_: float) -> list[Effect]:
             if self.session is None and self.lane.replica is not None:
@@ -180,12 +181,17 @@ class Exchanges:
                 case Publish() if self.session is not None and not self._publish_asked:
                     self._publish_asked = True
                     await self.session.tell("publish", slot=self._replica.spare_copy)
+                case Resume():
+                    self._resume_asked = True
                 case Proceed():
                     self._handed_over.set()
                     if effect.settled:
                         self.settled.set()
                 case Log():
                     LOGGER.log(logging.getLevelNamesMapping()[effect.level.upper()], "%s", effect.text)
+        if self._resume_asked and self.session is not None and self.all_taken:
+            self._resume_asked = False
+            await self.session.tell("resume")
 
     # ---------------------------------------------------------------- for who leaves or looks
 

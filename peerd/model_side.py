@@ -184,7 +184,8 @@ class ModelSide:
             self._exchanges.begin(MODES[settings.mode], self._me, self.layout, self._rng, mode_settings)
         await self._tell(ready=True)
         self.on_members()
-        await session.tell("start", load=load, step=step, lr_most=self._lr_most)
+        barrier = self.mode.barrier if self.mode is not None else 0
+        await session.tell("start", load=load, step=step, lr_most=self._lr_most, barrier=barrier)
         self._exchanges.ask_publish()  # the mode may still wait for a copy from the trainer before this one
 
     async def _first_model(
@@ -220,7 +221,7 @@ class ModelSide:
                                 nursery.start_soon(self._end_run, session)
                     case "taken":
                         self._exchanges.on_taken(said["half"])
-                    case "finish":
+                    case "slot":
                         self._exchanges.ask_publish()
             nursery.cancel_scope.cancel()
 

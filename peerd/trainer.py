@@ -6,7 +6,8 @@
             swarm.step(loss=loss.item(), samples=len(batch))
 
 `step` adds the corrections that the daemon has ready, measures how far the model has moved, and publishes a copy when
-the daemon asks. It never waits for the network. Leaving the block waits for the swarm's final flush.
+the daemon asks. It waits for the network only where the mode has a barrier. Leaving the block waits for the swarm's final
+flush.
 """
 
 from __future__ import annotations
@@ -133,6 +134,8 @@ class _Session:
         self._publish_to: int | None = None
         self._early: list[dict[str, Any]] = []  # requests that came before the start
         self._go = False  # enough members are ready for the first step
+        self._barrier = 0  # a step that is a multiple of it waits for the swarm; 0: none does
+        self._resumed = False
         self._finished = False
         self._stop = False  # the node leaves the swarm: publish once more, write a checkpoint, end the script
         self._writer: threading.Thread | None = None
@@ -159,6 +162,7 @@ class _Session:
         self._link.send({"kind": "ready", "step": self.step})
         start = self._expect("start")
         self._lr_max = start["lr_most"]
+        self._barrier = start["barrier"]
         if start["load"] is not None:
             flat.load(self._memory.copies[start["load"]])
             self.step = max(self.step, int(start["step"]))
@@ -209,7 +213,13 @@ class _Session:
         if self._stop:
             self._report_last(step, change, **rest)
             self._end(step)
+        at_barrier = self._barrier > 0 and step % self._barrier == 0
+        if at_barrier:
+            self._wait_for_slot()
+            self._resumed = False
         self._report(step, change, **rest)
+        while at_barrier and not self._resumed and not self._stop:
+            self._poll(timeout_s=None)
         if time.monotonic() - self._last_checkpoint >= self._checkpoint_every_s and not rolled_back:
             self._write_checkpoint(step)
 
@@ -241,11 +251,15 @@ class _Session:
 
     def _report_last(self, step: int, change: float, **rest: Any) -> None:
         """Publish the model that no further step will change."""
+        self._wait_for_slot()
+        self._report(step, change, finishing=True, **rest)
+
+    def _wait_for_slot(self) -> None:
+        """Have a copy to publish to in the next report."""
         if self._publish_to is None:
-            self._link.send({"kind": "finish"})
+            self._link.send({"kind": "slot"})
             while self._publish_to is None:
                 self._poll(timeout_s=None)
-        self._report(step, change, finishing=True, **rest)
 
     def _report(self, step: int, change: float, **rest: Any) -> None:
         lr = max(float(group["lr"]) for group in self._optimizer.param_groups)
@@ -283,6 +297,8 @@ class _Session:
                 self._publish_to = message["slot"]
             case "go":
                 self._go = True
+            case "resume":
+                self._resumed = True
             case "finished":
                 self._finished = True
             case "stop":

@@ -132,4 +132,4 @@ def _is_understood(said: dict[str, Any]) -> bool:
         case "taken":
             return isinstance(said.get("half"), int) and said["half"] in (0, 1)
         case kind:
-            return kind == "finish"
+            return kind == "slot"

@@ -64,7 +64,7 @@ def test_a_run_from_the_attach_to_the_end(tmp_path: Path) -> None:
                 assert not node.side.about.ready
                 trainer.memory.copies[0][:] = MODEL
                 await trainer.say("ready", step=3)
-                assert await trainer.hear("start") == {"kind": "start", "load": None, "step": 3, "lr_most": 0.0}
+                assert await trainer.hear("start") == {"kind": "start", "load": None, "step": 3, "lr_most": 0.0, "barrier": 0}
                 assert node.side.about.ready
                 await trainer.hear("go")
                 assert (await node.side.model_values()).tolist() == MODEL.tolist()
@@ -78,7 +78,7 @@ def test_a_run_from_the_attach_to_the_end(tmp_path: Path) -> None:
                 assert (facts.pid, facts.phase, facts.first_step, facts.samples) == (1234, "training", 3, 16)
                 assert (facts.loss, facts.lr, facts.metrics, facts.rollbacks) == (0.5, 0.05, {"accuracy": 0.9}, 1)
 
-                await trainer.say("finish")
+                await trainer.say("slot")
                 slot = await trainer.asked_to_publish()
                 trainer.memory.copies[slot][:] = 2 * MODEL
                 await trainer.step(6, published=slot, finishing=True)
@@ -109,7 +109,7 @@ def test_a_trainer_that_comes_back_goes_on_with_the_daemons_model(tmp_path: Path
             with script() as second:
                 nursery.start_soon(second.serve, node)
                 start = await second.trains(step=4)
-                assert start == {"kind": "start", "load": 0, "step": 9, "lr_most": 0.4}
+                assert start == {"kind": "start", "load": 0, "step": 9, "lr_most": 0.4, "barrier": 0}
                 assert second.memory.copies[0].tolist() == MODEL.tolist()
                 assert node.side.attaches == 2
                 nursery.cancel_scope.cancel()

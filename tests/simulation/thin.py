@@ -111,7 +111,7 @@ class Trainer:
                 await self._report()
                 await trio.sleep(STEP_S)
             if self._publish_to is None:
-                await self._say(kind="finish")
+                await self._say(kind="slot")
                 while self._publish_to is None:
                     await self._obey(await self._next())
             await self._report(finishing=True)
