@@ -122,7 +122,7 @@ def _print_summary(console: Console, outcome: Outcome, report: Path | None) -> N
     rows["membership"] = f"{result['probes']} probes, {result['false_deaths']} false deaths"
     if result["detection_median_s"] is not None:
         rows["crashes"] = (
-            f"{result['crashes_detected']} known to 99 % of the nodes after "
+            f"{result['crashes_detected']} of {result['crashes']} were known to 99 % of the nodes, after "
             f"{result['detection_median_s']:.1f} s (median), {result['detection_p99_s']:.1f} s (99th percentile)"
         )
     rows["digest"] = result["digest"]

@@ -81,6 +81,18 @@ class Checkers:
 
     def member_changed(self, viewer: Watched, id: NodeId) -> None:
         """`viewer` believes something new of `id`."""
+        self.keys(viewer, id)
+        subject = self._latest.get(id)
+        if subject is None:
+            return
+        record = viewer.membership.members[id]
+        dead = record.state == State.FAILED and record.epoch == subject.membership.me.epoch
+        if dead and self._world.now >= subject.excused_until and viewer.id != id:
+            self.false_deaths += 1
+            self.fail(f"{viewer.id} declared {id} failed, which was never paused, cut or crashed")
+
+    def keys(self, viewer: Watched, id: NodeId) -> None:
+        """What `viewer` believes of `id` is no older than before, and no newer than what that one says itself."""
         record = viewer.membership.members[id]
         key = (record.epoch, record.incarnation, int(record.state))
         at = (viewer.id, viewer.membership.me.epoch, id)
@@ -88,15 +100,9 @@ class Checkers:
             self.fail(f"{viewer.id} went from {self._keys[at]} back to {key} on {id}")
         self._keys[at] = key
         subject = self._latest.get(id)
-        if subject is None:
-            return
-        me = subject.membership.me
-        if key[:2] > (me.epoch, me.incarnation):
-            self.fail(f"{viewer.id} holds {key} of {id}, which itself is at {(me.epoch, me.incarnation)}")
-        dead = record.state == State.FAILED and record.epoch == me.epoch
-        if dead and self._world.now >= subject.excused_until and viewer.id != id:
-            self.false_deaths += 1
-            self.fail(f"{viewer.id} declared {id} failed, which was never paused, cut or crashed")
+        if subject is not None and key[:2] > (subject.membership.me.epoch, subject.membership.me.incarnation):
+            itself = (subject.membership.me.epoch, subject.membership.me.incarnation)
+            self.fail(f"{viewer.id} holds {key} of {id}, which itself is at {itself}")
 
     # ---------------------------------------------------------------- exchanges
 

@@ -61,7 +61,7 @@ def one_way(swarm: Swarm, rng: random.Random) -> None:
     if swarm.peers < 2:
         return
     pair = tuple(rng.sample(range(swarm.peers), 2))
-    swarm.world.later(rng.uniform(1.0, 60.0), swarm.cut(lambda source, target: (source, target) == pair))
+    swarm.world.later(rng.uniform(1.0, 60.0), swarm.cut(lambda source, target: (source, target) == pair, pair))
 
 
 def flap(swarm: Swarm, rng: random.Random) -> None:
@@ -149,7 +149,8 @@ def parse_faults(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in FAULTS:
-            raise UserError(f"--faults {text}: {name!r} is none of {', '.join(FAULTS)}, all, none")
+            alone = f"; {name} stands alone" if name in ("none", "all") else ""
+            raise UserError(f"--faults {text}: {name!r} is none of {', '.join(FAULTS)}{alone or ', all, none'}")
     return names
 
 

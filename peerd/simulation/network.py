@@ -62,6 +62,12 @@ class Topology:
     sites: tuple[str, ...]  # one a node
     lines: dict[tuple[str, str], Between] = field(default_factory=dict)
 
+    @property
+    def latency_s(self) -> float:
+        """The longest, one way."""
+        here = max(profile.latency_s for profile in self.profiles)
+        return here + max((line.latency_s for line in self.lines.values()), default=0.0)
+
 
 @dataclass(slots=True)
 class Pipe:
@@ -100,6 +106,11 @@ class Network:
         profile = self._topology.profiles[node]
         self.up[node].rate = profile.uplink_mbit * BYTES_PER_MBIT / factor
         self.down[node].rate = profile.downlink_mbit * BYTES_PER_MBIT / factor
+
+    def drop(self, node: int) -> None:
+        """The process there is gone, and what waited in its pipes with it."""
+        for pipe in (self.up[node], self.down[node]):
+            pipe.free_at = min(pipe.free_at, self._world.now)
 
     def flight_s(self, source: int, target: int) -> float:
         """Latency and jitter of one packet, one way."""
@@ -211,6 +222,8 @@ def read_topology(path: Path) -> Topology:
             raise UserError(f"{path}: like = {like!r} is not one of {', '.join(PROFILES)}")
         if type(peers) is not int or not 1 <= peers <= _PEERS_MOST:
             raise UserError(f"{path}: every [[site]] needs peers, a whole number from 1 to {_PEERS_MOST}")
+        if name in sites:
+            raise UserError(f"{path}: two sites are called {name!r}")
         profiles += [replace(PROFILES[like], **_numbers(path, row))] * peers
         sites += [name] * peers
     lines: dict[tuple[str, str], Between] = {}
@@ -219,6 +232,8 @@ def read_topology(path: Path) -> Topology:
         ends = row.get("sites")
         if not isinstance(ends, list) or len(ends) != 2 or ends[0] == ends[1] or not all(end in sites for end in ends):
             raise UserError(f"{path}: sites = {ends!r} must name two of {', '.join(dict.fromkeys(sites))}")
+        if (ends[0], ends[1]) in lines:
+            raise UserError(f"{path}: two [[between]] for {ends[0]} and {ends[1]}")
         if "latency_ms" not in row:
             raise UserError(f"{path}: every [[between]] needs latency_ms")
         lines[ends[0], ends[1]] = lines[ends[1], ends[0]] = Between(**_numbers(path, row))

@@ -39,13 +39,14 @@ from peerd.simulation.network import Network
 from peerd.simulation.problems import Compute, Learner
 from peerd.simulation.weight import datagram_bytes, table_bytes
 from peerd.simulation.world import Kind, World
-from peerd.swarm_view import TABLE_PART
+from peerd.swarm_view import PUSH_PULL_DEADLINE_S, TABLE_PART
 from peerd.timing import Timing
 from peerd.training import delta
 from peerd.training.modes import MODES, Mode, ModeSettings
 from peerd.training.reference import PairedReference
 from peerd.transport import wire
 from peerd.transport.framing import FrameReader, frames
+from peerd.transport.tcp import DIAL_TIMEOUT_S
 
 SIGNATURE = "simulated"
 READY = About(model=SIGNATURE, ready=True, expects=True)
@@ -54,7 +55,6 @@ INBOX_DATAGRAMS = 400  # what the kernel keeps for a stopped process
 PEERS_EVERY_S = 0.5  # the mode hears of members that came or went at most so often
 LOOK_AGAIN_S = 1.0  # how often a newcomer looks whether somebody has a model
 ASK_AGAIN_S = 10.0
-UNREACHABLE_S = 1.0
 DECODED_ONE_IN = 32  # datagrams are decoded and compared; the others arrive as the objects they were
 SETTLE_S = 30.0  # how long an ended run waits for others that train
 PHASES = ("joining", "waiting", "training", "finishing", "finished")
@@ -288,31 +288,40 @@ class Node:
 
     def _push_pull(self, address: Address) -> None:
         """Both tables over a connection of their own: they cost their bytes and four flights."""
-        swarm = self._swarm
+        swarm, network = self._swarm, self._swarm.network
         index = swarm.index_of(address)
-        other = swarm.listener(index)
-        network = swarm.network
-        cut = network.cut(self.index, index) or network.cut(index, self.index)
-        if other is None or not other.running or cut:
-            self._later(UNREACHABLE_S, lambda: self.perform(self.membership.on_unreachable(address, self._now)))
-            return
         mine = self.membership.table()
-        sent = table_bytes(mine)
+        ended = False
+
+        def fail() -> None:
+            nonlocal ended
+            if not ended:
+                ended = True
+                self.perform(self.membership.on_unreachable(address, self._now))
 
         def answer() -> None:
-            if not other.running:
+            nonlocal ended
+            other = swarm.listener(index)
+            if other is None:  # its kernel says so
+                self._later(network.flight_s(index, self.index), fail)
+            if other is None or not other.running or network.cut(index, self.index):
                 return
             other.perform(_tables(other, mine))
             theirs = other.membership.table()
             back = table_bytes(theirs)
             other.bytes_sent += back
             self._world.note(Kind.TABLES, other.index, self.index, back)
-            flight_s = network.flight_s(other.index, self.index)
-            self._later(flight_s, lambda: self.perform(_tables(self, theirs)))
+            ended = True
+            self._later(network.flight_s(other.index, self.index), lambda: self.perform(_tables(self, theirs)))
 
+        if network.cut(self.index, index) or network.cut(index, self.index):
+            self._later(DIAL_TIMEOUT_S, fail)
+            return
+        sent = table_bytes(mine)
         self.bytes_sent += sent
         self._world.note(Kind.TABLES, self.index, index, sent)
         self._world.later(3 * network.flight_s(self.index, index), answer)
+        self._later(PUSH_PULL_DEADLINE_S, fail)
 
     def _member_changed(self, id: NodeId) -> None:
         self._swarm.checkers.member_changed(self, id)

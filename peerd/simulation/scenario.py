@@ -112,7 +112,7 @@ class _Run:
             scenario.peers,
             self.problem,
             topology=topology,
-            timing=WAN if max(profile.latency_s for profile in topology.profiles) > 0.03 else LAN,
+            timing=WAN if topology.latency_s > 0.03 else LAN,
             mode=scenario.mode,
             codec=scenario.codec,
             trigger=scenario.trigger,
@@ -156,11 +156,13 @@ class _Run:
         counts, detections, models = swarm.counts(), swarm.detections_s, swarm.models()
         figures: dict[str, Any] = {
             "virtual_seconds": round(self.world.now, 3),
+            "ended_by": "steps" if self._trained() else "minutes" if self.world.now >= self.ends_s else "violation",
             "steps": max((node.steps for node in swarm.nodes.values()), default=0),
             "exchanges": swarm.checkers.exchanges,
             "snapshots": counts["snapshots"],
             "bytes_sent_total": swarm.bytes_sent,
             "probes": counts["probes"],
+            "crashes": swarm.crashed,
             "crashes_detected": len(detections),
             "detection_median_s": float(np.median(detections)) if detections else None,
             "detection_p99_s": float(np.percentile(detections, 99)) if detections else None,
@@ -230,8 +232,7 @@ def simulate(scenario: Scenario, trace: TextIO | None = None, progress: Progress
         "seconds": round(time.perf_counter() - began, 3),
         "replay": scenario.command(),
     }
-    staleness = sum((node.staleness for node in run.swarm.nodes.values()), Counter[int]())
-    return Outcome(result, run.looks, staleness)
+    return Outcome(result, run.looks, run.swarm.staleness())
 
 
 def _problem(scenario: Scenario) -> Problem | None:
@@ -240,6 +241,8 @@ def _problem(scenario: Scenario) -> Problem | None:
     if scenario.codec not in CODECS:
         raise UserError(f"--codec {scenario.codec}: not one of {', '.join(CODECS)}")
     parse_trigger(scenario.trigger)
+    if scenario.shard != "iid" and scenario.problem not in TASKS:
+        raise UserError(f"--shard {scenario.shard}: only a task has samples, --problem {', '.join(TASKS)}")
     match scenario.problem:
         case "members":
             return None

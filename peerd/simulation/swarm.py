@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from peerd.effects import Address, NodeId, Vector
@@ -13,7 +13,7 @@ from peerd.messages import Member, State
 from peerd.simulation.checkers import Checkers
 from peerd.simulation.network import PROFILES, Network, Profile, Topology, uniform
 from peerd.simulation.node import READY, Clock, Node, NodeSettings
-from peerd.simulation.problems import Compute, Problem, mean_and_distance
+from peerd.simulation.problems import Compute, Problem
 from peerd.simulation.world import Kind, World
 from peerd.training.modes import ModeSettings
 from peerd.training.trigger import PeriodTrigger, parse_trigger
@@ -21,6 +21,7 @@ from peerd.training.trigger import PeriodTrigger, parse_trigger
 GRACE_S = 90.0  # after a fault has gone: until then a suspicion that it began may still become a verdict
 STOP_ASKED_EVERY_S = 0.1
 KNOWN_SHARE = 0.99  # of the live nodes: then a crash is known
+VIEWERS = 8  # whose whole membership is looked at now and then
 PORT = 7946
 
 
@@ -32,6 +33,14 @@ class Crash:
     epoch: int
     known: set[NodeId] = field(default_factory=set)
     detected_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Cut:
+    """Which packets do not pass, and whom that touches."""
+
+    severed: Callable[[int, int], bool]
+    touched: frozenset[int]
 
 
 class Swarm:
@@ -63,6 +72,7 @@ class Swarm:
         self.verdicts: list[tuple[float, NodeId, NodeId]] = []  # when, in whose view, who is FAILED
         self.crashes: dict[NodeId, Crash] = {}
         self.detections_s: list[float] = []
+        self.crashed = 0
         self.settings = NodeSettings(
             mode, ModeSettings(codec, parse_trigger(trigger), view), timing, Compute(compute), steps,
             problem.size_scale if problem is not None else 1.0,
@@ -72,7 +82,8 @@ class Swarm:
         self._identities = Counter[int]()
         self._gone_bytes = 0
         self._gone_counts: Counter[str] = Counter()
-        self._cuts: list[Callable[[int, int], bool]] = []
+        self._gone_staleness: Counter[int] = Counter()
+        self._cuts: list[_Cut] = []
         self._weathers: list[Profile] = []
 
     # ---------------------------------------------------------------- nodes
@@ -104,7 +115,7 @@ class Swarm:
         node = Node(self, index, me, where, learner, wait_for, clock or Clock(), known)
         self.nodes[index] = self.latest[id] = node
         self.crashes.pop(id, None)
-        node.excused_until = self._calm_at() if self._lives[index] > 1 or self._cuts else self.world.now
+        node.excused_until = self._calm_at(index) if self._lives[index] > 1 or self._cuts else self.world.now
         node.begin()
         return node
 
@@ -136,6 +147,9 @@ class Swarm:
         node.excused_until = math.inf
         self._gone_bytes += node.bytes_sent
         self._gone_counts += node.counts
+        self._gone_staleness += node.staleness
+        self.crashed += 1
+        self.network.drop(index)
         node.crash()
         for other in self.nodes.values():
             if not (self.network.cut(index, other.index) or self.network.cut(other.index, index)):
@@ -152,6 +166,7 @@ class Swarm:
                 return
             if node.membership.left_spread:
                 self.crash(index)
+                self.crashed -= 1
                 del self.crashes[node.id]
             else:
                 self.world.later(0.2, gone)
@@ -169,19 +184,23 @@ class Swarm:
         """SIGCONT."""
         node = self.nodes[index]
         self.world.note(Kind.RESUME, index)
-        node.excused_until = self._calm_at()
+        node.excused_until = self._calm_at(index)
         node.resume()
 
-    def cut(self, severed: Callable[[int, int], bool]) -> Callable[[], None]:
-        """No packet passes from the first to the second place while `severed` says so; returns what heals it."""
-        self._cuts.append(severed)
+    def cut(self, severed: Callable[[int, int], bool], touched: Collection[int] | None = None) -> Callable[[], None]:
+        """No packet passes from the first to the second place while `severed` says so; returns what heals it.
+
+        Only the `touched` places are excused (default: all): a node that hears nobody buries everybody.
+        """
+        cut = _Cut(severed, frozenset(range(self.peers) if touched is None else touched))
+        self._cuts.append(cut)
         self.world.note(Kind.CUT, len(self._cuts))
-        self._set_cuts()
+        self._set_cuts(cut)
 
         def heal() -> None:
-            self._cuts.remove(severed)
+            self._cuts.remove(cut)
             self.world.note(Kind.HEAL, len(self._cuts))
-            self._set_cuts()
+            self._set_cuts(cut)
 
         return heal
 
@@ -208,16 +227,17 @@ class Swarm:
         self.network.slow_down(index, factor)
         self.world.note(Kind.SLOW, index, value=factor)
 
-    def _set_cuts(self) -> None:
-        cuts = list(self._cuts)
+    def _set_cuts(self, changed: _Cut) -> None:
+        cuts = [cut.severed for cut in self._cuts]
         self.network.cut = (lambda a, b: any(cut(a, b) for cut in cuts)) if cuts else (lambda a, b: False)
-        for node in self.nodes.values():
-            if node.running:
-                node.excused_until = self._calm_at()
+        for index in changed.touched & self.nodes.keys():
+            if self.nodes[index].running:
+                self.nodes[index].excused_until = self._calm_at(index)
 
-    def _calm_at(self) -> float:
-        """When whoever runs is to be trusted again."""
-        return math.inf if self._cuts else self.world.now + GRACE_S
+    def _calm_at(self, index: int) -> float:
+        """When who runs there is to be trusted again."""
+        cut_off = any(index in cut.touched for cut in self._cuts)
+        return math.inf if cut_off else self.world.now + GRACE_S
 
     # ---------------------------------------------------------------- what nodes see of it
 
@@ -280,14 +300,13 @@ class Swarm:
         """Of all nodes that have one."""
         return [node.values() for node in self.nodes.values() if node.mode is not None]
 
-    def consensus_distance(self) -> float:
-        """Root mean square distance of the models from their mean, over its norm."""
-        models = self.models()
-        return mean_and_distance(models)[1] if models else 0.0
-
     def counts(self) -> Counter[str]:
         """Of all nodes, those that are gone too."""
         return sum((node.counts for node in self.nodes.values()), Counter(self._gone_counts))
+
+    def staleness(self) -> Counter[int]:
+        """Own steps between the two ends of an exchange, of all nodes, those that are gone too."""
+        return sum((node.staleness for node in self.nodes.values()), Counter(self._gone_staleness))
 
     @property
     def bytes_sent(self) -> int:
@@ -299,10 +318,14 @@ class Swarm:
         return bool(self.nodes) and all(node.phase == "finished" for node in self.nodes.values())
 
     def look_at_links(self) -> None:
-        """Ask the checkers whether anybody has been silent for too long, and whether every model is what was put in."""
+        """Ask the checkers whether anybody has been silent for too long, and whether every model is what was put in,
+        and whether what a few nodes believe only ever grew."""
         training = {node.id: node for node in self.nodes.values() if node.running and node.phase == "training"}
         if not isinstance(self.settings.mode_settings.trigger, PeriodTrigger):  # which may be silent for any time
             self.checkers.links(training, self.world.now)
         for node in self.nodes.values():
             if node.injected is not None:
                 self.checkers.conserved(node.id, node.values(), node.injected)
+        for node in list(self.nodes.values())[:VIEWERS]:
+            for id in node.membership.members:
+                self.checkers.keys(node, id)
