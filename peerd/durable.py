@@ -13,3 +13,12 @@ def flush(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def replace(path: Path, text: str) -> None:
+    """Give a file new content, all of it or none, on the disk when this returns. Raises OSError."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text)
+    flush(temporary)
+    temporary.replace(path)
+    flush(path.parent)

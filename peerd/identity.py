@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peerd.durable import flush
+from peerd.durable import replace
 from peerd.effects import NodeId, UserError
 
 EPOCH_MAX = 1 << 53
@@ -43,7 +43,8 @@ def take(folder: Path) -> Identity:
     known = _read(folder / _FILE)
     identity = Identity(known.get("id", secrets.token_hex(8)), known.get("epoch", 0) + 1, lock)
     try:
-        _write(folder / _FILE, {"id": identity.id, "epoch": identity.epoch})
+        # after a power cut the same epoch must not begin twice
+        replace(folder / _FILE, json.dumps({"id": identity.id, "epoch": identity.epoch}))
     except OSError as error:
         os.close(lock)
         raise UserError(f"state folder {folder}: {error.strerror}") from None
@@ -59,11 +60,3 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
     whole = type(id) is str and _ID.fullmatch(id) and type(epoch) is int and 0 < epoch <= EPOCH_MAX
     return {"id": id, "epoch": epoch} if whole else {}
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content))
-    flush(temporary)
-    temporary.replace(path)
-    flush(path.parent)  # after a power cut the same epoch must not begin twice
