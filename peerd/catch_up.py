@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import numpy as np
 import trio
 
-from peerd.effects import NodeId, PeerError, Vector
+from peerd.effects import Address, NodeId, PeerError, Vector
 from peerd.logs import LOGGER
-from peerd.messages import Member, ModelRequest, ModelSnapshot
+from peerd.messages import Member, ModelRequest, ModelSnapshot, State
 from peerd.peers import Peers
 from peerd.roles import FetchFrom, OwnModel, WaitFor, donors, partners, whose_model
 from peerd.training import delta
@@ -25,12 +25,22 @@ class CatchUp:
     """A newcomer's way into the swarm's training."""
 
     def __init__(
-        self, me: NodeId, peers: Peers, members: Callable[[], dict[NodeId, Member]], *, has_seeds: bool
+        self,
+        me: NodeId,
+        peers: Peers,
+        members: Callable[[], dict[NodeId, Member]],
+        *,
+        has_seeds: bool,
+        awaited: Collection[Address] = (),
+        awaited_until: float = 0.0,
     ) -> None:
+        """`awaited` are members known before a restart: they have until then to answer."""
         self._me = me
         self._peers = peers
         self._members = members
         self._has_seeds = has_seeds
+        self._awaited = awaited
+        self._awaited_until = awaited_until
         self._news = trio.Event()
         self._donor: NodeId | None = None
         self._snapshot: ModelSnapshot | None = None
@@ -58,8 +68,11 @@ class CatchUp:
         told_at = -WAIT_TOLD_EVERY_S
         unwilling: set[NodeId] = set()
         while True:
-            match whose_model(self._members(), self._me, has_seeds=self._has_seeds):
+            awaited = self._awaited if trio.current_time() < self._awaited_until else ()
+            match whose_model(self._members(), self._me, has_seeds=self._has_seeds, awaited=awaited):
                 case OwnModel():
+                    if self._awaited and self._alone():
+                        LOGGER.warning("no member known before the restart answers: this node goes on alone")
                     return None
                 case FetchFrom(givers):
                     donor = next((giver for giver in givers if giver not in unwilling), givers[0])
@@ -68,6 +81,9 @@ class CatchUp:
                     unwilling = unwilling | {donor} if len(unwilling) < len(givers) else set()
                 case WaitFor(reason):
                     told_at = await self._wait(reason, told_at)
+
+    def _alone(self) -> bool:
+        return all(member.state > State.SUSPECT for id, member in self._members().items() if id != self._me)
 
     async def _wait(self, reason: str, told_at: float) -> float:
         """Until a member changes; `reason` is told now and then. Returns when it was last told."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import trio
 
-from peerd import __version__, identity
+from peerd import __version__, identity, known_members
 from peerd.control import serve
 from peerd.effects import Address, NodeId, PeerError, UserError
 from peerd.export import write_safetensors
@@ -41,6 +41,7 @@ from peerd.transport.udp import UdpDatagrams, bind_udp
 PROTOCOL = 1
 TENSORS_BYTES_MAX = 40 << 10  # of tensor names in a HELLO; the rest is covered by the hash
 LEAVE_SPREAD_S = 3.0  # a few gossip rounds; whoever misses the word hears it from others
+ANOTHER_SWARM = ("protocol", "swarm", "run")  # where a refusal names one of these, none of ours listens
 LOOPBACK = ("127.", "::1", "localhost")
 
 
@@ -55,14 +56,19 @@ class Daemon:
         nursery: trio.Nursery,
         transport: Transport,
         datagrams: Datagrams,
+        kept: tuple[Address, ...] = (),
     ) -> None:
-        """Wire the parts together; `start` starts them, listening on `bound`. `me` has what it says of itself."""
+        """Wire the parts together; `start` starts them, listening on `bound`.
+
+        `me` has what this node says of itself, `kept` the members that it knew before a restart.
+        """
         rng = random.Random(f"{me.id}/{me.epoch}")
         self.settings = settings
         self.latency = LoopLatency()
         self.leaving = trio.Event()
         self._me = me
         self._bound = bound
+        self._kept = kept
         self._nursery = nursery
         self._datagrams = datagrams
         self._transport = transport
@@ -75,11 +81,12 @@ class Daemon:
             reconnected=lambda peer: self.model.on_reconnected(peer),
             refused=lambda refusal: self.model.on_refused(refusal, newcomer=self.model.about.expects),
         )
-        self.model = ModelSide(me.id, settings, self.peers, self._members, self._say_about, rng)
+        timing = LAN if settings.network == "lan" else WAN
+        kept_until = self._began + timing.silence_s(len(kept))
+        self.model = ModelSide(me.id, settings, self.peers, self._members, self._say_about, rng, kept, kept_until)
         self.model.about = About.unpack(me.meta)
         self.model.on_layout = self._raise_payload_limits
-        timing = LAN if settings.network == "lan" else WAN
-        membership = Membership(me, settings.seeds, rng, trio.current_time(), timing)
+        membership = Membership(me, [*settings.seeds, *kept], rng, self._began, timing)
         self.view = SwarmView(
             membership,
             datagrams,
@@ -87,7 +94,7 @@ class Daemon:
             self.peers,
             self._hello,
             changed=self._on_members,
-            refused=lambda refusal: self.model.on_refused(refusal, newcomer=len(self._members()) == 1),
+            refused=self._on_refused,
         )
 
     async def start(self) -> Address:
@@ -166,6 +173,13 @@ class Daemon:
                 "another node runs with this node's identity (a copied or restored state folder?), and is newer"
             )
             self.model.failed.set()
+
+    def _on_refused(self, where: Address, refusal: Refused) -> None:
+        if refusal.field in ANOTHER_SWARM and where in self._kept and where not in self.settings.seeds:
+            LOGGER.warning("%s; it is no member any more, and is not asked again", refusal)
+            self.view.membership.drop_seed(where)
+        else:
+            self.model.on_refused(refusal, newcomer=len(self._members()) == 1)
 
     async def _say_about(self, about: About) -> None:
         await self.view.perform(self.view.membership.set_meta(about.pack(), trio.current_time()))
@@ -286,6 +300,7 @@ async def run(settings: Settings, command: list[str]) -> int:
     if (ignored := unknown_variables(os.environ)) is not None:
         LOGGER.warning("%s", ignored)
     mine = identity.take(settings.state_path)
+    kept = known_members.read(settings)
     path = socket_path(settings.name)
     supervisor = Supervisor(command, {"PEERD_SOCKET": str(path), "PEERD_NAME": settings.name}) if command else None
     host, port = await _resolve(settings.bind_address)
@@ -296,7 +311,7 @@ async def run(settings: Settings, command: list[str]) -> int:
     me = Member(mine.id, settings.name, _advertised(host), port, mine.epoch, 0, State.ALIVE, "", about)
     failure: UserError | None = None
     async with aclosing(datagrams), trio.open_nursery() as nursery:
-        daemon = Daemon(settings, me, (host, port), nursery, TcpTransport(nursery), datagrams)
+        daemon = Daemon(settings, me, (host, port), nursery, TcpTransport(nursery), datagrams, kept)
         address = await daemon.start()
         attach = _attach_hook(daemon, supervisor)
         await nursery.start(serve, path, daemon.verbs(), attach)
@@ -305,6 +320,7 @@ async def run(settings: Settings, command: list[str]) -> int:
         if supervisor is not None:
             nursery.start_soon(_supervise, daemon, supervisor)
         nursery.start_soon(_watch_failure, daemon)
+        nursery.start_soon(_keep_known_members, daemon, kept)
         await daemon.leaving.wait()
         LOGGER.info("leaving the swarm")
         await daemon.leave()
@@ -341,6 +357,16 @@ async def _supervise(daemon: Daemon, supervisor: Supervisor) -> None:
 async def _watch_failure(daemon: Daemon) -> None:
     await daemon.model.failed.wait()
     daemon.leaving.set()
+
+
+async def _keep_known_members(daemon: Daemon, kept: tuple[Address, ...]) -> None:
+    """Until it leaves: whoever leaves on purpose starts as it is told, whoever had to end looks for its swarm again."""
+    membership = daemon.view.membership
+    try:
+        await known_members.keep(daemon.settings, membership.me.id, lambda: membership.members, kept, daemon.leaving)
+    finally:
+        if daemon.leaving.is_set() and daemon.model.fatal is None:
+            known_members.forget(daemon.settings)
 
 
 async def _watch_signals(daemon: Daemon, supervisor: Supervisor | None, path: Path) -> None:

@@ -164,6 +164,10 @@ class Membership:
                 self._bury(id, now, effects)
         return self._ask_wake(now, effects)
 
+    def drop_seed(self, where: Address) -> None:
+        """This seed is not of our swarm."""
+        self._exchange.drop_seed(where)
+
     def set_meta(self, meta: bytes, now: float) -> list[Effect]:
         """Say something else of ourselves."""
         assert len(meta) <= META_BYTES, len(meta)

@@ -6,7 +6,7 @@ What a trainer waits for is catch_up.py's, what it says trainer_session.py's, an
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ import trio
 
 from peerd.catch_up import CatchUp
 from peerd.control import LocalConnection
-from peerd.effects import NodeId, PeerError, UserError
+from peerd.effects import Address, NodeId, PeerError, UserError
 from peerd.exchanges import Exchanges
 from peerd.logs import LOGGER
 from peerd.messages import Member, Message, ModelRequest, ModelSnapshot
@@ -49,8 +49,10 @@ class ModelSide:
         members: Callable[[], dict[NodeId, Member]],
         say_about: Callable[[About], Awaitable[None]],
         rng: random.Random,
+        awaited: Collection[Address] = (),
+        awaited_until: float = 0.0,
     ) -> None:
-        """`say_about` spreads what this node says of itself."""
+        """`say_about` spreads what this node says of itself; for the awaited see catch_up.py."""
         self.about = About(founder=not settings.join)
         self.signature = ""
         self.tensors: list[str] = []
@@ -67,7 +69,9 @@ class ModelSide:
         self._say_about = say_about
         self._rng = rng
         self._exchanges = Exchanges(peers)
-        self._catch_up = CatchUp(me, peers, members, has_seeds=bool(settings.join))
+        self._catch_up = CatchUp(
+            me, peers, members, has_seeds=bool(settings.join), awaited=awaited, awaited_until=awaited_until
+        )
         self._leaving = False
         self._lr_most = 0.0  # the trigger's threshold follows the learning rate, across restarts of the trainer too
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import msgpack
 
-from peerd.effects import NodeId
+from peerd.effects import Address, NodeId
 from peerd.messages import Member, State
 
 
@@ -76,11 +76,14 @@ def donors(members: Mapping[NodeId, Member], me: NodeId) -> list[NodeId]:
     return sorted(id for id, member in others if About.unpack(member.meta).ready)
 
 
-def whose_model(members: Mapping[NodeId, Member], me: NodeId, *, has_seeds: bool) -> OwnModel | FetchFrom | WaitFor:
+def whose_model(
+    members: Mapping[NodeId, Member], me: NodeId, *, has_seeds: bool, awaited: Collection[Address] = ()
+) -> OwnModel | FetchFrom | WaitFor:
     """Where a newcomer's model comes from.
 
     A member that has one gives it. While none has, exactly one goes first: a founder that trains, else the member with
-    the smallest id among those that do. All others wait for it, so a swarm never starts from two models.
+    the smallest id among those that do. All others wait for it, so a swarm never starts from two models. Nor does
+    anyone go first while members may still answer whom it knew before a restart: `awaited`, for a bounded time.
     """
     live = {id: About.unpack(m.meta) for id, m in members.items() if m.state <= State.SUSPECT}
     if givers := donors(members, me):
@@ -93,6 +96,8 @@ def whose_model(members: Mapping[NodeId, Member], me: NodeId, *, has_seeds: bool
         return WaitFor("this node is leaving")
     founders = [id for id in candidates if live[id].founder]
     first = (founders or candidates)[0]
-    if first == me:
-        return OwnModel()
-    return WaitFor(f"no member has a model yet; {members[first].name} goes first")
+    if first != me:
+        return WaitFor(f"no member has a model yet; {members[first].name} goes first")
+    if set(awaited) - {(members[id].host, members[id].port) for id in live}:
+        return WaitFor("members known before the restart may still answer")
+    return OwnModel()

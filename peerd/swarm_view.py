@@ -31,10 +31,10 @@ class SwarmView:
         peers: Peers,
         hello: Callable[[], Hello],
         changed: Callable[[], None],
-        refused: Callable[[Refused], None],
+        refused: Callable[[Address, Refused], None],
     ) -> None:
-        """`changed` is called whenever a member came, went or said something new of itself; `refused` when one whose
-        table we asked for will not have us.
+        """`changed` is called whenever a member came, went or said something new of itself; `refused` when the
+        node at an address whose table we asked for will not have us.
         """
         self.membership = membership
         self._datagrams = datagrams
@@ -99,7 +99,7 @@ class SwarmView:
         if self._said.get(address) != str(failure):
             self._said[address] = str(failure)
             if isinstance(failure, Refused):
-                self._refused(failure)
+                self._refused(address, failure)
             else:
                 LOGGER.warning("%s; trying again", failure)
         effects = self.membership.on_unreachable(address, trio.current_time())

@@ -86,6 +86,10 @@ class TableExchange:
         else:
             self._retry_at = now + self._retry_s
 
+    def drop_seed(self, where: Address) -> None:
+        """Dial this seed no more."""
+        self._seeds = [seed for seed in self._seeds if seed != where]
+
     def on_unreachable(self, where: Address) -> list[Effect]:
         """A dial failed. The retries go on by themselves; say so once."""
         self._counts["unreachable"] += 1

@@ -69,6 +69,10 @@ class Timing:
         """The shortest a suspicion may last."""
         return self.suspicion_mult * self.probe_interval_s * max(1.0, math.log10(population + 1) / 3)
 
+    def silence_s(self, population: int) -> float:
+        """How long a member may be silent before all believe it dead: one probe, and a suspicion nobody confirms."""
+        return self.probe_interval_s + self.suspicion_max_mult * self.suspicion_min_s(population)
+
     def retransmissions(self, population: int) -> int:
         """How many times one member passes on one piece of news."""
         return self.retransmit_mult * math.ceil(math.log10(population + 1))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent / folder) for folder in ("training", "transport")]
+sys.path[:0] = [str(Path(__file__).parent / folder) for folder in ("training", "transport", "simulation")]
 
 
 @pytest.fixture(autouse=True)

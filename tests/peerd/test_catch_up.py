@@ -14,30 +14,34 @@ import trio
 import trio.testing
 
 from peerd.catch_up import ASK_AGAIN_S, ASKS_MAX, SLOWEST_DONOR, CatchUp
-from peerd.effects import NodeId
+from peerd.effects import Address, NodeId
 from peerd.messages import Member, Message, ModelRequest, ModelSnapshot, State
 from peerd.roles import About
 from peerd.training import delta
 from peerd.training.delta import Layout
 
 T = TypeVar("T")
+FAR = ("far", 1)
 LAYOUT = Layout(5, 5)
 MODEL = np.arange(5, dtype=np.float32)
 CHUNKS = tuple(bytes(chunk) for chunk in delta.encode("float32", LAYOUT, MODEL)[0])
+PATIENCE_S = 11.0
 SNAPSHOT = ModelSnapshot(7, "float32", CHUNKS)
 
 
 class Swarm:
     """The members as one node sees them, and what it sends to them."""
 
-    def __init__(self, nursery: trio.Nursery, *, has_seeds: bool) -> None:
+    def __init__(self, nursery: trio.Nursery, *, has_seeds: bool, awaited: tuple[Address, ...]) -> None:
         self.nursery = nursery
         self.members: dict[NodeId, Member] = {}
         self.bytes_received = 0
         self.asked: list[NodeId] = []
         self.done = trio.Event()  # a fetch has ended
         self.on_asked: Callable[[NodeId], None] = lambda _: None
-        self.catch_up = CatchUp("me", self, lambda: dict(self.members), has_seeds=has_seeds)  # type: ignore[arg-type]
+        until = trio.current_time() + PATIENCE_S
+        restarted = partial(CatchUp, has_seeds=has_seeds, awaited=awaited, awaited_until=until)
+        self.catch_up = restarted("me", self, lambda: dict(self.members))  # type: ignore[arg-type]
         self.member("me")
 
     def member(self, id: NodeId, state: State = State.ALIVE, **about: bool | str) -> None:
@@ -65,9 +69,9 @@ class Swarm:
 
 
 @asynccontextmanager
-async def swarm(*, has_seeds: bool = True) -> AsyncIterator[Swarm]:
+async def swarm(*, has_seeds: bool = True, awaited: tuple[Address, ...] = ()) -> AsyncIterator[Swarm]:
     async with trio.open_nursery() as nursery:
-        yield Swarm(nursery, has_seeds=has_seeds)
+        yield Swarm(nursery, has_seeds=has_seeds, awaited=awaited)
         nursery.cancel_scope.cancel()
 
 
@@ -87,6 +91,59 @@ def test_a_founder_starts_from_its_own_model() -> None:
         async with swarm(has_seeds=False) as there:
             assert not await there.fetched()
             assert there.asked == []
+
+    virtually(body)
+
+
+def test_a_founder_asks_those_it_knew_before_and_then_goes_on_alone(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def body() -> None:
+        async with swarm(has_seeds=False, awaited=(FAR,)) as there:
+            assert await unfinished(there.fetched, PATIENCE_S - 1)
+            assert not await unfinished(there.fetched, 2)
+            assert there.asked == []
+
+    virtually(body)
+    assert {record.message for record in caplog.records} == {
+        "the trainer waits: members known before the restart may still answer",
+        "no member known before the restart answers: this node goes on alone",
+    }
+    assert len(caplog.records) == 3
+
+
+def test_a_founder_takes_the_model_of_those_it_knew_before(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+
+    async def body() -> None:
+        async with swarm(has_seeds=False, awaited=(FAR,)) as there:
+            there.gives("a")
+            assert await unfinished(there.fetched, PATIENCE_S - 1)
+            there.member("a", ready=True)
+            assert await there.fetched()
+
+    virtually(body)
+    assert not caplog.records
+
+
+def test_a_founder_in_company_goes_on_without_those_who_are_still_silent(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+
+    async def body() -> None:
+        async with swarm(has_seeds=False, awaited=(FAR,)) as there:
+            there.member("me", expects=True, founder=True)
+            there.member("a", expects=True)
+            assert await unfinished(there.fetched, PATIENCE_S - 1)
+            assert not await there.fetched()
+
+    virtually(body)
+    assert not caplog.records
+
+
+def test_a_newcomer_that_knew_others_waits_for_ever_all_the_same() -> None:
+    async def body() -> None:
+        async with swarm(awaited=(FAR,)) as there:
+            assert await unfinished(there.fetched, 10 * PATIENCE_S)
 
     virtually(body)
 

@@ -579,6 +579,13 @@ def test_every_seed_is_dialled_first_and_then_ever_more_rarely() -> None:
     assert membership.counts["unreachable"] == len(times)
 
 
+def test_a_dropped_seed_is_dialled_no_more() -> None:
+    membership = Membership(member("n0"), [("a", 1), ("b", 2)], random.Random(1), 0.0)
+    membership.drop_seed(("a", 1))
+    membership.drop_seed(("c", 3))
+    assert set(dials(run_until(membership, 100.0))) == {("b", 2)}
+
+
 def test_an_unreachable_seed_is_logged_once() -> None:
     membership = core(seeds=[("a", 1)])
     logs = [membership.on_unreachable(("a", 1), 0.0) for _ in range(3)]
@@ -608,6 +615,7 @@ def test_presets() -> None:
     assert (LAN.retransmissions(9), LAN.retransmissions(64), LAN.retransmissions(999)) == (4, 8, 12)
     assert (LAN.stretch(1), LAN.stretch(32), LAN.stretch(33), LAN.stretch(1000)) == (1, 1, 2, 6)
     assert WAN.suspicion_min_s(10) == 30.0
+    assert (LAN.silence_s(2), WAN.silence_s(2)) == (11.0, 65.0)
 
 
 @PROPERTY

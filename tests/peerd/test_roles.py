@@ -75,6 +75,30 @@ def test_a_node_with_seeds_does_not_go_first_alone() -> None:
     assert whose_model(members, "a", has_seeds=True) == WaitFor("no node of the swarm has answered yet")
 
 
+WHERE = ("host", 1)  # of every member here
+ELSEWHERE = ("host", 2)
+
+
+@PRINTED
+@given(swarms(abouts), st.booleans())
+def test_nobody_goes_first_while_those_known_before_may_answer(members: dict[str, Member], has_seeds: bool) -> None:
+    for id in live(members):
+        before = whose_model(members, id, has_seeds=has_seeds)
+        assert whose_model(members, id, has_seeds=has_seeds, awaited=[WHERE]) == before, "all have answered"
+        waiting = whose_model(members, id, has_seeds=has_seeds, awaited=[WHERE, ELSEWHERE])
+        if before == OwnModel():
+            assert waiting == WaitFor("members known before the restart may still answer")
+        else:
+            assert waiting == before
+
+
+def test_a_failed_member_has_not_answered() -> None:
+    me = Member("a", "a", "host", 2, 1, 0, State.ALIVE, "", About(expects=True, founder=True).pack())
+    members = {"a": me, "b": member("b", About(ready=True), State.FAILED)}
+    assert isinstance(whose_model(members, "a", has_seeds=False, awaited=[WHERE]), WaitFor)
+    assert whose_model(members, "a", has_seeds=False) == OwnModel()
+
+
 def test_a_founder_goes_before_a_smaller_id() -> None:
     members = {"a": member("a", About(expects=True)), "b": member("b", About(expects=True, founder=True))}
     assert whose_model(members, "b", has_seeds=False) == OwnModel()

@@ -1,0 +1,176 @@
+"""Where a node's swarm was: what is kept of its members, what a damaged file is worth, and what leaving does to it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from peerd import known_members
+from peerd.effects import Address
+from peerd.known_members import KNOWN_MAX, forget, keep, known, read, write
+from peerd.messages import Member, State
+from peerd.settings import Settings
+
+A, B, C = [("10.0.0.1", 7946), ("10.0.0.2", 7946), ("fd00::3", 1)]
+FILE = "members.json"
+
+
+def told(folder: Path, **rest: str) -> Settings:
+    return Settings(name="me", state_dir=str(folder), **rest)  # type: ignore[arg-type]
+
+
+def member(id: str, where: Address, state: State = State.ALIVE) -> Member:
+    return Member(id, f"node-{id}", *where, 1, 0, state, "", b"")
+
+
+def members(*rows: Member) -> dict[str, Member]:
+    return {row.id: row for row in (member("me", ("10.0.0.9", 7946)), *rows)}
+
+
+# ------------------------------------------------------------------------------------------------------------ the file
+
+
+@settings(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.text(max_size=255), st.integers(0, 65535)), max_size=KNOWN_MAX, unique=True))
+def test_what_was_written_is_read(tmp_path: Path, addresses: list[Address]) -> None:
+    write(told(tmp_path), tuple(addresses))
+    assert read(told(tmp_path)) == tuple(addresses)
+
+
+@pytest.mark.parametrize("rest", [{"swarm": "other"}, {"run": "2"}], ids=str)
+def test_another_swarm_or_run_was_not_there(tmp_path: Path, rest: dict[str, str]) -> None:
+    write(told(tmp_path), (A,))
+    assert read(told(tmp_path, **rest)) == ()
+
+
+def test_nothing_is_kept_at_first(tmp_path: Path) -> None:
+    assert read(told(tmp_path / "not" / "there")) == ()
+    forget(told(tmp_path / "not" / "there"))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.binary(max_size=60)
+    | JSON.map(lambda kept: json.dumps(kept).encode())
+    | JSON.map(lambda kept: json.dumps({"swarm": "peerd", "run": "", "members": kept}).encode())
+    | st.lists(JSON, min_size=1, max_size=2).map(
+        lambda kept: json.dumps({"swarm": "peerd", "run": "", "members": [["h", 1], kept]}).encode()
+    )
+)
+def test_damage_counts_as_none(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / FILE).write_bytes(content)
+    for host, port in read(told(tmp_path)):
+        assert type(host) is str
+        assert type(port) is int
+        assert 0 <= port < 65536
+
+
+@pytest.mark.parametrize("where", [["h", "1"], ["h", True], ["h", 1.0], ["h", -1], ["h", 65536], ["h"], [1, "h"], "h1"])
+def test_one_wrong_address_makes_the_file_worthless(tmp_path: Path, where: Any) -> None:
+    (tmp_path / FILE).write_text(json.dumps({"swarm": "peerd", "run": "", "members": [list(A), where]}))
+    assert read(told(tmp_path)) == ()
+
+
+@pytest.mark.parametrize("kept", ["[" * 100_000, "{", "", "NaN"], ids=lambda kept: kept[:3])
+def test_hostile_files(tmp_path: Path, kept: str) -> None:
+    (tmp_path / FILE).write_text(kept)
+    assert read(told(tmp_path)) == ()
+
+
+def test_a_folder_in_its_place_is_no_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / FILE).mkdir()
+    assert read(told(tmp_path)) == ()
+    forget(told(tmp_path))
+    assert [record.message for record in caplog.records] == [
+        f"{tmp_path / FILE}: Is a directory; the next start asks the members named there"
+    ]
+
+
+# -------------------------------------------------------------------------------------------------------- who is known
+
+
+def test_the_living_are_known_and_this_node_is_not() -> None:
+    rows = members(member("a", A), member("b", B, State.SUSPECT), member("c", C, State.FAILED))
+    assert known(rows, "me", ()) == (A, B)
+
+
+def test_those_known_stay_while_they_live_however_many_come() -> None:
+    crowd = [member(f"n{i}", ("10.1.0.1", i)) for i in range(3 * KNOWN_MAX)]
+    before = known(members(*crowd[KNOWN_MAX:]), "me", (C,))
+    assert len(before) == KNOWN_MAX
+    assert known(members(*crowd), "me", before) == before
+    dead = member("n16", ("10.1.0.1", 16), State.FAILED)
+    after = known(members(*crowd, dead), "me", before)
+    assert len(set(after) - set(before)) == 1
+    assert set(before) - set(after) == {("10.1.0.1", 16)}
+
+
+def test_a_node_that_is_alone_keeps_whom_it_knew_but_for_those_who_left() -> None:
+    assert known(members(), "me", (A, B)) == (A, B)
+    assert known(members(member("a", A, State.FAILED)), "me", (A, B)) == (A, B)
+    assert known(members(member("a", A, State.LEFT), member("b", B, State.FAILED)), "me", (A, B)) == (B,)
+
+
+def test_a_member_that_took_the_place_of_one_that_left_is_known() -> None:
+    rows = members(member("new", A), member("old", A, State.LEFT))
+    assert known(rows, "me", ()) == (A,)
+
+
+# ------------------------------------------------------------------------------------------------------- while it runs
+
+
+def test_the_file_follows_the_members_and_is_written_no_more_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[tuple[Address, ...]] = []
+    monkeypatch.setattr(known_members, "LOOK_EVERY_S", 0.001)
+    monkeypatch.setattr(known_members, "write", lambda _, addresses: written.append(addresses))
+
+    async def body() -> None:
+        rows, leaving = members(), trio.Event()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(keep, told(tmp_path), "me", lambda: rows, (), leaving)
+            for row, addresses in (
+                (member("a", A), (A,)),
+                (member("a", A, State.SUSPECT), (A,)),
+                (member("b", B), (A, B)),
+                (member("a", A, State.FAILED), (B,)),
+                (member("b", B, State.LEFT), ()),
+            ):
+                rows[row.id] = row
+                with trio.fail_after(60):
+                    while not written or written[-1] != addresses:
+                        await trio.sleep(0.001)
+                await trio.sleep(0.01)
+            leaving.set()
+
+    trio.run(body)
+    assert written == [(A,), (A, B), (B,), ()]
+
+
+def test_a_disk_that_is_full_is_told_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any) -> None:
+        leaving.set()
+        raise OSError(28, "No space left on device")
+
+    leaving = trio.Event()
+    monkeypatch.setattr(known_members, "replace", full)
+    trio.run(keep, told(tmp_path), "me", lambda: members(member("a", A)), (), leaving)
+    assert [record.message for record in caplog.records] == [
+        f"{tmp_path / FILE}: No space left on device; after a crash this node may not find its swarm"
+    ]

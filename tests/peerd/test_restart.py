@@ -1,0 +1,226 @@
+"""Nodes that are killed and started again, in virtual time: they find their swarm, and it goes on from one model.
+
+Nobody here writes checkpoints: whatever is not fetched from a member is a model that starts anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import replace
+
+import pytest
+import thin
+import trio
+from thin import PORT, Swarm, WatchedDaemon, eventually, simulate
+
+from peerd.effects import Address
+from peerd.known_members import known
+from peerd.messages import Member, State
+from peerd.roles import About
+
+ALIVE = State.ALIVE
+STEPS = 10**6  # nobody finishes
+IMPORTS_S = 1.0  # a script attaches no sooner: more than the round trip in which two daemons hear of each other
+PATIENCE_S = 11.0  # how long those known before are waited for
+
+
+class Node(thin.Node):
+    """One that keeps whom it knew, as known_members.py does in a file."""
+
+    kept: tuple[Address, ...] = ()
+
+    async def crash(self) -> None:
+        await super().crash()
+        self.kept = known(self.daemon.view.membership.members, self.name, self.kept)
+
+    async def _live(self, task_status: trio.TaskStatus[None]) -> None:
+        network, host = self._swarm.network, self.name
+        about = About(expects=True, founder=not self._settings.join).pack()
+        me = Member(self.name, self.name, host, PORT, self.epoch, 0, ALIVE, "", about)
+        with self._scope:
+            async with aclosing(await network.bind((host, PORT))) as datagrams, trio.open_nursery() as nursery:
+                rest = nursery, network.transport(host), datagrams, self.kept
+                self.daemon = WatchedDaemon(self._note, self._settings, me, *rest)
+                await self.daemon.start()
+                task_status.started()
+                await trio.sleep(IMPORTS_S)
+                nursery.start_soon(self.trainer.run, self.daemon)
+        self._over.set()
+
+    @property
+    def trains(self) -> bool:
+        """Whether it has a model and makes steps."""
+        return self.trainer.step > self.trainer.first_step
+
+
+async def formed(swarm: Swarm, names: str) -> None:
+    """A swarm of these, founded by the first, that has trained for a while."""
+    for name in names:
+        swarm.nodes[name] = Node(swarm, name, join="" if name == names[0] else names[0])
+        await swarm.nodes[name].start(STEPS)
+    await swarm.agree(**dict.fromkeys(names, ALIVE))
+    await trio.sleep(20)
+    assert started_anew(swarm) == [names[0]]
+
+
+def started_anew(swarm: Swarm) -> list[str]:
+    """Who trains on a model of its own."""
+    running = [node for node in swarm.nodes.values() if node.runs]
+    given = sum(node.daemon.model.snapshots for node in running)
+    own = [node.name for node in running if node.trains and node.trainer.first_step == 0]
+    assert len(own) == sum(node.trains for node in running) - given
+    return own
+
+
+async def crash(swarm: Swarm, names: str) -> None:
+    for name in names:
+        await swarm.nodes[name].crash()
+
+
+async def restart(swarm: Swarm, delays_s: dict[str, float]) -> None:
+    """Start each so many seconds from now."""
+
+    async def later(name: str, delay_s: float) -> None:
+        await trio.sleep(delay_s)
+        await swarm.nodes[name].start(STEPS)
+
+    async with trio.open_nursery() as nursery:
+        for name, delay_s in delays_s.items():
+            nursery.start_soon(later, name, delay_s)
+
+
+def all_train(swarm: Swarm, names: str) -> Callable[[], bool]:
+    return lambda: all(swarm.nodes[name].trains for name in names)
+
+
+def said(caplog: pytest.LogCaptureFixture, text: str) -> int:
+    return sum(text in record.message for record in caplog.records)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("pause_s", [0.5, 40.0], ids=["unnoticed", "buried"])
+def test_a_founder_comes_back_to_its_swarm(seed: int, pause_s: float, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        await formed(swarm, "abc")
+        await swarm.nodes["a"].crash()
+        await restart(swarm, {"a": pause_s})
+        await swarm.agree(a=ALIVE, b=ALIVE, c=ALIVE)
+        await eventually(all_train(swarm, "a"))
+        assert swarm.nodes["a"].trainer.first_step > 50
+
+    simulate(seed, scenario)
+    assert not said(caplog, "goes on alone")
+
+
+def test_a_founder_waits_for_a_network_that_is_not_up_yet(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        await formed(swarm, "abc")
+        await swarm.nodes["a"].crash()
+        for other in "bc":
+            swarm.network.cut("a", other)
+        await swarm.nodes["a"].start(STEPS)
+        await trio.sleep(PATIENCE_S / 2)
+        for other in "bc":
+            swarm.network.heal("a", other)
+        await eventually(all_train(swarm, "a"))
+        assert swarm.nodes["a"].trainer.first_step > 50
+
+    simulate(1, scenario)
+    assert not said(caplog, "goes on alone")
+
+
+def test_a_founder_that_nobody_answers_goes_on_alone_and_asks_again_the_next_time(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        await formed(swarm, "ab")
+        await crash(swarm, "ba")
+        for life in (1, 2):
+            began = trio.current_time()
+            await swarm.nodes["a"].start(STEPS)
+            await eventually(all_train(swarm, "a"))
+            assert PATIENCE_S <= trio.current_time() - began < PATIENCE_S + 2
+            assert said(caplog, "no member known before the restart answers: this node goes on alone") == life
+            await swarm.nodes["a"].crash()
+
+    simulate(1, scenario)
+
+
+def test_members_find_each_other_without_the_one_they_joined_through() -> None:
+    async def scenario(swarm: Swarm) -> None:
+        await formed(swarm, "abc")
+        await crash(swarm, "abc")
+        await swarm.nodes["b"].start(STEPS)
+        await trio.sleep(10 * PATIENCE_S)
+        assert not swarm.nodes["b"].trains, "alone, it waits for a seed for ever"
+        await swarm.nodes["c"].start(STEPS)
+        await eventually(all_train(swarm, "bc"))
+        await swarm.nodes["a"].start(STEPS)
+        await eventually(all_train(swarm, "abc"))
+        assert len(started_anew(swarm)) == 1
+        assert "a" not in started_anew(swarm)
+
+    simulate(1, scenario)
+
+
+def drawn(seed: int) -> dict[str, float]:
+    """When each comes back: some at once, some at the very moment when others give up waiting for them."""
+    chance = random.Random(seed)
+    return {name: chance.choice([0.0, 0.01, chance.uniform(0, 30), PATIENCE_S, PATIENCE_S + 0.01]) for name in "abcd"}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_after_a_power_cut_all_go_on_from_one_model(seed: int) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        await formed(swarm, "abcd")
+        await crash(swarm, "abcd")
+        await restart(swarm, drawn(seed))
+        await eventually(all_train(swarm, "abcd"))
+        await swarm.agree(**dict.fromkeys("abcd", ALIVE))
+        assert len(started_anew(swarm)) == 1
+
+    simulate(seed, scenario)
+
+
+async def start_a_stranger(swarm: Swarm, name: str) -> Node:
+    """Another swarm's node, where one of ours was."""
+    stranger = Node(swarm, name, join="")
+    stranger._settings = replace(stranger._settings, swarm="theirs")
+    await stranger.start(STEPS)
+    return stranger
+
+
+def test_an_address_that_now_belongs_to_another_swarm_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+
+    async def scenario(swarm: Swarm) -> None:
+        await formed(swarm, "abc")
+        await crash(swarm, "abc")
+        stranger = await start_a_stranger(swarm, "b")
+        await restart(swarm, {"a": 0.0, "c": 5.0})
+        await eventually(all_train(swarm, "ac"))
+        assert started_anew(swarm) == ["a"]
+        await trio.sleep(200)
+        assert swarm.nodes["a"].daemon.model.fatal is None
+        assert swarm.nodes["a"].sees() == {"a": ALIVE, "c": ALIVE}
+        assert stranger.sees() == {"b": ALIVE}
+
+    simulate(1, scenario)
+    given_up = "b:7946 refused this node: its swarm is 'theirs', ours 'peerd'; it is no member any more"
+    assert said(caplog, given_up) == 2, "once by each"
+
+
+def test_a_node_told_to_join_another_swarm_ends_as_ever() -> None:
+    async def scenario(swarm: Swarm) -> None:
+        await formed(swarm, "ab")
+        await crash(swarm, "ab")
+        await start_a_stranger(swarm, "a")
+        await swarm.nodes["b"].start(STEPS)
+        with trio.fail_after(60):
+            await swarm.nodes["b"].daemon.model.failed.wait()
+        assert "its swarm is 'theirs', ours 'peerd'" in str(swarm.nodes["b"].daemon.model.fatal)
+
+    simulate(1, scenario)
