@@ -110,6 +110,68 @@ def test_the_life_of_a_swarm(machine: Machine) -> None:
     assert not list(machine.path.rglob("*.sock"))
 
 
+def test_a_killed_founder_comes_back_to_its_swarm(machine: Machine) -> None:
+    script = machine.script("train.py", TRAIN)
+    bind = f"127.0.0.1:{Machine.free_port()}"
+    a = machine.start("a", script, "--bind", bind)
+    a.trains()
+    b = machine.start("b", script, join=a, SEED="1")
+    b.trains()
+    state = machine.state / "peerd" / "a"
+    a.eventually(lambda: (state / "members.json").exists())
+    a.signal(signal.SIGKILL)
+    a.end()
+    reached = b.step
+    assert not (state / "checkpoints").exists()
+
+    a = machine.start("a", script, "--bind", bind)
+    a.trains()
+    assert a.ask("status")["trainer"]["first_step"] >= reached
+    assert a.log.count("the model of step ") == 1
+    for node in (a, b):
+        node.sees(a="alive", b="alive")
+
+    # who leaves on purpose starts afresh
+    assert machine.peerd("leave", "--name", "a").returncode == 0
+    assert a.end() == 0
+    assert not (state / "members.json").exists()
+    b.sees(a="left")
+
+
+def test_a_swarm_forms_again_after_a_power_cut(machine: Machine) -> None:
+    script = machine.script("train.py", TRAIN)
+    binds = {name: f"127.0.0.1:{Machine.free_port()}" for name in "abc"}
+
+    def start(name: str) -> Node:
+        join = None if name == "a" else binds["a"]
+        return machine.start(name, script, "--bind", binds[name], join=join, SEED=name.encode().hex())
+
+    nodes = {name: start(name) for name in "abc"}
+    for node in nodes.values():
+        node.trains()
+        node.sees(a="alive", b="alive", c="alive")
+    kept = [machine.state / "peerd" / name / "members.json" for name in "abc"]
+    eventually(lambda: all(path.exists() and path.read_text().count("127.0.0.1") == 2 for path in kept))
+    for node in nodes.values():
+        node.signal(signal.SIGKILL)
+    for node in nodes.values():
+        node.end()
+    fetched = sum(node.log.count("the model of step ") for node in nodes.values())
+    assert fetched == 2
+
+    # two of them find each other, though the one that they join through is not there yet
+    for name in "cb":
+        nodes[name] = start(name)
+    for name in "cb":
+        nodes[name].trains()
+    nodes["a"] = start("a")
+    nodes["a"].trains()
+    for node in nodes.values():
+        node.sees(a="alive", b="alive", c="alive")
+    assert sum(node.log.count("the model of step ") for node in nodes.values()) == fetched + 2
+    assert "goes on alone" not in nodes["a"].log
+
+
 def test_a_second_interrupt_ends_at_once(machine: Machine) -> None:
     node = machine.start("n", machine.script("stubborn.py", STUBBORN))
     node.says("running as ")
