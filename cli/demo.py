@@ -286,9 +286,9 @@ def _stalled_s(watch: Watch) -> float | None:
         for sample in seen:
             if sample.status["phase"] != "training":
                 break
+            longest = max(longest, sample.seconds - since)
             if _step(sample.status) != step:
                 since, step = sample.seconds, _step(sample.status)
-            longest = max(longest, sample.seconds - since)
     return round(longest, 2)
 
 

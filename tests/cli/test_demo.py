@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from machine import Machine
+from machine import Machine, eventually
 
+from peerd.cli.demo import Kill
 from peerd.cli.local_swarm import LocalSwarm
 from peerd.effects import UserError
 from peerd.local_socket import request
@@ -43,3 +45,23 @@ def test_a_node_that_does_not_start_is_one_line(monkeypatch: pytest.MonkeyPatch,
     with pytest.raises(UserError, match=r"^node-0 did not start: codec: 'none' is not one of "):
         LocalSwarm(1, {"--codec": "none"}, ["digits"]).__enter__()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_demo_survives_the_kill_of_a_node(machine: Machine, tmp_path: Path) -> None:
+    options = ["--peers", "3", "--steps", "200", "--kill", "1@0.5", "--format", "json"]
+    options += ["--picture", str(tmp_path / "run.png")]
+    demo = machine.spawn("demo", ["-m", "peerd.cli.main", "demo", *options], TMPDIR=str(machine.path))
+    eventually(lambda: demo.process.poll() is not None, machine.logs, patience_s=240)
+    assert demo.end() == 0, demo.log
+    result = json.loads(next(line for line in demo.log.splitlines() if line.startswith("{")))
+    assert result["killed"] == "node-1"
+    assert result["stalled_s"] is not None
+    assert result["failures"] == []
+    assert result["steps"] == 200
+    assert result["consensus_distance"] < 0.01
+
+
+@pytest.mark.parametrize("text", ["1", "1@2", "3@0.5", "-1@0.5", "x@0.5", "1@x", "1@nan"])
+def test_a_kill_that_makes_no_sense_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match=rf"^--kill {text}: "):
+        Kill.parse(text, peers=3)
