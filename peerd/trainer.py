@@ -6,8 +6,8 @@
             swarm.step(loss=loss.item(), samples=len(batch))
 
 `step` adds the corrections that the daemon has ready, measures how far the model has moved, and publishes a copy when
-the daemon asks. It waits for the network only where the mode has a barrier. Leaving the block waits for the swarm's final
-flush.
+the daemon asks. It waits for the network only where the mode has a barrier. Leaving the block waits for the swarm's
+final flush.
 """
 
 from __future__ import annotations

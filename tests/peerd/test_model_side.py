@@ -64,7 +64,13 @@ def test_a_run_from_the_attach_to_the_end(tmp_path: Path) -> None:
                 assert not node.side.about.ready
                 trainer.memory.copies[0][:] = MODEL
                 await trainer.say("ready", step=3)
-                assert await trainer.hear("start") == {"kind": "start", "load": None, "step": 3, "lr_most": 0.0, "barrier": 0}
+                assert await trainer.hear("start") == {
+                    "kind": "start",
+                    "load": None,
+                    "step": 3,
+                    "lr_most": 0.0,
+                    "barrier": 0,
+                }
                 assert node.side.about.ready
                 await trainer.hear("go")
                 assert (await node.side.model_values()).tolist() == MODEL.tolist()
