@@ -42,6 +42,8 @@ PROTOCOL = 1
 TENSORS_BYTES_MAX = 40 << 10  # of tensor names in a HELLO; the rest is covered by the hash
 LEAVE_SPREAD_S = 3.0  # a few gossip rounds; whoever misses the word hears it from others
 ANOTHER_SWARM = ("protocol", "swarm", "run")  # where a refusal names one of these, none of ours listens
+SCRIPT_ENDS_S = 5.0  # for a script that was told to end: torchrun looks after its processes now and then
+SCRIPT_LEAST_S = 0.5  # for one that does not know of us
 LOOPBACK = ("127.", "::1", "localhost")
 
 
@@ -325,7 +327,7 @@ async def run(settings: Settings, command: list[str]) -> int:
         LOGGER.info("leaving the swarm")
         await daemon.leave()
         if supervisor is not None:
-            await supervisor.stop(grace_s=0.5)
+            await supervisor.stop(SCRIPT_ENDS_S if supervisor.attached else SCRIPT_LEAST_S)
         if daemon.model.fatal is not None:
             failure = UserError(daemon.model.fatal)
         nursery.cancel_scope.cancel()

@@ -27,6 +27,7 @@ from torch import nn
 from peerd import checkpoint
 from peerd.effects import UserError
 from peerd.local_socket import LocalSocket, find_node
+from peerd.ranks import Follower, Ranks, Word, of_this_job
 from peerd.shared_memory import SharedMemory
 from peerd.training.flat import FlatModel, pin
 
@@ -39,55 +40,96 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer) -> Swarm:
     Blocks until the swarm's current model is loaded, when there is one. Without a daemon it says so once and the
     script trains alone. Ends the script with one line when the daemon refuses the model.
     """
+    ranks = of_this_job()
+    if ranks is not None and not ranks.leads:
+        return Swarm(model, optimizer, None, ranks, Follower(ranks, model, optimizer))
+    session = None
+    try:
+        session = _open(model, optimizer)
+    except _Refused as refusal:
+        if ranks is not None:
+            ranks.say(Word.STOP)
+        raise SystemExit(f"peerd: {refusal}") from None
+    if ranks is not None:
+        ranks.say(Word.GO_ON if session is not None else Word.ALONE, session.step if session is not None else 0)
+        if session is not None:
+            ranks.share_path(session.restored_from)
+            ranks.share(session.flat)
+    return Swarm(model, optimizer, session, ranks)
+
+
+def _open(model: nn.Module, optimizer: torch.optim.Optimizer) -> _Session | None:
     link = _connect()
     if link is None:
-        return Swarm(model, optimizer, None)
+        return None
     try:
-        return Swarm(model, optimizer, _Session(link, model, optimizer))
-    except _Refused as refusal:
+        return _Session(link, model, optimizer)
+    except _Refused:
         link.close()
-        raise SystemExit(f"peerd: {refusal}") from None
+        raise
     except (OSError, EOFError):
         link.close()
         _say("the daemon went away; training alone")
-        return Swarm(model, optimizer, None)
+        return None
 
 
 class Swarm:
     """What `attach` returns: count your steps here, and leave the block when done."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, session: _Session | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        session: _Session | None,
+        ranks: Ranks | None = None,
+        follower: Follower | None = None,
+    ) -> None:
         """Use `attach`."""
         self._model = model
         self._optimizer = optimizer
         self._session = session
-        self.step_count = session.step if session else 0
+        self._ranks = ranks if session is not None else None
+        self._follower = follower
+        self.step_count = session.step if session else follower.step if follower else 0
         """Steps done, those before a resume or before joining included."""
 
     @property
     def alone(self) -> bool:
         """Whether there is no daemon (any more)."""
-        return self._session is None
+        return self._session is None and (self._follower is None or self._follower.alone)
 
     def step(self, loss: float | None = None, samples: int = 0, **metrics: float) -> None:
         """Call after each optimizer step; `metrics` (accuracy=...) are shown by `peerd status` and the demo."""
         self.step_count += 1
+        if self._follower is not None:
+            self._follower.follow()
         if self._session is None:
             return
         try:
             self._session.on_step(self.step_count, loss, samples, metrics)
         except (OSError, EOFError):
             self._lose_daemon()
+        except SystemExit:
+            self._lead(Word.STOP)
+            raise
+        else:
+            self._lead(self._session.take_word())
 
     def finish(self) -> None:
         """Take part in the final flush; afterwards the model is the swarm's. Leaving the block does it."""
+        if self._follower is not None:
+            self._follower.follow()
         if self._session is None:
             return
         try:
             self._session.finish(self.step_count)
         except (OSError, EOFError):
             self._lose_daemon()
+        except SystemExit:
+            self._lead(Word.STOP)
+            raise
         else:
+            self._lead(Word.CHANGED)
             self._close()
 
     def __enter__(self) -> Swarm:
@@ -101,8 +143,16 @@ class Swarm:
         else:
             self._close()
 
+    def _lead(self, word: Word) -> None:
+        if self._ranks is None:
+            return
+        self._ranks.say(word, self.step_count)
+        if word in (Word.CHANGED, Word.ROLLED_BACK) and self._session is not None:
+            self._ranks.share(self._session.flat)
+
     def _lose_daemon(self) -> None:
         _say("the daemon went away; training goes on alone")
+        self._lead(Word.ALONE)
         self._close()
 
     def _close(self) -> None:
@@ -123,11 +173,11 @@ class _Session:
         self._model = model
         self._optimizer = optimizer
         try:
-            self._flat = FlatModel(model)
+            self.flat = FlatModel(model)
         except ValueError as error:
             raise _Refused(str(error)) from None
-        self._memory = SharedMemory.create(self._flat.total)
-        if self._flat.on_cuda and not pin(self._memory.vectors):
+        self._memory = SharedMemory.create(self.flat.total)
+        if self.flat.on_cuda and not pin(self._memory.vectors):
             _say("CUDA does not pin the shared memory: copies of the model will be slower")
         self._lr_max = 0.0
         self._rollbacks = 0
@@ -140,12 +190,14 @@ class _Session:
         self._stop = False  # the node leaves the swarm: publish once more, write a checkpoint, end the script
         self._writer: threading.Thread | None = None
         self.step = 0
+        self.restored_from: Path | None = None
+        self._word = Word.GO_ON
         self._attach()
 
     # ---------------------------------------------------------------- coming
 
     def _attach(self) -> None:
-        flat = self._flat
+        flat = self.flat
         about = {"parameters": flat.parameters, "total": flat.total, "signature": flat.signature}
         message = {"kind": "attach", "pid": os.getpid(), "tensors": flat.tensors, **about}
         try:
@@ -176,9 +228,10 @@ class _Session:
 
     def _restore(self) -> tuple[int, bool] | None:
         """Load the newest good checkpoint: its step, and whether it had a state that fits the optimizer."""
-        generation = checkpoint.newest(self._checkpoints, self._flat.signature, _say)
+        generation = checkpoint.newest(self._checkpoints, self.flat.signature, _say)
         if generation is None:
             return None
+        self.restored_from = self._checkpoints
         try:
             whole = checkpoint.restore(generation, self._model, self._optimizer)
         except checkpoint.Damaged as error:
@@ -202,7 +255,7 @@ class _Session:
     def on_step(self, step: int, loss: float | None, samples: int, metrics: dict[str, float]) -> None:
         """Between two optimizer steps: the only moment at which the model is touched."""
         self._poll(timeout_s=0)
-        change = float(self._flat.change())
+        change = float(self.flat.change())
         rolled_back = not math.isfinite(change)
         if rolled_back:
             self._roll_back(step)
@@ -226,7 +279,7 @@ class _Session:
     def finish(self, step: int) -> None:
         """Publish the last model, take what comes until the daemon says that the flush is done."""
         self._poll(timeout_s=0)
-        change = float(self._flat.change())
+        change = float(self.flat.change())
         if not math.isfinite(change):
             self._roll_back(step)
             change = 0.0
@@ -244,6 +297,11 @@ class _Session:
         if self._writer is not None:
             self._writer.join()
         raise SystemExit(0)
+
+    def take_word(self) -> Word:
+        """What happened to the model since this was asked last."""
+        word, self._word = self._word, Word.GO_ON
+        return word
 
     def close(self) -> None:
         """Let go of the daemon."""
@@ -291,7 +349,8 @@ class _Session:
     def _obey(self, message: dict[str, Any]) -> None:
         match message["kind"]:
             case "corrections":
-                self._flat.add(self._memory.corrections[message["half"]])
+                self.flat.add(self._memory.corrections[message["half"]])
+                self._word = max(self._word, Word.CHANGED)
                 self._link.send({"kind": "taken", "half": message["half"]})
             case "publish":
                 self._publish_to = message["slot"]
@@ -306,7 +365,7 @@ class _Session:
 
     def _publish(self, slot: int) -> None:
         target = torch.from_numpy(self._memory.copies[slot])
-        target.copy_(self._flat.gather())
+        target.copy_(self.flat.gather())
 
     def _roll_back(self, step: int) -> None:
         self._rollbacks += 1
@@ -316,8 +375,9 @@ class _Session:
                 "published copy; lower the learning rate or look at the data"
             )
         _say(f"the model is not finite at step {step}: back to its last published copy, optimizer state cleared")
-        self._flat.restore()
+        self.flat.restore()
         self._optimizer.state.clear()
+        self._word = Word.ROLLED_BACK
 
     def _write_checkpoint(self, step: int) -> None:
         """Copy now, write in a thread: training goes on meanwhile. One at a time."""
@@ -326,7 +386,7 @@ class _Session:
                 return
             self._writer.join()
         self._last_checkpoint = time.monotonic()
-        generation = checkpoint.capture(self._model, self._optimizer, step, self._flat.signature)
+        generation = checkpoint.capture(self._model, self._optimizer, step, self.flat.signature)
         self._writer = threading.Thread(target=_save, args=(self._checkpoints, generation), name="peerd-checkpoint")
         self._writer.start()
 
@@ -340,7 +400,7 @@ def _save(folder: Path, generation: checkpoint.Generation) -> None:
 
 def _connect() -> LocalSocket | None:
     if int(os.environ.get("LOCAL_RANK", "0")) != 0:
-        return None  # one rank of a node talks to its daemon; torchrun keeps the others equal to it
+        return None  # of several ranks without a process group one talks to the daemon
     given = os.environ.get("PEERD_SOCKET")
     try:
         return LocalSocket(Path(given) if given else find_node(os.environ.get("PEERD_NAME")))

@@ -70,11 +70,7 @@ class FlatModel:
     @torch.no_grad()
     def gather(self) -> torch.Tensor:
         """Make the model as it is now the base that `change` measures from; returns it, flat, on its device."""
-        for piece in self.pieces:
-            part = self._base[piece.start : piece.stop]
-            part.copy_(piece.tensor.detach().reshape(-1))
-            if piece.name in self._carry:
-                part += self._carry[piece.name].reshape(-1).to(self._device)
+        self._read_into(self._base)
         return self._base
 
     @torch.no_grad()
@@ -118,14 +114,32 @@ class FlatModel:
         self._base.copy_(torch.from_numpy(values))
         self.restore()
 
-    @torch.no_grad()
     def restore(self) -> None:
         """x = base: go back to the last published copy."""
+        self.put(self._base)
+
+    @torch.no_grad()
+    def values(self) -> torch.Tensor:
+        """The model as it is now, shape (total,), with the carries; the base stays."""
+        values = torch.empty_like(self._base)
+        self._read_into(values)
+        return values
+
+    @torch.no_grad()
+    def put(self, values: torch.Tensor) -> None:
+        """x = values, shape (total,); the base stays."""
         for piece in self.pieces:
-            wanted = self._base[piece.start : piece.stop].view(piece.tensor.shape)
+            wanted = values[piece.start : piece.stop].view(piece.tensor.shape)
             piece.tensor.copy_(wanted)
             if piece.tensor.dtype not in EXACT:
                 self._carry[piece.name] = wanted.to(piece.tensor.device) - piece.tensor.detach().float()
+
+    def _read_into(self, flat: torch.Tensor) -> None:
+        for piece in self.pieces:
+            part = flat[piece.start : piece.stop]
+            part.copy_(piece.tensor.detach().reshape(-1))
+            if piece.name in self._carry:
+                part += self._carry[piece.name].reshape(-1).to(self._device)
 
     def _add_with_carry(self, piece: Piece, part: torch.Tensor) -> None:
         wanted = part + self._carry.get(piece.name, 0.0)

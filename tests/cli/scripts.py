@@ -87,3 +87,43 @@ print("running as", os.getpid(), flush=True)
 while True:
     time.sleep(1)
 """
+
+# two ranks of one node, as torchrun starts them; each says what its model is, to the bit
+DDP = """\
+import hashlib, os
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+import peerd
+
+distributed.init_process_group("gloo")
+rank = distributed.get_rank()
+torch.manual_seed(int(os.environ["SEED"]))
+model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 1)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+torch.manual_seed(100 * int(os.environ["SEED"]) + rank)
+
+
+def say(text):
+    os.write(1, f"rank {rank} {text}\\n".encode())  # at once: the lines of two ranks must not mix
+
+
+def digest():
+    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()[:16]
+
+
+say(f"comes with {digest()}")
+with peerd.attach(model, optimizer) as swarm:
+    say(f"begins at {swarm.step_count} with {digest()}")
+    while swarm.step_count < int(os.environ["STEPS"]):
+        x = torch.randn(8, 4)
+        loss = ((model(x) - x.sum(1, keepdim=True)) ** 2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        swarm.step(loss=loss.item(), samples=8)
+        if swarm.step_count % 25 == 0:
+            say(f"at {swarm.step_count} has {digest()}")
+say(f"ends with {digest()}")
+distributed.destroy_process_group()
+"""

@@ -1,0 +1,65 @@
+"""Nodes that train with several processes each (torchrun, DDP over gloo): all ranks of a node stay one model."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from machine import Machine, Node
+from safetensors.torch import load_file
+from scripts import DDP
+
+STEPS = 150
+
+
+@pytest.fixture
+def machine() -> Iterator[Machine]:
+    with Machine() as machine:
+        yield machine
+
+
+def torchrun(machine: Machine, name: str, seed: int, *, join: Node | None = None, steps: int = STEPS) -> Node:
+    script = machine.script("ddp.py", DDP)
+    job = ["--", sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    return machine.start(name, "--wait-for", "2", *map(str, job), join=join, SEED=str(seed), STEPS=str(steps))
+
+
+def said(node: Node) -> dict[int, list[str]]:
+    """What each rank said, in its order."""
+    found: dict[int, list[str]] = {0: [], 1: []}
+    for rank, rest in re.findall(r"rank (\d) (.*)", node.log):
+        found[int(rank)].append(rest)
+    return found
+
+
+def test_two_nodes_of_two_ranks_train_one_model(machine: Machine) -> None:
+    a = torchrun(machine, "a", seed=1)
+    b = torchrun(machine, "b", seed=2, join=a)
+    for node in (a, b):
+        node.eventually(lambda node=node: node.ask("status")["phase"] == "finished", patience_s=180)  # type: ignore[misc]
+        node.eventually(lambda node=node: len(said(node)[1]) == len(said(node)[0]) == 3 + STEPS // 25)  # type: ignore[misc]
+        ranks = said(node)
+        assert ranks[0] == ranks[1], "the ranks of a node differ"
+        assert ranks[0][-1].startswith("ends with ")
+        assert node.ask("status")["exchanges"] > 5, "nothing was learnt from the other node"
+        machine.peerd("export", "--name", node.name, f"{node.name}.safetensors")
+    assert said(b)[0][1] == said(a)[0][0].replace("comes", "begins at 0"), (
+        "a newcomer begins with the model of the first"
+    )
+    one, other = (load_file(machine.path / f"{node.name}.safetensors") for node in (a, b))
+    for name, value in one.items():
+        assert torch.allclose(value, other[name], atol=0.02), name
+
+
+def test_ranks_whose_daemon_leaves_end_together(machine: Machine) -> None:
+    a = torchrun(machine, "a", seed=1, steps=10**6)
+    b = torchrun(machine, "b", seed=2, join=a, steps=10**6)
+    for node in (a, b):
+        node.eventually(lambda node=node: len(said(node)[1]) > 3)  # type: ignore[misc]
+    left = machine.peerd("leave", "--name", "b")
+    assert left.returncode == 0, left.stderr
+    assert b.end() == 0, b.log
+    assert "Traceback" not in b.log
