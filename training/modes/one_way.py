@@ -358,10 +358,23 @@ class OneWay:
         self._incoming[sender] = held
         self._received += 1
         self.counts["exchanges"] += 1
+        self._merged(sender, distance, now)
+        effects = [*self._evict(), self._answer(held, distance), *self._apply(correction)]
         if partner := self._partners.get(sender):
             partner.peer_finishing = push.finishing
-        self._merged(sender, distance, now)
-        return [*self._evict(), self._answer(held, distance), *self._apply(correction)]
+            if push.finishing:
+                partner.distance = distance
+        elif push.finishing and self._report.finishing and distance > FLUSH_TOLERANCE * norm_of_difference(values):
+            # the push alone may move us little (push-sum: its sender may have hardly any weight left)
+            effects += self._push_back(sender, now)
+        return effects
+
+    def _push_back(self, sender: NodeId, now: float) -> list[Effect]:
+        outgoing = self._outgoing.get(sender)
+        if outgoing is not None and outgoing.under_way is not None:
+            return []
+        self._to_flush = 1
+        return self._push(sender, self._current(), now, None, "")
 
     def _answer(self, incoming: Incoming, distance: float | None = None) -> Send:
         incoming.answers += 1
