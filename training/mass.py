@@ -60,3 +60,18 @@ class Outflow:
     def answered(self) -> None:
         """All of the total has arrived."""
         self.under_way = self._nothing
+
+
+class Inflow:
+    """What ever came over one link."""
+
+    def __init__(self, nothing: Number) -> None:
+        self.total = nothing
+
+    def part(self, total: Number) -> Number:
+        """What a message of this total brings; not above nothing for one that came before."""
+        return total - self.total
+
+    def taken(self, total: Number) -> None:
+        """It was merged."""
+        self.total = total

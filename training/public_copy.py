@@ -14,6 +14,7 @@ import numpy as np
 from peerd.effects import NodeId, Vector
 from peerd.messages import Push
 from peerd.training.delta import Gain, Layout
+from peerd.training.mass import Inflow
 from peerd.training.reference import decode_onto, encode_difference, parts
 from peerd.training.scratch import Scratch
 
@@ -67,7 +68,7 @@ class Incoming:
         self.link = link
         self.version = 0  # what was taken
         self.answers = 0
-        self.weight = 0.0  # push-sum: all that ever came over this link
+        self.inflow = Inflow(0.0)  # push-sum's
         self.taken_at = float("-inf")
         self.known = np.zeros_like(like)
         self._layout = layout

@@ -53,7 +53,9 @@ class AnyMode(RuleBasedStateMachine):
         dtype=st.sampled_from(["float32", "float64"]),
     )  # fmt: skip
     def start(self, codec: str, seed: int, view: int, dtype: str) -> None:
-        self.swarm = CountingSwarm(len(NAMES), SIZE, codec, seed=seed, view=view, buffers=7, mode=self.mode, dtype=dtype)
+        self.swarm = CountingSwarm(
+            len(NAMES), SIZE, codec, seed=seed, view=view, buffers=7, mode=self.mode, dtype=dtype
+        )
         self.alive = {name: set(NAMES) for name in NAMES}
         self.cuts: set[tuple[str, str]] = set()
         self.rng = np.random.default_rng(seed)

@@ -79,10 +79,10 @@ class PushSum(OneWay):
         return self._apply(correction)
 
     def _correction(self, incoming: Incoming, push: Push, came: Vector, values: Vector) -> Vector:
-        part = push.weight - incoming.weight
+        part = incoming.inflow.part(push.weight)
         if not 0 < part <= WEIGHT_MOST:
             raise PeerError(f"a push of weight {part}")
         correction = self._scratch.take(came)
         self._purse.take(part, values, came, correction)
-        incoming.weight = push.weight
+        incoming.inflow.taken(push.weight)
         return correction
