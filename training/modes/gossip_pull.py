@@ -11,7 +11,7 @@ from __future__ import annotations
 from peerd.effects import Effect, NodeId, Send, Vector
 from peerd.messages import Connected, Message, Pull
 from peerd.training.modes.gossip_push import GossipPush
-from peerd.training.modes.one_way import Partner
+from peerd.training.modes.partners import Partner
 
 
 class GossipPull(GossipPush):
@@ -25,7 +25,7 @@ class GossipPull(GossipPush):
     def _other_message(self, sender: NodeId, message: Message | Connected, now: float) -> list[Effect]:
         if not isinstance(message, Pull):
             return super()._other_message(sender, message, now)
-        outgoing = self._outgoing.get(sender)
+        outgoing = self._copies.outgoing.get(sender)
         if outgoing is not None and outgoing.under_way is not None:
             return [Send(sender, outgoing.under_way)]  # asked again, or while a push is on its way
         if outgoing is not None and message.link == outgoing.link and message.seq < outgoing.version:
@@ -33,7 +33,7 @@ class GossipPull(GossipPush):
         return self._push(sender, self._current(), now, None, "")
 
     def _merged(self, sender: NodeId, distance: float, now: float) -> None:
-        partner = self._partners.get(sender)
+        partner = self._partners.held.get(sender)
         if partner is not None and partner.asked_at is not None:
             partner.asked_at = None
             partner.distance = distance
@@ -41,12 +41,12 @@ class GossipPull(GossipPush):
             partner.last_exchange = now
 
     def _repeat(self, peer: NodeId, now: float) -> list[Effect]:
-        partner = self._partners.get(peer)
+        partner = self._partners.held.get(peer)
         asked = partner is not None and partner.asked_at is not None
         if partner is not None and asked:
             partner.asked_at = now
         return [*super()._repeat(peer, now), *([self._request(peer)] if asked else [])]
 
     def _request(self, peer: NodeId) -> Send:
-        incoming = self._incoming.get(peer)
+        incoming = self._copies.incoming.get(peer)
         return Send(peer, Pull(incoming.link, incoming.version) if incoming is not None else Pull(0, 0))

@@ -13,7 +13,8 @@ import numpy as np
 from peerd.effects import Effect, PeerError, Vector
 from peerd.messages import Push
 from peerd.training.delta import GAIN_MOST
-from peerd.training.modes.one_way import OneWay, Partner
+from peerd.training.modes.one_way import OneWay
+from peerd.training.modes.partners import Partner
 from peerd.training.public_copy import Incoming
 
 

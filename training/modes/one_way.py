@@ -1,8 +1,6 @@
 """Who pushes to whom, when is it said again, and how does a run end? What gossip-push, gossip-pull and push-sum share.
 
-A node has `view` partners to push to (or to ask): the next member by id, so that whatever is drawn the pushes reach
-everybody, and others at random, of which one is changed now and then. It holds at most twice as many public copies in
-either direction (training/public_copy.py); the oldest makes room, and a sender that is told so starts with a snapshot.
+Its partners are partners.py's, and what each end of a link knows copies.py's.
 
 Each answer says how far the two models were apart and whether the receiver has finished. A run ends with rounds of
 pushes with a fine codec, until every partner has finished and none is further away than FLUSH_TOLERANCE.
@@ -13,39 +11,20 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
 from peerd.effects import Apply, Effect, Log, NodeId, PeerError, Proceed, Publish, Send, StepReport, Vector
 from peerd.messages import Connected, Message, Push, Pushed, PushForgotten
 from peerd.training.delta import Gain, Layout, NotFinite
+from peerd.training.modes.copies import Copies
 from peerd.training.modes.gossip import FLUSH_CODEC, FLUSH_TOLERANCE, ROTATE_AFTER_EXCHANGES
 from peerd.training.modes.mode import LinkStatus, ModeSettings
+from peerd.training.modes.partners import Partner, Partners
 from peerd.training.public_copy import Incoming, Outgoing
 from peerd.training.reference import norm_of_difference
 from peerd.training.scratch import Scratch
 from peerd.training.trigger import MAX_SILENCE_S, WAKE_AFTER_S, LinkChange
-
-LINKS_OF_A_LIFE = 1 << 20  # a link's number is life * this + count: of one life the higher number is the later link
-
-
-@dataclass(slots=True, eq=False)
-class Partner:
-    """One member of the view, with what the trigger and the flush need to know."""
-
-    peer: NodeId
-    anchor: Vector  # x at the last push to it (or request)
-    anchor_norm: float
-    last_exchange: float
-    declined_at: float = float("-inf")  # when it was overdue, and the trigger had no reason
-    asked_at: float | None = None  # gossip-pull: since when its model is awaited
-    moved: float = 0.0  # at most ||x at the last publish - anchor||
-    exchanges: int = 0
-    distance: float = 0.0  # between the two models, when last measured
-    peer_finishing: bool = False
-    flushed: bool = False  # took a push since our own trainer ended
-    last_reason: str = ""
 
 
 class OneWay:
@@ -58,19 +37,14 @@ class OneWay:
     ) -> None:
         self.counts: Counter[str] = Counter()
         self.deadline = float("inf")
-        self._me = me
         self._layout = layout
         self._rng = rng
         self._settings = settings
         self._values = values
         self._scratch = Scratch()
         self._gains: dict[str, Gain] = {}
-        self._partners: dict[NodeId, Partner] = {}
-        self._outgoing: dict[NodeId, Outgoing] = {}
-        self._incoming: dict[NodeId, Incoming] = {}
-        self._ended: dict[NodeId, tuple[int, int]] = {}  # the last link from a peer that made room, and what was taken
-        self._alive: frozenset[NodeId] = frozenset()
-        self._next_link = rng.getrandbits(42) * LINKS_OF_A_LIFE
+        self._copies = Copies(layout, rng, settings.view, self._scratch)
+        self._partners = Partners(me, layout, rng, settings.view, self._current)
         self._lent: list[Vector] = []  # corrections of this event: applied by the next one
         self._report = StepReport(0, 0.0, 1.0, published=False, finishing=False)
         self._wanted: Partner | None = None  # for whose sake a publish was asked
@@ -115,18 +89,19 @@ class OneWay:
         began_finishing = report.finishing and not self._report.finishing
         self._report = report
         if report.published:
-            for partner in self._partners.values():
-                partner.moved += report.change  # the triangle inequality: exact only for the partner decided on below
+            self._partners.shifted(
+                report.change
+            )  # the triangle inequality: a bound
         if report.finishing:
-            news = [self._answer(incoming) for incoming in self._incoming.values()] if began_finishing else []
+            news = [self._answer(incoming) for incoming in self._copies.incoming.values()] if began_finishing else []
             return self._rearm([*news, *self._flush(now)], now)
         self._received = 0
         if self._handed_over:  # a new run follows a flush
             self._handed_over = self._settled = False
-            for partner in self._partners.values():
+            for partner in self._partners.all():
                 partner.flushed = False
         wanted = self._wanted
-        if wanted is None or self._partners.get(wanted.peer) is not wanted:
+        if wanted is None or self._partners.held.get(wanted.peer) is not wanted:
             self._wanted = None
             return self._rearm(self._draw(now), now)
         if not report.published:
@@ -154,14 +129,10 @@ class OneWay:
         """Peers came or went."""
         self._reclaim()
         effects: list[Effect] = []
-        for peer in sorted(self._alive - alive):
-            self._partners.pop(peer, None)
-            if peer in self._outgoing:
-                effects += self._drop_outgoing(peer)
-        for gone in self._ended.keys() - alive:
-            del self._ended[gone]
-        self._alive = alive
-        self._fill_view(now)
+        for peer in sorted((self._partners.alive - alive) & self._copies.outgoing.keys()):
+            effects += self._drop_outgoing(peer)
+        self._copies.on_peers(alive)
+        self._partners.on_peers(alive, now)
         return self._rearm(effects + self._flush(now), now)
 
     def on_timer(self, now: float) -> list[Effect]:
@@ -187,13 +158,13 @@ class OneWay:
         gain = self._gains.get(codec, Gain()).value
         return [
             LinkStatus(partner.peer, partner.exchanges, partner.distance, gain, partner.last_reason)
-            for partner in list(self._partners.values())  # a copy: the lane's thread may change it meanwhile
+            for partner in self._partners.all()
         ]
 
     @property
     def consensus_distance(self) -> float:
         """As gossip's: two independent members at distance d from their mean are sqrt(2) d apart."""
-        partners = [partner for partner in list(self._partners.values()) if partner.exchanges]
+        partners = [partner for partner in self._partners.all() if partner.exchanges]
         if not partners:
             return 0.0
         squares = sum(partner.distance**2 for partner in partners) / len(partners) / 2
@@ -252,13 +223,14 @@ class OneWay:
     def _push(self, peer: NodeId, values: Vector, now: float, partner: Partner | None, reason: str) -> list[Effect]:
         """Begin one to `peer`; for the sake of `partner`, if it is one of the view that the trigger chose."""
         effects: list[Effect] = []
-        if peer not in self._outgoing:
-            effects += self._make_room()
-            self._outgoing[peer] = Outgoing(self._next_link, values, self._layout, self._scratch)
-            self._next_link += 1
-        outgoing = self._outgoing[peer]
+        outgoing = self._copies.outgoing.get(peer)
+        if outgoing is None:
+            oldest = self._copies.in_the_way()
+            effects += [] if oldest is None else self._drop_outgoing(oldest)
+            outgoing = self._copies.open(peer, values)
         finishing = self._report.finishing
-        flush = finishing or (peer in self._partners and self._partners[peer].peer_finishing)
+        held = self._partners.held.get(peer)
+        flush = finishing or (held is not None and held.peer_finishing)
         codec = FLUSH_CODEC if flush else self._settings.codec
         try:
             push = outgoing.begin(values, codec, self._gains, finishing=finishing)
@@ -272,21 +244,13 @@ class OneWay:
         outgoing.sent_at = now
         return [*effects, Send(peer, outgoing.under_way), *more]
 
-    def _make_room(self) -> list[Effect]:
-        """Forget whom we pushed to longest ago: it learns of it from the next push, a snapshot."""
-        if len(self._outgoing) < 2 * self._settings.view:
-            return []
-        idle = [peer for peer, outgoing in self._outgoing.items() if outgoing.under_way is None]
-        oldest = min(idle or self._outgoing, key=lambda peer: (self._outgoing[peer].sent_at, peer))
-        return self._drop_outgoing(oldest)
-
     def _drop_outgoing(self, peer: NodeId) -> list[Effect]:
         effects = self._untaken(peer)
-        self._outgoing.pop(peer).drop()
+        self._copies.outgoing.pop(peer).drop()
         return effects
 
     def _on_pushed(self, sender: NodeId, message: Pushed, now: float) -> list[Effect]:
-        outgoing, partner = self._outgoing.get(sender), self._partners.get(sender)
+        outgoing, partner = self._copies.outgoing.get(sender), self._partners.held.get(sender)
         if outgoing is None or outgoing.link != message.link:
             return []
         if partner is not None:
@@ -300,7 +264,7 @@ class OneWay:
         outgoing.answered()
         self._answered(peer)
         self.counts["exchanges"] += 1
-        if partner := self._partners.get(peer):
+        if partner := self._partners.held.get(peer):
             partner.exchanges += 1
             partner.last_exchange = now
             partner.flushed |= push.finishing and self._report.finishing
@@ -310,7 +274,7 @@ class OneWay:
 
     def _on_forgotten(self, sender: NodeId, message: PushForgotten, now: float) -> list[Effect]:
         """The receiver made room, or lost everything: start anew, or with somebody who has room."""
-        outgoing, partner = self._outgoing.get(sender), self._partners.get(sender)
+        outgoing, partner = self._copies.outgoing.get(sender), self._partners.held.get(sender)
         if outgoing is None or outgoing.link != message.link:
             return []
         push = outgoing.under_way
@@ -319,29 +283,23 @@ class OneWay:
             push = None
         self.counts["links_forgotten"] += 1
         effects = self._drop_outgoing(sender)
-        if push is not None and sender in self._alive:
+        if push is not None and sender in self._partners.alive:
             return effects + self._push(sender, self._current(), now, partner, partner.last_reason if partner else "")
         if partner is not None:
-            self._replace(partner, now)
+            self._partners.replace(partner, now)
         return effects
 
     # ---------------------------------------------------------------- pushes that come
 
     def _on_push(self, sender: NodeId, push: Push, now: float) -> list[Effect]:
-        held = self._incoming.get(sender)
-        if held is not None and held.link != push.link and _is_later(held.link, push.link):
-            return []  # said again, of a link that its sender has given up
-        if held is None or held.link != push.link:
-            link, taken = self._ended.get(sender, (-1, 0))
-            if push.seq != 1 or push.link == link or _is_later(link, push.link):
-                return [Send(sender, PushForgotten(push.link, taken if push.link == link else 0))]
-            held = Incoming(sender, push.link, self._values(), self._layout, self._scratch)
+        held = self._copies.accept(sender, push, self._values())
+        if held is None:
+            return []
+        if isinstance(held, PushForgotten):
+            self.counts["link_mismatches"] += 1
+            return [Send(sender, held)]
         if push.seq <= held.version:
             return [self._answer(held)]
-        if push.seq != held.version + 1:
-            self.counts["link_mismatches"] += 1
-            self._forget(sender)
-            return [Send(sender, PushForgotten(push.link, held.version))]
         came = held.decode(push)
         values = self._current()
         parameters = self._layout.parameters
@@ -355,12 +313,14 @@ class OneWay:
             self._scratch.give(came)
             raise
         held.take(came, now)
-        self._incoming[sender] = held
+        forgotten = self._copies.hold(held)
         self._received += 1
         self.counts["exchanges"] += 1
         self._merged(sender, distance, now)
-        effects = [*self._evict(), self._answer(held, distance), *self._apply(correction)]
-        if partner := self._partners.get(sender):
+        effects: list[Effect] = [self._answer(held, distance), *self._apply(correction)]
+        if forgotten is not None:
+            effects.append(Send(forgotten.peer, PushForgotten(forgotten.link, forgotten.version)))
+        if partner := self._partners.held.get(sender):
             partner.peer_finishing = push.finishing
             if push.finishing:
                 partner.distance = distance
@@ -370,8 +330,7 @@ class OneWay:
         return effects
 
     def _push_back(self, sender: NodeId, now: float) -> list[Effect]:
-        outgoing = self._outgoing.get(sender)
-        if outgoing is not None and outgoing.under_way is not None:
+        if self._copies.is_under_way(sender):
             return []
         self._to_flush = 1
         return self._push(sender, self._current(), now, None, "")
@@ -385,69 +344,27 @@ class OneWay:
         finishing = self._report.finishing
         return Send(incoming.peer, Pushed(incoming.link, incoming.answers, incoming.version, distance, finishing))
 
-    def _evict(self) -> list[Effect]:
-        if len(self._incoming) <= 2 * self._settings.view:
-            return []
-        oldest = min(self._incoming.values(), key=lambda incoming: (incoming.taken_at, incoming.peer))
-        self._forget(oldest.peer)
-        return [Send(oldest.peer, PushForgotten(oldest.link, oldest.version))]
-
-    def _forget(self, sender: NodeId) -> None:
-        held = self._incoming.pop(sender, None)
-        if held is not None:
-            self._ended[sender] = (held.link, held.version)
-
     # ---------------------------------------------------------------- partners
 
     def _idle(self) -> list[Partner]:
-        return [partner for _, partner in sorted(self._partners.items()) if self._is_idle(partner)]
+        return [partner for partner in self._partners.all() if self._is_idle(partner)]
 
     def _is_idle(self, partner: Partner) -> bool:
-        return partner.asked_at is None and not self._under_way(partner)
-
-    def _under_way(self, partner: Partner) -> bool:
-        outgoing = self._outgoing.get(partner.peer)
-        return outgoing is not None and outgoing.under_way is not None
-
-    def _fill_view(self, now: float) -> None:
-        """The next member by id, and others at random."""
-        following = min((peer for peer in self._alive if peer > self._me), default=min(self._alive, default=None))
-        if following is None:
-            return
-        if following not in self._partners:
-            if len(self._partners) >= self._settings.view:
-                del self._partners[max(self._partners.values(), key=lambda one: (one.exchanges, one.peer)).peer]
-            self._add(following, now)
-        strangers = sorted(self._alive - self._partners.keys())
-        wanted = min(self._settings.view - len(self._partners), len(strangers))
-        for peer in self._rng.sample(strangers, max(0, wanted)):
-            self._add(peer, now)
-
-    def _add(self, peer: NodeId, now: float) -> None:
-        values = self._current()
-        norm = norm_of_difference(values[: self._layout.parameters])
-        self._partners[peer] = Partner(peer, values.copy(), norm, now)
+        return partner.asked_at is None and not self._copies.is_under_way(partner.peer)
 
     def _rotate(self, now: float) -> None:
         """Change the most used partner for a stranger."""
         idle = self._idle()
         if idle:
             self.counts["rotations"] += 1
-            self._replace(max(idle, key=lambda partner: (partner.exchanges, partner.peer)), now)
-
-    def _replace(self, partner: Partner, now: float) -> None:
-        strangers = sorted(self._alive - self._partners.keys())
-        if strangers:
-            del self._partners[partner.peer]
-            self._add(self._rng.choice(strangers), now)
-            self._fill_view(now)  # the next by id stays
+            self._partners.replace(max(idle, key=lambda partner: (partner.exchanges, partner.peer)), now)
 
     # ---------------------------------------------------------------- repeats
 
     def _repeat(self, peer: NodeId, now: float) -> list[Effect]:
         """Say again what may have been lost with a connection."""
         effects: list[Effect] = []
-        outgoing, incoming = self._outgoing.get(peer), self._incoming.get(peer)
+        outgoing, incoming = self._copies.outgoing.get(peer), self._copies.incoming.get(peer)
         if outgoing is not None and outgoing.under_way is not None:
             outgoing.sent_at = now
             effects.append(Send(peer, outgoing.under_way))
@@ -457,8 +374,8 @@ class OneWay:
 
     def _waits(self) -> dict[NodeId, float]:
         """Who owes an answer, since when."""
-        asked = {peer: one.asked_at for peer, one in self._partners.items() if one.asked_at is not None}
-        return asked | {peer: one.sent_at for peer, one in self._outgoing.items() if one.under_way is not None}
+        asked = {peer: one.asked_at for peer, one in self._partners.held.items() if one.asked_at is not None}
+        return asked | {peer: one.sent_at for peer, one in self._copies.outgoing.items() if one.under_way is not None}
 
     def _rearm(self, effects: list[Effect], now: float) -> list[Effect]:
         waits = list(self._waits().values())
@@ -476,9 +393,7 @@ class OneWay:
         return values
 
     def _apply(self, correction: Vector) -> list[Effect]:
-        shift = norm_of_difference(correction[: self._layout.parameters])
-        for partner in self._partners.values():
-            partner.moved += shift
+        self._partners.shifted(norm_of_difference(correction[: self._layout.parameters]))
         self._lent.append(correction)
         return [Apply(correction)]
 
@@ -502,11 +417,11 @@ class OneWay:
         if not self._report.finishing:
             return []
         effects: list[Effect] = []
-        partners = [partner for _, partner in sorted(self._partners.items())]
+        partners = self._partners.all()
         unsettled = [partner for partner in partners if not self._agrees(partner)]
         # a partner that trains on gets our model once; it tells us when it ends too
         due = [partner for partner in unsettled if partner.peer_finishing or not partner.flushed]
-        if due and not any(map(self._under_way, partners)):  # to all at once: a round
+        if due and not any(self._copies.is_under_way(partner.peer) for partner in partners):  # to all at once: a round
             self._received = 0
             for index, partner in enumerate(due):
                 self._to_flush = len(due) - index
@@ -515,7 +430,7 @@ class OneWay:
         if not self._handed_over and all(partner.flushed for partner in partners):
             self._handed_over = True
             effects.append(Proceed(settled=False))
-        under_way = any(map(self._under_way, partners))
+        under_way = any(self._copies.is_under_way(partner.peer) for partner in partners)
         if not self._settled and self._handed_over and not unsettled and not under_way:
             self._settled = True
             effects.append(Proceed(settled=True))
@@ -524,8 +439,3 @@ class OneWay:
     def _agrees(self, partner: Partner) -> bool:
         close = partner.distance + partner.moved <= FLUSH_TOLERANCE * partner.anchor_norm
         return partner.flushed and partner.peer_finishing and close
-
-
-def _is_later(link: int, other: int) -> bool:
-    """Whether `link` was opened after `other`, by the same life of the same sender."""
-    return link // LINKS_OF_A_LIFE == other // LINKS_OF_A_LIFE and link > other

@@ -23,7 +23,8 @@ from peerd.effects import Effect, NodeId, PeerError, Vector
 from peerd.messages import Push
 from peerd.training.delta import Gain
 from peerd.training.mass import Outflow, Purse
-from peerd.training.modes.one_way import OneWay, Partner
+from peerd.training.modes.one_way import OneWay
+from peerd.training.modes.partners import Partner
 from peerd.training.public_copy import Incoming
 
 PART_SHARE = 0.8  # of the largest stable part: as delta.GAIN_SHARE
@@ -51,7 +52,7 @@ class PushSum(OneWay):
         return self._push(partner.peer, values, now, partner, reason)
 
     def _sending(self, peer: NodeId, push: Push, values: Vector) -> tuple[Push, list[Effect]]:
-        outgoing = self._outgoing[peer]
+        outgoing = self._copies.outgoing[peer]
         assert outgoing.next_known is not None, "encoded just now"
         if push.seq == 1:
             self._outflows[peer] = Outflow(0.0)
@@ -71,7 +72,7 @@ class PushSum(OneWay):
         self._outflows[peer].answered()
 
     def _untaken(self, peer: NodeId) -> list[Effect]:
-        outgoing, outflow = self._outgoing[peer], self._outflows.pop(peer, None)
+        outgoing, outflow = self._copies.outgoing[peer], self._outflows.pop(peer, None)
         if outflow is None or outgoing.next_known is None:
             return []
         correction = self._scratch.take(outgoing.next_known)
