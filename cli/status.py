@@ -38,6 +38,7 @@ def status(
     quiet               the model has not moved enough since the last exchange
     bound_only          an upper bound had, the exact change then had not
     no_idle_link        there is no partner, or each is in an exchange already
+    light               push-sum: the node has given away all but 0.1 % of a weight
     """
     answer = request(find_node(name), "status")
     if format is StatusFormat.JSON:

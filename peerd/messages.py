@@ -198,6 +198,52 @@ class LinkClosed:
 
 
 @dataclass(frozen=True, slots=True)
+class Push:
+    """The sender's model less what the receiver knows of it (nothing, at seq 1): number `seq` of the one-way `link`."""
+
+    KIND: ClassVar[int] = 56
+    wants_answer: ClassVar[bool] = True
+    link: int
+    seq: int
+    codec: str
+    gain: float  # what the sender's measured contraction allows
+    weight: float  # push-sum: all the weight that ever went over this link; 0 in other modes
+    finishing: bool  # the sender's trainer has ended: it is flushing
+    chunks: Chunks
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """All of `link` up to number `taken` is in my model."""
+
+    KIND: ClassVar[int] = 57
+    link: int
+    seq: int  # counts these answers: a later one is not the repetition of one that still waits
+    taken: int
+    distance: float  # ||what I know of your model - mine||
+    finishing: bool  # my trainer has ended
+
+
+@dataclass(frozen=True, slots=True)
+class PushForgotten:
+    """I do not hold `link` (any more), of which I took all up to `seq`: start a new one."""
+
+    KIND: ClassVar[int] = 58
+    link: int
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Push me your model; I have taken number `seq` of your `link` (0 and 0: none)."""
+
+    KIND: ClassVar[int] = 59
+    wants_answer: ClassVar[bool] = True
+    link: int
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
 class Connected:
     """Never sent: the shell says that messages to this peer flow (again); what was under way may be lost."""
 
@@ -205,6 +251,7 @@ class Connected:
 Message = (
     Ping | PingRequest | Ack | Nack | MemberTable | Hello | Welcome | Refuse | ModelRequest | ModelSnapshot
     | LinkOpen | LinkSnapshot | Delta | LinkClose | LinkClosed
+    | Push | Pushed | PushForgotten | Pull
 )  # fmt: skip
 
 MESSAGES: dict[int, type[Message]] = {
@@ -212,5 +259,6 @@ MESSAGES: dict[int, type[Message]] = {
     for message in (
         Ping, PingRequest, Ack, Nack, MemberTable, Hello, Welcome, Refuse, ModelRequest, ModelSnapshot,
         LinkOpen, LinkSnapshot, Delta, LinkClose, LinkClosed,
+        Push, Pushed, PushForgotten, Pull,
     )
 }  # fmt: skip

@@ -98,6 +98,11 @@ class Gain:
             self._delta += weight * (measured.delta - self._delta)
 
     @property
+    def contraction(self) -> float:
+        """The running mean of delta; 0 before anything was measured."""
+        return self._delta or 0.0
+
+    @property
     def value(self) -> float:
         """The gain, in [GAIN_LEAST, GAIN_MOST]; GAIN_FIRST before anything was measured."""
         if self._delta is None:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from peerd.effects import PeerError, Vector
-from peerd.messages import CHUNK_VALUES, Delta
+from peerd.messages import CHUNK_VALUES, Chunks, Delta
 from peerd.training import delta
 from peerd.training.delta import GAIN_MOST, Gain, Layout, NotFinite
 from peerd.training.scratch import Scratch
@@ -88,12 +88,10 @@ class PairedReference:
             raise LinkMismatch(f"the peer is at exchange {theirs.seq}, this end at {self.version}")
         if not 0 < theirs.gain <= GAIN_MOST:
             raise PeerError(f"a gain of {theirs.gain} is outside (0, {GAIN_MOST}]")
-        incoming = self._scratch.take(self.theirs)
+        incoming = decode_onto(theirs.codec, self.layout, theirs.chunks, self.theirs, self._scratch)
         try:
-            delta.decode(theirs.codec, self.layout, theirs.chunks, incoming)
-            self._advance(incoming)
             reply = self._encode(values, half, wants_answer=False) if self.under_way is None else None
-        except (PeerError, NotFinite):
+        except NotFinite:
             self._scratch.give(incoming)
             raise
         return Outcome(self._complete(theirs, incoming), reply)
@@ -110,16 +108,7 @@ class PairedReference:
         return norm_of_difference(self.theirs[:parameters], self.mine[:parameters])
 
     def _encode(self, values: Vector, half: Half, *, wants_answer: bool) -> Delta:
-        difference, decoded = self._scratch.take(self.mine), self._scratch.take(self.mine)
-        np.subtract(values, self.mine, out=difference)
-        try:
-            chunks, contraction = delta.encode(half.codec, self.layout, difference, decoded=decoded)
-        except NotFinite:
-            self._scratch.give(decoded)
-            raise
-        finally:
-            self._scratch.give(difference)
-        half.gain.observe(contraction)
+        chunks, decoded = encode_difference(half.codec, self.layout, values, self.mine, half.gain, self._scratch)
         self.under_way = Delta(
             self.link,
             self.version + 1,
@@ -146,13 +135,38 @@ class PairedReference:
         self.cancel()
         return theirs_next
 
-    def _advance(self, incoming: Vector) -> None:
-        """incoming += theirs. Raises PeerError for a sum that no model reaches: its difference could overflow."""
+
+def encode_difference(
+    codec: str, layout: Layout, values: Vector, known: Vector, gain: Gain, scratch: Scratch
+) -> tuple[Chunks, Vector]:
+    """The chunks for values - known, and what they decode to (scratch); the loss goes into `gain`. Raises NotFinite."""
+    difference, decoded = scratch.take(known), scratch.take(known)
+    np.subtract(values, known, out=difference)
+    try:
+        chunks, contraction = delta.encode(codec, layout, difference, decoded=decoded)
+    except NotFinite:
+        scratch.give(decoded)
+        raise
+    finally:
+        scratch.give(difference)
+    gain.observe(contraction)
+    return chunks, decoded
+
+
+def decode_onto(codec: str, layout: Layout, chunks: Chunks, known: Vector, scratch: Scratch) -> Vector:
+    """known + what `chunks` hold, in scratch. Raises PeerError, also for a sum that no model reaches."""
+    incoming = scratch.take(known)
+    try:
+        delta.decode(codec, layout, chunks, incoming)
         with np.errstate(over="ignore"):
             for part in parts(len(incoming)):
-                incoming[part] += self.theirs[part]
-                if not np.abs(incoming[part]).max() <= VALUE_MOST:
+                incoming[part] += known[part]
+                if not np.abs(incoming[part]).max() <= VALUE_MOST:  # its difference could overflow
                     raise PeerError(f"a value beyond {VALUE_MOST:g}")
+    except PeerError:
+        scratch.give(incoming)
+        raise
+    return incoming
 
 
 def parts(count: int) -> Iterator[slice]:

@@ -1,30 +1,33 @@
-"""A swarm of gossip cores in one process: queues for connections, float64 models, nothing else."""
+"""A swarm of mode cores in one process: queues for connections, float64 models (or float32), nothing else."""
 
 from __future__ import annotations
 
 import random
 from collections import deque
+from typing import Any
 
 import numpy as np
 
 from peerd.effects import Apply, Effect, Proceed, Publish, Send, StepReport, Vector
 from peerd.messages import Connected, Message
 from peerd.training.delta import Layout
-from peerd.training.modes import ModeSettings
-from peerd.training.modes.gossip import Gossip
+from peerd.training.modes import MODES, ModeSettings
 from peerd.training.trigger import parse_trigger
 
 
 class Node:
     """A core, its model, and its replica of nothing: corrections are applied at once."""
 
-    def __init__(self, name: str, model: Vector, layout: Layout, seed: int, settings: ModeSettings) -> None:
+    def __init__(
+        self, name: str, model: Vector, layout: Layout, seed: int, settings: ModeSettings, mode: str = "gossip"
+    ) -> None:
         self.x = model
         self.base = model.copy()
         self.steps = 0
         self.proceeded: list[bool] = []
+        self.finishing = False
         self._buffer = np.empty_like(model)
-        self.core = Gossip(name, layout, random.Random(seed), settings, self._values)
+        self.core: Any = MODES[mode](name, layout, random.Random(seed), settings, self._values)
 
     def _values(self) -> Vector:
         """One buffer for every call, as the daemon's replica does."""
@@ -36,14 +39,25 @@ class GossipSwarm:
     """`names` nodes whose messages wait in one queue a direction until `deliver`."""
 
     def __init__(
-        self, count: int, size: int, codec: str, trigger: str = "always", view: int = 3, seed: int = 0, buffers: int = 0
+        self,
+        count: int,
+        size: int,
+        codec: str,
+        trigger: str = "always",
+        view: int = 3,
+        seed: int = 0,
+        buffers: int = 0,
+        mode: str = "gossip",
+        dtype: str = "float64",
     ) -> None:
         rng = np.random.default_rng(seed)
         layout = Layout(size - buffers, size)
         settings = ModeSettings(codec, parse_trigger(trigger), view)
         names = [chr(ord("a") + index) for index in range(count)]
+        self._make = lambda name, x, seed: Node(name, x, layout, seed, settings, mode)
         self.nodes = {
-            name: Node(name, rng.normal(size=size), layout, seed + index, settings) for index, name in enumerate(names)
+            name: Node(name, rng.normal(size=size).astype(dtype), layout, seed + index, settings, mode)
+            for index, name in enumerate(names)
         }
         self.queues: dict[tuple[str, str], deque[Message]] = {(a, b): deque() for a in names for b in names if a != b}
         self.now = 0.0
@@ -55,15 +69,20 @@ class GossipSwarm:
         for name in self.nodes:
             self.peers(name, set(self.nodes))
 
+    def restart(self, name: str, model: Vector, seed: int) -> None:
+        """A new process, which knows nobody yet, with this model."""
+        self.nodes[name] = self._make(name, model.copy(), seed)
+
     def peers(self, name: str, alive: set[str]) -> None:
         self.perform(name, self.nodes[name].core.on_peers(frozenset(alive - {name}), self.now))
 
     def step(self, name: str, change: Vector | None = None, *, finishing: bool = False) -> None:
         node = self.nodes[name]
         if change is not None:
-            node.x = node.x + change
-            self.injected += change
+            node.x = node.x + change.astype(node.x.dtype)
+            self.injected += change * getattr(node.core, "weight", 1.0)
             node.steps += 1
+        node.finishing = finishing
         self._report(name, published=finishing, finishing=finishing)
 
     def _report(self, name: str, *, published: bool, finishing: bool = False) -> None:
@@ -80,6 +99,8 @@ class GossipSwarm:
         for effect in effects:
             match effect:
                 case Apply():
+                    assert np.isfinite(effect.correction).all()
+                    assert effect.correction.dtype == node.x.dtype
                     node.x = node.x + effect.correction
                     effect.correction.fill(np.nan)  # lent until the next event: nobody may look at it again
                     node._buffer.fill(np.nan)
@@ -100,6 +121,11 @@ class GossipSwarm:
         message = queue.popleft()
         self.perform(target, self.nodes[target].core.on_message(source, message, self.now))
         return True
+
+    def duplicate(self, source: str, target: str) -> None:
+        """What waits at the head of a queue comes once more, behind all the rest."""
+        if queue := self.queues[source, target]:
+            queue.append(queue[0])
 
     def cut(self, source: str, target: str) -> None:
         """The connection from source to target breaks and is made again: what was on it is lost."""
@@ -128,7 +154,7 @@ class GossipSwarm:
     def drift(self) -> float:
         """How far the sum of all models is from what was put in, over its norm."""
         expected = self.initial_sum + self.injected
-        total = sum(node.x for node in self.nodes.values())
+        total = sum(node.x.astype(np.float64) * getattr(node.core, "weight", 1.0) for node in self.nodes.values())
         return float(np.abs(total - expected).max() / max(1.0, np.abs(expected).max()))
 
     def spread(self) -> float:

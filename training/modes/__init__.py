@@ -6,8 +6,16 @@ A mode is a core: events and `now` come in, effects and a deadline come out. It 
 from __future__ import annotations
 
 from peerd.training.modes.gossip import Gossip
+from peerd.training.modes.gossip_pull import GossipPull
+from peerd.training.modes.gossip_push import GossipPush
 from peerd.training.modes.mode import LinkStatus, Mode, ModeMaker, ModeSettings
+from peerd.training.modes.push_sum import PushSum
 
 __all__ = ["MODES", "LinkStatus", "Mode", "ModeMaker", "ModeSettings"]
 
-MODES: dict[str, ModeMaker] = {"gossip": Gossip}
+MODES: dict[str, ModeMaker] = {
+    "gossip": Gossip,
+    "gossip-push": GossipPush,
+    "gossip-pull": GossipPull,
+    "push-sum": PushSum,
+}

@@ -1,0 +1,110 @@
+"""Push-sum as a whole: the mean is kept with every codec, whatever is lost."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from gossip_swarm import GossipSwarm
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peerd.effects import PeerError
+from peerd.messages import Push
+from peerd.training.codecs import CODECS
+from peerd.training.modes.push_sum import WEIGHT_LEAST
+
+
+def total_weight(swarm: GossipSwarm) -> float:
+    return sum(node.core.weight for node in swarm.nodes.values())
+
+
+@settings(max_examples=40, deadline=None, print_blob=True)
+@given(codec=st.sampled_from(sorted(CODECS)), count=st.integers(2, 5), seed=st.integers(0, 1000), lossy=st.booleans())
+def test_the_mean_is_kept(codec: str, count: int, seed: int, lossy: bool) -> None:
+    swarm = GossipSwarm(count, 64, codec, seed=seed, mode="push-sum")
+    swarm.everyone_alive()
+    rng = np.random.default_rng(seed)
+    pairs = sorted(swarm.queues)
+    for _ in range(40):
+        swarm.step(rng.choice(sorted(swarm.nodes)), rng.normal(size=64))
+        source, target = pairs[rng.integers(len(pairs))]
+        swarm.duplicate(source, target)
+        if lossy:
+            swarm.cut(*pairs[rng.integers(len(pairs))])
+        for _ in range(3):
+            swarm.deliver(*pairs[rng.integers(len(pairs))])
+    swarm.quiesce()
+    swarm.quiesce()
+    assert abs(total_weight(swarm) - count) < 1e-12
+    assert swarm.drift() < 1e-10
+
+
+@pytest.mark.parametrize("codec", sorted(CODECS))
+def test_in_float32_the_mean_drifts_by_rounding_alone(codec: str) -> None:
+    swarm = GossipSwarm(4, 300, codec, seed=1, mode="push-sum", dtype="float32")
+    swarm.everyone_alive()
+    rng = np.random.default_rng(1)
+    pushes = 0
+    for _ in range(300):
+        for name in swarm.nodes:
+            swarm.step(name, 0.01 * rng.normal(size=300))
+            swarm.settle()
+    pushes = sum(node.core.counts["exchanges"] for node in swarm.nodes.values())
+    assert pushes > 1000
+    assert abs(total_weight(swarm) - 4) < 1e-12
+    # a rounding is at most 2**-24 of a value, and random: far below one for each push, added up
+    assert swarm.drift() < 2**-24 * 300
+    for name in swarm.nodes:
+        swarm.step(name, finishing=True)
+    swarm.quiesce()
+    assert swarm.spread() < 0.01
+
+
+@pytest.mark.parametrize("codec", sorted(CODECS))
+def test_what_a_codec_drops_does_not_grow(codec: str) -> None:
+    swarm = GossipSwarm(3, 600, codec, seed=1, mode="push-sum")
+    swarm.everyone_alive()
+    largest = max(np.abs(node.x).max() for node in swarm.nodes.values())
+    for _ in range(200):
+        for name in swarm.nodes:
+            swarm.step(name)
+            swarm.settle()
+    assert max(np.abs(node.x).max() for node in swarm.nodes.values()) < 1.5 * largest
+
+
+def test_what_a_dead_peer_never_took_is_taken_back() -> None:
+    swarm = GossipSwarm(2, 50, "sign", mode="push-sum")
+    swarm.everyone_alive()
+    before = swarm.nodes["a"].x.copy()
+    swarm.step("a", np.zeros(50))
+    assert swarm.nodes["a"].core.weight < 1
+    swarm.queues["a", "b"].clear()
+    swarm.peers("a", {"a"})
+    assert swarm.nodes["a"].core.weight == 1
+    assert np.allclose(swarm.nodes["a"].x, before, rtol=0, atol=1e-12)
+
+
+def test_a_node_that_gave_nearly_all_away_waits() -> None:
+    swarm = GossipSwarm(2, 50, "float32", mode="push-sum")
+    swarm.everyone_alive()
+    for _ in range(100):
+        swarm.step("a", np.ones(50))
+        swarm.settle()
+    node = swarm.nodes["a"].core
+    assert WEIGHT_LEAST / 3 < node.weight < WEIGHT_LEAST
+    assert node.counts["trigger_light"] > 50
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, 1e9])
+def test_a_weight_that_cannot_be_is_refused(weight: float) -> None:
+    swarm = GossipSwarm(2, 50, "float32", mode="push-sum")
+    swarm.everyone_alive()
+    swarm.step("a", np.ones(50))
+    push = swarm.queues["a", "b"].popleft()
+    assert isinstance(push, Push)
+    before = swarm.nodes["b"].x.copy()
+    bad = Push(push.link, push.seq, push.codec, push.gain, weight, False, push.chunks)
+    with pytest.raises(PeerError, match="weight"):
+        swarm.nodes["b"].core.on_message("a", bad, 0.0)
+    assert np.array_equal(swarm.nodes["b"].x, before)
+    assert swarm.nodes["b"].core.weight == 1

@@ -1,0 +1,52 @@
+"""Gossip-pull: ask one random partner for its model and merge that (Jin et al. 2016, arXiv:1611.04581).
+
+    x_i <- (x_i + x_j) / 2      or less of x_j, where the codec's contraction allows less
+
+The one asked answers with a push and does not move: the swarm's mean is not conserved. A run ends as gossip-push's
+does, for a node that is about to leave cannot wait to be asked.
+"""
+
+from __future__ import annotations
+
+from peerd.effects import Effect, NodeId, Send, Vector
+from peerd.messages import Connected, Message, Pull
+from peerd.training.modes.gossip_push import GossipPush
+from peerd.training.modes.partners import Partner
+
+
+class GossipPull(GossipPush):
+    """The mode's core for one node."""
+
+    def _fired(self, partner: Partner, values: Vector, reason: str, now: float) -> list[Effect]:
+        partner.asked_at = now
+        self._began(partner, values, reason, now)
+        return [self._request(partner.peer)]
+
+    def _other_message(self, sender: NodeId, message: Message | Connected, now: float) -> list[Effect]:
+        if not isinstance(message, Pull):
+            return super()._other_message(sender, message, now)
+        outgoing = self._copies.outgoing.get(sender)
+        if outgoing is not None and outgoing.under_way is not None:
+            return [Send(sender, outgoing.under_way)]  # asked again, or while a push is on its way
+        if outgoing is not None and message.link == outgoing.link and message.seq < outgoing.version:
+            return []  # said again after a reconnect: it was answered long ago
+        return self._push(sender, self._current(), now, None, "")
+
+    def _merged(self, sender: NodeId, distance: float, now: float) -> None:
+        partner = self._partners.held.get(sender)
+        if partner is not None and partner.asked_at is not None:
+            partner.asked_at = None
+            partner.distance = distance
+            partner.exchanges += 1
+            partner.last_exchange = now
+
+    def _repeat(self, peer: NodeId, now: float) -> list[Effect]:
+        partner = self._partners.held.get(peer)
+        asked = partner is not None and partner.asked_at is not None
+        if partner is not None and asked:
+            partner.asked_at = now
+        return [*super()._repeat(peer, now), *([self._request(peer)] if asked else [])]
+
+    def _request(self, peer: NodeId) -> Send:
+        incoming = self._copies.incoming.get(peer)
+        return Send(peer, Pull(incoming.link, incoming.version) if incoming is not None else Pull(0, 0))

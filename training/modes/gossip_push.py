@@ -1,0 +1,33 @@
+"""Gossip-push: the model goes one way, to one random partner, which merges it (Jin et al. 2016, arXiv:1611.04581).
+
+    x_j <- (x_j + sum of received) / (1 + #received)
+
+The receiver merges each model when it comes: the k-th since its own last step gets 1 / (1 + k), which makes the same
+mean, or less where the codec's contraction allows less. The swarm's mean is not conserved.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from peerd.effects import Effect, PeerError, Vector
+from peerd.messages import Push
+from peerd.training.delta import GAIN_MOST
+from peerd.training.modes.one_way import OneWay
+from peerd.training.modes.partners import Partner
+from peerd.training.public_copy import Incoming
+
+
+class GossipPush(OneWay):
+    """The mode's core for one node."""
+
+    def _fired(self, partner: Partner, values: Vector, reason: str, now: float) -> list[Effect]:
+        return self._push(partner.peer, values, now, partner, reason)
+
+    def _correction(self, incoming: Incoming, push: Push, came: Vector, values: Vector) -> Vector:
+        if not 0 < push.gain <= GAIN_MOST:
+            raise PeerError(f"a gain of {push.gain} is outside (0, {GAIN_MOST}]")
+        correction = self._scratch.take(came)
+        np.subtract(came, values, out=correction)
+        correction *= min(push.gain, 1 / (2 + self._received))
+        return correction

@@ -1,0 +1,441 @@
+"""Who pushes to whom, when is it said again, and how does a run end? What gossip-push, gossip-pull and push-sum share.
+
+Its partners are partners.py's, and what each end of a link knows copies.py's.
+
+Each answer says how far the two models were apart and whether the receiver has finished. A run ends with rounds of
+pushes with a fine codec, until every partner has finished and none is further away than FLUSH_TOLERANCE.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+
+from peerd.effects import Apply, Effect, Log, NodeId, PeerError, Proceed, Publish, Send, StepReport, Vector
+from peerd.messages import Connected, Message, Push, Pushed, PushForgotten
+from peerd.training.delta import Gain, Layout, NotFinite
+from peerd.training.modes.copies import Copies
+from peerd.training.modes.gossip import FLUSH_CODEC, FLUSH_TOLERANCE, ROTATE_AFTER_EXCHANGES
+from peerd.training.modes.mode import LinkStatus, ModeSettings
+from peerd.training.modes.partners import Partner, Partners
+from peerd.training.public_copy import Incoming, Outgoing
+from peerd.training.reference import norm_of_difference
+from peerd.training.scratch import Scratch
+from peerd.training.trigger import MAX_SILENCE_S, WAKE_AFTER_S, LinkChange
+
+
+class OneWay:
+    """A core without the one thing that differs: what firing, sending and merging mean."""
+
+    barrier = 0
+
+    def __init__(
+        self, me: NodeId, layout: Layout, rng: random.Random, settings: ModeSettings, values: Callable[[], Vector]
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self.deadline = float("inf")
+        self._layout = layout
+        self._rng = rng
+        self._settings = settings
+        self._values = values
+        self._scratch = Scratch()
+        self._gains: dict[str, Gain] = {}
+        self._copies = Copies(layout, rng, settings.view, self._scratch)
+        self._partners = Partners(me, layout, rng, settings.view, self._current)
+        self._lent: list[Vector] = []  # corrections of this event: applied by the next one
+        self._report = StepReport(0, 0.0, 1.0, published=False, finishing=False)
+        self._wanted: Partner | None = None  # for whose sake a publish was asked
+        self._received = 0  # pushes merged since the last own step, or round of the flush
+        self._to_flush = 0  # partners of this round that have not had their push yet
+        self._last_began_step = 0
+        self._handed_over = self._settled = self._warned_not_finite = False
+
+    # ---------------------------------------------------------------- what a mode adds
+
+    def _fired(self, partner: Partner, values: Vector, reason: str, now: float) -> list[Effect]:
+        """The trigger has found a reason."""
+        raise NotImplementedError
+
+    def _correction(self, incoming: Incoming, push: Push, came: Vector, values: Vector) -> Vector:
+        """What x changes by, in scratch, as the peer's model `came`. Raises PeerError, having changed nothing."""
+        raise NotImplementedError
+
+    def _sending(self, peer: NodeId, push: Push, values: Vector) -> tuple[Push, list[Effect]]:
+        """A push is about to leave."""
+        return push, []
+
+    def _answered(self, peer: NodeId) -> None:
+        """The push under way to `peer` was taken."""
+
+    def _untaken(self, peer: NodeId) -> list[Effect]:
+        """The link to `peer` ends; what is under way, if anything, was not taken."""
+        return []
+
+    def _merged(self, sender: NodeId, distance: float, now: float) -> None:
+        """A push has come."""
+
+    def _other_message(self, sender: NodeId, message: Message | Connected, now: float) -> list[Effect]:
+        """A message of this mode alone."""
+        raise PeerError(f"{type(message).__name__} has no meaning in this mode")
+
+    # ---------------------------------------------------------------- events
+
+    def on_step(self, report: StepReport, now: float) -> list[Effect]:
+        """Draw a partner, decide, and perhaps push."""
+        self._reclaim()
+        began_finishing = report.finishing and not self._report.finishing
+        self._report = report
+        if report.published:
+            self._partners.shifted(
+                report.change
+            )  # the triangle inequality: a bound
+        if report.finishing:
+            news = [self._answer(incoming) for incoming in self._copies.incoming.values()] if began_finishing else []
+            return self._rearm([*news, *self._flush(now)], now)
+        self._received = 0
+        if self._handed_over:  # a new run follows a flush
+            self._handed_over = self._settled = False
+            for partner in self._partners.all():
+                partner.flushed = False
+        wanted = self._wanted
+        if wanted is None or self._partners.held.get(wanted.peer) is not wanted:
+            self._wanted = None
+            return self._rearm(self._draw(now), now)
+        if not report.published:
+            return []
+        self._wanted = None
+        return self._rearm(self._decide(wanted, now) if self._is_idle(wanted) else [], now)
+
+    def on_message(self, sender: NodeId, message: Message | Connected, now: float) -> list[Effect]:
+        """One event of one link."""
+        self._reclaim()
+        match message:
+            case Push():
+                effects = self._on_push(sender, message, now) + self._flush(now)
+            case Pushed():
+                effects = self._on_pushed(sender, message, now) + self._flush(now)
+            case PushForgotten():
+                effects = self._on_forgotten(sender, message, now) + self._flush(now)
+            case Connected():
+                effects = self._repeat(sender, now)
+            case _:
+                effects = self._other_message(sender, message, now)
+        return self._rearm(effects, now)
+
+    def on_peers(self, alive: frozenset[NodeId], now: float) -> list[Effect]:
+        """Peers came or went."""
+        self._reclaim()
+        effects: list[Effect] = []
+        for peer in sorted((self._partners.alive - alive) & self._copies.outgoing.keys()):
+            effects += self._drop_outgoing(peer)
+        self._copies.on_peers(alive)
+        self._partners.on_peers(alive, now)
+        return self._rearm(effects + self._flush(now), now)
+
+    def on_timer(self, now: float) -> list[Effect]:
+        """Never silence: repeat what has had no answer for long, and push what the trigger calls overdue."""
+        self._reclaim()
+        effects: list[Effect] = []
+        for peer, since in sorted(self._waits().items()):
+            if now - since >= MAX_SILENCE_S:
+                self.counts["repeats"] += 1
+                effects += self._repeat(peer, now)
+        if not self._report.finishing:
+            for partner in self._idle():
+                if now - max(partner.last_exchange, partner.declined_at) >= MAX_SILENCE_S:
+                    partner.declined_at = now
+                    effects += self._decide(partner, now)
+        return self._rearm(effects, now)
+
+    # ---------------------------------------------------------------- what there is to see
+
+    def links(self) -> list[LinkStatus]:
+        """One row a partner."""
+        codec = FLUSH_CODEC if self._report.finishing else self._settings.codec
+        gain = self._gains.get(codec, Gain()).value
+        return [
+            LinkStatus(partner.peer, partner.exchanges, partner.distance, gain, partner.last_reason)
+            for partner in self._partners.all()
+        ]
+
+    @property
+    def consensus_distance(self) -> float:
+        """As gossip's: two independent members at distance d from their mean are sqrt(2) d apart."""
+        partners = [partner for partner in self._partners.all() if partner.exchanges]
+        if not partners:
+            return 0.0
+        squares = sum(partner.distance**2 for partner in partners) / len(partners) / 2
+        norm = max(partner.anchor_norm for partner in partners)
+        return float(np.sqrt(squares)) / norm if norm > 0 else 0.0
+
+    # ---------------------------------------------------------------- deciding
+
+    def _draw(self, now: float) -> list[Effect]:
+        idle = self._idle()
+        if not idle:
+            self.counts["trigger_no_idle_link"] += 1
+            return []
+        partner = self._rng.choice(idle)
+        if self._fires(partner, partner.moved + self._report.change, now) is None:
+            self.counts["trigger_quiet"] += 1
+            return []
+        self._wanted = partner
+        return [Publish()]
+
+    def _decide(self, partner: Partner, now: float) -> list[Effect]:
+        values = self._current()
+        parameters = self._layout.parameters
+        partner.moved = norm_of_difference(values[:parameters], partner.anchor[:parameters])
+        reason = self._fires(partner, partner.moved, now)
+        if reason is None:
+            self.counts["trigger_bound_only"] += 1
+            return []
+        effects = self._fired(partner, values, reason, now)
+        self.counts[f"trigger_{reason}"] += bool(effects)
+        return effects
+
+    def _fires(self, partner: Partner, change: float, now: float) -> str | None:
+        return self._settings.trigger.fires(
+            LinkChange(
+                change=change,
+                norm=partner.anchor_norm,
+                lr_ratio=self._report.lr_ratio,
+                steps=self._report.step - self._last_began_step,
+                silence_s=now - partner.last_exchange,
+                finishing=self._report.finishing,
+            )
+        )
+
+    def _began(self, partner: Partner, values: Vector, reason: str, now: float) -> None:
+        """From now on the partner's change is measured from `values`."""
+        np.copyto(partner.anchor, values)
+        partner.anchor_norm = norm_of_difference(values[: self._layout.parameters])
+        partner.moved = 0.0
+        partner.last_exchange = now
+        partner.last_reason = reason
+        self._last_began_step = self._report.step
+
+    # ---------------------------------------------------------------- pushes that leave
+
+    def _push(self, peer: NodeId, values: Vector, now: float, partner: Partner | None, reason: str) -> list[Effect]:
+        """Begin one to `peer`; for the sake of `partner`, if it is one of the view that the trigger chose."""
+        effects: list[Effect] = []
+        outgoing = self._copies.outgoing.get(peer)
+        if outgoing is None:
+            oldest = self._copies.in_the_way()
+            effects += [] if oldest is None else self._drop_outgoing(oldest)
+            outgoing = self._copies.open(peer, values)
+        finishing = self._report.finishing
+        held = self._partners.held.get(peer)
+        flush = finishing or (held is not None and held.peer_finishing)
+        codec = FLUSH_CODEC if flush else self._settings.codec
+        try:
+            push = outgoing.begin(values, codec, self._gains, finishing=finishing)
+        except NotFinite:
+            return effects + self._not_finite()
+        if push.seq == 1:
+            self.counts["snapshots"] += 1
+        if partner is not None:
+            self._began(partner, values, reason, now)
+        outgoing.under_way, more = self._sending(peer, push, values)
+        outgoing.sent_at = now
+        return [*effects, Send(peer, outgoing.under_way), *more]
+
+    def _drop_outgoing(self, peer: NodeId) -> list[Effect]:
+        effects = self._untaken(peer)
+        self._copies.outgoing.pop(peer).drop()
+        return effects
+
+    def _on_pushed(self, sender: NodeId, message: Pushed, now: float) -> list[Effect]:
+        outgoing, partner = self._copies.outgoing.get(sender), self._partners.held.get(sender)
+        if outgoing is None or outgoing.link != message.link:
+            return []
+        if partner is not None:
+            partner.peer_finishing = message.finishing
+            partner.distance = message.distance
+        if outgoing.under_way is None or outgoing.under_way.seq != message.taken:
+            return []
+        return self._completed(outgoing, outgoing.under_way, sender, now)
+
+    def _completed(self, outgoing: Outgoing, push: Push, peer: NodeId, now: float) -> list[Effect]:
+        outgoing.answered()
+        self._answered(peer)
+        self.counts["exchanges"] += 1
+        if partner := self._partners.held.get(peer):
+            partner.exchanges += 1
+            partner.last_exchange = now
+            partner.flushed |= push.finishing and self._report.finishing
+        if self.counts["exchanges"] % ROTATE_AFTER_EXCHANGES == 0 and not self._report.finishing:
+            self._rotate(now)
+        return []
+
+    def _on_forgotten(self, sender: NodeId, message: PushForgotten, now: float) -> list[Effect]:
+        """The receiver made room, or lost everything: start anew, or with somebody who has room."""
+        outgoing, partner = self._copies.outgoing.get(sender), self._partners.held.get(sender)
+        if outgoing is None or outgoing.link != message.link:
+            return []
+        push = outgoing.under_way
+        if push is not None and push.seq <= message.seq:
+            self._completed(outgoing, push, sender, now)
+            push = None
+        self.counts["links_forgotten"] += 1
+        effects = self._drop_outgoing(sender)
+        if push is not None and sender in self._partners.alive:
+            return effects + self._push(sender, self._current(), now, partner, partner.last_reason if partner else "")
+        if partner is not None:
+            self._partners.replace(partner, now)
+        return effects
+
+    # ---------------------------------------------------------------- pushes that come
+
+    def _on_push(self, sender: NodeId, push: Push, now: float) -> list[Effect]:
+        held = self._copies.accept(sender, push, self._values())
+        if held is None:
+            return []
+        if isinstance(held, PushForgotten):
+            self.counts["link_mismatches"] += 1
+            return [Send(sender, held)]
+        if push.seq <= held.version:
+            return [self._answer(held)]
+        came = held.decode(push)
+        values = self._current()
+        parameters = self._layout.parameters
+        distance = norm_of_difference(came[:parameters], values[:parameters])
+        if not np.isfinite(distance):
+            self._scratch.give(came)
+            return self._not_finite()  # and no answer: it will be said again
+        try:
+            correction = self._correction(held, push, came, values)
+        except PeerError:
+            self._scratch.give(came)
+            raise
+        held.take(came, now)
+        forgotten = self._copies.hold(held)
+        self._received += 1
+        self.counts["exchanges"] += 1
+        self._merged(sender, distance, now)
+        effects: list[Effect] = [self._answer(held, distance), *self._apply(correction)]
+        if forgotten is not None:
+            effects.append(Send(forgotten.peer, PushForgotten(forgotten.link, forgotten.version)))
+        if partner := self._partners.held.get(sender):
+            partner.peer_finishing = push.finishing
+            if push.finishing:
+                partner.distance = distance
+        elif push.finishing and self._report.finishing and distance > FLUSH_TOLERANCE * norm_of_difference(values):
+            # the push alone may move us little (push-sum: its sender may have hardly any weight left)
+            effects += self._push_back(sender, now)
+        return effects
+
+    def _push_back(self, sender: NodeId, now: float) -> list[Effect]:
+        if self._copies.is_under_way(sender):
+            return []
+        self._to_flush = 1
+        return self._push(sender, self._current(), now, None, "")
+
+    def _answer(self, incoming: Incoming, distance: float | None = None) -> Send:
+        incoming.answers += 1
+        if distance is None:
+            parameters = self._layout.parameters
+            distance = norm_of_difference(incoming.known[:parameters], self._current()[:parameters])
+        distance = min(distance, 1e300)  # of a model that is not finite (any more)
+        finishing = self._report.finishing
+        return Send(incoming.peer, Pushed(incoming.link, incoming.answers, incoming.version, distance, finishing))
+
+    # ---------------------------------------------------------------- partners
+
+    def _idle(self) -> list[Partner]:
+        return [partner for partner in self._partners.all() if self._is_idle(partner)]
+
+    def _is_idle(self, partner: Partner) -> bool:
+        return partner.asked_at is None and not self._copies.is_under_way(partner.peer)
+
+    def _rotate(self, now: float) -> None:
+        """Change the most used partner for a stranger."""
+        idle = self._idle()
+        if idle:
+            self.counts["rotations"] += 1
+            self._partners.replace(max(idle, key=lambda partner: (partner.exchanges, partner.peer)), now)
+
+    # ---------------------------------------------------------------- repeats
+
+    def _repeat(self, peer: NodeId, now: float) -> list[Effect]:
+        """Say again what may have been lost with a connection."""
+        effects: list[Effect] = []
+        outgoing, incoming = self._copies.outgoing.get(peer), self._copies.incoming.get(peer)
+        if outgoing is not None and outgoing.under_way is not None:
+            outgoing.sent_at = now
+            effects.append(Send(peer, outgoing.under_way))
+        if incoming is not None:
+            effects.append(self._answer(incoming))
+        return effects
+
+    def _waits(self) -> dict[NodeId, float]:
+        """Who owes an answer, since when."""
+        asked = {peer: one.asked_at for peer, one in self._partners.held.items() if one.asked_at is not None}
+        return asked | {peer: one.sent_at for peer, one in self._copies.outgoing.items() if one.under_way is not None}
+
+    def _rearm(self, effects: list[Effect], now: float) -> list[Effect]:
+        waits = list(self._waits().values())
+        if not self._report.finishing:
+            waits += [max(partner.last_exchange, partner.declined_at) for partner in self._idle()]
+        self.deadline = max(now, min(waits, default=float("inf")) + WAKE_AFTER_S)
+        return effects
+
+    # ---------------------------------------------------------------- the model
+
+    def _current(self) -> Vector:
+        values = self._values()
+        for correction in self._lent:
+            np.add(values, correction, out=values)
+        return values
+
+    def _apply(self, correction: Vector) -> list[Effect]:
+        self._partners.shifted(norm_of_difference(correction[: self._layout.parameters]))
+        self._lent.append(correction)
+        return [Apply(correction)]
+
+    def _reclaim(self) -> None:
+        """Take back the corrections of the last event, which its shell has applied by now."""
+        for correction in self._lent:
+            self._scratch.give(correction)
+        self._lent.clear()
+
+    def _not_finite(self) -> list[Effect]:
+        self.counts["not_finite"] += 1
+        if self._warned_not_finite:
+            return []
+        self._warned_not_finite = True
+        return [Log("warning", "the model holds a value that is not finite: it is not sent, and nothing merged")]
+
+    # ---------------------------------------------------------------- the final flush
+
+    def _flush(self, now: float) -> list[Effect]:
+        """At a run's end: push to whoever does not yet agree; say when all have what we held, when all agree."""
+        if not self._report.finishing:
+            return []
+        effects: list[Effect] = []
+        partners = self._partners.all()
+        unsettled = [partner for partner in partners if not self._agrees(partner)]
+        # a partner that trains on gets our model once; it tells us when it ends too
+        due = [partner for partner in unsettled if partner.peer_finishing or not partner.flushed]
+        if due and not any(self._copies.is_under_way(partner.peer) for partner in partners):  # to all at once: a round
+            self._received = 0
+            for index, partner in enumerate(due):
+                self._to_flush = len(due) - index
+                effects += self._push(partner.peer, self._current(), now, partner, "finishing")
+                self.counts["trigger_finishing"] += 1
+        if not self._handed_over and all(partner.flushed for partner in partners):
+            self._handed_over = True
+            effects.append(Proceed(settled=False))
+        under_way = any(self._copies.is_under_way(partner.peer) for partner in partners)
+        if not self._settled and self._handed_over and not unsettled and not under_way:
+            self._settled = True
+            effects.append(Proceed(settled=True))
+        return effects
+
+    def _agrees(self, partner: Partner) -> bool:
+        close = partner.distance + partner.moved <= FLUSH_TOLERANCE * partner.anchor_norm
+        return partner.flushed and partner.peer_finishing and close

@@ -1,0 +1,89 @@
+"""Push-sum: the swarm's mean is kept on one-way links (SGP, Assran et al. 2019, arXiv:1811.10792).
+
+A node has a weight w (at first 1) besides its model z. A push gives part of both away, the receiver averages by weight
+(training/mass.py), and the sum of w z over all nodes and links moves only by the nodes' own steps: a step dz enters as
+w dz, with the w that the node has when its copy is next published. A correction is z's: x = w z is never stored.
+
+The part is a half, or what the codec's contraction delta allows: what it drops stays with the sender and grows there
+by w / (w - part), so (1 - part / w) must exceed sqrt(1 - delta).
+
+Exact, but for rounding: losses, repeats, restarts of a link. A push to a peer that dies unanswered is taken back: if
+it had arrived, and the peer lives on (a partition), its mass is there twice, weight and model alike, so no model is
+biased but the mean counts it twice. A crash takes the node's own mass with it, and so does a clean leave: after its
+flush that mass has the swarm's mean, but for what the swarm learns meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from peerd.effects import Effect, NodeId, PeerError, Vector
+from peerd.messages import Push
+from peerd.training.delta import Gain
+from peerd.training.mass import Outflow, Purse
+from peerd.training.modes.one_way import OneWay
+from peerd.training.modes.partners import Partner
+from peerd.training.public_copy import Incoming
+
+PART_SHARE = 0.8  # of the largest stable part: as delta.GAIN_SHARE
+WEIGHT_LEAST = 1e-3  # a node that gave away all but this waits for some to come
+WEIGHT_MOST = 1e6  # more than a swarm has
+
+
+class PushSum(OneWay):
+    """The mode's core for one node."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._purse = Purse(1.0)
+        self._outflows: dict[NodeId, Outflow] = {}
+
+    @property
+    def weight(self) -> float:
+        """This node's share of the swarm's mean is this over the sum of all."""
+        return float(self._purse.weight)
+
+    def _fired(self, partner: Partner, values: Vector, reason: str, now: float) -> list[Effect]:
+        if self.weight < WEIGHT_LEAST:
+            self.counts["trigger_light"] += 1
+            return []
+        return self._push(partner.peer, values, now, partner, reason)
+
+    def _sending(self, peer: NodeId, push: Push, values: Vector) -> tuple[Push, list[Effect]]:
+        outgoing = self._copies.outgoing[peer]
+        assert outgoing.next_known is not None, "encoded just now"
+        if push.seq == 1:
+            self._outflows[peer] = Outflow(0.0)
+        outflow = self._outflows[peer]
+        part: float = outflow.send(self.weight * self._part(push.codec))
+        correction = self._scratch.take(values)
+        self._purse.give(part, values, outgoing.next_known, correction)
+        return replace(push, weight=outflow.total), self._apply(correction)
+
+    def _part(self, codec: str) -> float:
+        if self._report.finishing:
+            return 1 / (1 + max(1, self._to_flush))  # then all partners and this node keep the same
+        lost = 1 - self._gains.setdefault(codec, Gain()).contraction
+        return min(0.5, PART_SHARE * (1 - math.sqrt(lost)))
+
+    def _answered(self, peer: NodeId) -> None:
+        self._outflows[peer].answered()
+
+    def _untaken(self, peer: NodeId) -> list[Effect]:
+        outgoing, outflow = self._copies.outgoing[peer], self._outflows.pop(peer, None)
+        if outflow is None or outgoing.next_known is None:
+            return []
+        correction = self._scratch.take(outgoing.next_known)
+        self._purse.take(outflow.under_way, self._current(), outgoing.next_known, correction)
+        return self._apply(correction)
+
+    def _correction(self, incoming: Incoming, push: Push, came: Vector, values: Vector) -> Vector:
+        part = incoming.inflow.part(push.weight)
+        if not 0 < part <= WEIGHT_MOST:
+            raise PeerError(f"a push of weight {part}")
+        correction = self._scratch.take(came)
+        self._purse.take(part, values, came, correction)
+        incoming.inflow.taken(push.weight)
+        return correction
