@@ -22,7 +22,9 @@ from peerd.simulation.swarm import Swarm
 from peerd.simulation.world import Violation, World
 from peerd.timing import LAN, WAN
 from peerd.training.codecs import CODECS
+from peerd.training.collectives import parse_topology
 from peerd.training.modes import MODES
+from peerd.training.modes.allreduce import OVERLAPS
 from peerd.training.tasks import TASKS
 from peerd.training.trigger import parse_trigger
 
@@ -53,6 +55,10 @@ class Scenario:
     codec: str = "sign"
     trigger: str = "change:0.05"
     view: int = 3
+    every: int = 1
+    overlap: str = "delayed"
+    topology: str = "auto"
+    min_peers: int = 1
     shard: str = "iid"
     faults: str = "crash"
     fault_every: float = 60.0
@@ -119,6 +125,10 @@ class _Run:
             view=scenario.view,
             compute=scenario.compute,
             steps=steps,
+            every=scenario.every,
+            overlap=scenario.overlap,
+            topology_of_rounds=scenario.topology,
+            min_peers=scenario.min_peers,
             replay=scenario.command,
         )
         self.looks: list[Look] = []
@@ -158,6 +168,7 @@ class _Run:
             "virtual_seconds": round(self.world.now, 3),
             "steps": max((node.steps for node in swarm.nodes.values()), default=0),
             "exchanges": swarm.checkers.exchanges,
+            "rounds": max((node.counts["rounds"] for node in swarm.nodes.values()), default=0),
             "snapshots": counts["snapshots"],
             "bytes_sent_total": swarm.bytes_sent,
             "probes": counts["probes"],
@@ -240,6 +251,10 @@ def _problem(scenario: Scenario) -> Problem | None:
     if scenario.codec not in CODECS:
         raise UserError(f"--codec {scenario.codec}: not one of {', '.join(CODECS)}")
     parse_trigger(scenario.trigger)
+    if scenario.overlap not in OVERLAPS:
+        raise UserError(f"--overlap {scenario.overlap}: not one of {', '.join(OVERLAPS)}")
+    if scenario.topology != "auto":
+        parse_topology(scenario.topology)
     match scenario.problem:
         case "members":
             return None

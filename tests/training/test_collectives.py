@@ -82,9 +82,7 @@ def test_the_sum_of_integers_is_exact(
         rng = np.random.default_rng(seed)
         own = [rng.integers(-(10**9), 10**9, length).astype(dtype) for _ in range(size)]
         expected = sum(own, np.zeros(length, dtype))
-        ranks = [
-            Collective(parse_topology(name), rank, size, own[rank].copy(), Plain(), cut) for rank in range(size)
-        ]
+        ranks = [Collective(parse_topology(name), rank, size, own[rank].copy(), Plain(), cut) for rank in range(size)]
         run(ranks, seed, twice=twice)
         for machine in ranks:
             assert machine.done
@@ -103,9 +101,7 @@ def test_all_ranks_end_with_the_same_bits_in_any_order(
     results = set()
     for each_order in (seed, order):
         packings = [Coded(codec, length) for _ in range(size)]
-        ranks = [
-            Collective(parse_topology(name), rank, size, own[rank].copy(), packings[rank]) for rank in range(size)
-        ]
+        ranks = [Collective(parse_topology(name), rank, size, own[rank].copy(), packings[rank]) for rank in range(size)]
         run(ranks, each_order)
         results |= {machine.vector.tobytes() for machine in ranks}
     assert len(results) == 1, "another order of arrival is another sum"

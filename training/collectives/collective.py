@@ -7,6 +7,7 @@ bytes and unpack them, as the root does itself, so the result is the same to the
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -125,6 +126,6 @@ def _pieces(length: int, segments: int, cut: int) -> Iterator[tuple[int, int, in
     for segment in range(segments):
         first, last = length * segment // segments, length * (segment + 1) // segments
         bounds = [first, cut, last] if first < cut < last else [first, last]
-        for begin, end in zip(bounds, bounds[1:], strict=False):
+        for begin, end in itertools.pairwise(bounds):
             for start in range(begin, end, PIECE_VALUES):
                 yield segment, start, min(start + PIECE_VALUES, end)

@@ -161,9 +161,7 @@ def parse_topology(text: str) -> Topology:
     raise UserError(f"topology {text[:40]!r}: not one of ring, halving, tree, tree:K with K from 2 to {ARITY_MOST}")
 
 
-def choose(
-    size_bytes: float, peers: int, latency_s: float, bytes_per_s: float
-) -> tuple[str, dict[str, float]]:
+def choose(size_bytes: float, peers: int, latency_s: float, bytes_per_s: float) -> tuple[str, dict[str, float]]:
     """The fastest topology by FireCaffe's cost model, and what it predicts for each, in seconds."""
     assert peers >= 1
     assert bytes_per_s > 0
