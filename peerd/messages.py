@@ -218,7 +218,8 @@ class RoundReport:
     attempt: int  # the highest attempt that it has begun
     progress: int  # pieces of this attempt that it has
     finished: bool  # its trainer has ended
-    settled: bool  # it has applied a final round since
+    given: bool  # and its last model has been in a round
+    settled: bool  # and it has applied the final round
 
 
 @dataclass(frozen=True, slots=True)

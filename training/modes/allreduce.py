@@ -18,6 +18,7 @@ contribution. A run ends with one exact round, in which x becomes the average it
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -70,8 +71,10 @@ class AllReduce:
         self._merge: Vector | None = None  # hpsgd: the agreed model that the next published copy is replaced by
         self._lost: Vector | None = None  # what our encoding dropped, to be contributed
         self._landing: Vector | None = None  # the final average, until the model is it
+        self._unapplied: Vector | None = None  # the correction that this event's effects will bring
         self._due = False  # a round should begin
-        self._taken_at = 0  # our step then
+        self._step = 0
+        self._taken_at = 0  # the step of the last contribution
         self._waits = False  # the trainer is at its barrier
         self._distance = 0.0
         self._norm = 0.0
@@ -81,6 +84,7 @@ class AllReduce:
 
     def on_step(self, report: StepReport, now: float) -> list[Effect]:
         """Take part in the next round, when it is time."""
+        self._unapplied = None
         if report.finishing:
             return self._end_run(now)
         outcomes: list[Outcome] = []
@@ -88,25 +92,26 @@ class AllReduce:
             outcomes += self._rounds.finish(False, now)
             self._landing = None
         self._waits = bool(self.barrier) and report.step % self.barrier == 0
+        self._step = report.step
         self._due |= report.step % self._every == 0
-        left = self._window() - (report.step - self._taken_at)  # steps until there may be a contribution
-        if self._rounds.phase == RoundPhase.IDLE and left <= 1:
-            if self._due and report.published and left <= 0:
-                outcomes += self._take(report.step, now)
-            elif self._due or (report.step + 1) % self._every == 0:  # asked a step ahead, the copy is there in time
-                outcomes.append(Publish())
+        if report.published and self._due and self._free_in() <= 0:
+            outcomes += self._take(now)
+        outcomes += self._ask()
         return self._perform(outcomes, now)
 
     def on_message(self, sender: NodeId, message: Message | Connected, now: float) -> list[Effect]:
         """One message of a round."""
+        self._unapplied = None
         return self._perform(self._rounds.on_message(sender, message, now), now)
 
     def on_peers(self, alive: frozenset[NodeId], now: float) -> list[Effect]:
         """Members came or went."""
+        self._unapplied = None
         return self._perform(self._rounds.on_peers(alive, now), now)
 
     def on_timer(self, now: float) -> list[Effect]:
         """Repeat what waits, and see whether the final correction has landed."""
+        self._unapplied = None
         return self._perform([*self._land(), *self._rounds.on_timer(now)], now)
 
     # ---------------------------------------------------------------- what there is to see
@@ -124,30 +129,37 @@ class AllReduce:
 
     # ---------------------------------------------------------------- contributing
 
-    def _window(self) -> int:
-        """The fewest steps from one contribution to the next, where nothing else says when."""
-        return self._every if self._merge is not None else 0
+    def _free_in(self) -> float:
+        """Steps until there may be a contribution; one round at a time."""
+        if self._rounds.phase != RoundPhase.IDLE:
+            return math.inf
+        return self._taken_at + self._every - self._step if self._merge is not None else 0
 
-    def _take(self, step: int, now: float) -> list[Outcome]:
-        values = self._values()
+    def _ask(self) -> list[Effect]:
+        """Have the model published at the step that contributes it, which is known one step ahead."""
+        soon = self._due or (self._step + 1) % self._every == 0
+        return [Publish()] if soon and self._free_in() <= 1 and not self._waits else []
+
+    def _take(self, now: float) -> list[Outcome]:
+        values = self._current()
         if not np.isfinite(values).all():
             return [Withdrawn()]
-        self._due, self._taken_at = self._overlap == "hpsgd", step
+        self._due, self._taken_at = self._overlap == "hpsgd", self._step
         outcomes: list[Outcome] = []
         if self._merge is not None:
             assert self._origin is not None, "set with the first contribution"
-            outcomes.append(Apply(self._merge - values))
+            outcomes.append(self._apply(self._merge - values))
             values += self._merge - self._origin
             self._origin, self._merge = self._merge, None
         elif self._overlap == "hpsgd":
             self._origin = values.copy()
-        self._taken = values.copy()
+        self._taken = values
         return outcomes + self._rounds.reach(now)
 
     def _contribution(self, whole: bool) -> Vector:
         """This member's summand. A member that has finished gives its model as it is."""
         if self._rounds.finished:
-            self._taken = self._values().copy()
+            self._taken = self._current()
             self._origin = self._taken
         assert self._taken is not None, "a round is reached with a contribution"
         summand = self._taken.copy()
@@ -157,6 +169,16 @@ class AllReduce:
         if self._lost is not None:
             summand += self._lost
         return summand
+
+    def _current(self) -> Vector:
+        values = self._values().copy()
+        if self._unapplied is not None:
+            values += self._unapplied
+        return values
+
+    def _apply(self, correction: Vector) -> Apply:
+        self._unapplied = correction if self._unapplied is None else self._unapplied + correction
+        return Apply(correction)
 
     # ---------------------------------------------------------------- what a round brings
 
@@ -170,7 +192,7 @@ class AllReduce:
                     effects += self._on_withdrawn()
                 case _:
                     effects.append(outcome)
-        self.deadline = self._rounds.deadline()
+        self.deadline = max(now, self._rounds.deadline())
         if self._landing is not None:
             self.deadline = min(self.deadline, now + LAND_AGAIN_S)
         return effects
@@ -196,10 +218,10 @@ class AllReduce:
         else:
             start = self._origin if self._overlap == "hpsgd" else taken
             assert start is not None, "set with the first contribution"
-            effects.append(Apply(target - start))
-        if self._rounds.finished:
+            effects.append(self._apply(target - start))
+        if self._rounds.given:
             effects.append(Proceed(settled=False))
-        return effects + self._resume()
+        return [*effects, *self._resume(), *(self._ask() if not self._rounds.finished else [])]
 
     def _agree(self, mean: Vector, *, whole: bool) -> Vector:
         """The model that all members now hold, from the mean of the contributions."""
@@ -223,7 +245,7 @@ class AllReduce:
         outcomes: list[Outcome] = []
         if self._merge is not None:
             assert self._origin is not None, "set with the first contribution"
-            outcomes.append(Apply(self._merge - self._origin))  # no window comes to roll this one's progress into
+            outcomes.append(self._apply(self._merge - self._origin))  # no window comes to roll this one's progress into
             self._merge = None
         self._waits = False
         return self._perform(outcomes, now) + self._perform(self._rounds.finish(True, now), now)
@@ -232,8 +254,8 @@ class AllReduce:
         """x + (average - x) is rounded, the same again from there is not: at the second time x is the average."""
         if self._landing is None:
             return []
-        left = self._landing - self._values()
+        left = self._landing - self._current()
         if left.any():
-            return [Apply(left)]
+            return [self._apply(left)]
         self._landing = None
         return [Proceed(settled=False), Proceed(settled=True)]

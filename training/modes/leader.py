@@ -136,17 +136,20 @@ class Leader:
         """Begin a round when all have come to it; a newcomer to a swarm that has had rounds comes to the next one."""
         newest = max((report.round for report in reports.values()), default=0)
         roster = [id for id, report in reports.items() if report.phase != RoundPhase.IDLE][:ROSTER_MOST]
-        if not any(not reports[id].settled for id in roster) or len(roster) < self._settings.min_peers:
+        applied = {report.agreed for report in reports.values()}
+        late = {id for id, report in reports.items() if report.phase == RoundPhase.HELD and report.attempt in applied}
+        missing = (everyone - reports.keys()) | late  # it has been told, and will report
+        final = not missing and all(report.finished for report in reports.values())
+        wanted = any(not reports[id].given or (final and not reports[id].settled) for id in roster)
+        if not wanted or len(roster) < self._settings.min_peers:
             self._wanted_at = None
             return []
         self._wanted_at = now if self._wanted_at is None else self._wanted_at
-        missing = everyone - reports.keys()
         idle = [id for id, report in reports.items() if _is_waited_for(report, newest)]
         if (missing or idle) and now - self._wanted_at <= self._patience_s():
             return []
         if found := self._unfinished_commit(reports):
             return found
-        final = not missing and all(report.finished for report in reports.values())
         agreed = {reports[id].agreed for id in roster}
         whole = final or not self._differences or len(agreed) > 1 or agreed == {0}
         topology = self._settings.topology

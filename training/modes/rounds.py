@@ -80,7 +80,8 @@ class Rounds:
         self.phase = RoundPhase.IDLE
         self.round = 0  # the last one applied
         self.finished = False
-        self.settled = False
+        self.given = False  # a round has had what this member's finished run had to give
+        self.settled = False  # and the final round has been applied
         self._me = me
         self._layout = layout
         self._rng = rng
@@ -96,8 +97,9 @@ class Rounds:
         self._agreed = 0  # the attempt of the last applied round
         self._seen = 0  # the highest attempt begun
         self._attempt: Attempt | None = None
+        self._gives = False  # this attempt has the model of a finished run
         self._early: list[tuple[NodeId, RoundPiece]] = []
-        self._said_at = float("-inf")
+        self._said_at = 0.0
         self._begun_at: float | None = None  # when our RoundBegins went out
 
     # ---------------------------------------------------------------- from the mode
@@ -110,7 +112,7 @@ class Rounds:
 
     def finish(self, finished: bool, now: float) -> list[Outcome]:
         """The trainer has ended, or another has come. Who has finished is in every round, so nobody waits for it."""
-        self.finished, self.settled = finished, False
+        self.finished, self.given, self.settled = finished, False, False
         if finished and self.phase == RoundPhase.IDLE:
             self.phase = RoundPhase.READY
         return self.say(now)
@@ -128,16 +130,20 @@ class Rounds:
             own = [order for to, order in orders if to == self._me]
             if any(isinstance(order, RoundBegin) for _, order in orders):
                 self._begun_at = now
-            if not own:
-                return outcomes
             for order in own:
                 outcomes += self._obey(order, now)
+            if any(isinstance(outcome, Committed) for outcome in outcomes):
+                self._said_at = float("-inf")  # what comes next may only be decided once the mode has applied this
+                return outcomes
+            if not own:
+                return outcomes
 
     def deadline(self) -> float:
         """When to call `on_timer`."""
         under_way = self.phase in (RoundPhase.RUNNING, RoundPhase.HELD)
-        due = under_way or (self.phase == RoundPhase.READY and not self.settled)
-        return self._said_at + REPEAT_S if due or (self._leads == self._me and self._leader.waits) else float("inf")
+        due = under_way or (self.phase == RoundPhase.READY and not self.settled) or self._said_at == float("-inf")
+        waits = self._leads == self._me and self._leader.waits
+        return self._said_at + REPEAT_S if due or waits else float("inf")
 
     # ---------------------------------------------------------------- events
 
@@ -210,7 +216,7 @@ class Rounds:
             return []
         attempt, self._attempt = self._attempt, None
         self.round, self._agreed = attempt.begin.round, attempt.begin.attempt
-        self.settled = attempt.begin.final
+        self.given, self.settled = self._gives, attempt.begin.final
         self.phase = RoundPhase.READY if self.finished else RoundPhase.IDLE
         self._counts["rounds"] += 1
         return [Committed(attempt.begin, attempt.total, attempt.lost), *self._answer(now)]
@@ -220,6 +226,7 @@ class Rounds:
         if not fits or len(set(begin.roster)) < len(begin.roster) or self.phase == RoundPhase.IDLE:
             return self._answer(now)
         self._seen = begin.attempt
+        self._gives = self.finished
         self.phase = RoundPhase.RUNNING
         self._counts["attempts"] += 1
         early, self._early = self._early, []
@@ -279,5 +286,5 @@ class Rounds:
     def _report(self) -> RoundReport:
         return RoundReport(
             self._life, self.phase, self.round, self._agreed, self._seen,
-            self._attempt.taken if self._attempt is not None else 0, self.finished, self.settled,
+            self._attempt.taken if self._attempt is not None else 0, self.finished, self.given, self.settled,
         )  # fmt: skip
