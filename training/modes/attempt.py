@@ -21,6 +21,7 @@ from peerd.training.squeeze import Squeezer, unpack
 WINDOW = 4
 REPEAT_LEAST_S = 60.0  # breaks are told by Connected; this is for what was dropped without one
 REPEAT_SHARE = 4  # times the slowest confirmation so far
+ROUND_WEIGHT = 0.2  # of the last round's duration in the running mean
 
 EXACT_CODEC = "float32"
 
@@ -62,6 +63,7 @@ class Pace:
         self.slowest_s = 0.0
         self.latency_s = 1e-3  # a local network's, until the first measurement
         self.bytes_per_s = 125e6
+        self.usual_round_s: float | None = None  # from a contribution to its commit
         self._measured = False
 
     def observe(self, size: int, seconds: float) -> None:
@@ -75,6 +77,11 @@ class Pace:
     def answered(self, seconds: float) -> None:
         """A short message was answered after so long."""
         self.latency_s = max(1e-6, min(self.latency_s, seconds / 2) if self._measured else seconds / 2)
+
+    def round_took(self, seconds: float) -> None:
+        """A round was committed so long after our contribution; a rare long one does not make us patient for ever."""
+        usual_s = self.usual_round_s
+        self.usual_round_s = seconds if usual_s is None else usual_s + ROUND_WEIGHT * (seconds - usual_s)
 
     @property
     def repeat_s(self) -> float:

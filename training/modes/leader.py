@@ -7,6 +7,7 @@ rule that a change of leader needs follows from two facts:
 - A member obeys one leader at a time, and gives up an unfinished attempt before it reports to another one.
 - An attempt is committed only when every living member of it has reported to hold its result.
 
+A leader decides nothing new before every living member has reported: one that knows less might number a round again.
 So if some survivor reports to hold no result of the newest attempt, nobody has committed that attempt, and beginning
 another is safe. If all who took part in it hold it, or one has applied it, it is the one result of this round.
 """
@@ -25,7 +26,7 @@ ROSTER_MOST = 1024  # of a message's array
 ATTEMPT_STEP = 1 << 16  # the low bits are drawn, so that two who both lead for a while do not number alike
 PATIENCE_FIRST_S = 300.0  # before anything was measured
 PATIENCE_LEAST_S = 30.0
-PATIENCE_SHARE = 4  # times the longest round so far
+PATIENCE_SHARE = 4  # times the usual round
 
 Order = tuple[NodeId, RoundBegin | RoundCommit]
 
@@ -50,7 +51,6 @@ class Leader:
         self._shuffle = False
         self._wanted_at: float | None = None
         self._moved_at = 0.0
-        self._longest_s: float | None = None
 
     @property
     def waits(self) -> bool:
@@ -82,17 +82,17 @@ class Leader:
         if self.begun is not None:
             survivors = [id for id in self.begun.roster if self._survives(id, reports)]
             if survivors and all(_holds(reports[id], self.begun.attempt) for id in survivors):
-                return orders + self._commit(self.begun, survivors, now)
-            stuck = now - self._moved_at > self._patience_s()
+                return orders + self._commit(self.begun, survivors)
+            stuck = now - self._moved_at > _patience_s(pace)
             if len(survivors) == len(self.begun.roster) and not stuck:
                 late = [id for id in survivors if reports[id].attempt < self.begun.attempt]
                 return orders + self._tell(late, self.begun)
             self.abandoned += 1
             self._shuffle = stuck  # other neighbours may reach each other
             self.begun = None
-        if everyone <= reports.keys() and (found := self._unfinished_commit(reports)):
-            return orders + found
-        return orders + self._begin(everyone, reports, pace, now)
+        if everyone <= reports.keys():
+            orders += self._unfinished_commit(reports) or self._begin(reports, pace, now)
+        return orders
 
     def _late_commits(self, reports: dict[NodeId, RoundReport]) -> list[Order]:
         """Whoever holds what another has applied missed the word."""
@@ -124,32 +124,25 @@ class Leader:
             report.phase in (RoundPhase.RUNNING, RoundPhase.HELD) or report.agreed == report.attempt
         )
 
-    def _commit(self, begun: RoundBegin, survivors: list[NodeId], now: float) -> list[Order]:
-        if self._wanted_at is not None:
-            self._longest_s = max(self._longest_s or 0.0, now - self._wanted_at)
+    def _commit(self, begun: RoundBegin, survivors: list[NodeId]) -> list[Order]:
         self.begun = self._wanted_at = None
         return self._tell(survivors, RoundCommit(begun.round, begun.attempt))
 
-    def _begin(
-        self, everyone: frozenset[NodeId], reports: dict[NodeId, RoundReport], pace: Pace, now: float
-    ) -> list[Order]:
+    def _begin(self, reports: dict[NodeId, RoundReport], pace: Pace, now: float) -> list[Order]:
         """Begin a round when all have come to it; a newcomer to a swarm that has had rounds comes to the next one."""
         newest = max((report.round for report in reports.values()), default=0)
         roster = [id for id, report in reports.items() if report.phase != RoundPhase.IDLE][:ROSTER_MOST]
         applied = {report.agreed for report in reports.values()}
         late = {id for id, report in reports.items() if report.phase == RoundPhase.HELD and report.attempt in applied}
-        missing = (everyone - reports.keys()) | late  # it has been told, and will report
-        final = not missing and all(report.finished for report in reports.values())
+        final = not late and all(report.finished for report in reports.values())
         wanted = any(not reports[id].given or (final and not reports[id].settled) for id in roster)
         if not wanted or len(roster) < self._settings.min_peers:
             self._wanted_at = None
             return []
         self._wanted_at = now if self._wanted_at is None else self._wanted_at
         idle = [id for id, report in reports.items() if _is_waited_for(report, newest)]
-        if (missing or idle) and now - self._wanted_at <= self._patience_s():
+        if late or (idle and now - self._wanted_at <= _patience_s(pace)):
             return []
-        if found := self._unfinished_commit(reports):
-            return found
         agreed = {reports[id].agreed for id in roster}
         whole = final or not self._differences or len(agreed) > 1 or agreed == {0}
         topology = self._settings.topology
@@ -177,10 +170,11 @@ class Leader:
         self._told |= dict.fromkeys(untold, order)
         return [(id, order) for id in untold]
 
-    def _patience_s(self) -> float:
-        if self._longest_s is None:
-            return PATIENCE_FIRST_S
-        return max(PATIENCE_LEAST_S, PATIENCE_SHARE * self._longest_s)
+
+def _patience_s(pace: Pace) -> float:
+    if pace.usual_round_s is None:
+        return PATIENCE_FIRST_S
+    return max(PATIENCE_LEAST_S, PATIENCE_SHARE * pace.usual_round_s)
 
 
 def _is_waited_for(report: RoundReport, newest: int) -> bool:

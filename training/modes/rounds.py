@@ -12,8 +12,9 @@ A round is a numbered roster whose contributions are summed. Seen from one membe
 A member that missed a commit because it was away, a newcomer with a snapshot, and both sides of a healed partition hold
 models that were agreed in different rounds. They need no state of the others: a round whose members do not all hold the
 same agreed model sums whole models exactly (RoundBegin.whole), and after it they do. Its number is one more than any
-that a member of it has applied. A member that is waited for and does not come within the leader's patience is left out
-of the round, and its contribution enters the next.
+that a member has applied. A member whose trainer does not come to the round within the leader's patience is left out,
+and its contribution enters the next. One that lives but cannot be heard stops all rounds until it is heard or declared
+failed: a leader that knows less than all might number a round again.
 
 Every order is repeated until the report that follows from it comes, every report on a timer while something is due.
 """
@@ -99,7 +100,7 @@ class Rounds:
         self._attempt: Attempt | None = None
         self._gives = False  # this attempt has the model of a finished run
         self._early: list[tuple[NodeId, RoundPiece]] = []
-        self._said_at = 0.0
+        self._said_at = self._reached_at = 0.0
         self._begun_at: float | None = None  # when our RoundBegins went out
 
     # ---------------------------------------------------------------- from the mode
@@ -108,6 +109,7 @@ class Rounds:
         """There is a contribution to the next round."""
         assert self.phase == RoundPhase.IDLE
         self.phase = RoundPhase.READY
+        self._reached_at = now
         return self.say(now)
 
     def finish(self, finished: bool, now: float) -> list[Outcome]:
@@ -219,6 +221,8 @@ class Rounds:
         self.given, self.settled = self._gives, attempt.begin.final
         self.phase = RoundPhase.READY if self.finished else RoundPhase.IDLE
         self._counts["rounds"] += 1
+        self._pace.round_took(now - self._reached_at)
+        self._reached_at = now
         return [Committed(attempt.begin, attempt.total, attempt.lost), *self._answer(now)]
 
     def _begin(self, begin: RoundBegin, now: float) -> list[Outcome]:
@@ -251,7 +255,7 @@ class Rounds:
         if self._attempt is None or piece.attempt != self._attempt.begin.attempt:
             return [taken]
         try:
-            outcomes = [taken, *self._attempt.on_piece(sender, piece, now)]
+            outcomes = [*self._attempt.on_piece(sender, piece, now), taken]  # the farthest are served first
         except NotFinite:
             return self._withdraw(now)
         return [*outcomes, *self._advance(now)]
