@@ -197,6 +197,75 @@ class LinkClosed:
     link: int
 
 
+class RoundPhase(IntEnum):
+    """How far a member is with the round that comes after the last one it applied."""
+
+    IDLE = 0  # it has no contribution yet
+    READY = 1  # it has one, and takes part in no attempt
+    RUNNING = 2  # an attempt is under way
+    HELD = 3  # it holds the attempt's result, which is not yet committed
+
+
+@dataclass(frozen=True, slots=True)
+class RoundReport:
+    """Where a member is; what the leader of the rounds decides on. From the leader itself: tell me where you are."""
+
+    KIND: ClassVar[int] = 64
+    life: int  # drawn at random by each life of a member
+    phase: RoundPhase
+    round: int  # number of the last round that it applied
+    agreed: int  # the attempt that this was
+    attempt: int  # the highest attempt that it has begun
+    progress: int  # pieces of this attempt that it has
+    finished: bool  # its trainer has ended
+    given: bool  # and its last model has been in a round
+    settled: bool  # and it has applied the final round
+
+
+@dataclass(frozen=True, slots=True)
+class RoundBegin:
+    """Begin an attempt of a round, all of `roster` together, ranked in this order."""
+
+    KIND: ClassVar[int] = 65
+    round: int
+    attempt: int
+    codec: str
+    topology: str
+    whole: bool  # contribute the model; else its difference from the last agreed one
+    final: bool  # the last round of a run
+    roster: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundPiece:
+    """A partial sum, or a sum, of a part of the vector: one chunk."""
+
+    KIND: ClassVar[int] = 66
+    round: int
+    attempt: int
+    seq: int
+    chunks: Chunks
+
+
+@dataclass(frozen=True, slots=True)
+class PieceTaken:
+    """That piece has arrived: send me another."""
+
+    KIND: ClassVar[int] = 67
+    round: int
+    attempt: int
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoundCommit:
+    """All members hold the result of this attempt: apply it."""
+
+    KIND: ClassVar[int] = 68
+    round: int
+    attempt: int
+
+
 @dataclass(frozen=True, slots=True)
 class Push:
     """The sender's model less what the receiver knows of it (nothing, at seq 1): number `seq` of the one-way `link`."""
@@ -252,6 +321,7 @@ Message = (
     Ping | PingRequest | Ack | Nack | MemberTable | Hello | Welcome | Refuse | ModelRequest | ModelSnapshot
     | LinkOpen | LinkSnapshot | Delta | LinkClose | LinkClosed
     | Push | Pushed | PushForgotten | Pull
+    | RoundReport | RoundBegin | RoundPiece | PieceTaken | RoundCommit
 )  # fmt: skip
 
 MESSAGES: dict[int, type[Message]] = {
@@ -260,5 +330,6 @@ MESSAGES: dict[int, type[Message]] = {
         Ping, PingRequest, Ack, Nack, MemberTable, Hello, Welcome, Refuse, ModelRequest, ModelSnapshot,
         LinkOpen, LinkSnapshot, Delta, LinkClose, LinkClosed,
         Push, Pushed, PushForgotten, Pull,
+        RoundReport, RoundBegin, RoundPiece, PieceTaken, RoundCommit,
     )
 }  # fmt: skip

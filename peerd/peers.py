@@ -165,8 +165,10 @@ class Peers:
 
 
 def what_is_said(message: Message) -> tuple[Any, ...]:
-    """Equal for a message and its repetition."""
-    return type(message), getattr(message, "link", None), getattr(message, "seq", None)
+    """Equal for a message and its repetition; of bulk by what it is about, for its chunks are not worth comparing."""
+    if not hasattr(message, "chunks"):
+        return (message,)
+    return type(message), *(getattr(message, name, None) for name in ("link", "attempt", "seq"))
 
 
 async def _watch(link: Link) -> None:

@@ -22,7 +22,7 @@ CORES = {
     "peerd.training.scratch", "peerd.training.squeeze", "peerd.training.trigger",
     "peerd.transport.admission", "peerd.transport.framing", "peerd.transport.wire",
 }  # fmt: skip
-CORE_PACKAGES = ("peerd.training.modes", "peerd.training.codecs")
+CORE_PACKAGES = ("peerd.training.modes", "peerd.training.codecs", "peerd.training.collectives")
 SHELLS = {
     "peerd.daemon", "peerd.swarm_view", "peerd.peers", "peerd.lane", "peerd.model_side", "peerd.exchanges",
     "peerd.catch_up", "peerd.trainer_session", "peerd.control", "peerd.supervisor", "peerd.metrics",

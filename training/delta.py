@@ -159,10 +159,11 @@ def decode(codec_name: str, layout: Layout, chunks: Chunks, out: Vector) -> None
 
 
 def payload_limit(layout: Layout) -> int:
-    """Bytes in the longest payload that any codec can make of such a vector."""
-    return max(
+    """Bytes in the longest payload that any codec can make of such a vector, or of a piece of it alone."""
+    whole = max(
         sum(1 + codec.body_limit(stop - start) for codec, start, stop in _pieces(name, layout)) for name in CODECS
     )
+    return max(whole, *(1 + codec.body_limit(min(PIECE_VALUES, layout.total)) for codec in CODECS.values()))
 
 
 def _pieces(codec_name: str, layout: Layout) -> Iterator[tuple[Codec, int, int]]:

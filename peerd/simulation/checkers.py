@@ -22,7 +22,9 @@ from peerd.simulation.world import Violation, World
 from peerd.training.reference import PairedReference
 from peerd.training.trigger import MAX_SILENCE_S
 
-QUEUED_MAX = 8  # messages to one peer: an exchange, its repeat and the life of a link, for either direction of news
+QUEUED_MAX = 16
+"""Messages to one peer: an exchange, its repeat and the life of a link, for either direction of news; or of a round, a
+window of pieces, the confirmations of another, and what is ordered and reported."""
 SILENCE_SLACK_S = 30.0  # a partner may be busy, and an exchange takes its time on a thin line
 SUM_TOLERANCE = 1e-9  # relative, of float64 sums over many steps
 

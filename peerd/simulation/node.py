@@ -25,6 +25,7 @@ from peerd.effects import (
     Proceed,
     Publish,
     PushPull,
+    Resume,
     Send,
     SendDatagram,
     StepReport,
@@ -159,6 +160,7 @@ class Node:
         self._replica: Vector | None = None  # the last copy and all corrections since
         self._pending: Vector | None = None  # corrections that the learner has not yet taken
         self._asked_publish = False
+        self._at_barrier = False
         self._asked: tuple[NodeId, float] | None = None  # the donor of our first model
         self._began: dict[NodeId, int] = {}
         if known:
@@ -262,6 +264,10 @@ class Node:
                     self._apply(effect.correction)
                 case Publish():
                     self._asked_publish = True
+                case Resume() if self._at_barrier:
+                    self._at_barrier = False
+                    self._take_corrections()
+                    self._next_step()
                 case Proceed() if effect.settled and self.phase == "finishing":
                     self._finish()
         self._wake_when_due()
@@ -537,7 +543,9 @@ class Node:
         self._take_corrections()
         change = learner.change()
         ended = self._swarm.settings.steps is not None and self.steps >= self._swarm.settings.steps
-        published = self._asked_publish or ended
+        barrier = self._mode.barrier
+        self._at_barrier = not ended and barrier > 0 and self.steps % barrier == 0
+        published = self._asked_publish or ended or self._at_barrier
         if published:
             self._asked_publish = False
             self._replica = learner.publish()
@@ -546,8 +554,9 @@ class Node:
         if ended:
             self._enter("finishing")
             self._later(SETTLE_S, self._finish)
+        waits = self._at_barrier  # Resume, which may come at once, makes the next step
         self.perform(self._mode.on_step(report, self._now))
-        if not ended:
+        if not ended and not waits:
             self._next_step()
 
     def _apply(self, correction: Vector) -> None:

@@ -22,7 +22,9 @@ from peerd.simulation.swarm import Swarm
 from peerd.simulation.world import Violation, World
 from peerd.timing import LAN, WAN
 from peerd.training.codecs import CODECS
+from peerd.training.collectives import parse_topology
 from peerd.training.modes import MODES
+from peerd.training.modes.allreduce import OVERLAPS
 from peerd.training.tasks import TASKS
 from peerd.training.trigger import parse_trigger
 
@@ -53,6 +55,10 @@ class Scenario:
     codec: str = "sign"
     trigger: str = "change:0.05"
     view: int = 3
+    every: int = 1
+    overlap: str = "delayed"
+    topology: str = "auto"
+    min_peers: int = 1
     shard: str = "iid"
     faults: str = "crash"
     fault_every: float = 60.0
@@ -119,6 +125,10 @@ class _Run:
             view=scenario.view,
             compute=scenario.compute,
             steps=steps,
+            every=scenario.every,
+            overlap=scenario.overlap,
+            topology_of_rounds=scenario.topology,
+            min_peers=scenario.min_peers,
             replay=scenario.command,
         )
         self.looks: list[Look] = []
@@ -160,6 +170,7 @@ class _Run:
             "steps": max((node.steps for node in swarm.nodes.values()), default=0),
             "exchanges": swarm.checkers.exchanges
             or counts["exchanges"] // 2,  # of a mode that none checks: by its ends
+            "rounds": max((node.counts["rounds"] for node in swarm.nodes.values()), default=0),
             "snapshots": counts["snapshots"],
             "bytes_sent_total": swarm.bytes_sent,
             "probes": counts["probes"],
@@ -244,6 +255,10 @@ def _problem(scenario: Scenario) -> Problem | None:
     parse_trigger(scenario.trigger)
     if scenario.shard != "iid" and scenario.problem not in TASKS:
         raise UserError(f"--shard {scenario.shard}: only a task has samples, --problem {', '.join(TASKS)}")
+    if scenario.overlap not in OVERLAPS:
+        raise UserError(f"--overlap {scenario.overlap}: not one of {', '.join(OVERLAPS)}")
+    if scenario.topology != "auto":
+        parse_topology(scenario.topology)
     match scenario.problem:
         case "members":
             return None

@@ -60,6 +60,10 @@ class Swarm:
         view: int = 3,
         compute: str = "fixed:1",
         steps: int | None = None,
+        every: int = 1,
+        overlap: str = "delayed",
+        topology_of_rounds: str = "auto",
+        min_peers: int = 1,
         replay: Callable[[], str] = lambda: "run this test with this seed",
     ) -> None:
         """`peers` places; `start` puts a node on one. Without a problem they are members and nothing else."""
@@ -74,8 +78,8 @@ class Swarm:
         self.detections_s: list[float] = []
         self.crashed = 0
         self.settings = NodeSettings(
-            mode, ModeSettings(codec, parse_trigger(trigger), view), timing, Compute(compute), steps,
-            problem.size_scale if problem is not None else 1.0,
+            mode, ModeSettings(codec, parse_trigger(trigger), view, every, overlap, topology_of_rounds, min_peers),
+            timing, Compute(compute), steps, problem.size_scale if problem is not None else 1.0,
         )  # fmt: skip
         self._problem = problem
         self._lives = Counter[int]()

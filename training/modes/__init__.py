@@ -5,6 +5,8 @@ A mode is a core: events and `now` come in, effects and a deadline come out. It 
 
 from __future__ import annotations
 
+from peerd.training.modes.allreduce import AllReduce
+from peerd.training.modes.diloco import DiLoCo
 from peerd.training.modes.gossip import Gossip
 from peerd.training.modes.gossip_pull import GossipPull
 from peerd.training.modes.gossip_push import GossipPush
@@ -18,4 +20,6 @@ MODES: dict[str, ModeMaker] = {
     "gossip-push": GossipPush,
     "gossip-pull": GossipPull,
     "push-sum": PushSum,
+    "allreduce": AllReduce,
+    "diloco": DiLoCo,
 }

@@ -1,0 +1,306 @@
+"""Rounds: one result a number, nothing applied twice, nobody hangs, whatever dies, breaks or comes twice."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from round_swarm import RoundSwarm
+
+from peerd.effects import PeerError
+from peerd.messages import LinkClosed
+
+NAMES = "abcde"
+names = st.sampled_from(NAMES)
+overlaps = st.sampled_from(["delayed", "blocking", "hpsgd"])
+topologies = st.sampled_from(["auto", "ring", "tree", "halving"])
+
+
+def assert_one_result_a_round(swarm: RoundSwarm) -> None:
+    """Those who are alive never applied two attempts under one number."""
+    attempts: dict[int, int] = {}
+    for name, node in sorted(swarm.nodes.items()):
+        for number, attempt in node.applied.items():
+            assert attempts.setdefault(number, attempt) == attempt, f"{name} applied another round {number}"
+
+
+def end(swarm: RoundSwarm) -> None:
+    """All faults over: every run ends, and all models are the same to the bit."""
+    swarm.all_hear()
+    for _ in range(400):
+        swarm.settle()
+        for name in sorted(swarm.nodes):
+            swarm.finish(name)
+        swarm.pass_time(1.0)
+        if all(node.proceeded[-1:] == [True] for node in swarm.nodes.values()):
+            break
+    else:
+        states = {name: (node.waiting, node.ended, node.core._rounds._report()) for name, node in swarm.nodes.items()}
+        raise AssertionError(f"hangs: {states}")
+    swarm.settle()
+    for _ in range(20):
+        swarm.pass_time(1.0)
+        swarm.settle()
+    assert len({node.x.tobytes() for node in swarm.nodes.values()}) <= 1
+    assert_one_result_a_round(swarm)
+
+
+class Weather(RuleBasedStateMachine):
+    """Steps, deliveries, deaths, restarts, cuts and repetitions in any order."""
+
+    @initialize(
+        mode=st.sampled_from(["allreduce", "diloco"]), overlap=overlaps, topology=topologies, every=st.integers(1, 3),
+        codec=st.sampled_from(["float32", "float32", "int8", "sign", "top_k"]), seed=st.integers(0, 2**16),
+    )  # fmt: skip
+    def start(self, mode: str, overlap: str, topology: str, every: int, codec: str, seed: int) -> None:
+        self.swarm = RoundSwarm(
+            NAMES, mode=mode, codec=codec, overlap=overlap, topology=topology, every=max(every, 2), seed=seed
+        )
+        self.swarm.all_hear()
+
+    @rule(name=names, count=st.integers(1, 3))
+    def local_step(self, name: str, count: int) -> None:
+        for _ in range(count):
+            if name in self.swarm.nodes:
+                self.swarm.step(name)
+
+    @rule()
+    def all_step(self) -> None:
+        for name in NAMES:
+            self.local_step(name, 1)
+
+    @rule(one=names, other=names, count=st.integers(1, 6))
+    def deliver(self, one: str, other: str, count: int) -> None:
+        for _ in range(count):
+            self.swarm.deliver(one, other)
+
+    @rule()
+    def deliver_all(self) -> None:
+        self.swarm.settle()
+
+    @rule(one=names, other=names)
+    def deliver_again(self, one: str, other: str) -> None:
+        self.swarm.deliver_again(one, other)
+
+    @rule(one=names, other=names)
+    def cut(self, one: str, other: str) -> None:
+        if one != other:
+            self.swarm.cut(one, other)
+
+    @rule(name=names)
+    def die(self, name: str) -> None:
+        if name in self.swarm.nodes and len(self.swarm.nodes) > 1:
+            self.swarm.die(name)
+
+    @rule(name=names)
+    def restart(self, name: str) -> None:
+        self.swarm.restart(name)
+
+    @rule(name=names)
+    def hear(self, name: str) -> None:
+        if name in self.swarm.nodes:
+            self.swarm.hear(name)
+
+    @rule(name=names)
+    def finish(self, name: str) -> None:
+        if name in self.swarm.nodes:
+            self.swarm.finish(name)
+
+    @rule(seconds=st.sampled_from([0.1, 3.0, 70.0, 400.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.swarm.pass_time(seconds)
+
+    @invariant()
+    def one_result_a_round(self) -> None:
+        if hasattr(self, "swarm"):
+            assert_one_result_a_round(self.swarm)
+
+    def teardown(self) -> None:
+        if hasattr(self, "swarm"):
+            end(self.swarm)
+
+
+TestWeather = Weather.TestCase
+TestWeather.settings = settings(
+    max_examples=40, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+@pytest.mark.parametrize("victim", NAMES[:3])
+def test_a_death_at_every_message(victim: str) -> None:
+    """Of a round of three, after any number of messages: the two others apply one result, and go on."""
+    for boundary in itertools.count():
+        swarm = RoundSwarm(NAMES[:3], every=2, topology="ring")
+        swarm.all_hear()
+        swarm.settle()
+        for _ in range(2):
+            for name in NAMES[:3]:
+                swarm.step(name)
+        for _ in range(boundary):
+            if not any(swarm.deliver(*link) for link in sorted(swarm.queues)):
+                return  # it was over before
+        swarm.die(victim)
+        swarm.settle()
+        swarm.all_hear()
+        swarm.settle()
+        for name, node in swarm.nodes.items():
+            assert len(node.applied) == 1, f"{name} has no result after a death at message {boundary}"
+        assert_one_result_a_round(swarm)
+        end(swarm)
+
+
+@given(overlaps, topologies, st.integers(1, 7), st.integers(1, 4), st.integers(0, 2**16))
+@settings(deadline=None)
+def test_without_faults_every_round_has_everybody(
+    overlap: str, topology: str, count: int, every: int, seed: int
+) -> None:
+    swarm = RoundSwarm("abcdefg"[:count], overlap=overlap, topology=topology, every=every, seed=seed)
+    swarm.all_hear()
+    swarm.settle()
+    for _ in range(4 * every):
+        for name in swarm.nodes:
+            swarm.step(name)
+        swarm.settle()
+    applied = [node.applied for node in swarm.nodes.values()]
+    assert all(each == applied[0] for each in applied)
+    assert len(applied[0]) >= (4 if overlap == "blocking" else 3)
+    end(swarm)
+
+
+def test_blocking_rounds_at_every_step_are_synchronous_sgd() -> None:
+    """Of momentum, too: the models follow the mean gradient's momentum."""
+    swarm = RoundSwarm("abc", overlap="blocking")
+    swarm.all_hear()
+    swarm.settle()
+    model = swarm.nodes["a"].x.copy()
+    velocity = np.zeros_like(model)
+    own = {name: np.zeros_like(model) for name in "abc"}
+    targets = {name: swarm.integers() for name in "abc"}
+    for _ in range(30):
+        gradient = np.mean([model - targets[name] for name in "abc"], axis=0)
+        velocity = 0.9 * velocity + gradient
+        model = model - 0.1 * velocity
+        for name in "abc":
+            own[name] = 0.9 * own[name] + (swarm.nodes[name].x - targets[name])
+            swarm.step(name, -0.1 * own[name])
+        swarm.settle()
+        for name in "abc":
+            assert np.allclose(swarm.nodes[name].x, model, rtol=1e-5, atol=1e-2)
+
+
+def test_hpsgd_hands_in_a_windows_progress_one_window_later() -> None:
+    swarm = RoundSwarm("ab", overlap="hpsgd")
+    swarm.all_hear()
+    swarm.settle()
+    start = swarm.nodes["a"].x.copy()
+    moves = {"a": np.full_like(start, 2.0), "b": np.full_like(start, 4.0)}
+    for _ in range(2):  # the first copy is asked for, and contributed
+        for name, move in moves.items():
+            swarm.step(name, move)
+    first = {name: node.x.copy() for name, node in swarm.nodes.items()}
+    swarm.settle()  # the round is over; its result waits for the window's end
+    for name, node in swarm.nodes.items():
+        assert (node.x == first[name]).all()
+    agreed = (first["a"] + first["b"]) / 2
+    for name, move in moves.items():
+        swarm.step(name, move)
+    for node in swarm.nodes.values():
+        assert (node.x == agreed).all(), "the window's own progress is rolled back"
+    swarm.settle()
+    for name, move in moves.items():
+        swarm.step(name, move)
+    for node in swarm.nodes.values():
+        assert (node.x == agreed + 3.0).all(), "and is back as the average"
+
+
+def test_a_lossy_codec_loses_nothing_for_good() -> None:
+    """What encoding dropped is contributed later: models that rest are agreed on in the end."""
+    swarm = RoundSwarm("abc", codec="sign", every=2, size=40)
+    swarm.all_hear()
+    swarm.settle()
+    still = np.zeros(40)
+    for _ in range(4):
+        for name in "abc":
+            swarm.step(name, still)
+        swarm.settle()
+    for name in "abc":
+        swarm.step(name, swarm.integers())
+    wanted = np.mean([node.x for node in swarm.nodes.values()], axis=0)
+    for _ in range(60):
+        for name in "abc":
+            swarm.step(name, still)
+        swarm.settle()
+    assert len(swarm.nodes["a"].applied) > 20
+    end(swarm)
+    assert np.allclose(swarm.nodes["a"].x, wanted, atol=0.05)
+
+
+def test_a_newcomer_enters_at_the_next_round_and_delays_none() -> None:
+    swarm = RoundSwarm("bcd", every=2)
+    swarm.all_hear()
+    swarm.settle()
+
+    def rounds(names: str, count: int) -> None:
+        for _ in range(2 * count):
+            for name in names:
+                swarm.step(name)
+            swarm.settle()
+
+    rounds("bcd", 2)
+    swarm.restart("a")  # with the smallest id: it leads from now on
+    swarm.all_hear()
+    swarm.settle()
+    before = len(swarm.nodes["b"].applied)
+    rounds("bcd", 1)
+    assert len(swarm.nodes["b"].applied) == before + 1
+    assert swarm.nodes["a"].applied == {}
+    rounds("abcd", 2)
+    assert set(swarm.nodes["a"].applied) == set(list(swarm.nodes["b"].applied)[-len(swarm.nodes["a"].applied) :])
+    end(swarm)
+
+
+def test_fewer_than_min_peers_wait() -> None:
+    swarm = RoundSwarm("ab", min_peers=3, overlap="blocking")
+    swarm.all_hear()
+    for name in "ab":
+        swarm.step(name)
+    swarm.settle()
+    assert all(node.waiting for node in swarm.nodes.values())
+    swarm.restart("c")
+    swarm.all_hear()
+    swarm.step("c")
+    swarm.settle()
+    assert not any(node.waiting for node in swarm.nodes.values())
+
+
+def test_both_sides_of_a_partition_train_and_meet_again() -> None:
+    swarm = RoundSwarm("abcd", codec="int8", every=2)
+    swarm.all_hear()
+    swarm.settle()
+    for _ in range(6):
+        for name in "abcd":
+            swarm.step(name)
+        swarm.settle()
+    for side in ("ab", "cd"):
+        for name in side:
+            heard = frozenset(set(side) - {name})
+            swarm.perform(name, swarm.nodes[name].core.on_peers(heard, swarm.now))
+    swarm.settle()
+    for steps, name in ((6, "a"), (6, "b"), (10, "c"), (10, "d")):
+        swarm.nodes[name].applied.clear()  # the sides number their rounds alone
+        for _ in range(steps):
+            swarm.step(name)
+            swarm.settle()
+    for node in swarm.nodes.values():
+        node.applied.clear()
+    end(swarm)
+
+
+def test_gossips_messages_mean_nothing_here() -> None:
+    swarm = RoundSwarm("ab")
+    with pytest.raises(PeerError, match="LinkClosed"):
+        swarm.nodes["a"].core.on_message("b", LinkClosed(1), 0.0)

@@ -1,0 +1,174 @@
+"""How does one attempt of a round travel? A collective's pieces in a window to each peer, repeated until taken.
+
+A peer has at most WINDOW pieces that it has not confirmed, so that queues stay short whatever the model's size. What a
+broken connection lost is sent again once messages flow; the bytes are kept until then, and a piece that came twice is
+confirmed twice and used once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from peerd.effects import Effect, NodeId, PeerError, Send, Vector
+from peerd.messages import Chunk, PieceTaken, RoundBegin, RoundPiece
+from peerd.training.codecs import CODECS
+from peerd.training.collectives import Collective, Piece, parse_topology
+from peerd.training.delta import BUFFER_CODEC, Layout
+from peerd.training.squeeze import Squeezer, unpack
+
+WINDOW = 4
+REPEAT_LEAST_S = 60.0  # breaks are told by Connected; this is for what was dropped without one
+REPEAT_SHARE = 4  # times the slowest confirmation so far
+ROUND_WEIGHT = 0.2  # of the last round's duration in the running mean
+
+EXACT_CODEC = "float32"
+
+
+class CodecPacking:
+    """Pieces through a codec, float buffers through bfloat16; what they lose is kept, to be contributed later."""
+
+    def __init__(self, codec_name: str, layout: Layout) -> None:
+        """Raises PeerError: the name is a peer's word."""
+        if codec_name not in CODECS:
+            raise PeerError(f"codec {codec_name[:40]!r} is none of {', '.join(CODECS)}")
+        exact = codec_name == EXACT_CODEC
+        self._parameters = layout.total if exact else layout.parameters
+        self._codecs = CODECS[codec_name], CODECS[BUFFER_CODEC]
+        self._squeezers = Squeezer(), Squeezer()
+        self.lost: Vector | None = None if exact else np.zeros(layout.total, np.float32)
+
+    def pack(self, start: int, values: Vector) -> Chunk:
+        """See `Packing.pack`. Raises NotFinite."""
+        is_buffer = start >= self._parameters
+        codec = self._codecs[is_buffer]
+        body = codec.encode(values)
+        if self.lost is not None:
+            lost = self.lost[start : start + len(values)]
+            codec.decode(body, lost)
+            np.subtract(values, lost, out=lost)
+        return self._squeezers[is_buffer].pack(body)
+
+    def unpack(self, start: int, payload: Chunk, out: Vector) -> None:
+        """See `Packing.unpack`."""
+        codec = self._codecs[start >= self._parameters]
+        codec.decode(unpack(payload, codec.body_limit(len(out))), out)
+
+
+class Pace:
+    """What confirmations say of the links: what deadlines and the choice of a topology follow."""
+
+    def __init__(self) -> None:
+        self.slowest_s = 0.0
+        self.latency_s = 1e-3  # a local network's, until the first measurement
+        self.bytes_per_s = 125e6
+        self.usual_round_s: float | None = None  # from a contribution to its commit
+        self._measured = False
+
+    def observe(self, size: int, seconds: float) -> None:
+        """`size` bytes were confirmed after so long."""
+        self.slowest_s = max(self.slowest_s, seconds)
+        flown_s = max(1e-9, seconds - 2 * self.latency_s)
+        rate = size / flown_s
+        self.bytes_per_s = rate if not self._measured else max(0.9 * self.bytes_per_s, rate)
+        self._measured = True
+
+    def answered(self, seconds: float) -> None:
+        """A short message was answered after so long."""
+        self.latency_s = max(1e-6, min(self.latency_s, seconds / 2) if self._measured else seconds / 2)
+
+    def round_took(self, seconds: float) -> None:
+        """A round was committed so long after our contribution; a rare long one does not make us patient for ever."""
+        usual_s = self.usual_round_s
+        self.usual_round_s = seconds if usual_s is None else usual_s + ROUND_WEIGHT * (seconds - usual_s)
+
+    @property
+    def repeat_s(self) -> float:
+        """After how long an unconfirmed piece is sent again."""
+        return max(REPEAT_LEAST_S, REPEAT_SHARE * self.slowest_s)
+
+
+class Attempt:
+    """One member's part in one attempt."""
+
+    def __init__(self, begin: RoundBegin, me: NodeId, vector: Vector, layout: Layout, pace: Pace) -> None:
+        """`vector` is lent until the attempt is over, and becomes the sum. Raises PeerError."""
+        self.begin = begin
+        self.taken = 0  # pieces so far
+        self._pace = pace
+        self._packing = CodecPacking(begin.codec, layout)
+        self._collective = Collective(
+            parse_topology(begin.topology), begin.roster.index(me), len(begin.roster), vector, self._packing,
+            0 if begin.codec == EXACT_CODEC else layout.parameters,
+        )  # fmt: skip
+        self._ranks = {peer: rank for rank, peer in enumerate(begin.roster)}
+        self._waiting: dict[NodeId, deque[RoundPiece]] = {}
+        self._sent: dict[NodeId, dict[int, tuple[RoundPiece, float]]] = {}
+
+    @property
+    def done(self) -> bool:
+        """Whether the sum is here."""
+        return self._collective.done
+
+    @property
+    def total(self) -> Vector:
+        """The sum of all contributions."""
+        assert self.done
+        return self._collective.vector
+
+    @property
+    def lost(self) -> Vector | None:
+        """What this member's own encoding dropped; None: nothing."""
+        return self._packing.lost
+
+    def start(self, now: float) -> list[Effect]:
+        """Send what needs no other member. Raises NotFinite."""
+        return self._post(self._collective.begin(), now)
+
+    def on_piece(self, sender: NodeId, message: RoundPiece, now: float) -> list[Effect]:
+        """Take a piece of this attempt in. Raises PeerError and NotFinite."""
+        rank = self._ranks.get(sender)
+        if rank is None or len(message.chunks) != 1:
+            raise PeerError(
+                f"a piece with {len(message.chunks)} chunks from one who is in the roster: {rank is not None}"
+            )
+        self.taken += 1
+        return self._post(self._collective.receive(rank, message.seq, message.chunks[0]), now)
+
+    def on_taken(self, sender: NodeId, message: PieceTaken, now: float) -> list[Effect]:
+        """A piece has arrived: the window has room for another."""
+        piece, sent_at = self._sent.get(sender, {}).pop(message.seq, (None, 0.0))
+        if piece is None:
+            return []
+        self._pace.observe(len(piece.chunks[0]), now - sent_at)
+        return self._fill(sender, now)
+
+    def repeat(self, peer: NodeId, now: float) -> list[Effect]:
+        """Send again what the peer has not confirmed."""
+        sent = self._sent.get(peer, {})
+        self._sent[peer] = {seq: (piece, now) for seq, (piece, _) in sent.items()}
+        return [Send(peer, piece) for piece, _ in sent.values()]
+
+    def repeat_overdue(self, now: float) -> list[Effect]:
+        """Send again what nobody has confirmed for long."""
+        overdue = [
+            peer for peer, sent in self._sent.items() if any(now - at >= self._pace.repeat_s for _, at in sent.values())
+        ]
+        return [effect for peer in overdue for effect in self.repeat(peer, now)]
+
+    def _post(self, pieces: list[Piece], now: float) -> list[Effect]:
+        for piece in pieces:
+            peer = self.begin.roster[piece.to]
+            message = RoundPiece(self.begin.round, self.begin.attempt, piece.tag, (piece.payload,))
+            self._waiting.setdefault(peer, deque()).append(message)
+        return [effect for peer in self._waiting for effect in self._fill(peer, now)]
+
+    def _fill(self, peer: NodeId, now: float) -> list[Effect]:
+        waiting, sent = self._waiting.get(peer, deque()), self._sent.setdefault(peer, {})
+        effects: list[Effect] = []
+        while waiting and len(sent) < WINDOW:
+            piece = waiting.popleft()
+            sent[piece.seq] = (piece, now)
+            effects.append(Send(peer, piece))
+        return effects
