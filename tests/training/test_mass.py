@@ -23,7 +23,7 @@ def vector(*values: Fraction) -> Any:
 
 
 class Masses(RuleBasedStateMachine):
-    """Messages are (link, total, what is decoded); the network holds them as long, and gives them as often, as it likes."""
+    """Messages are (link, total, what is decoded); the network holds and repeats them as it likes."""
 
     @initialize(values=st.lists(fractions, min_size=len(NODES) * SIZE, max_size=len(NODES) * SIZE))
     def start(self, values: list[Fraction]) -> None:

@@ -89,9 +89,7 @@ class OneWay:
         began_finishing = report.finishing and not self._report.finishing
         self._report = report
         if report.published:
-            self._partners.shifted(
-                report.change
-            )  # the triangle inequality: a bound
+            self._partners.shifted(report.change)  # the triangle inequality: a bound
         if report.finishing:
             news = [self._answer(incoming) for incoming in self._copies.incoming.values()] if began_finishing else []
             return self._rearm([*news, *self._flush(now)], now)
