@@ -80,6 +80,9 @@ def demo(
     mode: Annotated[str, typer.Option()] = "gossip",
     codec: Annotated[str | None, typer.Option()] = None,
     trigger: Annotated[str | None, typer.Option(help="change:0.05, period:10, always")] = None,
+    every: Annotated[int | None, typer.Option(min=1, help="steps between rounds, of a mode that has rounds")] = None,
+    overlap: Annotated[str | None, typer.Option(help="training during a round: blocking, delayed, hpsgd")] = None,
+    topology: Annotated[str | None, typer.Option(help="of an all-reduce: auto, ring, tree:K, halving")] = None,
     kill: Annotated[
         str | None, typer.Option(metavar="NODE@SHARE", help="SIGKILL a node in mid-run: 1@0.5 is node-1, halfway")
     ] = None,
@@ -93,14 +96,18 @@ def demo(
     command = [task, "--shard", shard, "--seed", str(seed), "--pace", str(PACE_S)]
     if steps is not None:
         command += ["--steps", str(steps)]
-    given = {"mode": mode, "codec": codec, "trigger": trigger}
+    given: dict[str, Any] = {"mode": mode, "codec": codec, "trigger": trigger}
+    given |= {"every": every, "overlap": overlap, "topology": topology}
     # refused here: a node would take seconds to start, only to refuse it in its log
     shards.parse(shard)
     load(given, {}, None)
     _check_picture(picture)
     victim = Kill.parse(kill, peers) if kill is not None else None
     console = Console(stderr=format is Format.JSON)
-    options = {"--wait-for": str(peers), **{f"--{key}": value for key, value in given.items() if value is not None}}
+    options = {
+        "--wait-for": str(peers),
+        **{f"--{key}": str(value) for key, value in given.items() if value is not None},
+    }
     _clean_up_on_signals()
     with LocalSwarm(peers, options, command) as swarm:
         watch = _watch(swarm, console, f"{task} on {peers} nodes", victim)

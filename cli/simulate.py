@@ -34,7 +34,7 @@ def simulate(
     ] = None,
     downlink_mbit: Annotated[float | None, typer.Option(min=0.001, max=1e6)] = None,
     mode: Annotated[str, typer.Option()] = "gossip",
-    codec: Annotated[str, typer.Option()] = "sign",
+    codec: Annotated[str, typer.Option(help="how deltas are compressed; auto: the mode's own")] = "auto",
     trigger: Annotated[str, typer.Option(help="change:0.05, period:10, always")] = "change:0.05",
     view: Annotated[int, typer.Option(min=1, max=64, help="partners of a node")] = 3,
     every: Annotated[int, typer.Option(min=1, max=10**6, help="steps between rounds, of a mode that has rounds")] = 1,

@@ -27,6 +27,10 @@ def start(
     codec: Annotated[str | None, typer.Option(help="how deltas are compressed")] = None,
     trigger: Annotated[str | None, typer.Option(help="when to send: change:0.05, period:10, always")] = None,
     view: Annotated[int | None, typer.Option(help="partners at a time")] = None,
+    every: Annotated[int | None, typer.Option(help="steps between rounds, of a mode that has rounds")] = None,
+    overlap: Annotated[str | None, typer.Option(help="training during a round: blocking, delayed, hpsgd")] = None,
+    topology: Annotated[str | None, typer.Option(help="of an all-reduce: auto, ring, tree:K, halving")] = None,
+    min_peers: Annotated[int | None, typer.Option(help="a round of fewer members waits for more")] = None,
     wait_for: Annotated[int | None, typer.Option(help="hold the first step until this many members are ready")] = None,
     log: Annotated[str | None, typer.Option(help="auto, human or json")] = None,
 ) -> None:
@@ -42,7 +46,8 @@ def start(
     file = config if config is not None else _config_from_environment()
     flags = {
         "name": name, "bind": bind, "join": tuple(join) if join else None, "swarm": swarm, "mode": mode,
-        "codec": codec, "trigger": trigger, "view": view, "wait_for": wait_for, "log": log,
+        "codec": codec, "trigger": trigger, "view": view, "every": every, "overlap": overlap, "topology": topology,
+        "min_peers": min_peers, "wait_for": wait_for, "log": log,
     }  # fmt: skip
     code = trio.run(daemon.run, settings.load(flags, os.environ, file), command or [])
     if code:

@@ -255,7 +255,7 @@ class Daemon:
             "members": {state.name.lower(): states.count(state) for state in State},
             "awareness": membership.awareness,
             "mode": self.settings.mode,
-            "codec": self.settings.codec,
+            "codec": self.settings.mode_settings.codec,
             "trigger": self.settings.trigger,
             "parameters": model.layout.parameters if model.layout else 0,
             "values": model.layout.total if model.layout else 0,

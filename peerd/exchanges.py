@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import threading
 
@@ -24,6 +25,7 @@ from peerd.training.modes import Mode, ModeMaker, ModeSettings
 SNAPSHOT_CODEC = "float32"  # a newcomer starts from exactly the donor's model
 EXCHANGE_SHARE = 4  # times the slowest exchange so far: how long a leaving node's hand-over may take
 HAND_OVER_LEAST_S = 3.0
+LOOK_LEAST_S, LOOK_MOST_S = 0.05, 0.5  # how often the mode's deadline is looked at, which every event may move
 
 
 class Exchanges:
@@ -47,8 +49,9 @@ class Exchanges:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.lane.run)
             while True:
-                await trio.sleep(1.0)  # the mode's deadlines are tens of seconds
                 mode = self.lane.mode
+                deadline = mode.deadline if mode is not None else math.inf
+                await trio.sleep(min(LOOK_MOST_S, max(LOOK_LEAST_S, deadline - trio.current_time())))
                 if mode is not None and trio.current_time() >= mode.deadline:
                     await self.lane.call(self._mode.on_timer)
 

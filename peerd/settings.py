@@ -14,7 +14,9 @@ from typing import Any
 
 from peerd.effects import Address, UserError
 from peerd.training.codecs import CODECS
-from peerd.training.modes import MODES
+from peerd.training.collectives import parse_topology
+from peerd.training.modes import AUTO, MODES, ModeSettings, default_codec
+from peerd.training.modes.allreduce import OVERLAPS
 from peerd.training.trigger import parse_trigger
 
 DEFAULT_PORT = 7946
@@ -34,9 +36,13 @@ class Settings:
     swarm: str = "peerd"  # nodes of another swarm are refused
     run: str = ""  # nodes of another run are refused
     mode: str = "gossip"
-    codec: str = "sign"
+    codec: str = AUTO
     trigger: str = "change:0.05"
     view: int = 3  # partners; memory is three float32 copies of the model for each
+    every: int = 1  # steps between rounds, of a mode that has rounds
+    overlap: str = "delayed"  # what training does during a round: blocking (wait), delayed or hpsgd
+    topology: str = "auto"  # of an all-reduce: auto, ring, tree:K, halving
+    min_peers: int = 1  # a round of fewer members waits for more
     wait_for: int = 1  # the first step waits until this many members hold the model, so that all start together
     network: str = "lan"
     checkpoint_every_s: float = 60.0
@@ -56,14 +62,16 @@ class Settings:
         for seed in self.join:
             parse_address(seed, "join")
         _choice("mode", self.mode, list(MODES))
-        _choice("codec", self.codec, list(CODECS))
+        _choice("codec", self.codec, [AUTO, *CODECS])
+        _choice("overlap", self.overlap, list(OVERLAPS))
+        if self.topology != AUTO:
+            parse_topology(self.topology)
         _choice("network", self.network, ["lan", "wan"])
         _choice("log", self.log, ["auto", "human", "json"])
         parse_trigger(self.trigger)
-        if self.view < 1:
-            raise UserError(f"view: {self.view} must be at least 1")
-        if self.wait_for < 1:
-            raise UserError(f"wait_for: {self.wait_for} must be at least 1")
+        for key in ("view", "every", "min_peers", "wait_for"):
+            if getattr(self, key) < 1:
+                raise UserError(f"{key}: {getattr(self, key)} must be at least 1")
         if not self.checkpoint_every_s > 0:
             raise UserError(f"checkpoint_every_s: {self.checkpoint_every_s} must be above 0")
 
@@ -74,6 +82,13 @@ class Settings:
             return Path(self.state_dir)
         parent = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
         return Path(parent) / "peerd" / self.name
+
+    @property
+    def mode_settings(self) -> ModeSettings:
+        """What the mode is told."""
+        codec = default_codec(self.mode) if self.codec == AUTO else self.codec
+        trigger = parse_trigger(self.trigger)
+        return ModeSettings(codec, trigger, self.view, self.every, self.overlap, self.topology, self.min_peers)
 
     @property
     def bind_address(self) -> Address:

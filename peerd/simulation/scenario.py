@@ -23,7 +23,7 @@ from peerd.simulation.world import Violation, World
 from peerd.timing import LAN, WAN
 from peerd.training.codecs import CODECS
 from peerd.training.collectives import parse_topology
-from peerd.training.modes import MODES
+from peerd.training.modes import AUTO, MODES, default_codec
 from peerd.training.modes.allreduce import OVERLAPS
 from peerd.training.tasks import TASKS
 from peerd.training.trigger import parse_trigger
@@ -52,7 +52,7 @@ class Scenario:
     uplink_mbit: float | None = None
     downlink_mbit: float | None = None
     mode: str = "gossip"
-    codec: str = "sign"
+    codec: str = AUTO
     trigger: str = "change:0.05"
     view: int = 3
     every: int = 1
@@ -120,7 +120,7 @@ class _Run:
             topology=topology,
             timing=WAN if topology.latency_s > 0.03 else LAN,
             mode=scenario.mode,
-            codec=scenario.codec,
+            codec=default_codec(scenario.mode) if scenario.codec == AUTO else scenario.codec,
             trigger=scenario.trigger,
             view=scenario.view,
             compute=scenario.compute,
@@ -250,7 +250,7 @@ def simulate(scenario: Scenario, trace: TextIO | None = None, progress: Progress
 def _problem(scenario: Scenario) -> Problem | None:
     if scenario.mode not in MODES:
         raise UserError(f"--mode {scenario.mode}: not one of {', '.join(MODES)}")
-    if scenario.codec not in CODECS:
+    if scenario.codec not in (AUTO, *CODECS):
         raise UserError(f"--codec {scenario.codec}: not one of {', '.join(CODECS)}")
     parse_trigger(scenario.trigger)
     if scenario.shard != "iid" and scenario.problem not in TASKS:

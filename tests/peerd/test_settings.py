@@ -32,6 +32,10 @@ GOOD: dict[str, tuple[Any, Any, Any]] = {
     "codec": tuple((list(CODECS) * 3)[:3]),  # type: ignore[dict-item]
     "trigger": ("change:0.1", "period:3", "always"),
     "view": (1, 2, 9),
+    "every": (1, 2, 50),
+    "overlap": ("blocking", "delayed", "hpsgd"),
+    "topology": ("auto", "ring", "tree:3"),
+    "min_peers": (1, 2, 9),
     "wait_for": (1, 2, 9),
     "network": ("lan", "wan", "lan"),
     "checkpoint_every_s": (1.0, 0.5, 3600.0),

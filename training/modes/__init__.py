@@ -13,7 +13,10 @@ from peerd.training.modes.gossip_push import GossipPush
 from peerd.training.modes.mode import LinkStatus, Mode, ModeMaker, ModeSettings
 from peerd.training.modes.push_sum import PushSum
 
-__all__ = ["MODES", "LinkStatus", "Mode", "ModeMaker", "ModeSettings"]
+__all__ = ["AUTO", "MODES", "LinkStatus", "Mode", "ModeMaker", "ModeSettings", "default_codec"]
+
+AUTO = "auto"
+"""As a codec: the mode's own."""
 
 MODES: dict[str, ModeMaker] = {
     "gossip": Gossip,
@@ -23,3 +26,8 @@ MODES: dict[str, ModeMaker] = {
     "allreduce": AllReduce,
     "diloco": DiLoCo,
 }
+
+
+def default_codec(mode: str) -> str:
+    """Where links keep what the other end knows, one bit a value is enough; elsewhere nothing is lost unless told."""
+    return "sign" if mode in ("gossip", "gossip-push", "gossip-pull", "push-sum", "elastic") else "float32"
