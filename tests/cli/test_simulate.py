@@ -95,6 +95,8 @@ def test_people_get_a_summary() -> None:
         (["--minutes", "1", "--mode", "nope"], "--mode nope"),
         (["--minutes", "1", "--codec", "nope"], "--codec nope"),
         (["--minutes", "1", "--trigger", "nope"], "nope"),
+        (["--minutes", "1", "--overlap", "nope"], "--overlap nope"),
+        (["--minutes", "1", "--topology", "star"], "star"),
         (["--minutes", "1", "--faults", "crash,nope"], "'nope' is none of crash"),
         (["--minutes", "1", "--network", "moon"], "--network moon"),
         (["--minutes", "1", "--network", "absent.toml"], "cannot read the topology absent.toml"),

@@ -1,0 +1,69 @@
+"""All-reduce in simulated swarms: models agree to the bit, bytes and times are those of the cost model."""
+
+from __future__ import annotations
+
+import pytest
+
+from peerd.simulation.network import Profile, uniform
+from peerd.simulation.problems import BytesOnly
+from peerd.simulation.scenario import Scenario, simulate
+from peerd.simulation.swarm import Swarm
+from peerd.simulation.world import World
+
+MBIT = 100.0
+PARAMETERS = 10_000_000
+
+
+def one_round(peers: int, topology: str) -> tuple[float, list[int]]:
+    """Seconds of one final round over equal lines, and the bytes that each node sent."""
+    swarm = Swarm(
+        World(1), peers, BytesOnly(1, PARAMETERS, 1), mode="allreduce", codec="float32", overlap="blocking",
+        topology_of_rounds=topology, compute="fixed:1", steps=1,
+        topology=uniform(Profile(0.0002, uplink_mbit=MBIT, downlink_mbit=MBIT), peers),
+    )  # fmt: skip
+    swarm.start_formed()
+    assert swarm.run(120, swarm.finished)
+    assert swarm.consensus_distance() == 0.0
+    return swarm.world.now - 1, [node.bytes_sent for node in swarm.nodes.values()]
+
+
+def test_a_ring_costs_each_node_two_models_less_its_share() -> None:
+    for peers in (2, 4, 8):
+        _, sent = one_round(peers, "ring")
+        model = 4 * PARAMETERS
+        share = [each / (2 * (peers - 1) / peers * model) for each in sent]
+        assert all(0.9 < each < 1.0 for each in share), "float32 in byte planes: zstd saves 5 to 8 %"
+
+
+def test_a_trees_time_grows_with_the_logarithm_of_the_peers() -> None:
+    seconds = [one_round(peers, "tree")[0] for peers in (2, 4, 8, 16)]
+    steps = [after - before for before, after in zip(seconds, seconds[1:], strict=False)]
+    whole_s = 4 * PARAMETERS / (MBIT * 125_000)
+    assert all(0.9 < step / (2 * whole_s) < 1.0 for step in steps), "one level more, up and down"
+
+
+@pytest.mark.parametrize("overlap", ["blocking", "delayed", "hpsgd"])
+def test_digits_train_and_end_as_one_model(overlap: str) -> None:
+    scenario = Scenario(
+        peers=8, problem="digits", steps=120, mode="allreduce", codec="float32", every=6, overlap=overlap,
+        compute="fixed:0.2", faults="none",
+    )  # fmt: skip
+    result = simulate(scenario).result
+    assert result["violations"] == []
+    assert result["consensus_distance"] == 0.0
+    assert result["rounds"] >= 15
+    assert result["accuracy"] > 0.85
+
+
+@pytest.mark.parametrize("mode", ["allreduce", "diloco"])
+@pytest.mark.parametrize("overlap", ["blocking", "delayed", "hpsgd"])
+def test_members_crash_and_come_back_and_the_run_ends(mode: str, overlap: str) -> None:
+    scenario = Scenario(
+        peers=6, seed=2, problem="consensus", steps=100, mode=mode, codec="int8", every=2, overlap=overlap,
+        faults="crash,weather", fault_every=60, minutes=30,
+    )  # fmt: skip
+    result = simulate(scenario).result
+    assert result["violations"] == []
+    assert result["virtual_seconds"] < 1200
+    assert result["rounds"] > 20
+    assert result["error"] < 0.2  # of the optimum, from 1.0; outer momentum one window late is the slowest
