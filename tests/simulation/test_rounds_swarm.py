@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from peerd.simulation.network import Profile, uniform
@@ -37,7 +39,7 @@ def test_a_ring_costs_each_node_two_models_less_its_share() -> None:
 
 def test_a_trees_time_grows_with_the_logarithm_of_the_peers() -> None:
     seconds = [one_round(peers, "tree")[0] for peers in (2, 4, 8, 16)]
-    steps = [after - before for before, after in zip(seconds, seconds[1:], strict=False)]
+    steps = [after - before for before, after in itertools.pairwise(seconds)]
     whole_s = 4 * PARAMETERS / (MBIT * 125_000)
     assert all(0.9 < step / (2 * whole_s) < 1.0 for step in steps), "one level more, up and down"
 
