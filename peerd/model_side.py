@@ -28,7 +28,7 @@ from peerd.shared_memory import SharedMemory
 from peerd.trainer_session import TrainerFacts, TrainerGone, TrainerSession, is_attach, report_of
 from peerd.training import delta
 from peerd.training.delta import Layout, NotFinite
-from peerd.training.modes import MODES, Mode, ModeSettings
+from peerd.training.modes import Mode, ModeSettings, parse_mode
 from peerd.training.trigger import parse_trigger
 
 SETTLE_SHARE = 0.1  # of the run's own duration: how long its end waits for members that still train
@@ -181,7 +181,7 @@ class ModelSide:
         facts.step = facts.first_step = step
         if self.mode is None:
             mode_settings = ModeSettings(settings.codec, parse_trigger(settings.trigger), settings.view)
-            self._exchanges.begin(MODES[settings.mode], self._me, self.layout, self._rng, mode_settings)
+            self._exchanges.begin(parse_mode(settings.mode), self._me, self.layout, self._rng, mode_settings)
         await self._tell(ready=True)
         self.on_members()
         await session.tell("start", load=load, step=step, lr_most=self._lr_most)

@@ -166,7 +166,7 @@ class Peers:
 
 def what_is_said(message: Message) -> tuple[Any, ...]:
     """Equal for a message and its repetition."""
-    return type(message), getattr(message, "link", None), getattr(message, "seq", None)
+    return type(message), *(getattr(message, key, None) for key in ("link", "shard", "term", "clock", "seq"))
 
 
 async def _watch(link: Link) -> None:

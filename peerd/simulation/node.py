@@ -25,6 +25,7 @@ from peerd.effects import (
     Proceed,
     Publish,
     PushPull,
+    Resume,
     Send,
     SendDatagram,
     StepReport,
@@ -42,7 +43,7 @@ from peerd.simulation.world import Kind, World
 from peerd.swarm_view import TABLE_PART
 from peerd.timing import Timing
 from peerd.training import delta
-from peerd.training.modes import MODES, Mode, ModeSettings
+from peerd.training.modes import Mode, ModeSettings, parse_mode
 from peerd.training.reference import PairedReference
 from peerd.transport import wire
 from peerd.transport.framing import FrameReader, frames
@@ -262,6 +263,9 @@ class Node:
                     self._apply(effect.correction)
                 case Publish():
                     self._asked_publish = True
+                case Resume() if self.phase == "training":
+                    self._take_corrections()
+                    self._next_step()
                 case Proceed() if effect.settled and self.phase == "finishing":
                     self._finish()
         self._wake_when_due()
@@ -496,7 +500,9 @@ class Node:
             return buffer
 
         settings = swarm.settings
-        self.mode = MODES[settings.mode](self.id, learner.layout, self._rng, settings.mode_settings, values)
+        self.mode = parse_mode(settings.mode)(self.id, learner.layout, self._rng, settings.mode_settings, values)
+        if isinstance(staleness := getattr(self.mode, "staleness", None), Counter):
+            self.staleness = staleness
         self._enter("waiting")
         self._say_about(ready=True)
         self._tell_partners()
@@ -528,7 +534,8 @@ class Node:
         self._take_corrections()
         change = learner.change()
         ended = self._swarm.settings.steps is not None and self.steps >= self._swarm.settings.steps
-        published = self._asked_publish or ended
+        waits = not ended and self._mode.barrier > 0 and self.steps % self._mode.barrier == 0
+        published = self._asked_publish or ended or waits
         if published:
             self._asked_publish = False
             self._replica = learner.publish()
@@ -538,7 +545,7 @@ class Node:
             self._enter("finishing")
             self._later(SETTLE_S, self._finish)
         self.perform(self._mode.on_step(report, self._now))
-        if not ended:
+        if not ended and not waits:
             self._next_step()
 
     def _apply(self, correction: Vector) -> None:

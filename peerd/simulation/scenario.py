@@ -22,7 +22,7 @@ from peerd.simulation.swarm import Swarm
 from peerd.simulation.world import Violation, World
 from peerd.timing import LAN, WAN
 from peerd.training.codecs import CODECS
-from peerd.training.modes import MODES
+from peerd.training.modes import parse_mode
 from peerd.training.tasks import TASKS
 from peerd.training.trigger import parse_trigger
 
@@ -235,8 +235,7 @@ def simulate(scenario: Scenario, trace: TextIO | None = None, progress: Progress
 
 
 def _problem(scenario: Scenario) -> Problem | None:
-    if scenario.mode not in MODES:
-        raise UserError(f"--mode {scenario.mode}: not one of {', '.join(MODES)}")
+    parse_mode(scenario.mode)
     if scenario.codec not in CODECS:
         raise UserError(f"--codec {scenario.codec}: not one of {', '.join(CODECS)}")
     parse_trigger(scenario.trigger)
