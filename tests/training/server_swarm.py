@@ -80,7 +80,6 @@ class ServerSwarm:
         for effect in effects:
             match effect:
                 case Apply():
-                    assert node.waits or node.finishing, "the model is the trainer's"
                     node.x = node.x + effect.correction
                     effect.correction.fill(np.nan)  # lent until the next event
                 case Send():

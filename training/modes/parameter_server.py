@@ -212,7 +212,7 @@ class ParameterServer:
         if taken is False:
             self._tell(seat, after=seq)
         elif taken:
-            self._pulled = True
+            self._pulled |= final
             if awaited:
                 self._slowest_s = max(SLOWEST_KEPT * self._slowest_s, self._now - part.pushed_at)
 
@@ -227,6 +227,7 @@ class ParameterServer:
     def _done(self) -> list[Effect]:
         """Let this node's own servers and worker finish with each other, then say what came of it."""
         self._converse()
+        shift, self._worker.shift = self._worker.shift, None
         if self._waits and not self._worker.awaiting:
             self._waits = False
             self._become()
@@ -237,6 +238,8 @@ class ParameterServer:
                 self.counts["exchanges"] += 1
         elif self._pulled and self._finishing and not self._worker.awaiting:
             self._become()
+        elif shift is not None and shift.any():
+            self._effects.append(Apply(shift))
         if self._handed_over and not self._settled and all(seat.part.final for seat in self._seats.all):
             self._settled = True
             self._effects.append(Proceed(settled=True))

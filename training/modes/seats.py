@@ -25,7 +25,7 @@ from peerd.messages import Applied, Chunks, Claim, Message, Pull, Push, Replica,
 from peerd.training import delta
 from peerd.training.delta import Layout
 from peerd.training.modes.shard_server import Rule, ShardServer
-from peerd.training.modes.worker import NOBODY, Bid, Part, Worker
+from peerd.training.modes.worker import NEVER, NOBODY, Bid, Part, Worker
 
 WEIGHTS_CODEC = "float32"  # what it dropped would be lost: an answer has no error feedback
 COUNT_MAX = 1 << 53  # of terms, clocks and numbers that a peer may say
@@ -176,7 +176,8 @@ class Seats:
 
     def _serve(self, seat: Seat) -> None:
         assert seat.claim is not None, "a claim was answered"
-        clock, applied, weights = seat.claim.best
+        best, applied, weights = seat.claim.best
+        clock = max(0, best)
         seat.server = ShardServer(self._rule, weights.copy(), clock, dict(applied), self._counts, self._staleness)
         seat.claim, seat.announced, seat.encoded = None, True, (-1, ())
         seat.final_to.clear()
@@ -205,7 +206,7 @@ class Seats:
 
     def on_claim(self, sender: NodeId, message: Claim, now: float) -> None:
         """Tell the claimant what we have, and follow it."""
-        seat = self.seat(message.shard, message.term, message.clock)
+        seat = self.seat(message.shard, message.term, message.clock - NEVER)
         if sender not in self.alive:
             self._heard[sender] = now
         clock, applied, weights = self._newest(seat)
@@ -221,7 +222,7 @@ class Seats:
 
     def on_replica(self, sender: NodeId, message: Replica, now: float) -> None:
         """One answer to our claim. Raises PeerError."""
-        seat = self.seat(message.shard, message.term, message.clock)
+        seat = self.seat(message.shard, message.term, message.clock - NEVER)
         claim = seat.claim
         if claim is None or seat.leader != (message.term, self._me) or sender not in claim.waiting:
             return

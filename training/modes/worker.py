@@ -23,6 +23,9 @@ Bid = tuple[int, NodeId]
 """Who serves a shard: the term and the member; the higher bid wins."""
 
 NOBODY: Bid = (0, "")
+NEVER = -1
+"""The clock of a model that came from no server. It may hold steps that will be pushed, so no server starts from it
+while there is another; a step made from it is not pushed, either."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,11 +35,12 @@ class Part:
     number: int
     where: slice  # of the flat model
     layout: Layout
-    clock: int = 0  # of the weights that were pulled, which the worker's base holds
+    clock: int = NEVER  # of the weights that were pulled, which the worker's base holds
     applied: dict[NodeId, Applied] = field(default_factory=dict)  # what they hold of each worker
     seq: int = 0  # of the last push
     pushes: deque[Push] = field(default_factory=deque)  # those not known to be in the weights
-    told: Bid = NOBODY  # who was told of them
+    told: Bid = NOBODY  # who was told of them,
+    said: int = 0  # up to this one
     awaiting: bool = False
     pushed_at: float = 0.0
     asked_at: float = 0.0
@@ -48,8 +52,9 @@ class Worker:
     """Base is what was pulled of all shards; `base` of a part is also the replica that outlives its server."""
 
     def __init__(self, me: NodeId, life: int, layout: Layout, shards: int, codec: str, start: Vector) -> None:
-        """Every node starts from the same model, or from one that it fetched: stale, as a push from it will be."""
+        """Start from the model that all start from, or that was fetched, until the first pull."""
         self.base = start
+        self.shift: Vector | None = None  # from `start` to the first weights, if those came between two reports
         self.moved = 0.0  # norm of the last step
         self.norm = 0.0  # of the weights
         self.parts = parts_of(layout, shards)
@@ -74,9 +79,11 @@ class Worker:
         if not finite:
             moved.fill(0.0)  # the others must not wait for it
         for part in self.parts:
-            chunks = self._encoded(part, moved[part.where])
-            part.seq += 1
-            part.pushes.append(Push(part.number, part.seq, self.life, 0, part.clock, self._codec, False, False, chunks))
+            if part.clock != NEVER:
+                chunks = self._encoded(part, moved[part.where])
+                part.seq += 1
+                push = Push(part.number, part.seq, self.life, 0, part.clock, self._codec, False, False, chunks)
+                part.pushes.append(push)
             part.awaiting, part.final, part.repeats = True, False, 0
             part.pushed_at = part.asked_at = now
         return finite
@@ -89,16 +96,19 @@ class Worker:
 
     def to_say(self, part: Part, leader: Bid, *, finishing: bool, after: int | None = None) -> list[Push | Pull]:
         """What the shard's server must hear: pushes that it has not been told of, or a reminder of the last."""
-        if part.told == leader and after is None:
-            return [Pull(part.number, part.seq, self.life)] if part.awaiting else []
-        part.told = leader
-        said = [push for push in part.pushes if push.seq > (after or 0)]
+        if after is not None:
+            part.said = after
+        elif part.told != leader:
+            part.told, part.said = leader, 0
+        said = [push for push in part.pushes if push.seq > part.said]
+        part.said = part.seq
         oldest = part.pushes[0].seq if part.pushes else 0
         pushes: list[Push | Pull] = [
             replace(push, oldest=oldest, finishing=finishing, wants_answer=part.awaiting and push is said[-1])
             for push in said
         ]
-        return pushes or ([Pull(part.number, part.seq, self.life)] if part.awaiting else [])
+        wants = part.awaiting or part.clock == NEVER
+        return pushes or ([Pull(part.number, part.seq, self.life)] if wants else [])
 
     def take(
         self, part: Part, clock: int, seq: int, applied: Iterable[Applied], weights: Vector, final: bool
@@ -110,7 +120,10 @@ class Worker:
             part.pushes.popleft()
         if part.awaiting and any(push.seq > seq for push in part.pushes):
             return False
-        if not part.awaiting and not final:
+        if not part.awaiting and part.clock == NEVER:
+            self.shift = np.zeros_like(self.base) if self.shift is None else self.shift
+            self.shift[part.where] = weights - self.base[part.where]
+        elif not part.awaiting and not final:
             return None
         np.copyto(self.base[part.where], weights)
         part.clock, part.applied, part.awaiting, part.final = clock, marks, False, final
