@@ -131,6 +131,8 @@ class Storm(RuleBasedStateMachine):
                 if not swarm.nodes[name].waits:
                     swarm.step(name, 0.0)
             swarm.settle()
+            swarm.timers()
+            swarm.settle()
         for name in swarm.nodes:
             assert not swarm.nodes[name].waits, f"{name} hangs"
             swarm.step(name, 0.0, finishing=True)
@@ -148,5 +150,10 @@ class Storm(RuleBasedStateMachine):
 
 TestStorm = Storm.TestCase
 TestStorm.settings = settings(
-    max_examples=60, stateful_step_count=30, phases=[Phase.generate], deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
+    max_examples=60,
+    stateful_step_count=30,
+    phases=[Phase.generate],
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    print_blob=True,
 )

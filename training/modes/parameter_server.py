@@ -60,6 +60,7 @@ class ParameterServer:
         self.staleness: Counter[int] = Counter()  # of the pushes that came to this node's servers
         self.deadline = float("inf")
         self._me = me
+        self._rule = rule
         self._values = values
         life = rng.getrandbits(31)
         self._worker = Worker(me, life, layout, settings.servers, settings.codec, values().copy())
@@ -113,14 +114,16 @@ class ParameterServer:
     def on_timer(self, now: float) -> list[Effect]:
         """Remind of what has had no answer for long."""
         self._now = now
-        for seat in self._seats.all:
-            part = seat.part
-            if part.awaiting and now >= self._repeat_at(part):
-                part.asked_at = now
-                part.repeats += 1
-                self.counts["repeats"] += 1
-                leader = seat.leader if seat.announced else (0, self._seats.owner(seat))
-                self._send(leader[1], Pull(part.number, part.seq, self._worker.life))
+        late = [seat for seat in self._seats.all if seat.part.awaiting and now >= self._repeat_at(seat.part)]
+        for seat in late:
+            seat.part.asked_at = now
+            seat.part.repeats += 1
+            self.counts["repeats"] += 1
+        if late and self._rule.n == 0:  # those that have answered shall not wait for our next push
+            late += [seat for seat in self._seats.all if not seat.part.awaiting]
+        for seat in late:
+            leader = seat.leader[1] if seat.announced else self._seats.owner(seat)
+            self._send(leader, Pull(seat.part.number, seat.part.seq, self._worker.life))
         self._seats.on_timer(now, self._repeat_s)
         return self._done()
 

@@ -116,6 +116,7 @@ class Seats:
             if seat.server is not None:
                 for id in gone:
                     seat.server.owed.pop(id, None)
+                    seat.server.dropped.discard(id)
                 for id in sorted(come):
                     self._announce(seat, id)
             if seat.claim is not None:
@@ -253,7 +254,7 @@ class Seats:
 
     def on_push(self, sender: NodeId, message: Push) -> None:
         """A worker's update. Raises PeerError."""
-        seat = self.seat(message.shard, message.seq, message.oldest, message.clock, message.life)
+        seat = self.seat(message.shard, message.seq, message.oldest, message.clock - NEVER, message.life)
         server = seat.server
         if server is None:
             self._redirect(seat, sender)
@@ -267,12 +268,13 @@ class Seats:
             server.owed[sender] = None
 
     def on_pull(self, sender: NodeId, message: Pull) -> None:
-        """A worker that has waited for long. Raises PeerError."""
+        """A worker that has waited for long, here or elsewhere. Raises PeerError."""
         seat = self.seat(message.shard, message.seq, message.life)
         if seat.server is None:
             self._redirect(seat, sender)
         else:
             seat.server.owed[sender] = None
+            seat.server.passed.add(sender)
 
     def _redirect(self, seat: Seat, sender: NodeId) -> None:
         if seat.announced and seat.leader[1] not in (self._me, sender):

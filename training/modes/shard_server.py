@@ -9,7 +9,12 @@ pushes by how much that moved them; at clock i that push is i - j stale.
 
 Workers push optimizer steps where the paper's push gradients. Plain SGD and its momentum are linear, so the mean of
 the steps is the step of the mean gradient, and the server needs no optimizer of its own (nor the daemon torch).
-A push more than 2n clocks stale (in hardsync: stale at all) is dropped.
+A push more than 2n clocks stale (in hardsync: stale at all) is dropped; so is one that was made from no weights.
+
+In hardsync a worker whose push is dropped waits with the others, so that its next one is not stale, and the round does
+not wait for it. With several shards, servers that heard of a newcomer at different times can each close a round
+without a worker that the other one waits for. Such a worker waits long, and then says to those that have answered it
+already that they shall not wait for it (a Pull).
 """
 
 from __future__ import annotations
@@ -65,6 +70,8 @@ class ShardServer:
     counts: Counter[str]
     staleness: Counter[int]
     pushers: list[NodeId] = field(default_factory=list)  # of the next update
+    dropped: set[NodeId] = field(default_factory=set)  # hardsync: those who wait for it all the same,
+    passed: set[NodeId] = field(default_factory=set)  # and those for whom it does not wait
     owed: dict[NodeId, None] = field(default_factory=dict)  # who waits for weights, in order
     come: dict[NodeId, Applied] = field(init=False)  # the last push of each worker
     _sum: Vector = field(init=False)
@@ -86,14 +93,16 @@ class ShardServer:
 
     def take(self, mark: Applied, clock: int, update: Vector, training: frozenset[NodeId]) -> None:
         """Count one push in, or drop it."""
-        staleness = max(0, self.clock - clock)
+        staleness = max(0, self.clock - max(0, clock))
         self.come.pop(mark.worker, None)
         self.come[mark.worker] = mark
         if len(self.come) > WORKERS_MAX:
             del self.come[next(iter(self.come))]
         self.counts["pushes"] += 1
-        self.staleness[staleness] += 1
-        if staleness > self.rule.spread(len(training)):
+        if clock >= 0:
+            self.staleness[staleness] += 1
+        if clock < 0 or staleness > self.rule.spread(len(training)):
+            self.dropped.add(mark.worker)
             self.counts["pushes_dropped"] += 1
             if not self.pushers:
                 self.applied = dict(self.come)
@@ -103,16 +112,24 @@ class ShardServer:
 
     def due(self, training: frozenset[NodeId]) -> list[NodeId]:
         """Update if it is time, then say who gets the weights. `training` are the workers that will push again."""
-        if self.pushers and (
-            training <= set(self.pushers) if self.rule.n == 0 else len(self.pushers) >= self.rule.group(len(training))
-        ):
-            self._update()
-        answered = [worker for worker in self.owed if self.rule.n != 0 or worker not in self.pushers]
+        if self.rule.n != 0:
+            if self.pushers and len(self.pushers) >= self.rule.group(len(training)):
+                self._update()
+            answered = list(self.owed)
+        else:
+            waiting = {*self.pushers, *self.dropped}
+            if waiting and training <= waiting | self.passed:
+                self._update()
+            answered = [worker for worker in self.owed if worker not in self.pushers and worker not in self.dropped]
         for worker in answered:
             del self.owed[worker]
         return answered
 
     def _update(self) -> None:
+        self.dropped.clear()
+        self.passed.clear()
+        if not self.pushers:
+            return
         self._sum /= len(self.pushers)
         self._sum += self.weights
         if np.isfinite(self._sum).all():  # each push is, but a sum of huge ones need not be

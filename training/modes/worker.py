@@ -25,7 +25,7 @@ Bid = tuple[int, NodeId]
 NOBODY: Bid = (0, "")
 NEVER = -1
 """The clock of a model that came from no server. It may hold steps that will be pushed, so no server starts from it
-while there is another; a step made from it is not pushed, either."""
+while there is another, and drops a push that was made from it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -79,11 +79,9 @@ class Worker:
         if not finite:
             moved.fill(0.0)  # the others must not wait for it
         for part in self.parts:
-            if part.clock != NEVER:
-                chunks = self._encoded(part, moved[part.where])
-                part.seq += 1
-                push = Push(part.number, part.seq, self.life, 0, part.clock, self._codec, False, False, chunks)
-                part.pushes.append(push)
+            chunks = self._encoded(part, moved[part.where])
+            part.seq += 1
+            part.pushes.append(Push(part.number, part.seq, self.life, 0, part.clock, self._codec, False, False, chunks))
             part.awaiting, part.final, part.repeats = True, False, 0
             part.pushed_at = part.asked_at = now
         return finite
