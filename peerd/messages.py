@@ -230,6 +230,7 @@ class Pull:
     shard: int
     seq: int
     life: int
+    passes: bool  # another shard's server keeps me waiting: close this round without me
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from server_swarm import ServerSwarm
 
-from peerd.effects import Vector
-from peerd.messages import Applied
+from peerd.effects import PeerError, UserError, Vector
+from peerd.messages import Applied, Claim, Delta, Message, Pull, Push, Serves, Weights
+from peerd.training.codecs import CODECS
+from peerd.training.modes import parse_mode
 from peerd.training.modes.shard_server import ShardServer
 from peerd.training.modes.worker import NEVER
 
@@ -150,10 +152,152 @@ class Storm(RuleBasedStateMachine):
 
 TestStorm = Storm.TestCase
 TestStorm.settings = settings(
-    max_examples=60,
+    max_examples=100,
     stateful_step_count=30,
-    phases=[Phase.generate],
     deadline=None,
     suppress_health_check=list(HealthCheck),
     print_blob=True,
 )
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    codec=st.sampled_from(sorted(CODECS)),
+    rounds=st.lists(st.lists(st.integers(-9, 9), min_size=3, max_size=3), min_size=1, max_size=10),
+)
+def test_what_a_codec_drops_comes_later(codec: str, rounds: list[list[int]]) -> None:
+    """Weights and residuals together are what was pushed."""
+    swarm = ServerSwarm("hardsync", "abc", size=30, codec=codec, servers=2)
+    total = np.zeros(30)
+    for updates in rounds:
+        for name, update in zip("abc", updates, strict=True):
+            change = update * np.cos(np.arange(30.0) + update)
+            total += change / 3
+            swarm.step(name, change)
+        swarm.settle()
+    kept = sum(node.core._worker._residual for node in swarm.nodes.values()) / 3
+    np.testing.assert_allclose(swarm.weights() + kept, total, atol=1e-4)
+
+
+def test_workers_know_the_weights_bit_for_bit() -> None:
+    swarm = ServerSwarm("hardsync", "abcd", size=50, codec="int8", servers=3)
+    for _ in range(5):
+        for name in "abcd":
+            swarm.step(name, np.random.default_rng(ord(name)).integers(-9, 9, 50).astype(float))
+        swarm.settle()
+        bases = [node.core._worker.base.astype(np.float32).tobytes() for node in swarm.nodes.values()]
+        assert len(set(bases)) == 1
+
+
+def test_a_death_moves_only_its_own_shards() -> None:
+    swarm = ServerSwarm("async", "abcdef", size=64, servers=16)
+    before = [swarm.serving(shard) for shard in range(16)]
+    (victim,) = max(before, key=before.count)
+    swarm.die(victim)
+    for name in swarm.nodes:
+        swarm.peers(name, set(swarm.nodes))
+    swarm.settle()
+    for shard, servers in enumerate(before):
+        after = swarm.serving(shard)
+        assert len(after) == 1
+        assert servers in (after, [victim])
+
+
+@pytest.mark.parametrize("messages", range(30))
+@pytest.mark.parametrize("mode", ["hardsync", "softsync:1", "async"])
+def test_a_server_that_dies_after_any_message_holds_nobody_up(mode: str, messages: int) -> None:
+    swarm = ServerSwarm(mode, "abcd")
+    (victim,) = swarm.serving()
+    for name in swarm.nodes:
+        swarm.step(name, 12.0)
+    for _ in range(messages):
+        waiting = sorted(pair for pair, queue in swarm.queues.items() if queue)
+        if waiting:
+            swarm.deliver(*waiting[messages % len(waiting)])
+    swarm.die(victim)
+    for name in sorted(swarm.nodes):
+        swarm.peers(name, set(swarm.nodes))
+    swarm.settle()
+    assert not [name for name, node in swarm.nodes.items() if node.waits], "without any timer"
+
+
+def test_two_halves_of_a_partition_become_one() -> None:
+    swarm = ServerSwarm("async", "abcd")
+    for half in ("ab", "cd"):
+        for name in half:
+            swarm.peers(name, set(half))
+    swarm.settle()
+    for name in "abcabc":
+        swarm.step(name, 1.0)
+        swarm.settle()
+    for name in "abcd":
+        swarm.peers(name, set("abcd"))
+        swarm.settle()
+    assert len(swarm.serving()) == 1
+    assert not [name for name, node in swarm.nodes.items() if node.waits]
+    for name in "abcd":
+        swarm.step(name, 0.0, finishing=True)
+    swarm.settle()
+    assert len({node.x[0] for node in swarm.nodes.values()}) == 1
+    assert swarm.weights()[0] > 2.0, "the half with the higher clock goes on"
+
+
+def test_a_model_that_is_not_finite_holds_nobody_up() -> None:
+    swarm = ServerSwarm("hardsync", "ab")
+    swarm.step("a", np.nan)
+    swarm.step("b", 2.0)
+    swarm.settle()
+    assert not any(node.waits for node in swarm.nodes.values())
+    assert swarm.nodes["b"].x[0] == 1.0
+    assert swarm.nodes["a"].core.counts["not_finite"] == 1
+
+
+def test_who_has_finished_is_not_waited_for() -> None:
+    swarm = ServerSwarm("hardsync", "abc")
+    for name in "abc":
+        swarm.step(name, 3.0, finishing=name == "a")
+    swarm.settle()
+    assert swarm.nodes["a"].proceeded == [False]
+    for _ in range(3):
+        for name in "bc":
+            swarm.step(name, 1.0)
+        swarm.settle()
+    assert swarm.nodes["b"].x[0] == 6.0
+
+
+def test_a_lone_node_trains_and_ends() -> None:
+    swarm = ServerSwarm("hardsync", "a")
+    swarm.step("a", 1.0)
+    swarm.step("a", 1.0, finishing=True)
+    assert swarm.nodes["a"].proceeded == [False, True]
+    assert swarm.nodes["a"].x[0] == 2.0
+    assert not swarm.messages
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Delta(1, 1, "sign", 0.5, True, False, ()),
+        Pull(7, 1, 1, False),
+        Pull(-1, 1, 1, False),
+        Push(0, 1, 1, 1, 0, "sign", True, False, (b"", b"")),
+        Push(0, 1, 1, 1, 0, "nope", True, False, (b"",)),
+        Weights(0, 1 << 60, 0, 0, False, (), (b"",)),
+        Weights(0, 9, 9, 0, False, (), (b"short",)),
+        Claim(0, 1 << 63, 0),
+        Serves(3, 1, "b"),
+    ],
+)
+def test_what_breaks_the_rules_is_refused(message: Message) -> None:
+    swarm = ServerSwarm("async", "ab")
+    (server,) = swarm.serving()
+    with pytest.raises(PeerError):
+        swarm.nodes[server].core.on_message("b", message, 0.0)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "nope", "gossip:2", "softsync:", "softsync:0", "softsync:x", "softsync:4:fast", "async:2", "hardsync:"]
+)
+def test_a_bad_mode_is_the_users_error(text: str) -> None:
+    with pytest.raises(UserError, match=f"--mode {text}"):
+        parse_mode(text)

@@ -122,8 +122,9 @@ class ParameterServer:
         if late and self._rule.n == 0:  # those that have answered shall not wait for our next push
             late += [seat for seat in self._seats.all if not seat.part.awaiting]
         for seat in late:
+            part = seat.part
             leader = seat.leader[1] if seat.announced else self._seats.owner(seat)
-            self._send(leader, Pull(seat.part.number, seat.part.seq, self._worker.life))
+            self._send(leader, Pull(part.number, part.seq, self._worker.life, passes=not part.awaiting))
         self._seats.on_timer(now, self._repeat_s)
         return self._done()
 

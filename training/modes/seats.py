@@ -139,6 +139,9 @@ class Seats:
         """Ask again those who have not answered a claim."""
         for id in [id for id, at in self._heard.items() if now - at >= HEARD_S]:
             del self._heard[id]
+            for seat in self.all:
+                if seat.claim is not None:
+                    seat.claim.waiting.discard(id)
         for seat in self.all:
             if seat.claim is not None and now - seat.claim.asked_at >= repeat_s:
                 seat.claim.asked_at = now
@@ -166,9 +169,9 @@ class Seats:
     def _claim(self, seat: Seat, now: float, above: int = 0) -> None:
         best = self._newest(seat)
         seat.leader, seat.announced, seat.server = (max(seat.leader[0], above) + 1, self._me), False, None
-        seat.claim = _Claiming(set(self.alive), best, now)
+        seat.claim = _Claiming({*self.alive, *self._heard}, best, now)
         self._counts["claims"] += 1
-        for id in sorted(self.alive):
+        for id in sorted(seat.claim.waiting):
             self._ask(seat, id)
 
     def _ask(self, seat: Seat, peer: NodeId) -> None:
@@ -240,9 +243,14 @@ class Seats:
         bid = (message.term, message.server)
         if message.server == self._me and bid != seat.leader:
             return False  # of an earlier life
-        if seat.server is not None and bid != seat.leader and self.owner(seat) == self._me:
-            self._claim(seat, now, above=bid[0])  # two served: the higher clock of both goes on
-            self._reconsider(seat, now)
+        if seat.server is not None and bid != seat.leader:  # two serve: only a claim, which asks both, ends it
+            if self.owner(seat) == self._me:
+                if sender not in self.alive:
+                    self._heard[sender] = now
+                self._claim(seat, now, above=bid[0])
+                self._reconsider(seat, now)
+            elif bid > seat.leader:
+                self._announce(seat, message.server)
         elif self.heed(seat, bid, announced=True):
             self._reconsider(seat, now)
             return True
@@ -274,7 +282,8 @@ class Seats:
             self._redirect(seat, sender)
         else:
             seat.server.owed[sender] = None
-            seat.server.passed.add(sender)
+            if message.passes:
+                seat.server.passed.add(sender)
 
     def _redirect(self, seat: Seat, sender: NodeId) -> None:
         if seat.announced and seat.leader[1] not in (self._me, sender):

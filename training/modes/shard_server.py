@@ -107,7 +107,8 @@ class ShardServer:
             if not self.pushers:
                 self.applied = dict(self.come)
             return
-        self._sum += self.rule.factor(staleness, len(training)) * update
+        with np.errstate(over="ignore"):
+            self._sum += self.rule.factor(staleness, len(training)) * update
         self.pushers.append(mark.worker)
 
     def due(self, training: frozenset[NodeId]) -> list[NodeId]:
@@ -131,7 +132,8 @@ class ShardServer:
         if not self.pushers:
             return
         self._sum /= len(self.pushers)
-        self._sum += self.weights
+        with np.errstate(over="ignore"):
+            self._sum += self.weights
         if np.isfinite(self._sum).all():  # each push is, but a sum of huge ones need not be
             self.weights, self._sum = self._sum, self.weights
         else:

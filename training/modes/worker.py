@@ -106,7 +106,7 @@ class Worker:
             for push in said
         ]
         wants = part.awaiting or part.clock == NEVER
-        return pushes or ([Pull(part.number, part.seq, self.life)] if wants else [])
+        return pushes or ([Pull(part.number, part.seq, self.life, passes=False)] if wants else [])
 
     def take(
         self, part: Part, clock: int, seq: int, applied: Iterable[Applied], weights: Vector, final: bool
