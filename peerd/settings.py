@@ -14,7 +14,7 @@ from typing import Any
 
 from peerd.effects import Address, UserError
 from peerd.training.codecs import CODECS
-from peerd.training.modes import parse_mode
+from peerd.training.modes import MODES, parse_mode
 from peerd.training.trigger import parse_trigger
 
 DEFAULT_PORT = 7946
@@ -55,6 +55,7 @@ class Settings:
         parse_address(self.bind, "bind")
         for seed in self.join:
             parse_address(seed, "join")
+        _choice("mode", self.mode.partition(":")[0], list(MODES))
         parse_mode(self.mode)
         _choice("codec", self.codec, list(CODECS))
         _choice("network", self.network, ["lan", "wan"])
