@@ -83,6 +83,7 @@ def demo(
     every: Annotated[int | None, typer.Option(min=1, help="steps between rounds, of a mode that has rounds")] = None,
     overlap: Annotated[str | None, typer.Option(help="training during a round: blocking, delayed, hpsgd")] = None,
     topology: Annotated[str | None, typer.Option(help="of an all-reduce: auto, ring, tree:K, halving")] = None,
+    servers: Annotated[int | None, typer.Option(min=1, help="members that serve the parameters, each a part")] = None,
     kill: Annotated[
         str | None, typer.Option(metavar="NODE@SHARE", help="SIGKILL a node in mid-run: 1@0.5 is node-1, halfway")
     ] = None,
@@ -97,7 +98,7 @@ def demo(
     if steps is not None:
         command += ["--steps", str(steps)]
     given: dict[str, Any] = {"mode": mode, "codec": codec, "trigger": trigger}
-    given |= {"every": every, "overlap": overlap, "topology": topology}
+    given |= {"every": every, "overlap": overlap, "topology": topology, "servers": servers}
     # refused here: a node would take seconds to start, only to refuse it in its log
     shards.parse(shard)
     load(given, {}, None)

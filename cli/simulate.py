@@ -40,6 +40,7 @@ def simulate(
     every: Annotated[int, typer.Option(min=1, max=10**6, help="steps between rounds, of a mode that has rounds")] = 1,
     overlap: Annotated[str, typer.Option(help="of a round and the training: blocking, delayed, hpsgd")] = "delayed",
     topology: Annotated[str, typer.Option(help="of an all-reduce: auto, ring, tree:K, halving")] = "auto",
+    servers: Annotated[int, typer.Option(min=1, max=4096, help="nodes that serve the parameters, each a part")] = 1,
     min_peers: Annotated[int, typer.Option(min=1, max=4096, help="a round of fewer members waits")] = 1,
     shard: Annotated[str, typer.Option(help="of a task: iid, sorted or dirichlet:A")] = "iid",
     faults: Annotated[str, typer.Option(help="none, all, or a list: crash,pause,partition,...")] = "crash",
@@ -55,7 +56,7 @@ def simulate(
     """Run a swarm of PEERS simulated nodes with the production code and watch every invariant."""
     scenario = Scenario(
         peers, seed, minutes, problem, steps, parameters, compute, network, uplink_mbit, downlink_mbit, mode, codec,
-        trigger, view, every, overlap, topology, min_peers, shard, faults, fault_every, join_over,
+        trigger, view, every, overlap, topology, servers, min_peers, shard, faults, fault_every, join_over,
     )  # fmt: skip
     if report is not None and report.suffix != ".html":
         raise UserError(f"--report {report}: the name must end in .html")

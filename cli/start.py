@@ -30,6 +30,7 @@ def start(
     every: Annotated[int | None, typer.Option(help="steps between rounds, of a mode that has rounds")] = None,
     overlap: Annotated[str | None, typer.Option(help="training during a round: blocking, delayed, hpsgd")] = None,
     topology: Annotated[str | None, typer.Option(help="of an all-reduce: auto, ring, tree:K, halving")] = None,
+    servers: Annotated[int | None, typer.Option(help="members that serve the parameters, each a part")] = None,
     min_peers: Annotated[int | None, typer.Option(help="a round of fewer members waits for more")] = None,
     wait_for: Annotated[int | None, typer.Option(help="hold the first step until this many members are ready")] = None,
     log: Annotated[str | None, typer.Option(help="auto, human or json")] = None,
@@ -47,7 +48,7 @@ def start(
     flags = {
         "name": name, "bind": bind, "join": tuple(join) if join else None, "swarm": swarm, "mode": mode,
         "codec": codec, "trigger": trigger, "view": view, "every": every, "overlap": overlap, "topology": topology,
-        "min_peers": min_peers, "wait_for": wait_for, "log": log,
+        "servers": servers, "min_peers": min_peers, "wait_for": wait_for, "log": log,
     }  # fmt: skip
     code = trio.run(daemon.run, settings.load(flags, os.environ, file), command or [])
     if code:

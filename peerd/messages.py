@@ -313,6 +313,95 @@ class Pull:
 
 
 @dataclass(frozen=True, slots=True)
+class Applied:
+    """The last push of a worker's life that went into some weights, as it travels."""
+
+    worker: str
+    life: int
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPush:
+    """A worker's update of one shard, `seq` of its life, made from the weights at `clock`, encoded with `codec`."""
+
+    KIND: ClassVar[int] = 80
+    shard: int
+    seq: int
+    life: int  # of the worker: a restarted one counts from 1 again
+    oldest: int  # those before it will not come (again)
+    clock: int
+    codec: str
+    wants_answer: bool  # False: the worker has gone on already, and says it again to a new server
+    finishing: bool  # this worker's trainer has ended: nobody need wait for its next push
+    chunks: Chunks
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPull:
+    """Send me the shard's weights, unless push `seq` has come and must wait for others."""
+
+    KIND: ClassVar[int] = 81
+    shard: int
+    seq: int
+    life: int
+    passes: bool  # another shard's server keeps me waiting: close this round without me
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A shard's weights at `clock`, in float32."""
+
+    KIND: ClassVar[int] = 82
+    shard: int
+    term: int
+    clock: int
+    seq: int  # the receiver's last push that has come
+    final: bool  # every member's run has ended
+    applied: tuple[Applied, ...]
+    chunks: Chunks
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """I want to serve this shard from now on: stop, if you do, and tell me what you have that is newer than `clock`."""
+
+    KIND: ClassVar[int] = 83
+    shard: int
+    term: int
+    clock: int
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """The answer to a claim: the sender's newest weights; no chunks if the claimant's are as new."""
+
+    KIND: ClassVar[int] = 84
+    shard: int
+    term: int  # of the claim
+    clock: int
+    applied: tuple[Applied, ...]
+    chunks: Chunks
+
+
+@dataclass(frozen=True, slots=True)
+class Serves:
+    """This member serves the shard."""
+
+    KIND: ClassVar[int] = 85
+    shard: int
+    term: int
+    server: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """My trainer has ended, and every push of it has come: wait for no other."""
+
+    KIND: ClassVar[int] = 86
+
+
+@dataclass(frozen=True, slots=True)
 class Connected:
     """Never sent: the shell says that messages to this peer flow (again); what was under way may be lost."""
 
@@ -322,6 +411,7 @@ Message = (
     | LinkOpen | LinkSnapshot | Delta | LinkClose | LinkClosed
     | Push | Pushed | PushForgotten | Pull
     | RoundReport | RoundBegin | RoundPiece | PieceTaken | RoundCommit
+    | ShardPush | ShardPull | Weights | Claim | Replica | Serves | Finished
 )  # fmt: skip
 
 MESSAGES: dict[int, type[Message]] = {
@@ -331,5 +421,6 @@ MESSAGES: dict[int, type[Message]] = {
         LinkOpen, LinkSnapshot, Delta, LinkClose, LinkClosed,
         Push, Pushed, PushForgotten, Pull,
         RoundReport, RoundBegin, RoundPiece, PieceTaken, RoundCommit,
+        ShardPush, ShardPull, Weights, Claim, Replica, Serves, Finished,
     )
 }  # fmt: skip

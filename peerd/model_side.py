@@ -28,7 +28,7 @@ from peerd.shared_memory import SharedMemory
 from peerd.trainer_session import TrainerFacts, TrainerGone, TrainerSession, is_attach, report_of
 from peerd.training import delta
 from peerd.training.delta import Layout, NotFinite
-from peerd.training.modes import MODES, Mode
+from peerd.training.modes import Mode, parse_mode
 
 SETTLE_SHARE = 0.1  # of the run's own duration: how long its end waits for members that still train
 SETTLE_LEAST_S = 10.0
@@ -183,7 +183,7 @@ class ModelSide:
         load, step = await self._first_model(session, self.layout, Replica(memory), ready["step"])
         facts.step = facts.first_step = step
         if self.mode is None:
-            self._exchanges.begin(MODES[settings.mode], self._me, self.layout, self._rng, settings.mode_settings)
+            self._exchanges.begin(parse_mode(settings.mode), self._me, self.layout, self._rng, settings.mode_settings)
         await self._tell(ready=True)
         self.on_members()
         barrier = self.mode.barrier if self.mode is not None else 0

@@ -168,7 +168,9 @@ def what_is_said(message: Message) -> tuple[Any, ...]:
     """Equal for a message and its repetition; of bulk by what it is about, for its chunks are not worth comparing."""
     if not hasattr(message, "chunks"):
         return (message,)
-    return type(message), *(getattr(message, name, None) for name in ("link", "attempt", "seq"))
+    return type(message), *(
+        getattr(message, name, None) for name in ("link", "attempt", "shard", "term", "clock", "seq")
+    )
 
 
 async def _watch(link: Link) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from peerd.effects import Address, UserError
 from peerd.training.codecs import CODECS
 from peerd.training.collectives import parse_topology
-from peerd.training.modes import AUTO, MODES, ModeSettings, default_codec
+from peerd.training.modes import AUTO, MODES, ModeSettings, default_codec, parse_mode
 from peerd.training.modes.allreduce import OVERLAPS
 from peerd.training.trigger import parse_trigger
 
@@ -42,6 +42,7 @@ class Settings:
     every: int = 1  # steps between rounds, of a mode that has rounds
     overlap: str = "delayed"  # what training does during a round: blocking (wait), delayed or hpsgd
     topology: str = "auto"  # of an all-reduce: auto, ring, tree:K, halving
+    servers: int = 1  # members that serve the parameters, each a part, of a mode that has servers
     min_peers: int = 1  # a round of fewer members waits for more
     wait_for: int = 1  # the first step waits until this many members hold the model, so that all start together
     network: str = "lan"
@@ -61,7 +62,8 @@ class Settings:
         parse_address(self.bind, "bind")
         for seed in self.join:
             parse_address(seed, "join")
-        _choice("mode", self.mode, list(MODES))
+        _choice("mode", self.mode.partition(":")[0], list(MODES))
+        parse_mode(self.mode)
         _choice("codec", self.codec, [AUTO, *CODECS])
         _choice("overlap", self.overlap, list(OVERLAPS))
         if self.topology != AUTO:
@@ -69,7 +71,7 @@ class Settings:
         _choice("network", self.network, ["lan", "wan"])
         _choice("log", self.log, ["auto", "human", "json"])
         parse_trigger(self.trigger)
-        for key in ("view", "every", "min_peers", "wait_for"):
+        for key in ("view", "every", "servers", "min_peers", "wait_for"):
             if getattr(self, key) < 1:
                 raise UserError(f"{key}: {getattr(self, key)} must be at least 1")
         if not self.checkpoint_every_s > 0:
@@ -88,7 +90,9 @@ class Settings:
         """What the mode is told."""
         codec = default_codec(self.mode) if self.codec == AUTO else self.codec
         trigger = parse_trigger(self.trigger)
-        return ModeSettings(codec, trigger, self.view, self.every, self.overlap, self.topology, self.min_peers)
+        return ModeSettings(
+            codec, trigger, self.view, self.every, self.overlap, self.topology, self.servers, self.min_peers
+        )
 
     @property
     def bind_address(self) -> Address:

@@ -43,7 +43,7 @@ from peerd.simulation.world import Kind, World
 from peerd.swarm_view import PUSH_PULL_DEADLINE_S, TABLE_PART
 from peerd.timing import Timing
 from peerd.training import delta
-from peerd.training.modes import MODES, Mode, ModeSettings
+from peerd.training.modes import Mode, ModeSettings, parse_mode
 from peerd.training.reference import PairedReference
 from peerd.transport import wire
 from peerd.transport.framing import FrameReader, frames
@@ -511,7 +511,9 @@ class Node:
             return buffer
 
         settings = swarm.settings
-        self.mode = MODES[settings.mode](self.id, learner.layout, self._rng, settings.mode_settings, values)
+        self.mode = parse_mode(settings.mode)(self.id, learner.layout, self._rng, settings.mode_settings, values)
+        if isinstance(staleness := getattr(self.mode, "staleness", None), Counter):
+            self.staleness = staleness
         self._enter("waiting")
         self._say_about(ready=True)
         self._tell_partners()

@@ -23,7 +23,7 @@ from peerd.simulation.world import Violation, World
 from peerd.timing import LAN, WAN
 from peerd.training.codecs import CODECS
 from peerd.training.collectives import parse_topology
-from peerd.training.modes import AUTO, MODES, default_codec
+from peerd.training.modes import AUTO, default_codec, parse_mode
 from peerd.training.modes.allreduce import OVERLAPS
 from peerd.training.tasks import TASKS
 from peerd.training.trigger import parse_trigger
@@ -58,6 +58,7 @@ class Scenario:
     every: int = 1
     overlap: str = "delayed"
     topology: str = "auto"
+    servers: int = 1
     min_peers: int = 1
     shard: str = "iid"
     faults: str = "crash"
@@ -128,6 +129,7 @@ class _Run:
             every=scenario.every,
             overlap=scenario.overlap,
             topology_of_rounds=scenario.topology,
+            servers=scenario.servers,
             min_peers=scenario.min_peers,
             replay=scenario.command,
         )
@@ -248,8 +250,7 @@ def simulate(scenario: Scenario, trace: TextIO | None = None, progress: Progress
 
 
 def _problem(scenario: Scenario) -> Problem | None:
-    if scenario.mode not in MODES:
-        raise UserError(f"--mode {scenario.mode}: not one of {', '.join(MODES)}")
+    parse_mode(scenario.mode)
     if scenario.codec not in (AUTO, *CODECS):
         raise UserError(f"--codec {scenario.codec}: not one of {', '.join(CODECS)}")
     parse_trigger(scenario.trigger)

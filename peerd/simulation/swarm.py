@@ -63,6 +63,7 @@ class Swarm:
         every: int = 1,
         overlap: str = "delayed",
         topology_of_rounds: str = "auto",
+        servers: int = 1,
         min_peers: int = 1,
         replay: Callable[[], str] = lambda: "run this test with this seed",
     ) -> None:
@@ -78,7 +79,9 @@ class Swarm:
         self.detections_s: list[float] = []
         self.crashed = 0
         self.settings = NodeSettings(
-            mode, ModeSettings(codec, parse_trigger(trigger), view, every, overlap, topology_of_rounds, min_peers),
+            mode, ModeSettings(
+                codec, parse_trigger(trigger), view, every, overlap, topology_of_rounds, servers, min_peers
+            ),
             timing, Compute(compute), steps, problem.size_scale if problem is not None else 1.0,
         )  # fmt: skip
         self._problem = problem

@@ -35,6 +35,7 @@ GOOD: dict[str, tuple[Any, Any, Any]] = {
     "every": (1, 2, 50),
     "overlap": ("blocking", "delayed", "hpsgd"),
     "topology": ("auto", "ring", "tree:3"),
+    "servers": (1, 2, 9),
     "min_peers": (1, 2, 9),
     "wait_for": (1, 2, 9),
     "network": ("lan", "wan", "lan"),

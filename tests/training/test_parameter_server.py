@@ -1,0 +1,303 @@
+"""The parameter server: its arithmetic against the plain rule, and every push in the weights once whatever dies."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from server_swarm import ServerSwarm
+
+from peerd.effects import PeerError, UserError, Vector
+from peerd.messages import Applied, Claim, Delta, Message, Serves, ShardPull, ShardPush, Weights
+from peerd.training.codecs import CODECS
+from peerd.training.modes import parse_mode
+from peerd.training.modes.shard_server import ShardServer
+from peerd.training.modes.worker import NEVER
+
+NAMES = "abcd"
+PUSHES = 32
+MARKS = (1.0, 2.0, 4.0)
+MODES = ["hardsync", "softsync:1:constant", "softsync:2:constant", "softsync:99:constant"]
+
+
+class Storm(RuleBasedStateMachine):
+    """Steps, deliveries, cuts, deaths and joins in any order.
+
+    Every push adds 1, 2 and 4 in places of its own (one in each third, so that three shards have one each), and the
+    servers here add sums instead of means: the weights show how often each push was applied.
+    """
+
+    @initialize(mode=st.sampled_from(MODES), servers=st.sampled_from([1, 3]))
+    def start(self, mode: str, servers: int) -> None:
+        self.patch = pytest.MonkeyPatch()
+        self.dropped: set[tuple[int, float]] = set()
+        update, take = ShardServer._update, ShardServer.take
+
+        def add_sum(server: ShardServer) -> None:
+            server._sum *= len(server.pushers)
+            update(server)
+
+        def note_dropped(
+            server: ShardServer, mark: Applied, clock: int, pushed: Vector, training: frozenset[str]
+        ) -> None:
+            before = server.counts["pushes_dropped"]
+            take(server, mark, clock, pushed, training)
+            if server.counts["pushes_dropped"] > before:
+                self.dropped |= {(int(place) % PUSHES, float(pushed[place])) for place in np.flatnonzero(pushed)}
+
+        self.patch.setattr(ShardServer, "_update", add_sum)
+        self.patch.setattr(ShardServer, "take", note_dropped)
+        self.swarm = ServerSwarm(mode, NAMES, size=3 * PUSHES, servers=servers)
+        self.pushed: list[str] = []  # by whom
+        self.unborn = list("efgh")
+
+    def some(self, index: int) -> str:
+        return sorted(self.swarm.nodes)[index % len(self.swarm.nodes)]
+
+    @precondition(lambda self: len(self.pushed) < PUSHES)
+    @rule(index=st.integers(0, 7))
+    def step(self, index: int) -> None:
+        name = self.some(index)
+        if self.swarm.nodes[name].waits:
+            return
+        parts = self.swarm.nodes[name].core._worker.parts
+        change = np.zeros((3, PUSHES))
+        change[:, len(self.pushed)] = MARKS
+        for mark, part in zip(MARKS, parts * (3 // len(parts)), strict=True):
+            if part.clock == NEVER:  # it has not pulled
+                self.dropped.add((len(self.pushed), mark))
+        self.pushed.append(name)
+        self.swarm.step(name, change.reshape(-1))
+
+    @rule(one=st.integers(0, 7), other=st.integers(0, 7), count=st.integers(1, 3))
+    def deliver(self, one: int, other: int, count: int) -> None:
+        pairs = sorted(pair for pair, queue in self.swarm.queues.items() if queue)
+        if pairs:
+            pair = pairs[(8 * one + other) % len(pairs)]
+            for _ in range(count):
+                self.swarm.deliver(*pair)
+
+    @rule()
+    def deliver_all(self) -> None:
+        self.swarm.settle()
+
+    @rule(one=st.integers(0, 7), other=st.integers(0, 7))
+    def cut(self, one: int, other: int) -> None:
+        self.swarm.cut(self.some(one), self.some(other))
+
+    @rule(one=st.integers(0, 7), other=st.integers(0, 7))
+    def lose(self, one: int, other: int) -> None:
+        """What comes next overtakes the word that messages flow again."""
+        self.swarm.queues.get((self.some(one), self.some(other)), []).clear()  # type: ignore[union-attr]
+
+    @rule(one=st.integers(0, 7), other=st.integers(0, 7))
+    def double(self, one: int, other: int) -> None:
+        """The next message comes twice."""
+        if queue := self.swarm.queues.get((self.some(one), self.some(other))):
+            queue.appendleft(queue[0])
+
+    @precondition(lambda self: len(self.swarm.nodes) > 2)
+    @rule(index=st.integers(0, 7))
+    def die(self, index: int) -> None:
+        self.swarm.die(self.some(index))
+
+    @precondition(lambda self: self.unborn)
+    @rule(donor=st.integers(0, 7))
+    def join(self, donor: int) -> None:
+        self.swarm.join(self.unborn.pop(0), self.some(donor))
+
+    @rule(index=st.integers(0, 7))
+    def learns_who_lives(self, index: int) -> None:
+        self.swarm.peers(self.some(index), set(self.swarm.nodes))
+
+    @rule()
+    def timers(self) -> None:
+        self.swarm.timers(15.0)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "swarm"):
+            return
+        try:
+            self.finish(self.swarm)
+        finally:
+            self.patch.undo()
+
+    def finish(self, swarm: ServerSwarm) -> None:
+        """Calm weather: nobody hangs, and all end with the same weights, each push in them once."""
+        swarm.heal()
+        for _ in range(3):
+            for name in sorted(swarm.nodes):
+                assert not swarm.nodes[name].waits or "hardsync" in swarm.mode, f"{name} hangs"
+                if not swarm.nodes[name].waits:
+                    swarm.step(name, 0.0)
+            swarm.settle()
+            swarm.timers()
+            swarm.settle()
+        for name in swarm.nodes:
+            assert not swarm.nodes[name].waits, f"{name} hangs"
+            swarm.step(name, 0.0, finishing=True)
+        swarm.settle()
+        weights = swarm.weights()
+        for node in swarm.nodes.values():
+            assert node.proceeded == [False, True]
+            np.testing.assert_array_equal(node.x, weights)
+        for mark, third in zip(MARKS, weights.reshape(3, PUSHES), strict=True):
+            for place, worker in enumerate(self.pushed):
+                excused = worker not in swarm.nodes or (place, mark) in self.dropped
+                assert third[place] == mark or (excused and third[place] == 0), (place, mark, worker)
+            assert not third[len(self.pushed) :].any()
+
+
+TestStorm = Storm.TestCase
+TestStorm.settings = settings(
+    max_examples=100,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    print_blob=True,
+)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    codec=st.sampled_from(sorted(CODECS)),
+    rounds=st.lists(st.lists(st.integers(-9, 9), min_size=3, max_size=3), min_size=1, max_size=10),
+)
+def test_what_a_codec_drops_comes_later(codec: str, rounds: list[list[int]]) -> None:
+    """Weights and residuals together are what was pushed."""
+    swarm = ServerSwarm("hardsync", "abc", size=30, codec=codec, servers=2)
+    total = np.zeros(30)
+    for updates in rounds:
+        for name, update in zip("abc", updates, strict=True):
+            change = update * np.cos(np.arange(30.0) + update)
+            total += change / 3
+            swarm.step(name, change)
+        swarm.settle()
+    kept = sum(node.core._worker._residual for node in swarm.nodes.values()) / 3
+    np.testing.assert_allclose(swarm.weights() + kept, total, atol=1e-4)
+
+
+def test_workers_know_the_weights_bit_for_bit() -> None:
+    swarm = ServerSwarm("hardsync", "abcd", size=50, codec="int8", servers=3)
+    for _ in range(5):
+        for name in "abcd":
+            swarm.step(name, np.random.default_rng(ord(name)).integers(-9, 9, 50).astype(float))
+        swarm.settle()
+        bases = [node.core._worker.base.astype(np.float32).tobytes() for node in swarm.nodes.values()]
+        assert len(set(bases)) == 1
+
+
+def test_a_death_moves_only_its_own_shards() -> None:
+    swarm = ServerSwarm("async", "abcdef", size=64, servers=16)
+    before = [swarm.serving(shard) for shard in range(16)]
+    (victim,) = max(before, key=before.count)
+    swarm.die(victim)
+    for name in swarm.nodes:
+        swarm.peers(name, set(swarm.nodes))
+    swarm.settle()
+    for shard, servers in enumerate(before):
+        after = swarm.serving(shard)
+        assert len(after) == 1
+        assert servers in (after, [victim])
+
+
+@pytest.mark.parametrize("messages", range(30))
+@pytest.mark.parametrize("mode", ["hardsync", "softsync:1", "async"])
+def test_a_server_that_dies_after_any_message_holds_nobody_up(mode: str, messages: int) -> None:
+    swarm = ServerSwarm(mode, "abcd")
+    (victim,) = swarm.serving()
+    for name in swarm.nodes:
+        swarm.step(name, 12.0)
+    for _ in range(messages):
+        waiting = sorted(pair for pair, queue in swarm.queues.items() if queue)
+        if waiting:
+            swarm.deliver(*waiting[messages % len(waiting)])
+    swarm.die(victim)
+    for name in sorted(swarm.nodes):
+        swarm.peers(name, set(swarm.nodes))
+    swarm.settle()
+    assert not [name for name, node in swarm.nodes.items() if node.waits], "without any timer"
+
+
+def test_two_halves_of_a_partition_become_one() -> None:
+    swarm = ServerSwarm("async", "abcd")
+    for half in ("ab", "cd"):
+        for name in half:
+            swarm.peers(name, set(half))
+    swarm.settle()
+    for name in "abcabc":
+        swarm.step(name, 1.0)
+        swarm.settle()
+    for name in "abcd":
+        swarm.peers(name, set("abcd"))
+        swarm.settle()
+    assert len(swarm.serving()) == 1
+    assert not [name for name, node in swarm.nodes.items() if node.waits]
+    for name in "abcd":
+        swarm.step(name, 0.0, finishing=True)
+    swarm.settle()
+    assert len({node.x[0] for node in swarm.nodes.values()}) == 1
+    assert swarm.weights()[0] > 2.0, "the half with the higher clock goes on"
+
+
+def test_a_model_that_is_not_finite_holds_nobody_up() -> None:
+    swarm = ServerSwarm("hardsync", "ab")
+    swarm.step("a", np.nan)
+    swarm.step("b", 2.0)
+    swarm.settle()
+    assert not any(node.waits for node in swarm.nodes.values())
+    assert swarm.nodes["b"].x[0] == 1.0
+    assert swarm.nodes["a"].core.counts["not_finite"] == 1
+
+
+def test_who_has_finished_is_not_waited_for() -> None:
+    swarm = ServerSwarm("hardsync", "abc")
+    for name in "abc":
+        swarm.step(name, 3.0, finishing=name == "a")
+    swarm.settle()
+    assert swarm.nodes["a"].proceeded == [False]
+    for _ in range(3):
+        for name in "bc":
+            swarm.step(name, 1.0)
+        swarm.settle()
+    assert swarm.nodes["b"].x[0] == 6.0
+
+
+def test_a_lone_node_trains_and_ends() -> None:
+    swarm = ServerSwarm("hardsync", "a")
+    swarm.step("a", 1.0)
+    swarm.step("a", 1.0, finishing=True)
+    assert swarm.nodes["a"].proceeded == [False, True]
+    assert swarm.nodes["a"].x[0] == 2.0
+    assert not swarm.messages
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Delta(1, 1, "sign", 0.5, True, False, ()),
+        ShardPull(7, 1, 1, False),
+        ShardPull(-1, 1, 1, False),
+        ShardPush(0, 1, 1, 1, 0, "sign", True, False, (b"", b"")),
+        ShardPush(0, 1, 1, 1, 0, "nope", True, False, (b"",)),
+        Weights(0, 1 << 60, 0, 0, False, (), (b"",)),
+        Weights(0, 9, 9, 0, False, (), (b"short",)),
+        Claim(0, 1 << 63, 0),
+        Serves(3, 1, "b"),
+    ],
+)
+def test_what_breaks_the_rules_is_refused(message: Message) -> None:
+    swarm = ServerSwarm("async", "ab")
+    (server,) = swarm.serving()
+    with pytest.raises(PeerError):
+        swarm.nodes[server].core.on_message("b", message, 0.0)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "nope", "gossip:2", "softsync:", "softsync:0", "softsync:x", "softsync:4:fast", "async:2", "hardsync:"]
+)
+def test_a_bad_mode_is_the_users_error(text: str) -> None:
+    with pytest.raises(UserError, match=f"--mode {text}"):
+        parse_mode(text)

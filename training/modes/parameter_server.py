@@ -1,0 +1,288 @@
+"""How do workers train through parameter servers? Rudra (Gupta, Zhang, Wang 2016), without a machine of its own for it.
+
+The model is cut into `servers` shards; each is served by one member, which is a worker, too (seats.py says which, and
+how a shard changes hands). After a step the trainer waits; its worker pushes by how much the step moved each shard
+(worker.py), each shard's server answers with its weights at once or after its rule's round (shard_server.py), and when
+all have answered the model becomes those weights and the trainer goes on.
+
+A run ends so: a worker whose last push has come says Finished, so that nobody waits for its next. When all have, the
+servers send the final weights to all.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from peerd.effects import Apply, Effect, Log, NodeId, PeerError, Proceed, Resume, Send, StepReport, Vector
+from peerd.messages import (
+    Applied,
+    Claim,
+    Connected,
+    Finished,
+    Message,
+    Replica,
+    Serves,
+    ShardPull,
+    ShardPush,
+    Weights,
+)
+from peerd.training import delta
+from peerd.training.delta import Layout
+from peerd.training.modes.mode import LinkStatus, ModeSettings
+from peerd.training.modes.seats import WEIGHTS_CODEC, Seat, Seats, exact
+from peerd.training.modes.shard_server import Rule, ShardServer
+from peerd.training.modes.worker import Part, Worker
+
+REPEAT_LEAST_S = 10.0  # a connection that breaks is told of; this is for what else may be lost
+REPEAT_SHARE = 4  # times the slowest answer of late: how long one may take
+SLOWEST_KEPT = 0.9  # of the slowest, at each answer that came sooner
+
+
+class ParameterServer:
+    """The mode's core for one node."""
+
+    barrier = 1
+
+    def __init__(
+        self,
+        me: NodeId,
+        layout: Layout,
+        rng: random.Random,
+        settings: ModeSettings,
+        values: Callable[[], Vector],
+        rule: Rule,
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self.staleness: Counter[int] = Counter()  # of the pushes that came to this node's servers
+        self.deadline = float("inf")
+        self._me = me
+        self._rule = rule
+        self._values = values
+        life = rng.getrandbits(31)
+        self._worker = Worker(me, life, layout, settings.servers, settings.codec, values().copy())
+        self._seats = Seats(me, rule, self._worker, self._send, self._answered_here, self.counts, self.staleness)
+        self._effects: list[Effect] = []
+        self._to_self: list[Message] = []
+        self._correction: Vector | None = None
+        self._now = 0.0
+        self._slowest_s = 0.0
+        self._waits = False  # the trainer, at the barrier or at its end
+        self._pulled = False  # weights that the model has not become yet
+        self._pushed_step = -1
+        self._finishing = False
+        self._handed_over = False
+        self._settled = False
+        self._warned_not_finite = False
+
+    # ---------------------------------------------------------------- events
+
+    def on_step(self, report: StepReport, now: float) -> list[Effect]:
+        """ShardPush what the step did. A trainer that came back while an earlier push waits waits with it."""
+        self._now = now
+        if self._finishing and not report.finishing:  # a new run follows a flush
+            self._handed_over = self._settled = False
+            self._pushed_step = -1
+            self._seats.finished.discard(self._me)
+        self._finishing = report.finishing
+        if report.published or report.finishing:
+            if report.published and report.step != self._pushed_step and not self._worker.awaiting:
+                self._pushed_step = report.step
+                self._push()
+            self._waits = True
+        return self._done()
+
+    def on_message(self, sender: NodeId, message: Message | Connected, now: float) -> list[Effect]:
+        """A peer's message."""
+        self._now = now
+        self._seats.heard(sender, now)
+        self._receive(sender, message)
+        return self._done()
+
+    def on_peers(self, alive: frozenset[NodeId], now: float) -> list[Effect]:
+        """Peers came or went."""
+        self._now = now
+        if self._handed_over:
+            for peer in sorted(alive - self._seats.alive):
+                self._send(peer, Finished())
+        self._seats.on_peers(alive, now)
+        return self._done()
+
+    def on_timer(self, now: float) -> list[Effect]:
+        """Remind of what has had no answer for long."""
+        self._now = now
+        late = [seat for seat in self._seats.all if seat.part.awaiting and now >= self._repeat_at(seat.part)]
+        for seat in late:
+            seat.part.asked_at = now
+            seat.part.repeats += 1
+            self.counts["repeats"] += 1
+        if late and self._rule.n == 0:  # those that have answered shall not wait for our next push
+            late += [seat for seat in self._seats.all if not seat.part.awaiting]
+        for seat in late:
+            part = seat.part
+            leader = seat.leader[1] if seat.announced else self._seats.owner(seat)
+            self._send(leader, ShardPull(part.number, part.seq, self._worker.life, passes=not part.awaiting))
+        self._seats.on_timer(now, self._repeat_s)
+        return self._done()
+
+    def _receive(self, sender: NodeId, message: Message | Connected) -> None:
+        seats, now = self._seats, self._now
+        match message:
+            case ShardPush():
+                seats.on_push(sender, message)
+            case ShardPull():
+                seats.on_pull(sender, message)
+            case Weights():
+                self._on_weights(sender, message)
+            case Claim():
+                seats.on_claim(sender, message, now)
+            case Replica():
+                seats.on_replica(sender, message, now)
+            case Serves():
+                if seats.on_serves(sender, message, now):
+                    self._tell(seats.seat(message.shard))
+            case Finished():
+                seats.finished.add(sender)
+            case Connected():
+                self._on_connected(sender)
+            case _:
+                raise PeerError(f"{type(message).__name__} has no meaning to a parameter server")
+
+    def _on_connected(self, peer: NodeId) -> None:
+        if self._handed_over:
+            self._send(peer, Finished())
+        self._seats.on_connected(peer)
+        for seat in self._seats.all:
+            if seat.leader[1] == peer:
+                self._tell(seat)
+
+    # ---------------------------------------------------------------- what there is to see
+
+    def links(self) -> list[LinkStatus]:
+        """One row a server of another member's, with the length of the last step."""
+        leaders = Counter(seat.leader[1] for seat in self._seats.all if seat.announced)
+        return [
+            LinkStatus(peer, self.counts["exchanges"], self._worker.moved, 1.0, f"{shards} of its shards")
+            for peer, shards in leaders.items()
+            if peer != self._me
+        ]
+
+    @property
+    def consensus_distance(self) -> float:
+        """A model is its servers' weights and one step of its own."""
+        return self._worker.moved / self._worker.norm if self._worker.norm > 0 else 0.0
+
+    # ---------------------------------------------------------------- the worker
+
+    def _push(self) -> None:
+        if not self._worker.step(self._values(), self._now):
+            self.counts["not_finite"] += 1
+            if not self._warned_not_finite:
+                self._warned_not_finite = True
+                self._effects.append(
+                    Log("warning", "the model holds a value that is not finite: nothing of it is sent")
+                )
+        for seat in self._seats.all:
+            self._tell(seat)
+
+    def _tell(self, seat: Seat, after: int | None = None) -> None:
+        """Say to the server what it has not been told; before there is one, nothing."""
+        if seat.announced:
+            finishing = self._handed_over
+            for message in self._worker.to_say(seat.part, seat.leader, finishing=finishing, after=after):
+                self._send(seat.leader[1], message)
+
+    def _on_weights(self, sender: NodeId, message: Weights) -> None:
+        seat = self._seats.seat(message.shard, message.term, message.clock, message.seq)
+        if not self._seats.heed(seat, (message.term, sender), announced=True):
+            return
+        part = seat.part
+        weights = np.empty_like(self._worker.base[part.where])
+        delta.decode(WEIGHTS_CODEC, exact(seat), message.chunks, weights)
+        self._take(seat, message.clock, message.seq, message.applied, weights, message.final)
+
+    def _answered_here(self, seat: Seat, server: ShardServer, final: bool) -> None:
+        """Our own worker's answer needs no bytes."""
+        seq = server.last_of(self._me, self._worker.life)
+        self._take(seat, server.clock, seq, server.applied.values(), server.weights, final)
+
+    def _take(self, seat: Seat, clock: int, seq: int, applied: Iterable[Applied], weights: Vector, final: bool) -> None:
+        part = seat.part
+        awaited = part.awaiting
+        taken = self._worker.take(part, clock, seq, applied, weights, final and self._finishing)
+        if taken is False:
+            self._tell(seat, after=seq)
+        elif taken:
+            self._pulled |= final
+            if awaited:
+                self._slowest_s = max(SLOWEST_KEPT * self._slowest_s, self._now - part.pushed_at)
+
+    # ---------------------------------------------------------------- the end of every event
+
+    def _send(self, peer: NodeId, message: Message) -> None:
+        if peer == self._me:
+            self._to_self.append(message)
+        else:
+            self._effects.append(Send(peer, message))
+
+    def _done(self) -> list[Effect]:
+        """Let this node's own servers and worker finish with each other, then say what came of it."""
+        self._converse()
+        shift, self._worker.shift = self._worker.shift, None
+        if self._waits and not self._worker.awaiting:
+            self._waits = False
+            self._become()
+            if self._finishing:
+                self._hand_over()
+            else:
+                self._effects.append(Resume())
+                self.counts["exchanges"] += 1
+        elif self._pulled and self._finishing and not self._worker.awaiting:
+            self._become()
+        elif shift is not None and shift.any():
+            self._effects.append(Apply(shift))
+        if self._handed_over and not self._settled and all(seat.part.final for seat in self._seats.all):
+            self._settled = True
+            self._effects.append(Proceed(settled=True))
+        self.deadline = max(self._now, self._deadline())
+        effects, self._effects = self._effects, []
+        return effects
+
+    def _converse(self) -> None:
+        self._seats.serve()
+        while self._to_self:
+            messages, self._to_self = self._to_self, []
+            for message in messages:
+                self._receive(self._me, message)
+            self._seats.serve()
+
+    def _become(self) -> None:
+        """x = what was pulled."""
+        self._pulled = False
+        values = self._values()
+        self._correction = np.subtract(self._worker.base, values, out=values)
+        if np.isfinite(self._correction).all():
+            self._effects.append(Apply(self._correction))
+
+    def _hand_over(self) -> None:
+        if not self._handed_over:
+            self._handed_over = True
+            self._seats.finished.add(self._me)
+            for peer in sorted(self._seats.alive):
+                self._send(peer, Finished())
+            self._effects.append(Proceed(settled=False))
+            self._converse()
+
+    @property
+    def _repeat_s(self) -> float:
+        return max(REPEAT_LEAST_S, REPEAT_SHARE * self._slowest_s)
+
+    def _repeat_at(self, part: Part) -> float:
+        return part.asked_at + self._repeat_s * float(1 << min(part.repeats, 10))
+
+    def _deadline(self) -> float:
+        waiting = [self._repeat_at(seat.part) for seat in self._seats.all if seat.part.awaiting]
+        return min([*waiting, self._seats.deadline(self._repeat_s)])
