@@ -252,6 +252,26 @@ def test_a_model_that_is_not_finite_holds_nobody_up() -> None:
     assert swarm.nodes["a"].core.counts["not_finite"] == 1
 
 
+def test_a_worker_that_restarts_counts_anew() -> None:
+    """Its first push is lost with its connection; the reminder must not be answered for the life before."""
+    swarm = ServerSwarm("async", "abc")
+    (server,) = swarm.serving()
+    worker = next(name for name in swarm.nodes if name != server)
+    for _ in range(5):
+        swarm.step(worker, 1.0)
+        swarm.settle()
+    swarm.die(worker)
+    swarm.join(worker, server)
+    swarm.settle()
+    swarm.cut(server, worker)  # who it is and whom it lost, its peers see before they declare it dead
+    swarm.settle()
+    swarm.step(worker, 1.0)
+    swarm.cut(worker, server)
+    swarm.settle()
+    assert not swarm.nodes[worker].waits
+    assert swarm.weights()[0] == 6.0
+
+
 def test_who_has_finished_is_not_waited_for() -> None:
     swarm = ServerSwarm("hardsync", "abc")
     for name in "abc":

@@ -267,6 +267,7 @@ class Seats:
         if server is None:
             self._redirect(seat, sender)
             return
+        server.meet(sender, message.life)
         if server.is_next(sender, message.life, message.seq, message.oldest):
             update = np.empty_like(server.weights)
             delta.decode(message.codec, seat.part.layout, message.chunks, update)
@@ -281,6 +282,7 @@ class Seats:
         if seat.server is None:
             self._redirect(seat, sender)
         else:
+            seat.server.meet(sender, message.life)
             seat.server.owed[sender] = None
             if message.passes:
                 seat.server.passed.add(sender)

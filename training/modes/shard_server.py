@@ -86,6 +86,11 @@ class ShardServer:
         last = self.come.get(worker)
         return last.seq if last is not None and last.life == life else 0
 
+    def meet(self, worker: NodeId, life: int) -> None:
+        """A worker that was restarted counts its pushes from 1 again."""
+        if worker in self.come and self.come[worker].life != life:
+            del self.come[worker]
+
     def is_next(self, worker: NodeId, life: int, seq: int, oldest: int) -> bool:
         """Whether this push must be taken: none comes twice, and none before those that it follows."""
         last = self.last_of(worker, life)

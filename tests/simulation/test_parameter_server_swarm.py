@@ -1,0 +1,52 @@
+"""Parameter servers on virtual time: Rudra's staleness law, and a swarm whose servers crash."""
+
+from __future__ import annotations
+
+import pytest
+
+from peerd.simulation.scenario import Scenario, simulate
+
+
+@pytest.mark.parametrize(("n", "group"), [(1, 10), (2, 5), (10, 1)])
+def test_mean_staleness_is_that_of_the_law(n: int, group: int) -> None:
+    """(workers - 1) / c, for c pushes in one update; few are more than 2n stale."""
+    outcome = simulate(
+        Scenario(peers=10, steps=150, mode=f"softsync:{n}", codec="float32", compute="lognormal:1:0.05", faults="none")
+    )
+    pushes = outcome.staleness.total()
+    assert outcome.result["violations"] == []
+    assert pushes == 10 * 150
+    mean = sum(staleness * count for staleness, count in outcome.staleness.items()) / pushes
+    assert mean == pytest.approx(9 / group, rel=0.06), "the first pushes of a run are fresher"
+    assert sum(count for staleness, count in outcome.staleness.items() if staleness > 2 * n) <= 0.01 * pushes
+
+
+def test_hardsync_is_never_stale_and_all_end_with_one_model() -> None:
+    outcome = simulate(Scenario(peers=6, steps=40, mode="hardsync", codec="int8", faults="none"))
+    assert set(outcome.staleness) == {0}
+    assert outcome.result["consensus_distance"] < 1e-6
+    assert outcome.result["steps"] == 40
+
+
+@pytest.mark.parametrize("mode", ["hardsync", "softsync:2", "async"])
+def test_a_swarm_whose_nodes_crash_trains_on(mode: str) -> None:
+    outcome = simulate(
+        Scenario(peers=5, minutes=3, mode=mode, compute="lognormal:1:0.2", faults="crash", fault_every=20, seed=4)
+    )
+    assert outcome.result["violations"] == []
+    assert outcome.result["steps"] > 60
+
+
+def test_a_round_takes_time_in_proportion_to_the_workers() -> None:
+    """FireCaffe's reason for reduction trees: all weights leave by one server's line."""
+    seconds = {}
+    for peers in (5, 9, 17, 33):
+        outcome = simulate(
+            Scenario(
+                peers=peers, steps=5, mode="hardsync", codec="float32", problem="bytes", parameters=1_000_000,
+                compute="fixed:0.01", uplink_mbit=100, downlink_mbit=100, faults="none",
+            )
+        )  # fmt: skip
+        seconds[peers - 1] = outcome.result["virtual_seconds"]
+    for others, longer in ((4, 8), (8, 16), (16, 32)):
+        assert seconds[longer] / seconds[others] == pytest.approx(2, rel=0.1)
