@@ -198,6 +198,43 @@ class LinkClosed:
 
 
 @dataclass(frozen=True, slots=True)
+class CentreIs:
+    """Elastic averaging: whom the sender takes for the centre; `age` counts its exchanges, if that is the sender."""
+
+    KIND: ClassVar[int] = 96
+    node: str
+    age: int
+
+
+@dataclass(frozen=True, slots=True)
+class PairInvite:
+    """NoLoCo: I have made my local steps; will you be my partner in exchange `seq`?"""
+
+    KIND: ClassVar[int] = 97
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class PairAnswer:
+    """I wait for your half of exchange `seq`, or will have no part in it."""
+
+    KIND: ClassVar[int] = 98
+    seq: int
+    accepts: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PairHalf:
+    """The sender's contribution to exchange `seq`, a whole model; the one who invited asks for the other's."""
+
+    KIND: ClassVar[int] = 99
+    seq: int
+    codec: str
+    wants_answer: bool
+    chunks: Chunks
+
+
+@dataclass(frozen=True, slots=True)
 class Connected:
     """Never sent: the shell says that messages to this peer flow (again); what was under way may be lost."""
 
@@ -205,6 +242,7 @@ class Connected:
 Message = (
     Ping | PingRequest | Ack | Nack | MemberTable | Hello | Welcome | Refuse | ModelRequest | ModelSnapshot
     | LinkOpen | LinkSnapshot | Delta | LinkClose | LinkClosed
+    | CentreIs | PairInvite | PairAnswer | PairHalf
 )  # fmt: skip
 
 MESSAGES: dict[int, type[Message]] = {
@@ -212,5 +250,6 @@ MESSAGES: dict[int, type[Message]] = {
     for message in (
         Ping, PingRequest, Ack, Nack, MemberTable, Hello, Welcome, Refuse, ModelRequest, ModelSnapshot,
         LinkOpen, LinkSnapshot, Delta, LinkClose, LinkClosed,
+        CentreIs, PairInvite, PairAnswer, PairHalf,
     )
 }  # fmt: skip

@@ -1,9 +1,10 @@
-"""A swarm of gossip cores in one process: queues for connections, float64 models, nothing else."""
+"""A swarm of mode cores in one process: queues for connections, float64 models, nothing else."""
 
 from __future__ import annotations
 
 import random
 from collections import deque
+from typing import Any
 
 import numpy as np
 
@@ -18,13 +19,14 @@ from peerd.training.trigger import parse_trigger
 class Node:
     """A core, its model, and its replica of nothing: corrections are applied at once."""
 
-    def __init__(self, name: str, model: Vector, layout: Layout, seed: int, settings: ModeSettings) -> None:
+    def __init__(self, name: str, model: Vector, layout: Layout, seed: int, settings: ModeSettings, make: Any) -> None:
         self.x = model
         self.base = model.copy()
         self.steps = 0
+        self.applied = 0
         self.proceeded: list[bool] = []
         self._buffer = np.empty_like(model)
-        self.core = Gossip(name, layout, random.Random(seed), settings, self._values)
+        self.core = make(name, layout, random.Random(seed), settings, self._values)
 
     def _values(self) -> Vector:
         """One buffer for every call, as the daemon's replica does."""
@@ -36,14 +38,24 @@ class GossipSwarm:
     """`names` nodes whose messages wait in one queue a direction until `deliver`."""
 
     def __init__(
-        self, count: int, size: int, codec: str, trigger: str = "always", view: int = 3, seed: int = 0, buffers: int = 0
+        self,
+        count: int,
+        size: int,
+        codec: str,
+        trigger: str = "always",
+        view: int = 3,
+        seed: int = 0,
+        buffers: int = 0,
+        make: Any = Gossip,
+        every: int = 1,
     ) -> None:
         rng = np.random.default_rng(seed)
         layout = Layout(size - buffers, size)
-        settings = ModeSettings(codec, parse_trigger(trigger), view)
+        settings = ModeSettings(codec, parse_trigger(trigger), view, every)
         names = [chr(ord("a") + index) for index in range(count)]
         self.nodes = {
-            name: Node(name, rng.normal(size=size), layout, seed + index, settings) for index, name in enumerate(names)
+            name: Node(name, rng.normal(size=size), layout, seed + index, settings, make)
+            for index, name in enumerate(names)
         }
         self.queues: dict[tuple[str, str], deque[Message]] = {(a, b): deque() for a in names for b in names if a != b}
         self.now = 0.0
@@ -81,6 +93,7 @@ class GossipSwarm:
             match effect:
                 case Apply():
                     node.x = node.x + effect.correction
+                    node.applied += 1
                     effect.correction.fill(np.nan)  # lent until the next event: nobody may look at it again
                     node._buffer.fill(np.nan)
                 case Send():
@@ -128,10 +141,29 @@ class GossipSwarm:
     def drift(self) -> float:
         """How far the sum of all models is from what was put in, over its norm."""
         expected = self.initial_sum + self.injected
-        total = sum(node.x for node in self.nodes.values())
+        total = sum(node.x for node in self.nodes.values()) + sum(self.centres())
         return float(np.abs(total - expected).max() / max(1.0, np.abs(expected).max()))
+
+    def centres(self) -> list[Vector]:
+        """Of an elastic swarm: the models that belong to no trainer."""
+        held = (getattr(node.core, "centre_values", None) for node in self.nodes.values())
+        return [values for values in held if values is not None]
 
     def spread(self) -> float:
         """Largest distance of a model from the mean, over the mean's norm."""
         mean = sum(node.x for node in self.nodes.values()) / len(self.nodes)
         return max(float(np.linalg.norm(node.x - mean)) for node in self.nodes.values()) / float(np.linalg.norm(mean))
+
+
+def assert_references_agree(swarm: GossipSwarm) -> None:
+    """Both ends of a link at one version hold the same bits."""
+    for a, node in swarm.nodes.items():
+        for b, mine in node.core.references().items():
+            theirs = swarm.nodes[b].core.references().get(a)
+            if theirs is None or theirs.link != mine.link:
+                continue
+            if mine.version == theirs.version:
+                assert mine.mine.tobytes() == theirs.theirs.tobytes(), f"what {b} knows of {a}"
+                assert mine.theirs.tobytes() == theirs.mine.tobytes(), f"what {a} knows of {b}"
+            else:
+                assert abs(mine.version - theirs.version) == 1

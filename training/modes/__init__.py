@@ -5,9 +5,10 @@ A mode is a core: events and `now` come in, effects and a deadline come out. It 
 
 from __future__ import annotations
 
+from peerd.training.modes.elastic import Elastic
 from peerd.training.modes.gossip import Gossip
 from peerd.training.modes.mode import LinkStatus, Mode, ModeMaker, ModeSettings
 
 __all__ = ["MODES", "LinkStatus", "Mode", "ModeMaker", "ModeSettings"]
 
-MODES: dict[str, ModeMaker] = {"gossip": Gossip}
+MODES: dict[str, ModeMaker] = {"gossip": Gossip, "elastic": Elastic}
