@@ -8,7 +8,8 @@ from __future__ import annotations
 from peerd.training.modes.elastic import Elastic
 from peerd.training.modes.gossip import Gossip
 from peerd.training.modes.mode import LinkStatus, Mode, ModeMaker, ModeSettings
+from peerd.training.modes.noloco import NoLoCo
 
 __all__ = ["MODES", "LinkStatus", "Mode", "ModeMaker", "ModeSettings"]
 
-MODES: dict[str, ModeMaker] = {"gossip": Gossip, "elastic": Elastic}
+MODES: dict[str, ModeMaker] = {"gossip": Gossip, "elastic": Elastic, "noloco": NoLoCo}
