@@ -219,6 +219,22 @@ def test_two_centres_become_the_older_one() -> None:
     assert len(swarm.centres()) == 1
 
 
+def test_a_centre_whose_trainer_ends_first_hands_over_and_waits() -> None:
+    swarm = elastic_swarm(4, 600, "sign", trigger="change:0.05")
+    swarm.step("a", finishing=True)
+    swarm.settle()
+    assert swarm.nodes["a"].proceeded == [False]
+    exchanges = swarm.nodes["a"].core.counts["exchanges"]
+    swarm.step("b", finishing=True)
+    swarm.settle()
+    assert swarm.nodes["a"].core.counts["exchanges"] <= exchanges + 60
+    for name in "cd":
+        swarm.step(name, finishing=True)
+    swarm.quiesce()
+    assert swarm.spread() < 0.01
+    assert all(node.proceeded == [False, True] for node in swarm.nodes.values())
+
+
 def test_who_is_not_the_centre_names_it() -> None:
     core = elastic_swarm(3, 50, "float32").nodes["b"].core
     assert [effect.message for effect in core.on_message("c", LinkOpen(7), 0.0)] == [CentreIs("a", 0)]

@@ -57,13 +57,12 @@ class _Centre(Gossip):
     _half_way = False
 
     def _round(self, live: list[Link]) -> list[Link]:
-        if all(self._agrees(link) for link in live):
-            return []
         links = [link for link in live if link.peer_finishing or not link.flushed]
-        if links:
-            members = frozenset(link.peer for link in links)
-            self._half_way = members == self._members and not self._half_way
-            self._members = members
+        if all(self._agrees(link) for link in links):
+            return []
+        members = frozenset(link.peer for link in links)
+        self._half_way = members == self._members and not self._half_way
+        self._members = members
         return links
 
     def _flush_limit(self) -> float:
