@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from peerd.effects import PeerError, Vector
 from peerd.messages import CentreIs, PairAnswer, PairHalf, PairInvite
-from peerd.training.modes.noloco import ETA, MU, NoLoCo
+from peerd.training.modes.noloco import NoLoCo
+from peerd.training.outer import ETA, MU
 
 NAMES = "abcd"
 names = st.sampled_from(NAMES)

@@ -1,13 +1,8 @@
 """How do models meet without an all-reduce? NoLoCo (2025): after H local steps, a random pair exchanges its models.
 
-With x a node's model, phi its outer model and m its outer momentum, both ends of a pair do
-
-    m = mu m + eta (x - phi) + eta (mean of the pair's x - x)        phi += m
-    the model goes on from phi, plus the local progress since x was taken
-
-which is NoLoCo's eta mean(x - phi) + eta (mean(phi) - phi) with its terms sorted anew: one vector travels in place of
-two, and what its codec loses blurs the difference of the pair alone: own progress is exact, and the pair's mean, too.
-It is sent whole, with no reference to code against: a codec that drops most of it (sign, top_k) gives way to bfloat16.
+The outer step is outer.py's: it moves the pair towards each other, and along the outer momentum. The model then goes on
+from the outer model, plus the local progress since its contribution was taken. A contribution is a whole model, so a
+codec that drops most of it (sign, top_k) gives way to bfloat16.
 
 One exchange, `seq` its number:
 
@@ -33,30 +28,16 @@ from enum import Enum, auto
 
 import numpy as np
 
-from peerd.effects import Apply, Effect, Log, NodeId, PeerError, Publish, Send, StepReport, Vector
-from peerd.messages import (
-    Connected,
-    Delta,
-    LinkClose,
-    LinkClosed,
-    LinkOpen,
-    LinkSnapshot,
-    Message,
-    PairAnswer,
-    PairHalf,
-    PairInvite,
-)
-from peerd.training import delta
+from peerd.effects import Apply, Effect, Log, NodeId, Publish, Send, StepReport, Vector
+from peerd.messages import Connected, Message, PairAnswer, PairHalf, PairInvite
 from peerd.training.delta import Layout, NotFinite
 from peerd.training.modes.gossip import Gossip
 from peerd.training.modes.mode import LinkStatus, ModeSettings
-from peerd.training.reference import VALUE_MOST, PairedReference, norm_of_difference
+from peerd.training.outer import ETA, WHOLE_MODEL_CODECS, Contribution, Outer
+from peerd.training.reference import PairedReference, norm_of_difference
 from peerd.training.trigger import MAX_SILENCE_S, ONLY_FINISHING, WAKE_AFTER_S
 
-STEPS = 50  # H, eta and mu: NoLoCo's own
-ETA = 0.7
-MU = 0.5
-WHOLE_MODEL_CODECS = ("float32", "bfloat16", "int8")
+STEPS = 50  # H, NoLoCo's own
 PATIENCE_STEPS = 5  # of an invitation: nothing is promised yet, so another partner may be asked
 REMEMBERED = 64  # numbers of exchanges that have ended
 
@@ -77,8 +58,7 @@ class _Pair:
     said: Message  # what waits for an answer
     said_at: float
     since_step: int
-    contribution: Vector | None = None  # x as it was taken, and what the partner sees of it
-    decoded: Vector | None = None
+    contribution: Contribution | None = None  # from SENT on
 
 
 class NoLoCo:
@@ -98,9 +78,8 @@ class NoLoCo:
         self._settings = settings
         self._values = values
         self._every = settings.every if settings.every > 1 else STEPS
-        self._codec = settings.codec if settings.codec in WHOLE_MODEL_CODECS else "bfloat16"
-        self._phi = values().copy()
-        self._momentum = np.zeros_like(self._phi)
+        codec = settings.codec if settings.codec in WHOLE_MODEL_CODECS else "bfloat16"
+        self._outer = Outer(layout, codec, values())
         self._pair: _Pair | None = None
         self._answered: tuple[NodeId, PairHalf] | None = None  # the last half we answered with
         self._ended: deque[tuple[NodeId, int]] = deque(maxlen=REMEMBERED)
@@ -127,8 +106,8 @@ class NoLoCo:
         if report.finishing:
             return self._rearm(self._flush.on_step(report, now) if self._flushing else self._finish(now))
         effects: list[Effect] = []
-        if self._codec != self._settings.codec:
-            effects += self._warn(f"noloco sends whole models: {self._codec}, as {self._settings.codec} drops too much")
+        if (codec := self._outer.codec) != self._settings.codec:
+            effects += self._warn(f"noloco sends whole models: {codec}, as {self._settings.codec} drops too much")
         if self._flushing:
             self._flushing = False
             self._flush.seek_partners(False, now)
@@ -161,10 +140,8 @@ class NoLoCo:
                 effects = self._on_answer(sender, message)
             case Connected():
                 effects = self._repeat(sender, now) + self._flush.on_message(sender, message, now)
-            case LinkOpen() | LinkSnapshot() | Delta() | LinkClose() | LinkClosed():
-                return self._rearm(self._flush.on_message(sender, message, now))
             case _:
-                raise PeerError(f"{type(message).__name__} has no meaning in NoLoCo")
+                return self._rearm(self._flush.on_message(sender, message, now))
         return self._rearm(effects + (self._finish(now) if self._report.finishing else []))
 
     def on_peers(self, alive: frozenset[NodeId], now: float) -> list[Effect]:
@@ -206,7 +183,7 @@ class NoLoCo:
         if self._report.finishing:
             return self._flush.consensus_distance
         distances = [status.distance for status in list(self._met.values())]
-        norm = norm_of_difference(self._phi[: self._layout.parameters])
+        norm = norm_of_difference(self._outer.phi[: self._layout.parameters])
         if not distances or norm == 0:
             return 0.0
         return math.sqrt(sum(distance**2 for distance in distances) / len(distances) / 2) / norm
@@ -270,11 +247,13 @@ class NoLoCo:
         if pair.stage is not Stage.INVITED:
             return []
         try:
-            half = self._contribute(pair, wants_answer=True)
+            ours = self._outer.contribute(self._values())
         except NotFinite:
             return [*self._not_finite(), Send(sender, PairAnswer(seq, False)), *self._end(now)]
-        pair.stage, pair.said, pair.said_at = Stage.SENT, half, now
-        return [Send(sender, half)]
+        pair.contribution = ours
+        pair.stage, pair.said_at = Stage.SENT, now
+        pair.said = PairHalf(seq, self._outer.codec, True, ours.chunks)
+        return [Send(sender, pair.said)]
 
     def _on_half(self, sender: NodeId, half: PairHalf, now: float) -> list[Effect]:
         if self._answered is not None and self._answered[0] == sender and self._answered[1].seq == half.seq:
@@ -282,51 +261,23 @@ class NoLoCo:
         pair = self._is_pair(sender, half.seq)
         if pair is None or pair.stage is not Stage.ACCEPTED:
             return [Send(sender, PairAnswer(half.seq, False))]
-        theirs = self._decode(half)
+        theirs = self._outer.decode(half.codec, half.chunks)
         try:
-            answer = self._contribute(pair, wants_answer=False)
+            ours = self._outer.contribute(self._values())
         except NotFinite:
             return [*self._not_finite(), Send(sender, PairAnswer(half.seq, False)), *self._end(now)]
+        answer = PairHalf(half.seq, self._outer.codec, False, ours.chunks)
         self._answered = (sender, answer)
-        return [Send(sender, answer), *self._update(pair, theirs)]
+        return [Send(sender, answer), *self._update(pair, ours, theirs)]
 
     def _on_answer(self, sender: NodeId, half: PairHalf) -> list[Effect]:
         pair = self._is_pair(sender, half.seq)
-        if pair is None or pair.stage is not Stage.SENT:
+        if pair is None or pair.contribution is None:
             return []
-        return self._update(pair, self._decode(half))
+        return self._update(pair, pair.contribution, self._outer.decode(half.codec, half.chunks))
 
-    def _contribute(self, pair: _Pair, *, wants_answer: bool) -> PairHalf:
-        """Take x as it is now, and encode it. Raises NotFinite."""
-        x = self._values().copy()
-        decoded = np.empty_like(x)
-        chunks, _ = delta.encode(self._codec, self._layout, x, decoded=decoded)
-        pair.contribution, pair.decoded = x, decoded
-        return PairHalf(pair.seq, self._codec, wants_answer, chunks)
-
-    def _decode(self, half: PairHalf) -> Vector:
-        theirs = np.empty_like(self._phi)
-        delta.decode(half.codec, self._layout, half.chunks, theirs)
-        if not np.abs(theirs).max() <= VALUE_MOST:
-            raise PeerError(f"a value beyond {VALUE_MOST:g}")
-        return theirs
-
-    def _update(self, pair: _Pair, theirs: Vector) -> list[Effect]:
-        """One outer step. Float buffers take the pair's mean: with momentum a variance could become negative."""
-        assert pair.contribution is not None, "both halves are here"
-        assert pair.decoded is not None, "made with the contribution"
-        parameters, x = self._layout.parameters, pair.contribution
-        theirs -= pair.decoded
-        distance = norm_of_difference(theirs[:parameters])
-        theirs *= 0.5
-        theirs += x  # the pair's mean
-        outer = theirs - self._phi
-        self._momentum *= MU
-        self._momentum += ETA * outer
-        self._momentum[parameters:] = outer[parameters:]
-        self._phi += self._momentum
-        self._momentum[parameters:] = 0.0
-        self._correction = np.subtract(self._phi, x, out=outer)
+    def _update(self, pair: _Pair, ours: Contribution, theirs: Vector) -> list[Effect]:
+        self._correction, distance = self._outer.step(ours, theirs)
         self._ended.append((pair.peer, pair.seq))
         self._pair, self._ready, self._due = None, False, self._report.step + self._every
         self._declined.clear()
