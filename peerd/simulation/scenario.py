@@ -158,7 +158,7 @@ class _Run:
             "virtual_seconds": round(self.world.now, 3),
             "ended_by": "steps" if self._trained() else "minutes" if self.world.now >= self.ends_s else "violation",
             "steps": max((node.steps for node in swarm.nodes.values()), default=0),
-            "exchanges": swarm.checkers.exchanges,
+            "exchanges": counts["exchanges"] // 2,  # each is counted at both ends
             "snapshots": counts["snapshots"],
             "bytes_sent_total": swarm.bytes_sent,
             "probes": counts["probes"],
