@@ -18,7 +18,7 @@ CORES = {
     "peerd.messages", "peerd.effects", "peerd.replica", "peerd.roles",
     "peerd.membership", "peerd.dissemination", "peerd.probing", "peerd.roster", "peerd.suspicion",
     "peerd.table_exchange", "peerd.timing",
-    "peerd.training.delta", "peerd.training.reference", "peerd.training.scratch", "peerd.training.squeeze",
+    "peerd.training.delta", "peerd.training.outer", "peerd.training.reference", "peerd.training.scratch", "peerd.training.squeeze",
     "peerd.training.trigger",
     "peerd.transport.admission", "peerd.transport.framing", "peerd.transport.wire",
 }  # fmt: skip
