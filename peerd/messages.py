@@ -402,6 +402,43 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
+class CentreIs:
+    """Elastic averaging: whom the sender takes for the centre; `age` counts its exchanges, if that is the sender."""
+
+    KIND: ClassVar[int] = 96
+    node: str
+    age: int
+
+
+@dataclass(frozen=True, slots=True)
+class PairInvite:
+    """NoLoCo: I have made my local steps; will you be my partner in exchange `seq`?"""
+
+    KIND: ClassVar[int] = 97
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class PairAnswer:
+    """I wait for your half of exchange `seq`, or will have no part in it."""
+
+    KIND: ClassVar[int] = 98
+    seq: int
+    accepts: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PairHalf:
+    """The sender's contribution to exchange `seq`, a whole model; the one who invited asks for the other's."""
+
+    KIND: ClassVar[int] = 99
+    seq: int
+    codec: str
+    wants_answer: bool
+    chunks: Chunks
+
+
+@dataclass(frozen=True, slots=True)
 class Connected:
     """Never sent: the shell says that messages to this peer flow (again); what was under way may be lost."""
 
@@ -412,6 +449,7 @@ Message = (
     | Push | Pushed | PushForgotten | Pull
     | RoundReport | RoundBegin | RoundPiece | PieceTaken | RoundCommit
     | ShardPush | ShardPull | Weights | Claim | Replica | Serves | Finished
+    | CentreIs | PairInvite | PairAnswer | PairHalf
 )  # fmt: skip
 
 MESSAGES: dict[int, type[Message]] = {
@@ -422,5 +460,6 @@ MESSAGES: dict[int, type[Message]] = {
         Push, Pushed, PushForgotten, Pull,
         RoundReport, RoundBegin, RoundPiece, PieceTaken, RoundCommit,
         ShardPush, ShardPull, Weights, Claim, Replica, Serves, Finished,
+        CentreIs, PairInvite, PairAnswer, PairHalf,
     )
 }  # fmt: skip

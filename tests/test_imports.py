@@ -18,8 +18,8 @@ CORES = {
     "peerd.messages", "peerd.effects", "peerd.replica", "peerd.roles",
     "peerd.membership", "peerd.dissemination", "peerd.probing", "peerd.roster", "peerd.suspicion",
     "peerd.table_exchange", "peerd.timing",
-    "peerd.training.delta", "peerd.training.mass", "peerd.training.public_copy", "peerd.training.reference",
-    "peerd.training.scratch", "peerd.training.squeeze", "peerd.training.trigger",
+    "peerd.training.delta", "peerd.training.mass", "peerd.training.outer", "peerd.training.public_copy",
+    "peerd.training.reference", "peerd.training.scratch", "peerd.training.squeeze", "peerd.training.trigger",
     "peerd.transport.admission", "peerd.transport.framing", "peerd.transport.wire",
 }  # fmt: skip
 CORE_PACKAGES = ("peerd.training.modes", "peerd.training.codecs", "peerd.training.collectives")

@@ -76,6 +76,10 @@ class PeriodTrigger:
         return "period" if link.steps >= self.period else None
 
 
+ONLY_FINISHING = PeriodTrigger(1 << 62)
+"""Of what only answers until its run ends."""
+
+
 @dataclass(frozen=True, slots=True)
 class AlwaysTrigger:
     """Fires whenever it is asked."""

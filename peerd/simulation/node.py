@@ -188,6 +188,11 @@ class Node:
         return getattr(self.mode, "references", dict)()
 
     @property
+    def is_centre(self) -> bool:
+        """Whether its links belong to a centre variable."""
+        return getattr(self.mode, "centre_values", None) is not None
+
+    @property
     def counts(self) -> Counter[str]:
         """Of membership and mode."""
         return self.membership.counts + (self.mode.counts if self.mode is not None else Counter())

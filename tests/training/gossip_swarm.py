@@ -24,6 +24,7 @@ class Node:
         self.x = model
         self.base = model.copy()
         self.steps = 0
+        self.applied = 0
         self.proceeded: list[bool] = []
         self.finishing = False
         self._buffer = np.empty_like(model)
@@ -49,10 +50,11 @@ class GossipSwarm:
         buffers: int = 0,
         mode: str = "gossip",
         dtype: str = "float64",
+        every: int = 1,
     ) -> None:
         rng = np.random.default_rng(seed)
         layout = Layout(size - buffers, size)
-        settings = ModeSettings(codec, parse_trigger(trigger), view)
+        settings = ModeSettings(codec, parse_trigger(trigger), view, every)
         names = [chr(ord("a") + index) for index in range(count)]
         self._make = lambda name, x, seed: Node(name, x, layout, seed, settings, mode)
         self.nodes = {
@@ -102,6 +104,7 @@ class GossipSwarm:
                     assert np.isfinite(effect.correction).all()
                     assert effect.correction.dtype == node.x.dtype
                     node.x = node.x + effect.correction
+                    node.applied += 1
                     effect.correction.fill(np.nan)  # lent until the next event: nobody may look at it again
                     node._buffer.fill(np.nan)
                 case Send():
@@ -155,9 +158,29 @@ class GossipSwarm:
         """How far the sum of all models is from what was put in, over its norm."""
         expected = self.initial_sum + self.injected
         total = sum(node.x.astype(np.float64) * getattr(node.core, "weight", 1.0) for node in self.nodes.values())
+        total = total + sum(self.centres())
         return float(np.abs(total - expected).max() / max(1.0, np.abs(expected).max()))
+
+    def centres(self) -> list[Vector]:
+        """Of an elastic swarm: the models that belong to no trainer."""
+        held = (getattr(node.core, "centre_values", None) for node in self.nodes.values())
+        return [values for values in held if values is not None]
 
     def spread(self) -> float:
         """Largest distance of a model from the mean, over the mean's norm."""
         mean = sum(node.x for node in self.nodes.values()) / len(self.nodes)
         return max(float(np.linalg.norm(node.x - mean)) for node in self.nodes.values()) / float(np.linalg.norm(mean))
+
+
+def assert_references_agree(swarm: GossipSwarm) -> None:
+    """Both ends of a link at one version hold the same bits."""
+    for a, node in swarm.nodes.items():
+        for b, mine in node.core.references().items():
+            theirs = swarm.nodes[b].core.references().get(a)
+            if theirs is None or theirs.link != mine.link:
+                continue
+            if mine.version == theirs.version:
+                assert mine.mine.tobytes() == theirs.theirs.tobytes(), f"what {b} knows of {a}"
+                assert mine.theirs.tobytes() == theirs.mine.tobytes(), f"what {a} knows of {b}"
+            else:
+                assert abs(mine.version - theirs.version) == 1

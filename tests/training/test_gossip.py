@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from gossip_swarm import GossipSwarm
+from gossip_swarm import GossipSwarm, assert_references_agree
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -16,20 +16,6 @@ from peerd.training.trigger import WAKE_AFTER_S
 
 NAMES = "abcd"
 names = st.sampled_from(NAMES)
-
-
-def assert_references_agree(swarm: GossipSwarm) -> None:
-    """Both ends of a link at one version hold the same bits."""
-    for a, node in swarm.nodes.items():
-        for b, mine in node.core.references().items():
-            theirs = swarm.nodes[b].core.references().get(a)
-            if theirs is None or theirs.link != mine.link:
-                continue
-            if mine.version == theirs.version:
-                assert mine.mine.tobytes() == theirs.theirs.tobytes(), f"what {b} knows of {a}"
-                assert mine.theirs.tobytes() == theirs.mine.tobytes(), f"what {a} knows of {b}"
-            else:
-                assert abs(mine.version - theirs.version) == 1
 
 
 class Weather(RuleBasedStateMachine):

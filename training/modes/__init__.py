@@ -10,10 +10,12 @@ from functools import partial
 from peerd.effects import UserError
 from peerd.training.modes.allreduce import AllReduce
 from peerd.training.modes.diloco import DiLoCo
+from peerd.training.modes.elastic import Elastic
 from peerd.training.modes.gossip import Gossip
 from peerd.training.modes.gossip_pull import GossipPull
 from peerd.training.modes.gossip_push import GossipPush
 from peerd.training.modes.mode import LinkStatus, Mode, ModeMaker, ModeSettings
+from peerd.training.modes.noloco import NoLoCo
 from peerd.training.modes.parameter_server import ParameterServer
 from peerd.training.modes.push_sum import PushSum
 from peerd.training.modes.shard_server import RATES, Rule
@@ -28,6 +30,8 @@ MODES: dict[str, ModeMaker] = {
     "gossip-push": GossipPush,
     "gossip-pull": GossipPull,
     "push-sum": PushSum,
+    "elastic": Elastic,
+    "noloco": NoLoCo,
     "allreduce": AllReduce,
     "diloco": DiLoCo,
     "hardsync": partial(ParameterServer, rule=Rule(n=0)),

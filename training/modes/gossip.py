@@ -18,7 +18,7 @@ import numpy as np
 
 from peerd.effects import Apply, Effect, Log, NodeId, PeerError, Proceed, Publish, Send, StepReport, Vector
 from peerd.messages import Connected, Delta, LinkClose, LinkClosed, LinkOpen, LinkSnapshot, Message
-from peerd.training.delta import Gain, Layout, NotFinite
+from peerd.training.delta import GAIN_MOST, Gain, Layout, NotFinite
 from peerd.training.modes.links import Link, Links
 from peerd.training.modes.mode import LinkStatus, ModeSettings
 from peerd.training.reference import Half, LinkMismatch, PairedReference, norm_of_difference
@@ -34,26 +34,37 @@ class Gossip:
     """The mode's core for one node."""
 
     barrier = 0
+    tolerance = FLUSH_TOLERANCE
 
     def __init__(
-        self, me: NodeId, layout: Layout, rng: random.Random, settings: ModeSettings, values: Callable[[], Vector]
+        self,
+        me: NodeId,
+        layout: Layout,
+        rng: random.Random,
+        settings: ModeSettings,
+        values: Callable[[], Vector],
+        *,
+        opens: bool = True,
+        counts: Counter[str] | None = None,
     ) -> None:
-        self.counts: Counter[str] = Counter()
+        """The last two are for modes that are made of this one: whether it looks for partners, where it counts."""
+        self.counts: Counter[str] = Counter() if counts is None else counts
+        self.gain_limit = GAIN_MOST  # of an exchange while this node trains
+        self.handed_over = False  # at the end of a run: every partner has what this node had not yet sent
+        self.settled = False  # and all models agree
         self.deadline = float("inf")
         self._layout = layout
         self._rng = rng
         self._settings = settings
         self._values = values
         self._scratch = Scratch()
-        self._links = Links(me, layout, rng, settings.view, values, self._scratch, self.counts)
+        self._links = Links(me, layout, rng, settings.view, values, self._scratch, self.counts, opens=opens)
         self._unapplied: Vector | None = None  # the correction that this event's effects will bring
         self._lent: list[Vector] = []  # corrections in the effects of the last event: applied by the next one
         self._gains: dict[str, Gain] = {}
         self._report = StepReport(0, 0.0, 1.0, published=False, finishing=False)
         self._wanted: Link | None = None  # for whose sake a publish was asked
         self._last_began_step = 0
-        self._handed_over = False
-        self._settled = False
         self._warned_not_finite = False
 
     # ---------------------------------------------------------------- events
@@ -67,8 +78,8 @@ class Gossip:
                 link.moved += report.change  # the triangle inequality: exact only for the partner decided on below
         if report.finishing:
             return self._rearm(self._flush(now), now)
-        if self._handed_over:  # a new run follows a flush
-            self._handed_over = self._settled = False
+        if self.handed_over:  # a new run follows a flush
+            self.handed_over = self.settled = False
             for link in self._links.held.values():
                 link.flushed = False
         wanted = self._wanted
@@ -116,11 +127,16 @@ class Gossip:
                     effects += self._decide(link, now)
         return self._rearm(effects, now)
 
+    def seek_partners(self, seek: bool, now: float) -> list[Effect]:
+        """From now on look for partners, or no more."""
+        self._links.opens = seek
+        return self._rearm(self._links.fill_view(now), now)
+
     # ---------------------------------------------------------------- what there is to see
 
     def links(self) -> list[LinkStatus]:
         """One row a live link."""
-        gain = self._gains.get(self._codec(), Gain()).value
+        gain = min(self._gains.get(self._codec(), Gain()).value, self.gain_limit)
         return [
             LinkStatus(link.peer, link.exchanges, link.distance, gain, link.last_reason)
             for link in self._shown()
@@ -130,6 +146,11 @@ class Gossip:
     def references(self) -> dict[NodeId, PairedReference]:
         """What each partner knows of this model, and this node of its; absent partners too."""
         return {link.peer: link.reference for link in self._shown()}
+
+    def holds(self, peer: NodeId, link: int) -> bool:
+        """Whether there is a link of this number with `peer`."""
+        held = self._links.held.get(peer)
+        return held is not None and held.reference.link == link
 
     @property
     def consensus_distance(self) -> float:
@@ -265,12 +286,11 @@ class Gossip:
 
     def _half(self, *, flush: bool) -> Half:
         codec = FLUSH_CODEC if flush else self._settings.codec
-        live = self._links.live()
         if self._report.finishing:
-            # Metropolis weights: all links at once still contract (Xiao, Boyd 2004)
-            limit = 1 / (1 + max(1, len(live)))
+            limit = self._flush_limit()
         else:
-            limit = 1 / (2 + sum(link.reference.under_way is not None for link in live))
+            overlapping = sum(link.reference.under_way is not None for link in self._links.live())
+            limit = min(self.gain_limit, 1 / (2 + overlapping))
         return Half(codec, self._gain(codec), limit, self._report.finishing)
 
     def _codec(self) -> str:
@@ -297,25 +317,28 @@ class Gossip:
         unsettled = [link for link in live if not self._agrees(link)]
         under_way = any(link.reference.under_way is not None for link in live)
         if not under_way:  # then with all at once: a round
-            for link in sorted(unsettled, key=lambda link: link.peer):
-                if self._may_flush(link):
-                    effects += self._begin(link, self._current(), "finishing", now)
-                    self.counts["trigger_finishing"] += 1
-        if not self._handed_over and not self._links.opening and all(link.flushed for link in live):
-            self._handed_over = True
+            for link in self._round(sorted(live, key=lambda link: link.peer)):
+                effects += self._begin(link, self._current(), "finishing", now)
+                self.counts["trigger_finishing"] += 1
+        if not self.handed_over and not self._links.opening and all(link.flushed for link in live):
+            self.handed_over = True
             effects.append(Proceed(settled=False))
-        if not self._settled and self._handed_over and not unsettled and not under_way:
-            self._settled = True
+        if not self.settled and self.handed_over and not unsettled and not under_way:
+            self.settled = True
             effects.append(Proceed(settled=True))
         return effects
 
-    def _agrees(self, link: Link) -> bool:
-        close = link.distance + link.moved <= FLUSH_TOLERANCE * link.anchor_norm
-        return link.flushed and link.peer_finishing and close
+    def _round(self, live: list[Link]) -> list[Link]:
+        """Who is exchanged with next: a partner still training gets our model once, and comes back when it ends too."""
+        return [link for link in live if not self._agrees(link) and (link.peer_finishing or not link.flushed)]
 
-    def _may_flush(self, link: Link) -> bool:
-        """A partner still training gets our model once; it comes back to us when it ends too."""
-        return link.peer_finishing or not link.flushed
+    def _flush_limit(self) -> float:
+        """Metropolis weights: all links at once still contract (Xiao, Boyd 2004)."""
+        return 1 / (1 + max(1, len(self._links.live())))
+
+    def _agrees(self, link: Link) -> bool:
+        close = link.distance + link.moved <= self.tolerance * link.anchor_norm
+        return link.flushed and link.peer_finishing and close
 
     def _rearm(self, effects: list[Effect], now: float) -> list[Effect]:
         self._unapplied = None

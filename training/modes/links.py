@@ -76,10 +76,13 @@ class Links:
         values: Callable[[], Vector],
         scratch: Scratch,
         counts: Counter[str],
+        *,
+        opens: bool,
     ) -> None:
-        """Open links until there are `view`, and accept up to twice that."""
+        """Open links until there are `view`, and accept up to twice that; one that does not open accepts all."""
         self.held: dict[NodeId, Link] = {}
         self.opening: dict[NodeId, tuple[int, float]] = {}  # link number, when it was last asked for
+        self.opens = opens
         self._me = me
         self._layout = layout
         self._rng = rng
@@ -102,7 +105,7 @@ class Links:
         """When something must be said again, should nothing come until then."""
         unanswered = [link.sent_at for link in self.held.values() if link.waits]
         unanswered += [asked_at for _, asked_at in self.opening.values()]
-        if self._places_taken() < min(self._view, len(self._alive)):
+        if self._places_taken() < self._wanted():
             unanswered.append(now)  # those who declined are asked again
         return min(unanswered, default=float("inf")) + WAKE_AFTER_S
 
@@ -147,7 +150,7 @@ class Links:
                 return []  # both ends asked at once: the smaller id answers, the larger's number stands
             del self.opening[sender]
         self.drop(sender)
-        if self._places_taken() >= 2 * self._view:
+        if self.opens and self._places_taken() >= 2 * self._view:
             self._counts["links_declined"] += 1
             return [Send(sender, LinkClosed(number))]
         values = self._values()
@@ -200,10 +203,9 @@ class Links:
 
     def fill_view(self, now: float) -> list[Effect]:
         """Ask strangers for links while there are fewer than wanted."""
-        wanted = min(self._view, len(self._alive))
         strangers = sorted(self._alive - set(self.held) - set(self.opening) - self._declined)
         effects: list[Effect] = []
-        for peer in self._rng.sample(strangers, max(0, min(wanted - self._places_taken(), len(strangers)))):
+        for peer in self._rng.sample(strangers, max(0, min(self._wanted() - self._places_taken(), len(strangers)))):
             number = self._rng.getrandbits(62)
             self.opening[peer] = (number, now)
             effects.append(Send(peer, LinkOpen(number)))
@@ -213,7 +215,7 @@ class Links:
         """Give the place of the most used idle link to a peer outside the view, if there is one."""
         idle = self.idle()
         self._declined.clear()
-        if not idle or not self._alive - set(self.held) - set(self.opening):
+        if not self.opens or not idle or not self._alive - set(self.held) - set(self.opening):
             return []
         link = max(idle, key=lambda link: (link.exchanges, link.peer))
         link.closing = True
@@ -256,6 +258,9 @@ class Links:
         active = peer in self._alive
         self.held[peer] = Link(peer, reference, values.copy(), norm, last_exchange=now, sent_at=now, active=active)
         self._forget_dormant()
+
+    def _wanted(self) -> int:
+        return min(self._view, len(self._alive)) if self.opens else 0
 
     def _places_taken(self) -> int:
         return len(self.live()) + len(self.opening)

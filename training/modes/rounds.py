@@ -117,6 +117,8 @@ class Rounds:
         self.finished, self.given, self.settled = finished, False, False
         if finished and self.phase == RoundPhase.IDLE:
             self.phase = RoundPhase.READY
+        elif not finished and self.phase == RoundPhase.READY:
+            self.phase = RoundPhase.IDLE  # the new run has no contribution yet
         return self.say(now)
 
     def say(self, now: float) -> list[Outcome]:

@@ -1,0 +1,246 @@
+"""Elastic averaging: models and centre keep their sum, both ends of a link agree, and there is one centre."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from gossip_swarm import GossipSwarm, assert_references_agree
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from peerd.effects import PeerError
+from peerd.messages import CentreIs, LinkOpen, PairInvite
+from peerd.training.codecs import CODECS
+from peerd.training.modes.elastic import BETA
+
+NAMES = "abcd"
+names = st.sampled_from(NAMES)
+
+
+def elastic_swarm(count: int, size: int, codec: str, **settings: object) -> GossipSwarm:
+    """All of them alive and linked; what the centre starts from counts as put in."""
+    swarm = GossipSwarm(count, size, codec, mode="elastic", **settings)  # type: ignore[arg-type]
+    swarm.everyone_alive()
+    swarm.settle()
+    swarm.initial_sum = swarm.initial_sum + sum(swarm.centres())
+    return swarm
+
+
+def centres_of(swarm: GossipSwarm) -> set[str]:
+    return {node.core.centre for node in swarm.nodes.values()}
+
+
+class Weather(RuleBasedStateMachine):
+    """Steps, deliveries and cuts in any order, and workers that seem dead: exactness once the weather clears."""
+
+    @initialize(codec=st.sampled_from(sorted(CODECS)), seed=st.integers(0, 2**16))
+    def start(self, codec: str, seed: int) -> None:
+        self.swarm = elastic_swarm(4, 40, codec, seed=seed, buffers=7)
+        self.rng = np.random.default_rng(seed)
+        self.alive = {name: set(NAMES) for name in NAMES}
+
+    @rule(name=names, scale=st.sampled_from([0.0, 1e-3, 1.0]))
+    def local_step(self, name: str, scale: float) -> None:
+        self.swarm.step(name, scale * self.rng.normal(size=40))
+
+    @rule(one=names, other=names, count=st.integers(1, 4))
+    def deliver(self, one: str, other: str, count: int) -> None:
+        for _ in range(count):
+            if one != other:
+                self.swarm.deliver(one, other)
+
+    @rule(one=names, other=names)
+    def cut(self, one: str, other: str) -> None:
+        if one != other:
+            self.swarm.cut(one, other)
+
+    @rule(one=names, other=names)
+    def lose(self, one: str, other: str) -> None:
+        if one != other:
+            self.swarm.queues[one, other].clear()
+
+    @rule(one=names, other=names)
+    def repeat(self, one: str, other: str) -> None:
+        """The last message of a connection comes twice."""
+        if one != other and (queue := self.swarm.queues[one, other]):
+            queue.append(queue[-1])
+
+    @rule(one=names, other=st.sampled_from(NAMES[1:]))
+    def one_declares_a_worker_dead(self, one: str, other: str) -> None:
+        if one != other:
+            self.swarm.queues[one, other].clear()
+            self.alive[one].discard(other)
+            self.swarm.peers(one, self.alive[one])
+
+    @rule(one=names, other=names)
+    def one_finds_other_again(self, one: str, other: str) -> None:
+        self.alive[one].add(other)
+        self.swarm.peers(one, self.alive[one])
+
+    @rule(name=names)
+    def timer(self, name: str) -> None:
+        self.swarm.now += 61.0
+        self.swarm.perform(name, self.swarm.nodes[name].core.on_timer(self.swarm.now))
+
+    @invariant()
+    def references_agree(self) -> None:
+        if hasattr(self, "swarm"):
+            assert_references_agree(self.swarm)
+
+    def teardown(self) -> None:
+        if hasattr(self, "swarm"):
+            calm(self.swarm)
+            assert centres_of(self.swarm) == {"a"}
+            assert self.swarm.drift() < 1e-12
+            assert_references_agree(self.swarm)
+            for node in self.swarm.nodes.values():
+                assert all(reference.under_way is None for reference in node.core.references().values())
+
+
+def calm(swarm: GossipSwarm) -> None:
+    """All are alive again, every connection is made anew, and the timers repeat what waits."""
+    swarm.everyone_alive()
+    for source, target in swarm.queues:
+        swarm.cut(source, target)
+    swarm.quiesce()
+    swarm.quiesce()
+
+
+class Upheaval(Weather):
+    """The centre seems dead, too, and comes back: then there is one centre, and a flush ends with one model."""
+
+    @rule(one=names, other=names)
+    def one_declares_other_dead(self, one: str, other: str) -> None:
+        if one != other:
+            self.swarm.queues[one, other].clear()
+            self.alive[one].discard(other)
+            self.swarm.peers(one, self.alive[one])
+
+    def teardown(self) -> None:
+        if not hasattr(self, "swarm"):
+            return
+        calm(self.swarm)
+        assert len(centres_of(self.swarm)) == len(self.swarm.centres()) == 1
+        (centre,) = centres_of(self.swarm)
+        assert {link.peer for link in self.swarm.nodes[centre].core.links()} == set(NAMES)
+        self.swarm.initial_sum = sum(node.x for node in self.swarm.nodes.values()) + sum(self.swarm.centres())
+        self.swarm.injected[:] = 0.0
+        for name in NAMES:
+            self.swarm.step(name, finishing=True)
+        self.swarm.quiesce()
+        assert self.swarm.spread() < 0.02
+        assert self.swarm.drift() < 1e-12
+        assert all(node.proceeded == [False, True] for node in self.swarm.nodes.values())
+
+
+for machine in (Weather, Upheaval):
+    machine.TestCase.settings = settings(
+        max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
+    )
+TestWeather = Weather.TestCase
+TestUpheaval = Upheaval.TestCase
+
+
+@settings(max_examples=30, deadline=None, print_blob=True)
+@given(codec=st.sampled_from(sorted(CODECS)), count=st.integers(1, 6), seed=st.integers(0, 1000))
+def test_any_exchanges_keep_the_sum_and_a_flush_ends_with_one_model(codec: str, count: int, seed: int) -> None:
+    swarm = elastic_swarm(count, 64, codec, seed=seed)
+    rng = np.random.default_rng(seed)
+    for _ in range(30):
+        swarm.step(rng.choice(sorted(swarm.nodes)), rng.normal(size=64))
+        swarm.settle()
+        assert swarm.drift() < 1e-12
+    for name in swarm.nodes:
+        swarm.step(name, finishing=True)
+    swarm.quiesce()
+    assert swarm.spread() < 0.01
+    assert swarm.drift() < 1e-12
+    (centre,) = swarm.centres()
+    assert np.linalg.norm(centre - swarm.nodes["a"].x) < 0.01 * np.linalg.norm(centre)
+    assert all(node.proceeded == [False, True] for node in swarm.nodes.values())
+
+
+def test_worker_and_centre_move_by_the_elastic_step() -> None:
+    swarm = elastic_swarm(3, 50, "float32")
+    (centre,) = swarm.centres()
+    model, before = swarm.nodes["b"].x.copy(), centre.copy()
+    swarm.step("b")
+    swarm.settle()
+    moved = BETA / 3 * (model - before)
+    assert np.allclose(swarm.nodes["b"].x, model - moved, atol=1e-5)
+    assert np.allclose(centre, before + moved, atol=1e-5)
+
+
+def test_a_newcomer_of_a_smaller_id_does_not_take_the_centre() -> None:
+    swarm = GossipSwarm(4, 50, "float32", mode="elastic")
+    for name in "bcd":
+        swarm.peers(name, set("bcd"))
+    swarm.settle()
+    for _ in range(3):
+        swarm.step("c", np.ones(50))
+        swarm.settle()
+    swarm.everyone_alive()
+    swarm.settle()
+    assert centres_of(swarm) == {"b"}
+    assert [link.peer for link in swarm.nodes["a"].core.links()] == ["b"]
+
+
+def test_the_next_is_the_centre_when_it_dies_and_the_returned_one_follows() -> None:
+    swarm = elastic_swarm(4, 50, "sign")
+    for name in "bcd":
+        swarm.peers(name, set("bcd"))
+    swarm.settle()
+    for _ in range(3):
+        for name in "bcd":
+            swarm.step(name, np.ones(50))
+            swarm.settle()
+    assert {swarm.nodes[name].core.centre for name in "bcd"} == {"b"}
+    swarm.nodes["a"] = GossipSwarm(4, 50, "sign", mode="elastic").nodes["a"]  # its next life
+    swarm.everyone_alive()
+    swarm.settle()
+    assert centres_of(swarm) == {"b"}
+    assert_references_agree(swarm)
+
+
+def test_two_centres_become_the_older_one() -> None:
+    swarm = GossipSwarm(4, 50, "float32", mode="elastic")
+    for half in ("ab", "cd"):
+        for name in half:
+            swarm.peers(name, set(half))
+    swarm.settle()
+    for _ in range(3):
+        swarm.step("d", np.ones(50))
+        swarm.settle()
+    assert centres_of(swarm) == {"a", "c"}
+    swarm.everyone_alive()
+    swarm.settle()
+    assert centres_of(swarm) == {"c"}
+    assert len(swarm.centres()) == 1
+
+
+def test_a_centre_whose_trainer_ends_first_hands_over_and_waits() -> None:
+    swarm = elastic_swarm(4, 600, "sign", trigger="change:0.05")
+    swarm.step("a", finishing=True)
+    swarm.settle()
+    assert swarm.nodes["a"].proceeded == [False]
+    exchanges = swarm.nodes["a"].core.counts["exchanges"]
+    swarm.step("b", finishing=True)
+    swarm.settle()
+    assert swarm.nodes["a"].core.counts["exchanges"] <= exchanges + 60
+    for name in "cd":
+        swarm.step(name, finishing=True)
+    swarm.quiesce()
+    assert swarm.spread() < 0.01
+    assert all(node.proceeded == [False, True] for node in swarm.nodes.values())
+
+
+def test_who_is_not_the_centre_names_it() -> None:
+    core = elastic_swarm(3, 50, "float32").nodes["b"].core
+    assert [effect.message for effect in core.on_message("c", LinkOpen(7), 0.0)] == [CentreIs("a", 0)]
+
+
+def test_a_foreign_message_is_refused() -> None:
+    core = elastic_swarm(2, 50, "float32").nodes["b"].core
+    with pytest.raises(PeerError):
+        core.on_message("a", PairInvite(1), 0.0)

@@ -1,0 +1,235 @@
+"""NoLoCo's pairs: the outer step is the published one, it is made once or not at all, and nobody waits for the dead."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from gossip_swarm import GossipSwarm
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from peerd.effects import PeerError, Vector
+from peerd.messages import CentreIs, PairAnswer, PairHalf, PairInvite
+from peerd.training.outer import ETA, MU
+
+NAMES = "abcd"
+names = st.sampled_from(NAMES)
+H = 3
+
+
+def noloco_swarm(count: int, size: int, codec: str = "float32", **settings: object) -> GossipSwarm:
+    swarm = GossipSwarm(count, size, codec, mode="noloco", every=H, **settings)  # type: ignore[arg-type]
+    swarm.everyone_alive()
+    return swarm
+
+
+def test_two_in_lockstep_follow_the_formula() -> None:
+    swarm = noloco_swarm(2, 60)
+    rng = np.random.default_rng(0)
+    phi = {name: node.x.copy() for name, node in swarm.nodes.items()}
+    momentum: dict[str, Vector] = {name: np.zeros(60) for name in phi}
+    for _ in range(4):
+        for _ in range(H):
+            for name in phi:
+                swarm.step(name, rng.normal(size=60))
+        x = {name: node.x.copy() for name, node in swarm.nodes.items()}
+        swarm.settle()
+        mean_delta = sum(x[name] - phi[name] for name in phi) / 2
+        mean_phi = sum(phi.values()) / 2
+        for name in phi:
+            momentum[name] = MU * momentum[name] + ETA * mean_delta + ETA * (mean_phi - phi[name])
+            phi[name] = phi[name] + momentum[name]
+            assert np.allclose(swarm.nodes[name].x, phi[name], atol=1e-5)
+    assert all(node.core.counts["exchanges"] == 4 for node in swarm.nodes.values())
+
+
+@settings(max_examples=20, deadline=None, print_blob=True)
+@given(codec=st.sampled_from(["float32", "bfloat16", "int8", "sign"]), seed=st.integers(0, 1000))
+def test_no_codec_moves_the_pairs_mean_and_later_progress_is_kept(codec: str, seed: int) -> None:
+    swarm = noloco_swarm(2, 60, codec, seed=seed)
+    rng = np.random.default_rng(seed)
+    phi = swarm.initial_sum
+    for _ in range(H):
+        for name in swarm.nodes:
+            swarm.step(name, rng.normal(size=60))
+    contributed = swarm.injected.copy()
+    while not swarm.queues["a", "b"] or not isinstance(swarm.queues["a", "b"][0], PairHalf):
+        swarm.deliver("a", "b")
+        swarm.deliver("b", "a")
+    swarm.step("a", rng.normal(size=60))  # its contribution is on its way
+    swarm.settle()
+    assert swarm.nodes["a"].applied == swarm.nodes["b"].applied == 1
+    total = sum(node.x for node in swarm.nodes.values())
+    assert np.allclose(total, phi + ETA * contributed + (swarm.injected - contributed), atol=1e-9)
+
+
+class Weather(RuleBasedStateMachine):
+    """Steps, deliveries, cuts, repeats and deaths in any order: no exchange is made twice, and all agree at the end."""
+
+    @initialize(codec=st.sampled_from(["float32", "bfloat16", "int8", "sign"]), seed=st.integers(0, 2**16))
+    def start(self, codec: str, seed: int) -> None:
+        self.swarm = noloco_swarm(4, 40, codec, seed=seed, buffers=7)
+        self.rng = np.random.default_rng(seed)
+        self.alive = {name: set(NAMES) for name in NAMES}
+
+    @rule(name=names, count=st.integers(1, 2 * H))
+    def local_steps(self, name: str, count: int) -> None:
+        for _ in range(count):
+            self.swarm.step(name, 0.1 * self.rng.normal(size=40))
+
+    @rule(one=names, other=names, count=st.integers(1, 4))
+    def deliver(self, one: str, other: str, count: int) -> None:
+        for _ in range(count):
+            if one != other:
+                self.swarm.deliver(one, other)
+
+    @rule()
+    def deliver_all(self) -> None:
+        self.swarm.settle()
+
+    @rule(one=names, other=names)
+    def cut(self, one: str, other: str) -> None:
+        if one != other:
+            self.swarm.cut(one, other)
+
+    @rule(one=names, other=names)
+    def repeat(self, one: str, other: str) -> None:
+        if one != other and (queue := self.swarm.queues[one, other]):
+            queue.append(queue[-1])
+
+    @rule(one=names, other=names)
+    def one_declares_other_dead(self, one: str, other: str) -> None:
+        if one != other:
+            self.swarm.queues[one, other].clear()
+            self.alive[one].discard(other)
+            self.swarm.peers(one, self.alive[one])
+
+    @rule(one=names, other=names)
+    def one_finds_other_again(self, one: str, other: str) -> None:
+        self.alive[one].add(other)
+        self.swarm.peers(one, self.alive[one])
+
+    @rule(name=names)
+    def timer(self, name: str) -> None:
+        self.swarm.now += 61.0
+        self.swarm.perform(name, self.swarm.nodes[name].core.on_timer(self.swarm.now))
+
+    @invariant()
+    def every_exchange_once(self) -> None:
+        if hasattr(self, "swarm"):
+            for node in self.swarm.nodes.values():
+                assert node.applied == node.core.counts["exchanges"]
+                ended = list(node.core._ended)
+                assert len(ended) == len(set(ended))
+                assert np.isfinite(node.x).all()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "swarm"):
+            return
+        self.swarm.everyone_alive()
+        for source, target in self.swarm.queues:
+            self.swarm.cut(source, target)
+        self.swarm.quiesce()
+        self.swarm.initial_sum = sum(node.x for node in self.swarm.nodes.values())
+        for name in NAMES:
+            self.swarm.step(name, finishing=True)
+        self.swarm.quiesce()
+        self.swarm.quiesce()
+        assert self.swarm.spread() < 0.03
+        assert all(node.proceeded == [False, True] for node in self.swarm.nodes.values())
+
+
+TestWeather = Weather.TestCase
+TestWeather.settings = settings(
+    max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
+)
+
+
+@pytest.mark.parametrize("boundary", range(5))
+@pytest.mark.parametrize("victim", ["inviter", "invited"])
+def test_a_partner_that_dies_after_any_message_stalls_nobody(boundary: int, victim: str) -> None:
+    swarm = noloco_swarm(4, 40, seed=boundary)
+    for _ in range(H):
+        swarm.step("a", np.ones(40))  # only a has made its steps: it asks in vain, and is remembered
+    swarm.settle()
+    for name in "bcd":
+        for _ in range(H - 1):
+            swarm.step(name, np.ones(40))
+    swarm.settle()
+    asked = next(name for name in "bcd" if "a" in swarm.nodes[name].core._asked_us)
+    swarm.step(asked, np.ones(40))  # it asks a
+    inviter, invited = asked, "a"
+    for index in range(boundary):
+        swarm.deliver(*((inviter, invited) if index % 2 == 0 else (invited, inviter)))
+    dead = inviter if victim == "inviter" else invited
+    living = [name for name in swarm.nodes if name != dead]
+    for pair, queue in swarm.queues.items():
+        if dead in pair:
+            queue.clear()
+    for name in living:
+        swarm.peers(name, set(living))
+    before = {name: swarm.nodes[name].core.counts["exchanges"] for name in living}
+    for _ in range(3 * H):
+        for name in living:
+            swarm.step(name, np.ones(40))
+        for source, target in swarm.queues:
+            while dead not in (source, target) and swarm.deliver(source, target):
+                pass
+    assert all(swarm.nodes[name].core.counts["exchanges"] > before[name] for name in living)
+
+
+def test_training_goes_on_while_a_partner_is_silent() -> None:
+    swarm = noloco_swarm(2, 40)
+    for _ in range(10 * H):
+        swarm.step("a", np.ones(40))
+    assert swarm.nodes["a"].steps == 10 * H
+    assert np.allclose(swarm.nodes["a"].x, GossipSwarm(2, 40, "float32").nodes["a"].x + 10 * H)
+
+
+def test_float_buffers_take_the_mean() -> None:
+    swarm = noloco_swarm(2, 40, buffers=10)
+    mean = sum(node.x[30:] for node in swarm.nodes.values()) / 2
+    for _ in range(H):
+        for name in swarm.nodes:
+            swarm.step(name, np.zeros(40))
+    swarm.settle()
+    assert all(np.allclose(node.x[30:], mean, atol=0.01) for node in swarm.nodes.values())
+
+
+def test_a_model_that_is_not_finite_sends_nothing() -> None:
+    swarm = noloco_swarm(2, 40)
+    swarm.nodes["a"].x[3] = np.nan
+    for _ in range(2 * H):
+        for name in swarm.nodes:
+            swarm.step(name, np.ones(40))
+    swarm.settle()
+    assert np.isfinite(swarm.nodes["b"].x).all()
+    assert swarm.nodes["a"].core.counts["not_finite"]
+
+
+def test_a_half_that_is_damaged_changes_nothing() -> None:
+    swarm = noloco_swarm(2, 40)
+    for _ in range(H):
+        for name in swarm.nodes:
+            swarm.step(name, np.ones(40))
+    while not isinstance(swarm.queues["a", "b"][0] if swarm.queues["a", "b"] else None, PairHalf):
+        swarm.deliver("a", "b")
+        swarm.deliver("b", "a")
+    half = swarm.queues["a", "b"].popleft()
+    assert isinstance(half, PairHalf)
+    before = swarm.nodes["b"].x.copy()
+    with pytest.raises(PeerError):
+        swarm.nodes["b"].core.on_message("a", PairHalf(half.seq, half.codec, True, (b"\x00garbage",)), 0.0)
+    assert np.array_equal(swarm.nodes["b"].x, before)
+    swarm.queues["a", "b"].append(half)
+    swarm.settle()
+    assert all(node.applied == 1 for node in swarm.nodes.values())
+
+
+def test_what_nobody_promised_is_declined() -> None:
+    core = noloco_swarm(2, 40).nodes["a"].core
+    for stray in (PairInvite(5), PairAnswer(5, True), PairHalf(5, "float32", True, ())):
+        assert [effect.message for effect in core.on_message("b", stray, 0.0)] == [PairAnswer(5, False)]
+    with pytest.raises(PeerError):
+        core.on_message("b", CentreIs("b", 0), 0.0)

@@ -1,0 +1,343 @@
+"""How do models meet without an all-reduce? NoLoCo (2025): after H local steps, a random pair exchanges its models.
+
+The outer step is outer.py's: it moves the pair towards each other, and along the outer momentum. The model then goes on
+from the outer model, plus the local progress since its contribution was taken. A contribution is a whole model, so a
+codec that drops most of it (sign, top_k) gives way to bfloat16.
+
+One exchange, `seq` its number:
+
+    inviter                                          invited
+    PairInvite  -------------------------------->    waits for a partner itself: PairAnswer(accepts); else it declines,
+    PairHalf    <-- PairAnswer(accepts) ---------    and remembers who asked for when its own H steps are made
+                -------------------------------->    both halves are here: applied, and its own half said
+    applied     <------------------- PairHalf ---    which it keeps, to say it again
+
+Nobody waits: training goes on meanwhile. An invitation without an answer lapses after some steps; a partner that dies
+makes place for another one. What has had no answer is said again, and no number is applied twice. A run ends with
+gossip's flush over links that are opened for it.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+
+import numpy as np
+
+from peerd.effects import Apply, Effect, Log, NodeId, Publish, Send, StepReport, Vector
+from peerd.messages import Connected, Message, PairAnswer, PairHalf, PairInvite
+from peerd.training.delta import Layout, NotFinite
+from peerd.training.modes.gossip import Gossip
+from peerd.training.modes.mode import LinkStatus, ModeSettings
+from peerd.training.outer import ETA, WHOLE_MODEL_CODECS, Contribution, Outer
+from peerd.training.reference import PairedReference, norm_of_difference
+from peerd.training.trigger import MAX_SILENCE_S, ONLY_FINISHING, WAKE_AFTER_S
+
+STEPS = 50  # H, NoLoCo's own
+PATIENCE_STEPS = 5  # of an invitation: nothing is promised yet, so another partner may be asked
+REMEMBERED = 64  # numbers of exchanges that have ended
+
+
+class Stage(Enum):
+    """How far an exchange is, at this end."""
+
+    INVITED = auto()  # asked; free to go with another
+    ACCEPTED = auto()  # said yes; the inviter's half will come, or its refusal
+    SENT = auto()  # our half is there; only its answer, a refusal or the partner's death ends it
+
+
+@dataclass(slots=True, eq=False)
+class _Pair:
+    peer: NodeId
+    seq: int
+    stage: Stage
+    said: Message  # what waits for an answer
+    said_at: float
+    since_step: int
+    contribution: Contribution | None = None  # from SENT on
+
+
+class NoLoCo:
+    """The mode's core for one node."""
+
+    barrier = 0
+
+    def __init__(
+        self, me: NodeId, layout: Layout, rng: random.Random, settings: ModeSettings, values: Callable[[], Vector]
+    ) -> None:
+        """`settings.every` is H; left at 1, which would be no local steps, it is NoLoCo's 50."""
+        self.counts: Counter[str] = Counter()
+        self.deadline = math.inf
+        self._me = me
+        self._layout = layout
+        self._rng = rng
+        self._settings = settings
+        self._values = values
+        self._every = settings.every if settings.every > 1 else STEPS
+        codec = settings.codec if settings.codec in WHOLE_MODEL_CODECS else "bfloat16"
+        self._outer = Outer(layout, codec, values())
+        self._pair: _Pair | None = None
+        self._answered: tuple[NodeId, PairHalf] | None = None  # the last half we answered with
+        self._ended: deque[tuple[NodeId, int]] = deque(maxlen=REMEMBERED)
+        self._alive: frozenset[NodeId] = frozenset()
+        self._asked_us: set[NodeId] = set()
+        self._declined: set[NodeId] = set()
+        self._invitations = 0  # since the last step: at most a view of them
+        self._due: int | None = None  # the step that ends the local steps
+        self._ready = False  # they are made, and the model was published since
+        self._report = StepReport(0, 0.0, 1.0, published=False, finishing=False)
+        self._flushing = False
+        self._correction: Vector | None = None  # in this event's effects
+        self._met: dict[NodeId, LinkStatus] = {}
+        self._warned: set[str] = set()
+        flush_settings = replace(settings, trigger=ONLY_FINISHING)
+        self._flush = Gossip(me, layout, rng, flush_settings, self._model, opens=False, counts=self.counts)
+
+    # ---------------------------------------------------------------- events
+
+    def on_step(self, report: StepReport, now: float) -> list[Effect]:
+        """Count local steps; then look for a partner, at every step until there is one."""
+        self._correction = None
+        was_finishing, self._report = self._report.finishing, report
+        if report.finishing:
+            return self._rearm(self._flush.on_step(report, now) if self._flushing else self._finish(now))
+        effects: list[Effect] = []
+        if (codec := self._outer.codec) != self._settings.codec:
+            effects += self._warn(f"noloco sends whole models: {codec}, as {self._settings.codec} drops too much")
+        if self._flushing:
+            self._flushing = False
+            self._flush.seek_partners(False, now)
+            effects += self._flush.on_step(report, now)
+        if self._due is None or was_finishing:
+            self._due = report.step - 1 + self._every
+        if report.step < self._due:
+            self.counts["trigger_quiet"] += 1
+        elif not (self._ready or report.published):
+            effects.append(Publish())
+        else:
+            if not self._ready:
+                self.counts["trigger_period"] += 1
+            self._ready = True
+            self._invitations = 0
+            effects += self._invite(now)
+        return self._rearm(effects)
+
+    def on_message(self, sender: NodeId, message: Message | Connected, now: float) -> list[Effect]:
+        """One event of one exchange, or of the flush."""
+        self._correction = None
+        match message:
+            case PairInvite(seq):
+                effects = self._on_invite(sender, seq, now)
+            case PairAnswer(seq, accepts):
+                effects = self._on_accepted(sender, seq, now) if accepts else self._on_declined(sender, seq, now)
+            case PairHalf() if message.wants_answer:
+                effects = self._on_half(sender, message, now)
+            case PairHalf():
+                effects = self._on_answer(sender, message)
+            case Connected():
+                effects = self._repeat(sender, now) + self._flush.on_message(sender, message, now)
+            case _:
+                return self._rearm(self._flush.on_message(sender, message, now))
+        return self._rearm(effects + (self._finish(now) if self._report.finishing else []))
+
+    def on_peers(self, alive: frozenset[NodeId], now: float) -> list[Effect]:
+        """Peers came or went; perhaps the partner."""
+        self._correction = None
+        self._alive = alive
+        self._asked_us &= alive
+        self._declined &= alive
+        for gone in self._met.keys() - alive:
+            del self._met[gone]
+        effects = self._flush.on_peers(alive, now)
+        if self._pair is not None and self._pair.peer not in alive:
+            self.counts["partners_lost"] += 1
+            effects += self._end(now)
+        return self._rearm(effects + (self._finish(now) if self._report.finishing else []))
+
+    def on_timer(self, now: float) -> list[Effect]:
+        """Say again what has had no answer for long."""
+        self._correction = None
+        effects = self._flush.on_timer(now)
+        if self._pair is not None and now - self._pair.said_at >= MAX_SILENCE_S:
+            self.counts["repeats"] += 1
+            effects += self._repeat(self._pair.peer, now)
+        return self._rearm(effects)
+
+    # ---------------------------------------------------------------- what there is to see
+
+    def links(self) -> list[LinkStatus]:
+        """One row a living peer that was a partner; at the end the flush's links."""
+        return self._flush.links() if self._report.finishing else list(self._met.values())
+
+    def references(self) -> dict[NodeId, PairedReference]:
+        """Of the flush's links."""
+        return self._flush.references()
+
+    @property
+    def consensus_distance(self) -> float:
+        """As in gossip: two independent members at distance d from their mean are sqrt(2) d apart."""
+        if self._report.finishing:
+            return self._flush.consensus_distance
+        distances = [status.distance for status in list(self._met.values())]
+        norm = norm_of_difference(self._outer.phi[: self._layout.parameters])
+        if not distances or norm == 0:
+            return 0.0
+        return math.sqrt(sum(distance**2 for distance in distances) / len(distances) / 2) / norm
+
+    # ---------------------------------------------------------------- finding a partner
+
+    def _invite(self, now: float) -> list[Effect]:
+        """Ask somebody, first those who asked us, unless an exchange is promised or under way."""
+        pair = self._pair
+        if pair is not None:
+            if pair.stage is not Stage.INVITED or self._report.step - pair.since_step < PATIENCE_STEPS:
+                return []
+            self._declined.add(pair.peer)
+            self._pair = None
+        if not self._ready or self._invitations >= self._settings.view:
+            return []
+        waiting = sorted(self._asked_us) or sorted(self._alive - self._declined)
+        if not waiting:
+            self.counts["trigger_no_idle_link"] += 1
+            self._declined.clear()
+            return []
+        peer = self._rng.choice(waiting)
+        self._asked_us.discard(peer)
+        self._invitations += 1
+        return self._say(peer, Stage.INVITED, PairInvite(self._rng.getrandbits(62)), now)
+
+    def _on_invite(self, sender: NodeId, seq: int, now: float) -> list[Effect]:
+        pair = self._pair
+        if (sender, seq) in self._ended:
+            return []
+        if pair is not None and pair.peer == sender:
+            if pair.stage is Stage.SENT:  # it has forgotten our exchange, or its answer is lost: ask it
+                return [Send(sender, PairAnswer(seq, False)), *self._repeat(sender, now)]
+            if pair.stage is Stage.INVITED and self._me < sender:
+                return []  # both asked at once: the smaller id's invitation stands
+        elif pair is not None and (pair.stage is not Stage.INVITED or self._me < sender):
+            return self._decline(sender, seq)  # only to a smaller id do we turn: no circle of askers turns at once
+        if not self._ready or self._report.finishing:
+            return self._decline(sender, seq)
+        self._asked_us.discard(sender)
+        return self._say(sender, Stage.ACCEPTED, PairAnswer(seq, True), now)
+
+    def _decline(self, sender: NodeId, seq: int) -> list[Effect]:
+        if sender in self._alive:
+            self._asked_us.add(sender)
+        return [Send(sender, PairAnswer(seq, False))]
+
+    def _on_declined(self, sender: NodeId, seq: int, now: float) -> list[Effect]:
+        if self._is_pair(sender, seq) is None:
+            return []
+        self._declined.add(sender)
+        self.counts["declined"] += 1
+        return self._end(now)
+
+    # ---------------------------------------------------------------- the exchange
+
+    def _on_accepted(self, sender: NodeId, seq: int, now: float) -> list[Effect]:
+        pair = self._is_pair(sender, seq)
+        if pair is None:  # we have turned to another, or this exchange has ended
+            return [] if (sender, seq) in self._ended else [Send(sender, PairAnswer(seq, False))]
+        if pair.stage is not Stage.INVITED:
+            return []
+        try:
+            ours = self._outer.contribute(self._values())
+        except NotFinite:
+            return [*self._not_finite(), Send(sender, PairAnswer(seq, False)), *self._end(now)]
+        pair.contribution = ours
+        pair.stage, pair.said_at = Stage.SENT, now
+        pair.said = PairHalf(seq, self._outer.codec, True, ours.chunks)
+        return [Send(sender, pair.said)]
+
+    def _on_half(self, sender: NodeId, half: PairHalf, now: float) -> list[Effect]:
+        if self._answered is not None and self._answered[0] == sender and self._answered[1].seq == half.seq:
+            return [Send(sender, self._answered[1])]
+        pair = self._is_pair(sender, half.seq)
+        if pair is None or pair.stage is not Stage.ACCEPTED:
+            return [Send(sender, PairAnswer(half.seq, False))]
+        theirs = self._outer.decode(half.codec, half.chunks)
+        try:
+            ours = self._outer.contribute(self._values())
+        except NotFinite:
+            return [*self._not_finite(), Send(sender, PairAnswer(half.seq, False)), *self._end(now)]
+        answer = PairHalf(half.seq, self._outer.codec, False, ours.chunks)
+        self._answered = (sender, answer)
+        return [Send(sender, answer), *self._update(pair, ours, theirs)]
+
+    def _on_answer(self, sender: NodeId, half: PairHalf) -> list[Effect]:
+        pair = self._is_pair(sender, half.seq)
+        if pair is None or pair.contribution is None:
+            return []
+        return self._update(pair, pair.contribution, self._outer.decode(half.codec, half.chunks))
+
+    def _update(self, pair: _Pair, ours: Contribution, theirs: Vector) -> list[Effect]:
+        self._correction, distance = self._outer.step(ours, theirs)
+        self._ended.append((pair.peer, pair.seq))
+        self._pair, self._ready, self._due = None, False, self._report.step + self._every
+        self._declined.clear()
+        self.counts["exchanges"] += 1
+        met = self._met.get(pair.peer)
+        if pair.peer in self._alive:
+            self._met[pair.peer] = LinkStatus(pair.peer, (met.exchanges if met else 0) + 1, distance, ETA / 2, "period")
+        return [Apply(self._correction)]
+
+    # ---------------------------------------------------------------- small parts
+
+    def _is_pair(self, sender: NodeId, seq: int) -> _Pair | None:
+        pair = self._pair
+        return pair if pair is not None and (pair.peer, pair.seq) == (sender, seq) else None
+
+    def _say(self, peer: NodeId, stage: Stage, message: PairInvite | PairAnswer, now: float) -> list[Effect]:
+        self._pair = _Pair(peer, message.seq, stage, message, now, self._report.step)
+        return [Send(peer, message)]
+
+    def _repeat(self, peer: NodeId, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        if self._answered is not None and self._answered[0] == peer:
+            effects.append(Send(peer, self._answered[1]))
+        if self._pair is not None and self._pair.peer == peer:
+            self._pair.said_at = now
+            effects.append(Send(peer, self._pair.said))
+        return effects
+
+    def _end(self, now: float) -> list[Effect]:
+        """The exchange is off: perhaps with another."""
+        if self._pair is not None and self._pair.stage is not Stage.INVITED:
+            self._ended.append((self._pair.peer, self._pair.seq))
+        self._pair = None
+        return [] if self._report.finishing else self._invite(now)
+
+    def _finish(self, now: float) -> list[Effect]:
+        """The run has ended: finish what is promised, then flush."""
+        if self._flushing or (self._pair is not None and self._pair.stage is not Stage.INVITED):
+            return []
+        self._pair, self._ready, self._flushing = None, False, True
+        return self._flush.seek_partners(True, now) + self._flush.on_step(self._report, now)
+
+    def _model(self) -> Vector:
+        values = self._values()
+        if self._correction is not None:
+            np.add(values, self._correction, out=values)
+        return values
+
+    def _not_finite(self) -> list[Effect]:
+        self.counts["not_finite"] += 1
+        self._ready = False
+        return self._warn("the model holds a value that is not finite: nothing of it is sent")
+
+    def _warn(self, text: str) -> list[Effect]:
+        if text in self._warned:
+            return []
+        self._warned.add(text)
+        return [Log("warning", text)]
+
+    def _rearm(self, effects: list[Effect]) -> list[Effect]:
+        silence = math.inf if self._pair is None else self._pair.said_at + WAKE_AFTER_S
+        self.deadline = min(silence, self._flush.deadline)
+        return effects
