@@ -42,7 +42,13 @@ class Node:
                 return effects
 
         settings = ModeSettings(
-            swarm.codec, parse_trigger("always"), 3, swarm.every, swarm.overlap, swarm.topology, swarm.min_peers
+            swarm.codec,
+            parse_trigger("always"),
+            3,
+            swarm.every,
+            swarm.overlap,
+            swarm.topology,
+            min_peers=swarm.min_peers,
         )
         self.core: AllReduce = Watched(name, swarm.layout, random.Random(seed), settings, lambda: self.x.copy())
 

@@ -158,10 +158,9 @@ class AllReduce:
 
     def _contribution(self, whole: bool) -> Vector:
         """This member's summand. A member that has finished gives its model as it is."""
-        if self._rounds.finished:
+        if self._rounds.finished or self._taken is None:  # or: the next run, which has no contribution yet
             self._taken = self._current()
             self._origin = self._taken
-        assert self._taken is not None, "a round is reached with a contribution"
         summand = self._taken.copy()
         if not whole:
             assert self._agreed is not None, "all of the roster have agreed in the same round"

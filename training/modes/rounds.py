@@ -117,8 +117,6 @@ class Rounds:
         self.finished, self.given, self.settled = finished, False, False
         if finished and self.phase == RoundPhase.IDLE:
             self.phase = RoundPhase.READY
-        elif not finished and self.phase == RoundPhase.READY:
-            self.phase = RoundPhase.IDLE  # the new run has no contribution yet
         return self.say(now)
 
     def say(self, now: float) -> list[Outcome]:
@@ -229,6 +227,7 @@ class Rounds:
 
     def _begin(self, begin: RoundBegin, now: float) -> list[Outcome]:
         fits = begin.attempt > self._seen and begin.round > self.round and self._me in begin.roster
+        fits = fits and (begin.whole or self._agreed > 0)  # else it was meant for an earlier life of ours
         if not fits or len(set(begin.roster)) < len(begin.roster) or self.phase == RoundPhase.IDLE:
             return self._answer(now)
         self._seen = begin.attempt
