@@ -16,10 +16,10 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-# what a mode is run with: periods at which digits' 500 steps train well
-RUNS: dict[str, list[str]] = {
-    "gossip": [],
-}
+RUNS = (  # options of `peerd demo`; each mode at its own defaults
+    "gossip", "gossip-push", "gossip-pull", "push-sum", "elastic", "noloco", "diloco", "allreduce",
+    "allreduce --overlap hpsgd", "allreduce --overlap blocking", "hardsync", "softsync:2", "async",
+)  # fmt: skip
 
 
 def run(task: str, peers: int, options: list[str]) -> dict[str, Any]:
@@ -49,13 +49,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", default="digits")
     parser.add_argument("--peers", type=int, default=4)
-    parser.add_argument("--only", nargs="*", default=list(RUNS), choices=list(RUNS))
+    parser.add_argument("--only", nargs="*", default=RUNS, choices=RUNS)
     options = parser.parse_args()
     print("| mode | averaged model | worst node | steps | seconds | MB sent | distance | stalled, s | failures |")
     print("|---|---|---|---|---|---|---|---|---|")
     for name in track(options.only, console=Console(stderr=True)):
         for kill in ([], ["--kill", "1@0.5"]):
-            given = ["--mode", name.split(" ")[0], *RUNS[name], *kill]
+            given = ["--mode", *name.split(" "), *kill]
             print(row(f"`{' '.join([name, *kill])}`", run(options.task, options.peers, given)), flush=True)
 
 
