@@ -70,6 +70,10 @@ def _print_text(answer: dict[str, Any]) -> None:
                 for link in answer["links"]
             ],
         )  # fmt: skip
+    if staleness := {int(steps): count for steps, count in answer["staleness"].items()}:
+        pushes = sum(staleness.values())
+        mean = sum(steps * count for steps, count in staleness.items()) / pushes
+        typer.echo(f"served {pushes} pushes; staleness {mean:.2f} on average, {max(staleness)} at most")
     decisions = {key[8:]: value for key, value in answer["counts"].items() if key.startswith("trigger_")}
     if decisions:
         typer.echo("trigger decisions: " + ", ".join(f"{key} {value}" for key, value in decisions.items()))

@@ -268,6 +268,7 @@ class Daemon:
             "bytes_sent": self.peers.bytes_sent + self._datagrams.bytes_sent,
             "bytes_received": self.peers.bytes_received + self._datagrams.bytes_received,
             "exchanges": mode.counts["exchanges"] if mode else 0,
+            "staleness": {str(steps): count for steps, count in sorted(getattr(mode, "staleness", {}).items())},
             "snapshots": (mode.counts["snapshots"] if mode else 0) + model.snapshots,
             "loop_latency_p99_s": self.latency.percentile(99),
             "loop_latency_p50_s": self.latency.percentile(50),

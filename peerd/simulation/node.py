@@ -313,9 +313,13 @@ class Node:
         def answer() -> None:
             nonlocal ended
             other = swarm.listener(index)
-            if other is None:  # its kernel says so
+            if other is None:  # its kernel says so, before any table is sent
                 self._later(network.flight_s(index, self.index), fail)
-            if other is None or not other.running or network.cut(index, self.index):
+                return
+            sent = table_bytes(mine)
+            self.bytes_sent += sent
+            self._world.note(Kind.TABLES, self.index, index, sent)
+            if not other.running or network.cut(index, self.index):
                 return
             other.perform(_tables(other, mine))
             theirs = other.membership.table()
@@ -328,9 +332,6 @@ class Node:
         if network.cut(self.index, index) or network.cut(index, self.index):
             self._later(DIAL_TIMEOUT_S, fail)
             return
-        sent = table_bytes(mine)
-        self.bytes_sent += sent
-        self._world.note(Kind.TABLES, self.index, index, sent)
         self._world.later(3 * network.flight_s(self.index, index), answer)
         self._later(PUSH_PULL_DEADLINE_S, fail)
 
