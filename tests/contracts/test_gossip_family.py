@@ -18,7 +18,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from peerd.effects import PeerError
 from peerd.messages import Hello, Message, Push
 from peerd.training.codecs import CODECS
-from peerd.training.modes import MODES
 from peerd.training.modes.gossip import FLUSH_TOLERANCE
 
 GOSSIPING = ["gossip", "gossip-pull", "gossip-push", "push-sum"]  # elastic has a centre: test_elastic.py
