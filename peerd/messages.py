@@ -211,6 +211,7 @@ class RoundReport:
     """Where a member is; what the leader of the rounds decides on. From the leader itself: tell me where you are."""
 
     KIND: ClassVar[int] = 64
+    supersedes: ClassVar[bool] = True  # an older one that has not left yet is worth nothing
     life: int  # drawn at random by each life of a member
     phase: RoundPhase
     round: int  # number of the last round that it applied

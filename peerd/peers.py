@@ -71,7 +71,12 @@ class Peers:
         if box is None:
             box = self._boxes[peer] = _Outbox(trio.CancelScope())
             self._nursery.start_soon(self._keep_connected, peer, box)
-        if len(box.queue) >= QUEUE_MAX or any(what_is_said(waiting) == what_is_said(message) for waiting in box.queue):
+        said = what_is_said(message)
+        waiting = [at for at, other in enumerate(box.queue) if what_is_said(other) == said]
+        if supersedes(message) and waiting and waiting[-1] > 0:
+            box.queue[waiting[-1]] = message
+            return
+        if len(box.queue) >= QUEUE_MAX or (waiting and not supersedes(message)):
             return  # the mode says again what has had no answer; on a thin line, perhaps because it has not left yet
         box.queue.append(message)
         box.filled.set()
@@ -166,11 +171,18 @@ class Peers:
 
 def what_is_said(message: Message) -> tuple[Any, ...]:
     """Equal for a message and its repetition; of bulk by what it is about, for its chunks are not worth comparing."""
+    if supersedes(message):
+        return (type(message),)
     if not hasattr(message, "chunks"):
         return (message,)
     return type(message), *(
         getattr(message, name, None) for name in ("link", "attempt", "shard", "term", "clock", "seq")
     )
+
+
+def supersedes(message: Message) -> bool:
+    """Whether it takes the place of an older one of its type that waits; not of the first, which may be leaving."""
+    return getattr(message, "supersedes", False)
 
 
 async def _watch(link: Link) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from peerd.effects import NodeId, PeerError
 from peerd.messages import Message
-from peerd.peers import QUEUE_MAX, RETRY_FIRST_S, RETRY_MAX_S, what_is_said
+from peerd.peers import QUEUE_MAX, RETRY_FIRST_S, RETRY_MAX_S, supersedes, what_is_said
 from peerd.simulation.network import Network
 from peerd.simulation.world import Kind, World
 from peerd.transport.hello import DEADLINE_S
@@ -86,7 +86,12 @@ class Connection:
     def send(self, message: Message, frame: bytes, size: float) -> None:
         """Queue; the mode says again what has had no answer, so a full queue drops it, and so does what still waits."""
         said = what_is_said(message)
-        if len(self._queue) < QUEUE_MAX and said != self._leaving and all(said != other for other, _, _ in self._queue):
+        waiting = next((at for at, (other, _, _) in enumerate(self._queue) if said == other), None)
+        if supersedes(message) and waiting is not None:
+            self._queue[waiting] = (said, frame, size)
+            return
+        heard = waiting is not None or (said == self._leaving and not supersedes(message))
+        if len(self._queue) < QUEUE_MAX and not heard:
             self._queue.append((said, frame, size))
             self._move()
 

@@ -11,7 +11,7 @@ import trio
 import trio.testing
 
 from peerd.effects import Address, NodeId
-from peerd.messages import Hello, LinkOpen, Message, ModelSnapshot, Refuse, Welcome
+from peerd.messages import Hello, LinkOpen, Message, ModelSnapshot, Refuse, RoundPhase, RoundReport, Welcome
 from peerd.peers import IDLE_S, QUEUE_MAX, REFUSED_RETRY_S, RETRY_MAX_S, Peers
 from peerd.transport.hello import Refused, answer
 from peerd.transport.link import Link
@@ -266,5 +266,24 @@ def test_what_has_not_left_is_not_queued_again() -> None:
             there.peers.send("far", LinkOpen(1))
             await trio.sleep(1)
             assert there.far.heard == opens(1, 2, 1)
+
+    virtually(body)
+
+
+def test_a_report_that_waits_makes_way_for_a_newer_one() -> None:
+    def report(progress: int) -> RoundReport:
+        return RoundReport(1, RoundPhase.RUNNING, 0, 0, 1, progress, False, False, False)
+
+    async def body() -> None:
+        async with setting() as there:
+            await there.listen(there.far)
+            for message in (LinkOpen(1), report(1), LinkOpen(2), report(2), report(3)):
+                there.peers.send("far", message)
+            await trio.sleep(1)
+            assert there.far.heard == [LinkOpen(1), report(3), LinkOpen(2)]
+            for progress in range(4, 7):  # the first may be leaving already
+                there.peers.send("far", report(progress))
+            await trio.sleep(1)
+            assert there.far.heard[3:] == [report(4), report(6)]
 
     virtually(body)

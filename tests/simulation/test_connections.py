@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peerd.effects import NodeId, PeerError
-from peerd.messages import LinkOpen
+from peerd.messages import LinkOpen, RoundPhase, RoundReport
 from peerd.peers import QUEUE_MAX, RETRY_MAX_S
 from peerd.simulation.connections import Connection
 from peerd.simulation.network import Network, Profile, uniform
@@ -247,3 +247,14 @@ def test_what_has_not_left_is_not_queued_again() -> None:
     pair.connection.send(LinkOpen(7), b"again", 1e6)
     pair.world.run(200.0)
     assert pair.target.received == [b"once", b"again"]
+
+
+def test_a_report_that_waits_makes_way_for_a_newer_one() -> None:
+    pair = Pair()
+    pair.world.run(1.0)
+    for progress in range(4):
+        report = RoundReport(1, RoundPhase.RUNNING, 0, 0, 1, progress, False, False, False)
+        pair.connection.send(report, b"%d" % progress, 1e6)
+    pair.world.run(100.0)
+    assert pair.target is not None
+    assert pair.target.received == [b"0", b"3"], "the first was leaving"
