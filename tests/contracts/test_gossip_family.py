@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from peerd.effects import PeerError
-from peerd.messages import Hello, Message, Push
+from peerd.messages import Hello, Message, Push, Pushed
 from peerd.training.codecs import CODECS
 from peerd.training.modes.gossip import FLUSH_TOLERANCE
 
 GOSSIPING = ["gossip", "gossip-pull", "gossip-push", "push-sum"]  # elastic has a centre: test_elastic.py
 NAMES = "abcde"
 SIZE = 40
+EXAMPLES = 60
 QUEUE_MOST = 8  # as the simulation's checker: what one node has under way to one other
 
 names = st.sampled_from(NAMES)
@@ -152,13 +153,13 @@ class AnyMode(RuleBasedStateMachine):
         assert self.swarm.spread() < 2 * len(NAMES) * FLUSH_TOLERANCE
 
 
-@pytest.mark.parametrize("mode", ["gossip"])  # the one-way modes are known to fail it: endless pushes after a restart
+@pytest.mark.parametrize("mode", GOSSIPING)
 def test_any_weather(mode: str) -> None:
     machine = type("AnyMode", (AnyMode,), {"mode": mode})
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         machine,
         settings=settings(
-            max_examples=60,
+            max_examples=EXAMPLES,
             stateful_step_count=30,
             deadline=None,
             suppress_health_check=list(HealthCheck),
@@ -223,6 +224,26 @@ def test_who_finishes_first_waits_for_the_others(mode: str) -> None:
         swarm.step(name, finishing=True)
         swarm.settle()
     assert all(node.proceeded == [False, True] for node in swarm.nodes.values())
+
+
+@pytest.mark.parametrize("mode", GOSSIPING[1:])
+def test_a_partner_whose_push_was_lost_is_not_pushed_to_without_end(mode: str) -> None:
+    swarm = CountingSwarm(2, 40, "bfloat16", seed=1, mode=mode)
+    swarm.everyone_alive()
+    swarm.settle()
+    swarm.step("a", finishing=True)
+    swarm.settle()
+    swarm.step("b", finishing=True)
+    swarm.queues["b", "a"] = type(swarm.queues["b", "a"])(
+        message for message in swarm.queues["b", "a"] if isinstance(message, Pushed)
+    )  # b's push alone is lost
+    swarm.messages = 0
+    swarm.settle()
+    assert swarm.messages <= 4 * 2 + 4, "a few rounds, then it waits to hear of the other"
+    assert all(node.core.deadline <= swarm.now + 61 for node in swarm.nodes.values())
+    swarm.quiesce()
+    assert all(node.proceeded == [False, True] for node in swarm.nodes.values())
+    assert swarm.spread() < FLUSH_TOLERANCE
 
 
 def test_a_lone_node_is_let_go_at_once(mode: str) -> None:

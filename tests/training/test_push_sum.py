@@ -95,7 +95,27 @@ def test_a_node_that_gave_nearly_all_away_waits() -> None:
     assert node.counts["trigger_light"] > 50
 
 
-@pytest.mark.parametrize("weight", [0.0, -1.0, 1e9])
+def test_who_has_no_weight_left_to_give_pushes_its_model_alone() -> None:
+    swarm = GossipSwarm(2, 50, "float32", mode="push-sum")
+    swarm.everyone_alive()
+    for _ in range(100):
+        swarm.step("a", np.ones(50))
+        swarm.settle()
+    light, other = swarm.nodes["a"].core.weight, swarm.nodes["b"].x.copy()
+    swarm.step("a", np.ones(50), finishing=True)
+    swarm.settle()
+    assert swarm.nodes["a"].proceeded == [False], "it was flushed all the same"
+    assert swarm.nodes["a"].core.weight == light
+    assert np.array_equal(swarm.nodes["b"].x, other)
+    swarm.step("b", finishing=True)
+    swarm.quiesce()
+    assert all(node.proceeded == [False, True] for node in swarm.nodes.values())
+    assert swarm.spread() < 0.01
+    assert abs(total_weight(swarm) - 2) < 1e-12
+    assert swarm.drift() < 1e-10
+
+
+@pytest.mark.parametrize("weight", [-1.0, 1e9, float("nan")])
 def test_a_weight_that_cannot_be_is_refused(weight: float) -> None:
     swarm = GossipSwarm(2, 50, "float32", mode="push-sum")
     swarm.everyone_alive()

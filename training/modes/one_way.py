@@ -26,6 +26,8 @@ from peerd.training.reference import norm_of_difference
 from peerd.training.scratch import Scratch
 from peerd.training.trigger import MAX_SILENCE_S, WAKE_AFTER_S, LinkChange
 
+ROUNDS_UNHEARD = 4  # of the flush, to partners that send nothing back: then one such in MAX_SILENCE_S
+
 
 class OneWay:
     """A core without the one thing that differs: what firing, sending and merging mean."""
@@ -50,6 +52,8 @@ class OneWay:
         self._wanted: Partner | None = None  # for whose sake a publish was asked
         self._received = 0  # pushes merged since the last own step, or round of the flush
         self._to_flush = 0  # partners of this round that have not had their push yet
+        self._unheard = 0  # rounds of the flush since a push last came: nobody's model moves ours meanwhile
+        self._round_at = float("-inf")
         self._last_began_step = 0
         self._handed_over = self._settled = self._warned_not_finite = False
 
@@ -93,7 +97,7 @@ class OneWay:
         if report.finishing:
             news = [self._answer(incoming) for incoming in self._copies.incoming.values()] if began_finishing else []
             return self._rearm([*news, *self._flush(now)], now)
-        self._received = 0
+        self._received = self._unheard = 0
         if self._handed_over:  # a new run follows a flush
             self._handed_over = self._settled = False
             for partner in self._partners.all():
@@ -146,7 +150,7 @@ class OneWay:
                 if now - max(partner.last_exchange, partner.declined_at) >= MAX_SILENCE_S:
                     partner.declined_at = now
                     effects += self._decide(partner, now)
-        return self._rearm(effects, now)
+        return self._rearm(effects + self._flush(now), now)
 
     # ---------------------------------------------------------------- what there is to see
 
@@ -283,7 +287,7 @@ class OneWay:
         effects = self._drop_outgoing(sender)
         if push is not None and sender in self._partners.alive:
             return effects + self._push(sender, self._current(), now, partner, partner.last_reason if partner else "")
-        if partner is not None:
+        if partner is not None and not self._report.finishing:  # a flush among ever new strangers would not end
             self._partners.replace(partner, now)
         return effects
 
@@ -313,6 +317,7 @@ class OneWay:
         held.take(came, now)
         forgotten = self._copies.hold(held)
         self._received += 1
+        self._unheard = 0
         self.counts["exchanges"] += 1
         self._merged(sender, distance, now)
         effects: list[Effect] = [self._answer(held, distance), *self._apply(correction)]
@@ -331,6 +336,7 @@ class OneWay:
         if self._copies.is_under_way(sender):
             return []
         self._to_flush = 1
+        self._received = 0  # a round of its own
         return self._push(sender, self._current(), now, None, "")
 
     def _answer(self, incoming: Incoming, distance: float | None = None) -> Send:
@@ -379,6 +385,8 @@ class OneWay:
         waits = list(self._waits().values())
         if not self._report.finishing:
             waits += [max(partner.last_exchange, partner.declined_at) for partner in self._idle()]
+        elif self._unheard >= ROUNDS_UNHEARD and not self._round_under_way() and self._due():
+            waits.append(self._round_at)
         self.deadline = max(now, min(waits, default=float("inf")) + WAKE_AFTER_S)
         return effects
 
@@ -417,10 +425,13 @@ class OneWay:
         effects: list[Effect] = []
         partners = self._partners.all()
         unsettled = [partner for partner in partners if not self._agrees(partner)]
-        # a partner that trains on gets our model once; it tells us when it ends too
-        due = [partner for partner in unsettled if partner.peer_finishing or not partner.flushed]
-        if due and not any(self._copies.is_under_way(partner.peer) for partner in partners):  # to all at once: a round
+        due = self._due()
+        if self._unheard >= ROUNDS_UNHEARD and now - self._round_at < MAX_SILENCE_S:
+            due = [partner for partner in due if not partner.flushed]
+        if due and not self._round_under_way():  # to all at once: a round
             self._received = 0
+            self._unheard += 1
+            self._round_at = now
             for index, partner in enumerate(due):
                 self._to_flush = len(due) - index
                 effects += self._push(partner.peer, self._current(), now, partner, "finishing")
@@ -428,11 +439,21 @@ class OneWay:
         if not self._handed_over and all(partner.flushed for partner in partners):
             self._handed_over = True
             effects.append(Proceed(settled=False))
-        under_way = any(self._copies.is_under_way(partner.peer) for partner in partners)
-        if not self._settled and self._handed_over and not unsettled and not under_way:
+        if not self._settled and self._handed_over and not unsettled and not self._round_under_way():
             self._settled = True
             effects.append(Proceed(settled=True))
         return effects
+
+    def _round_under_way(self) -> bool:
+        return any(self._copies.is_under_way(peer) for peer in self._partners.held)
+
+    def _due(self) -> list[Partner]:
+        """A partner that trains on gets our model once; it tells us when it ends too."""
+        return [
+            partner
+            for partner in self._partners.all()
+            if not partner.flushed or (partner.peer_finishing and not self._agrees(partner))
+        ]
 
     def _agrees(self, partner: Partner) -> bool:
         close = partner.distance + partner.moved <= FLUSH_TOLERANCE * partner.anchor_norm

@@ -63,6 +63,8 @@ class PushSum(OneWay):
         return replace(push, weight=outflow.total), self._apply(correction)
 
     def _part(self, codec: str) -> float:
+        if self.weight < WEIGHT_LEAST:
+            return 0.0  # of a flush: it tells the model, and asks whoever is far from it for a push
         if self._report.finishing:
             return 1 / (1 + max(1, self._to_flush))  # then all partners and this node keep the same
         lost = 1 - self._gains.setdefault(codec, Gain()).contraction
@@ -81,7 +83,7 @@ class PushSum(OneWay):
 
     def _correction(self, incoming: Incoming, push: Push, came: Vector, values: Vector) -> Vector:
         part = incoming.inflow.part(push.weight)
-        if not 0 < part <= WEIGHT_MOST:
+        if not 0 <= part <= WEIGHT_MOST:
             raise PeerError(f"a push of weight {part}")
         correction = self._scratch.take(came)
         self._purse.take(part, values, came, correction)
