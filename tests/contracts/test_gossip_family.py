@@ -23,7 +23,7 @@ from peerd.training.modes.gossip import FLUSH_TOLERANCE
 GOSSIPING = ["gossip", "gossip-pull", "gossip-push", "push-sum"]  # elastic has a centre: test_elastic.py
 NAMES = "abcde"
 SIZE = 40
-EXAMPLES = 60
+EXAMPLES = 25  # of each mode: a minute in all
 QUEUE_MOST = 8  # as the simulation's checker: what one node has under way to one other
 
 names = st.sampled_from(NAMES)
