@@ -115,6 +115,7 @@ class FaultySwarm(RuleBasedStateMachine):
         for place, node in list(swarm.nodes.items()):
             if not node.running:
                 swarm.resume(place)
+                REACHED["resume"] += 1
         for place in range(PLACES):
             if place not in swarm.nodes:
                 swarm.start(place, (0, 1, 2))
