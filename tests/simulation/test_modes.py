@@ -13,7 +13,7 @@ def test_a_mode_lives_through_faults(mode: str) -> None:
     scenario = Scenario(peers=6, seed=1, minutes=4, mode=mode, compute="fixed:0.5", faults="crash,pause")
     result = simulate(scenario).result
     assert result["violations"] == []
-    assert result["exchanges"] > 10
+    assert result["exchanges"] + result["rounds"] > 5  # diloco: one round in 25 s
 
 
 @pytest.mark.parametrize("mode", sorted(MODES))
