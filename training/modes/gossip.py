@@ -19,11 +19,12 @@ import numpy as np
 from peerd.effects import Apply, Effect, Log, NodeId, PeerError, Proceed, Publish, Send, StepReport, Vector
 from peerd.messages import Connected, Delta, LinkClose, LinkClosed, LinkOpen, LinkSnapshot, Message
 from peerd.training.delta import GAIN_MOST, Gain, Layout, NotFinite
+from peerd.training.modes.deciding import Decider, distance_from_mean
 from peerd.training.modes.links import Link, Links
 from peerd.training.modes.mode import LinkStatus, ModeSettings
 from peerd.training.reference import Half, LinkMismatch, PairedReference, norm_of_difference
 from peerd.training.scratch import Scratch
-from peerd.training.trigger import MAX_SILENCE_S, WAKE_AFTER_S, LinkChange
+from peerd.training.trigger import MAX_SILENCE_S, WAKE_AFTER_S
 
 FLUSH_CODEC = "int8"  # its contraction is above 0.999, so a handful of exchanges reach agreement
 FLUSH_TOLERANCE = 1e-2  # relative distance at which two models count as one; a test accuracy does not resolve it
@@ -54,7 +55,6 @@ class Gossip:
         self.settled = False  # and all models agree
         self.deadline = float("inf")
         self._layout = layout
-        self._rng = rng
         self._settings = settings
         self._values = values
         self._scratch = Scratch()
@@ -63,8 +63,8 @@ class Gossip:
         self._lent: list[Vector] = []  # corrections in the effects of the last event: applied by the next one
         self._gains: dict[str, Gain] = {}
         self._report = StepReport(0, 0.0, 1.0, published=False, finishing=False)
+        self._decider = Decider(layout, rng, settings.trigger, self.counts)
         self._wanted: Link | None = None  # for whose sake a publish was asked
-        self._last_began_step = 0
         self._warned_not_finite = False
 
     # ---------------------------------------------------------------- events
@@ -84,7 +84,6 @@ class Gossip:
                 link.flushed = False
         wanted = self._wanted
         if wanted is None or self._links.held.get(wanted.peer) is not wanted:
-            self._wanted = None
             return self._rearm(self._draw(now), now)
         if not report.published:
             return []
@@ -154,16 +153,8 @@ class Gossip:
 
     @property
     def consensus_distance(self) -> float:
-        """Root mean square distance of a model from the swarm's mean, over the model's norm, as the links show it.
-
-        Two independent members at distance d from their mean are sqrt(2) d apart.
-        """
-        links = [link for link in self._shown() if link.active and link.exchanges]
-        if not links:
-            return 0.0
-        squares = sum(link.distance**2 for link in links) / len(links) / 2
-        norm = max(link.anchor_norm for link in links)
-        return float(np.sqrt(squares)) / norm if norm > 0 else 0.0
+        """See `distance_from_mean`."""
+        return distance_from_mean([link for link in self._shown() if link.active])
 
     def _shown(self) -> list[Link]:
         return list(self._links.held.values())  # a copy: the lane's thread may change it meanwhile
@@ -171,39 +162,16 @@ class Gossip:
     # ---------------------------------------------------------------- deciding
 
     def _draw(self, now: float) -> list[Effect]:
-        idle = self._links.idle()
-        if not idle:
-            self.counts["trigger_no_idle_link"] += 1
-            return []
-        link = self._rng.choice(idle)
-        if self._fires(link, link.moved + self._report.change, now) is None:
-            self.counts["trigger_quiet"] += 1
-            return []
-        self._wanted = link
-        return [Publish()]
+        self._wanted = self._decider.draw(self._links.idle(), self._report, now)
+        return [Publish()] if self._wanted is not None else []
 
     def _decide(self, link: Link, now: float) -> list[Effect]:
         values = self._current()
-        parameters = self._layout.parameters
-        link.moved = norm_of_difference(values[:parameters], link.anchor[:parameters])
-        reason = self._fires(link, link.moved, now)
+        reason = self._decider.reason(link, values, self._report, now)
         if reason is None:
-            self.counts["trigger_bound_only"] += 1
             return []
         self.counts[f"trigger_{reason}"] += 1
         return self._begin(link, values, reason, now)
-
-    def _fires(self, link: Link, change: float, now: float) -> str | None:
-        return self._settings.trigger.fires(
-            LinkChange(
-                change=change,
-                norm=link.anchor_norm,
-                lr_ratio=self._report.lr_ratio,
-                steps=self._report.step - self._last_began_step,
-                silence_s=now - link.last_exchange,
-                finishing=self._report.finishing,
-            )
-        )
 
     # ---------------------------------------------------------------- exchanges
 
@@ -219,7 +187,7 @@ class Gossip:
             message = link.reference.begin(values, half)
         except NotFinite:
             return self._not_finite()
-        self._last_began_step = self._report.step
+        self._decider.began_step = self._report.step
         link.sent_at = now
         link.last_reason = reason
         return [Send(link.peer, message)]

@@ -18,13 +18,14 @@ from peerd.effects import Apply, Effect, Log, NodeId, PeerError, Proceed, Publis
 from peerd.messages import Connected, Message, Push, Pushed, PushForgotten
 from peerd.training.delta import Gain, Layout, NotFinite
 from peerd.training.modes.copies import Copies
+from peerd.training.modes.deciding import Decider, distance_from_mean
 from peerd.training.modes.gossip import FLUSH_CODEC, FLUSH_TOLERANCE, ROTATE_AFTER_EXCHANGES
 from peerd.training.modes.mode import LinkStatus, ModeSettings
 from peerd.training.modes.partners import Partner, Partners
 from peerd.training.public_copy import Incoming, Outgoing
 from peerd.training.reference import norm_of_difference
 from peerd.training.scratch import Scratch
-from peerd.training.trigger import MAX_SILENCE_S, WAKE_AFTER_S, LinkChange
+from peerd.training.trigger import MAX_SILENCE_S, WAKE_AFTER_S
 
 ROUNDS_UNHEARD = 4  # of the flush, to partners that send nothing back: then one such in MAX_SILENCE_S
 
@@ -40,7 +41,6 @@ class OneWay:
         self.counts: Counter[str] = Counter()
         self.deadline = float("inf")
         self._layout = layout
-        self._rng = rng
         self._settings = settings
         self._values = values
         self._scratch = Scratch()
@@ -49,12 +49,12 @@ class OneWay:
         self._partners = Partners(me, layout, rng, settings.view, self._current)
         self._lent: list[Vector] = []  # corrections of this event: applied by the next one
         self._report = StepReport(0, 0.0, 1.0, published=False, finishing=False)
+        self._decider = Decider(layout, rng, settings.trigger, self.counts)
         self._wanted: Partner | None = None  # for whose sake a publish was asked
         self._received = 0  # pushes merged since the last own step, or round of the flush
         self._to_flush = 0  # partners of this round that have not had their push yet
         self._unheard = 0  # rounds of the flush since a push last came: nobody's model moves ours meanwhile
         self._round_at = float("-inf")
-        self._last_began_step = 0
         self._handed_over = self._settled = self._warned_not_finite = False
 
     # ---------------------------------------------------------------- what a mode adds
@@ -104,7 +104,6 @@ class OneWay:
                 partner.flushed = False
         wanted = self._wanted
         if wanted is None or self._partners.held.get(wanted.peer) is not wanted:
-            self._wanted = None
             return self._rearm(self._draw(now), now)
         if not report.published:
             return []
@@ -165,51 +164,23 @@ class OneWay:
 
     @property
     def consensus_distance(self) -> float:
-        """As gossip's: two independent members at distance d from their mean are sqrt(2) d apart."""
-        partners = [partner for partner in self._partners.all() if partner.exchanges]
-        if not partners:
-            return 0.0
-        squares = sum(partner.distance**2 for partner in partners) / len(partners) / 2
-        norm = max(partner.anchor_norm for partner in partners)
-        return float(np.sqrt(squares)) / norm if norm > 0 else 0.0
+        """See `distance_from_mean`."""
+        return distance_from_mean(self._partners.all())
 
     # ---------------------------------------------------------------- deciding
 
     def _draw(self, now: float) -> list[Effect]:
-        idle = self._idle()
-        if not idle:
-            self.counts["trigger_no_idle_link"] += 1
-            return []
-        partner = self._rng.choice(idle)
-        if self._fires(partner, partner.moved + self._report.change, now) is None:
-            self.counts["trigger_quiet"] += 1
-            return []
-        self._wanted = partner
-        return [Publish()]
+        self._wanted = self._decider.draw(self._idle(), self._report, now)
+        return [Publish()] if self._wanted is not None else []
 
     def _decide(self, partner: Partner, now: float) -> list[Effect]:
         values = self._current()
-        parameters = self._layout.parameters
-        partner.moved = norm_of_difference(values[:parameters], partner.anchor[:parameters])
-        reason = self._fires(partner, partner.moved, now)
+        reason = self._decider.reason(partner, values, self._report, now)
         if reason is None:
-            self.counts["trigger_bound_only"] += 1
             return []
         effects = self._fired(partner, values, reason, now)
         self.counts[f"trigger_{reason}"] += bool(effects)
         return effects
-
-    def _fires(self, partner: Partner, change: float, now: float) -> str | None:
-        return self._settings.trigger.fires(
-            LinkChange(
-                change=change,
-                norm=partner.anchor_norm,
-                lr_ratio=self._report.lr_ratio,
-                steps=self._report.step - self._last_began_step,
-                silence_s=now - partner.last_exchange,
-                finishing=self._report.finishing,
-            )
-        )
 
     def _began(self, partner: Partner, values: Vector, reason: str, now: float) -> None:
         """From now on the partner's change is measured from `values`."""
@@ -218,7 +189,7 @@ class OneWay:
         partner.moved = 0.0
         partner.last_exchange = now
         partner.last_reason = reason
-        self._last_began_step = self._report.step
+        self._decider.began_step = self._report.step
 
     # ---------------------------------------------------------------- pushes that leave
 
