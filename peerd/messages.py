@@ -235,6 +235,7 @@ class RoundBegin:
     whole: bool  # contribute the model; else its difference from the last agreed one
     final: bool  # the last round of a run
     roster: tuple[str, ...]
+    lives: tuple[int, ...]  # of the roster's members: a later life is not meant
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,7 @@ SAMPLES = [
     Delta(6, 7, "sign", 0.25, True, False, (b"x" * 100,)), LinkClose(6, 7), LinkClosed(6),
     Push(1, 2, "sign", 0.5, 0.25, True, (b"p" * 99,)), Pushed(1, 2, 2, 0.125, False), PushForgotten(1, 2), Pull(1, 0),
     RoundReport(2**61, RoundPhase.HELD, 1, 2, 3, 4, True, False, True),
-    RoundBegin(1, 2**40, "float32", "tree:2", True, False, ("a", "b")), RoundPiece(1, 2, 3, (b"r" * 9,)),
+    RoundBegin(1, 2**40, "float32", "tree:2", True, False, ("a", "b"), (1, 2**61)), RoundPiece(1, 2, 3, (b"r" * 9,)),
     PieceTaken(1, 2, 3), RoundCommit(1, 2), ShardPush(0, 1, 2**61, 1, -1, "int8", True, False, (b"s" * 7,)),
     ShardPull(0, 1, 2, True), Weights(0, 1, 2, 3, False, (Applied("w", 1, 2),), (b"w" * 8,)), Claim(0, 1, -1),
     Replica(0, 1, 2, (), ()), Serves(0, 1, "a"), Finished(), CentreIs("a", 3), PairInvite(1), PairAnswer(1, False),

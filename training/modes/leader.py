@@ -47,7 +47,7 @@ class Leader:
         self._differences = differences
         self._reports: dict[NodeId, RoundReport] = {}
         self._told: dict[NodeId, RoundBegin | RoundCommit] = {}  # since its last report
-        self._lives: dict[NodeId, int] = {}  # of the roster, when its attempt began
+        self._newest = 0  # the highest attempt begun: of one that died before it reported it, nobody else knows
         self._shuffle = False
         self._wanted_at: float | None = None
         self._moved_at = 0.0
@@ -116,7 +116,7 @@ class Leader:
         """Whether it is still part of the attempt: not restarted, not gone on to something else."""
         assert self.begun is not None
         report = reports.get(id)
-        if report is None or report.life != self._lives[id]:
+        if report is None or (id, report.life) not in zip(self.begun.roster, self.begun.lives, strict=True):
             return False
         if report.attempt < self.begun.attempt:
             return report.phase != RoundPhase.IDLE
@@ -150,17 +150,18 @@ class Leader:
             topology = choose(self._size_bytes, len(roster), pace.latency_s, pace.bytes_per_s)[0]
         if self._shuffle:
             self._rng.shuffle(roster)
-        attempts = max(report.attempt for report in reports.values()) // ATTEMPT_STEP
+        attempts = max(self._newest, *(report.attempt for report in reports.values())) // ATTEMPT_STEP
+        self._newest = (attempts + 1) * ATTEMPT_STEP + self._rng.randrange(ATTEMPT_STEP)
         self.begun = RoundBegin(
             newest + 1,
-            (attempts + 1) * ATTEMPT_STEP + self._rng.randrange(ATTEMPT_STEP),
+            self._newest,
             EXACT_CODEC if whole else self._settings.codec,
             topology,
             whole,
             final,
             tuple(roster),
+            tuple(reports[id].life for id in roster),
         )
-        self._lives = {id: reports[id].life for id in roster}
         self._moved_at = now
         return self._tell(roster, self.begun)
 

@@ -226,8 +226,8 @@ class Rounds:
         return [Committed(attempt.begin, attempt.total, attempt.lost), *self._answer(now)]
 
     def _begin(self, begin: RoundBegin, now: float) -> list[Outcome]:
-        fits = begin.attempt > self._seen and begin.round > self.round and self._me in begin.roster
-        fits = fits and (begin.whole or self._agreed > 0)  # else it was meant for an earlier life of ours
+        meant = (self._me, self._life) in zip(begin.roster, begin.lives, strict=False)
+        fits = meant and begin.attempt > self._seen and begin.round > self.round and (begin.whole or self._agreed > 0)
         if not fits or len(set(begin.roster)) < len(begin.roster) or self.phase == RoundPhase.IDLE:
             return self._answer(now)
         self._seen = begin.attempt
