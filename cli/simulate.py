@@ -11,11 +11,13 @@ from typing import Annotated, Any, TextIO
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from peerd.cli.output import Format, FormatOption, print_json, size
 from peerd.effects import UserError
 from peerd.simulation.scenario import PROBLEMS, Look, Outcome, Scenario
 from peerd.simulation.scenario import simulate as run_scenario
+from peerd.training.modes import parse_mode
 
 
 def simulate(
@@ -33,7 +35,7 @@ def simulate(
         float | None, typer.Option(min=0.001, max=1e6, help="of each node, instead of the network's")
     ] = None,
     downlink_mbit: Annotated[float | None, typer.Option(min=0.001, max=1e6)] = None,
-    mode: Annotated[str, typer.Option()] = "gossip",
+    mode: Annotated[str, typer.Option(help="several to compare, as gossip,allreduce,async: a run each")] = "gossip",
     codec: Annotated[str, typer.Option(help="how deltas are compressed; auto: the mode's own")] = "auto",
     trigger: Annotated[str, typer.Option(help="change:0.05, period:10, always")] = "change:0.05",
     view: Annotated[int, typer.Option(min=1, max=64, help="partners of a node")] = 3,
@@ -54,41 +56,52 @@ def simulate(
     format: FormatOption = Format.TEXT,
 ) -> None:
     """Run a swarm of PEERS simulated nodes with the production code and watch every invariant."""
-    scenario = Scenario(
-        peers, seed, minutes, problem, steps, parameters, compute, network, uplink_mbit, downlink_mbit, mode, codec,
-        trigger, view, every, overlap, topology, servers, min_peers, shard, faults, fault_every, join_over,
-    )  # fmt: skip
+    scenarios = [
+        Scenario(
+            peers, seed, minutes, problem, steps, parameters, compute, network, uplink_mbit, downlink_mbit, one, codec,
+            trigger, view, every, overlap, topology, servers, min_peers, shard, faults, fault_every, join_over,
+        )
+        for one in mode.split(",")
+    ]  # fmt: skip
     if report is not None and report.suffix != ".html":
         raise UserError(f"--report {report}: the name must end in .html")
     if report is not None and not report.absolute().parent.is_dir():
         raise UserError(f"--report {report}: no such folder: {report.absolute().parent}")
     if report is not None and trace is not None and report.absolute() == trace.absolute():
         raise UserError(f"--trace and --report name the same file: {report}")
-    console = Console(stderr=True)
+    if trace is not None and len(scenarios) > 1:
+        raise UserError(f"--trace {trace}: it holds one run, --mode names {len(scenarios)}")
+    for scenario in scenarios:
+        parse_mode(scenario.mode)  # the last one's fault is not told after the first one's run
+    try:
+        runs = [(scenario, _run(scenario, trace)) for scenario in scenarios]
+    except KeyboardInterrupt:
+        raise UserError("interrupted: no result; a trace holds what was simulated until then") from None
+    if report is not None:
+        from peerd.simulation.report import write_report
+
+        _write(report, write_report(runs))
+    results = [outcome.result for _, outcome in runs]
+    if format is Format.JSON:
+        print_json(results[0] if len(results) == 1 else {"runs": results})
+    else:
+        _print_summary(Console(), results, report)
+    if any(result["violations"] for result in results):
+        sys.exit(1)
+
+
+def _run(scenario: Scenario, trace: Path | None) -> Outcome:
     with _written(trace) as lines, Progress(
         TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn(),
-        console=console, transient=True,
+        console=Console(stderr=True), transient=True,
     ) as bar:  # fmt: skip
-        row = bar.add_task(f"{peers} peers, seed {seed}", total=1.0, note="")
+        row = bar.add_task(f"{scenario.peers} peers, {scenario.mode}, seed {scenario.seed}", total=1.0, note="")
 
         def progress(share: float, look: Look) -> None:
             note = f"{look.at:,.0f} s, {look.up} up, {size(look.bytes_sent)}, distance {look.distance:.2%}"
             bar.update(row, completed=share, note=note)
 
-        try:
-            outcome = run_scenario(scenario, lines, progress)
-        except KeyboardInterrupt:
-            raise UserError("interrupted: no result; a trace holds what was simulated until then") from None
-    if report is not None:
-        from peerd.simulation.report import write_report
-
-        _write(report, write_report(scenario, outcome))
-    if format is Format.JSON:
-        print_json(outcome.result)
-    else:
-        _print_summary(Console(), outcome, report)
-    if outcome.result["violations"]:
-        sys.exit(1)
+        return run_scenario(scenario, lines, progress)
 
 
 @contextmanager
@@ -110,31 +123,44 @@ def _write(path: Path, text: str) -> None:
         raise UserError(f"--report {path}: {error.strerror}") from None
 
 
-def _print_summary(console: Console, outcome: Outcome, report: Path | None) -> None:
-    result = outcome.result
-    rows: dict[str, Any] = {
-        "virtual time": f"{result['virtual_seconds']:,.1f} s, simulated in {result['seconds']:.1f} s",
-        "training": f"{result['steps']} steps; {result['exchanges']} exchanges, {result['snapshots']} link snapshots",
-        "traffic": f"{size(result['bytes_sent_total'])} in all, "
-        f"{size(result['bytes_sent_total'] / result['peers'])} a node",
+def _print_summary(console: Console, results: list[dict[str, Any]], report: Path | None) -> None:
+    columns = [_summary(result) for result in results]
+    table = Table(box=None, show_header=len(results) > 1, header_style="bold", pad_edge=False)
+    table.add_column("", style="bold", no_wrap=True)
+    for result in results:
+        table.add_column(result["mode"], overflow="fold")
+    for name in {name: None for column in columns for name in column}:
+        table.add_row(name, *(column.get(name, "-") for column in columns))
+    console.print(table, highlight=False)
+    said = [("replay", result["replay"]) for result in results] + ([("report", str(report))] if report else [])
+    for name, text in said:
+        console.print(f"[bold]{name}[/bold]  {text}", highlight=False, soft_wrap=True)
+    for result in results:
+        for violation in result["violations"]:
+            console.print(f"[red]violation[/red]  {violation}", highlight=False, soft_wrap=True)
+
+
+def _summary(result: dict[str, Any]) -> dict[str, str]:
+    rows = {
+        "virtual time": f"{result['virtual_seconds']:,.1f} s",
+        "simulated in": f"{result['seconds']:.1f} s",
+        "steps": f"{result['steps']:,}",
+        "exchanges": f"{result['exchanges']:,}",
+        "rounds": f"{result['rounds']:,}",
+        "traffic": size(result["bytes_sent_total"]),
+        "of each node": size(result["bytes_sent_total"] / result["peers"]),
     }
     if "consensus_distance" in result:
-        rows["consensus"] = f"models are {result['consensus_distance']:.3%} from their mean"
+        rows["from the mean"] = f"{result['consensus_distance']:.3%}"
     if "accuracy" in result:
-        rows["accuracy"] = f"{result['accuracy']:.2%} averaged model, {result['accuracy_worst']:.2%} worst node"
+        rows["accuracy"] = f"{result['accuracy']:.2%} of the averaged model"
+        rows["worst node's"] = f"{result['accuracy_worst']:.2%}"
     if "error" in result:
-        rows["error"] = f"the averaged model is {result['error']:.3%} from the optimum"
-    rows["membership"] = f"{result['probes']} probes, {result['false_deaths']} false deaths"
+        rows["from the optimum"] = f"{result['error']:.3%}"
+    rows["membership"] = f"{result['probes']:,} probes"
+    rows["false deaths"] = f"{result['false_deaths']}"
     if result["detection_median_s"] is not None:
-        rows["crashes"] = (
-            f"{result['crashes_detected']} of {result['crashes']} were known to 99 % of the nodes, after "
-            f"{result['detection_median_s']:.1f} s (median), {result['detection_p99_s']:.1f} s (99th percentile)"
-        )
-    rows["digest"] = result["digest"]
-    rows["replay"] = result["replay"]
-    if report is not None:
-        rows["report"] = report
-    for name, value in rows.items():
-        console.print(f"[bold]{name:<13}[/bold]{value}", highlight=False, soft_wrap=True)
-    for violation in result["violations"]:
-        console.print(f"[red]violation[/red]    {violation}", highlight=False, soft_wrap=True)
+        rows["crashes"] = f"{result['crashes']} ({result['crashes_detected']} known to 99 %)"
+        rows["known after"] = f"{result['detection_median_s']:.1f} s (median)"
+        rows["at most"] = f"{result['detection_p99_s']:.1f} s (p99)"
+    return rows | {"digest": result["digest"]}

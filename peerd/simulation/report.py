@@ -5,10 +5,11 @@ from __future__ import annotations
 import html
 import io
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from peerd.simulation.scenario import Outcome, Scenario
+from peerd.simulation.scenario import Look, Outcome, Scenario
 
 STYLE = (
     "body{font:15px sans-serif;margin:2em auto;max-width:1100px}td,th{padding:.15em 1em .15em 0;text-align:left;"
@@ -16,16 +17,35 @@ STYLE = (
 )
 
 
-def write_report(scenario: Scenario, outcome: Outcome) -> str:
-    """The page; it loads nothing."""
+def write_report(runs: Sequence[tuple[Scenario, Outcome]]) -> str:
+    """The page of one run, or of several to compare; it loads nothing."""
+    scenario = runs[0][0]
+    title = f"{scenario.peers} peers, {html.escape(scenario.problem)}, seed {scenario.seed}"
+    compared = _plots_of_all(runs) + _side_by_side([outcome.result for _, outcome in runs]) if len(runs) > 1 else ""
+    return (
+        '<!doctype html><html lang="en"><meta charset="utf-8">'
+        f"<title>peerd simulate, seed {scenario.seed}</title><style>{STYLE}</style><h1>{title}</h1>"
+        f"{compared}{''.join(_section(*run) for run in runs)}</html>"
+    )
+
+
+def _section(scenario: Scenario, outcome: Outcome) -> str:
     result = outcome.result
     violations = "".join(f'<p class="bad">violation: {html.escape(text)}</p>' for text in result["violations"])
     return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>peerd simulate, seed {scenario.seed}</title>'
-        f"<style>{STYLE}</style><h1>{scenario.peers} peers, {html.escape(scenario.problem)}, seed {scenario.seed}</h1>"
-        f"{violations}<p><code>{html.escape(result['replay'])}</code></p>{_plots(outcome)}"
-        f"<h2>Result</h2>{_table(result)}<h2>Settings</h2>{_table(asdict(scenario))}</html>"
+        f"<h2>{html.escape(scenario.mode)}</h2>{violations}<p><code>{html.escape(result['replay'])}</code></p>"
+        f"{_plots(outcome)}<h3>Result</h3>{_table(result)}<h3>Settings</h3>{_table(asdict(scenario))}"
     )
+
+
+def _side_by_side(results: list[dict[str, Any]]) -> str:
+    names = {name: None for result in results for name in result if name not in ("replay", "mode")}
+    head = "".join(f"<th>{html.escape(result['mode'])}" for result in results)
+    rows = (
+        f"<tr><th>{name}" + "".join(f"<td>{html.escape(_shown(result.get(name)))}" for result in results)
+        for name in names
+    )
+    return f"<table><tr><th>{head}{''.join(rows)}</table>"
 
 
 def _table(values: dict[str, Any]) -> str:
@@ -39,44 +59,72 @@ def _shown(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
 
 
+Curve = tuple[str, str, list[float], list[float]]
+"""What the plot says, what is across, and the two."""
+
+
+def _curves(looks: list[Look]) -> list[Curve]:
+    """What runs are compared by."""
+    minutes = [look.at / 60 for look in looks]
+    with_loss = [look for look in looks if not math.isnan(look.loss)]
+    losses = [look.loss for look in with_loss]
+    return [
+        ("training loss", "minutes", [look.at / 60 for look in with_loss], losses),
+        ("training loss", "MB sent", [look.bytes_sent / 1e6 for look in with_loss], losses),
+        ("consensus distance / model norm", "minutes", minutes, [look.distance for look in looks]),
+        ("uplinks in use", "minutes", minutes, [look.busy for look in looks]),
+    ]
+
+
+def _plots_of_all(runs: Sequence[tuple[Scenario, Outcome]]) -> str:
+    def draw(axes: list[Any]) -> None:
+        for scenario, outcome in runs:
+            _draw(axes, _curves(outcome.looks), scenario.mode)
+        axes[0].legend(fontsize=8)
+
+    return _picture(2, draw)
+
+
 def _plots(outcome: Outcome) -> str:
+    looks = outcome.looks
+    minutes = [look.at / 60 for look in looks]
+    members = {
+        "up": [float(look.up) for look in looks],
+        "alive": [look.alive for look in looks],
+        "suspect": [look.suspect for look in looks],
+        "failed": [look.failed for look in looks],
+    }
+
+    def draw(axes: list[Any]) -> None:
+        _draw(axes, _curves(looks))
+        for state, values in members.items():
+            _draw(axes[4:], [("membership, in the mean view", "minutes", minutes, values)], state)
+        axes[4].legend(fontsize=8)
+        steps = sorted(outcome.staleness)
+        axes[5].bar(steps, [outcome.staleness[step] for step in steps])
+        axes[5].set_title("own steps during an exchange (staleness)", fontsize=10)
+        axes[5].set_xlabel("steps")
+
+    return _picture(3, draw)
+
+
+def _draw(axes: Sequence[Any], curves: list[Curve], label: str | None = None) -> None:
+    for axis, (title, below, across, values) in zip(axes, curves, strict=False):
+        axis.plot(across, values, label=label, linewidth=1.2)
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel(below)
+        axis.grid(visible=True, alpha=0.3)
+
+
+def _picture(rows: int, draw: Callable[[list[Any]], None]) -> str:
+    """SVG, two plots a row."""
     import matplotlib as mpl
 
     mpl.use("agg")
     from matplotlib import pyplot
 
-    looks = outcome.looks
-    minutes = [look.at / 60 for look in looks]
-    with_loss = [look for look in looks if not math.isnan(look.loss)]
-    losses = [look.loss for look in with_loss]
-    figure, axes = pyplot.subplots(3, 2, figsize=(11, 10), layout="constrained")
-    lines: list[tuple[str, str, list[float], dict[str, list[float]]]] = [
-        ("training loss", "minutes", [look.at / 60 for look in with_loss], {"": losses}),
-        ("training loss", "MB sent", [look.bytes_sent / 1e6 for look in with_loss], {"": losses}),
-        ("consensus distance / model norm", "minutes", minutes, {"": [look.distance for look in looks]}),
-        ("uplinks in use", "minutes", minutes, {"": [look.busy for look in looks]}),
-        (
-            "membership, in the mean view", "minutes", minutes,
-            {
-                "up": [float(look.up) for look in looks],
-                "alive": [look.alive for look in looks],
-                "suspect": [look.suspect for look in looks],
-                "failed": [look.failed for look in looks],
-            },
-        ),
-    ]  # fmt: skip
-    for axis, (title, below, across, curves) in zip(axes.flat, lines, strict=False):
-        for label, values in curves.items():
-            axis.plot(across, values, label=label or None, linewidth=1.2)
-        axis.set_title(title, fontsize=10)
-        axis.set_xlabel(below)
-        axis.grid(alpha=0.3)
-    axes[2][0].legend(fontsize=8)
-    histogram = axes[2][1]
-    steps = sorted(outcome.staleness)
-    histogram.bar(steps, [outcome.staleness[step] for step in steps])
-    histogram.set_title("own steps during an exchange (staleness)", fontsize=10)
-    histogram.set_xlabel("steps")
+    figure, axes = pyplot.subplots(rows, 2, figsize=(11, 10 / 3 * rows), layout="constrained")
+    draw(list(axes.flat))
     picture = io.StringIO()
     figure.savefig(picture, format="svg", metadata={"Date": None})  # the same run draws the same page
     pyplot.close(figure)

@@ -87,12 +87,24 @@ def test_people_get_a_summary() -> None:
         assert word in result.stdout
 
 
+def test_modes_are_compared_in_one_run(tmp_path: Path) -> None:
+    words, report = [*SHORT, "--mode", "gossip,allreduce,async"], tmp_path / "report.html"
+    runs = simulate(*words, "--report", str(report))["runs"]
+    assert [run["mode"] for run in runs] == ["gossip", "allreduce", "async"]
+    assert runs[0]["digest"] == simulate(*SHORT)["digest"], "each is the run that it would be alone"
+    assert report.read_text().count("<svg") == 4
+    shown = CliRunner().invoke(app, ["simulate", "--peers", "4", "--minutes", "1", "--mode", "gossip,hardsync"])
+    assert "hardsync" in shown.stdout
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         ([], "--minutes"),
         (["--minutes", "1", "--problem", "mnist"], "not one of members, consensus, bytes"),
         (["--minutes", "1", "--mode", "nope"], "--mode nope"),
+        (["--minutes", "1", "--mode", "gossip,nope"], "--mode nope"),
+        (["--minutes", "1", "--mode", "gossip,async", "--trace", "t"], "--trace t: it holds one run"),
         (["--minutes", "1", "--codec", "nope"], "--codec nope"),
         (["--minutes", "1", "--trigger", "nope"], "nope"),
         (["--minutes", "1", "--overlap", "nope"], "--overlap nope"),
