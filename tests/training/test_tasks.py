@@ -176,11 +176,11 @@ def test_fashion_missing_says_what_to_install(tmp_path: Path, monkeypatch: pytes
     ("content", "line"),
     [
         (b"not gzip", "cannot read"),
-        (gzip.compress(b"\0\0\x08"), "cannot read"),
-        (gzip.compress(struct.pack(">HBBI", 0, 8, 1, 10) + bytes(9)), "cut short: 9 bytes of 10"),
-        (gzip.compress(struct.pack(">HBBI", 0, 8, 1, 10) + bytes(10))[:-12], "cannot read"),
-        (gzip.compress(struct.pack(">HBBI", 0, 13, 1, 10) + bytes(40)), "not an idx file"),
-        (gzip.compress(struct.pack(">HBBI", 0, 8, 1, 2**32 - 1)), "not an idx file"),
+        (gzip.compress(b"\0\0\x08", mtime=0), "cannot read"),
+        (gzip.compress(struct.pack(">HBBI", 0, 8, 1, 10) + bytes(9), mtime=0), "cut short: 9 bytes of 10"),
+        (gzip.compress(struct.pack(">HBBI", 0, 8, 1, 10) + bytes(10), mtime=0)[:-12], "cannot read"),
+        (gzip.compress(struct.pack(">HBBI", 0, 13, 1, 10) + bytes(40), mtime=0), "not an idx file"),
+        (gzip.compress(struct.pack(">HBBI", 0, 8, 1, 2**32 - 1), mtime=0), "not an idx file"),
     ],
 )
 def test_damaged_idx_files_are_refused(content: bytes, line: str, tmp_path: Path) -> None:
