@@ -148,6 +148,20 @@ class ModelSnapshot:
     chunks: Chunks
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Plan:
+    """How a swarm combines models (plan.py); on a connection: what the messages after it were meant under."""
+
+    KIND: ClassVar[int] = 34
+    number: int = 0  # 0: as each node was started
+    author: str = ""
+    once: bool = False  # first one exact average of all models, then the text
+    text: str = ""  # the mode, and its settings as key=value, with blanks between; "": as each node was started
+
+
+AS_STARTED = Plan()
+
+
 @dataclass(frozen=True, slots=True)
 class LinkOpen:
     """Start a paired-reference link named `link`: answer with a LinkSnapshot, or with LinkClosed to decline."""
@@ -446,7 +460,7 @@ class Connected:
 
 
 Message = (
-    Ping | PingRequest | Ack | Nack | MemberTable | Hello | Welcome | Refuse | ModelRequest | ModelSnapshot
+    Ping | PingRequest | Ack | Nack | MemberTable | Hello | Welcome | Refuse | ModelRequest | ModelSnapshot | Plan
     | LinkOpen | LinkSnapshot | Delta | LinkClose | LinkClosed
     | Push | Pushed | PushForgotten | Pull
     | RoundReport | RoundBegin | RoundPiece | PieceTaken | RoundCommit
@@ -457,7 +471,7 @@ Message = (
 MESSAGES: dict[int, type[Message]] = {
     message.KIND: message
     for message in (
-        Ping, PingRequest, Ack, Nack, MemberTable, Hello, Welcome, Refuse, ModelRequest, ModelSnapshot,
+        Ping, PingRequest, Ack, Nack, MemberTable, Hello, Welcome, Refuse, ModelRequest, ModelSnapshot, Plan,
         LinkOpen, LinkSnapshot, Delta, LinkClose, LinkClosed,
         Push, Pushed, PushForgotten, Pull,
         RoundReport, RoundBegin, RoundPiece, PieceTaken, RoundCommit,

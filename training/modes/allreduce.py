@@ -123,6 +123,11 @@ class AllReduce:
         return [LinkStatus(peer, self.counts["rounds"], self._distance, share, said) for peer in self._partners]
 
     @property
+    def under_way(self) -> bool:
+        """Whether an attempt at a round is."""
+        return self._landing is not None or self._rounds.phase in (RoundPhase.RUNNING, RoundPhase.HELD)
+
+    @property
     def consensus_distance(self) -> float:
         """How far this member's contribution to the last round was from the average, relative."""
         return self._distance / self._norm if self._norm > 0 else 0.0

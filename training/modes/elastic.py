@@ -167,6 +167,11 @@ class Elastic:
         return {peer: reference for peer, reference in found.items() if peer != self._me}
 
     @property
+    def under_way(self) -> bool:
+        """Whether an exchange is."""
+        return any(core.under_way for core in self._cores())
+
+    @property
     def consensus_distance(self) -> float:
         """As in gossip, but the other end is near the mean: the distance to it counts in full."""
         return math.sqrt(2) * (self._centre or self._worker).consensus_distance

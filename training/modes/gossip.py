@@ -152,6 +152,11 @@ class Gossip:
         return held is not None and held.reference.link == link
 
     @property
+    def under_way(self) -> bool:
+        """Whether an exchange is."""
+        return any(link.reference.under_way is not None for link in self._shown() if link.active)
+
+    @property
     def consensus_distance(self) -> float:
         """See `distance_from_mean`."""
         return distance_from_mean([link for link in self._shown() if link.active])

@@ -58,6 +58,11 @@ class Mode(Protocol):
         ...
 
     @property
+    def under_way(self) -> bool:
+        """Whether this node owes or awaits the end of something with a living peer: a bad moment to end the mode."""
+        ...
+
+    @property
     def consensus_distance(self) -> float:
         """An estimate of the root mean square distance of a model from the swarm's mean, over the model's norm."""
         ...

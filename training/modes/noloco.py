@@ -178,6 +178,11 @@ class NoLoCo:
         return self._flush.references()
 
     @property
+    def under_way(self) -> bool:
+        """Whether an exchange is."""
+        return self._flush.under_way or (self._pair is not None and self._pair.stage is Stage.SENT)
+
+    @property
     def consensus_distance(self) -> float:
         """As in gossip: two independent members at distance d from their mean are sqrt(2) d apart."""
         if self._report.finishing:

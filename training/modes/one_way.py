@@ -163,6 +163,11 @@ class OneWay:
         ]
 
     @property
+    def under_way(self) -> bool:
+        """Whether a push is."""
+        return any(self._copies.is_under_way(peer) for peer in self._partners.alive)
+
+    @property
     def consensus_distance(self) -> float:
         """See `distance_from_mean`."""
         return distance_from_mean(self._partners.all())

@@ -171,6 +171,11 @@ class ParameterServer:
         ]
 
     @property
+    def under_way(self) -> bool:
+        """Whether a push has had no answer."""
+        return self._worker.awaiting
+
+    @property
     def consensus_distance(self) -> float:
         """A model is its servers' weights and one step of its own."""
         return self._worker.moved / self._worker.norm if self._worker.norm > 0 else 0.0
