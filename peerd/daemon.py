@@ -29,7 +29,6 @@ from peerd.metrics import LoopLatency
 from peerd.model_side import ModelSide
 from peerd.peers import Peers
 from peerd.plan import parts
-from peerd.plan_keeper import lagging
 from peerd.roles import About, partners
 from peerd.settings import PLANNED, Settings, parse_address, unknown_variables
 from peerd.supervisor import Supervisor
@@ -313,13 +312,17 @@ class Daemon:
             "plan": plans.plan.number,
             "mode": self._mode_under(plans.plan),
             "settings": {key: getattr(plans.settings, key) for key in PLANNED},
+            "author": plans.plan.author,
             "proposed_by": members[plans.plan.author].name if plans.plan.author in members else plans.plan.author,
-            "members": sum(member.state <= State.SUSPECT for member in members.values()),
-            "lagging": sorted(member.name for member in lagging(members, plans.plan)),
+            "members": [
+                {"name": member.name, "plan": plan.number, "mode": self._mode_under(plan)}
+                for member, plan in sorted(plans.said().items(), key=lambda said: said[0].name)
+            ],
         }
 
     async def _verb_mode_set(self, message: dict[str, Any]) -> dict[str, Any]:
-        return {"plan": self.model.plans.propose(str(message["text"])).number}
+        plan = self.model.plans.propose(str(message["text"]))
+        return {"plan": plan.number, "author": plan.author}
 
     async def _verb_average(self, _: dict[str, Any]) -> dict[str, Any]:
         began, sent, received = trio.current_time(), self.peers.bytes_sent, self.peers.bytes_received

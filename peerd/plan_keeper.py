@@ -101,7 +101,12 @@ class PlanKeeper:
         while self.plan.once or self._newest().once:
             await trio.sleep(LOOK_S)
 
-    # ----------------------------------------------------------------
+    def said(self) -> dict[Member, Plan]:
+        """Under which plan each living member says it works."""
+        live = (member for member in self._members().values() if member.state <= State.SUSPECT)
+        return {member: About.unpack(member.meta).plan for member in live}
+
+    # ---------------------------------------------------------------- following
 
     def _newest(self) -> Plan:
         """The greatest plan that anyone has told of, those too who are gone."""
@@ -145,9 +150,3 @@ class PlanKeeper:
         mode = self._exchanges.lane.mode
         assert mode is not None, "an average is its mode's"
         self.average = Average(plan, tuple(link.peer for link in mode.links()), mode.consensus_distance)
-
-
-def lagging(members: dict[NodeId, Member], plan: Plan) -> list[Member]:
-    """Members that live and have not come to this plan yet."""
-    live = [member for member in members.values() if member.state <= State.SUSPECT]
-    return [member for member in live if About.unpack(member.meta).plan < plan]

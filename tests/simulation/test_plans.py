@@ -29,7 +29,7 @@ def test_gossip_then_all_reduce_then_gossip_with_a_death_between(seed: int) -> N
         await swarm.start("abcd", steps=400)
         await swarm.agree(**everyone)
         await steps(swarm, 40)
-        assert (await swarm.nodes["b"].ask("mode_set", text="allreduce every=2 overlap=blocking")) == {"plan": 1}
+        assert (await swarm.nodes["b"].ask("mode_set", text="allreduce every=2 overlap=blocking"))["plan"] == 1
         await under(swarm, 1)
         before = await swarm.nodes["c"].counts()
         await steps(swarm, 20)
