@@ -69,16 +69,26 @@ class Exchanges:
                     await self.lane.call(self._on_timer)
 
     async def begin(
-        self, plan: Plan, make: ModeMaker, me: NodeId, layout: Layout, rng: random.Random, settings: ModeSettings
+        self,
+        plan: Plan,
+        alive: frozenset[NodeId],
+        make: ModeMaker,
+        me: NodeId,
+        layout: Layout,
+        rng: random.Random,
+        settings: ModeSettings,
     ) -> None:
-        """From now on there is this mode, on the replica that the lane has."""
+        """From now on there is this mode, on the replica that the lane has.
 
-        def begin(_: float) -> list[Effect]:
+        It knows its partners from the beginning: alone, a mode of rounds would have its first round by itself.
+        """
+
+        def begin(now: float) -> list[Effect]:
             self.lane.mode = make(me, layout, rng, settings, lambda: self._replica.values())
             self.plan = plan
             self._winds_up = False
             self._began.clear()
-            return []
+            return self._mode.on_peers(alive, now)
 
         await self.lane.call(begin)
 
@@ -256,6 +266,7 @@ class Exchanges:
                 case Resume():
                     self._resume_asked = True
                 case Proceed() if self.plan.once:
+                    self._handed_over.set()
                     if effect.settled:
                         self.averaged.set()
                 case Proceed():

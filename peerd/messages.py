@@ -155,8 +155,13 @@ class Plan:
     KIND: ClassVar[int] = 34
     number: int = 0  # 0: as each node was started
     author: str = ""
-    once: bool = False  # first one exact average of all models, then the text
+    done: bool = True  # False: one exact average of all models comes first
     text: str = ""  # the mode, and its settings as key=value, with blanks between; "": as each node was started
+
+    @property
+    def once(self) -> bool:
+        """Whether what goes on now is that average."""
+        return not self.done
 
 
 AS_STARTED = Plan()

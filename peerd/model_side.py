@@ -294,7 +294,11 @@ class ModelSide:
             assert self.layout is not None, "known once a trainer has attached"
             plan, settings = self.plans.plan, self.plans.settings
             make = Average if plan.once else parse_mode(settings.mode)
-            await self._exchanges.begin(plan, make, self._me, self.layout, self._rng, settings.mode_settings)
+            known = (
+                self._members() if self.about.ready else {}
+            )  # whom a newcomer may exchange with it hears once it may
+            alive = partners(known, self._me, self.signature, plan)
+            await self._exchanges.begin(plan, alive, make, self._me, self.layout, self._rng, settings.mode_settings)
 
     async def _change_plan(self, plan: Plan) -> None:
         """Another plan is in force."""

@@ -9,12 +9,13 @@ same, and each connection says which plan its messages were meant under (it send
 message and after every change; none for number 0); those of another plan are dropped.
 
 A plan that is `once` begins with one exact average of all models, those of members that have not heard of it yet too.
-Each member whose model is the average says so, and goes on by itself to the plan after it when all have.
+Each member whose model is the average says so, and goes on by itself, under the same number, when all have.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from peerd.effects import NodeId
 from peerd.messages import AS_STARTED, Plan
@@ -30,14 +31,17 @@ def newest(plans: Iterable[Plan]) -> Plan:
 
 
 def proposal(known: Plan, author: NodeId, text: str, *, once: bool = False) -> Plan:
-    """A plan that beats `known`, and whatever that leads to by itself."""
-    return Plan(known.number + 1 + known.once, author, once, text)
+    """A plan that beats `known`."""
+    return Plan(known.number + 1, author, not once, text)
 
 
 def after(plan: Plan) -> Plan:
-    """What follows the average: the same for all who took part, so that nobody need tell another."""
+    """What follows the average: the same for all who took part, so that nobody need tell another.
+
+    Nothing lies between the two, so whatever was proposed beside the average beats both or neither.
+    """
     assert plan.once, "any other plan is for good"
-    return Plan(plan.number + 1, plan.author, False, plan.text)
+    return replace(plan, done=True)
 
 
 def works_with(mine: Plan, theirs: Plan) -> bool:
@@ -63,13 +67,13 @@ def parts(text: str) -> tuple[str, dict[str, str]]:
 
 def pack(plan: Plan) -> list[int | str | bool]:
     """For the meta."""
-    return [plan.number, plan.author, plan.once, plan.text]
+    return [plan.number, plan.author, plan.done, plan.text]
 
 
 def unpack(said: list[object]) -> Plan:
     """Whatever is no plan is what each node was started with."""
     match said:
-        case [int(number), str(author), bool(once), str(text)] if 0 < number <= NUMBER_MAX:
+        case [int(number), str(author), bool(done), str(text)] if 0 < number <= NUMBER_MAX:
             fits = len(author.encode()) <= AUTHOR_BYTES and len(text.encode()) <= TEXT_BYTES
-            return Plan(number, author, once, text) if fits else AS_STARTED
+            return Plan(number, author, done, text) if fits else AS_STARTED
     return AS_STARTED

@@ -423,7 +423,7 @@ def test_a_leaving_node_waits_as_its_slowest_exchange_suggests(
 
 # ------------------------------------------------------------------------------------------------------ another mode
 
-PLAN = Plan(1, "a", False, "gossip")
+PLAN = Plan(1, "a", True, "gossip")
 
 
 class Busy(Mode):
@@ -437,7 +437,8 @@ async def begin(it: There, plan: Plan = PLAN) -> Busy:
     """The mode of another plan, which the exchanges now have."""
     made = Busy()
     it.mode = made
-    await it.exchanges.begin(plan, lambda *_: made, "me", LAYOUT, random.Random(1), None)  # type: ignore
+    await it.exchanges.begin(plan, frozenset("ab"), lambda *_: made, "me", LAYOUT, random.Random(1), None)  # type: ignore
+    assert made.told.pop() == frozenset("ab")
     return made
 
 
@@ -450,7 +451,7 @@ def test_each_mode_hears_only_what_was_meant_for_it() -> None:
             after = await begin(it)
             await it.exchanges.on_message("b", HALF)
             await it.exchanges.on_message("b", HALF, PLAN)
-            await it.exchanges.on_message("b", HALF, Plan(1, "b", False, "gossip"))
+            await it.exchanges.on_message("b", HALF, Plan(1, "b", True, "gossip"))
             assert (before.told, after.told) == ([("a", HALF)], [("b", HALF)])
 
     run(body)
@@ -570,12 +571,12 @@ def test_before_a_change_what_is_under_way_comes_to_its_end_and_nothing_new_begi
 def test_an_average_is_no_end_of_a_run() -> None:
     async def body() -> None:
         async with there() as it:
-            await begin(it, Plan(1, "a", True))
+            await begin(it, Plan(1, "a", False))
             it.asks(Proceed(settled=False))
-            await it.exchanges.on_message("a", HALF, Plan(1, "a", True))
+            await it.exchanges.on_message("a", HALF, Plan(1, "a", False))
             assert not it.exchanges.averaged.is_set()
             it.asks(Proceed(settled=True))
-            await it.exchanges.on_message("a", HALF, Plan(1, "a", True))
+            await it.exchanges.on_message("a", HALF, Plan(1, "a", False))
             assert it.exchanges.averaged.is_set()
             assert not it.exchanges.settled.is_set()
             await begin(it, Plan(2, "a"))

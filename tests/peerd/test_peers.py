@@ -128,7 +128,7 @@ def test_a_connection_says_under_which_plan_its_messages_were_meant() -> None:
         async with setting() as there:
             await there.listen(there.far)
             there.peers.send("far", LinkOpen(1))  # as started: nothing need be said
-            first, second = Plan(1, "here", False, "allreduce"), Plan(2, "far", True, "gossip")
+            first, second = Plan(1, "here", True, "allreduce"), Plan(2, "far", False, "gossip")
             there.peers.plan = first
             for message in opens(2, 3, 3):
                 there.peers.send("far", message)

@@ -74,10 +74,17 @@ def test_members_who_tell_each_other_agree_whoever_proposes(data: st.DataObject)
 
 
 def test_who_averaged_goes_back_to_what_was_without_a_word() -> None:
-    was = Plan(3, "a", False, "diloco every=20")
+    was = Plan(3, "a", True, "diloco every=20")
     average = proposal(was, "b", was.text, once=True)
-    assert after(average) == Plan(5, "b", False, was.text)
+    assert average.once
+    assert average < after(average) == Plan(4, "b", True, was.text)
     assert proposal(average, "a", "gossip") > after(average), "what somebody wants meanwhile comes after it"
+
+
+@given(plans, plans)
+def test_what_was_proposed_beside_an_average_beats_its_end_too_or_neither(plan: Plan, other: Plan) -> None:
+    if plan.once and (plan.number, plan.author) != (other.number, other.author):
+        assert (other > plan) == (other > after(plan))
 
 
 @given(plans, plans)
@@ -103,7 +110,7 @@ def test_what_is_said_is_understood_and_fits(plan: Plan) -> None:
 
 
 def test_the_longest_plan_fits_and_a_longer_one_is_none() -> None:
-    longest = Plan(NUMBER_MAX, "i" * 128, True, "t" * 200)
+    longest = Plan(NUMBER_MAX, "i" * 128, False, "t" * 200)
     about = About("m" * 16, True, True, True, longest, True)
     assert len(about.pack()) <= META_BYTES
     assert About.unpack(about.pack()) == about
@@ -111,8 +118,8 @@ def test_the_longest_plan_fits_and_a_longer_one_is_none() -> None:
         Plan(NUMBER_MAX + 1, "a"),
         Plan(-1, "a"),
         Plan(1, "i" * 129),
-        Plan(1, "a", False, "t" * 201),
-        Plan(1, "a", False, "ü" * 101),
+        Plan(1, "a", True, "t" * 201),
+        Plan(1, "a", True, "ü" * 101),
     ):
         assert unpack(pack(plan)) == AS_STARTED
 

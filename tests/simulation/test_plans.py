@@ -9,11 +9,17 @@ from test_thin_layer import ALIVE, check_that_they_agree, distance
 from thin import Model, Swarm, eventually, simulate
 
 from peerd.effects import UserError
+from peerd.exchanges import WIND_UP_LEAST_S
+from peerd.training.modes import MODES
 from peerd.training.modes.average import Average
+
+SLOW = ("diloco", "noloco")  # 50 steps before they say anything
 
 
 async def under(swarm: Swarm, number: int) -> None:
-    await eventually(lambda: all(node.plan.number == number for node in swarm.nodes.values() if node.runs))
+    await eventually(
+        lambda: all((node.plan.number, node.plan.done) == (number, True) for node in swarm.nodes.values() if node.runs)
+    )
 
 
 async def steps(swarm: Swarm, count: int) -> None:
@@ -81,7 +87,7 @@ def test_an_average_makes_all_models_the_same_to_the_bit(seed: int) -> None:
             assert len({model.tobytes() for model in models.values()}) == 1
         assert len(seen) == 2
         assert (seen[0]["a"] == seen[1]["a"]).all()
-        await under(swarm, 2)
+        await under(swarm, 1)
         await steps(swarm, 20)
         assert (await swarm.nodes["a"].counts())["exchanges"] > 2
         return await swarm.finish()
@@ -98,7 +104,7 @@ def test_nobody_stays_in_an_average_whose_member_dies(victim: str) -> None:
         plan = swarm.nodes["c"].daemon.model.plans.propose("", once=True)
         await eventually(lambda: any(node.plan == plan for node in swarm.nodes.values() if node.name != victim))
         await swarm.nodes[victim].crash()
-        await under(swarm, 2)
+        await under(swarm, 1)
         assert not any(isinstance(node.daemon.model.mode, Average) for node in swarm.nodes.values() if node.runs)
         await steps(swarm, 20)
 
@@ -152,6 +158,47 @@ def test_a_change_finishes_the_exchanges_that_it_meets(seed: int) -> None:
             await under(swarm, number)
             await steps(swarm, 10)
             assert np.allclose(await mean(), before, atol=1e-5), text
+
+    simulate(seed, scenario)
+
+
+def test_from_each_mode_to_the_next() -> None:
+    async def scenario(swarm: Swarm) -> dict[str, Model]:
+        await swarm.start("abc", steps=20 + 20 * len(MODES) + 60)
+        await swarm.agree(**dict.fromkeys("abc", ALIVE))
+        await steps(swarm, 20)
+        for number, mode in enumerate([*MODES, "gossip"], 1):
+            began = trio.current_time()
+            await swarm.nodes["abc"[number % 3]].ask("mode_set", text=mode)
+            await under(swarm, number)
+            assert trio.current_time() - began < 2 * WIND_UP_LEAST_S, mode
+            await steps(swarm, 12)
+            for node in swarm.nodes.values():
+                assert (await node.ask("status"))["mode"] == mode
+                counts = await node.counts() if mode not in SLOW else {"rounds": 1}
+                assert counts.get("exchanges", 0) + counts.get("rounds", 0) > 0, mode
+        return await swarm.finish()
+
+    check_that_they_agree(simulate(1, scenario))
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_of_proposals_made_at_once_one_wins_everywhere(seed: int) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        await swarm.start("abcd", steps=300)
+        await swarm.agree(**dict.fromkeys("abcd", ALIVE))
+        await steps(swarm, 10)
+        for name, text in zip("abcd", ("allreduce", "diloco", "push-sum", "elastic"), strict=True):
+            await swarm.nodes[name].ask("mode_set", text=text)
+        await eventually(lambda: {node.plan.text for node in swarm.nodes.values()} == {"elastic"})
+
+        swarm.nodes["a"].daemon.model.plans.propose("elastic", once=True)
+        await trio.sleep(0.1)
+        await swarm.nodes["b"].ask("mode_set", text="gossip")
+        await eventually(
+            lambda: {(node.plan.text, node.plan.once) for node in swarm.nodes.values()} == {("gossip", False)}
+        )
+        await steps(swarm, 20)
 
     simulate(seed, scenario)
 
