@@ -11,8 +11,8 @@ from peerd.local_socket import find_node, request
 def average(name: NameOption = None, format: FormatOption = Format.TEXT) -> None:
     """Make every member's model the exact mean of all, to the bit; then train on in the mode that was.
 
-    Every trainer stops at its next step until all have the mean: export, or evaluate, what they hold from then on.
-    Without loss of precision (float32), whatever codec the mode has. A node that trains no more takes part, too.
+    Every trainer stops at its next step until all members hold the mean, in float32 whatever the mode's codec, and
+    trains on from there. A node that trains no more takes part, too, and keeps the mean.
     """
     answer = request(find_node(name), "average")
     if format is Format.JSON:
