@@ -84,6 +84,8 @@ class Exchanges:
         """
 
         def begin(now: float) -> list[Effect]:
+            if self.lane.mode is not None and (left := self.lane.mode.end()) is not None:
+                self._replica.add(left)
             self.lane.mode = make(me, layout, rng, settings, lambda: self._replica.values())
             self.plan = plan
             self._winds_up = False

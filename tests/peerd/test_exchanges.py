@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import trio
 import trio.testing
@@ -40,6 +41,7 @@ class Mode:
         self.counts: Counter[str] = Counter()
         self.deadline = float("inf")
         self.told: list[Any] = []
+        self.left: npt.NDArray[np.float32] | None = None  # that the model has not got
         self.answer: Callable[[Any], list[Effect]] = lambda _: []
 
     def _hear(self, event: Any) -> list[Effect]:
@@ -58,6 +60,9 @@ class Mode:
     def on_timer(self, now: float) -> list[Effect]:
         self.deadline = float("inf")
         return self._hear("timer")
+
+    def end(self) -> npt.NDArray[np.float32] | None:
+        return self.left
 
 
 class There:
@@ -564,6 +569,18 @@ def test_before_a_change_what_is_under_way_comes_to_its_end_and_nothing_new_begi
             await it.worked()
             await it.later(WIND_UP_LEAST_S)
             assert wound_up.is_set(), "whoever does not answer is not waited for"
+
+    run(body)
+
+
+def test_what_a_mode_still_held_is_the_models_before_another_takes_over() -> None:
+    async def body() -> None:
+        async with there() as it:
+            it.mode.left = ONE
+            made = await begin(it)
+            assert (await it.exchanges.values()).tolist() == [1, 1]
+            assert ("corrections", 0) in it.told, "the trainer gets it, too"
+            assert made.told == []
 
     run(body)
 

@@ -151,6 +151,10 @@ class Gossip:
         held = self._links.held.get(peer)
         return held is not None and held.reference.link == link
 
+    def end(self) -> Vector | None:
+        """References only say who knows what of the model."""
+        return None
+
     @property
     def under_way(self) -> bool:
         """Whether an exchange is."""

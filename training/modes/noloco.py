@@ -177,6 +177,10 @@ class NoLoCo:
         """Of the flush's links."""
         return self._flush.references()
 
+    def end(self) -> Vector | None:
+        """The outer model lies behind the model, and its momentum goes."""
+        return None
+
     @property
     def under_way(self) -> bool:
         """Whether an exchange is."""

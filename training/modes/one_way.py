@@ -162,6 +162,10 @@ class OneWay:
             for partner in self._partners.all()
         ]
 
+    def end(self) -> Vector | None:
+        """Copies only say who knows what of the model."""
+        return None
+
     @property
     def under_way(self) -> bool:
         """Whether a push is."""
