@@ -32,7 +32,20 @@ async def steps(swarm: Swarm, count: int) -> None:
     await eventually(lambda: all(swarm.nodes[name].trainer.step >= step for name, step in wanted.items()))
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+async def mean_at_rest(swarm: Swarm) -> Model:
+    """Of all models, once nothing is under way."""
+    for node in swarm.nodes.values():
+        node.trainer.rests = True
+    await trio.sleep(3)
+    models = [await node.daemon.model.model_values() for node in swarm.nodes.values()]
+    for node in swarm.nodes.values():
+        node.trainer.rests = False
+    await steps(swarm, 4)
+    mean: Model = np.mean(models, axis=0)
+    return mean
+
+
+@pytest.mark.parametrize("seed", [1, 2])
 def test_gossip_then_all_reduce_then_gossip_with_a_death_between(seed: int) -> None:
     async def scenario(swarm: Swarm) -> dict[str, Model]:
         everyone = dict.fromkeys("abcd", ALIVE)
@@ -64,7 +77,7 @@ def test_gossip_then_all_reduce_then_gossip_with_a_death_between(seed: int) -> N
     check_that_they_agree(simulate(seed, scenario))
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_an_average_makes_all_models_the_same_to_the_bit(seed: int) -> None:
     async def scenario(swarm: Swarm) -> dict[str, Model]:
         await swarm.start("abcd", steps=300)
@@ -130,22 +143,11 @@ def test_a_change_in_the_middle_of_the_final_flush_and_an_average_after_it() -> 
     simulate(1, scenario)
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1])
 def test_a_change_finishes_the_exchanges_that_it_meets(seed: int) -> None:
     """Nobody learns, exchanges come at every step: what a change cut in half would move the mean."""
 
     async def scenario(swarm: Swarm) -> None:
-        async def mean() -> Model:
-            """Of all models, once nothing is under way."""
-            for node in swarm.nodes.values():
-                node.trainer.rests = True
-            await trio.sleep(3)
-            models = [await node.daemon.model.model_values() for node in swarm.nodes.values()]
-            for node in swarm.nodes.values():
-                node.trainer.rests = False
-            await steps(swarm, 4)
-            return np.mean(models, axis=0)
-
         await swarm.start("abcd", steps=600, trigger="always", codec="float32")
         await swarm.agree(**dict.fromkeys("abcd", ALIVE))
         await steps(swarm, 20)
@@ -153,7 +155,7 @@ def test_a_change_finishes_the_exchanges_that_it_meets(seed: int) -> None:
             node.trainer.learns = False
             node.daemon.latency_s = 0.2  # something is always under way
         await steps(swarm, 10)  # what was learnt last is published
-        before = await mean()
+        before = await mean_at_rest(swarm)
         for number, text in enumerate([*CONSERVING, "gossip"], 1):
             for name, sign in zip("abcd", (1, -1, 1, -1), strict=True):  # apart again, about the same mean
                 swarm.nodes[name].trainer._model += np.float32(sign)
@@ -161,9 +163,31 @@ def test_a_change_finishes_the_exchanges_that_it_meets(seed: int) -> None:
             await swarm.nodes["abcd"[number % 4]].ask("mode_set", text=text)
             await under(swarm, number)
             await steps(swarm, 10)
-            assert np.allclose(await mean(), before, atol=1e-5), text
+            assert np.allclose(await mean_at_rest(swarm), before, atol=1e-5), text
 
     simulate(seed, scenario)
+
+
+@pytest.mark.parametrize("count", [2, 6])
+def test_what_was_rolled_back_for_a_round_is_not_lost(count: int) -> None:
+    """In hpsgd a window's progress is out of the model until the round that has it is over."""
+
+    async def scenario(swarm: Swarm) -> None:
+        await swarm.start("abc", steps=600, mode="allreduce", overlap="hpsgd", every=4)
+        await swarm.agree(**dict.fromkeys("abc", ALIVE))
+        for node in swarm.nodes.values():
+            node.trainer.learns, node.daemon.latency_s = False, 0.1
+        await steps(swarm, 30)
+        before = await mean_at_rest(swarm)
+        for name, moved in zip("abc", (1, 2, 3), strict=True):
+            swarm.nodes[name].trainer._model += np.float32(moved)
+        await steps(swarm, count)
+        await swarm.nodes["a"].ask("mode_set", text="gossip trigger=always codec=float32")
+        await under(swarm, 1)
+        await steps(swarm, 10)
+        assert np.allclose(await mean_at_rest(swarm), before + 2, atol=1e-5)
+
+    simulate(1, scenario)
 
 
 def test_from_each_mode_to_the_next() -> None:
