@@ -294,9 +294,7 @@ class ModelSide:
             assert self.layout is not None, "known once a trainer has attached"
             plan, settings = self.plans.plan, self.plans.settings
             make = Average if plan.once else parse_mode(settings.mode)
-            known = (
-                self._members() if self.about.ready else {}
-            )  # whom a newcomer may exchange with it hears once it may
+            known = self._members() if self.about.ready else {}  # a newcomer hears of the others once it may exchange
             alive = partners(known, self._me, self.signature, plan)
             await self._exchanges.begin(plan, alive, make, self._me, self.layout, self._rng, settings.mode_settings)
 

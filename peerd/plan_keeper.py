@@ -21,7 +21,7 @@ from peerd.roles import About, partners
 from peerd.settings import Settings, planned
 
 LOOK_S = 0.02  # while an average is under way, in which trainers stand still
-LINGER_S = 15.0  # after our own part of an average, for others': a death is known after 11 s, in a WAN its word is not
+LINGER_S = 15.0  # how long we are there for the others after our own part of an average; a death is known after 11 s
 ONCE_MOST_S = 400.0  # of an average: its leader's patience with a trainer that does not come (300 s), and the round
 
 

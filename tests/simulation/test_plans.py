@@ -10,8 +10,10 @@ from thin import Model, Swarm, eventually, simulate
 
 from peerd.effects import UserError
 from peerd.exchanges import WIND_UP_LEAST_S
+from peerd.plan_keeper import ONCE_MOST_S
 from peerd.training.modes import MODES
 from peerd.training.modes.average import Average
+from peerd.training.modes.leader import PATIENCE_FIRST_S
 
 CONSERVING = (
     "allreduce", "gossip", "diloco every=3", "allreduce overlap=hpsgd every=3", "allreduce codec=top_k every=2",
@@ -124,6 +126,26 @@ def test_nobody_stays_in_an_average_whose_member_dies(victim: str) -> None:
         await under(swarm, 1)
         assert not any(isinstance(node.daemon.model.mode, Average) for node in swarm.nodes.values() if node.runs)
         await steps(swarm, 20)
+
+    simulate(1, scenario)
+
+
+@pytest.mark.parametrize("late", ["a", "d"])
+def test_a_trainer_that_does_not_come_to_the_average_is_left_out_and_named(late: str) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        await swarm.start("abcd", steps=300)
+        await swarm.agree(**dict.fromkeys("abcd", ALIVE))
+        await steps(swarm, 10)
+        trainer = swarm.nodes[late].trainer
+        trainer.rests = True
+        await trio.sleep(1)
+        answer = await swarm.nodes["b"].ask("average")
+        assert answer["members"] == sorted({*"abcd"} - {late})
+        assert answer["not_in_it"] == [late]
+        assert PATIENCE_FIRST_S <= answer["seconds"] < ONCE_MOST_S
+        await under(swarm, 1)
+        trainer.rests = False
+        await steps(swarm, 10)
 
     simulate(1, scenario)
 
