@@ -6,12 +6,14 @@ import sys
 
 import typer
 
+from peerd.cli.average import average
 from peerd.cli.demo import demo
 from peerd.cli.export import export
 from peerd.cli.info import info
 from peerd.cli.join import join
 from peerd.cli.leave import leave
 from peerd.cli.members import members
+from peerd.cli.mode import mode
 from peerd.cli.simulate import simulate
 from peerd.cli.start import START_CONTEXT, start
 from peerd.cli.status import status
@@ -25,8 +27,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(context_settings=START_CONTEXT)(start)
-for verb in (join, leave, members, status, info, export, demo, simulate, version):
+for verb in (join, leave, members, status, info, export, average, demo, simulate, version):
     app.command()(verb)
+app.add_typer(mode, name="mode")
 
 
 def run() -> None:

@@ -13,8 +13,8 @@ def members(name: NameOption = None, format: FormatOption = Format.TEXT) -> None
         print_json(rows)
         return
     print_table(
-        ["NAME", "ADDRESS", "STATE", "MODEL", "ID"],
-        [[_marked(row), row["address"], row["state"], row["model"] or "-", row["id"]] for row in rows],
+        ["NAME", "ADDRESS", "STATE", "MODE", "MODEL", "ID"],
+        [[_marked(row), row["address"], row["state"], row["mode"], row["model"] or "-", row["id"]] for row in rows],
     )
 
 

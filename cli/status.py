@@ -53,7 +53,7 @@ def status(
 
 def _print_text(answer: dict[str, Any]) -> None:
     members = ", ".join(f"{count} {state}" for state, count in answer["members"].items() if count)
-    typer.echo(f"{answer['name']}: {answer['phase']}; members: {members}")
+    typer.echo(f"{answer['name']}: {answer['phase']}; mode: {answer['mode']}; members: {members}")
     if trainer := answer["trainer"]:
         metrics = "".join(f", {key} {value:.4g}" for key, value in trainer["metrics"].items())
         loss = "" if trainer["loss"] is None else f", loss {trainer['loss']:.4f}"

@@ -24,12 +24,13 @@ from peerd.export import write_safetensors
 from peerd.local_socket import socket_path
 from peerd.logs import LOGGER, configure
 from peerd.membership import LAN, WAN, Membership
-from peerd.messages import Hello, Member, MemberTable, Refuse, State, Welcome
+from peerd.messages import AS_STARTED, Hello, Member, MemberTable, Plan, Refuse, State, Welcome
 from peerd.metrics import LoopLatency
 from peerd.model_side import ModelSide
 from peerd.peers import Peers
-from peerd.roles import About
-from peerd.settings import Settings, parse_address, unknown_variables
+from peerd.plan import parts
+from peerd.roles import About, partners
+from peerd.settings import PLANNED, Settings, parse_address, unknown_variables
 from peerd.supervisor import Supervisor
 from peerd.swarm_view import SwarmView
 from peerd.training import delta
@@ -116,12 +117,15 @@ class Daemon:
             hello = await answer(link, self._check, Welcome(self._me.id, self._me.name, self._me.epoch))
             self._accepted.add(link)
             self._raise_payload_limits()
+            plan = AS_STARTED
             while True:
                 message = await link.receive()
                 if isinstance(message, MemberTable):
                     await self.view.answer(link, message)
+                elif isinstance(message, Plan):
+                    plan = message
                 else:
-                    await self.model.on_message(hello.node, message)
+                    await self.model.on_message(hello.node, message, plan)
         except Refused as refusal:
             LOGGER.warning("%s", refusal)
         except PeerError as error:
@@ -205,6 +209,9 @@ class Daemon:
             "join": self._verb_join,
             "leave": self._verb_leave,
             "export": self._verb_export,
+            "mode": self._verb_mode,
+            "mode_set": self._verb_mode_set,
+            "average": self._verb_average,
         }
 
     async def _verb_members(self, _: dict[str, Any]) -> dict[str, Any]:
@@ -218,6 +225,8 @@ class Daemon:
                 "incarnation": member.incarnation,
                 "model": About.unpack(member.meta).model,
                 "ready": About.unpack(member.meta).ready,
+                "plan": About.unpack(member.meta).plan.number,
+                "mode": self._mode_under(About.unpack(member.meta).plan),
                 "self": member.id == self._me.id,
             }
             for member in self._members().values()
@@ -254,9 +263,10 @@ class Daemon:
             "uptime_s": trio.current_time() - self._began,
             "members": {state.name.lower(): states.count(state) for state in State},
             "awareness": membership.awareness,
-            "mode": self.settings.mode,
-            "codec": self.settings.mode_settings.codec,
-            "trigger": self.settings.trigger,
+            "mode": self._mode_under(model.plans.plan),
+            "plan": model.plans.plan.number,
+            "codec": model.plans.settings.mode_settings.codec,
+            "trigger": model.plans.settings.trigger,
             "parameters": model.layout.parameters if model.layout else 0,
             "values": model.layout.total if model.layout else 0,
             "trainer": asdict(model.facts) if model.facts else None,
@@ -295,6 +305,45 @@ class Daemon:
         size = await trio.to_thread.run_sync(write_safetensors, path, values, self.model.tensors)
         step = self.model.facts.step if self.model.facts else 0
         return {"path": str(path), "bytes": size, "tensors": len(self.model.tensors), "step": step}
+
+    async def _verb_mode(self, _: dict[str, Any]) -> dict[str, Any]:
+        plans, members = self.model.plans, self._members()
+        return {
+            "plan": plans.plan.number,
+            "mode": self._mode_under(plans.plan),
+            "settings": {key: getattr(plans.settings, key) for key in PLANNED},
+            "author": plans.plan.author,
+            "proposed_by": members[plans.plan.author].name if plans.plan.author in members else plans.plan.author,
+            "members": [
+                {"name": member.name, "plan": plan.number, "mode": self._mode_under(plan)}
+                for member, plan in sorted(plans.said().items(), key=lambda said: said[0].name)
+            ],
+        }
+
+    async def _verb_mode_set(self, message: dict[str, Any]) -> dict[str, Any]:
+        plan = self.model.plans.propose(str(message["text"]))
+        return {"plan": plan.number, "author": plan.author}
+
+    async def _verb_average(self, _: dict[str, Any]) -> dict[str, Any]:
+        began, sent, received = trio.current_time(), self.peers.bytes_sent, self.peers.bytes_received
+        average = await self.model.plans.average_all()
+        members = self._members()
+        names = {id: members[id].name for id in [self._me.id, *average.members] if id in members}
+        live = partners(members, self._me.id, self.model.signature)
+        return {
+            "members": sorted(names.values()),
+            "not_in_it": sorted(members[id].name for id in live - names.keys()),
+            "seconds": trio.current_time() - began,
+            "bytes_sent": self.peers.bytes_sent - sent,
+            "bytes_received": self.peers.bytes_received - received,
+            "distance": average.distance,
+            "plan": self.model.plans.plan.number,
+            "mode": self._mode_under(self.model.plans.plan),
+        }
+
+    def _mode_under(self, plan: Plan) -> str:
+        """What a plan does, in a word."""
+        return "average" if plan.once else parts(plan.text)[0] or self.settings.mode
 
 
 async def run(settings: Settings, command: list[str]) -> int:

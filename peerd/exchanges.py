@@ -1,4 +1,9 @@
-"""How do the mode's decisions become deeds? Events go to it through the lane, effects to the peers and the trainer."""
+"""How do the mode's decisions become deeds? Events go to it through the lane, effects to the peers and the trainer.
+
+A mode may be followed by another one on the same replica. Before, the old one begins nothing new for a while, so that
+what is under way comes to its end; after, the trainer is told the new barrier, and what it reported before it knew is
+not the new mode's: it may have gone on since.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,7 @@ import trio
 from peerd.effects import Effect, Log, NodeId, Proceed, Publish, Resume, Send, StepReport
 from peerd.lane import HandOver, Lane
 from peerd.logs import LOGGER
-from peerd.messages import Connected, Message, ModelSnapshot
+from peerd.messages import AS_STARTED, Connected, Message, ModelSnapshot, Plan
 from peerd.peers import Peers
 from peerd.replica import Replica
 from peerd.trainer_session import TrainerSession
@@ -25,6 +30,8 @@ from peerd.training.modes import Mode, ModeMaker, ModeSettings
 SNAPSHOT_CODEC = "float32"  # a newcomer starts from exactly the donor's model
 EXCHANGE_SHARE = 4  # times the slowest exchange so far: how long a leaving node's hand-over may take
 HAND_OVER_LEAST_S = 3.0
+WIND_UP_LEAST_S, WIND_UP_MOST_S = 3.0, 60.0  # the same for what is under way when the mode changes
+WIND_UP_LOOK_S = 0.02
 LOOK_LEAST_S, LOOK_MOST_S = 0.05, 0.5  # how often the mode's deadline is looked at, which every event may move
 
 
@@ -33,12 +40,18 @@ class Exchanges:
 
     def __init__(self, peers: Peers) -> None:
         self.lane = Lane(self._perform)
+        self.plan = AS_STARTED  # what the mode belongs to
+        self._told_plan = AS_STARTED
+        self.averaged = trio.Event()  # the model is the average with which the plan begins
         self.session: TrainerSession | None = None
         self.settled = trio.Event()  # all models agree
         self._handed_over = trio.Event()  # every partner has what this node had not yet sent
         self._peers = peers
         self._publish_asked = False
         self._resume_asked = False
+        self._last_report: StepReport | None = None  # the lane's
+        self._winds_up = False
+        self._untold = 0  # changes of the mode that the trainer does not know of yet; the lane's
         self._pending_report: StepReport | None = None
         self._report_lock = threading.Lock()
         self._began: dict[NodeId, float] = {}  # the lane's, like the mode: halves cross
@@ -53,11 +66,48 @@ class Exchanges:
                 deadline = mode.deadline if mode is not None else math.inf
                 await trio.sleep(min(LOOK_MOST_S, max(LOOK_LEAST_S, deadline - trio.current_time())))
                 if mode is not None and trio.current_time() >= mode.deadline:
-                    await self.lane.call(self._mode.on_timer)
+                    await self.lane.call(self._on_timer)
 
-    def begin(self, make: ModeMaker, me: NodeId, layout: Layout, rng: random.Random, settings: ModeSettings) -> None:
-        """From now on there is a mode, on the replica that the lane has."""
-        self.lane.mode = make(me, layout, rng, settings, lambda: self._replica.values())
+    async def begin(
+        self,
+        plan: Plan,
+        alive: frozenset[NodeId],
+        make: ModeMaker,
+        me: NodeId,
+        layout: Layout,
+        rng: random.Random,
+        settings: ModeSettings,
+    ) -> None:
+        """From now on there is this mode, on the replica that the lane has.
+
+        It knows its partners from the beginning: alone, a mode of rounds would have its first round by itself.
+        """
+
+        def begin(now: float) -> list[Effect]:
+            if self.lane.mode is not None and (left := self.lane.mode.end()) is not None:
+                self._replica.add(left)
+            self.lane.mode = make(me, layout, rng, settings, lambda: self._replica.values())
+            self.plan = plan
+            self._winds_up = False
+            self._began.clear()
+            return self._mode.on_peers(alive, now)
+
+        await self.lane.call(begin)
+
+    async def wind_up(self) -> None:
+        """Have the mode begin nothing new, and wait for the end of what is under way, if that comes soon."""
+        self._winds_up = True
+        busy = self.lane.mode is not None
+
+        def look(_: float) -> list[Effect]:
+            nonlocal busy
+            busy = self._mode.under_way
+            return []
+
+        with trio.move_on_after(min(WIND_UP_MOST_S, max(WIND_UP_LEAST_S, EXCHANGE_SHARE * self._slowest_s))):
+            while busy:
+                await self.lane.call(look)
+                await trio.sleep(WIND_UP_LOOK_S if busy else 0)
 
     # ---------------------------------------------------------------- from the swarm
 
@@ -82,12 +132,14 @@ class Exchanges:
 
         self.lane.post(again)
 
-    async def on_message(self, sender: NodeId, message: Message) -> None:
-        """A peer's message to the mode. Raises PeerError."""
+    async def on_message(self, sender: NodeId, message: Message, plan: Plan = AS_STARTED) -> None:
+        """A peer's message to the mode, meant under this plan. Raises PeerError."""
         if self.lane.mode is None:
             return
 
         def heard(now: float) -> list[Effect]:
+            if plan != self.plan:
+                return []
             self._slowest_s = max(self._slowest_s, now - self._began.pop(sender, now))
             return self._mode.on_message(sender, message, now)
 
@@ -114,7 +166,7 @@ class Exchanges:
 
             def tell_newest(now: float) -> list[Effect]:
                 newest = self._replace_report(None)
-                return [] if newest is None else self._mode.on_step(newest, now)
+                return [] if newest is None else self._on_step(newest, None, now)
 
             self.lane.post(tell_newest)
 
@@ -127,6 +179,26 @@ class Exchanges:
 
         self.lane.post(taken)
 
+    def on_told(self) -> None:
+        """The trainer knows of a change of the mode: what it reports from now on is for the new one."""
+
+        def told(_: float) -> list[Effect]:
+            self._untold = max(0, self._untold - 1)
+            return []
+
+        self.lane.post(told)
+
+    def go_on_finishing(self, step: int, *, stands: bool) -> None:
+        """Tell a new mode that the run ended under the one before; or that no trainer trains, if it `stands` still."""
+
+        def say(now: float) -> list[Effect]:
+            last = self._last_report
+            if stands and (last is None or not last.finishing):
+                last = StepReport(step, 0.0, 1.0, published=False, finishing=True)
+            return self._mode.on_step(last, now) if last is not None and last.finishing else []
+
+        self.lane.post(say)
+
     def ask_publish(self) -> None:
         """Have the trainer publish a copy at its next step."""
         self.lane.post(lambda _: [Publish()])
@@ -137,6 +209,7 @@ class Exchanges:
         self._publish_asked = self._resume_asked = False
 
         def owned_here(_: float) -> list[Effect]:
+            self._untold = 0
             if self.session is None and self.lane.replica is not None:
                 self.lane.replica.owned_here()
             return []
@@ -162,7 +235,13 @@ class Exchanges:
         if copy is not None:
             self._publish_asked = False
             self._replica.published(copy)
-        return self._mode.on_step(report, now)
+        self._last_report = report
+        waits = (self._winds_up or self._untold > 0) and not report.finishing
+        return [] if waits else self._mode.on_step(report, now)
+
+    def _on_timer(self, now: float) -> list[Effect]:
+        """The mode may have changed since its deadline came."""
+        return self._mode.on_timer(now) if now >= self._mode.deadline else []
 
     def _replace_report(self, report: StepReport | None) -> StepReport | None:
         """Swap the report that waits for the lane; the loop and the lane's thread both do."""
@@ -173,6 +252,8 @@ class Exchanges:
     # ---------------------------------------------------------------- what the mode asks
 
     async def _perform(self, effects: list[Effect | HandOver]) -> None:
+        if self.plan != self._told_plan:
+            await self._tell_change()
         for effect in effects:
             match effect:
                 case Send():
@@ -186,6 +267,10 @@ class Exchanges:
                     await self.session.tell("publish", slot=self._replica.spare_copy)
                 case Resume():
                     self._resume_asked = True
+                case Proceed() if self.plan.once:
+                    self._handed_over.set()
+                    if effect.settled:
+                        self.averaged.set()
                 case Proceed():
                     self._handed_over.set()
                     if effect.settled:
@@ -195,6 +280,15 @@ class Exchanges:
         if self._resume_asked and self.session is not None and self.all_taken:
             self._resume_asked = False
             await self.session.tell("resume")
+
+    async def _tell_change(self) -> None:
+        """To whoever sends for the mode, and to a trainer that trains: one that waits at the old barrier goes on."""
+        self._peers.plan = self._told_plan = self.plan
+        self.averaged = trio.Event()
+        self._resume_asked = False
+        if self.session is not None and self.session.started:
+            self._untold += 1
+            await self.session.tell("barrier", barrier=self._mode.barrier)
 
     # ---------------------------------------------------------------- for who leaves or looks
 

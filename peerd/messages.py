@@ -148,6 +148,25 @@ class ModelSnapshot:
     chunks: Chunks
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Plan:
+    """How a swarm combines models (plan.py); on a connection: what the messages after it were meant under."""
+
+    KIND: ClassVar[int] = 34
+    number: int = 0  # 0: as each node was started
+    author: str = ""
+    done: bool = True  # False: one exact average of all models comes first
+    text: str = ""  # the mode, and its settings as key=value, with blanks between; "": as each node was started
+
+    @property
+    def once(self) -> bool:
+        """Whether what goes on now is that average."""
+        return not self.done
+
+
+AS_STARTED = Plan()
+
+
 @dataclass(frozen=True, slots=True)
 class LinkOpen:
     """Start a paired-reference link named `link`: answer with a LinkSnapshot, or with LinkClosed to decline."""
@@ -446,7 +465,7 @@ class Connected:
 
 
 Message = (
-    Ping | PingRequest | Ack | Nack | MemberTable | Hello | Welcome | Refuse | ModelRequest | ModelSnapshot
+    Ping | PingRequest | Ack | Nack | MemberTable | Hello | Welcome | Refuse | ModelRequest | ModelSnapshot | Plan
     | LinkOpen | LinkSnapshot | Delta | LinkClose | LinkClosed
     | Push | Pushed | PushForgotten | Pull
     | RoundReport | RoundBegin | RoundPiece | PieceTaken | RoundCommit
@@ -457,7 +476,7 @@ Message = (
 MESSAGES: dict[int, type[Message]] = {
     message.KIND: message
     for message in (
-        Ping, PingRequest, Ack, Nack, MemberTable, Hello, Welcome, Refuse, ModelRequest, ModelSnapshot,
+        Ping, PingRequest, Ack, Nack, MemberTable, Hello, Welcome, Refuse, ModelRequest, ModelSnapshot, Plan,
         LinkOpen, LinkSnapshot, Delta, LinkClose, LinkClosed,
         Push, Pushed, PushForgotten, Pull,
         RoundReport, RoundBegin, RoundPiece, PieceTaken, RoundCommit,

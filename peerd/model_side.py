@@ -1,6 +1,7 @@
 """The half of a daemon that has a model: how a trainer comes, trains with the swarm, and goes.
 
-What a trainer waits for is catch_up.py's, what it says trainer_session.py's, and what the mode does exchanges.py's.
+What a trainer waits for is catch_up.py's, what it says trainer_session.py's, what the mode does exchanges.py's, and how
+one mode follows another plan_keeper.py's.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from peerd.control import LocalConnection
 from peerd.effects import Address, NodeId, PeerError, UserError
 from peerd.exchanges import Exchanges
 from peerd.logs import LOGGER
-from peerd.messages import Member, Message, ModelRequest, ModelSnapshot
+from peerd.messages import AS_STARTED, Member, Message, ModelRequest, ModelSnapshot, Plan
 from peerd.peers import Peers
+from peerd.plan_keeper import PlanKeeper
 from peerd.replica import Replica
 from peerd.roles import About, partners
 from peerd.settings import Settings
@@ -29,6 +31,7 @@ from peerd.trainer_session import TrainerFacts, TrainerGone, TrainerSession, is_
 from peerd.training import delta
 from peerd.training.delta import Layout, NotFinite
 from peerd.training.modes import Mode, parse_mode
+from peerd.training.modes.average import Average
 
 SETTLE_SHARE = 0.1  # of the run's own duration: how long its end waits for members that still train
 SETTLE_LEAST_S = 10.0
@@ -71,12 +74,15 @@ class ModelSide:
         self._catch_up = CatchUp(
             me, peers, members, has_seeds=bool(settings.join), awaited=awaited, awaited_until=awaited_until
         )
+        self.plans = PlanKeeper(me, settings, self._exchanges, members, self._change_plan, self._say_averaged)
         self._leaving = False
         self._lr_most = 0.0  # the trigger's threshold follows the learning rate, across restarts of the trainer too
 
     async def run(self) -> None:
         """Work until cancelled."""
-        await self._exchanges.run()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._exchanges.run)
+            nursery.start_soon(self.plans.run)
 
     @property
     def mode(self) -> Mode | None:
@@ -88,22 +94,24 @@ class ModelSide:
     def on_members(self) -> None:
         """The membership changed: the mode's partners may have."""
         self._catch_up.on_members()
+        self.plans.on_members()
         if self.mode is not None:
-            self._exchanges.on_partners(partners(self._members(), self._me, self.signature))
+            plan = self._exchanges.plan
+            self._exchanges.on_partners(partners(self._members(), self._me, self.signature, plan))
 
     def on_reconnected(self, peer: NodeId) -> None:
         """Messages to this peer flow again."""
         self._exchanges.on_reconnected(peer)
 
-    async def on_message(self, sender: NodeId, message: Message) -> None:
-        """A peer's message, of the mode or about a whole model. Raises PeerError."""
+    async def on_message(self, sender: NodeId, message: Message, plan: Plan = AS_STARTED) -> None:
+        """A peer's message, of the mode under this plan or about a whole model. Raises PeerError."""
         match message:
             case ModelRequest():
                 await self._give_model(sender)
             case ModelSnapshot():
                 self._catch_up.on_snapshot(sender, message)
             case _:
-                await self._exchanges.on_message(sender, message)
+                await self._exchanges.on_message(sender, message, plan)
 
     def on_refused(self, refusal: PeerError, *, newcomer: bool) -> None:
         """A peer will not have us. Before we are part of the swarm that is our own failure."""
@@ -149,6 +157,7 @@ class ModelSide:
             self._exchanges.on_trainer_gone()
             session.ended.set()
             facts.phase = "finished" if facts.phase == "finished" else "gone"
+            self._join_average()
 
     def _refuse(self, message: dict[str, Any], connection: LocalConnection) -> str | None:
         if self._exchanges.session is not None:
@@ -180,13 +189,17 @@ class ModelSide:
         if ready is None or ready["kind"] != "ready":
             raise TrainerGone
         LOGGER.info("a trainer attached: %s values in %d tensors", f"{self.layout.total:,}", len(self.tensors))
+        if self.mode is None:
+            await session.attended(self.plans.none_averages)
         load, step = await self._first_model(session, self.layout, Replica(memory), ready["step"])
         facts.step = facts.first_step = step
         if self.mode is None:
-            self._exchanges.begin(parse_mode(settings.mode), self._me, self.layout, self._rng, settings.mode_settings)
+            await self._begin_mode()
         await self._tell(ready=True)
         self.on_members()
+        self._join_average()
         barrier = self.mode.barrier if self.mode is not None else 0
+        session.started = True
         await session.tell("start", load=load, step=step, lr_most=self._lr_most, barrier=barrier)
         self._exchanges.ask_publish()  # the mode may still wait for a copy from the trainer before this one
 
@@ -225,11 +238,14 @@ class ModelSide:
                         self._exchanges.on_taken(said["half"])
                     case "slot":
                         self._exchanges.ask_publish()
+                    case "barrier":
+                        self._exchanges.on_told()
             nursery.cancel_scope.cancel()
 
     async def _release(self, session: TrainerSession) -> None:
         """Let the trainer make its first step once enough members can join in."""
         await self._catch_up.enough_members(self._settings.wait_for, self.signature)
+        await self.plans.none_averages()
         session.facts.phase, session.facts.began = "training", trio.current_time()
         LOGGER.info("training from step %d", session.facts.step)
         await session.tell("go")
@@ -269,6 +285,37 @@ class ModelSide:
     async def _tell(self, **changes: Any) -> None:
         self.about = replace(self.about, **changes)
         await self._say_about(self.about)
+
+    # ---------------------------------------------------------------- the mode
+
+    async def _begin_mode(self) -> None:
+        """That of the plan in force, which may change meanwhile."""
+        while self.mode is None or self._exchanges.plan != self.plans.plan:
+            assert self.layout is not None, "known once a trainer has attached"
+            plan, settings = self.plans.plan, self.plans.settings
+            make = Average if plan.once else parse_mode(settings.mode)
+            known = self._members() if self.about.ready else {}  # a newcomer hears of the others once it may exchange
+            alive = partners(known, self._me, self.signature, plan)
+            await self._exchanges.begin(plan, alive, make, self._me, self.layout, self._rng, settings.mode_settings)
+
+    async def _change_plan(self, plan: Plan) -> None:
+        """Another plan is in force."""
+        if self.mode is not None:
+            await self._begin_mode()
+        await self._tell(plan=plan, averaged=False)
+        self.on_members()
+        if self.mode is not None:
+            self._exchanges.go_on_finishing(self.facts.step if self.facts else 0, stands=False)
+        self._join_average()
+
+    def _join_average(self) -> None:
+        """Where no trainer trains, none will come to the barrier: the model as it stands is this node's part."""
+        trains = self.facts is not None and self.facts.phase == "training"
+        if self._exchanges.plan.once and self.mode is not None and not trains:
+            self._exchanges.go_on_finishing(self.facts.step if self.facts else 0, stands=True)
+
+    async def _say_averaged(self) -> None:
+        await self._tell(averaged=True)
 
     # ---------------------------------------------------------------- for the export
 

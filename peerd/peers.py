@@ -2,7 +2,8 @@
 
 So two nodes that dial each other at once need no tie-break, and an answer never waits behind the other end's bulk. A
 peer's queue holds what its mode has under way (one exchange a link), so it is bounded by the mode. What is queued or in
-flight when a connection breaks is dropped; `reconnected` then tells the mode to say it again.
+flight when a connection breaks is dropped; `reconnected` then tells the mode to say it again. A message belongs to the
+plan (plan.py) under which it was queued: the connection says so before it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import trio
 
 from peerd.effects import Address, NodeId, PeerError
 from peerd.logs import LOGGER
-from peerd.messages import Hello, Message
+from peerd.messages import AS_STARTED, Hello, Message, Plan
 from peerd.transport.hello import Refused, greet
 from peerd.transport.link import Link, LinkLost, Transport
 
@@ -30,7 +31,7 @@ REFUSED_RETRY_S = 30.0  # it may have been restarted with the right model
 @dataclass(slots=True, eq=False)
 class _Outbox:
     scope: trio.CancelScope
-    queue: deque[Message] = field(default_factory=deque)
+    queue: deque[tuple[Plan, Message]] = field(default_factory=deque)
     filled: trio.Event = field(default_factory=trio.Event)
 
 
@@ -46,6 +47,7 @@ class Peers:
         refused: Callable[[Refused], None],
     ) -> None:
         """`hello` is asked anew for every connection: the model may have become known meanwhile."""
+        self.plan = AS_STARTED  # of what is sent from now on
         self._transport = transport
         self._hello = hello
         self._address_of = address_of
@@ -71,14 +73,14 @@ class Peers:
         if box is None:
             box = self._boxes[peer] = _Outbox(trio.CancelScope())
             self._nursery.start_soon(self._keep_connected, peer, box)
-        said = what_is_said(message)
-        waiting = [at for at, other in enumerate(box.queue) if what_is_said(other) == said]
+        said = self.plan, what_is_said(message)
+        waiting = [at for at, (plan, other) in enumerate(box.queue) if (plan, what_is_said(other)) == said]
         if supersedes(message) and waiting and waiting[-1] > 0:
-            box.queue[waiting[-1]] = message
+            box.queue[waiting[-1]] = self.plan, message
             return
         if len(box.queue) >= QUEUE_MAX or (waiting and not supersedes(message)):
             return  # the mode says again what has had no answer; on a thin line, perhaps because it has not left yet
-        box.queue.append(message)
+        box.queue.append((self.plan, message))
         box.filled.set()
 
     def forget(self, peer: NodeId) -> None:
@@ -148,12 +150,17 @@ class Peers:
     async def _write(self, peer: NodeId, link: Link, box: _Outbox) -> None:
         """Send what is queued, while watching for the end of the connection. Raises LinkLost or PeerError."""
         ended: Exception | None = None
+        said = AS_STARTED
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(_watch, link)
                 while True:
                     while box.queue:
-                        await link.send(box.queue[0])
+                        plan, message = box.queue[0]
+                        if plan != said:
+                            await link.send(plan)
+                            said = plan
+                        await link.send(message)
                         await link.flushed()  # until then it waits, and need not be said again
                         box.queue.popleft()
                     box.filled = trio.Event()

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import msgpack
 
+from peerd import plan as plans
 from peerd.effects import Address, NodeId
-from peerd.messages import Member, State
+from peerd.messages import AS_STARTED, Member, Plan, State
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +21,13 @@ class About:
     ready: bool = False  # it holds the swarm's model: it can give it, and exchange
     expects: bool = False  # a trainer is attached or on its way
     founder: bool = False  # it was started without a node to join
+    plan: Plan = AS_STARTED  # how it combines models (plan.py)
+    averaged: bool = False  # its model is the average with which that plan begins
 
     def pack(self) -> bytes:
-        """At most 64 bytes."""
-        packed: bytes = msgpack.packb([self.model[:16], self.ready, self.expects, self.founder])
+        """At most 64 bytes while each node works as it was started, else at most 400."""
+        changed = [] if self.plan == AS_STARTED else [*plans.pack(self.plan), self.averaged]
+        packed: bytes = msgpack.packb([self.model[:16], self.ready, self.expects, self.founder, *changed])
         return packed
 
     @classmethod
@@ -31,13 +35,13 @@ class About:
     def unpack(cls, meta: bytes) -> About:
         """Anything unreadable is a member that offers nothing."""
         try:
-            said = msgpack.unpackb(meta, max_array_len=16, max_str_len=64)
+            said = msgpack.unpackb(meta, max_array_len=16, max_str_len=256)
         except (ValueError, TypeError, msgpack.UnpackException):
             return cls()
         if not isinstance(said, list) or len(said) < 4 or not isinstance(said[0], str):
             return cls()
         model, ready, expects, founder = said[:4]
-        return cls(model, ready is True, expects is True, founder is True)
+        return cls(model, ready is True, expects is True, founder is True, plans.unpack(said[4:8]), said[8:9] == [True])
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +63,16 @@ class WaitFor:
     reason: str
 
 
-def partners(members: Mapping[NodeId, Member], me: NodeId, model: str) -> frozenset[NodeId]:
-    """Live members that hold the same model and can exchange."""
-    return frozenset(id for id, member in members.items() if id != me and is_partner(member, model))
+def partners(members: Mapping[NodeId, Member], me: NodeId, model: str, plan: Plan | None = None) -> frozenset[NodeId]:
+    """Live members that hold the same model and can exchange: under `plan`, where one is given."""
+    return frozenset(id for id, member in members.items() if id != me and is_partner(member, model, plan))
 
 
-def is_partner(member: Member, model: str) -> bool:
+def is_partner(member: Member, model: str, plan: Plan | None = None) -> bool:
     """Whether this member lives, holds the same model and can exchange."""
     about = About.unpack(member.meta)
-    return member.state <= State.SUSPECT and about.ready and about.model == model[:16]
+    holds = member.state <= State.SUSPECT and about.ready and about.model == model[:16]
+    return holds and (plan is None or plans.works_with(plan, about.plan))
 
 
 def donors(members: Mapping[NodeId, Member], me: NodeId) -> list[NodeId]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from peerd import plan
 from peerd.effects import Address, UserError
 from peerd.training.codecs import CODECS
 from peerd.training.collectives import parse_topology
@@ -21,6 +22,7 @@ from peerd.training.trigger import parse_trigger
 
 DEFAULT_PORT = 7946
 OTHER_VARIABLES = ("CONFIG", "DATA", "PEERS", "RANK", "SOCKET")  # PEERD_ variables that are no settings
+PLANNED = ("codec", "trigger", "every", "overlap", "topology", "servers", "min_peers", "view")  # with the mode: a plan
 _WORDS = {tuple: "a list of strings", int: "a whole number", float: "a number", str: "a string"}
 
 
@@ -116,6 +118,24 @@ def load(flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | 
             values[item.name] = _from_text(item.name, environment[variable], variable)
     values.update({key: value for key, value in flags.items() if value is not None})
     return replace(Settings(), **values)
+
+
+def planned(started: Settings, text: str) -> Settings:
+    """What a plan's text makes of what this node was started with. Raises UserError.
+
+    What the text does not name is as at the start for the mode that the node was started with, which is every
+    member's, and the default for another mode: a codec that suits one may ruin the other.
+    """
+    if not text:
+        return started
+    if len(text.encode()) > plan.TEXT_BYTES:
+        raise UserError(f"mode: longer than {plan.TEXT_BYTES} bytes")
+    mode, changes = plan.parts(text)
+    if unknown := [key for key in changes if key not in PLANNED]:
+        raise UserError(f"mode: unknown setting {unknown[0]!r}; known: {', '.join(PLANNED)}")
+    others = {} if mode == started.mode else {key: getattr(Settings(), key) for key in PLANNED}
+    told = {key: _from_text(key, value, f"mode {mode}") for key, value in changes.items()}
+    return replace(started, mode=mode, **{**others, **told})
 
 
 def unknown_variables(environment: Mapping[str, str]) -> str | None:

@@ -268,8 +268,8 @@ class _Session:
             self._end(step)
         at_barrier = self._barrier > 0 and step % self._barrier == 0
         if at_barrier:
-            self._wait_for_slot()
             self._resumed = False
+            self._wait_for_slot()
         self._report(step, change, **rest)
         while at_barrier and not self._resumed and not self._stop:
             self._poll(timeout_s=None)
@@ -358,6 +358,10 @@ class _Session:
                 self._go = True
             case "resume":
                 self._resumed = True
+            case "barrier":  # the mode has changed, and nobody waits at the old one's any more
+                self._barrier = message["barrier"]
+                self._resumed = True
+                self._link.send({"kind": "barrier"})
             case "finished":
                 self._finished = True
             case "stop":

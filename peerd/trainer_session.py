@@ -52,6 +52,7 @@ class TrainerSession:
 
     def __init__(self, connection: LocalConnection, facts: TrainerFacts) -> None:
         self.facts = facts
+        self.started = False  # it has been told what to start from: it knows the mode's barrier
         self.ended = trio.Event()  # its last step has been said, or it is gone
         self._connection = connection
 
@@ -132,4 +133,4 @@ def _is_understood(said: dict[str, Any]) -> bool:
         case "taken":
             return isinstance(said.get("half"), int) and said["half"] in (0, 1)
         case kind:
-            return kind == "slot"
+            return kind in ("slot", "barrier")

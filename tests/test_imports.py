@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 FOLDERS = {"peerd": ROOT / "peerd", **{f"peerd.{name}": ROOT / name for name in ("transport", "training", "cli")}}
 
 CORES = {
-    "peerd.messages", "peerd.effects", "peerd.replica", "peerd.roles",
+    "peerd.messages", "peerd.effects", "peerd.plan", "peerd.replica", "peerd.roles",
     "peerd.membership", "peerd.dissemination", "peerd.probing", "peerd.roster", "peerd.suspicion",
     "peerd.table_exchange", "peerd.timing",
     "peerd.training.delta", "peerd.training.mass", "peerd.training.outer", "peerd.training.public_copy",
@@ -26,7 +26,7 @@ CORE_PACKAGES = ("peerd.training.modes", "peerd.training.codecs", "peerd.trainin
 SHELLS = {
     "peerd.daemon", "peerd.swarm_view", "peerd.peers", "peerd.lane", "peerd.model_side", "peerd.exchanges",
     "peerd.catch_up", "peerd.trainer_session", "peerd.control", "peerd.supervisor", "peerd.metrics",
-    "peerd.known_members",
+    "peerd.known_members", "peerd.plan_keeper",
 }  # fmt: skip
 SHELL_PACKAGES = ("peerd.transport", "peerd.cli")
 NOT_IN_CORES = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -11,13 +12,14 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import trio
 import trio.testing
 
 from peerd.effects import Apply, Effect, Log, NodeId, PeerError, Proceed, Publish, Send, StepReport
-from peerd.exchanges import EXCHANGE_SHARE, HAND_OVER_LEAST_S, Exchanges
-from peerd.messages import Connected, Delta, LinkOpen, Message, ModelSnapshot
+from peerd.exchanges import EXCHANGE_SHARE, HAND_OVER_LEAST_S, WIND_UP_LEAST_S, WIND_UP_LOOK_S, Exchanges
+from peerd.messages import AS_STARTED, Connected, Delta, LinkOpen, Message, ModelSnapshot, Plan
 from peerd.replica import Replica
 from peerd.shared_memory import SharedMemory
 from peerd.training import delta
@@ -39,6 +41,7 @@ class Mode:
         self.counts: Counter[str] = Counter()
         self.deadline = float("inf")
         self.told: list[Any] = []
+        self.left: npt.NDArray[np.float32] | None = None  # that the model has not got
         self.answer: Callable[[Any], list[Effect]] = lambda _: []
 
     def _hear(self, event: Any) -> list[Effect]:
@@ -58,12 +61,17 @@ class Mode:
         self.deadline = float("inf")
         return self._hear("timer")
 
+    def end(self) -> npt.NDArray[np.float32] | None:
+        return self.left
+
 
 class There:
     """Exchanges with a mode on a replica of two values, its peers and its trainer."""
 
     def __init__(self, nursery: trio.Nursery) -> None:
         self.nursery = nursery
+        self.plan = AS_STARTED
+        self.started = True
         self.clock = trio.lowlevel.current_clock()
         self.sent: list[tuple[NodeId, Message]] = []
         self.drained_after: list[tuple[NodeId, Message]] | None = None
@@ -416,3 +424,179 @@ def test_a_leaving_node_waits_as_its_slowest_exchange_suggests(
 
     run(body)
     assert [record.message for record in caplog.records] == ["not every partner took what this node had not yet sent"]
+
+
+# ------------------------------------------------------------------------------------------------------ another mode
+
+PLAN = Plan(1, "a", True, "gossip")
+
+
+class Busy(Mode):
+    """As long as the test says so, it has something under way."""
+
+    under_way = True
+    barrier = 3
+
+
+async def begin(it: There, plan: Plan = PLAN) -> Busy:
+    """The mode of another plan, which the exchanges now have."""
+    made = Busy()
+    it.mode = made
+    await it.exchanges.begin(plan, frozenset("ab"), lambda *_: made, "me", LAYOUT, random.Random(1), None)  # type: ignore
+    assert made.told.pop() == frozenset("ab")
+    return made
+
+
+def test_each_mode_hears_only_what_was_meant_for_it() -> None:
+    async def body() -> None:
+        async with there() as it:
+            before = it.mode
+            await it.exchanges.on_message("a", HALF, PLAN)
+            await it.exchanges.on_message("a", HALF)
+            after = await begin(it)
+            await it.exchanges.on_message("b", HALF)
+            await it.exchanges.on_message("b", HALF, PLAN)
+            await it.exchanges.on_message("b", HALF, Plan(1, "b", True, "gossip"))
+            assert (before.told, after.told) == ([("a", HALF)], [("b", HALF)])
+
+    run(body)
+
+
+def test_what_is_sent_belongs_to_the_mode_that_sends_it() -> None:
+    async def body() -> None:
+        async with there() as it:
+            assert it.plan == AS_STARTED
+            await begin(it)
+            assert it.plan == PLAN
+
+    run(body)
+
+
+def test_a_trainer_is_told_the_barrier_and_until_it_knows_its_steps_are_not_the_modes() -> None:
+    async def body() -> None:
+        async with there() as it:
+            await begin(it)
+            assert it.told == [("barrier", 3)]
+            it.memory.copies[1][:] = 5
+            it.exchanges.on_report(report(1, published=True), 1)
+            it.exchanges.on_report(report(2), None)
+            await it.worked()
+            assert it.mode.told == []
+            assert (await it.exchanges.values()).tolist() == [5, 5], "though the model is known"
+            await begin(it, Plan(2, "a"))
+            it.exchanges.on_told()
+            it.exchanges.on_report(report(3), None)
+            await it.worked()
+            assert it.mode.told == [], "it knows of the change before"
+            it.exchanges.on_told()
+            it.exchanges.on_report(report(4), None)
+            it.exchanges.on_report(report(5, finishing=True), None)
+            await it.worked()
+            assert it.mode.told == [report(4), report(5, finishing=True)]
+
+    run(body)
+
+
+def test_a_trainer_that_does_not_know_the_barrier_yet_is_not_told_another() -> None:
+    async def body() -> None:
+        async with there() as it:
+            it.started = False
+            await begin(it)
+            assert it.told == []
+            it.exchanges.on_report(report(1), None)
+            await it.worked()
+            assert it.mode.told == [report(1)]
+
+    run(body)
+
+
+def test_a_run_that_ended_before_the_change_is_still_ended_after_it() -> None:
+    async def body() -> None:
+        async with there() as it:
+            it.exchanges.on_report(report(7, finishing=True), None)
+            await begin(it)
+            it.exchanges.go_on_finishing(7, stands=False)
+            await it.worked()
+            assert it.mode.told == [report(7, finishing=True)]
+
+    run(body)
+
+
+@pytest.mark.parametrize("stands", [False, True])
+def test_a_node_that_does_not_train_says_so_where_all_wait_for_it(stands: bool) -> None:
+    async def body() -> None:
+        async with there() as it:
+            it.exchanges.on_report(report(7), None)
+            await it.worked()
+            await begin(it)
+            it.exchanges.go_on_finishing(7, stands=stands)
+            await it.worked()
+            assert [said.step for said in it.mode.told] == [7] * stands
+            assert all(said.finishing for said in it.mode.told)
+
+    run(body)
+
+
+def test_before_a_change_what_is_under_way_comes_to_its_end_and_nothing_new_begins() -> None:
+    async def body() -> None:
+        async with there() as it:
+            mode = await begin(it)
+            it.exchanges.on_told()
+            wound_up = trio.Event()
+
+            async def wind_up() -> None:
+                await it.exchanges.wind_up()
+                wound_up.set()
+
+            it.nursery.start_soon(wind_up)
+            await it.later(WIND_UP_LEAST_S / 2)
+            it.exchanges.on_report(report(1), None)
+            await it.exchanges.on_message("a", HALF, PLAN)
+            assert mode.told == [("a", HALF)]
+            assert not wound_up.is_set()
+            mode.under_way = False
+            await it.later(WIND_UP_LOOK_S)
+            await it.later(WIND_UP_LOOK_S)
+            assert wound_up.is_set()
+
+            mode = await begin(it, Plan(2, "a"))
+            it.exchanges.on_told()
+            it.exchanges.on_report(report(2), None)
+            await it.worked()
+            assert mode.told == [report(2)]
+            wound_up = trio.Event()
+            it.nursery.start_soon(wind_up)
+            await it.worked()
+            await it.later(WIND_UP_LEAST_S)
+            assert wound_up.is_set(), "whoever does not answer is not waited for"
+
+    run(body)
+
+
+def test_what_a_mode_still_held_is_the_models_before_another_takes_over() -> None:
+    async def body() -> None:
+        async with there() as it:
+            it.mode.left = ONE
+            made = await begin(it)
+            assert (await it.exchanges.values()).tolist() == [1, 1]
+            assert ("corrections", 0) in it.told, "the trainer gets it, too"
+            assert made.told == []
+
+    run(body)
+
+
+def test_an_average_is_no_end_of_a_run() -> None:
+    async def body() -> None:
+        async with there() as it:
+            await begin(it, Plan(1, "a", False))
+            it.asks(Proceed(settled=False))
+            await it.exchanges.on_message("a", HALF, Plan(1, "a", False))
+            assert not it.exchanges.averaged.is_set()
+            it.asks(Proceed(settled=True))
+            await it.exchanges.on_message("a", HALF, Plan(1, "a", False))
+            assert it.exchanges.averaged.is_set()
+            assert not it.exchanges.settled.is_set()
+            await begin(it, Plan(2, "a"))
+            assert not it.exchanges.averaged.is_set()
+
+    run(body)

@@ -11,7 +11,7 @@ import trio
 import trio.testing
 
 from peerd.effects import Address, NodeId
-from peerd.messages import Hello, LinkOpen, Message, ModelSnapshot, Refuse, RoundPhase, RoundReport, Welcome
+from peerd.messages import Hello, LinkOpen, Message, ModelSnapshot, Plan, Refuse, RoundPhase, RoundReport, Welcome
 from peerd.peers import IDLE_S, QUEUE_MAX, REFUSED_RETRY_S, RETRY_MAX_S, Peers
 from peerd.transport.hello import Refused, answer
 from peerd.transport.link import Link
@@ -119,6 +119,31 @@ def test_a_queue_is_bounded() -> None:
                 there.peers.send("far", LinkOpen(number))
             await trio.sleep(1)
             assert there.far.heard == opens(*range(QUEUE_MAX))
+
+    virtually(body)
+
+
+def test_a_connection_says_under_which_plan_its_messages_were_meant() -> None:
+    async def body() -> None:
+        async with setting() as there:
+            await there.listen(there.far)
+            there.peers.send("far", LinkOpen(1))  # as started: nothing need be said
+            first, second = Plan(1, "here", True, "allreduce"), Plan(2, "far", False, "gossip")
+            there.peers.plan = first
+            for message in opens(2, 3, 3):
+                there.peers.send("far", message)
+            there.peers.plan = second
+            there.peers.send("far", LinkOpen(3))  # to another mode it is no repetition
+            await trio.sleep(1)
+            assert there.far.heard == [*opens(1), first, *opens(2, 3), second, *opens(3)]
+
+            there.network.cut("here", "far")
+            await trio.sleep(1)
+            there.network.heal("here", "far")
+            await trio.sleep(RETRY_MAX_S)
+            there.peers.send("far", LinkOpen(4))
+            await trio.sleep(1)
+            assert there.far.heard[-2:] == [second, *opens(4)], "a new connection knows nothing yet"
 
     virtually(body)
 

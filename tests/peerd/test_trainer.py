@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import trio
-from model_node import Node, running
+from model_node import Node, running, until
 from torch import nn
 
 import peerd
@@ -24,12 +25,19 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def with_daemon(path: Path, script: Callable[[], None]) -> Node:
+async def nothing(_: Node) -> None:
+    """Beside the script."""
+
+
+def with_daemon(
+    path: Path, script: Callable[[], None], beside: Callable[[Node], Awaitable[None]] = nothing, **settings: Any
+) -> Node:
     """Run the script in a thread beside the model side of a node; the node, afterwards."""
 
     async def main() -> Node:
-        node = Node(path.parent / "state")
+        node = Node(path.parent / "state", **settings)
         async with running(node) as nursery:
+            nursery.start_soon(beside, node)
             await nursery.start(control.serve, path, {}, node.side.attach)
             await trio.to_thread.run_sync(script)
         return node
@@ -59,6 +67,32 @@ def test_a_run(path: Path) -> None:
     assert facts is not None
     assert (facts.step, facts.samples, facts.loss, facts.metrics) == (5, 40, 1.5, {"accuracy": 0.5})
     assert (facts.phase, facts.rollbacks, facts.lr) == ("finished", 0, 0.01)
+
+
+def test_a_trainer_that_waits_at_a_barrier_goes_on_when_the_mode_changes(path: Path) -> None:
+    reached: list[int] = []
+
+    def script() -> None:
+        model, optimizer = normed()
+        with peerd.attach(model, optimizer) as swarm:
+            for _ in range(9):
+                swarm.step()
+                reached.append(swarm.step_count)
+
+    async def beside(node: Node) -> None:
+        await until(lambda: node.side.facts is not None and node.side.facts.step == 3)
+        await trio.sleep(0.05)
+        assert reached == [1, 2], "a round of two does not come"
+        node.side.plans.propose("allreduce every=2 overlap=blocking")  # from barrier to barrier
+        await until(lambda: node.side.facts is not None and node.side.facts.step == 4)
+        node.side.plans.propose("gossip")
+
+    beside_a_wait = {"mode": "allreduce", "overlap": "blocking", "every": 3, "min_peers": 2}
+    side = with_daemon(path, script, beside, **beside_a_wait).side
+    assert reached == [*range(1, 10)]
+    assert side.facts is not None
+    assert side.facts.phase == "finished"
+    assert side.plans.plan.number == 2
 
 
 def test_spoilt_statistics_are_rolled_back(path: Path, capfd: pytest.CaptureFixture[str]) -> None:

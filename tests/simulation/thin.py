@@ -19,7 +19,7 @@ from peerd.control import LocalConnection
 from peerd.daemon import Daemon
 from peerd.effects import NodeId
 from peerd.local_socket import pack, take
-from peerd.messages import Delta, Member, Message, State
+from peerd.messages import AS_STARTED, Delta, Member, Message, Plan, State
 from peerd.roles import About
 from peerd.settings import Settings
 from peerd.shared_memory import SharedMemory
@@ -68,13 +68,16 @@ class Trainer:
     def __init__(self, name: str, steps: int) -> None:
         self.step = self.first_step = 0
         self.finished = trio.Event()
+        self.learns = True
+        self.rests = False  # a step that takes long
         self.target = targets(name)
         self._random = np.random.default_rng(list(name.encode()))
         self._model = np.float32(1 + self._random.normal(size=VALUES))
         self._base = self._model.copy()
         self._steps = steps
         self._publish_to: int | None = None
-        self._go = self._stop = False
+        self._go = self._stop = self._resumed = False
+        self._barrier = 0
 
     async def run(self, daemon: Daemon) -> None:
         """Attach, train, take part in the flush, and go."""
@@ -97,6 +100,7 @@ class Trainer:
             self._publish(0)
             await self._say(kind="ready", step=0)
             start = await self._expect("start")
+            self._barrier = start["barrier"]
             if start["load"] is not None:
                 self._model = self._memory.copies[start["load"]].copy()
                 self._base = self._model.copy()
@@ -106,16 +110,28 @@ class Trainer:
             while self.step < self._steps and not self._stop:
                 self.step += 1
                 noise = self._random.normal(size=VALUES)
-                self._model += np.float32(0.03 * (self.target - self._model) + 0.01 * noise)
+                if self.learns:
+                    self._model += np.float32(0.03 * (self.target - self._model) + 0.01 * noise)
                 await self._obey_all()
+                at_barrier = self._barrier > 0 and self.step % self._barrier == 0
+                if at_barrier:
+                    self._resumed = False
+                    await self._wait_for_slot()
                 await self._report()
-                await trio.sleep(STEP_S)
-            if self._publish_to is None:
-                await self._say(kind="slot")
-                while self._publish_to is None:
+                while at_barrier and not self._resumed and not self._stop:
                     await self._obey(await self._next())
+                await trio.sleep(STEP_S)
+                while self.rests:
+                    await trio.sleep(STEP_S)
+            await self._wait_for_slot()
             await self._report(finishing=True)
             while not self.finished.is_set() and not self._stop:
+                await self._obey(await self._next())
+
+    async def _wait_for_slot(self) -> None:
+        if self._publish_to is None:
+            await self._say(kind="slot")
+            while self._publish_to is None:
                 await self._obey(await self._next())
 
     async def _report(self, *, finishing: bool = False) -> None:
@@ -145,6 +161,11 @@ class Trainer:
                 self._publish_to = message["slot"]
             case "go":
                 self._go = True
+            case "resume":
+                self._resumed = True
+            case "barrier":
+                self._barrier, self._resumed = message["barrier"], True
+                await self._say(kind="barrier")
             case "finished":
                 self.finished.set()
             case "stop":
@@ -174,6 +195,7 @@ class WatchedDaemon(Daemon):
     """Notes what its node comes to know, and every half of an exchange that it takes in."""
 
     def __init__(self, note: Callable[[str], None], settings: Settings, me: Member, *rest: Any) -> None:
+        self.latency_s = 0.0  # of a mode's messages
         self._note = note
         self._known: dict[NodeId, str] = {}
         super().__init__(settings, me, (me.host, me.port), *rest)
@@ -188,8 +210,9 @@ class WatchedDaemon(Daemon):
                 self._known[id] = known
                 self._note(known)
 
-    async def _on_message(self, sender: NodeId, message: Message) -> None:
-        await self._to_model(sender, message)
+    async def _on_message(self, sender: NodeId, message: Message, plan: Plan = AS_STARTED) -> None:
+        await trio.sleep(self.latency_s)
+        await self._to_model(sender, message, plan)
         if isinstance(message, Delta):
             self._note(f"exchange {message.seq} with {sender}")
 
@@ -242,6 +265,21 @@ class Node:
     def sees(self) -> dict[NodeId, State]:
         """Its members."""
         return {id: member.state for id, member in self.daemon.view.membership.members.items()}
+
+    @property
+    def plan(self) -> Plan:
+        """What it works under."""
+        return self.daemon.model.plans.plan
+
+    @property
+    def model(self) -> Model:
+        """Its trainer's own, as it is at this instant."""
+        return self.trainer._model.copy()
+
+    async def ask(self, verb: str, **arguments: Any) -> dict[str, Any]:
+        """A verb of the control socket."""
+        answer: dict[str, Any] = await self.daemon.verbs()[verb](arguments)
+        return answer
 
     async def counts(self) -> dict[str, int]:
         """What its status counts."""

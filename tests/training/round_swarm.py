@@ -13,6 +13,7 @@ from peerd.messages import Connected, Message
 from peerd.training.delta import Layout
 from peerd.training.modes import ModeSettings
 from peerd.training.modes.allreduce import AllReduce
+from peerd.training.modes.average import Average
 from peerd.training.modes.diloco import DiLoCo
 from peerd.training.modes.rounds import Committed
 from peerd.training.trigger import parse_trigger
@@ -69,7 +70,7 @@ class RoundSwarm:
         min_peers: int = 1,
         seed: int = 0,
     ) -> None:
-        self.kind = {"allreduce": AllReduce, "diloco": DiLoCo}[mode]
+        self.kind = {"allreduce": AllReduce, "average": Average, "diloco": DiLoCo}[mode]
         self.layout = Layout(size - size // 4, size)
         self.codec, self.every, self.overlap, self.topology, self.min_peers = codec, every, overlap, topology, min_peers
         self.rng = np.random.default_rng(seed)

@@ -122,6 +122,24 @@ class AllReduce:
         said = f"round {self._rounds.round}"
         return [LinkStatus(peer, self.counts["rounds"], self._distance, share, said) for peer in self._partners]
 
+    def end(self) -> Vector | None:
+        """What was rolled back for a round, or has come of it, and what our encoding dropped."""
+        left = np.zeros(self._layout.total, self._values().dtype)
+        if self._overlap == "hpsgd" and self._taken is not None and not self._rounds.finished:
+            assert self._origin is not None, "set with the first contribution"
+            if self._merge is not None:
+                left += self._merge - self._origin
+            elif self._rounds.phase != RoundPhase.IDLE:
+                left += self._taken - self._origin
+        if self._lost is not None:
+            left += self._lost
+        return left
+
+    @property
+    def under_way(self) -> bool:
+        """Whether an attempt at a round is."""
+        return self._landing is not None or self._rounds.phase in (RoundPhase.RUNNING, RoundPhase.HELD)
+
     @property
     def consensus_distance(self) -> float:
         """How far this member's contribution to the last round was from the average, relative."""

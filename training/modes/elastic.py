@@ -166,6 +166,15 @@ class Elastic:
         found = (self._centre or self._worker).references()
         return {peer: reference for peer, reference in found.items() if peer != self._me}
 
+    def end(self) -> Vector | None:
+        """The models have it all; the centre, which lies among them, goes."""
+        return None
+
+    @property
+    def under_way(self) -> bool:
+        """Whether an exchange is."""
+        return any(core.under_way for core in self._cores())
+
     @property
     def consensus_distance(self) -> float:
         """As in gossip, but the other end is near the mean: the distance to it counts in full."""

@@ -151,6 +151,15 @@ class Gossip:
         held = self._links.held.get(peer)
         return held is not None and held.reference.link == link
 
+    def end(self) -> Vector | None:
+        """References only say who knows what of the model."""
+        return None
+
+    @property
+    def under_way(self) -> bool:
+        """Whether an exchange is."""
+        return any(link.reference.under_way is not None for link in self._shown() if link.active)
+
     @property
     def consensus_distance(self) -> float:
         """See `distance_from_mean`."""

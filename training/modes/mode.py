@@ -57,6 +57,15 @@ class Mode(Protocol):
         """What there is to show."""
         ...
 
+    def end(self) -> Vector | None:
+        """Another mode takes over: what this node learnt that its model has not got, and nobody else either."""
+        ...
+
+    @property
+    def under_way(self) -> bool:
+        """Whether this node owes or awaits the end of something with a living peer: a bad moment to end the mode."""
+        ...
+
     @property
     def consensus_distance(self) -> float:
         """An estimate of the root mean square distance of a model from the swarm's mean, over the model's norm."""

@@ -177,6 +177,15 @@ class NoLoCo:
         """Of the flush's links."""
         return self._flush.references()
 
+    def end(self) -> Vector | None:
+        """The outer model lies behind the model, and its momentum goes."""
+        return None
+
+    @property
+    def under_way(self) -> bool:
+        """Whether an exchange is."""
+        return self._flush.under_way or (self._pair is not None and self._pair.stage is Stage.SENT)
+
     @property
     def consensus_distance(self) -> float:
         """As in gossip: two independent members at distance d from their mean are sqrt(2) d apart."""

@@ -162,6 +162,15 @@ class OneWay:
             for partner in self._partners.all()
         ]
 
+    def end(self) -> Vector | None:
+        """Copies only say who knows what of the model."""
+        return None
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a push is."""
+        return any(self._copies.is_under_way(peer) for peer in self._partners.alive)
+
     @property
     def consensus_distance(self) -> float:
         """See `distance_from_mean`."""

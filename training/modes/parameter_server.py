@@ -170,6 +170,15 @@ class ParameterServer:
             if peer != self._me
         ]
 
+    def end(self) -> Vector | None:
+        """The model is the weights and the last step."""
+        return None
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a push has had no answer."""
+        return self._worker.awaiting
+
     @property
     def consensus_distance(self) -> float:
         """A model is its servers' weights and one step of its own."""

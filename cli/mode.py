@@ -1,0 +1,94 @@
+"""`peerd mode show` and `peerd mode set MODE`: how a live swarm combines models, and how that changes."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from peerd.cli.output import Format, FormatOption, NameOption, print_json
+from peerd.effects import UserError
+from peerd.local_socket import find_node, request
+
+LOOK_S = 0.1
+TELL_EVERY_S = 2.0
+PATIENCE_S = 120.0  # a member may finish an exchange of a minute first, and a death is known after 65 s in a WAN
+
+mode = typer.Typer(help="Show or change how the swarm combines models, while it trains.", no_args_is_help=True)
+
+
+@mode.command()
+def show(name: NameOption = None, format: FormatOption = Format.TEXT) -> None:
+    """Show the mode in force, its settings, and who has not come to it yet."""
+    answer = request(find_node(name), "mode")
+    if format is Format.JSON:
+        print_json(answer)
+        return
+    by = f", set by {answer['proposed_by']}" if answer["plan"] else ", as started"
+    typer.echo(f"plan {answer['plan']}: mode {answer['mode']}{by}")
+    typer.echo(", ".join(f"{key} {value}" for key, value in answer["settings"].items()))
+    late = _late(answer, answer["plan"])
+    typer.echo(f"{len(answer['members']) - len(late)} of {len(answer['members'])} members{_without(late)}")
+
+
+@mode.command("set")
+def set_mode(
+    mode: Annotated[str, typer.Argument(help="how models are combined from now on: what peerd start --mode takes")],
+    codec: Annotated[str | None, typer.Option(help="how deltas are compressed")] = None,
+    trigger: Annotated[str | None, typer.Option(help="when to send: change:0.05, period:10, always")] = None,
+    every: Annotated[int | None, typer.Option(help="steps between rounds, of a mode that has rounds")] = None,
+    overlap: Annotated[str | None, typer.Option(help="training during a round: blocking, delayed, hpsgd")] = None,
+    topology: Annotated[str | None, typer.Option(help="of an all-reduce: auto, ring, tree:K, halving")] = None,
+    servers: Annotated[int | None, typer.Option(help="members that serve the parameters, each a part")] = None,
+    min_peers: Annotated[int | None, typer.Option(help="a round of fewer members waits for more")] = None,
+    view: Annotated[int | None, typer.Option(help="partners at a time")] = None,
+    name: NameOption = None,
+    format: FormatOption = Format.TEXT,
+) -> None:
+    """Have every member combine models in MODE from now on; training goes on, and newcomers come to it, too.
+
+    What is not given is as at the start for the mode that the nodes were started with, and the default for another.
+    Ends when every living member has it.
+    """
+    from peerd.plan import text_of
+
+    changes = {
+        "codec": codec, "trigger": trigger, "every": every, "overlap": overlap, "topology": topology,
+        "servers": servers, "min_peers": min_peers, "view": view,
+    }  # fmt: skip
+    path, began = find_node(name), time.monotonic()
+    plan = request(path, "mode_set", text=text_of(mode, changes))
+    answer = _wait(path, plan, began)
+    seconds = time.monotonic() - began
+    if format is Format.JSON:
+        print_json({**answer, "seconds": seconds})
+    else:
+        typer.echo(f"plan {answer['plan']}: mode {answer['mode']}; {len(answer['members'])} members, {seconds:.1f} s")
+
+
+def _wait(path: Path, plan: dict[str, Any], began: float) -> dict[str, Any]:
+    """Until every living member has come to the plan, telling now and then who has not. Raises UserError."""
+    told = time.monotonic()
+    while True:
+        answer = request(path, "mode")
+        if (answer["plan"], answer["author"]) > (plan["plan"], plan["author"]):
+            raise UserError(f"plan {plan['plan']} lasted shortly: {answer['proposed_by']} set mode {answer['mode']}")
+        late = _late(answer, plan["plan"])
+        if not late:
+            return answer
+        if time.monotonic() - began > PATIENCE_S:
+            raise UserError(f"plan {plan['plan']} is set, but not everywhere after {PATIENCE_S:.0f} s{_without(late)}")
+        if time.monotonic() - told > TELL_EVERY_S:
+            told = time.monotonic()
+            typer.echo(f"{len(answer['members']) - len(late)} of {len(answer['members'])}{_without(late)}", err=True)
+        time.sleep(LOOK_S)
+
+
+def _late(answer: dict[str, Any], plan: int) -> list[str]:
+    return [member["name"] for member in answer["members"] if member["plan"] < plan]
+
+
+def _without(late: list[str]) -> str:
+    return f"; not yet {', '.join(late)}" if late else ""

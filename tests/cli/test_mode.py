@@ -1,0 +1,59 @@
+"""A live swarm's mode from the command line: show, set, average; a killed node comes back to what is in force."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+from machine import Machine
+from scripts import TRAIN
+
+
+def test_the_mode_of_a_live_swarm() -> None:
+    with Machine() as machine:
+        script = machine.script("train.py", TRAIN)
+        a = machine.start("a", script)
+        b, c = (machine.start(name, script, join=a, SEED=seed) for name, seed in (("b", "1"), ("c", "2")))
+        for node in (a, b, c):
+            node.trains()
+            node.sees(a="alive", b="alive", c="alive")
+        shown = machine.peerd("mode", "show", "--name", "b").stdout.splitlines()
+        assert shown[0] == "plan 0: mode gossip, as started"
+        assert shown[2] == "3 of 3 members"
+
+        refused = machine.peerd("mode", "set", "gosip", "--name", "b")
+        assert refused.returncode == 1
+        assert refused.stderr.startswith("peerd: mode: 'gosip' is not one of ")
+        assert refused.stderr.endswith("did you mean 'gossip'?\n")
+        assert refused.stderr.count("\n") == 1
+        refused = machine.peerd("mode", "set", "allreduce", "--overlap", "never", "--name", "b")
+        assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
+
+        changed = machine.peerd("mode", "set", "allreduce", "--every", "5", "--overlap", "blocking", "--name", "b")
+        assert changed.returncode == 0, changed.stderr
+        assert changed.stdout.startswith("plan 1: mode allreduce; 3 members, ")
+        c.eventually(lambda: c.ask("status")["counts"].get("rounds", 0) > 3)
+        assert "mode: allreduce" in machine.peerd("status", "--name", "c").stdout
+
+        reached = c.step
+        c.signal(signal.SIGKILL)
+        c.end()
+        c = machine.start("c", script, join=a, SEED="2")
+        c.trains(beyond=reached)
+        c.eventually(lambda: c.ask("status")["counts"].get("rounds", 0) > 1)
+        assert c.ask("status")["plan"] == 1
+        assert {row["mode"] for row in a.ask("members")["members"]} == {"allreduce"}
+
+        averaged = machine.peerd("average", "--name", "a", "--format", "json")
+        assert averaged.returncode == 0, averaged.stderr
+        answer = json.loads(averaged.stdout)
+        assert answer["members"] == ["a", "b", "c"]
+        assert answer["not_in_it"] == []
+        assert (answer["plan"], answer["mode"]) == (2, "allreduce")
+
+        changed = machine.peerd("mode", "set", "gossip", "--name", "c", "--format", "json")
+        assert json.loads(changed.stdout)["plan"] == 3
+        reached = a.step
+        for node in (a, b, c):
+            node.trains(beyond=reached + 20)
+        assert "Traceback" not in machine.logs()

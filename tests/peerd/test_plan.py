@@ -1,0 +1,181 @@
+"""The plan register: whatever is heard in whatever order, all come to one plan, and nobody goes back."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peerd.effects import UserError
+from peerd.messages import AS_STARTED, Plan
+from peerd.plan import (
+    NUMBER_MAX,
+    after,
+    is_over,
+    newest,
+    pack,
+    parts,
+    proposal,
+    text_of,
+    unpack,
+    works_with,
+)  # fmt: skip
+from peerd.roles import About
+from peerd.roster import META_BYTES
+from peerd.settings import PLANNED, Settings, planned
+from peerd.training.codecs import CODECS
+from peerd.training.modes import MODES
+
+ids = st.text("0123456789abcdef", min_size=1, max_size=16)
+texts = st.sampled_from(["", "gossip", "allreduce every=5", "diloco every=50 overlap=blocking"])
+plans = st.builds(Plan, st.integers(1, 9), ids, st.booleans(), texts)  # few numbers: they meet
+
+
+@given(st.lists(plans, max_size=5), st.randoms())
+def test_what_is_heard_in_any_order_and_twice_comes_to_the_same(heard: list[Plan], rng: random.Random) -> None:
+    shuffled = [*heard, *rng.choices(heard, k=3)] if heard else []
+    rng.shuffle(shuffled)
+    known = AS_STARTED
+    for plan in shuffled:
+        before, known = known, newest([known, plan])
+        assert known >= before
+        assert newest([known, plan]) == known
+    assert known == newest(heard)
+    assert known > AS_STARTED or not heard
+
+
+@given(st.data())
+def test_members_who_tell_each_other_agree_whoever_proposes(data: st.DataObject) -> None:
+    names = "abcd"
+    knows = dict.fromkeys(names, AS_STARTED)
+    for _ in range(data.draw(st.integers(0, 20))):
+        who = data.draw(st.sampled_from(names))
+        before = knows[who]
+        match data.draw(st.sampled_from(["proposes", "hears", "restarts", "has averaged"])):
+            case "proposes":
+                knows[who] = proposal(before, who, data.draw(texts), once=data.draw(st.booleans()))
+                assert knows[who] > before
+                assert not before.once or knows[who] > after(before)
+            case "hears":
+                knows[who] = newest([before, knows[data.draw(st.sampled_from(names))]])
+                assert knows[who] >= before
+            case "restarts":
+                knows[who] = AS_STARTED
+            case "has averaged" if before.once:
+                knows[who] = after(before)
+                assert knows[who] > before
+                assert not knows[who].once
+    for one, other in itertools.permutations(names, 2):  # each hears of each
+        knows[one] = newest([knows[one], knows[other]])
+    assert len(set(knows.values())) == 1
+
+
+def test_who_averaged_goes_back_to_what_was_without_a_word() -> None:
+    was = Plan(3, "a", True, "diloco every=20")
+    average = proposal(was, "b", was.text, once=True)
+    assert average.once
+    assert average < after(average) == Plan(4, "b", True, was.text)
+    assert proposal(average, "a", "gossip") > after(average), "what somebody wants meanwhile comes after it"
+
+
+@given(plans, plans)
+def test_what_was_proposed_beside_an_average_beats_its_end_too_or_neither(plan: Plan, other: Plan) -> None:
+    if plan.once and (plan.number, plan.author) != (other.number, other.author):
+        assert (other > plan) == (other > after(plan))
+
+
+@given(plans, plans)
+def test_members_exchange_under_one_plan(mine: Plan, theirs: Plan) -> None:
+    if mine != theirs:
+        assert works_with(mine, theirs) == (mine.once and theirs < mine), "an average waits for who has not heard of it"
+    assert works_with(mine, mine)
+
+
+@given(plans, st.lists(st.tuples(plans, st.booleans()), max_size=4))
+def test_an_average_is_over_when_nobody_needs_us(plan: Plan, others: list[tuple[Plan, bool]]) -> None:
+    needs_us = [theirs < plan or (theirs == plan and not averaged) for theirs, averaged in others]
+    assert is_over(plan, others) == (not any(needs_us))
+
+
+@given(plans)
+def test_what_is_said_is_understood_and_fits(plan: Plan) -> None:
+    assert unpack(pack(plan)) == plan
+    for averaged in (False, True):
+        about = About("m" * 16, True, True, True, plan, averaged)
+        assert About.unpack(about.pack()) == about
+        assert len(about.pack()) <= META_BYTES
+
+
+def test_the_longest_plan_fits_and_a_longer_one_is_none() -> None:
+    longest = Plan(NUMBER_MAX, "i" * 128, False, "t" * 200)
+    about = About("m" * 16, True, True, True, longest, True)
+    assert len(about.pack()) <= META_BYTES
+    assert About.unpack(about.pack()) == about
+    for plan in (
+        Plan(NUMBER_MAX + 1, "a"),
+        Plan(-1, "a"),
+        Plan(1, "i" * 129),
+        Plan(1, "a", True, "t" * 201),
+        Plan(1, "a", True, "ü" * 101),
+    ):
+        assert unpack(pack(plan)) == AS_STARTED
+
+
+@given(st.lists(st.none() | st.booleans() | st.integers() | st.text(max_size=9) | st.binary(max_size=9), max_size=5))
+def test_anything_said_is_a_plan_or_as_started(said: list[object]) -> None:
+    assert unpack(said) == AS_STARTED or pack(unpack(said)) == said
+
+
+changes = st.fixed_dictionaries(
+    {
+        "codec": st.none() | st.sampled_from(["auto", *CODECS]),
+        "trigger": st.sampled_from([None, "always", "period:10", "change:0.125"]),
+        "every": st.none() | st.integers(1, 10**6),
+        "overlap": st.sampled_from([None, "blocking", "delayed", "hpsgd"]),
+        "topology": st.sampled_from([None, "auto", "ring", "tree:4", "halving"]),
+        "servers": st.none() | st.integers(1, 1000),
+        "min_peers": st.none() | st.integers(1, 1000),
+        "view": st.none() | st.integers(1, 100),
+    },
+)
+
+
+STARTED = Settings(name="n", mode="gossip", codec="int8", trigger="always", every=7, view=5, wait_for=4)
+
+
+@given(st.sampled_from([*MODES, "softsync:3"]), changes)
+def test_a_plans_text_means_what_was_said(mode: str, said: dict[str, object]) -> None:
+    assert set(said) == set(PLANNED), "every setting of a plan is drawn"
+    text = text_of(mode, said)
+    assert parts(text) == (mode, {key: str(value) for key, value in said.items() if value is not None})
+    result = planned(STARTED, text)
+    assert result.mode == mode
+    assert (result.name, result.wait_for) == ("n", 4), "a plan changes nothing else"
+    for key, value in said.items():
+        unsaid = getattr(STARTED if mode == STARTED.mode else Settings(), key)
+        assert getattr(result, key) == (unsaid if value is None else value)
+
+
+def test_no_text_is_what_was_started() -> None:
+    assert planned(STARTED, "") is STARTED
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("gosip", "mode: 'gosip' is not one of .*; did you mean 'gossip'"),
+        ("gossip:3", "only softsync:N"),
+        ("gossip every", "mode gossip: '' is not a whole number"),
+        ("gossip every=0", "every: 0 must be at least 1"),
+        ("gossip name=x", "unknown setting 'name'; known: codec, "),
+        ("gossip =", "unknown setting ''"),
+        ("  ", "mode: '' is not one of"),
+        ("gossip" + " every=1" * 30, "longer than 200 bytes"),
+    ],
+)
+def test_what_is_no_plan_is_refused_with_a_line(text: str, line: str) -> None:
+    with pytest.raises(UserError, match=line):
+        planned(STARTED, text)
