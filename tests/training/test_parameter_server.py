@@ -285,6 +285,26 @@ def test_who_has_finished_is_not_waited_for() -> None:
     assert swarm.nodes["b"].x[0] == 6.0
 
 
+@pytest.mark.parametrize("late", "abc")
+def test_who_comes_back_after_all_have_ended_ends_too(late: str) -> None:
+    swarm = ServerSwarm("hardsync", "abc")
+    for name in "abc":
+        swarm.step(name, 3.0, finishing=True)
+    swarm.settle()
+    donor = next(name for name in "abc" if name != late)
+    swarm.die(late)
+    for name in swarm.nodes:
+        swarm.peers(name, set(swarm.nodes))
+    swarm.join(late, donor)
+    for name in "abc":
+        swarm.peers(name, set("abc"))
+    swarm.settle()
+    swarm.step(late, 0.0, finishing=True)
+    swarm.settle()
+    assert swarm.nodes[late].proceeded == [False, True]
+    assert len({node.x.tobytes() for node in swarm.nodes.values()}) == 1
+
+
 def test_a_lone_node_trains_and_ends() -> None:
     swarm = ServerSwarm("hardsync", "a")
     swarm.step("a", 1.0)

@@ -1,0 +1,212 @@
+"""Every mode keeps the contract: members come, leave, die and return at any message, and a run ends with one model.
+
+The table of modes is the list of what is tested, so a new line in it is tested here with nothing to add. Three carriers:
+bare cores over queues, where a fault can come at every message; real daemons over memory and TCP; whole simulated
+swarms. What one kind of mode promises beyond this is in its own tests: the exact mean (test_rounds.py), staleness
+(test_shard_server.py), exact mass (test_mass.py), each push once (test_parameter_server.py), the kept sum
+(test_gossip.py, test_elastic.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from mode_swarm import ModeSwarm
+
+from peerd.effects import Vector
+from peerd.training.modes import MODES, parse_mode
+from peerd.training.modes.allreduce import OVERLAPS, AllReduce
+from peerd.training.modes.parameter_server import ParameterServer
+
+EXACT = 1e-6  # relative: what float32 on the wire drops of a float64 model
+AGREED = 0.03  # relative: of a flush by paired links; each accepts 0.01, a centre 0.011 to either side
+LEFT_BEHIND = 0.05  # of a step, in every model: the centre of an elastic swarm keeps most of it
+EVERY = 2  # steps between rounds
+
+Row = tuple[str, dict[str, Any]]
+
+
+def rows() -> Iterator[Row]:
+    """Every mode; all-reduce with each overlap, a rule with an argument, and servers that share the model."""
+    for mode in [*MODES, "softsync:2"]:
+        if parse_mode(mode) is AllReduce:
+            yield from ((mode, {"overlap": overlap}) for overlap in OVERLAPS)
+        else:
+            yield mode, {}
+    yield "hardsync", {"servers": 3}
+
+
+def name_of(row: Row) -> str:
+    return "-".join([row[0], *(str(value) for value in row[1].values())])
+
+
+@pytest.fixture(params=rows(), ids=name_of)
+def row(request: pytest.FixtureRequest) -> Row:
+    found: Row = request.param
+    return found
+
+
+def swarm_of(row: Row, names: str = "abc", **settings: Any) -> ModeSwarm:
+    mode, options = row
+    swarm = ModeSwarm(mode, names, every=EVERY, **{**options, **settings})
+    swarm.all_hear()
+    swarm.settle()
+    return swarm
+
+
+def mark(name: str) -> Vector:
+    """The step of this member, and of no other: where it is in a model, that member took part."""
+    return np.eye(12)[ord(name) - ord("a")]
+
+
+def check_that_all_agree(swarm: ModeSwarm) -> None:
+    kind = type(next(iter(swarm.nodes.values())).core)
+    if issubclass(kind, AllReduce):
+        assert len({node.x.tobytes() for node in swarm.nodes.values()}) == 1, "to the bit"
+    else:
+        assert swarm.spread() <= (EXACT if issubclass(kind, ParameterServer) else AGREED)
+    assert all(node.proceeded[-2:] == [False, True] for node in swarm.nodes.values())
+
+
+def share_of(name: str, swarm: ModeSwarm) -> float:
+    """How much of one step of this member is in every model, at least."""
+    where = int(mark(name).argmax())
+    return float(min(node.x[where] - swarm.start[where] for node in swarm.nodes.values()))
+
+
+# ---------------------------------------------------------------- bare cores
+
+
+def test_who_joins_midway_takes_part(row: Row) -> None:
+    swarm = swarm_of(row)
+    swarm.train(2 * EVERY, mark)
+    swarm.live("d", swarm.nodes["a"].x)
+    swarm.all_hear()
+    swarm.train(4 * EVERY, mark)
+    swarm.end()
+    check_that_all_agree(swarm)
+    assert all(share_of(name, swarm) > 0.5 for name in "abcd")
+
+
+@pytest.mark.parametrize("leaver", "abc")
+def test_who_leaves_in_good_order_leaves_its_steps_behind(row: Row, leaver: str) -> None:
+    """The leader, the centre and the server, too."""
+    swarm = swarm_of(row)
+    swarm.train(2 * EVERY)
+    node = swarm.nodes[leaver]
+
+    def go_on(name: str) -> None:
+        if name == leaver and node.steps > 2 * EVERY:
+            swarm.finish(name)
+        elif not node.proceeded:
+            swarm.step(name, mark(name) if name == leaver else 0.0)
+
+    swarm.come_to(lambda name: node.proceeded == [False], go_on)
+    swarm.die(leaver)
+    swarm.all_hear()
+    swarm.train(2 * EVERY)
+    swarm.end()
+    check_that_all_agree(swarm)
+    assert share_of(leaver, swarm) > LEFT_BEHIND
+
+
+Event = Callable[[ModeSwarm, str], None]
+
+
+def dies(swarm: ModeSwarm, name: str) -> None:
+    swarm.die(name)
+    swarm.settle()
+    swarm.all_hear()
+
+
+def comes_back_as_it_was(swarm: ModeSwarm, name: str) -> None:
+    """With its model, before anybody missed it."""
+    swarm.restart(name, swarm.nodes[name].x)
+
+
+def comes_back_as_a_newcomer(swarm: ModeSwarm, name: str) -> None:
+    """It was missed, and has a peer's model."""
+    dies(swarm, name)
+    swarm.live(name, next(iter(swarm.nodes.values())).x)
+    swarm.all_hear()
+
+
+def loses_its_connections(swarm: ModeSwarm, name: str) -> None:
+    for other in sorted(swarm.nodes.keys() - {name}):
+        swarm.cut(name, other)
+        swarm.cut(other, name)
+
+
+def seems_dead(swarm: ModeSwarm, name: str) -> None:
+    """To all others for a while, and they to it."""
+    for other in sorted(swarm.nodes.keys() - {name}):
+        swarm.lose(name, other)
+        swarm.lose(other, name)
+        swarm.peers(other, swarm.nodes.keys() - {name})
+    swarm.peers(name, set())
+    swarm.settle()
+    swarm.all_hear()
+
+
+EVENTS: list[Event] = [dies, comes_back_as_it_was, comes_back_as_a_newcomer, loses_its_connections, seems_dead]
+AT_EVERY_MESSAGE = [(event, ends) for event in EVENTS for ends in (False, True) if event is not seems_dead or not ends]
+"""Two sides that both end their runs hold two models: nobody is left to make them one."""
+
+
+def at_every_message(row: Row, *, ends: bool) -> Iterator[ModeSwarm]:
+    """A swarm in the middle of a step of all, or of the end of all runs: before its first message, its second, ..."""
+    for boundary in itertools.count():
+        swarm = swarm_of(row, seed=boundary)
+        swarm.train(EVERY)
+        for _ in range(EVERY):
+            for name in sorted(swarm.nodes):
+                if ends:
+                    swarm.finish(name)
+                else:
+                    swarm.step(name, mark(name))
+        for _ in range(boundary):
+            if not (links := swarm.waiting()):
+                return
+            swarm.deliver(*links[boundary % len(links)])
+        yield swarm
+
+
+@pytest.mark.parametrize(("event", "ends"), AT_EVERY_MESSAGE, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_at_every_message(row: Row, event: Event, ends: bool) -> None:
+    """Something happens to one member, and the others go on; nobody waits for what will not come."""
+    for boundary, swarm in enumerate(at_every_message(row, ends=ends)):
+        event(swarm, "abc"[boundary % 3])
+        if not ends:
+            swarm.train(EVERY)
+        swarm.end()
+        check_that_all_agree(swarm)
+
+
+def test_what_comes_twice_counts_once(row: Row) -> None:
+    """Each message of a step and of an end in turn, at once or behind what follows it: the same models, to the bit."""
+
+    def models(twice: int, *, late: bool) -> tuple[bool, list[bytes]]:
+        swarm = swarm_of(row)
+        swarm.train(EVERY, mark)
+        for act in (lambda name: swarm.step(name, mark(name)), swarm.finish):
+            for name in sorted(swarm.nodes):
+                act(name)
+            while links := swarm.waiting():
+                twice -= 1
+                if twice == -1:
+                    swarm.duplicate(*links[0], late=late)
+                swarm.deliver(*links[0])
+        swarm.end()
+        return twice < 0, [node.x.tobytes() for node in swarm.nodes.values()]
+
+    expected = models(100_000, late=False)[1]
+    for late in (False, True):
+        for twice in itertools.count():
+            came, found = models(twice, late=late)
+            if not came:
+                break
+            assert found == expected, f"message {twice}"
