@@ -15,9 +15,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, invariant, run_state_machine_as_test
 from mode_swarm import ModeSwarm
+from weather import NAMES, Lives, weather_settings
 
 from peerd.effects import Vector
+from peerd.training.codecs import CODECS
 from peerd.training.modes import MODES, parse_mode
 from peerd.training.modes.allreduce import OVERLAPS, AllReduce
 from peerd.training.modes.parameter_server import ParameterServer
@@ -26,6 +30,9 @@ EXACT = 1e-6  # relative: what float32 on the wire drops of a float64 model
 AGREED = 0.03  # relative: of a flush by paired links; each accepts 0.01, a centre 0.011 to either side
 LEFT_BEHIND = 0.05  # of a step, in every model: the centre of an elastic swarm keeps most of it
 EVERY = 2  # steps between rounds
+
+EXAMPLES = 15  # of each mode's weather
+QUEUE_MOST = 100
 
 Row = tuple[str, dict[str, Any]]
 
@@ -189,24 +196,67 @@ def test_at_every_message(row: Row, event: Event, ends: bool) -> None:
 def test_what_comes_twice_counts_once(row: Row) -> None:
     """Each message of a step and of an end in turn, at once or behind what follows it: the same models, to the bit."""
 
-    def models(twice: int, *, late: bool) -> tuple[bool, list[bytes]]:
-        swarm = swarm_of(row)
+    def models(twice: int, *, late: bool) -> tuple[int, list[bytes]]:
+        swarm, number = swarm_of(row), 0
         swarm.train(EVERY, mark)
         for act in (lambda name: swarm.step(name, mark(name)), swarm.finish):
             for name in sorted(swarm.nodes):
                 act(name)
-            while links := swarm.waiting():
-                twice -= 1
-                if twice == -1:
-                    swarm.duplicate(*links[0], late=late)
-                swarm.deliver(*links[0])
+            while swarm.waiting():
+                for link in itertools.permutations("abc", 2):  # an order that no message changes
+                    while swarm.queues.get(link):
+                        if number == twice:
+                            swarm.duplicate(*link, late=late)
+                        swarm.deliver(*link)
+                        number += 1
         swarm.end()
-        return twice < 0, [node.x.tobytes() for node in swarm.nodes.values()]
+        return number, [node.x.tobytes() for node in swarm.nodes.values()]
 
-    expected = models(100_000, late=False)[1]
+    count, expected = models(-1, late=False)
     for late in (False, True):
-        for twice in itertools.count():
-            came, found = models(twice, late=late)
-            if not came:
-                break
-            assert found == expected, f"message {twice}"
+        for twice in range(count):
+            assert models(twice, late=late)[1] == expected, f"message {twice}"
+
+
+class AnyMode(Lives):
+    """Anything may happen, in any order; then calm comes, and another run of all ends with one model."""
+
+    row: Row
+
+    @initialize(
+        codec=st.sampled_from(sorted(CODECS)), seed=st.integers(0, 2**16), view=st.integers(2, 3),
+        dtype=st.sampled_from(["float32", "float64"]),
+    )  # fmt: skip
+    def start(self, codec: str, seed: int, view: int, dtype: str) -> None:
+        self.swarm = swarm_of(self.row, NAMES, size=40, buffers=7, codec=codec, seed=seed, view=view, dtype=dtype)
+        self.rng = np.random.default_rng(seed)
+
+    @invariant()
+    def nothing_waits_without_bound(self) -> None:
+        if hasattr(self, "swarm"):
+            assert all(len(queue) <= QUEUE_MOST for queue in self.swarm.queues.values())
+
+    def teardown(self) -> None:
+        if not hasattr(self, "swarm"):
+            return
+        self.swarm.heal()
+        for name in self.swarm.nodes:
+            self.swarm.begin_again(name)
+        self.swarm.train(EVERY)
+        self.swarm.end()
+        check_that_all_agree(self.swarm)
+
+
+def in_any_weather(row: Row, examples: int) -> None:
+    machine = type("AnyMode", (AnyMode,), {"row": row})
+    run_state_machine_as_test(machine, settings=weather_settings(examples))  # type: ignore[no-untyped-call]
+
+
+def test_in_any_weather(row: Row) -> None:
+    in_any_weather(row, EXAMPLES)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_in_much_weather(row: Row) -> None:
+    in_any_weather(row, 100 * EXAMPLES)
