@@ -242,8 +242,11 @@ class Seats:
         """Somebody says who serves a shard. Says whether that is news to our worker."""
         seat = self.seat(message.shard, message.term)
         bid = (message.term, message.server)
-        if message.server == self._me and bid != seat.leader:
-            return False  # of an earlier life
+        if message.server == self._me and bid != seat.leader:  # of an earlier life: we claim above it
+            if bid > seat.leader and self.owner(seat) == self._me:
+                self._claim(seat, now, above=bid[0])
+                self._reconsider(seat, now)
+            return False
         if seat.server is not None and bid != seat.leader:  # two serve: only a claim, which asks both, ends it
             if self.owner(seat) == self._me:
                 if sender not in self.alive:
