@@ -6,7 +6,7 @@ Every message is framed and read again. A death, a cut or a view of who is alive
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import permutations
@@ -79,10 +79,14 @@ class ModeSwarm:
         self.now = 0.0
         self.messages = 0
         self.lives = 1000 * seed
-        self.queues: dict[tuple[str, str], deque[Message]] = {}
+        self.queues: defaultdict[tuple[str, str], deque[Message]] = defaultdict(deque)
         self.nodes: dict[str, Life] = {}
         for name in names:
-            self.live(name, self.start)
+            self.live(name, self.first_model())
+
+    def first_model(self) -> Vector:
+        """What a member starts from."""
+        return self.start
 
     # ---------------------------------------------------------------- what happens to a member
 
@@ -134,21 +138,22 @@ class ModeSwarm:
         node.steps += 1
         barrier = node.core.barrier
         node.waits = barrier > 0 and node.steps % barrier == 0
-        self._report(name, published=node.asked or node.waits)
+        self.report(name, published=node.asked or node.waits)
 
     def finish(self, name: str) -> None:
         """Its run ends, unless it waits or has ended."""
         node = self.nodes[name]
         if not node.finishing and not node.waits:
             node.finishing = True
-            self._report(name, published=True)
+            self.report(name, published=True)
 
     def begin_again(self, name: str) -> None:
         """Another run follows one that has ended."""
         self.nodes[name].finishing = False
         self.nodes[name].proceeded.clear()
 
-    def _report(self, name: str, *, published: bool) -> None:
+    def report(self, name: str, *, published: bool) -> None:
+        """Its trainer says where it is."""
         node = self.nodes[name]
         change = float(np.linalg.norm(node.x - node.base))
         if published:
@@ -172,7 +177,7 @@ class ModeSwarm:
                     node._buffer.fill(np.nan)
                 case Send():
                     assert effect.peer != name
-                    self.queues.setdefault((name, effect.peer), deque()).append(framed(effect.message))
+                    self.queues[name, effect.peer].append(framed(effect.message))
                 case Publish():
                     node.asked = True
                 case Resume():
@@ -190,8 +195,7 @@ class ModeSwarm:
 
     def deliver(self, source: str, target: str) -> bool:
         """One message; says whether there was one."""
-        queue = self.queues.get((source, target))
-        if not queue:
+        if not (queue := self.queues[source, target]):
             return False
         message = queue.popleft()
         if target in self.nodes:
@@ -201,12 +205,12 @@ class ModeSwarm:
 
     def duplicate(self, source: str, target: str, *, late: bool = True) -> None:
         """What waits at the head of a queue comes once more: behind all the rest, or at once."""
-        if queue := self.queues.get((source, target)):
+        if queue := self.queues[source, target]:
             (queue.append if late else queue.appendleft)(queue[0])
 
     def lose(self, source: str, target: str) -> None:
         """What is on the connection is lost."""
-        self.queues.get((source, target), deque()).clear()
+        self.queues[source, target].clear()
 
     def cut(self, source: str, target: str) -> None:
         """The connection breaks and is made again: what was on it is lost."""
