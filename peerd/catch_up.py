@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 
 import numpy as np
@@ -16,8 +17,9 @@ from peerd.training import delta
 from peerd.training.delta import Layout
 
 WAIT_TOLD_EVERY_S = 10.0
+ASK_SOON_S = 1.0  # the first answer is lost if the donor has not yet heard of us, or still dials our former life
 ASK_AGAIN_S = 10.0  # a donor from which nothing has come for so long is asked again,
-ASKS_MAX = 3  # so many times; then another one is
+ASKS_MAX = 4  # so many times; then another one is
 SLOWEST_DONOR = 1000  # bytes a second: fewer are probes and tables, not a model
 
 
@@ -97,11 +99,12 @@ class CatchUp:
     async def _fetch_from(self, donor: NodeId, layout: Layout) -> tuple[Vector, int] | None:
         """Ask one donor and wait as long as it is alive; None when it went away first."""
         self._donor = donor
-        asked_at, asks, received = -ASK_AGAIN_S, 0, self._peers.bytes_received
+        asked_at, asks, received = -math.inf, 0, self._peers.bytes_received
         try:
             while donor in donors(self._members(), self._me):  # of another model, too: it refuses, saying what differs
-                if trio.current_time() - asked_at >= ASK_AGAIN_S:
-                    arriving = self._peers.bytes_received - received > ASK_AGAIN_S * SLOWEST_DONOR
+                waited_s = trio.current_time() - asked_at
+                if waited_s >= (ASK_SOON_S if asks == 1 else ASK_AGAIN_S):
+                    arriving = self._peers.bytes_received - received > waited_s * SLOWEST_DONOR
                     if asks == ASKS_MAX and not arriving:
                         return None
                     asked_at, received = trio.current_time(), self._peers.bytes_received

@@ -1,7 +1,6 @@
-"""Every mode of the gossip family: whatever happens to the connections and the peers, a run ends and all agree.
+"""Every mode of the gossip family: models meet, a run ends cheaply, and who is quiet says nothing.
 
-Modes with rounds and with servers have harnesses of their own (test_rounds.py, test_parameter_server.py): there a copy
-of the model comes with a step, not by itself.
+What every mode keeps, whatever happens, is in test_modes.py.
 """
 
 from __future__ import annotations
@@ -11,9 +10,6 @@ from collections import Counter
 import numpy as np
 import pytest
 from gossip_swarm import GossipSwarm
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from peerd.effects import PeerError
 from peerd.messages import Hello, Message, Push, Pushed
@@ -21,16 +17,10 @@ from peerd.training.codecs import CODECS
 from peerd.training.modes.gossip import FLUSH_TOLERANCE
 
 GOSSIPING = ["gossip", "gossip-pull", "gossip-push", "push-sum"]  # elastic has a centre: test_elastic.py
-NAMES = "abcde"
-SIZE = 40
-EXAMPLES = 25  # of each mode: a minute in all
-QUEUE_MOST = 8  # as the simulation's checker: what one node has under way to one other
-
-names = st.sampled_from(NAMES)
 
 
 class CountingSwarm(GossipSwarm):
-    """Checks that nothing waits without bound, and counts what each push was merged into."""
+    """Counts what each push was merged into."""
 
     def __init__(self, *arguments: object, **options: object) -> None:
         super().__init__(*arguments, **options)  # type: ignore[arg-type]
@@ -46,126 +36,6 @@ class CountingSwarm(GossipSwarm):
             self.merged[at] += 1
             assert self.merged[at] == 1, "a push was merged twice"
         return came
-
-
-class AnyMode(RuleBasedStateMachine):
-    """Steps, deliveries, cuts, repetitions, deaths and returns in any order; then every run ends."""
-
-    mode = "gossip"
-
-    @initialize(
-        codec=st.sampled_from(sorted(CODECS)), seed=st.integers(0, 2**16), view=st.integers(2, 3),
-        dtype=st.sampled_from(["float32", "float64"]),
-    )  # fmt: skip
-    def start(self, codec: str, seed: int, view: int, dtype: str) -> None:
-        self.swarm = CountingSwarm(
-            len(NAMES), SIZE, codec, seed=seed, view=view, buffers=7, mode=self.mode, dtype=dtype
-        )
-        self.alive = {name: set(NAMES) for name in NAMES}
-        self.cuts: set[tuple[str, str]] = set()
-        self.rng = np.random.default_rng(seed)
-        self.swarm.everyone_alive()
-
-    @rule(name=names, scale=st.sampled_from([0.0, 1e-3, 1.0]))
-    def local_step(self, name: str, scale: float) -> None:
-        self.swarm.step(name, scale * self.rng.normal(size=SIZE))
-        assert all(len(queue) <= 3 * QUEUE_MOST for queue in self.swarm.queues.values())
-
-    @rule(name=names)
-    def finish(self, name: str) -> None:
-        self.swarm.step(name, finishing=True)
-
-    @rule(one=names, other=names, count=st.integers(1, 4))
-    def deliver(self, one: str, other: str, count: int) -> None:
-        for _ in range(count):
-            if one != other:
-                self.swarm.deliver(one, other)
-
-    @rule()
-    def deliver_all(self) -> None:
-        self.swarm.settle()
-
-    @rule(one=names, other=names)
-    def repeat(self, one: str, other: str) -> None:
-        if one != other:
-            self.swarm.duplicate(one, other)
-
-    @rule(one=names, other=names)
-    def cut(self, one: str, other: str) -> None:
-        if one != other:
-            self.swarm.cut(one, other)
-
-    @rule(one=names, other=names)
-    def lose(self, one: str, other: str) -> None:
-        """As `cut`, but what comes next overtakes the word that messages flow again."""
-        if one != other:
-            self.swarm.queues[one, other].clear()
-
-    @rule(one=names, other=names)
-    def one_declares_other_dead(self, one: str, other: str) -> None:
-        if one != other:
-            self.swarm.queues[one, other].clear()
-            self.alive[one].discard(other)
-            self.swarm.peers(one, self.alive[one])
-
-    @rule(one=names, other=names)
-    def one_finds_other_again(self, one: str, other: str) -> None:
-        self.alive[one].add(other)
-        self.swarm.peers(one, self.alive[one])
-
-    @rule(name=names)
-    def restart(self, name: str) -> None:
-        """The process dies, and comes back as a newcomer that fetched a peer's model."""
-        donor = NAMES[(NAMES.index(name) + 1) % len(NAMES)]
-        for other in NAMES:
-            if other != name:
-                self.swarm.queues[name, other].clear()
-                self.swarm.queues[other, name].clear()
-                self.swarm.peers(other, self.alive[other] - {name})
-        self.swarm.restart(name, self.swarm.nodes[donor].x, int(self.rng.integers(1 << 30)))
-        self.alive[name] = set(NAMES)
-        for other in NAMES:
-            self.alive[other].add(name)
-            self.swarm.peers(other, self.alive[other])
-
-    @rule(name=names)
-    def timer(self, name: str) -> None:
-        self.swarm.now += 61.0
-        self.swarm.perform(name, self.swarm.nodes[name].core.on_timer(self.swarm.now))
-
-    def teardown(self) -> None:
-        if not hasattr(self, "swarm"):
-            return
-        for name in NAMES:
-            self.swarm.peers(name, set(NAMES))
-        for source, target in self.swarm.queues:
-            self.swarm.cut(source, target)  # every connection is made anew
-        self.swarm.quiesce()
-        for name in NAMES:
-            self.swarm.step(name, np.zeros(SIZE))  # a new run for those who had ended theirs
-            self.swarm.nodes[name].proceeded.clear()
-        self.swarm.quiesce()
-        for name in NAMES:
-            self.swarm.step(name, finishing=True)
-        self.swarm.quiesce()
-        for node in self.swarm.nodes.values():
-            assert node.proceeded == [False, True]
-        assert self.swarm.spread() < 2 * len(NAMES) * FLUSH_TOLERANCE
-
-
-@pytest.mark.parametrize("mode", GOSSIPING)
-def test_any_weather(mode: str) -> None:
-    machine = type("AnyMode", (AnyMode,), {"mode": mode})
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
-        machine,
-        settings=settings(
-            max_examples=EXAMPLES,
-            stateful_step_count=30,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-            print_blob=True,
-        ),
-    )
 
 
 @pytest.fixture(params=GOSSIPING)

@@ -13,7 +13,7 @@ import pytest
 import trio
 import trio.testing
 
-from peerd.catch_up import ASK_AGAIN_S, ASKS_MAX, SLOWEST_DONOR, CatchUp
+from peerd.catch_up import ASK_AGAIN_S, ASK_SOON_S, ASKS_MAX, SLOWEST_DONOR, CatchUp
 from peerd.effects import Address, NodeId
 from peerd.messages import Member, Message, ModelRequest, ModelSnapshot, State
 from peerd.roles import About
@@ -197,8 +197,10 @@ def test_a_silent_donor_is_asked_again_and_then_another_one() -> None:
             for donor in "ab":
                 there.member(donor, ready=True)
             there.nursery.start_soon(there.fetched)
-            await trio.sleep(ASK_AGAIN_S / 2)
+            await trio.sleep(ASK_SOON_S / 2)
             (first,) = there.asked
+            await trio.sleep(2 * ASK_SOON_S)
+            assert there.asked == [first, first], "its first answer may have been lost"
             second = {"a": "b", "b": "a"}[first]
             there.gives(second)
             await there.done.wait()
@@ -225,7 +227,7 @@ def test_a_donor_whose_model_is_on_its_way_is_left_in_peace() -> None:
             there.member("a", ready=True)
             there.member("b", ready=True)
             there.nursery.start_soon(there.fetched)
-            await trio.sleep(1)
+            await trio.sleep(ASK_SOON_S / 2)
             (donor,) = there.asked
             for _ in range(100):
                 there.bytes_received += 2 * SLOWEST_DONOR

@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 import thin
 import trio
-from thin import PORT, Swarm, WatchedDaemon, eventually, simulate
+from thin import PORT, Swarm, WatchedDaemon, simulate
 
 from peerd.effects import Address
 from peerd.known_members import known
@@ -42,7 +42,7 @@ class Node(thin.Node):
         me = Member(self.name, self.name, host, PORT, self.epoch, 0, ALIVE, "", about)
         with self._scope:
             async with aclosing(await network.bind((host, PORT))) as datagrams, trio.open_nursery() as nursery:
-                rest = nursery, network.transport(host), datagrams, self.kept
+                rest = nursery, network.carrier(nursery, host), datagrams, self.kept
                 self.daemon = WatchedDaemon(self._note, self._settings, me, *rest)
                 await self.daemon.start()
                 task_status.started()
@@ -59,7 +59,7 @@ class Node(thin.Node):
 async def formed(swarm: Swarm, names: str) -> None:
     """A swarm of these, founded by the first, that has trained for a while."""
     for name in names:
-        swarm.nodes[name] = Node(swarm, name, join="" if name == names[0] else names[0])
+        swarm.nodes[name] = Node(swarm, name, join=None if name == names[0] else (names[0], PORT))
         await swarm.nodes[name].start(STEPS)
     await swarm.agree(**dict.fromkeys(names, ALIVE))
     await trio.sleep(20)
@@ -108,7 +108,7 @@ def test_a_founder_comes_back_to_its_swarm(seed: int, pause_s: float, caplog: py
         await swarm.nodes["a"].crash()
         await restart(swarm, {"a": pause_s})
         await swarm.agree(a=ALIVE, b=ALIVE, c=ALIVE)
-        await eventually(all_train(swarm, "a"))
+        await swarm.eventually(all_train(swarm, "a"))
         assert swarm.nodes["a"].trainer.first_step > 50
 
     simulate(seed, scenario)
@@ -125,7 +125,7 @@ def test_a_founder_waits_for_a_network_that_is_not_up_yet(caplog: pytest.LogCapt
         await trio.sleep(PATIENCE_S / 2)
         for other in "bc":
             swarm.network.heal("a", other)
-        await eventually(all_train(swarm, "a"))
+        await swarm.eventually(all_train(swarm, "a"))
         assert swarm.nodes["a"].trainer.first_step > 50
 
     simulate(1, scenario)
@@ -141,7 +141,7 @@ def test_a_founder_that_nobody_answers_goes_on_alone_and_asks_again_the_next_tim
         for life in (1, 2):
             began = trio.current_time()
             await swarm.nodes["a"].start(STEPS)
-            await eventually(all_train(swarm, "a"))
+            await swarm.eventually(all_train(swarm, "a"))
             assert PATIENCE_S <= trio.current_time() - began < PATIENCE_S + 2
             assert said(caplog, "no member known before the restart answers: this node goes on alone") == life
             await swarm.nodes["a"].crash()
@@ -157,9 +157,9 @@ def test_members_find_each_other_without_the_one_they_joined_through() -> None:
         await trio.sleep(10 * PATIENCE_S)
         assert not swarm.nodes["b"].trains, "alone, it waits for a seed for ever"
         await swarm.nodes["c"].start(STEPS)
-        await eventually(all_train(swarm, "bc"))
+        await swarm.eventually(all_train(swarm, "bc"))
         await swarm.nodes["a"].start(STEPS)
-        await eventually(all_train(swarm, "abc"))
+        await swarm.eventually(all_train(swarm, "abc"))
         assert len(started_anew(swarm)) == 1
         assert "a" not in started_anew(swarm)
 
@@ -178,7 +178,7 @@ def test_after_a_power_cut_all_go_on_from_one_model(seed: int) -> None:
         await formed(swarm, "abcd")
         await crash(swarm, "abcd")
         await restart(swarm, drawn(seed))
-        await eventually(all_train(swarm, "abcd"))
+        await swarm.eventually(all_train(swarm, "abcd"))
         await swarm.agree(**dict.fromkeys("abcd", ALIVE))
         assert len(started_anew(swarm)) == 1
 
@@ -187,7 +187,7 @@ def test_after_a_power_cut_all_go_on_from_one_model(seed: int) -> None:
 
 async def start_a_stranger(swarm: Swarm, name: str) -> Node:
     """Another swarm's node, where one of ours was."""
-    stranger = Node(swarm, name, join="")
+    stranger = Node(swarm, name, join=None)
     stranger._settings = replace(stranger._settings, swarm="theirs")
     await stranger.start(STEPS)
     return stranger
@@ -201,7 +201,7 @@ def test_an_address_that_now_belongs_to_another_swarm_is_given_up(caplog: pytest
         await crash(swarm, "abc")
         stranger = await start_a_stranger(swarm, "b")
         await restart(swarm, {"a": 0.0, "c": 5.0})
-        await eventually(all_train(swarm, "ac"))
+        await swarm.eventually(all_train(swarm, "ac"))
         assert started_anew(swarm) == ["a"]
         await trio.sleep(200)
         assert swarm.nodes["a"].daemon.model.fatal is None

@@ -28,15 +28,6 @@ def test_hardsync_is_never_stale_and_all_end_with_one_model() -> None:
     assert outcome.result["steps"] == 40
 
 
-@pytest.mark.parametrize("mode", ["hardsync", "softsync:2", "async"])
-def test_a_swarm_whose_nodes_crash_trains_on(mode: str) -> None:
-    outcome = simulate(
-        Scenario(peers=5, minutes=3, mode=mode, compute="lognormal:1:0.2", faults="crash", fault_every=20, seed=4)
-    )
-    assert outcome.result["violations"] == []
-    assert outcome.result["steps"] > 60
-
-
 def test_a_round_takes_time_in_proportion_to_the_workers() -> None:
     """FireCaffe's reason for reduction trees: all weights leave by one server's line."""
     seconds = {}

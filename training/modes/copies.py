@@ -23,7 +23,11 @@ class Copies:
         self._most = 2 * view
         self._scratch = scratch
         self._next_link = rng.getrandbits(42) * LINKS_OF_A_LIFE
-        self._ended: dict[NodeId, tuple[int, int]] = {}  # the last link from a peer that made room, and what was taken
+        self.ended: dict[NodeId, tuple[int, int]] = {}  # the last link from a peer that made room, and what was taken
+
+    def pushers(self) -> list[NodeId]:
+        """Whose pushes were taken, of those who made room, too."""
+        return sorted(self.incoming.keys() | self.ended.keys())
 
     def is_under_way(self, peer: NodeId) -> bool:
         """Whether a push to this peer waits for its answer."""
@@ -52,7 +56,7 @@ class Copies:
             return PushForgotten(push.link, held.version)
         if held is not None and _is_later(held.link, push.link):
             return None  # said again, of a link that its sender has given up
-        link, taken = self._ended.get(sender, (-1, 0))
+        link, taken = self.ended.get(sender, (-1, 0))
         if push.seq != 1 or push.link == link or _is_later(link, push.link):
             return PushForgotten(push.link, taken if push.link == link else 0)
         return Incoming(sender, push.link, like, self._layout, self._scratch)
@@ -69,12 +73,12 @@ class Copies:
     def forget(self, sender: NodeId) -> None:
         """Let go of what we know of this peer, but for what was taken of it."""
         held = self.incoming.pop(sender)
-        self._ended[sender] = (held.link, held.version)
+        self.ended[sender] = (held.link, held.version)
 
     def on_peers(self, alive: frozenset[NodeId]) -> None:
         """Remember nothing of those who went."""
-        for gone in self._ended.keys() - alive:
-            del self._ended[gone]
+        for gone in self.ended.keys() - alive:
+            del self.ended[gone]
 
 
 def _is_later(link: int, other: int) -> bool:

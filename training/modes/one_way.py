@@ -95,7 +95,7 @@ class OneWay:
         if report.published:
             self._partners.shifted(report.change)  # the triangle inequality: a bound
         if report.finishing:
-            news = [self._answer(incoming) for incoming in self._copies.incoming.values()] if began_finishing else []
+            news = [said for peer in self._copies.pushers() for said in self._told(peer)] if began_finishing else []
             return self._rearm([*news, *self._flush(now)], now)
         self._received = self._unheard = 0
         if self._handed_over:  # a new run follows a flush
@@ -234,6 +234,8 @@ class OneWay:
     def _on_pushed(self, sender: NodeId, message: Pushed, now: float) -> list[Effect]:
         outgoing, partner = self._copies.outgoing.get(sender), self._partners.held.get(sender)
         if outgoing is None or outgoing.link != message.link:
+            if outgoing is None and partner is not None and message.finishing:
+                partner.peer_finishing = True  # it has made room, and ends all the same: our flush waits for that
             return []
         if partner is not None:
             partner.peer_finishing = message.finishing
@@ -348,13 +350,21 @@ class OneWay:
     def _repeat(self, peer: NodeId, now: float) -> list[Effect]:
         """Say again what may have been lost with a connection."""
         effects: list[Effect] = []
-        outgoing, incoming = self._copies.outgoing.get(peer), self._copies.incoming.get(peer)
+        outgoing = self._copies.outgoing.get(peer)
         if outgoing is not None and outgoing.under_way is not None:
             outgoing.sent_at = now
             effects.append(Send(peer, outgoing.under_way))
-        if incoming is not None:
-            effects.append(self._answer(incoming))
-        return effects
+        return effects + self._told(peer)
+
+    def _told(self, peer: NodeId) -> list[Effect]:
+        """What one who pushes to us may have missed: the answer to its last push, and whether our run has ended."""
+        if (incoming := self._copies.incoming.get(peer)) is not None:
+            return [self._answer(incoming)]
+        ended = self._copies.ended.get(peer)
+        if ended is None or not self._report.finishing:
+            return []
+        link, taken = ended
+        return [Send(peer, Pushed(link, 0, taken, 0.0, True))]
 
     def _waits(self) -> dict[NodeId, float]:
         """Who owes an answer, since when."""

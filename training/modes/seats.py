@@ -52,7 +52,8 @@ class Seat:
     server: ShardServer | None = None  # here
     claim: _Claiming | None = None
     encoded: tuple[int, Chunks] = (-1, ())  # the weights at this clock
-    final_to: set[NodeId] = field(default_factory=set)
+    final_clock: int = NEVER  # of the weights that went as final ones
+    final_to: set[NodeId] = field(default_factory=set)  # to these
 
 
 class Seats:
@@ -241,8 +242,11 @@ class Seats:
         """Somebody says who serves a shard. Says whether that is news to our worker."""
         seat = self.seat(message.shard, message.term)
         bid = (message.term, message.server)
-        if message.server == self._me and bid != seat.leader:
-            return False  # of an earlier life
+        if message.server == self._me and bid != seat.leader:  # of an earlier life: we claim above it
+            if bid > seat.leader and self.owner(seat) == self._me:
+                self._claim(seat, now, above=bid[0])
+                self._reconsider(seat, now)
+            return False
         if seat.server is not None and bid != seat.leader:  # two serve: only a claim, which asks both, ends it
             if self.owner(seat) == self._me:
                 if sender not in self.alive:
@@ -299,9 +303,10 @@ class Seats:
                 continue
             for worker in seat.server.due(training):
                 self._answer(seat, worker, final=False)
-            if seat.server is not None and not training and not seat.server.pushers:
-                if seat.encoded[0] != seat.server.clock:
-                    seat.final_to.clear()
+            if training or seat.final_clock != seat.server.clock:  # who trains again ends again
+                seat.final_clock = seat.server.clock
+                seat.final_to.clear()
+            if not training and not seat.server.pushers:
                 for peer in sorted((self.alive | {self._me}) - seat.final_to):
                     seat.final_to.add(peer)
                     self._answer(seat, peer, final=True)

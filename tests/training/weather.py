@@ -1,0 +1,105 @@
+"""What may happen to a swarm of cores, as the rules of a state machine: to its connections, and to its members."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from mode_swarm import ModeSwarm
+
+NAMES = "abcd"
+names = st.sampled_from(NAMES)
+
+
+def weather_settings(examples: int, steps: int = 30) -> settings:
+    """Of a machine whose failures print the blob that replays them."""
+    return settings(
+        max_examples=examples,
+        stateful_step_count=steps,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        print_blob=True,
+    )
+
+
+class Connections(RuleBasedStateMachine):
+    """Steps, deliveries, repetitions, cuts, and members that seem dead to some, in any order."""
+
+    swarm: ModeSwarm
+    rng: np.random.Generator
+    may_seem_dead = NAMES
+
+    @rule(name=names, count=st.integers(1, 4), scale=st.sampled_from([0.0, 1e-3, 1.0]))
+    def local_steps(self, name: str, count: int, scale: float) -> None:
+        for _ in range(count):
+            if name in self.swarm.nodes:
+                self.swarm.step(name, scale * self.rng.normal(size=self.swarm.layout.total))
+
+    @rule(one=names, other=names, count=st.integers(1, 6))
+    def deliver(self, one: str, other: str, count: int) -> None:
+        for _ in range(count):
+            self.swarm.deliver(one, other)
+
+    @rule()
+    def deliver_all(self) -> None:
+        self.swarm.settle()
+
+    @rule(one=names, other=names, late=st.booleans())
+    def repeat(self, one: str, other: str, late: bool) -> None:
+        self.swarm.duplicate(one, other, late=late)
+
+    @rule(one=names, other=names)
+    def cut(self, one: str, other: str) -> None:
+        self.swarm.cut(one, other)
+
+    @rule(one=names, other=names)
+    def lose(self, one: str, other: str) -> None:
+        """As `cut`, but what comes next overtakes the word that messages flow again."""
+        self.swarm.lose(one, other)
+
+    @rule(one=names, other=names)
+    def one_declares_other_dead(self, one: str, other: str) -> None:
+        if one in self.swarm.nodes and other in self.may_seem_dead:
+            self.swarm.lose(one, other)
+            self.swarm.peers(one, {*self.swarm.nodes[one].heard} - {other})
+
+    @rule(one=names, other=names)
+    def one_finds_other_again(self, one: str, other: str) -> None:
+        if {one, other} <= self.swarm.nodes.keys():
+            self.swarm.peers(one, {*self.swarm.nodes[one].heard, other})
+
+    @rule(name=names, seconds=st.sampled_from([0.1, 15.0, 61.0, 400.0]))
+    def time_passes(self, name: str, seconds: float) -> None:
+        self.swarm.now += seconds
+        self.timer(name)
+
+    def timer(self, name: str) -> None:
+        if name in self.swarm.nodes:
+            self.swarm.perform(name, self.swarm.nodes[name].core.on_timer(self.swarm.now))
+
+
+class Lives(Connections):
+    """Members die, too, and come back, and their runs end."""
+
+    @rule(name=names)
+    def finish(self, name: str) -> None:
+        if name in self.swarm.nodes:
+            self.swarm.finish(name)
+
+    @precondition(lambda self: len(self.swarm.nodes) > 2)
+    @rule(name=names)
+    def die(self, name: str) -> None:
+        if name in self.swarm.nodes:
+            self.swarm.die(name)
+
+    @rule(name=names, donor=names)
+    def restart(self, name: str, donor: str) -> None:
+        """With its own model, or a peer's."""
+        model = self.swarm.nodes.get(donor, next(iter(self.swarm.nodes.values()))).x
+        self.swarm.restart(name, model)
+
+    @rule(name=names)
+    def hear(self, name: str) -> None:
+        if name in self.swarm.nodes:
+            self.swarm.hear(name)
