@@ -67,9 +67,11 @@ def obey(prepare: Callable[[], None], add_up: Callable[[], float], total: Callab
                 prepare()
                 print("prepared", flush=True)
             case "go":
-                began = time.monotonic()
+                began, worked = time.monotonic(), time.process_time()
                 ended = add_up()
-                print(json.dumps({"began": began, "ended": ended, "sum": zlib.crc32(total().tobytes())}), flush=True)
+                worked = time.process_time() - worked
+                said = {"began": began, "ended": ended, "cpu": worked, "sum": zlib.crc32(total().tobytes())}
+                print(json.dumps(said), flush=True)
             case "check":
                 ranks = int(os.environ["RANKS"])
                 expected = np.sum([contribution(rank, min(count, 1 << 16)) for rank in range(ranks)], axis=0)
@@ -202,12 +204,13 @@ class Ranks:
         ]  # fmt: skip
         assert self._heard() == ["ready"] * len(addresses)
 
-    def add_up(self) -> float:
-        """Seconds."""
+    def add_up(self) -> tuple[float, float]:
+        """Seconds, and seconds of processor time in all."""
         assert set(self._ask("prepare")) == {"prepared"}
         found = [json.loads(line) for line in self._ask("go")]
         assert len({each["sum"] for each in found}) == 1, "the sums differ"
-        return float(max(each["ended"] for each in found) - min(each["began"] for each in found))
+        took = max(each["ended"] for each in found) - min(each["began"] for each in found)
+        return took, sum(each["cpu"] for each in found)
 
     def end(self) -> None:
         assert set(self._ask("check")) == {"True"}, "not the sum"
@@ -269,11 +272,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             interface = "lo"
         sides = {side: Ranks(side, options.values, places[side], within, interface) for side in SIDES}
         seconds: dict[str, list[float]] = {side: [] for side in SIDES}
+        worked: dict[str, list[float]] = {side: [] for side in SIDES}
         for turn in range(options.repeat + 1):
             for side in SIDES if turn % 2 else SIDES[::-1]:
-                took = sides[side].add_up()
+                took, cpu = sides[side].add_up()
                 if turn:  # the first one connects
                     seconds[side].append(took)
+                    worked[side].append(cpu)
         for ranks in sides.values():
             ranks.end()
     medians = {side: statistics.median(found) for side, found in seconds.items()}
@@ -282,7 +287,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "peers": options.peers, "mb": 4 * options.values / 1e6, "mbit": options.mbit, "seconds": seconds,
         "median_s": medians, "rate_of_gloo": medians["gloo"] / medians["peerd"], "rates_in_turn": in_turn,
-        "line_s": line_s,
+        "line_s": line_s, "processor_s": {side: statistics.median(found) for side, found in worked.items()},
     }  # fmt: skip
 
 
@@ -311,7 +316,10 @@ def main() -> None:
         print(json.dumps(result))
         return
     for side, found in result["seconds"].items():
-        print(f"{side:<8}median {result['median_s'][side]:.3f} s, {min(found):.3f} to {max(found):.3f}")
+        print(
+            f"{side:<8}median {result['median_s'][side]:.3f} s, {min(found):.3f} to {max(found):.3f}; "
+            f"{result['processor_s'][side]:.3f} s of processor time in all"
+        )
     turns = result["rates_in_turn"]
     print(f"peerd has {result['rate_of_gloo']:.2f} of gloo's rate (in turn {min(turns):.2f} to {max(turns):.2f})")
 
