@@ -33,6 +33,11 @@ class Piece:
 class Packing(Protocol):
     """How values travel. It may lose something, and may remember what."""
 
+    @property
+    def exact(self) -> bool:
+        """Whether `values`, given to `pack`, are what `unpack` makes of them: afterwards, if not before."""
+        ...
+
     def pack(self, start: int, values: Values) -> Any:
         """The payload for values [start, start + len) of the vector; each value is packed once by each rank."""
         ...
@@ -113,7 +118,8 @@ class Collective:
         return [Piece(part.parent, 2 * index, payload)]
 
     def _finish(self, part: _Part, index: int, payload: Any) -> list[Piece]:
-        self.vector[part.start : part.stop] = self._packing.unpack(part.start, payload, part.stop - part.start)
+        if part.parent is not None or not self._packing.exact:
+            self.vector[part.start : part.stop] = self._packing.unpack(part.start, payload, part.stop - part.start)
         part.complete = True
         self._incomplete -= 1
         return [Piece(child, 2 * index + 1, payload) for child in reversed(part.children)]

@@ -30,6 +30,8 @@ EXACT_CODEC = "float32"
 class CodecPacking:
     """Pieces through a codec, float buffers through bfloat16; what they lose is kept, to be contributed later."""
 
+    exact = False
+
     def __init__(self, codec_name: str, layout: Layout) -> None:
         """Raises PeerError: the name is a peer's word."""
         if codec_name not in CODECS:
@@ -61,6 +63,7 @@ class ExactPacking:
     """Pieces as the float32 values that they are: byte planes and zstd would save 8 % of the bytes, and a round over
     loopback take three times as long (benchmarks/allreduce.py)."""
 
+    exact = True
     cut = 0
     lost = None
 
@@ -69,7 +72,10 @@ class ExactPacking:
 
         Values change while their piece is on its way only by the sum, of which the piece is a part: it came before.
         """
-        return finite_float32(values).astype("<f4", copy=False).view(np.uint8).data
+        exact = finite_float32(values)
+        if exact.dtype != values.dtype:
+            values[:] = exact
+        return exact.astype("<f4", copy=False).view(np.uint8).data
 
     def unpack(self, start: int, payload: Chunk, count: int) -> Vector:
         """See `Packing.unpack`."""
