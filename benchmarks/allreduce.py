@@ -1,10 +1,10 @@
 """How fast is a ring all-reduce of 100 MB among processes of this machine: peerd's rounds beside gloo's, in turn.
 
     python benchmarks/allreduce.py [--peers 4] [--values 25000000] [--repeat 7] [--format json]
-    python benchmarks/allreduce.py --mbit 100        each process in a network namespace of its own (root, ip and tc)
+    python benchmarks/allreduce.py --mbit 100       each in a network namespace of its own (root, ip and tc)
 
-peerd's side is the production path from a mode's contribution to the committed sum: rounds, leader and collective in the
-lane, pieces over TCP links, all that a member says included; only the trainer is left out, as it is on gloo's side.
+peerd's side is the production path from a mode's contribution to the committed sum: rounds, leader and collective in
+the lane, pieces over TCP links, all that a member says included; only the trainer is left out, as it is on gloo's side.
 Both sum the same vectors; a repetition takes from the first process's begin to the last one's end. Each one's sum is
 compared with the others' to the bit, and with numpy's.
 """
@@ -17,6 +17,7 @@ import math
 import os
 import random
 import shutil
+import signal
 import socket
 import statistics
 import subprocess
@@ -32,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 import trio
 
-from peerd.effects import Address, Effect, NodeId, PeerError, Proceed, StepReport, Vector
+from peerd.effects import Address, Effect, NodeId, Proceed, StepReport, Vector
 from peerd.exchanges import Exchanges
 from peerd.messages import Connected, Hello, Message, Welcome
 from peerd.peers import Peers
@@ -41,7 +42,7 @@ from peerd.shared_memory import SharedMemory
 from peerd.training import delta
 from peerd.training.delta import Layout
 from peerd.training.modes import LinkStatus, ModeSettings
-from peerd.training.modes.rounds import Committed, Outcome, Rounds
+from peerd.training.modes.rounds import Committed, Outcome, Rounds, Withdrawn
 from peerd.training.trigger import parse_trigger
 from peerd.transport.hello import answer
 from peerd.transport.link import Link, LinkLost
@@ -134,8 +135,8 @@ class Summing:
                 self.ended = time.monotonic()
                 effects.append(Proceed())
             else:
-                assert not isinstance(outcome, tuple)
-                effects.append(outcome)  # type: ignore[arg-type]
+                assert not isinstance(outcome, Withdrawn), "all values are finite"
+                effects.append(outcome)
         self.deadline = self._rounds.deadline()
         return effects
 
@@ -192,7 +193,9 @@ async def peerd(rank: int, addresses: list[Address], count: int) -> None:
 class Ranks:
     """One process a rank, all of one side."""
 
-    def __init__(self, side: str, count: int, addresses: list[Address], within: list[list[str]], interface: str) -> None:
+    def __init__(
+        self, side: str, count: int, addresses: list[Address], within: list[list[str]], interface: str
+    ) -> None:
         self._all = [
             subprocess.Popen(
                 [*within[rank], sys.executable, __file__, "--rank", str(rank), "--side", side, "--values", str(count),
@@ -249,7 +252,7 @@ def namespaces(count: int, mbit: float) -> Iterator[list[list[str]]]:
             ip(f"-n {name} addr add 10.77.0.{rank + 1}/24 dev eth0")
             ip(f"-n {name} link set lo up")
             ip(f"-n {name} link set eth0 up")
-            shape = f"root tbf rate {mbit}mbit burst 32kb latency 50ms".split()
+            shape = f"root tbf rate {mbit}mbit burst 256kb latency 100ms".split()
             subprocess.run(["tc", "-n", name, "qdisc", "add", "dev", "eth0", *shape], check=True)
             subprocess.run(["tc", "qdisc", "add", "dev", f"{switch}.{rank}", *shape], check=True)
         yield [["ip", "netns", "exec", name] for name in names]
@@ -264,7 +267,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     with ExitStack() as stack:
         if options.mbit:
             within = stack.enter_context(namespaces(options.peers, options.mbit))
-            places = {side: [(f"10.77.0.{n + 1}", PORT + at) for n in range(options.peers)] for at, side in enumerate(SIDES)}
+            hosts = [f"10.77.0.{rank + 1}" for rank in range(options.peers)]
+            places = {side: [(host, PORT + at) for host in hosts] for at, side in enumerate(SIDES)}
             interface = "eth0"
         else:
             within = [[] for _ in range(options.peers)]
@@ -283,11 +287,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             ranks.end()
     medians = {side: statistics.median(found) for side, found in seconds.items()}
     in_turn = [a / b for a, b in zip(seconds["gloo"], seconds["peerd"], strict=True)]
-    line_s = 2 * (options.peers - 1) / options.peers * 4 * options.values / (options.mbit * 125_000) if options.mbit else 0
+    sent = 2 * (options.peers - 1) / options.peers * 4 * options.values
     return {
         "peers": options.peers, "mb": 4 * options.values / 1e6, "mbit": options.mbit, "seconds": seconds,
         "median_s": medians, "rate_of_gloo": medians["gloo"] / medians["peerd"], "rates_in_turn": in_turn,
-        "line_s": line_s, "processor_s": {side: statistics.median(found) for side, found in worked.items()},
+        "line_s": sent / (125_000 * options.mbit) if options.mbit else 0.0,
+        "processor_s": {side: statistics.median(found) for side, found in worked.items()},
     }  # fmt: skip
 
 
@@ -309,6 +314,7 @@ def main() -> None:
         else:
             trio.run(peerd, options.rank, addresses, options.values)
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # namespaces are taken down
     if options.mbit and not (os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc")):
         parser.error("--mbit: needs root, ip and tc")
     result = measure(options)
