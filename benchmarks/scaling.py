@@ -2,8 +2,8 @@
 
     python benchmarks/scaling.py [--most 256] [--only tree:2 ...] [--format json] [--report scaling.html]
 
-One round of a model of 4 MB on lines of 100 Mbit/s both ways, 0.2 ms apart, with the production modes; times are told in
-transfers of the whole model over one line. The server's model is a tenth of that: a first round of more than 10 s makes
+One round of a model of 4 MB on lines of 100 Mbit/s both ways, 0.2 ms apart, with the production modes; times are told
+in transfers of the whole model over one line. The server's model is a tenth of that: a first round of more than 10 s makes
 workers push again. Fitted: a + b * peers and a + b * log2(peers). Also told: the bytes that a node sends over 2(p-1)/p
 of the model, the law of the ring.
 """
@@ -62,8 +62,15 @@ def measure(way: str, peers: int, parameters: int, seed: int) -> dict[str, Any]:
         seconds -= COMPUTE_S
     transfers = seconds * MBIT * BYTES_PER_MBIT / (4 * parameters)
     share = sent / (2 * (peers - 1) / peers * 4 * parameters)
-    return {"way": way, "peers": peers, "seconds": seconds, "transfers": transfers, "bytes_sent": sent, "of_ring_law": share,
-            "simulated_in_s": time.perf_counter() - began}  # fmt: skip
+    return {
+        "way": way,
+        "peers": peers,
+        "seconds": seconds,
+        "transfers": transfers,
+        "bytes_sent": sent,
+        "of_ring_law": share,
+        "simulated_in_s": time.perf_counter() - began,
+    }
 
 
 def r_squared(across: list[float], seconds: list[float]) -> float:
