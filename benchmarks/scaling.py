@@ -3,7 +3,7 @@
     python benchmarks/scaling.py [--most 256] [--only tree:2 ...] [--format json] [--report scaling.html]
 
 One round of a model of 4 MB on lines of 100 Mbit/s both ways, 0.2 ms apart, with the production modes; times are told
-in transfers of the whole model over one line. The server's model is a tenth of that: a first round of more than 10 s makes
+in transfers of the whole model over one line. The server's model is a tenth of that: in a first round of more than 10 s
 workers push again. Fitted: a + b * peers and a + b * log2(peers). Also told: the bytes that a node sends over 2(p-1)/p
 of the model, the law of the ring.
 """
@@ -24,7 +24,7 @@ from rich.table import Table
 
 from peerd.simulation.network import BYTES_PER_MBIT, Profile, uniform
 from peerd.simulation.problems import BytesOnly
-from peerd.simulation.report import drawn, page, table
+from peerd.simulation.report import page, picture, table
 from peerd.simulation.swarm import Swarm
 from peerd.simulation.world import World
 
@@ -113,7 +113,7 @@ def report(rows: list[dict[str, Any]], found: list[dict[str, Any]]) -> str:
         axes[1].set_ylim(0, 24)
         axes[0].legend(fontsize=8)
 
-    parts = [drawn(draw, 1, 2)]
+    parts = [picture(1, draw)]
     parts += [f"<h2>{each['way']}</h2>{table(each)}" for each in found]
     parts += ["<h2>Measured</h2>", *(table(row) for row in rows)]
     return page("peerd, rounds and peers", "A round's time and the number of peers", "".join(parts))
