@@ -3,7 +3,7 @@
     python benchmarks/scaling.py [--most 256] [--only tree:2 ...] [--format json] [--report scaling.html]
 
 One round of a model of 4 MB on lines of 100 Mbit/s both ways, 0.2 ms apart, with the production modes; times are told
-in transfers of the whole model over one line. The server's model is a tenth of that: in a first round of more than 10 s
+in transfers of the whole model over one line. The server's model is a 20th of that: in a first round of more than 10 s
 workers push again. Fitted: a + b * peers and a + b * log2(peers). Also told: the bytes that a node sends over 2(p-1)/p
 of the model, the law of the ring.
 """
@@ -32,7 +32,7 @@ WAYS = ("parameter server", "tree:2", "ring", "halving")
 LATENCY_S = 0.0002
 MBIT = 100.0
 COMPUTE_S = 0.01
-SERVED_SHARE = 10
+SERVED_SHARE = 20
 
 
 def run(peers: int, parameters: int, seed: int, steps: int, **settings: Any) -> tuple[float, int]:

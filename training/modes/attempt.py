@@ -60,8 +60,11 @@ class CodecPacking:
 
 
 class ExactPacking:
-    """Pieces as the float32 values that they are: byte planes and zstd would save 8 % of the bytes, and a round over
-    loopback take three times as long (benchmarks/allreduce.py)."""
+    """Pieces as the float32 values that they are.
+
+    Byte planes and zstd would save 5 to 8 % of the bytes for 2.4 ms of a core a MB (benchmarks/codecs.py): more time than
+    a line of 3 Gbit/s takes for it.
+    """
 
     exact = True
     cut = 0
