@@ -19,7 +19,7 @@ from peerd.effects import Apply, Effect
 from peerd.replica import Replica
 from peerd.training.modes import Mode
 
-NICE = 0
+NICE = 10
 """The worker yields to the event loop and to the training where cores are scarce: it takes a tenth of what they get."""
 NICE_MOST = 19
 

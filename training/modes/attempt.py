@@ -62,7 +62,7 @@ class CodecPacking:
 class ExactPacking:
     """Pieces as the float32 values that they are.
 
-    Byte planes and zstd would save 5 to 8 % of the bytes for 2.4 ms of a core a MB (benchmarks/codecs.py): more time than
+    Byte planes and zstd would save 5 to 8 % of the bytes for 2.4 ms of a core a MB (benchmarks/codecs.py): more than
     a line of 3 Gbit/s takes for it.
     """
 
