@@ -150,6 +150,8 @@ def _summary(result: dict[str, Any]) -> dict[str, str]:
         "traffic": size(result["bytes_sent_total"]),
         "of each node": size(result["bytes_sent_total"] / result["peers"]),
     }
+    if "computing_share" in result:
+        rows["computing"] = f"{result['computing_share']:.1%} of the trainers' time"
     if "consensus_distance" in result:
         rows["from the mean"] = f"{result['consensus_distance']:.3%}"
     if "accuracy" in result:

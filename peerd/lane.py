@@ -21,6 +21,7 @@ from peerd.training.modes import Mode
 
 NICE = 10
 """The worker yields to the event loop and to the training where cores are scarce: it takes a tenth of what they get."""
+NICE_MOST = 19
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ class Lane:
         self.mode: Mode | None = None
         self.replica: Replica | None = None
         self._perform = perform
+        self._nice = min(NICE_MOST, os.getpriority(os.PRIO_PROCESS, 0) + NICE)  # of one that is nice itself, too
         self._post, self._posted = trio.open_memory_channel[Callable[[], Awaitable[None]]](math.inf)
 
     async def run(self) -> None:
@@ -79,7 +81,7 @@ class Lane:
         await self._perform(await trio.to_thread.run_sync(self._work, job, trio.current_time()))
 
     def _work(self, job: Job, now: float) -> list[Effect | HandOver]:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)  # of this thread alone, on Linux
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._nice)  # of this thread alone, on Linux
         effects: list[Effect | HandOver] = []
         for effect in job(now):
             if isinstance(effect, Apply):

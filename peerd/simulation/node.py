@@ -136,6 +136,8 @@ class Node:
         self.learner = learner
         self.steps = 0
         self.loss = math.nan
+        self.computed_s = 0.0  # by the trainer, in whole steps
+        self.trained_from = self.trained_until = math.nan
         self.bytes_sent = 0
         self.staleness: Counter[int] = Counter()  # own steps between the two ends of an exchange
         self.mode: Mode | None = None
@@ -196,6 +198,12 @@ class Node:
     def counts(self) -> Counter[str]:
         """Of membership and mode."""
         return self.membership.counts + (self.mode.counts if self.mode is not None else Counter())
+
+    @property
+    def trained_s(self) -> float:
+        """From the first step's begin to the end of the run, its last exchanges included, or until now."""
+        until = self._world.now if math.isnan(self.trained_until) else self.trained_until
+        return 0.0 if math.isnan(self.trained_from) else until - self.trained_from
 
     def values(self) -> Vector:
         """The model, with every correction that has come."""
@@ -532,16 +540,22 @@ class Node:
 
     def _enter(self, phase: str) -> None:
         self.phase = phase
+        if phase == "training":
+            self.trained_from = self._world.now
+        elif phase == "finished":
+            self.trained_until = self._world.now
         self._world.note(Kind.PHASE, self.index, PHASES.index(phase))
 
     # ---------------------------------------------------------------- training
 
     def _next_step(self) -> None:
-        self._later(self._swarm.settings.compute.draw(self._compute_rng), self._step)
+        seconds = self._swarm.settings.compute.draw(self._compute_rng)
+        self._later(seconds, lambda: self._step(seconds))
 
-    def _step(self) -> None:
+    def _step(self, seconds: float) -> None:
         learner = self.learner
         assert learner is not None, "only those train"
+        self.computed_s += seconds
         before = learner.values().copy() if self.injected is not None else None
         moved = learner.step(self.steps)
         if self.injected is not None and before is not None:

@@ -20,12 +20,19 @@ STYLE = (
 def write_report(runs: Sequence[tuple[Scenario, Outcome]]) -> str:
     """The page of one run, or of several to compare; it loads nothing."""
     scenario = runs[0][0]
-    title = f"{scenario.peers} peers, {html.escape(scenario.problem)}, seed {scenario.seed}"
     compared = _plots_of_all(runs) + _side_by_side([outcome.result for _, outcome in runs]) if len(runs) > 1 else ""
+    return page(
+        f"peerd simulate, seed {scenario.seed}",
+        f"{scenario.peers} peers, {scenario.problem}, seed {scenario.seed}",
+        compared + "".join(_section(*run) for run in runs),
+    )
+
+
+def page(title: str, heading: str, body: str) -> str:
+    """A whole page around `body`, which is HTML."""
     return (
-        '<!doctype html><html lang="en"><meta charset="utf-8">'
-        f"<title>peerd simulate, seed {scenario.seed}</title><style>{STYLE}</style><h1>{title}</h1>"
-        f"{compared}{''.join(_section(*run) for run in runs)}</html>"
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        f"<style>{STYLE}</style><h1>{html.escape(heading)}</h1>{body}</html>"
     )
 
 
@@ -34,7 +41,7 @@ def _section(scenario: Scenario, outcome: Outcome) -> str:
     violations = "".join(f'<p class="bad">violation: {html.escape(text)}</p>' for text in result["violations"])
     return (
         f"<h2>{html.escape(scenario.mode)}</h2>{violations}<p><code>{html.escape(result['replay'])}</code></p>"
-        f"{_plots(outcome)}<h3>Result</h3>{_table(result)}<h3>Settings</h3>{_table(asdict(scenario))}"
+        f"{_plots(outcome)}<h3>Result</h3>{table(result)}<h3>Settings</h3>{table(asdict(scenario))}"
     )
 
 
@@ -48,7 +55,8 @@ def _side_by_side(results: list[dict[str, Any]]) -> str:
     return f"<table><tr><th>{head}{''.join(rows)}</table>"
 
 
-def _table(values: dict[str, Any]) -> str:
+def table(values: dict[str, Any]) -> str:
+    """A row a value."""
     rows = "".join(f"<tr><th>{html.escape(str(key))}<td>{html.escape(_shown(value))}" for key, value in values.items())
     return f"<table>{rows}</table>"
 
@@ -82,7 +90,7 @@ def _plots_of_all(runs: Sequence[tuple[Scenario, Outcome]]) -> str:
             _draw(axes, _curves(outcome.looks), scenario.mode)
         axes[0].legend(fontsize=8)
 
-    return _picture(2, draw)
+    return picture(2, draw)
 
 
 def _plots(outcome: Outcome) -> str:
@@ -105,7 +113,7 @@ def _plots(outcome: Outcome) -> str:
         axes[5].set_title("own steps during an exchange (staleness)", fontsize=10)
         axes[5].set_xlabel("steps")
 
-    return _picture(3, draw)
+    return picture(3, draw)
 
 
 def _draw(axes: Sequence[Any], curves: list[Curve], label: str | None = None) -> None:
@@ -116,7 +124,7 @@ def _draw(axes: Sequence[Any], curves: list[Curve], label: str | None = None) ->
         axis.grid(visible=True, alpha=0.3)
 
 
-def _picture(rows: int, draw: Callable[[list[Any]], None]) -> str:
+def picture(rows: int, draw: Callable[[list[Any]], None]) -> str:
     """SVG, two plots a row."""
     import matplotlib as mpl
 
@@ -125,8 +133,8 @@ def _picture(rows: int, draw: Callable[[list[Any]], None]) -> str:
 
     figure, axes = pyplot.subplots(rows, 2, figsize=(11, 10 / 3 * rows), layout="constrained")
     draw(list(axes.flat))
-    picture = io.StringIO()
-    figure.savefig(picture, format="svg", metadata={"Date": None})  # the same run draws the same page
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None})  # the same run draws the same page
     pyplot.close(figure)
-    drawn = picture.getvalue()
+    drawn = text.getvalue()
     return drawn[drawn.index("<svg") :]

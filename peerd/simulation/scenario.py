@@ -180,6 +180,8 @@ class _Run:
             "detection_median_s": float(np.median(detections)) if detections else None,
             "detection_p99_s": float(np.percentile(detections, 99)) if detections else None,
         }
+        if trained_s := sum(node.trained_s for node in swarm.nodes.values()):
+            figures["computing_share"] = sum(node.computed_s for node in swarm.nodes.values()) / trained_s
         if models and self.problem is not None:
             figures["consensus_distance"] = mean_and_distance(models)[1]
             figures |= self.problem.score(models)

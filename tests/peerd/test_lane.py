@@ -178,3 +178,17 @@ def test_a_job_is_told_the_time_at_which_it_starts() -> None:
         assert before <= times[0] <= times[1] <= trio.current_time()
 
     run(body)
+
+
+def test_the_worker_is_nicer_than_its_process_and_never_less() -> None:
+    async def body(lane: Lane, _: list[Effect | HandOver]) -> None:
+        found: list[int] = []
+
+        def look(_: float) -> list[Effect]:
+            found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+            return []
+
+        await lane.call(look)
+        assert found == [min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)]
+
+    run(body)

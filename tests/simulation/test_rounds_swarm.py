@@ -26,7 +26,9 @@ def one_round(peers: int, topology: str) -> tuple[float, list[int]]:
     swarm.start_formed()
     assert swarm.run(120, swarm.finished)
     assert mean_and_distance(swarm.models())[1] == 0.0
-    return swarm.world.now - 1, [node.bytes_sent for node in swarm.nodes.values()]
+    return max(node.trained_until for node in swarm.nodes.values()) - 1, [
+        node.bytes_sent for node in swarm.nodes.values()
+    ]
 
 
 def test_a_ring_costs_each_node_two_models_less_its_share() -> None:
@@ -34,14 +36,29 @@ def test_a_ring_costs_each_node_two_models_less_its_share() -> None:
         _, sent = one_round(peers, "ring")
         model = 4 * PARAMETERS
         share = [each / (2 * (peers - 1) / peers * model) for each in sent]
-        assert all(0.9 < each < 1.0 for each in share), "float32 in byte planes: zstd saves 5 to 8 %"
+        assert all(1.0 <= each < 1.001 for each in share), "the values as they are, and the frames around them"
 
 
 def test_a_trees_time_grows_with_the_logarithm_of_the_peers() -> None:
     seconds = [one_round(peers, "tree")[0] for peers in (2, 4, 8, 16)]
     steps = [after - before for before, after in itertools.pairwise(seconds)]
     whole_s = 4 * PARAMETERS / (MBIT * 125_000)
-    assert all(0.9 < step / (2 * whole_s) < 1.0 for step in steps), "one level more, up and down"
+    assert all(1.0 <= step / (2 * whole_s) < 1.01 for step in steps), "one level more, up and down"
+
+
+@pytest.mark.parametrize(
+    ("overlap", "steps", "least", "most"),
+    [("blocking", 60, 0.0, 0.12), ("delayed", 500, 0.95, 1.0), ("hpsgd", 500, 0.95, 1.0)],
+)
+def test_trainers_compute_while_a_round_takes_eight_steps(overlap: str, steps: int, least: float, most: float) -> None:
+    """A ring of 40 MB among 4 takes 4.8 s on 100 Mbit/s; a step takes 0.6 s. The last rounds of the run count, too."""
+    scenario = Scenario(
+        peers=4, seed=1, problem="bytes", parameters=10_000_000, steps=steps, mode="allreduce", topology="ring",
+        overlap=overlap, compute="fixed:0.6", uplink_mbit=100, downlink_mbit=100, faults="none",
+    )  # fmt: skip
+    result = simulate(scenario).result
+    assert result["violations"] == []
+    assert least <= result["computing_share"] <= most
 
 
 @pytest.mark.parametrize("overlap", ["blocking", "delayed", "hpsgd"])

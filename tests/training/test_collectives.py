@@ -23,15 +23,19 @@ TOPOLOGIES = ["ring", "tree", "tree:3", "tree:5", "halving"]
 class Plain:
     """Values travel as they are."""
 
+    exact = True
+
     def pack(self, start: int, values: npt.NDArray[Any]) -> Any:
         return values.copy()
 
-    def unpack(self, start: int, payload: Any, out: npt.NDArray[Any]) -> None:
-        out[:] = payload
+    def unpack(self, start: int, payload: Any, count: int) -> npt.NDArray[Any]:
+        return np.asarray(payload)
 
 
 class Coded:
     """Values travel through a codec; what it loses is remembered."""
+
+    exact = False
 
     def __init__(self, codec: str, length: int) -> None:
         self.codec = CODECS[codec]
@@ -45,8 +49,10 @@ class Coded:
         self.lost[start : start + len(values)] = values - arrived
         return body
 
-    def unpack(self, start: int, payload: Any, out: npt.NDArray[Any]) -> None:
+    def unpack(self, start: int, payload: Any, count: int) -> npt.NDArray[Any]:
+        out = np.empty(count, self.lost.dtype)
         self.codec.decode(payload, out)
+        return out
 
 
 def run(ranks: list[Collective], seed: int, *, twice: bool = False) -> list[int]:

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy as np
 import numpy.typing as npt
 
 from peerd.effects import PeerError
@@ -34,12 +33,18 @@ class Piece:
 class Packing(Protocol):
     """How values travel. It may lose something, and may remember what."""
 
+    @property
+    def exact(self) -> bool:
+        """Whether `values`, given to `pack`, are what `unpack` makes of them: afterwards, if not before."""
+        ...
+
     def pack(self, start: int, values: Values) -> Any:
         """The payload for values [start, start + len) of the vector; each value is packed once by each rank."""
         ...
 
-    def unpack(self, start: int, payload: Any, out: Values) -> None:
-        """Overwrite `out`. Raises PeerError when the payload is not as `pack` makes them."""
+    def unpack(self, start: int, payload: Any, count: int) -> Values:
+        """The `count` values, read only: it may be a view. Raises PeerError when the payload is not as `pack` makes
+        them."""
         ...
 
 
@@ -103,9 +108,7 @@ class Collective:
         own = self.vector[part.start : part.stop]
         before = part.added
         while part.added < len(part.children) and part.children[part.added] in part.early:
-            theirs = np.empty_like(own)
-            self._packing.unpack(part.start, part.early.pop(part.children[part.added]), theirs)
-            own += theirs
+            own += self._packing.unpack(part.start, part.early.pop(part.children[part.added]), len(own))
             part.added += 1
         if part.added < len(part.children) or (part.children and part.added == before):
             return []
@@ -115,7 +118,8 @@ class Collective:
         return [Piece(part.parent, 2 * index, payload)]
 
     def _finish(self, part: _Part, index: int, payload: Any) -> list[Piece]:
-        self._packing.unpack(part.start, payload, self.vector[part.start : part.stop])
+        if part.parent is not None or not self._packing.exact:
+            self.vector[part.start : part.stop] = self._packing.unpack(part.start, payload, part.stop - part.start)
         part.complete = True
         self._incomplete -= 1
         return [Piece(child, 2 * index + 1, payload) for child in reversed(part.children)]
