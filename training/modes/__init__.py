@@ -8,8 +8,9 @@ from __future__ import annotations
 from functools import partial
 
 from peerd.effects import UserError
-from peerd.training.modes.allreduce import AllReduce
-from peerd.training.modes.diloco import DiLoCo
+from peerd.training.collectives import parse_topology
+from peerd.training.modes.allreduce import OVERLAPS, AllReduce
+from peerd.training.modes.diloco import FRAGMENTS_MOST, DiLoCo
 from peerd.training.modes.elastic import Elastic
 from peerd.training.modes.gossip import Gossip
 from peerd.training.modes.gossip_pull import GossipPull
@@ -20,7 +21,7 @@ from peerd.training.modes.parameter_server import ParameterServer
 from peerd.training.modes.push_sum import PushSum
 from peerd.training.modes.shard_server import RATES, Rule
 
-__all__ = ["AUTO", "MODES", "LinkStatus", "Mode", "ModeMaker", "ModeSettings", "default_codec", "parse_mode"]
+__all__ = ["AUTO", "MODES", "LinkStatus", "Mode", "ModeMaker", "ModeSettings", "check_options", "default_codec", "parse_mode"]
 
 AUTO = "auto"
 """As a codec: the mode's own."""
@@ -41,17 +42,34 @@ MODES: dict[str, ModeMaker] = {
 """By name; a name may carry an argument after a colon (`parse_mode`)."""
 
 
+ARGUMENTS = f"softsync:N[:RATE] with N >= 1 and RATE of {', '.join(RATES)}; diloco:P with P from 1 to {FRAGMENTS_MOST}"
+
+
 def parse_mode(text: str) -> ModeMaker:
-    """A name in MODES, or `softsync:N[:RATE]`. Raises UserError."""
+    """A name in MODES, or one with an argument, as ARGUMENTS says. Raises UserError."""
     if text in MODES:
         return MODES[text]
     name, _, argument = text.partition(":")
     if name not in MODES:
         raise UserError(f"--mode {text}: {name!r} is not one of {', '.join(MODES)}")
-    n, _, rate = argument.partition(":")
-    if name != "softsync" or not (n.isascii() and n.isdigit() and int(n[:9]) >= 1 and rate in ("", *RATES)):
-        raise UserError(f"--mode {text}: only softsync:N[:RATE] has an argument, N >= 1, RATE of {', '.join(RATES)}")
-    return partial(ParameterServer, rule=Rule(int(n[:9]), rate or RATES[0]))
+    first, _, rest = argument.partition(":")
+    number = int(first[:9]) if first.isascii() and first.isdigit() else 0
+    if name == "softsync" and number >= 1 and rest in ("", *RATES):
+        return partial(ParameterServer, rule=Rule(number, rest or RATES[0]))
+    if name == "diloco" and 1 <= number <= FRAGMENTS_MOST and argument == first:
+        return partial(DiLoCo, fragments=number)
+    raise UserError(f"--mode {text}: what takes an argument is {ARGUMENTS}")
+
+
+def check_options(mode: str, overlap: str, topology: str) -> None:
+    """What a mode is told must fit it, and be there at all. Raises UserError."""
+    parse_mode(mode)
+    if overlap not in OVERLAPS:
+        raise UserError(f"overlap {overlap!r}: not one of {', '.join(OVERLAPS)}")
+    if mode.startswith("diloco:") and overlap == "hpsgd":
+        raise UserError("overlap hpsgd: not with diloco:P, it would roll a fragment back that has no round for long")
+    if topology != AUTO:
+        parse_topology(topology)
 
 
 def default_codec(mode: str) -> str:

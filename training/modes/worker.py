@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 
 import numpy as np
 
@@ -134,8 +133,4 @@ class Worker:
 
 def parts_of(layout: Layout, shards: int) -> list[Part]:
     """The flat model in `shards` equal pieces."""
-    cuts = [layout.total * index // shards for index in range(shards + 1)]
-    return [
-        Part(number, slice(start, stop), Layout(min(stop, max(start, layout.parameters)) - start, stop - start))
-        for number, (start, stop) in enumerate(pairwise(cuts))
-    ]
+    return [Part(number, where, piece) for number, (where, piece) in enumerate(layout.cut(shards))]
