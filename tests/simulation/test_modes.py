@@ -7,8 +7,10 @@ import pytest
 from peerd.simulation.scenario import Scenario, simulate
 from peerd.training.modes import MODES
 
+VARIANTS = ["diloco:4", "elastic:pairwise"]  # arguments that make other machines of a mode
 
-@pytest.mark.parametrize("mode", sorted(MODES))
+
+@pytest.mark.parametrize("mode", sorted(MODES) + VARIANTS)
 def test_a_mode_lives_through_faults(mode: str) -> None:
     scenario = Scenario(peers=6, seed=1, minutes=4, mode=mode, compute="fixed:0.5", faults="crash,pause")
     result = simulate(scenario).result
@@ -16,7 +18,7 @@ def test_a_mode_lives_through_faults(mode: str) -> None:
     assert result["exchanges"] + result["rounds"] > 5  # diloco: one round in 25 s
 
 
-@pytest.mark.parametrize("mode", sorted(MODES))
+@pytest.mark.parametrize("mode", sorted(MODES) + VARIANTS)
 def test_a_run_of_a_mode_ends_with_one_model(mode: str) -> None:
     scenario = Scenario(peers=6, seed=1, problem="consensus", steps=120, mode=mode, compute="lognormal:0.1:0.2")
     result = simulate(scenario).result

@@ -11,7 +11,7 @@ import numpy as np
 from peerd.effects import Apply, Effect, Proceed, Publish, Send, StepReport, Vector
 from peerd.messages import Connected, Message
 from peerd.training.delta import Layout
-from peerd.training.modes import MODES, ModeSettings
+from peerd.training.modes import ModeSettings, parse_mode
 from peerd.training.trigger import parse_trigger
 
 
@@ -28,7 +28,7 @@ class Node:
         self.proceeded: list[bool] = []
         self.finishing = False
         self._buffer = np.empty_like(model)
-        self.core: Any = MODES[mode](name, layout, random.Random(seed), settings, self._values)
+        self.core: Any = parse_mode(mode)(name, layout, random.Random(seed), settings, self._values)
 
     def _values(self) -> Vector:
         """One buffer for every call, as the daemon's replica does."""

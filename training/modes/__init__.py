@@ -5,13 +5,16 @@ A mode is a core: events and `now` come in, effects and a deadline come out. It 
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 from peerd.effects import UserError
 from peerd.training.collectives import parse_topology
+from peerd.training.delta import GAIN_MOST
 from peerd.training.modes.allreduce import OVERLAPS, AllReduce
 from peerd.training.modes.diloco import FRAGMENTS_MOST, DiLoCo
 from peerd.training.modes.elastic import Elastic
+from peerd.training.modes.elastic_pairs import ALPHA, ElasticPairs
 from peerd.training.modes.gossip import Gossip
 from peerd.training.modes.gossip_pull import GossipPull
 from peerd.training.modes.gossip_push import GossipPush
@@ -21,7 +24,17 @@ from peerd.training.modes.parameter_server import ParameterServer
 from peerd.training.modes.push_sum import PushSum
 from peerd.training.modes.shard_server import RATES, Rule
 
-__all__ = ["AUTO", "MODES", "LinkStatus", "Mode", "ModeMaker", "ModeSettings", "check_options", "default_codec", "parse_mode"]
+__all__ = [
+    "AUTO",
+    "MODES",
+    "LinkStatus",
+    "Mode",
+    "ModeMaker",
+    "ModeSettings",
+    "check_options",
+    "default_codec",
+    "parse_mode",
+]
 
 AUTO = "auto"
 """As a codec: the mode's own."""
@@ -42,7 +55,10 @@ MODES: dict[str, ModeMaker] = {
 """By name; a name may carry an argument after a colon (`parse_mode`)."""
 
 
-ARGUMENTS = f"softsync:N[:RATE] with N >= 1 and RATE of {', '.join(RATES)}; diloco:P with P from 1 to {FRAGMENTS_MOST}"
+ARGUMENTS = (
+    f"softsync:N[:RATE] with N >= 1 and RATE of {', '.join(RATES)}; diloco:P with P from 1 to {FRAGMENTS_MOST}; "
+    f"elastic:pairwise[:ALPHA] with ALPHA above 0 and up to {GAIN_MOST}"
+)
 
 
 def parse_mode(text: str) -> ModeMaker:
@@ -58,7 +74,18 @@ def parse_mode(text: str) -> ModeMaker:
         return partial(ParameterServer, rule=Rule(number, rest or RATES[0]))
     if name == "diloco" and 1 <= number <= FRAGMENTS_MOST and argument == first:
         return partial(DiLoCo, fragments=number)
+    if name == "elastic" and first == "pairwise":
+        alpha = _number(rest) if ":" in argument else ALPHA
+        if 0 < alpha <= GAIN_MOST:
+            return partial(ElasticPairs, alpha=alpha)
     raise UserError(f"--mode {text}: what takes an argument is {ARGUMENTS}")
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def check_options(mode: str, overlap: str, topology: str) -> None:
@@ -74,4 +101,8 @@ def check_options(mode: str, overlap: str, topology: str) -> None:
 
 def default_codec(mode: str) -> str:
     """Where links keep what the other end knows, one bit a value is enough; elsewhere nothing is lost unless told."""
-    return "sign" if mode in ("gossip", "gossip-push", "gossip-pull", "push-sum", "elastic") else "float32"
+    return (
+        "sign"
+        if mode.partition(":")[0] in ("gossip", "gossip-push", "gossip-pull", "push-sum", "elastic")
+        else "float32"
+    )

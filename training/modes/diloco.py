@@ -6,11 +6,11 @@ The first round of a swarm, and one with a member that was away or is new, avera
 momentum anew: only then do all have the same again. A round comes every 50 steps unless `every` is set above 1.
 
 `diloco:P` streams (Douillard et al. 2025, arXiv:2501.18512): the model is cut into P fragments, and a round comes P
-times as often with a P-th of the bytes. Round r is of fragment r mod P, with that fragment's outer step; the progress of
-the others stays where it is until their turn. The number says it all, so no member keeps a schedule, and members whose
-last applied round is the same hold the same agreed values of every fragment, whenever each was agreed. A fragment is
-contiguous in the flat model: fragments of equal bytes, which the paper's, of whole layers dealt out like cards, are not.
-Progress made during a round stays, too (`delayed`), where the paper mixes it half and half with what the round brings.
+times as often with a P-th of the bytes. Round r is of fragment r mod P, with that fragment's outer step; the progress
+of the others stays where it is until their turn. The number says it all, so no member keeps a schedule, and members
+whose last applied round is the same hold the same agreed values of every fragment, whenever each was agreed. Where all
+models are summed (above, and at the end) all fragments are. The paper's fragments are whole layers, strided; these are
+contiguous in the flat model, so that all rounds cost the same bytes and a core need not know where a tensor begins.
 """
 
 from __future__ import annotations
