@@ -19,6 +19,7 @@ from peerd.training.modes.worker import NEVER
 NAMES = "abcd"
 PUSHES = 32
 MARKS = (1.0, 2.0, 4.0)
+TOPOLOGIES = ["auto", "adv:2"]
 MODES = ["hardsync", "softsync:1:constant", "softsync:2:constant", "softsync:99:constant"]
 
 
@@ -29,27 +30,27 @@ class Storm(RuleBasedStateMachine):
     servers here add sums instead of means: the weights show how often each push was applied.
     """
 
-    @initialize(mode=st.sampled_from(MODES), servers=st.sampled_from([1, 3]))
-    def start(self, mode: str, servers: int) -> None:
+    @initialize(mode=st.sampled_from(MODES), servers=st.sampled_from([1, 3]), topology=st.sampled_from(TOPOLOGIES))
+    def start(self, mode: str, servers: int, topology: str) -> None:
         self.patch = pytest.MonkeyPatch()
         self.dropped: set[tuple[int, float]] = set()
         update, take = ShardServer._update, ShardServer.take
 
-        def add_sum(server: ShardServer) -> None:
-            server._sum *= len(server.pushers)
-            update(server)
+        def add_sum(server: ShardServer, updates: int) -> None:
+            server._sum *= len(server.pushers) / updates
+            update(server, updates)
 
         def note_dropped(
-            server: ShardServer, mark: Applied, clock: int, pushed: Vector, training: frozenset[str]
+            server: ShardServer, marks: list[Applied], clock: int, pushed: Vector, training: frozenset[str]
         ) -> None:
             before = server.counts["pushes_dropped"]
-            take(server, mark, clock, pushed, training)
+            take(server, marks, clock, pushed, training)
             if server.counts["pushes_dropped"] > before:
                 self.dropped |= {(int(place) % PUSHES, float(pushed[place])) for place in np.flatnonzero(pushed)}
 
         self.patch.setattr(ShardServer, "_update", add_sum)
         self.patch.setattr(ShardServer, "take", note_dropped)
-        self.swarm = ServerSwarm(mode, NAMES, size=3 * PUSHES, servers=servers)
+        self.swarm = ServerSwarm(mode, NAMES, size=3 * PUSHES, servers=servers, topology=topology)
         self.pushed: list[str] = []  # by whom
         self.unborn = list("efgh")
 
@@ -298,14 +299,17 @@ def test_a_lone_node_trains_and_ends() -> None:
     "message",
     [
         Delta(1, 1, "sign", 0.5, True, False, ()),
-        ShardPull(7, 1, 1, False),
-        ShardPull(-1, 1, 1, False),
+        ShardPull(7, 1, 1, False, True),
+        ShardPull(-1, 1, 1, False, True),
         ShardPush(0, 1, 1, 1, 0, "sign", True, False, (b"", b"")),
         ShardPush(0, 1, 1, 1, 0, "nope", True, False, (b"",)),
-        Weights(0, 1 << 60, 0, 0, False, (), (b"",)),
-        Weights(0, 9, 9, 0, False, (), (b"short",)),
+        Weights(0, 1 << 60, "b", 0, (Applied("a", 0, 0),), False, (), (b"",)),
+        Weights(0, 9, "b", 9, (Applied("a", 0, 0),), False, (), (b"short",)),
         Claim(0, 1 << 63, 0),
-        Serves(3, 1, "b"),
+        Serves(3, 1, "b", True, 0, ()),
+        Serves(0, 9, "b", True, 2, (Applied("a", 1, 1),)),
+        Serves(0, 9, "b", True, 0, (Applied("b", 1, 1),)),
+        Serves(0, 9, "b", True, 2, (Applied("b", 1, 1), Applied("b", 1, 1))),
     ],
 )
 def test_what_breaks_the_rules_is_refused(message: Message) -> None:

@@ -23,6 +23,7 @@ from peerd.training.modes.noloco import NoLoCo
 from peerd.training.modes.parameter_server import ParameterServer
 from peerd.training.modes.push_sum import PushSum
 from peerd.training.modes.shard_server import RATES, Rule
+from peerd.training.modes.tree import parse_arity
 
 __all__ = [
     "AUTO",
@@ -61,6 +62,10 @@ ARGUMENTS = (
 )
 
 
+SERVED = ("hardsync", "softsync", "async")
+"""Modes with a parameter server."""
+
+
 def parse_mode(text: str) -> ModeMaker:
     """A name in MODES, or one with an argument, as ARGUMENTS says. Raises UserError."""
     if text in MODES:
@@ -95,7 +100,9 @@ def check_options(mode: str, overlap: str, topology: str) -> None:
         raise UserError(f"overlap {overlap!r}: not one of {', '.join(OVERLAPS)}")
     if mode.startswith("diloco:") and overlap == "hpsgd":
         raise UserError("overlap hpsgd: not with diloco:P, it would roll a fragment back that has no round for long")
-    if topology != AUTO:
+    if mode.partition(":")[0] in SERVED:
+        parse_arity(topology)
+    elif topology != AUTO:
         parse_topology(topology)
 
 

@@ -28,6 +28,8 @@ from peerd.messages import (
     Serves,
     ShardPull,
     ShardPush,
+    ShardSum,
+    SumTaken,
     Weights,
 )
 from peerd.training import delta
@@ -35,6 +37,7 @@ from peerd.training.delta import Layout
 from peerd.training.modes.mode import LinkStatus, ModeSettings
 from peerd.training.modes.seats import WEIGHTS_CODEC, Seat, Seats, exact
 from peerd.training.modes.shard_server import Rule, ShardServer
+from peerd.training.modes.tree import parse_arity
 from peerd.training.modes.worker import Part, Worker
 
 REPEAT_LEAST_S = 10.0  # a connection that breaks is told of; this is for what else may be lost
@@ -56,6 +59,7 @@ class ParameterServer:
         values: Callable[[], Vector],
         rule: Rule,
     ) -> None:
+        """Raises UserError."""
         self.counts: Counter[str] = Counter()
         self.staleness: Counter[int] = Counter()  # of the pushes that came to this node's servers
         self.deadline = float("inf")
@@ -64,7 +68,10 @@ class ParameterServer:
         self._values = values
         life = rng.getrandbits(31)
         self._worker = Worker(me, life, layout, settings.servers, settings.codec, values().copy())
-        self._seats = Seats(me, rule, self._worker, self._send, self._answered_here, self.counts, self.staleness)
+        self._seats = Seats(
+            me, rule, self._worker, self._send, self._answered_here, self.counts, self.staleness,
+            parse_arity(settings.topology),
+        )  # fmt: skip
         self._effects: list[Effect] = []
         self._to_self: list[Message] = []
         self._correction: Vector | None = None
@@ -124,7 +131,9 @@ class ParameterServer:
         for seat in late:
             part = seat.part
             leader = seat.leader[1] if seat.announced else self._seats.owner(seat)
-            self._send(leader, ShardPull(part.number, part.seq, self._worker.life, passes=not part.awaiting))
+            pull = ShardPull(part.number, part.seq, self._worker.life, not part.awaiting, seat.announced)
+            for peer in [leader, *(self._seats.above(seat) if pull.passes else [])]:
+                self._send(peer, pull)
         self._seats.on_timer(now, self._repeat_s)
         return self._done()
 
@@ -144,6 +153,10 @@ class ParameterServer:
             case Serves():
                 if seats.on_serves(sender, message, now):
                     self._tell(seats.seat(message.shard))
+            case ShardSum():
+                seats.on_sum(sender, message, now)
+            case SumTaken():
+                seats.on_taken(sender, message)
             case Finished():
                 seats.finished.add(sender)
             case Connected():
@@ -156,7 +169,7 @@ class ParameterServer:
             self._send(peer, Finished())
         self._seats.on_connected(peer)
         for seat in self._seats.all:
-            if seat.leader[1] == peer:
+            if peer in (seat.leader[1], seat.parent(self._me)):
                 self._tell(seat)
 
     # ---------------------------------------------------------------- what there is to see
@@ -200,18 +213,20 @@ class ParameterServer:
     def _tell(self, seat: Seat, after: int | None = None) -> None:
         """Say to the server what it has not been told; before there is one, nothing."""
         if seat.announced:
-            finishing = self._handed_over
-            for message in self._worker.to_say(seat.part, seat.leader, finishing=finishing, after=after):
-                self._send(seat.leader[1], message)
+            finishing, held = self._handed_over, self._seats.held(seat)
+            for message in self._worker.to_say(seat.part, seat.leader, finishing=finishing, held=held, after=after):
+                is_push = isinstance(message, ShardPush)
+                self._send(self._seats.ours_go_to(seat) if is_push else seat.leader[1], message)
 
     def _on_weights(self, sender: NodeId, message: Weights) -> None:
-        seat = self._seats.seat(message.shard, message.term, message.clock, message.seq)
-        if not self._seats.heed(seat, (message.term, sender), announced=True):
+        answer = self._seats.on_weights(sender, message)
+        if answer is None:
             return
-        part = seat.part
-        weights = np.empty_like(self._worker.base[part.where])
+        seat = self._seats.seat(message.shard, answer.seq)
+        weights = np.empty_like(self._worker.base[seat.part.where])
         delta.decode(WEIGHTS_CODEC, exact(seat), message.chunks, weights)
-        self._take(seat, message.clock, message.seq, message.applied, weights, message.final)
+        seq = answer.seq if answer.life == self._worker.life else 0
+        self._take(seat, message.clock, seq, message.applied, weights, message.final)
 
     def _answered_here(self, seat: Seat, server: ShardServer, final: bool) -> None:
         """Our own worker's answer needs no bytes."""
@@ -261,12 +276,12 @@ class ParameterServer:
         return effects
 
     def _converse(self) -> None:
-        self._seats.serve()
+        self._seats.serve(self._now)
         while self._to_self:
             messages, self._to_self = self._to_self, []
             for message in messages:
                 self._receive(self._me, message)
-            self._seats.serve()
+            self._seats.serve(self._now)
 
     def _become(self) -> None:
         """x = what was pulled."""
