@@ -404,8 +404,8 @@ class Seats:
         return (seat.tree.seq(self._me, self._worker.life) if seat.tree is not None else None) or 0
 
     def above(self, seat: Seat) -> list[NodeId]:
-        """Who else may wait for our pushes."""
-        return seat.tree.above(self._me) if seat.tree is not None else []
+        """Who waits for our pushes beside the server."""
+        return seat.tree.above(self._me)[:-1] if seat.tree is not None else []
 
     def on_sum(self, sender: NodeId, message: ShardSum, now: float) -> None:
         """From the next below us. Raises PeerError."""

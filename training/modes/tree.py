@@ -51,16 +51,16 @@ class Tree:
         return self.members[(rank - 1) // self.arity].worker if rank > 0 else None
 
     def above(self, id: NodeId) -> list[NodeId]:
-        """The aggregators between it and the root, which is not among them."""
+        """By whom its pushes come to the root, which is the last."""
         found = []
-        while (parent := self.parent(id)) is not None and self.parent(parent) is not None:
+        while (parent := self.parent(id)) is not None:
             found.append(parent)
             id = parent
         return found
 
     def below(self, top: NodeId) -> set[NodeId]:
         """All whose pushes come through `top`, which is not among them."""
-        return {id for id in self._ranks if id != top and (top in self.above(id) or self.parent(id) == top)}
+        return {id for id in self._ranks if top in self.above(id)}
 
     def aggregators(self) -> set[NodeId]:
         """Whose death would cut others off: those between the root and the leaves."""
@@ -69,12 +69,8 @@ class Tree:
 
     def next_down(self, top: NodeId, id: NodeId) -> NodeId:
         """To whom `top` gives what is for `id`; itself, if it is not below."""
-        at = id
-        while (parent := self.parent(at)) is not None:
-            if parent == top:
-                return at
-            at = parent
-        return id
+        way = [id, *self.above(id)]
+        return way[way.index(top) - 1] if top in way[1:] else id
 
 
 def tree_of(serves: Serves) -> Tree:
