@@ -76,7 +76,8 @@ SAMPLES = [
     ShardPull(0, 1, 2, True, False), Claim(0, 1, -1), Replica(0, 1, 5, 2, (), ()), SumTaken(0, 1, "a", 2),
     Weights(0, 1, "a", 2, (Applied("w", 1, 3),), False, (Applied("w", 1, 2),), (b"w" * 8,)),
     Serves(0, 1, "a", True, 2, (Applied("a", 1, 2), Applied("b", 3, 0))),
-    ShardSum(0, 1, "a", 2, -1, "float32", False, (Applied("w", 1, 2),), (b"s" * 7,)), Finished(), CentreIs("a", 3), PairInvite(1), PairAnswer(1, False),
+    ShardSum(0, 1, "a", 2, -1, "float32", False, (Applied("w", 1, 2),), (b"s" * 7,)),
+    Finished(), CentreIs("a", 3), PairInvite(1), PairAnswer(1, False),
     PairHalf(1, "bfloat16", True, (b"h" * 4,)),
 ]  # fmt: skip
 MIB = 1 << 20

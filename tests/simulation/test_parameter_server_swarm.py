@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from peerd.simulation.scenario import Scenario, simulate
@@ -21,6 +23,23 @@ def test_mean_staleness_is_that_of_the_law(n: int, group: int) -> None:
     assert sum(count for staleness, count in outcome.staleness.items() if staleness > 2 * n) <= 0.01 * pushes
 
 
+@pytest.mark.parametrize(("n", "group"), [(1, 10), (2, 5), (10, 1)])
+def test_a_tree_keeps_the_law(n: int, group: int) -> None:
+    """Sums name their parts, so staleness is that of each push; where pushes come together it is a little less."""
+    outcome = simulate(
+        Scenario(
+            peers=10, steps=150, mode=f"softsync:{n}", topology="adv:2", codec="float32", compute="lognormal:1:0.05",
+            faults="none",
+        )
+    )  # fmt: skip
+    pushes = outcome.staleness.total()
+    assert outcome.result["violations"] == []
+    assert pushes == 10 * 150
+    mean = sum(staleness * count for staleness, count in outcome.staleness.items()) / pushes
+    assert mean == pytest.approx(9 / group, rel=0.06)
+    assert sum(count for staleness, count in outcome.staleness.items() if staleness > 2 * n) <= 0.01 * pushes
+
+
 def test_hardsync_is_never_stale_and_all_end_with_one_model() -> None:
     outcome = simulate(Scenario(peers=6, steps=40, mode="hardsync", codec="int8", faults="none"))
     assert set(outcome.staleness) == {0}
@@ -29,10 +48,14 @@ def test_hardsync_is_never_stale_and_all_end_with_one_model() -> None:
 
 
 @pytest.mark.parametrize("mode", ["hardsync", "softsync:2", "async"])
-def test_a_swarm_whose_nodes_crash_trains_on(mode: str) -> None:
+@pytest.mark.parametrize("topology", ["auto", "adv:2"])
+def test_a_swarm_whose_nodes_crash_trains_on(mode: str, topology: str) -> None:
     outcome = simulate(
-        Scenario(peers=5, minutes=3, mode=mode, compute="lognormal:1:0.2", faults="crash", fault_every=20, seed=4)
-    )
+        Scenario(
+            peers=7, minutes=3, mode=mode, topology=topology, compute="lognormal:1:0.2", faults="crash",
+            fault_every=20, seed=4,
+        )
+    )  # fmt: skip
     assert outcome.result["violations"] == []
     assert outcome.result["steps"] > 60
 
@@ -50,3 +73,19 @@ def test_a_round_takes_time_in_proportion_to_the_workers() -> None:
         seconds[peers - 1] = outcome.result["virtual_seconds"]
     for others, longer in ((4, 8), (8, 16), (16, 32)):
         assert seconds[longer] / seconds[others] == pytest.approx(2, rel=0.1)
+
+
+def test_with_a_tree_it_takes_time_in_proportion_to_its_depth() -> None:
+    """Rudra-adv's reason: two weights and two sums a level, where the server's own line was the bottleneck."""
+    seconds = {}
+    for peers in (3, 7, 15, 31):
+        outcome = simulate(
+            Scenario(
+                peers=peers, steps=5, mode="hardsync", topology="adv:2", codec="float32", problem="bytes",
+                parameters=1_000_000, compute="fixed:0.01", uplink_mbit=100, downlink_mbit=100, faults="none",
+            )
+        )  # fmt: skip
+        seconds[peers] = outcome.result["virtual_seconds"]
+    levels = [after - before for before, after in itertools.pairwise(seconds.values())]
+    assert levels[1] == pytest.approx(levels[0], rel=0.3)
+    assert levels[2] == pytest.approx(levels[1], rel=0.3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import numpy as np
@@ -11,8 +12,8 @@ from hypothesis import strategies as st
 from server_swarm import ServerSwarm
 from test_parameter_server import Storm
 
-from peerd.effects import UserError
-from peerd.messages import Applied, ShardPush, ShardSum, Weights
+from peerd.effects import Send, UserError
+from peerd.messages import Applied, Serves, ShardPush, ShardSum, SumTaken, Weights
 from peerd.training import delta
 from peerd.training.delta import Layout
 from peerd.training.modes import check_options
@@ -27,6 +28,7 @@ def tree_of(count: int, arity: int) -> Tree:
     return Tree(arity, tuple(Applied(f"n{index}", index, 0) for index in range(count)))
 
 
+@settings(deadline=None)
 @given(count=st.integers(1, 80), arity=st.integers(2, 8))
 def test_everybody_has_one_way_to_the_root(count: int, arity: int) -> None:
     tree = tree_of(count, arity)
@@ -39,7 +41,7 @@ def test_everybody_has_one_way_to_the_root(count: int, arity: int) -> None:
     for member in tree.members[1:]:
         way = [member.worker, *tree.above(member.worker)]
         assert way[-1] == root
-        assert all(tree.parent(low) == high for low, high in zip(way, way[1:], strict=False))
+        assert all(tree.parent(low) == high for low, high in itertools.pairwise(way))
         assert all(member.worker in tree.below(high) for high in way[1:])
         at = root
         for expected in reversed(way[:-1]):
@@ -52,6 +54,7 @@ def test_everybody_has_one_way_to_the_root(count: int, arity: int) -> None:
 pushes = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 3), st.booleans()), max_size=40)
 
 
+@settings(deadline=None)
 @given(pushes=pushes, arity=st.integers(2, 3))
 def test_sums_hold_each_push_once_by_clock_and_in_the_workers_order(
     pushes: list[tuple[int, int, bool]], arity: int
@@ -96,6 +99,7 @@ def test_sums_hold_each_push_once_by_clock_and_in_the_workers_order(
         assert [part.seq for each in sent for part in each.parts if part.worker == worker] == list(range(1, last + 1))
 
 
+@settings(deadline=None)
 @given(
     n=st.sampled_from([1, 2, 3, None]), arrivals=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), max_size=20)
 )
@@ -215,6 +219,24 @@ def test_an_aggregator_that_restarts_unnoticed_cuts_nobody_off() -> None:
     swarm.settle()
     assert not [name for name, node in swarm.nodes.items() if node.waits]
     assert swarm.weights()[0] == 8.0
+
+
+def test_a_sum_that_comes_before_the_news_of_its_tree_waits_for_it() -> None:
+    """The server tells all of a new tree at once; who hears first may push at once."""
+    swarm = ServerSwarm("async", "abcd", topology="adv:2")
+    (root,) = swarm.serving()
+    seat = swarm.nodes[root].core._seats.all[0]
+    assert seat.tree is not None
+    (middle,) = seat.tree.aggregators()
+    (leaf,) = seat.tree.below(middle)
+    core, term = swarm.nodes[middle].core, seat.leader[0] + 1
+    life = swarm.nodes[leaf].core._worker.life
+    chunks, _ = delta.encode("float32", Layout(8, 8), np.ones(8))
+    early = ShardSum(0, term, root, 1, 0, "float32", False, (Applied(leaf, life, 1),), chunks)
+    assert core.on_message(leaf, early, 0.0) == []
+    said = core.on_message(root, Serves(0, term, root, True, 2, seat.tree.members), 0.0)
+    assert Send(leaf, SumTaken(0, term, root, 1)) in said
+    assert [each.message.parts for each in said if isinstance(each, Send) and each.peer == root] == [early.parts]
 
 
 def test_newcomers_are_in_the_tree_before_long() -> None:

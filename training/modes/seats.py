@@ -80,6 +80,7 @@ class Seat:
     sums: dict[NodeId, int] = field(default_factory=dict)  # the last that has come from each who is next below us
     early: list[tuple[NodeId, ShardSum]] = field(default_factory=list)  # of a reign that has not been heard of
     outdated: bool = False  # our tree
+    asked: set[NodeId] = field(default_factory=set)  # who pulled, and is answered without the tree: it may be broken
 
     def parent(self, id: NodeId) -> NodeId | None:
         """To whom it gives its sums."""
@@ -242,6 +243,7 @@ class Seats:
         seat.leader, seat.announced, seat.server, seat.claim = bid, False, None, None
         seat.tree = seat.aggregator = None
         seat.outdated = False
+        seat.asked.clear()
         seat.sums.clear()
         seat.early = [(sender, early) for sender, early in seat.early if (early.term, early.server) >= bid]
 
@@ -352,6 +354,7 @@ class Seats:
                 self._announce(seat, sender)
             seat.final_to.discard(sender)
             seat.server.owed[sender] = None
+            seat.asked.add(sender)
             if message.passes:
                 seat.server.passed.add(sender)
 
@@ -522,7 +525,9 @@ class Seats:
         assert seat.tree is not None, "known with the server"
         ways: dict[NodeId, list[Applied]] = {}
         for mark in message.answers:
-            ways.setdefault(seat.tree.next_down(self._me, mark.worker), []).append(mark)
+            way = mark.worker if mark.worker in seat.asked else seat.tree.next_down(self._me, mark.worker)
+            ways.setdefault(way, []).append(mark)
+        seat.asked -= {mark.worker for mark in message.answers}
         for way, answers in ways.items():
             is_root = seat.server is not None
             if way != self._me and (is_root or seat.parent(way) == self._me):
