@@ -63,7 +63,7 @@ def test_sums_hold_each_push_once_by_clock_and_in_the_workers_order(
     tree = tree_of(15, arity)
     below = sorted(tree.below("n1"))
     layout = Layout(1, 1)
-    core = Aggregator("n1", 0, (1, "n0"), tree, layout, False, Counter(), np.zeros(1))
+    core = Aggregator("n1", 0, (1, "n0"), tree, layout, False, Counter(), np.zeros(1), 0)
     seqs, hops = Counter[str](), Counter[str]()
     wanted: dict[int, int] = {}
     sent: list[ShardSum] = []

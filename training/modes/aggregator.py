@@ -4,10 +4,11 @@ Rudra-adv (Gupta, Zhang, Wang 2016). Only pushes that were made from weights of 
 of a sum is that of each of its parts, which it names: the server counts, drops and divides as if they had come alone.
 Sums are float32, as a death must not take an encoder's residual with it; a push alone travels as it was made.
 
-When is a sum sent on? In hardsync once nobody below is missing, whom the server would wait for, too. Otherwise whenever
-the last ones have been taken by the next in the tree: so a fast line sums little, and a slow one much. A sum is
-kept until it is taken, and its parts by their workers until they are in weights that these have pulled, so that the
-next tree, after the death of an aggregator, loses none; no push has two ways in one tree, so none comes twice.
+When is a sum sent on? In hardsync once nobody below is missing, whom the server would wait for, too; and what is
+there goes on when a worker below has waited for long, as the server may have closed its round without some. Otherwise
+whenever the last ones have been taken by the next in the tree: so a fast line sums little, and a slow one much. A
+sum is kept until it is taken, and its parts by their workers until they are in weights that these have pulled, so that
+the next tree, after the death of an aggregator, loses none; no push has two ways in one tree, so none comes twice.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class Aggregator:
     waits: bool  # for all below: hardsync
     counts: Counter[str]
     like: Vector  # for its shape and dtype
-    passed: set[NodeId] = field(default_factory=set)  # who is not to be waited for
+    clock: int  # of the last weights that were seen
+    passed: set[NodeId] = field(default_factory=set)  # who is not to be waited for in this round,
+    hurries: bool = False  # or nobody: a worker below has waited for long
     _below: set[NodeId] = field(init=False)
     _last: int = field(init=False)  # of our own pushes
     _come: dict[NodeId, int] = field(default_factory=dict)  # the last push of each
@@ -82,8 +85,9 @@ class Aggregator:
 
     def due(self, training: frozenset[NodeId]) -> list[ShardSum]:
         """What to send on now."""
-        missing = (self._below & training) - self._waiting - self.passed if self.waits else self._under_way
-        if not self._gathered or missing:
+        waits = self.waits and not self.hurries
+        missing = (self._below & training) - self._waiting - self.passed if waits else set()
+        if not self._gathered or missing or (self._under_way and not self.waits):
             return []
         sums = [self._message(gathered) for gathered in self._gathered]
         self._gathered.clear()
@@ -100,7 +104,10 @@ class Aggregator:
 
     def answered(self, weights: Weights) -> None:
         """From above; the workers that it is for go on."""
-        self.passed.clear()
+        if weights.clock > self.clock:  # not what was asked for in between
+            self.clock = weights.clock
+            self.passed.clear()
+            self.hurries = False
         self._waiting -= {mark.worker for mark in weights.answers if mark.seq >= self._come.get(mark.worker, 0)}
 
     def _gather(self, new: _Sum) -> None:

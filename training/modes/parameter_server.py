@@ -132,7 +132,7 @@ class ParameterServer:
             part = seat.part
             leader = seat.leader[1] if seat.announced else self._seats.owner(seat)
             pull = ShardPull(part.number, part.seq, self._worker.life, not part.awaiting, seat.announced)
-            for peer in [leader, *(self._seats.above(seat) if pull.passes else [])]:
+            for peer in [leader, *self._seats.above(seat)]:
                 self._send(peer, pull)
         self._seats.on_timer(now, self._repeat_s)
         return self._done()

@@ -344,10 +344,12 @@ class Seats:
         """A worker that has waited for long, here or elsewhere. Raises PeerError."""
         seat = self.seat(message.shard, message.seq, message.life)
         if seat.server is None:
-            if message.passes and seat.aggregator is not None:
+            if seat.aggregator is None:
+                self._redirect(seat, sender)
+            elif message.passes:
                 seat.aggregator.passed.add(sender)
             else:
-                self._redirect(seat, sender)
+                seat.aggregator.hurries = True
         else:
             self._meet(seat, seat.server, sender, message.life)
             if not message.knows:
@@ -407,8 +409,10 @@ class Seats:
         return (seat.tree.seq(self._me, self._worker.life) if seat.tree is not None else None) or 0
 
     def above(self, seat: Seat) -> list[NodeId]:
-        """Who waits for our pushes beside the server."""
-        return seat.tree.above(self._me)[:-1] if seat.tree is not None else []
+        """Who waits for our pushes beside the server: our own place in the tree, and those between."""
+        if seat.aggregator is None or seat.tree is None:
+            return []
+        return [self._me, *seat.tree.above(self._me)[:-1]]
 
     def on_sum(self, sender: NodeId, message: ShardSum, now: float) -> None:
         """From the next below us. Raises PeerError."""
@@ -490,7 +494,7 @@ class Seats:
         if seat.leader[1] != self._me and tree.seq(self._me, worker.life) is not None:
             seat.aggregator = Aggregator(
                 self._me, part.number, seat.leader, tree, part.layout, self._rule.n == 0, self._counts,
-                worker.base[part.where],
+                worker.base[part.where], part.clock,
             )  # fmt: skip
         early, seat.early = seat.early, []
         for sender, message in early:
