@@ -5,6 +5,11 @@ how a shard changes hands). After a step the trainer waits; its worker pushes by
 (worker.py), each shard's server answers with its weights at once or after its rule's round (shard_server.py), and when
 all have answered the model becomes those weights and the trainer goes on.
 
+With `--topology adv:K` pushes come to each shard's server by a tree of its own, and its weights go down it (Rudra-adv:
+tree.py, aggregator.py). A server then hears and says K whole shards a round in place of as many as there are workers;
+a worker waits for as many hops as the tree is deep, and for every member on its way to be there: one that lives but
+cannot be heard holds those below it up until it is declared failed. Who asks again is answered without the tree.
+
 A run ends so: a worker whose last push has come says Finished, so that nobody waits for its next. When all have, the
 servers send the final weights to all.
 """
