@@ -305,13 +305,15 @@ class Seats:
                     self._heard[sender] = now
                 self._claim(seat, now, above=bid[0])
                 self._reconsider(seat, now)
-            elif bid > seat.leader:
+            elif bid > seat.leader and message.serving:  # who claims asks us itself
                 self._announce(seat, message.server)
         elif self.heed(seat, bid, announced=message.serving):
             if seat.tree is None and message.serving:
                 self._enter(seat, tree, now)
             self._reconsider(seat, now)
             return seat.announced
+        elif sender == message.server and seat.claim is not None and sender in seat.claim.waiting:
+            self._ask(seat, sender)  # it has not had our claim
         elif sender == message.server:
             self._announce(seat, sender)
         return False
