@@ -75,17 +75,21 @@ def test_a_round_takes_time_in_proportion_to_the_workers() -> None:
         assert seconds[longer] / seconds[others] == pytest.approx(2, rel=0.1)
 
 
-def test_with_a_tree_it_takes_time_in_proportion_to_its_depth() -> None:
-    """Rudra-adv's reason: two weights and two sums a level, where the server's own line was the bottleneck."""
-    seconds = {}
-    for peers in (3, 7, 15, 31):
+def test_with_a_tree_a_round_takes_time_in_proportion_to_its_depth() -> None:
+    """Rudra-adv's reason: two sums and two weights a level, where the server's own line was the bottleneck.
+
+    Of two runs the difference, for all first weights leave by the server's line, with a tree, too.
+    """
+
+    def seconds(peers: int, steps: int) -> float:
         outcome = simulate(
             Scenario(
-                peers=peers, steps=5, mode="hardsync", topology="adv:2", codec="float32", problem="bytes",
+                peers=peers, steps=steps, mode="hardsync", topology="adv:2", codec="float32", problem="bytes",
                 parameters=1_000_000, compute="fixed:0.01", uplink_mbit=100, downlink_mbit=100, faults="none",
             )
         )  # fmt: skip
-        seconds[peers] = outcome.result["virtual_seconds"]
-    levels = [after - before for before, after in itertools.pairwise(seconds.values())]
-    assert levels[1] == pytest.approx(levels[0], rel=0.3)
-    assert levels[2] == pytest.approx(levels[1], rel=0.3)
+        return float(outcome.result["virtual_seconds"])
+
+    rounds = [seconds(peers, 6) - seconds(peers, 3) for peers in (7, 15, 31)]
+    levels = [after - before for before, after in itertools.pairwise(rounds)]
+    assert 0 < levels[1] < 1.3 * levels[0], rounds

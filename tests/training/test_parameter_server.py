@@ -244,6 +244,18 @@ def test_two_halves_of_a_partition_become_one() -> None:
     assert swarm.weights()[0] > 2.0, "the half with the higher clock goes on"
 
 
+def test_who_serves_and_who_claims_do_not_argue_without_end() -> None:
+    """The claim was lost, and each hears of the other: the claimant asks again."""
+    swarm = ServerSwarm("hardsync", NAMES, servers=3)
+    for name in "wxyz":
+        swarm.join(name, "a")
+    swarm.queues["y", "c"].clear()
+    for name in swarm.nodes:
+        swarm.peers(name, set(swarm.nodes))
+    swarm.settle()
+    assert [len(swarm.serving(shard)) for shard in range(3)] == [1, 1, 1]
+
+
 def test_a_model_that_is_not_finite_holds_nobody_up() -> None:
     swarm = ServerSwarm("hardsync", "ab")
     swarm.step("a", np.nan)
