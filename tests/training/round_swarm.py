@@ -52,7 +52,12 @@ class Node:
             min_peers=swarm.min_peers,
         )
         self.core: AllReduce = Watched(
-            name, swarm.layout, random.Random(seed), settings, lambda: self.x.copy(), fragments=swarm.fragments
+            name,
+            swarm.layout,
+            random.Random(seed),
+            settings,
+            lambda: self.x.copy(),
+            **({"fragments": swarm.fragments} if swarm.fragments > 1 else {}),
         )
 
 
