@@ -82,7 +82,9 @@ def demo(
     trigger: Annotated[str | None, typer.Option(help="change:0.05, period:10, always")] = None,
     every: Annotated[int | None, typer.Option(min=1, help="steps between rounds, of a mode that has rounds")] = None,
     overlap: Annotated[str | None, typer.Option(help="training during a round: blocking, delayed, hpsgd")] = None,
-    topology: Annotated[str | None, typer.Option(help="of an all-reduce: auto, ring, tree:K, halving")] = None,
+    topology: Annotated[
+        str | None, typer.Option(help="of an all-reduce: auto, ring, tree:K, halving; of servers: adv:K")
+    ] = None,
     servers: Annotated[int | None, typer.Option(min=1, help="members that serve the parameters, each a part")] = None,
     kill: Annotated[
         str | None, typer.Option(metavar="NODE@SHARE", help="SIGKILL a node in mid-run: 1@0.5 is node-1, halfway")

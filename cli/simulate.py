@@ -41,7 +41,9 @@ def simulate(
     view: Annotated[int, typer.Option(min=1, max=64, help="partners of a node")] = 3,
     every: Annotated[int, typer.Option(min=1, max=10**6, help="steps between rounds, of a mode that has rounds")] = 1,
     overlap: Annotated[str, typer.Option(help="of a round and the training: blocking, delayed, hpsgd")] = "delayed",
-    topology: Annotated[str, typer.Option(help="of an all-reduce: auto, ring, tree:K, halving")] = "auto",
+    topology: Annotated[
+        str, typer.Option(help="of an all-reduce: auto, ring, tree:K, halving; of servers: adv:K")
+    ] = "auto",
     servers: Annotated[int, typer.Option(min=1, max=4096, help="nodes that serve the parameters, each a part")] = 1,
     min_peers: Annotated[int, typer.Option(min=1, max=4096, help="a round of fewer members waits")] = 1,
     shard: Annotated[str, typer.Option(help="of a task: iid, sorted or dirichlet:A")] = "iid",

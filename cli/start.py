@@ -29,7 +29,9 @@ def start(
     view: Annotated[int | None, typer.Option(help="partners at a time")] = None,
     every: Annotated[int | None, typer.Option(help="steps between rounds, of a mode that has rounds")] = None,
     overlap: Annotated[str | None, typer.Option(help="training during a round: blocking, delayed, hpsgd")] = None,
-    topology: Annotated[str | None, typer.Option(help="of an all-reduce: auto, ring, tree:K, halving")] = None,
+    topology: Annotated[
+        str | None, typer.Option(help="of an all-reduce: auto, ring, tree:K, halving; of servers: adv:K")
+    ] = None,
     servers: Annotated[int | None, typer.Option(help="members that serve the parameters, each a part")] = None,
     min_peers: Annotated[int | None, typer.Option(help="a round of fewer members waits for more")] = None,
     wait_for: Annotated[int | None, typer.Option(help="hold the first step until this many members are ready")] = None,

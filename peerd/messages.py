@@ -367,6 +367,7 @@ class ShardPull:
     seq: int
     life: int
     passes: bool  # another shard's server keeps me waiting: close this round without me
+    knows: bool  # who serves the shard, and by which tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,8 +377,9 @@ class Weights:
     KIND: ClassVar[int] = 82
     shard: int
     term: int
+    server: str
     clock: int
-    seq: int  # the receiver's last push that has come
+    answers: tuple[Applied, ...]  # whom it is for, the receiver or those below it, with the last push of each that came
     final: bool  # every member's run has ended
     applied: tuple[Applied, ...]
     chunks: Chunks
@@ -400,6 +402,7 @@ class Replica:
     KIND: ClassVar[int] = 84
     shard: int
     term: int  # of the claim
+    life: int  # of the sender's worker
     clock: int
     applied: tuple[Applied, ...]
     chunks: Chunks
@@ -407,12 +410,42 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Serves:
-    """This member serves the shard."""
+    """This member serves the shard, or claims it."""
 
     KIND: ClassVar[int] = 85
     shard: int
     term: int
     server: str
+    serving: bool
+    arity: int  # of the tree by which pushes come,
+    tree: tuple[Applied, ...]  # and who is in it, by rank, with the last push of each in the weights; empty: none
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSum:
+    """The sum of these pushes, all made from the weights at `clock`; the sender's number `seq` in this tree."""
+
+    KIND: ClassVar[int] = 87
+    shard: int
+    term: int
+    server: str
+    seq: int
+    clock: int
+    codec: str
+    finishing: bool  # the trainers of all these workers have ended
+    parts: tuple[Applied, ...]
+    chunks: Chunks
+
+
+@dataclass(frozen=True, slots=True)
+class SumTaken:
+    """Your sums up to this one have come."""
+
+    KIND: ClassVar[int] = 88
+    shard: int
+    term: int
+    server: str
+    seq: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -469,7 +502,7 @@ Message = (
     | LinkOpen | LinkSnapshot | Delta | LinkClose | LinkClosed
     | Push | Pushed | PushForgotten | Pull
     | RoundReport | RoundBegin | RoundPiece | PieceTaken | RoundCommit
-    | ShardPush | ShardPull | Weights | Claim | Replica | Serves | Finished
+    | ShardPush | ShardPull | Weights | Claim | Replica | Serves | ShardSum | SumTaken | Finished
     | CentreIs | PairInvite | PairAnswer | PairHalf
 )  # fmt: skip
 
@@ -480,7 +513,7 @@ MESSAGES: dict[int, type[Message]] = {
         LinkOpen, LinkSnapshot, Delta, LinkClose, LinkClosed,
         Push, Pushed, PushForgotten, Pull,
         RoundReport, RoundBegin, RoundPiece, PieceTaken, RoundCommit,
-        ShardPush, ShardPull, Weights, Claim, Replica, Serves, Finished,
+        ShardPush, ShardPull, Weights, Claim, Replica, Serves, ShardSum, SumTaken, Finished,
         CentreIs, PairInvite, PairAnswer, PairHalf,
     )
 }  # fmt: skip

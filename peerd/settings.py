@@ -15,8 +15,7 @@ from typing import Any
 from peerd import plan
 from peerd.effects import Address, UserError
 from peerd.training.codecs import CODECS
-from peerd.training.collectives import parse_topology
-from peerd.training.modes import AUTO, MODES, ModeSettings, default_codec, parse_mode
+from peerd.training.modes import AUTO, MODES, ModeSettings, check_options, default_codec
 from peerd.training.modes.allreduce import OVERLAPS
 from peerd.training.trigger import parse_trigger
 
@@ -65,11 +64,9 @@ class Settings:
         for seed in self.join:
             parse_address(seed, "join")
         _choice("mode", self.mode.partition(":")[0], list(MODES))
-        parse_mode(self.mode)
         _choice("codec", self.codec, [AUTO, *CODECS])
         _choice("overlap", self.overlap, list(OVERLAPS))
-        if self.topology != AUTO:
-            parse_topology(self.topology)
+        check_options(self.mode, self.overlap, self.topology)
         _choice("network", self.network, ["lan", "wan"])
         _choice("log", self.log, ["auto", "human", "json"])
         parse_trigger(self.trigger)

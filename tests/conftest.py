@@ -8,6 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("peerd", deadline=None, print_blob=True)  # slow is no failure; a failure is replayed
+settings.load_profile("peerd")
 
 sys.path[:0] = [str(Path(__file__).parent / folder) for folder in ("training", "transport", "simulation")]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -58,6 +59,14 @@ class Layout:
 
     def __post_init__(self) -> None:
         assert 0 <= self.parameters <= self.total
+
+    def cut(self, count: int) -> list[tuple[slice, Layout]]:
+        """The vector in `count` parts that follow each other, equal but for a value: where each is, and its layout."""
+        cuts = [self.total * index // count for index in range(count + 1)]
+        return [
+            (slice(start, stop), Layout(min(stop, max(start, self.parameters)) - start, stop - start))
+            for start, stop in pairwise(cuts)
+        ]
 
 
 @dataclass(frozen=True)

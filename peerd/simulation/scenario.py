@@ -22,9 +22,7 @@ from peerd.simulation.swarm import Swarm
 from peerd.simulation.world import Violation, World
 from peerd.timing import LAN, WAN
 from peerd.training.codecs import CODECS
-from peerd.training.collectives import parse_topology
-from peerd.training.modes import AUTO, default_codec, parse_mode
-from peerd.training.modes.allreduce import OVERLAPS
+from peerd.training.modes import AUTO, check_options, default_codec
 from peerd.training.tasks import TASKS
 from peerd.training.trigger import parse_trigger
 
@@ -251,16 +249,12 @@ def simulate(scenario: Scenario, trace: TextIO | None = None, progress: Progress
 
 
 def _problem(scenario: Scenario) -> Problem | None:
-    parse_mode(scenario.mode)
+    check_options(scenario.mode, scenario.overlap, scenario.topology)
     if scenario.codec not in (AUTO, *CODECS):
         raise UserError(f"--codec {scenario.codec}: not one of {', '.join(CODECS)}")
     parse_trigger(scenario.trigger)
     if scenario.shard != "iid" and scenario.problem not in TASKS:
         raise UserError(f"--shard {scenario.shard}: only a task has samples, --problem {', '.join(TASKS)}")
-    if scenario.overlap not in OVERLAPS:
-        raise UserError(f"--overlap {scenario.overlap}: not one of {', '.join(OVERLAPS)}")
-    if scenario.topology != "auto":
-        parse_topology(scenario.topology)
     match scenario.problem:
         case "members":
             return None

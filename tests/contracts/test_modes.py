@@ -47,13 +47,14 @@ Row = tuple[str, dict[str, Any]]
 
 
 def rows() -> Iterator[Row]:
-    """Every mode; all-reduce with each overlap, a rule with an argument, and servers that share the model."""
-    for mode in [*MODES, "softsync:2"]:
+    """Every mode; all-reduce with each overlap, arguments that make other machines, servers that share or sum."""
+    for mode in [*MODES, "softsync:2", "diloco:2", "elastic:pairwise"]:
         if parse_mode(mode) is AllReduce:
             yield from ((mode, {"overlap": overlap}) for overlap in OVERLAPS)
         else:
             yield mode, {}
     yield "hardsync", {"servers": 3}
+    yield "softsync:2", {"topology": "adv:2"}
 
 
 def name_of(row: Row) -> str:

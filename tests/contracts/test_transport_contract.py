@@ -49,7 +49,9 @@ from peerd.messages import (
     Serves,
     ShardPull,
     ShardPush,
+    ShardSum,
     State,
+    SumTaken,
     Weights,
     Welcome,
 )  # fmt: skip
@@ -71,8 +73,11 @@ SAMPLES = [
     RoundReport(2**61, RoundPhase.HELD, 1, 2, 3, 4, True, False, True),
     RoundBegin(1, 2**40, "float32", "tree:2", True, False, ("a", "b"), (1, 2**61)), RoundPiece(1, 2, 3, (b"r" * 9,)),
     PieceTaken(1, 2, 3), RoundCommit(1, 2), ShardPush(0, 1, 2**61, 1, -1, "int8", True, False, (b"s" * 7,)),
-    ShardPull(0, 1, 2, True), Weights(0, 1, 2, 3, False, (Applied("w", 1, 2),), (b"w" * 8,)), Claim(0, 1, -1),
-    Replica(0, 1, 2, (), ()), Serves(0, 1, "a"), Finished(), CentreIs("a", 3), PairInvite(1), PairAnswer(1, False),
+    ShardPull(0, 1, 2, True, False), Claim(0, 1, -1), Replica(0, 1, 5, 2, (), ()), SumTaken(0, 1, "a", 2),
+    Weights(0, 1, "a", 2, (Applied("w", 1, 3),), False, (Applied("w", 1, 2),), (b"w" * 8,)),
+    Serves(0, 1, "a", True, 2, (Applied("a", 1, 2), Applied("b", 3, 0))),
+    ShardSum(0, 1, "a", 2, -1, "float32", False, (Applied("w", 1, 2),), (b"s" * 7,)),
+    Finished(), CentreIs("a", 3), PairInvite(1), PairAnswer(1, False),
     PairHalf(1, "bfloat16", True, (b"h" * 4,)),
 ]  # fmt: skip
 MIB = 1 << 20

@@ -32,8 +32,8 @@ class Node:
         self.heard: frozenset[str] = frozenset()
 
         class Watched(swarm.kind):  # type: ignore[name-defined,misc]
-            def _contribution(self, whole: bool) -> Vector:
-                summand: Vector = super()._contribution(whole)
+            def _contribution(self, whole: bool, where: slice) -> Vector:
+                summand: Vector = super()._contribution(whole, where)
                 swarm.contributions[self._rounds._seen, name] = summand.copy()
                 return summand
 
@@ -51,7 +51,14 @@ class Node:
             swarm.topology,
             min_peers=swarm.min_peers,
         )
-        self.core: AllReduce = Watched(name, swarm.layout, random.Random(seed), settings, lambda: self.x.copy())
+        self.core: AllReduce = Watched(
+            name,
+            swarm.layout,
+            random.Random(seed),
+            settings,
+            lambda: self.x.copy(),
+            **({"fragments": swarm.fragments} if swarm.fragments > 1 else {}),
+        )
 
 
 class RoundSwarm:
@@ -70,7 +77,9 @@ class RoundSwarm:
         min_peers: int = 1,
         seed: int = 0,
     ) -> None:
-        self.kind = {"allreduce": AllReduce, "average": Average, "diloco": DiLoCo}[mode]
+        name, _, fragments = mode.partition(":")
+        self.kind = {"allreduce": AllReduce, "average": Average, "diloco": DiLoCo}[name]
+        self.fragments = int(fragments or 1)
         self.layout = Layout(size - size // 4, size)
         self.codec, self.every, self.overlap, self.topology, self.min_peers = codec, every, overlap, topology, min_peers
         self.rng = np.random.default_rng(seed)

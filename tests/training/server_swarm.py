@@ -38,10 +38,12 @@ class Node:
 class ServerSwarm:
     """Nodes whose messages wait in one queue a direction until `deliver`."""
 
-    def __init__(self, mode: str, names: str, size: int = 8, codec: str = "float32", servers: int = 1) -> None:
+    def __init__(self, mode: str, names: str, size: int = 8, codec: str = "float32", servers: int = 1,
+        topology: str = "auto",
+    ) -> None:  # fmt: skip
         self.mode = mode
         self.start = np.zeros(size)
-        self.settings = ModeSettings(codec, parse_trigger("always"), view=3, servers=servers)
+        self.settings = ModeSettings(codec, parse_trigger("always"), view=3, topology=topology, servers=servers)
         self.nodes: dict[str, Node] = {}
         self.alive: dict[str, set[str]] = {}  # in the view of each
         self.queues: dict[tuple[str, str], deque[Message]] = {}

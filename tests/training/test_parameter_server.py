@@ -29,29 +29,31 @@ class Storm(RuleBasedStateMachine):
     servers here add sums instead of means: the weights show how often each push was applied.
     """
 
+    names, topology = NAMES, "auto"
+
     @initialize(mode=st.sampled_from(MODES), servers=st.sampled_from([1, 3]))
     def start(self, mode: str, servers: int) -> None:
         self.patch = pytest.MonkeyPatch()
         self.dropped: set[tuple[int, float]] = set()
         update, take = ShardServer._update, ShardServer.take
 
-        def add_sum(server: ShardServer) -> None:
-            server._sum *= len(server.pushers)
-            update(server)
+        def add_sum(server: ShardServer, updates: int) -> None:
+            server._sum *= len(server.pushers) / updates
+            update(server, updates)
 
         def note_dropped(
-            server: ShardServer, mark: Applied, clock: int, pushed: Vector, training: frozenset[str]
+            server: ShardServer, marks: list[Applied], clock: int, pushed: Vector, training: frozenset[str]
         ) -> None:
             before = server.counts["pushes_dropped"]
-            take(server, mark, clock, pushed, training)
+            take(server, marks, clock, pushed, training)
             if server.counts["pushes_dropped"] > before:
                 self.dropped |= {(int(place) % PUSHES, float(pushed[place])) for place in np.flatnonzero(pushed)}
 
         self.patch.setattr(ShardServer, "_update", add_sum)
         self.patch.setattr(ShardServer, "take", note_dropped)
-        self.swarm = ServerSwarm(mode, NAMES, size=3 * PUSHES, servers=servers)
+        self.swarm = ServerSwarm(mode, self.names, size=3 * PUSHES, servers=servers, topology=self.topology)
         self.pushed: list[str] = []  # by whom
-        self.unborn = list("efgh")
+        self.unborn = list("wxyz")
 
     def some(self, index: int) -> str:
         return sorted(self.swarm.nodes)[index % len(self.swarm.nodes)]
@@ -242,6 +244,18 @@ def test_two_halves_of_a_partition_become_one() -> None:
     assert swarm.weights()[0] > 2.0, "the half with the higher clock goes on"
 
 
+def test_who_serves_and_who_claims_do_not_argue_without_end() -> None:
+    """The claim was lost, and each hears of the other: the claimant asks again."""
+    swarm = ServerSwarm("hardsync", NAMES, servers=3)
+    for name in "wxyz":
+        swarm.join(name, "a")
+    swarm.queues["y", "c"].clear()
+    for name in swarm.nodes:
+        swarm.peers(name, set(swarm.nodes))
+    swarm.settle()
+    assert [len(swarm.serving(shard)) for shard in range(3)] == [1, 1, 1]
+
+
 def test_a_model_that_is_not_finite_holds_nobody_up() -> None:
     swarm = ServerSwarm("hardsync", "ab")
     swarm.step("a", np.nan)
@@ -338,14 +352,17 @@ def test_a_lone_node_trains_and_ends() -> None:
     "message",
     [
         Delta(1, 1, "sign", 0.5, True, False, ()),
-        ShardPull(7, 1, 1, False),
-        ShardPull(-1, 1, 1, False),
+        ShardPull(7, 1, 1, False, True),
+        ShardPull(-1, 1, 1, False, True),
         ShardPush(0, 1, 1, 1, 0, "sign", True, False, (b"", b"")),
         ShardPush(0, 1, 1, 1, 0, "nope", True, False, (b"",)),
-        Weights(0, 1 << 60, 0, 0, False, (), (b"",)),
-        Weights(0, 9, 9, 0, False, (), (b"short",)),
+        Weights(0, 1 << 60, "b", 0, (Applied("a", 0, 0),), False, (), (b"",)),
+        Weights(0, 9, "b", 9, (Applied("a", 0, 0),), False, (), (b"short",)),
         Claim(0, 1 << 63, 0),
-        Serves(3, 1, "b"),
+        Serves(3, 1, "b", True, 0, ()),
+        Serves(0, 9, "b", True, 2, (Applied("a", 1, 1),)),
+        Serves(0, 9, "b", True, 0, (Applied("b", 1, 1),)),
+        Serves(0, 9, "b", True, 2, (Applied("b", 1, 1), Applied("b", 1, 1))),
     ],
 )
 def test_what_breaks_the_rules_is_refused(message: Message) -> None:

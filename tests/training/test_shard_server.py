@@ -26,7 +26,7 @@ def test_hardsync_adds_the_mean_of_all(rounds: list[list[int]]) -> None:
     expected = Fraction(0)
     for number, updates in enumerate(rounds):
         for worker, update in zip("abcd", updates, strict=True):
-            served.take(Applied(worker, 0, number + 1), number, np.array([float(update)]), training)
+            served.take([Applied(worker, 0, number + 1)], number, np.array([float(update)]), training)
             served.owed[worker] = None
             assert served.due(training) == (list("abcd") if worker == "d" else []), "all or nobody"
         expected += Fraction(sum(updates), 4)
@@ -49,7 +49,7 @@ def test_softsync_follows_the_plain_rule(n: int, rate: str, pushes: list[tuple[s
     stale, dropped = Counter[int](), 0
     for worker, update in pushes:
         seqs[worker] += 1
-        served.take(Applied(worker, 0, seqs[worker]), pulled[worker], np.array([float(update)]), training)
+        served.take([Applied(worker, 0, seqs[worker])], pulled[worker], np.array([float(update)]), training)
         served.owed[worker] = None
         assert served.due(training) == [worker], "at once"
 
@@ -81,14 +81,14 @@ def test_a_push_is_next_once_and_in_order(said: list[tuple[int, int]]) -> None:
         fits = served.is_next("a", life, seq, oldest=1)
         assert fits == (seq == last[life] + 1)
         if fits:
-            served.take(Applied("a", life, seq), 0, np.ones(1), frozenset("a"))
+            served.take([Applied("a", life, seq)], 0, np.ones(1), frozenset("a"))
             now_living, last[life] = life, seq
 
 
 def test_async_takes_each_push_alone() -> None:
     served = server(Rule(n=None))
     for worker in "ab":
-        served.take(Applied(worker, 0, 1), 0, np.ones(1), frozenset("ab"))
+        served.take([Applied(worker, 0, 1)], 0, np.ones(1), frozenset("ab"))
         served.due(frozenset("ab"))
     assert served.clock == 2
 
@@ -96,7 +96,7 @@ def test_async_takes_each_push_alone() -> None:
 def test_a_sum_that_is_not_finite_changes_nothing() -> None:
     served = ShardServer(Rule(n=1), np.zeros(2, np.float32), 0, {}, Counter(), Counter())
     for worker in "ab":
-        served.take(Applied(worker, 0, 1), 0, np.full(2, 3e38, np.float32), frozenset("ab"))
+        served.take([Applied(worker, 0, 1)], 0, np.full(2, 3e38, np.float32), frozenset("ab"))
     with np.errstate(over="ignore"):
         served.due(frozenset("ab"))
     assert not served.weights.any()

@@ -5,12 +5,16 @@ A mode is a core: events and `now` come in, effects and a deadline come out. It 
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 from peerd.effects import UserError
-from peerd.training.modes.allreduce import AllReduce
-from peerd.training.modes.diloco import DiLoCo
+from peerd.training.collectives import parse_topology
+from peerd.training.delta import GAIN_MOST
+from peerd.training.modes.allreduce import OVERLAPS, AllReduce
+from peerd.training.modes.diloco import FRAGMENTS_MOST, DiLoCo
 from peerd.training.modes.elastic import Elastic
+from peerd.training.modes.elastic_pairs import ALPHA, ElasticPairs
 from peerd.training.modes.gossip import Gossip
 from peerd.training.modes.gossip_pull import GossipPull
 from peerd.training.modes.gossip_push import GossipPush
@@ -19,8 +23,19 @@ from peerd.training.modes.noloco import NoLoCo
 from peerd.training.modes.parameter_server import ParameterServer
 from peerd.training.modes.push_sum import PushSum
 from peerd.training.modes.shard_server import RATES, Rule
+from peerd.training.modes.tree import parse_arity
 
-__all__ = ["AUTO", "MODES", "LinkStatus", "Mode", "ModeMaker", "ModeSettings", "default_codec", "parse_mode"]
+__all__ = [
+    "AUTO",
+    "MODES",
+    "LinkStatus",
+    "Mode",
+    "ModeMaker",
+    "ModeSettings",
+    "check_options",
+    "default_codec",
+    "parse_mode",
+]
 
 AUTO = "auto"
 """As a codec: the mode's own."""
@@ -41,19 +56,60 @@ MODES: dict[str, ModeMaker] = {
 """By name; a name may carry an argument after a colon (`parse_mode`)."""
 
 
+ARGUMENTS = (
+    f"softsync:N[:RATE] with N >= 1 and RATE of {', '.join(RATES)}; diloco:P with P from 1 to {FRAGMENTS_MOST}; "
+    f"elastic:pairwise[:ALPHA] with ALPHA above 0 and up to {GAIN_MOST}"
+)
+
+
+SERVED = ("hardsync", "softsync", "async")
+"""Modes with a parameter server."""
+
+
 def parse_mode(text: str) -> ModeMaker:
-    """A name in MODES, or `softsync:N[:RATE]`. Raises UserError."""
+    """A name in MODES, or one with an argument, as ARGUMENTS says. Raises UserError."""
     if text in MODES:
         return MODES[text]
     name, _, argument = text.partition(":")
     if name not in MODES:
         raise UserError(f"--mode {text}: {name!r} is not one of {', '.join(MODES)}")
-    n, _, rate = argument.partition(":")
-    if name != "softsync" or not (n.isascii() and n.isdigit() and int(n[:9]) >= 1 and rate in ("", *RATES)):
-        raise UserError(f"--mode {text}: only softsync:N[:RATE] has an argument, N >= 1, RATE of {', '.join(RATES)}")
-    return partial(ParameterServer, rule=Rule(int(n[:9]), rate or RATES[0]))
+    first, _, rest = argument.partition(":")
+    number = int(first[:9]) if first.isascii() and first.isdigit() else 0
+    if name == "softsync" and number >= 1 and rest in ("", *RATES):
+        return partial(ParameterServer, rule=Rule(number, rest or RATES[0]))
+    if name == "diloco" and 1 <= number <= FRAGMENTS_MOST and argument == first:
+        return partial(DiLoCo, fragments=number)
+    if name == "elastic" and first == "pairwise":
+        alpha = _number(rest) if ":" in argument else ALPHA
+        if 0 < alpha <= GAIN_MOST:
+            return partial(ElasticPairs, alpha=alpha)
+    raise UserError(f"--mode {text}: what takes an argument is {ARGUMENTS}")
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def check_options(mode: str, overlap: str, topology: str) -> None:
+    """What a mode is told must fit it, and be there at all. Raises UserError."""
+    parse_mode(mode)
+    if overlap not in OVERLAPS:
+        raise UserError(f"overlap {overlap!r}: not one of {', '.join(OVERLAPS)}")
+    if mode.startswith("diloco:") and overlap == "hpsgd":
+        raise UserError("overlap hpsgd: not with diloco:P, it would roll a fragment back that has no round for long")
+    if mode.partition(":")[0] in SERVED:
+        parse_arity(topology)
+    elif topology != AUTO:
+        parse_topology(topology)
 
 
 def default_codec(mode: str) -> str:
     """Where links keep what the other end knows, one bit a value is enough; elsewhere nothing is lost unless told."""
-    return "sign" if mode in ("gossip", "gossip-push", "gossip-pull", "push-sum", "elastic") else "float32"
+    return (
+        "sign"
+        if mode.partition(":")[0] in ("gossip", "gossip-push", "gossip-pull", "push-sum", "elastic")
+        else "float32"
+    )

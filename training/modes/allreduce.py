@@ -45,16 +45,24 @@ class AllReduce:
     DIFFERENCES = False  # whether a round needs an agreed model even without loss
 
     def __init__(
-        self, me: NodeId, layout: Layout, rng: random.Random, settings: ModeSettings, values: Callable[[], Vector]
+        self,
+        me: NodeId,
+        layout: Layout,
+        rng: random.Random,
+        settings: ModeSettings,
+        values: Callable[[], Vector],
+        *,
+        fragments: int = 1,
     ) -> None:
-        """Raises UserError."""
+        """A round that sums differences is of one of `fragments` parts of the model, in turn. Raises UserError."""
         if settings.overlap not in OVERLAPS:
             raise UserError(f"overlap {settings.overlap!r}: not one of {', '.join(OVERLAPS)}")
         if settings.topology != "auto":
             parse_topology(settings.topology)
+        assert fragments == 1 or settings.overlap != "hpsgd", "check_options refuses it"
         self.counts: Counter[str] = Counter()
         self.deadline = float("inf")
-        self._every = settings.every if settings.every > 1 else self.EVERY
+        self._every = max(1, (settings.every if settings.every > 1 else self.EVERY) // fragments)
         self._overlap = settings.overlap
         self.barrier = self._every if settings.overlap == "blocking" else 0
         self._layout = layout
@@ -62,8 +70,9 @@ class AllReduce:
         self._lossy = settings.codec != EXACT_CODEC
         self._keeps_agreed = self._lossy or self.DIFFERENCES
         self._rounds = Rounds(
-            me, layout, rng, settings, self._contribution, self.counts, differences=self._keeps_agreed
-        )
+            me, layout, rng, settings, self._contribution, self.counts,
+            differences=self._keeps_agreed, fragments=fragments,
+        )  # fmt: skip
         self._me = me
         self._taken: Vector | None = None  # the model that this member contributes
         self._agreed: Vector | None = None  # the last round's model, the same on all
@@ -174,17 +183,17 @@ class AllReduce:
         self._taken = values
         return outcomes + self._rounds.reach(now)
 
-    def _contribution(self, whole: bool) -> Vector:
+    def _contribution(self, whole: bool, where: slice) -> Vector:
         """This member's summand. A member that has finished gives its model as it is."""
         if self._rounds.finished or self._taken is None:  # or: the next run, which has no contribution yet
             self._taken = self._current()
             self._origin = self._taken
-        summand = self._taken.copy()
+        summand = self._taken[where].copy()
         if not whole:
             assert self._agreed is not None, "all of the roster have agreed in the same round"
-            summand -= self._agreed
+            summand -= self._agreed[where]
         if self._lost is not None:
-            summand += self._lost
+            summand += self._lost[where]
         return summand
 
     def _current(self) -> Vector:
@@ -215,14 +224,16 @@ class AllReduce:
         return effects
 
     def _on_committed(self, committed: Committed) -> list[Effect]:
-        begin, mean = committed.begin, committed.total
+        begin, where, mean = committed.begin, committed.where, committed.total
         mean /= len(begin.roster)
-        taken = self._taken
-        assert taken is not None, "nobody is in a round without a contribution"
-        target = self._agree(mean, whole=begin.whole)
-        self._lost = committed.lost
+        assert self._taken is not None, "nobody is in a round without a contribution"
+        taken = self._taken[where]
+        target = self._agree(mean, where, whole=begin.whole)
+        if self._lost is not None or committed.lost is not None:
+            lost = np.zeros_like(mean) if committed.lost is None else committed.lost
+            self._lost = self._with(self._lost, where, lost)
         if self._keeps_agreed:
-            self._agreed = target
+            self._agreed = self._with(self._agreed, where, target)
         self._partners = [peer for peer in begin.roster if peer != self._me]
         self._distance = norm_of_difference(target, taken)
         self._norm = norm_of_difference(target)
@@ -235,17 +246,25 @@ class AllReduce:
         else:
             start = self._origin if self._overlap == "hpsgd" else taken
             assert start is not None, "set with the first contribution"
-            effects.append(self._apply(target - start))
+            effects.append(self._apply(self._with(None, where, target - start)))
         if self._rounds.given:
             effects.append(Proceed(settled=False))
         return [*effects, *self._resume(), *(self._ask() if not self._rounds.finished else [])]
 
-    def _agree(self, mean: Vector, *, whole: bool) -> Vector:
-        """The model that all members now hold, from the mean of the contributions."""
+    def _agree(self, mean: Vector, where: slice, *, whole: bool) -> Vector:
+        """What all members now hold there, from the mean of the contributions."""
         if whole:
             return mean
         assert self._agreed is not None, "contributions were differences from it"
-        return mean + self._agreed
+        return mean + self._agreed[where]
+
+    def _with(self, held: Vector | None, where: slice, part: Vector) -> Vector:
+        """`held` (None: zeros) with `part` in its place."""
+        if len(part) == self._layout.total:
+            return part
+        held = np.zeros(self._layout.total, part.dtype) if held is None else held
+        held[where] = part
+        return held
 
     def _on_withdrawn(self) -> list[Effect]:
         self.counts["withdrawn"] += 1

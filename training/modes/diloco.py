@@ -4,6 +4,13 @@ The rounds are all-reduce's. The outer gradient is the last agreed model less th
 through Nesterov momentum; all members hold the same agreed model and momentum, so the outer step is theirs alone.
 The first round of a swarm, and one with a member that was away or is new, averages whole models instead and begins the
 momentum anew: only then do all have the same again. A round comes every 50 steps unless `every` is set above 1.
+
+`diloco:P` streams (Douillard et al. 2025, arXiv:2501.18512): the model is cut into P fragments, and a round comes P
+times as often with a P-th of the bytes. Round r is of fragment r mod P, with that fragment's outer step; the progress
+of the others stays where it is until their turn. The number says it all, so no member keeps a schedule, and members
+whose last applied round is the same hold the same agreed values of every fragment, whenever each was agreed. Where all
+models are summed (above, and at the end) all fragments are. The paper's fragments are whole layers, strided; these are
+contiguous in the flat model, so that all rounds cost the same bytes and a core need not know where a tensor begins.
 """
 
 from __future__ import annotations
@@ -15,6 +22,7 @@ from peerd.training.modes.allreduce import AllReduce
 
 OUTER_LR = 0.7  # the paper's
 OUTER_MOMENTUM = 0.9
+FRAGMENTS_MOST = 1024
 
 
 class DiLoCo(AllReduce):
@@ -24,15 +32,16 @@ class DiLoCo(AllReduce):
     DIFFERENCES = True
     _momentum: Vector | None = None
 
-    def _agree(self, mean: Vector, *, whole: bool) -> Vector:
+    def _agree(self, mean: Vector, where: slice, *, whole: bool) -> Vector:
         """The outer step."""
         if whole or self._agreed is None:
             self._momentum = None
-            return super()._agree(mean, whole=whole)
+            return super()._agree(mean, where, whole=whole)
         gradient = np.negative(mean)
         if self._momentum is None:
-            self._momentum = np.zeros_like(mean)
-        self._momentum *= OUTER_MOMENTUM
-        self._momentum += gradient
-        agreed: Vector = self._agreed - OUTER_LR * (gradient + OUTER_MOMENTUM * self._momentum)
+            self._momentum = np.zeros_like(self._agreed)
+        momentum = self._momentum[where]
+        momentum *= OUTER_MOMENTUM
+        momentum += gradient
+        agreed: Vector = self._agreed[where] - OUTER_LR * (gradient + OUTER_MOMENTUM * momentum)
         return agreed

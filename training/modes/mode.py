@@ -81,7 +81,7 @@ class ModeSettings:
     view: int
     every: int = 1  # steps between rounds, of a mode that has rounds
     overlap: str = "delayed"  # of a round and the training: blocking, delayed or hpsgd
-    topology: str = "auto"  # of an all-reduce: auto, ring, tree:K, halving
+    topology: str = "auto"  # of an all-reduce: auto, ring, tree:K, halving; of servers: auto, adv:K
     servers: int = 1  # shards of the parameters, each served by one member, of a mode that has servers
     min_peers: int = 1  # a round of fewer members waits for more
 

@@ -5,6 +5,11 @@ how a shard changes hands). After a step the trainer waits; its worker pushes by
 (worker.py), each shard's server answers with its weights at once or after its rule's round (shard_server.py), and when
 all have answered the model becomes those weights and the trainer goes on.
 
+With `--topology adv:K` pushes come to each shard's server by a tree of its own, and its weights go down it (Rudra-adv:
+tree.py, aggregator.py). A server then hears and says K whole shards a round in place of as many as there are workers;
+a worker waits for as many hops as the tree is deep, and for every member on its way to be there: one that lives but
+cannot be heard holds those below it up until it is declared failed. Who asks again is answered without the tree.
+
 A run ends so: a worker whose last push has come says Finished, so that nobody waits for its next. When all have, the
 servers send the final weights to all.
 """
@@ -28,6 +33,8 @@ from peerd.messages import (
     Serves,
     ShardPull,
     ShardPush,
+    ShardSum,
+    SumTaken,
     Weights,
 )
 from peerd.training import delta
@@ -35,6 +42,7 @@ from peerd.training.delta import Layout
 from peerd.training.modes.mode import LinkStatus, ModeSettings
 from peerd.training.modes.seats import WEIGHTS_CODEC, Seat, Seats, exact
 from peerd.training.modes.shard_server import Rule, ShardServer
+from peerd.training.modes.tree import parse_arity
 from peerd.training.modes.worker import Part, Worker
 
 REPEAT_LEAST_S = 10.0  # a connection that breaks is told of; this is for what else may be lost
@@ -56,6 +64,7 @@ class ParameterServer:
         values: Callable[[], Vector],
         rule: Rule,
     ) -> None:
+        """Raises UserError."""
         self.counts: Counter[str] = Counter()
         self.staleness: Counter[int] = Counter()  # of the pushes that came to this node's servers
         self.deadline = float("inf")
@@ -64,7 +73,10 @@ class ParameterServer:
         self._values = values
         life = rng.getrandbits(31)
         self._worker = Worker(me, life, layout, settings.servers, settings.codec, values().copy())
-        self._seats = Seats(me, rule, self._worker, self._send, self._answered_here, self.counts, self.staleness)
+        self._seats = Seats(
+            me, rule, self._worker, self._send, self._answered_here, self.counts, self.staleness,
+            parse_arity(settings.topology),
+        )  # fmt: skip
         self._effects: list[Effect] = []
         self._to_self: list[Message] = []
         self._correction: Vector | None = None
@@ -124,7 +136,9 @@ class ParameterServer:
         for seat in late:
             part = seat.part
             leader = seat.leader[1] if seat.announced else self._seats.owner(seat)
-            self._send(leader, ShardPull(part.number, part.seq, self._worker.life, passes=not part.awaiting))
+            pull = ShardPull(part.number, part.seq, self._worker.life, not part.awaiting, seat.announced)
+            for peer in [leader, *self._seats.above(seat)]:
+                self._send(peer, pull)
         self._seats.on_timer(now, self._repeat_s)
         return self._done()
 
@@ -144,6 +158,10 @@ class ParameterServer:
             case Serves():
                 if seats.on_serves(sender, message, now):
                     self._tell(seats.seat(message.shard))
+            case ShardSum():
+                seats.on_sum(sender, message, now)
+            case SumTaken():
+                seats.on_taken(sender, message)
             case Finished():
                 seats.finished.add(sender)
             case Connected():
@@ -156,7 +174,7 @@ class ParameterServer:
             self._send(peer, Finished())
         self._seats.on_connected(peer)
         for seat in self._seats.all:
-            if seat.leader[1] == peer:
+            if peer in (seat.leader[1], seat.parent(self._me)):
                 self._tell(seat)
 
     # ---------------------------------------------------------------- what there is to see
@@ -200,18 +218,20 @@ class ParameterServer:
     def _tell(self, seat: Seat, after: int | None = None) -> None:
         """Say to the server what it has not been told; before there is one, nothing."""
         if seat.announced:
-            finishing = self._handed_over
-            for message in self._worker.to_say(seat.part, seat.leader, finishing=finishing, after=after):
-                self._send(seat.leader[1], message)
+            finishing, held = self._handed_over, self._seats.held(seat)
+            for message in self._worker.to_say(seat.part, seat.leader, finishing=finishing, held=held, after=after):
+                is_push = isinstance(message, ShardPush)
+                self._send(self._seats.ours_go_to(seat) if is_push else seat.leader[1], message)
 
     def _on_weights(self, sender: NodeId, message: Weights) -> None:
-        seat = self._seats.seat(message.shard, message.term, message.clock, message.seq)
-        if not self._seats.heed(seat, (message.term, sender), announced=True):
+        answer = self._seats.on_weights(sender, message)
+        if answer is None:
             return
-        part = seat.part
-        weights = np.empty_like(self._worker.base[part.where])
+        seat = self._seats.seat(message.shard, answer.seq)
+        weights = np.empty_like(self._worker.base[seat.part.where])
         delta.decode(WEIGHTS_CODEC, exact(seat), message.chunks, weights)
-        self._take(seat, message.clock, message.seq, message.applied, weights, message.final)
+        seq = answer.seq if answer.life == self._worker.life else 0
+        self._take(seat, message.clock, seq, message.applied, weights, message.final)
 
     def _answered_here(self, seat: Seat, server: ShardServer, final: bool) -> None:
         """Our own worker's answer needs no bytes."""
@@ -261,12 +281,12 @@ class ParameterServer:
         return effects
 
     def _converse(self) -> None:
-        self._seats.serve()
+        self._seats.serve(self._now)
         while self._to_self:
             messages, self._to_self = self._to_self, []
             for message in messages:
                 self._receive(self._me, message)
-            self._seats.serve()
+            self._seats.serve(self._now)
 
     def _become(self) -> None:
         """x = what was pulled."""

@@ -51,6 +51,7 @@ class Committed:
     """A round took place: the sum of its contributions, and what our encoding lost of them (None: nothing)."""
 
     begin: RoundBegin
+    where: slice  # of the model: the values that were summed
     total: Vector
     lost: Vector | None
 
@@ -72,12 +73,13 @@ class Rounds:
         layout: Layout,
         rng: random.Random,
         settings: ModeSettings,
-        contribute: Callable[[bool], Vector],
+        contribute: Callable[[bool, slice], Vector],
         counts: Counter[str],
         *,
         differences: bool,
+        fragments: int,
     ) -> None:
-        """`contribute(whole)` makes this member's summand, which is then the attempt's; asked only after `reach`."""
+        """`contribute(whole, where)` makes this member's summand, which is then the attempt's; only after `reach`."""
         self.phase = RoundPhase.IDLE
         self.round = 0  # the last one applied
         self.finished = False
@@ -90,6 +92,7 @@ class Rounds:
         self._contribute = contribute
         self._counts = counts
         self._differences = differences
+        self._fragments = layout.cut(fragments)
         self._pace = Pace()
         self._life = rng.getrandbits(62)
         self._alive: frozenset[NodeId] = frozenset()
@@ -223,7 +226,8 @@ class Rounds:
         self._counts["rounds"] += 1
         self._pace.round_took(now - self._reached_at)
         self._reached_at = now
-        return [Committed(attempt.begin, attempt.total, attempt.lost), *self._answer(now)]
+        where, _ = self._summed(attempt.begin)
+        return [Committed(attempt.begin, where, attempt.total, attempt.lost), *self._answer(now)]
 
     def _begin(self, begin: RoundBegin, now: float) -> list[Outcome]:
         meant = (self._me, self._life) in zip(begin.roster, begin.lives, strict=False)
@@ -235,8 +239,9 @@ class Rounds:
         self.phase = RoundPhase.RUNNING
         self._counts["attempts"] += 1
         early, self._early = self._early, []
+        where, layout = self._summed(begin)
         try:
-            self._attempt = Attempt(begin, self._me, self._contribute(begin.whole), self._layout, self._pace)
+            self._attempt = Attempt(begin, self._me, self._contribute(begin.whole, where), layout, self._pace)
             outcomes: list[Outcome] = [*self._answer(now), *self._attempt.start(now)]
         except NotFinite:
             return self._withdraw(now)
@@ -245,6 +250,12 @@ class Rounds:
             if piece.attempt >= begin.attempt:
                 outcomes += self._on_piece(sender, piece, now)
         return outcomes
+
+    def _summed(self, begin: RoundBegin) -> tuple[slice, Layout]:
+        """The values that a round is of: the model, or the fragment whose turn it is by the round's number."""
+        if begin.whole:
+            return slice(0, self._layout.total), self._layout
+        return self._fragments[begin.round % len(self._fragments)]
 
     def _on_piece(self, sender: NodeId, piece: RoundPiece, now: float) -> list[Outcome]:
         """A piece that is not confirmed is sent again, so one that comes early may be dropped."""
@@ -285,7 +296,7 @@ class Rounds:
         return [*self._attempt.repeat(peer, now)] if self._attempt is not None else []
 
     def _leadership(self) -> Leader:
-        size_bytes = 4 * self._layout.total
+        size_bytes = 4 * self._layout.total // len(self._fragments)  # of most rounds
         return Leader(self._me, self._rng, self._settings, size_bytes, differences=self._differences)
 
     def _report(self) -> RoundReport:

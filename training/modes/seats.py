@@ -9,26 +9,47 @@ Nothing that counts is in the server alone: a worker keeps each push until it ha
 travel with the last push of each worker in them, and one of those answers is the highest clock. So pushes said again
 to the new server are in its weights once. Two halves of a partition each serve; when they meet, the claim after it
 takes the higher clock, and the other half's updates are lost.
+
+With a tree (tree.py), a server that loses an aggregator claims its own shard again, and lays another tree out: all that
+was on its way in the old one is void, and said again in the new one. So it does when a member of the tree comes back in
+another life, and when a quarter of the workers is not in it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 import numpy as np
 
 from peerd.effects import NodeId, PeerError, Vector
-from peerd.messages import Applied, Chunks, Claim, Message, Replica, Serves, ShardPull, ShardPush, Weights
+from peerd.messages import (
+    Applied,
+    Chunks,
+    Claim,
+    Message,
+    Replica,
+    Serves,
+    ShardPull,
+    ShardPush,
+    ShardSum,
+    SumTaken,
+    Weights,
+)
 from peerd.training import delta
 from peerd.training.delta import Layout
+from peerd.training.modes.aggregator import Aggregator, layout_of
 from peerd.training.modes.shard_server import Rule, ShardServer
+from peerd.training.modes.tree import TREE_MOST, Tree, tree_of
 from peerd.training.modes.worker import NEVER, NOBODY, Bid, Part, Worker
 
 WEIGHTS_CODEC = "float32"  # what it dropped would be lost: an answer has no error feedback
 COUNT_MAX = 1 << 53  # of terms, clocks and numbers that a peer may say
+EARLY_MOST = 64  # sums of a tree that is not known yet: one from each who may be below
+OUTSIDE_SHARE = 4  # a tree is laid out anew when a quarter as many workers are outside as are in it
+NO_TREE = Tree(0, ())
 HEARD_S = 30.0  # how long a claimant counts as alive that membership does not name
 
 Newest = tuple[int, dict[NodeId, Applied], Vector]
@@ -40,6 +61,7 @@ class _Claiming:
     waiting: set[NodeId]
     best: Newest
     asked_at: float
+    lives: dict[NodeId, int]  # of the workers that have answered
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +76,16 @@ class Seat:
     encoded: tuple[int, Chunks] = (-1, ())  # the weights at this clock
     final_clock: int = NEVER  # of the weights that went as final ones
     final_to: set[NodeId] = field(default_factory=set)  # to these
+    tree: Tree | None = None  # of the leader's reign; None: it has not said it yet
+    aggregator: Aggregator | None = None  # our place in it
+    sums: dict[NodeId, int] = field(default_factory=dict)  # the last that has come from each who is next below us
+    early: list[tuple[NodeId, ShardSum]] = field(default_factory=list)  # of a reign that has not been heard of
+    outdated: bool = False  # our tree
+    asked: set[NodeId] = field(default_factory=set)  # who pulled, and is answered without the tree: it may be broken
+
+    def parent(self, id: NodeId) -> NodeId | None:
+        """To whom it gives its sums."""
+        return self.tree.parent(id) if self.tree is not None else None
 
 
 class Seats:
@@ -68,8 +100,12 @@ class Seats:
         answer_here: Callable[[Seat, ShardServer, bool], None],
         counts: Counter[str],
         staleness: Counter[int],
+        arity: int,
     ) -> None:
-        """`answer_here` gives this node's own worker the weights of a seat that is served here."""
+        """`arity` is of the trees that are laid out here, 0 for none.
+
+        `answer_here` gives this node's own worker the weights of a seat that is served here.
+        """
         self.all = [Seat(part) for part in worker.parts]
         self.alive: frozenset[NodeId] = frozenset()
         self.finished: set[NodeId] = set()  # those whose run has ended, this node too
@@ -80,6 +116,7 @@ class Seats:
         self._answer_here = answer_here
         self._counts = counts
         self._staleness = staleness
+        self._arity = arity
         self._heard: dict[NodeId, float] = {}  # claimants that membership does not name, and when they last spoke
 
     @property
@@ -120,6 +157,7 @@ class Seats:
                     seat.server.dropped.discard(id)
                 for id in sorted(come):
                     self._announce(seat, id)
+                seat.outdated |= self._has_gaps(seat)
             if seat.claim is not None:
                 seat.claim.waiting -= gone
                 seat.claim.waiting |= come
@@ -133,6 +171,12 @@ class Seats:
             seat.final_to.discard(peer)
             if seat.server is not None:
                 self._announce(seat, peer)
+            if seat.aggregator is not None and peer == seat.parent(self._me):
+                self._send_up(seat, seat.aggregator.repeat())
+            if seat.parent(peer) == self._me and seat.tree is not None:
+                for id in sorted({peer, *seat.tree.below(peer)}):  # answers to them may be lost
+                    seat.final_to.discard(id)
+                    self._announce(seat, id)
             if seat.claim is not None and peer in seat.claim.waiting:
                 self._ask(seat, peer)
 
@@ -162,15 +206,15 @@ class Seats:
         if self.owner(seat) != self._me:
             if seat.claim is not None:
                 seat.claim = None  # the owner claims it above our bid
-        elif seat.server is None and seat.claim is None:
+        elif seat.claim is None and (seat.server is None or seat.outdated):
             self._claim(seat, now)
         if seat.claim is not None and not seat.claim.waiting:
             self._serve(seat)
 
     def _claim(self, seat: Seat, now: float, above: int = 0) -> None:
         best = self._newest(seat)
-        seat.leader, seat.announced, seat.server = (max(seat.leader[0], above) + 1, self._me), False, None
-        seat.claim = _Claiming({*self.alive, *self._heard}, best, now)
+        self._follow(seat, (max(seat.leader[0], above) + 1, self._me))
+        seat.claim = _Claiming({*self.alive, *self._heard}, best, now, {self._me: self._worker.life})
         self._counts["claims"] += 1
         for id in sorted(seat.claim.waiting):
             self._ask(seat, id)
@@ -184,6 +228,7 @@ class Seats:
         best, applied, weights = seat.claim.best
         clock = max(0, best)
         seat.server = ShardServer(self._rule, weights.copy(), clock, dict(applied), self._counts, self._staleness)
+        seat.tree = self._lay_out(seat, seat.claim.lives, applied)
         seat.claim, seat.announced, seat.encoded = None, True, (-1, ())
         seat.final_to.clear()
         for id in sorted(self.alive | {self._me}):
@@ -191,7 +236,17 @@ class Seats:
 
     def _announce(self, seat: Seat, peer: NodeId) -> None:
         term, server = seat.leader
-        self._send(peer, Serves(seat.part.number, term, server))
+        tree = seat.tree or NO_TREE
+        self._send(peer, Serves(seat.part.number, term, server, seat.announced, tree.arity, tree.members))
+
+    def _follow(self, seat: Seat, bid: Bid) -> None:
+        """From now on this is the highest bid: what was of another reign is void."""
+        seat.leader, seat.announced, seat.server, seat.claim = bid, False, None, None
+        seat.tree = seat.aggregator = None
+        seat.outdated = False
+        seat.asked.clear()
+        seat.sums.clear()
+        seat.early = [(sender, early) for sender, early in seat.early if (early.term, early.server) >= bid]
 
     def _newest(self, seat: Seat) -> Newest:
         if seat.claim is not None:
@@ -205,7 +260,7 @@ class Seats:
         if bid < seat.leader:
             return False
         if bid > seat.leader:
-            seat.leader, seat.announced, seat.server, seat.claim = bid, False, None, None
+            self._follow(seat, bid)
         seat.announced |= announced
         return True
 
@@ -222,7 +277,7 @@ class Seats:
         if clock > message.clock:
             chunks, _ = delta.encode(WEIGHTS_CODEC, exact(seat), weights)
         marks = tuple(applied.values()) if chunks else ()
-        self._send(sender, Replica(message.shard, message.term, clock, marks, chunks))
+        self._send(sender, Replica(message.shard, message.term, self._worker.life, clock, marks, chunks))
         self._reconsider(seat, now)
 
     def on_replica(self, sender: NodeId, message: Replica, now: float) -> None:
@@ -236,12 +291,13 @@ class Seats:
             delta.decode(WEIGHTS_CODEC, exact(seat), message.chunks, weights)
             claim.best = message.clock, {mark.worker: mark for mark in message.applied}, weights
         claim.waiting.discard(sender)
+        claim.lives[sender] = message.life
         self._reconsider(seat, now)
 
     def on_serves(self, sender: NodeId, message: Serves, now: float) -> bool:
         """Somebody says who serves a shard. Says whether that is news to our worker."""
         seat = self.seat(message.shard, message.term)
-        bid = (message.term, message.server)
+        bid, tree = (message.term, message.server), tree_of(message)
         if message.server == self._me and bid != seat.leader:  # of an earlier life: we claim above it
             if bid > seat.leader and self.owner(seat) == self._me:
                 self._claim(seat, now, above=bid[0])
@@ -253,11 +309,15 @@ class Seats:
                     self._heard[sender] = now
                 self._claim(seat, now, above=bid[0])
                 self._reconsider(seat, now)
-            elif bid > seat.leader:
+            elif bid > seat.leader and message.serving:  # who claims asks us itself
                 self._announce(seat, message.server)
-        elif self.heed(seat, bid, announced=True):
+        elif self.heed(seat, bid, announced=message.serving):
+            if seat.tree is None and message.serving:
+                self._enter(seat, tree, now)
             self._reconsider(seat, now)
-            return True
+            return seat.announced
+        elif sender == message.server and seat.claim is not None and sender in seat.claim.waiting:
+            self._ask(seat, sender)  # it has not had our claim
         elif sender == message.server:
             self._announce(seat, sender)
         return False
@@ -269,14 +329,20 @@ class Seats:
         seat = self.seat(message.shard, message.seq, message.oldest, message.clock - NEVER, message.life)
         server = seat.server
         if server is None:
-            self._redirect(seat, sender)
+            if sender == self._me and seat.aggregator is not None:
+                seat.aggregator.take_push(message)
+            else:
+                self._redirect(seat, sender)
             return
-        server.meet(sender, message.life)
+        self._meet(seat, server, sender, message.life)
+        if self._comes_by_tree(seat, sender, message.life):
+            self._announce(seat, sender)  # it did not know; there must be one way for its pushes
+            return
         if server.is_next(sender, message.life, message.seq, message.oldest):
             update = np.empty_like(server.weights)
             delta.decode(message.codec, seat.part.layout, message.chunks, update)
             (self.finished.add if message.finishing else self.finished.discard)(sender)
-            server.take(Applied(sender, message.life, message.seq), message.clock, update, self.training)
+            server.take([Applied(sender, message.life, message.seq)], message.clock, update, self.training)
         if message.wants_answer:
             server.owed[sender] = None
 
@@ -284,10 +350,19 @@ class Seats:
         """A worker that has waited for long, here or elsewhere. Raises PeerError."""
         seat = self.seat(message.shard, message.seq, message.life)
         if seat.server is None:
-            self._redirect(seat, sender)
+            if seat.aggregator is None:
+                self._redirect(seat, sender)
+            elif message.passes:
+                seat.aggregator.passed.add(sender)
+            else:
+                seat.aggregator.hurries = True
         else:
-            seat.server.meet(sender, message.life)
+            self._meet(seat, seat.server, sender, message.life)
+            if not message.knows:
+                self._announce(seat, sender)
+            seat.final_to.discard(sender)
             seat.server.owed[sender] = None
+            seat.asked.add(sender)
             if message.passes:
                 seat.server.passed.add(sender)
 
@@ -295,38 +370,186 @@ class Seats:
         if seat.announced and seat.leader[1] not in (self._me, sender):
             self._announce(seat, sender)
 
-    def serve(self) -> None:
+    def serve(self, now: float) -> None:
         """Update what is due, and answer whom it is time to answer."""
         training = self.training
         for seat in self.all:
+            if seat.outdated:
+                self._reconsider(seat, now)
             if seat.server is None:
+                if seat.aggregator is not None:
+                    self._send_up(seat, seat.aggregator.due(training))
                 continue
-            for worker in seat.server.due(training):
-                self._answer(seat, worker, final=False)
-            if training or seat.final_clock != seat.server.clock:  # who trains again ends again
-                seat.final_clock = seat.server.clock
-                seat.final_to.clear()
-            if not training and not seat.server.pushers:
-                for peer in sorted((self.alive | {self._me}) - seat.final_to):
-                    seat.final_to.add(peer)
-                    self._answer(seat, peer, final=True)
+            self._answer(seat, seat.server.due(training), final=False)
+            self._end(seat, training)
 
-    def _answer(self, seat: Seat, worker: NodeId, *, final: bool) -> None:
+    def _end(self, seat: Seat, training: frozenset[NodeId]) -> None:
+        """When nobody trains, all get the final weights."""
+        server = seat.server
+        if server is None:
+            return
+        if training or seat.final_clock != server.clock:  # who trains again ends again
+            seat.final_clock = server.clock
+            seat.final_to.clear()
+        if not training and not server.pushers:
+            left = sorted((self.alive | {self._me}) - seat.final_to)
+            seat.final_to |= set(left)
+            self._answer(seat, left, final=True)
+
+    def _answer(self, seat: Seat, workers: Sequence[NodeId], *, final: bool) -> None:
+        """Our own worker last: it may claim, and there is no server any more."""
         server = seat.server
         assert server is not None, "only of one that is served here"
-        if worker == self._me:
+        answers = tuple(server.come.get(worker, Applied(worker, 0, 0)) for worker in workers if worker != self._me)
+        if answers:
+            if seat.encoded[0] != server.clock:
+                seat.encoded = server.clock, delta.encode(WEIGHTS_CODEC, exact(seat), server.weights)[0]
+            marks = tuple(server.applied.values())
+            term, me = seat.leader
+            self._send_down(
+                seat, Weights(seat.part.number, term, me, server.clock, answers, final, marks, seat.encoded[1])
+            )
+        if self._me in workers:
             self._answer_here(seat, server, final)
+
+    # ---------------------------------------------------------------- the tree
+
+    def ours_go_to(self, seat: Seat) -> NodeId:
+        """Where our own pushes begin their way: at our own place in the tree, or at the server."""
+        return self._me if seat.aggregator is not None else seat.leader[1]
+
+    def held(self, seat: Seat) -> int:
+        """The last of our pushes that need not be said again, as the tree has it."""
+        return (seat.tree.seq(self._me, self._worker.life) if seat.tree is not None else None) or 0
+
+    def above(self, seat: Seat) -> list[NodeId]:
+        """Who waits for our pushes beside the server: our own place in the tree, and those between."""
+        if seat.aggregator is None or seat.tree is None:
+            return []
+        return [self._me, *seat.tree.above(self._me)[:-1]]
+
+    def on_sum(self, sender: NodeId, message: ShardSum, now: float) -> None:
+        """From the next below us. Raises PeerError."""
+        seat = self.seat(message.shard, message.term, message.seq, message.clock - NEVER)
+        bid = (message.term, message.server)
+        if bid > seat.leader or (bid == seat.leader and seat.tree is None):
+            if len(seat.early) < EARLY_MOST:  # it will be said again
+                seat.early.append((sender, message))
             return
-        if seat.encoded[0] != server.clock:
-            seat.encoded = server.clock, delta.encode(WEIGHTS_CODEC, exact(seat), server.weights)[0]
-        last = server.come.get(worker)
-        self._send(
-            worker,
-            Weights(
-                seat.part.number, seat.leader[0], server.clock, last.seq if last is not None else 0, final,
-                tuple(server.applied.values()), seat.encoded[1],
-            ),
-        )  # fmt: skip
+        if bid != seat.leader or seat.tree is None or seat.parent(sender) != self._me:
+            return
+        last = seat.sums.get(sender, 0)
+        if message.seq > last + 1:
+            return
+        if message.seq == last + 1:
+            if not message.parts or not {part.worker for part in message.parts} <= {sender, *seat.tree.below(sender)}:
+                raise PeerError("a sum of pushes that are not below its sender")
+            seat.sums[sender] = message.seq
+            self._take_sum(seat, message)
+        elif seat.aggregator is not None:
+            self._send_up(seat, seat.aggregator.repeat())
+        self._send(sender, SumTaken(message.shard, message.term, message.server, message.seq))
+
+    def on_taken(self, sender: NodeId, message: SumTaken) -> None:
+        """Our sums have come. Raises PeerError."""
+        seat = self.seat(message.shard, message.term, message.seq)
+        is_ours = (message.term, message.server) == seat.leader and sender == seat.parent(self._me)
+        if is_ours and seat.aggregator is not None:
+            seat.aggregator.taken(message.seq)
+
+    def on_weights(self, sender: NodeId, message: Weights) -> Applied | None:
+        """Heed the server, and pass on what is for those below; returns our own worker's answer. Raises PeerError."""
+        seat = self.seat(message.shard, message.term, message.clock)
+        bid = (message.term, message.server)
+        if sender == message.server:
+            if not self.heed(seat, bid, announced=False):
+                return None
+        elif bid != seat.leader or sender != seat.parent(self._me):
+            return None
+        if seat.aggregator is not None and sender == seat.parent(self._me):
+            seat.aggregator.answered(message)
+            self._send_down(seat, message)
+        return next((mark for mark in message.answers if mark.worker == self._me), None)
+
+    def _take_sum(self, seat: Seat, message: ShardSum) -> None:
+        for part in message.parts:
+            (self.finished.add if message.finishing else self.finished.discard)(part.worker)
+        if seat.aggregator is not None:
+            seat.aggregator.take_sum(message)
+        elif seat.server is not None:
+            server = seat.server
+            if any(part.seq <= server.last_of(part.worker, part.life) for part in message.parts):
+                self._counts["sums_refused"] += 1  # one of them has another way: only another tree mends that
+                seat.outdated = True
+                return
+            update = np.empty_like(server.weights)
+            delta.decode(message.codec, layout_of(message, seat.part.layout), message.chunks, update)
+            server.take(message.parts, message.clock, update, self.training)
+            server.owed |= dict.fromkeys(part.worker for part in message.parts)
+
+    def _lay_out(self, seat: Seat, lives: dict[NodeId, int], applied: dict[NodeId, Applied]) -> Tree:
+        """Of those who have answered our claim; a shard's own order, so that not all shards burden the same members."""
+        if not self._arity:
+            return NO_TREE
+        others = sorted(
+            (id for id in self.alive if id in lives), key=lambda id: _hash(seat.part.number, id), reverse=True
+        )
+        members = []
+        for id in [self._me, *others][:TREE_MOST]:
+            mark = applied.get(id)
+            held = mark.seq if mark is not None and mark.life == lives[id] else 0
+            members.append(Applied(id, lives[id], held))
+        return Tree(self._arity, tuple(members))
+
+    def _enter(self, seat: Seat, tree: Tree, now: float) -> None:
+        """Take our place in the leader's tree."""
+        seat.tree = tree
+        part, worker = seat.part, self._worker
+        if seat.leader[1] != self._me and tree.seq(self._me, worker.life) is not None:
+            seat.aggregator = Aggregator(
+                self._me, part.number, seat.leader, tree, part.layout, self._rule.n == 0, self._counts,
+                worker.base[part.where], part.clock,
+            )  # fmt: skip
+        early, seat.early = seat.early, []
+        for sender, message in early:
+            self.on_sum(sender, message, now)
+
+    def _meet(self, seat: Seat, server: ShardServer, worker: NodeId, life: int) -> None:
+        """Who was in the tree in another life cuts its branch off."""
+        server.meet(worker, life)
+        assert seat.tree is not None, "laid out with the server"
+        if seat.parent(worker) is not None and seat.tree.seq(worker, life) is None:
+            seat.outdated = True
+
+    def _has_gaps(self, seat: Seat) -> bool:
+        """Whether aggregators have died, or many have come who are not in the tree."""
+        if seat.tree is None or not seat.tree.members:
+            return False
+        members = {member.worker for member in seat.tree.members}
+        outside = len(self.alive - members) if len(members) < TREE_MOST else 0
+        return OUTSIDE_SHARE * outside >= len(members) or not seat.tree.aggregators() <= self.alive
+
+    def _comes_by_tree(self, seat: Seat, worker: NodeId, life: int) -> bool:
+        return seat.tree is not None and worker != self._me and seat.tree.seq(worker, life) is not None
+
+    def _send_up(self, seat: Seat, sums: list[ShardSum]) -> None:
+        parent = seat.parent(self._me)
+        assert parent is not None, "who has an aggregator is not the root"
+        for each in sums:
+            self._send(parent, each)
+
+    def _send_down(self, seat: Seat, message: Weights) -> None:
+        """One message to each who is next below us, and to those outside the tree."""
+        assert seat.tree is not None, "known with the server"
+        ways: dict[NodeId, list[Applied]] = {}
+        for mark in message.answers:
+            way = mark.worker if mark.worker in seat.asked else seat.tree.next_down(self._me, mark.worker)
+            ways.setdefault(way, []).append(mark)
+        seat.asked -= {mark.worker for mark in message.answers}
+        for way, answers in ways.items():
+            is_root = seat.server is not None
+            if way != self._me and (is_root or seat.parent(way) == self._me):
+                self._send(way, replace(message, answers=tuple(answers)))
 
 
 def exact(seat: Seat) -> Layout:

@@ -9,6 +9,7 @@ pushes by how much that moved them; at clock i that push is i - j stale.
 
 Workers push optimizer steps where the paper's push gradients. Plain SGD and its momentum are linear, so the mean of
 the steps is the step of the mean gradient, and the server needs no optimizer of its own (nor the daemon torch).
+Pushes that come as one sum (aggregator.py) are of one clock: each of them is as stale, and counts, as if it came alone.
 A push more than 2n clocks stale (in hardsync: stale at all) is dropped; so is one that was made from no weights.
 
 In hardsync a worker whose push is dropped waits with the others, so that its next one is not stale, and the round does
@@ -20,6 +21,7 @@ already that they shall not wait for it (a ShardPull).
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -96,47 +98,50 @@ class ShardServer:
         last = self.last_of(worker, life)
         return last < seq <= max(last + 1, oldest)
 
-    def take(self, mark: Applied, clock: int, update: Vector, training: frozenset[NodeId]) -> None:
-        """Count one push in, or drop it."""
+    def take(self, marks: Sequence[Applied], clock: int, update: Vector, training: frozenset[NodeId]) -> None:
+        """Count pushes made from one clock's weights in, of which `update` is the sum, or drop them."""
         staleness = max(0, self.clock - max(0, clock))
-        self.come.pop(mark.worker, None)
-        self.come[mark.worker] = mark
-        if len(self.come) > WORKERS_MAX:
-            del self.come[next(iter(self.come))]
-        self.counts["pushes"] += 1
+        for mark in marks:
+            self.come.pop(mark.worker, None)
+            self.come[mark.worker] = mark
+            if len(self.come) > WORKERS_MAX:
+                del self.come[next(iter(self.come))]
+        self.counts["pushes"] += len(marks)
         if clock >= 0:
-            self.staleness[staleness] += 1
+            self.staleness[staleness] += len(marks)
         if clock < 0 or staleness > self.rule.spread(len(training)):
-            self.dropped.add(mark.worker)
-            self.counts["pushes_dropped"] += 1
+            self.dropped |= {mark.worker for mark in marks}
+            self.counts["pushes_dropped"] += len(marks)
             if not self.pushers:
                 self.applied = dict(self.come)
             return
         with np.errstate(over="ignore"):
             self._sum += self.rule.factor(staleness, len(training)) * update
-        self.pushers.append(mark.worker)
+        self.pushers += [mark.worker for mark in marks]
 
     def due(self, training: frozenset[NodeId]) -> list[NodeId]:
         """Update if it is time, then say who gets the weights. `training` are the workers that will push again."""
         if self.rule.n != 0:
-            if self.pushers and len(self.pushers) >= self.rule.group(len(training)):
-                self._update()
+            updates = len(self.pushers) // self.rule.group(len(training))
+            if updates:
+                self._update(updates)
             answered = list(self.owed)
         else:
             waiting = {*self.pushers, *self.dropped}
             if waiting and training <= waiting | self.passed:
-                self._update()
+                self._update(1)
             answered = [worker for worker in self.owed if worker not in self.pushers and worker not in self.dropped]
         for worker in answered:
             del self.owed[worker]
         return answered
 
-    def _update(self) -> None:
+    def _update(self, updates: int) -> None:
+        """With sums from a tree what has come may be several updates at once: as many steps of its mean."""
         self.dropped.clear()
         self.passed.clear()
         if not self.pushers:
             return
-        self._sum /= len(self.pushers)
+        self._sum /= len(self.pushers) / updates
         with np.errstate(over="ignore"):
             self._sum += self.weights
         if np.isfinite(self._sum).all():  # each push is, but a sum of huge ones need not be
@@ -144,7 +149,7 @@ class ShardServer:
         else:
             self.counts["updates_not_finite"] += 1
         self._sum.fill(0.0)
-        self.clock += 1
+        self.clock += updates
         self.applied = dict(self.come)
         self.pushers.clear()
-        self.counts["updates"] += 1
+        self.counts["updates"] += updates

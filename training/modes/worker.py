@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 
 import numpy as np
 
@@ -95,13 +94,16 @@ class Worker:
         return chunks
 
     def to_say(
-        self, part: Part, leader: Bid, *, finishing: bool, after: int | None = None
+        self, part: Part, leader: Bid, *, finishing: bool, held: int = 0, after: int | None = None
     ) -> list[ShardPush | ShardPull]:
-        """What the shard's server must hear: pushes that it has not been told of, or a reminder of the last."""
+        """What the shard's server must hear: pushes that it has not been told of, or a reminder of the last.
+
+        Those up to `held` are in a new server's weights; one that we know said that it has those up to `after`.
+        """
         if after is not None:
             part.said = after
         elif part.told != leader:
-            part.told, part.said = leader, 0
+            part.told, part.said = leader, held
         said = [push for push in part.pushes if push.seq > part.said]
         part.said = part.seq
         oldest = part.pushes[0].seq if part.pushes else 0
@@ -109,8 +111,8 @@ class Worker:
             replace(push, oldest=oldest, finishing=finishing, wants_answer=part.awaiting and push is said[-1])
             for push in said
         ]
-        wants = part.awaiting or part.clock == NEVER
-        return pushes or ([ShardPull(part.number, part.seq, self.life, passes=False)] if wants else [])
+        wants = part.awaiting or part.clock == NEVER or (finishing and not part.final)
+        return pushes or ([ShardPull(part.number, part.seq, self.life, False, True)] if wants else [])
 
     def take(
         self, part: Part, clock: int, seq: int, applied: Iterable[Applied], weights: Vector, final: bool
@@ -134,8 +136,4 @@ class Worker:
 
 def parts_of(layout: Layout, shards: int) -> list[Part]:
     """The flat model in `shards` equal pieces."""
-    cuts = [layout.total * index // shards for index in range(shards + 1)]
-    return [
-        Part(number, slice(start, stop), Layout(min(stop, max(start, layout.parameters)) - start, stop - start))
-        for number, (start, stop) in enumerate(pairwise(cuts))
-    ]
+    return [Part(number, where, piece) for number, (where, piece) in enumerate(layout.cut(shards))]

@@ -1,0 +1,145 @@
+"""DiLoCo in fragments: the plain recurrence, the bytes of a round, and nothing touched out of turn."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from round_swarm import RoundSwarm
+
+from peerd.effects import UserError, Vector
+from peerd.messages import RoundPiece
+from peerd.training.delta import Layout
+from peerd.training.modes import check_options
+from peerd.training.modes.diloco import OUTER_LR, OUTER_MOMENTUM
+
+SIZE = 40
+
+
+def formed(names: str, mode: str, **options: object) -> RoundSwarm:
+    swarm = RoundSwarm(names, SIZE, mode=mode, **options)  # type: ignore[arg-type]
+    swarm.all_hear()
+    swarm.settle()
+    return swarm
+
+
+@given(
+    fragments=st.integers(1, 5), each=st.integers(1, 3), count=st.integers(1, 4), rounds=st.integers(1, 12),
+    seed=st.integers(0, 2**16),
+)  # fmt: skip
+@settings(deadline=None, max_examples=60)
+def test_every_fragment_follows_the_outer_step_at_its_own_rounds(
+    fragments: int, each: int, count: int, rounds: int, seed: int
+) -> None:
+    """One whole round, then fragment r mod P at round r: agreed -= lr (g + mu m) with its own g and m."""
+    names = "abcd"[:count]
+    every = max(2, fragments * each)  # 1 stands for the default
+    swarm = formed(names, f"diloco:{fragments}", overlap="blocking", every=every, seed=seed)
+    models = {name: swarm.nodes[name].x.copy() for name in names}
+    agreed, momentum = np.zeros(SIZE), np.zeros(SIZE)
+    for number in range(1, rounds + 1):
+        for _ in range(every // fragments):
+            for name in names:
+                move = swarm.integers()
+                models[name] += move
+                swarm.step(name, move)
+        swarm.settle()
+        part = number % fragments
+        where = slice(SIZE * part // fragments, SIZE * (part + 1) // fragments)
+        mean = np.mean([models[name] for name in names], axis=0)
+        if number == 1:
+            agreed = mean.copy()
+            where = slice(0, SIZE)
+        else:
+            gradient = agreed[where] - mean[where]
+            momentum[where] = OUTER_MOMENTUM * momentum[where] + gradient
+            agreed[where] -= OUTER_LR * (gradient + OUTER_MOMENTUM * momentum[where])
+        for name in names:
+            models[name][where] = agreed[where]
+            before = swarm.nodes[name].x
+            np.testing.assert_allclose(before, models[name], rtol=1e-4, atol=1.0)
+            models[name] = before.copy()  # what was rounded is the same from here on
+
+
+def test_a_round_costs_a_fragment_and_leaves_the_others_progress() -> None:
+    swarm = formed("abc", "diloco:4", every=8)
+    sent: dict[int, int] = {}
+    deliver = swarm.deliver
+
+    def watched(source: str, target: str) -> bool:
+        queue = swarm.queues.get((source, target))
+        if queue and isinstance(queue[0], RoundPiece):
+            sent[queue[0].round] = sent.get(queue[0].round, 0) + len(queue[0].chunks[0])
+        return deliver(source, target)
+
+    swarm.deliver = watched  # type: ignore[method-assign]
+    for _ in range(10):
+        for _ in range(2):
+            for name in "abc":
+                swarm.step(name)
+        before = {name: node.x.copy() for name, node in swarm.nodes.items()}
+        rounds = len(swarm.nodes["a"].applied)
+        swarm.settle()
+        number = max(swarm.nodes["a"].applied)
+        if len(swarm.nodes["a"].applied) == rounds or number == 1:
+            continue
+        others = np.ones(SIZE, bool)
+        others[10 * (number % 4) : 10 * (number % 4) + 10] = False
+        for name, node in swarm.nodes.items():
+            assert (node.x[others] == before[name][others]).all(), "out of turn"
+            assert (node.x[~others] != before[name][~others]).any()
+    assert len(sent) >= 8
+    assert all(size < sent[1] / 2 for number, size in sent.items() if number > 1), "a fourth, and what frames cost"
+
+
+def test_a_lossy_codec_loses_nothing_of_any_fragment_for_good() -> None:
+    swarm = formed("abc", "diloco:4", codec="sign", every=4)
+    still = np.zeros(SIZE)
+    for _ in range(4):
+        for name in "abc":
+            swarm.step(name, still)
+        swarm.settle()
+    before = [node.x.copy() for node in swarm.nodes.values()]
+    assert all((x == before[0]).all() for x in before), "after a whole round"
+    for name in "abc":
+        swarm.step(name, swarm.integers())
+    progress = np.mean([node.x for node in swarm.nodes.values()], axis=0) - before[0]
+    wanted = before[0] + OUTER_LR / (1 - OUTER_MOMENTUM) * progress  # what momentum makes of it in the end
+    for _ in range(600):
+        for name in "abc":
+            swarm.step(name, still)
+        swarm.settle()
+    for node in swarm.nodes.values():
+        np.testing.assert_allclose(node.x, wanted, atol=1.0)
+
+
+@given(st.integers(0, 50), st.integers(0, 50), st.integers(1, 9))
+def test_parts_of_a_layout_are_all_of_it_in_order(parameters: int, buffers: int, count: int) -> None:
+    layout = Layout(parameters, parameters + buffers)
+    parts = layout.cut(count)
+    places: Vector = np.concatenate([np.arange(layout.total)[where] for where, _ in parts])
+    assert (places == np.arange(layout.total)).all()
+    assert sum(part.parameters for _, part in parts) == parameters
+    sizes = [part.total for _, part in parts]
+    assert sizes == [where.stop - where.start for where, _ in parts]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize(
+    ("mode", "overlap", "topology", "line"),
+    [
+        ("diloco:0", "delayed", "auto", "--mode diloco:0: what takes an argument is"),
+        ("diloco:x", "delayed", "auto", "--mode diloco:x: "),
+        ("diloco:2:3", "delayed", "auto", "--mode diloco:2:3: "),
+        ("diloco:9999", "delayed", "auto", "P from 1 to 1024"),
+        ("diloco:2", "hpsgd", "auto", "overlap hpsgd: not with diloco:P"),
+        ("diloco:2", "never", "auto", "overlap 'never': not one of"),
+        ("diloco:2", "delayed", "star", "topology 'star': not one of"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(mode: str, overlap: str, topology: str, line: str) -> None:
+    with pytest.raises(UserError) as failure:
+        check_options(mode, overlap, topology)
+    assert line in str(failure.value)
+    assert "\n" not in str(failure.value)

@@ -1,0 +1,284 @@
+"""The tree of aggregators: the same weights as without it, fewer messages at the root, and every push once."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from server_swarm import ServerSwarm
+from test_parameter_server import Storm
+
+from peerd.effects import Send, UserError
+from peerd.messages import Applied, Serves, ShardPush, ShardSum, SumTaken, Weights
+from peerd.training import delta
+from peerd.training.delta import Layout
+from peerd.training.modes import check_options
+from peerd.training.modes.aggregator import Aggregator
+from peerd.training.modes.shard_server import Rule, ShardServer
+from peerd.training.modes.tree import Tree
+
+NAMES = "abcdefghij"
+
+
+def tree_of(count: int, arity: int) -> Tree:
+    return Tree(arity, tuple(Applied(f"n{index}", index, 0) for index in range(count)))
+
+
+@settings(deadline=None)
+@given(count=st.integers(1, 80), arity=st.integers(2, 8))
+def test_everybody_has_one_way_to_the_root(count: int, arity: int) -> None:
+    tree = tree_of(count, arity)
+    root = "n0"
+    assert tree.parent(root) is None
+    assert tree.below(root) == {member.worker for member in tree.members} - {root}
+    children = Counter(tree.parent(member.worker) for member in tree.members)
+    assert all(number <= arity for parent, number in children.items() if parent is not None)
+    assert tree.aggregators() == children.keys() - {root, None}
+    for member in tree.members[1:]:
+        way = [member.worker, *tree.above(member.worker)]
+        assert way[-1] == root
+        assert all(tree.parent(low) == high for low, high in itertools.pairwise(way))
+        assert all(member.worker in tree.below(high) for high in way[1:])
+        at = root
+        for expected in reversed(way[:-1]):
+            at = tree.next_down(at, member.worker)
+            assert at == expected
+    assert tree.next_down(root, "stranger") == "stranger"
+    assert tree.parent("stranger") is None
+
+
+pushes = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 3), st.booleans()), max_size=40)
+
+
+@settings(deadline=None)
+@given(pushes=pushes, arity=st.integers(2, 3))
+def test_sums_hold_each_push_once_by_clock_and_in_the_workers_order(
+    pushes: list[tuple[int, int, bool]], arity: int
+) -> None:
+    """Of an aggregator just below the root, whose line is free now and then."""
+    tree = tree_of(15, arity)
+    below = sorted(tree.below("n1"))
+    layout = Layout(1, 1)
+    core = Aggregator("n1", 0, (1, "n0"), tree, layout, False, Counter(), np.zeros(1), 0)
+    seqs, hops = Counter[str](), Counter[str]()
+    wanted: dict[int, int] = {}
+    sent: list[ShardSum] = []
+    for index, clock, free in pushes:
+        worker = below[index % len(below)] if index > 1 else "n1"
+        life = int(worker[1:])
+        seqs[worker] += 1
+        value = 1 << (len(wanted) % 20)
+        wanted[clock] = wanted.get(clock, 0) + value
+        chunks, _ = delta.encode("float32", layout, np.array([float(value)]))
+        if worker == "n1":
+            push = ShardPush(0, seqs[worker], life, 0, clock, "float32", True, False, chunks)
+            assert core.take_push(push)
+            assert not core.take_push(push), "said again"
+        else:
+            hops[worker] += 1
+            part = Applied(worker, life, seqs[worker])
+            core.take_sum(ShardSum(0, 1, "n0", hops[worker], clock, "float32", False, (part,), chunks))
+        sent += core.due(frozenset())
+        if free and sent:
+            core.taken(sent[-1].seq)
+    if sent:
+        core.taken(sent[-1].seq)
+    sent += core.due(frozenset())
+    assert [each.seq for each in sent] == list(range(1, len(sent) + 1))
+    found: dict[int, float] = {}
+    for each in sent:
+        values = np.zeros(1)
+        delta.decode(each.codec, layout, each.chunks, values)
+        found[each.clock] = found.get(each.clock, 0) + values[0]
+    assert found == wanted
+    for worker, last in seqs.items():
+        assert [part.seq for each in sent for part in each.parts if part.worker == worker] == list(range(1, last + 1))
+
+
+@settings(deadline=None)
+@given(
+    n=st.sampled_from([1, 2, 3, None]), arrivals=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), max_size=20)
+)
+def test_a_sum_counts_as_its_pushes(n: int | None, arrivals: list[tuple[int, int]]) -> None:
+    """Staleness, drops and clock are those of the pushes at once: as many updates as they make, of their mean."""
+    training = frozenset("abcdef")
+    rule = Rule(n, "constant")
+    served = ShardServer(rule, np.zeros(1), 0, {}, Counter(), Counter())
+    group, most = rule.group(6), rule.spread(6)
+    clock, weights, waiting = 0, 0.0, list[float]()
+    staleness, dropped, seqs = Counter[int](), 0, Counter[str]()
+    for count, age in arrivals:
+        workers = "abcdef"[:count]
+        seqs.update(workers)
+        made_at = max(0, clock - age)
+        marks = [Applied(worker, 0, seqs[worker]) for worker in workers]
+        served.take(marks, made_at, np.array([float(count)]), training)
+        served.due(training)
+        staleness[clock - made_at] += count
+        if clock - made_at > most:
+            dropped += count
+        else:
+            waiting += [1.0] * count
+        if updates := len(waiting) // group:
+            weights += sum(waiting) / len(waiting) * updates
+            clock += updates
+            waiting = []
+        assert served.clock == clock
+        assert served.weights[0] == pytest.approx(weights)
+    assert served.staleness == staleness
+    assert served.counts["pushes_dropped"] == dropped
+
+
+@pytest.mark.parametrize("mode", ["hardsync", "softsync:1", "async"])
+@pytest.mark.parametrize("codec", ["float32", "int8"])
+def test_the_weights_are_those_without_a_tree(mode: str, codec: str) -> None:
+    swarms = [ServerSwarm(mode, NAMES, codec=codec, servers=2, topology=topology) for topology in ("auto", "adv:2")]
+    for step in range(4):
+        for swarm in swarms:
+            for name in NAMES:
+                change = np.random.default_rng([step, ord(name)]).integers(-9, 9, 8).astype(float)
+                swarm.step(name, change)
+            swarm.settle()
+    direct, tree = swarms
+    total = sum(swarm.nodes[name].core.counts["pushes"] for swarm in [tree] for name in NAMES)
+    assert total == 2 * 4 * len(NAMES)
+    if mode == "hardsync":  # otherwise what came together is one update, with and without a tree in another order
+        np.testing.assert_allclose(tree.weights(), direct.weights(), atol=1e-4)
+    assert sum(node.core.counts["summed"] for node in tree.nodes.values()) > 0
+    assert sum(node.core.counts["pushes_dropped"] for node in tree.nodes.values()) == 0
+
+
+def test_the_root_hears_and_says_as_much_as_its_arity() -> None:
+    """In a round of hardsync; without a tree it is as much as there are workers."""
+    for topology, most in (("auto", len(NAMES) - 1), ("adv:2", 2), ("adv:3", 3)):
+        swarm = ServerSwarm("hardsync", NAMES, topology=topology)
+        (root,) = swarm.serving()
+        heard: Counter[str] = Counter()
+        deliver = swarm.deliver
+
+        def watched(source: str, target: str, swarm: ServerSwarm = swarm, heard: Counter[str] = heard) -> bool:
+            queue = swarm.queues.get((source, target))
+            if queue and isinstance(queue[0], ShardPush | ShardSum | Weights):
+                heard["to", target] += 1  # type: ignore[index]
+                heard["from", source] += 1  # type: ignore[index]
+            return deliver(source, target)  # noqa: B023
+
+        swarm.deliver = watched  # type: ignore[method-assign]
+        for name in NAMES:
+            swarm.step(name, 1.0)
+        swarm.settle()
+        assert swarm.weights()[0] == 1.0
+        assert heard["to", root] == heard["from", root] == most  # type: ignore[index]
+
+
+@pytest.mark.parametrize("messages", range(0, 60, 3))
+@pytest.mark.parametrize("mode", ["hardsync", "softsync:1", "async"])
+def test_an_aggregator_that_dies_after_any_message_loses_no_push(mode: str, messages: int) -> None:
+    swarm = ServerSwarm(mode, NAMES[:8], topology="adv:2")
+    (root,) = swarm.serving()
+    tree = swarm.nodes[root].core._seats.all[0].tree
+    assert tree is not None
+    victim = max(sorted(tree.aggregators()), key=lambda id: len(tree.below(id)))
+    for place, name in enumerate(swarm.nodes):
+        swarm.step(name, 8.0 * np.eye(8)[place])
+    for _ in range(messages):
+        waiting = sorted(pair for pair, queue in swarm.queues.items() if queue)
+        if waiting:
+            swarm.deliver(*waiting[messages % len(waiting)])
+    swarm.die(victim)
+    for name in sorted(swarm.nodes):
+        swarm.peers(name, set(swarm.nodes))
+    swarm.settle()
+    assert not [name for name, node in swarm.nodes.items() if node.waits], "without any timer"
+    for _ in range(3):
+        for name in swarm.nodes:
+            swarm.step(name, 0.0)
+        swarm.settle()
+    for weight, name in zip(swarm.weights(), NAMES, strict=False):
+        assert weight > 0 or name == victim, f"{name}'s push is lost"
+
+
+def test_an_aggregator_that_restarts_unnoticed_cuts_nobody_off() -> None:
+    swarm = ServerSwarm("hardsync", NAMES[:8], topology="adv:2")
+    (root,) = swarm.serving()
+    tree = swarm.nodes[root].core._seats.all[0].tree
+    assert tree is not None
+    victim = sorted(tree.aggregators())[0]
+    swarm.die(victim)
+    swarm.join(victim, root)  # nobody was told that it died
+    for other in swarm.nodes:
+        if other != victim:
+            swarm.cut(other, victim)
+    swarm.settle()
+    for name in swarm.nodes:
+        swarm.step(name, 8.0)
+    swarm.settle()
+    assert not [name for name, node in swarm.nodes.items() if node.waits]
+    assert swarm.weights()[0] == 8.0
+
+
+def test_a_sum_that_comes_before_the_news_of_its_tree_waits_for_it() -> None:
+    """The server tells all of a new tree at once; who hears first may push at once."""
+    swarm = ServerSwarm("async", "abcd", topology="adv:2")
+    (root,) = swarm.serving()
+    seat = swarm.nodes[root].core._seats.all[0]
+    assert seat.tree is not None
+    (middle,) = seat.tree.aggregators()
+    (leaf,) = seat.tree.below(middle)
+    core, term = swarm.nodes[middle].core, seat.leader[0] + 1
+    life = swarm.nodes[leaf].core._worker.life
+    chunks, _ = delta.encode("float32", Layout(8, 8), np.ones(8))
+    early = ShardSum(0, term, root, 1, 0, "float32", False, (Applied(leaf, life, 1),), chunks)
+    assert core.on_message(leaf, early, 0.0) == []
+    said = core.on_message(root, Serves(0, term, root, True, 2, seat.tree.members), 0.0)
+    assert Send(leaf, SumTaken(0, term, root, 1)) in said
+    assert [each.message.parts for each in said if isinstance(each, Send) and each.peer == root] == [early.parts]
+
+
+def test_newcomers_are_in_the_tree_before_long() -> None:
+    swarm = ServerSwarm("async", "ab", topology="adv:2")
+    for name in NAMES[2:]:
+        swarm.join(name, "a")
+        for other in swarm.nodes:
+            swarm.peers(other, set(swarm.nodes))
+        swarm.settle()
+    (root,) = swarm.serving()
+    tree = swarm.nodes[root].core._seats.all[0].tree
+    assert tree is not None
+    assert len(tree.members) >= 8
+
+
+class TreeStorm(Storm):
+    """The storm without a tree, in one that is three deep."""
+
+    names, topology = "abcdefg", "adv:2"
+
+    def teardown(self) -> None:
+        super().teardown()
+        if hasattr(self, "swarm"):
+            assert not any(node.core.counts["sums_refused"] for node in self.swarm.nodes.values())
+
+
+TestTreeStorm = TreeStorm.TestCase
+TestTreeStorm.settings = settings(
+    max_examples=100,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    print_blob=True,
+)
+
+
+@pytest.mark.parametrize("topology", ["ring", "adv", "adv:1", "adv:65", "adv:x", "tree:2"])
+def test_a_bad_topology_of_servers_is_the_users_error(topology: str) -> None:
+    with pytest.raises(UserError, match=f"topology '{topology}': a parameter server has auto"):
+        check_options("softsync:2", "delayed", topology)
+
+
+def test_an_all_reduce_has_no_aggregators() -> None:
+    with pytest.raises(UserError, match="topology 'adv:2': not one of ring"):
+        check_options("allreduce", "delayed", "adv:2")
