@@ -461,6 +461,7 @@ def test_dialling_nobody_says_whom_and_why(carrier):
             host = made.bind[0]
             with pytest.raises(LinkLost, match="(?i)" + re.escape(f"cannot reach {host}:1: connection refused")):
                 await made.near.dial((host, 1))
+            nursery.cancel_scope.cancel()
 
     run(main)
 
