@@ -4,8 +4,8 @@
 
 They are timed in turn, in the same run, because differences between runs are noise; the best and the median are shown.
 Our link checks what it carries: the "checked" blocking sockets do so too, with the same checksum. The receiver tells
-how long it took from the first byte wanted to the last one received. CPU is that of both processes, their start too.
-Where there is no UCX its rows are missing.
+how long it took from the first byte wanted, or the first message received, to the last one. CPU is that of both processes
+meanwhile. Where there is no UCX its rows are missing.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from peerd.transport.tcp import TcpTransport
 CHUNK_BYTES = 4 << 20
 CHUNKS = 4
 
+Timed = tuple[float, float]  # seconds, and seconds of CPU of both processes
+
 
 def in_child(work: Callable[[int], None]) -> tuple[int, int]:
     """Run `work(pipe)` in a forked process; return its pid and what it writes to."""
@@ -55,48 +57,51 @@ def payload() -> list[memoryview]:
 # ------------------------------------------------------------------------------------------------ blocking sockets
 
 
-def blocking(messages: int, checked: bool = False) -> float:
+def blocking(messages: int, checked: bool = False) -> Timed:
     listener = socket.create_server(("127.0.0.1", 0))
 
     def receive(pipe: int) -> None:
         connection, _ = listener.accept()
         buffer = memoryview(bytearray(CHUNK_BYTES * CHUNKS))
         os.write(pipe, b"+")
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.process_time()
         for _ in range(messages):
             got = 0
             while got < len(buffer):
                 got += connection.recv_into(buffer[got:])
             if checked:
                 payload_checksum(buffer)
-        os.write(pipe, str(time.perf_counter() - began).encode())
+        os.write(pipe, f"{time.perf_counter() - began} {time.process_time() - cpu}".encode())
 
     pid, pipe = in_child(receive)
     chunks = payload()
     with socket.create_connection(listener.getsockname()) as connection:
         os.read(pipe, 1)
+        cpu = time.process_time()
         for _ in range(messages):
             for chunk in chunks:
                 if checked:
                     payload_checksum(chunk)
                 connection.sendall(chunk)
-        elapsed = float(os.read(pipe, 100))
+        told = os.read(pipe, 100)
+        cpu = time.process_time() - cpu
     listener.close()
     os.close(pipe)
     os.waitpid(pid, 0)
-    return elapsed
+    elapsed, theirs = map(float, told.split())
+    return elapsed, cpu + theirs
 
 
 # -------------------------------------------------------------------------------------------------------- our link
 
 
-def linked(messages: int, ucx_transports: str = "") -> float:
+def linked(messages: int, ucx_transports: str = "") -> Timed:
     pid, pipe = in_child(lambda writing: trio.run(receive_linked, messages, writing, ucx_transports))
     port = int(os.read(pipe, 100))
-    elapsed = trio.run(send_linked, messages, port, pipe, ucx_transports)
+    found = trio.run(send_linked, messages, port, pipe, ucx_transports)
     os.close(pipe)
     os.waitpid(pid, 0)
-    return elapsed
+    return found
 
 
 async def transport(nursery: trio.Nursery, ucx_transports: str) -> TcpTransport:
@@ -113,10 +118,10 @@ async def receive_linked(messages: int, pipe: int, ucx_transports: str) -> None:
         link.admit()
         await link.send(ModelRequest())
         await link.receive()  # what is sent first is not timed
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.process_time()
         for _ in range(messages):
             await link.receive()
-        os.write(pipe, str(time.perf_counter() - began).encode())
+        os.write(pipe, f"{time.perf_counter() - began} {time.process_time() - cpu}".encode())
         nursery.cancel_scope.cancel()
 
     async with trio.open_nursery() as nursery:
@@ -125,7 +130,7 @@ async def receive_linked(messages: int, pipe: int, ucx_transports: str) -> None:
         os.write(pipe, str(address[1]).encode())
 
 
-async def send_linked(messages: int, port: int, pipe: int, ucx_transports: str) -> float:
+async def send_linked(messages: int, port: int, pipe: int, ucx_transports: str) -> Timed:
     message = ModelSnapshot(0, "float32", tuple(payload()))
     async with trio.open_nursery() as nursery:
         link = await (await transport(nursery, ucx_transports)).dial(("127.0.0.1", port))
@@ -133,19 +138,24 @@ async def send_linked(messages: int, port: int, pipe: int, ucx_transports: str) 
         if why_not := await link.upgrade():
             sys.exit(why_not)
         assert link.carrier.startswith("ucx") == bool(ucx_transports)
-        for _ in range(1 + messages):
+        await link.send(message)
+        await link.flushed()
+        cpu = time.process_time()
+        for _ in range(messages):
             await link.send(message)
-        elapsed = float(await trio.to_thread.run_sync(os.read, pipe, 100))
+        told = await trio.to_thread.run_sync(os.read, pipe, 100)
+        cpu = time.process_time() - cpu
         await link.aclose()
         nursery.cancel_scope.cancel()
-    return elapsed
+    elapsed, theirs = map(float, told.split())
+    return elapsed, cpu + theirs
 
 
 # ------------------------------------------------------------------------------------------------------------ main
 
 
-def paths() -> dict[str, Callable[[int], float]]:
-    found: dict[str, Callable[[int], float]] = {
+def paths() -> dict[str, Callable[[int], Timed]]:
+    found: dict[str, Callable[[int], Timed]] = {
         "blocking sockets": blocking,
         "the same, checked": partial(blocking, checked=True),
         "peerd link": linked,
@@ -155,11 +165,6 @@ def paths() -> dict[str, Callable[[int], float]]:
         found["peerd over UCX tcp"] = partial(linked, ucx_transports="tcp")
         found["peerd over UCX shm"] = partial(linked, ucx_transports="posix,sysv,cma")
     return found
-
-
-def cpu_s() -> float:
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
 
 
 def main() -> None:
@@ -173,9 +178,9 @@ def main() -> None:
     cpu: dict[str, list[float]] = {name: [] for name in rates}
     for _ in range(options.rounds):
         for name, path in paths().items():
-            before = cpu_s()
-            rates[name].append(gigabytes / path(options.messages))
-            cpu[name].append((cpu_s() - before) / gigabytes)
+            elapsed, busy = path(options.messages)
+            rates[name].append(gigabytes / elapsed)
+            cpu[name].append(busy / gigabytes)
     medians = {name: statistics.median(found) for name, found in rates.items()}
     link = medians["peerd link"]
     ratios = {name: link / median for name, median in medians.items() if name != "peerd link"}

@@ -34,7 +34,10 @@ class BulkLane(Protocol):
         """Return the next chunk; raises LinkLost once closed."""
 
     async def send(self, chunk: Chunk) -> None:
-        """Send a chunk, waiting while too much is under way; it may change afterwards. Raises LinkLost once closed."""
+        """Send a chunk, waiting while too much is under way; it must not change before `drained`.
+
+        Raises LinkLost once closed.
+        """
 
     async def drained(self) -> None:
         """Wait until the network has taken all, or never will."""

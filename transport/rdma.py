@@ -28,7 +28,7 @@ from peerd.transport.lane import LaneRefused, patience_s
 from peerd.transport.link import LinkLost
 from peerd.transport.staging import Slot, Staging
 
-WINDOW_BYTES = 8 << 20  # under way in one direction of a lane: one chunk moves while another is copied or checked
+WINDOW_BYTES = 16 << 20  # under way in one direction of a lane: one chunk moves while another is copied or checked
 PROGRESS_AT_ONCE = 4  # before other tasks get a turn: each moves at most one segment of 256 kB
 TRIAL_BYTES = 64 << 10
 TAG_BITS = 24  # of a tag count the chunks of a lane, the others are its number
@@ -42,7 +42,8 @@ class _Operation:
 
     request: Any  # None: it ended as it was posted
     lane: _Lane
-    slot: Slot
+    slot: Slot | None  # to be freed in the end
+    memory: Any  # where it reads or writes, kept alive
     size: int
     queue: deque[_Operation] | None  # None for a trial
     ended: bool = False
@@ -83,6 +84,10 @@ class UcxFabric:
         finally:
             self._end()
 
+    def stages(self, ways: list[str]) -> bool:
+        """Whether chunks are copied on their way out: over RDMA a peer gets a key to where they lie."""
+        return ucx.is_rdma(ways)
+
     def address(self) -> bytes:
         """See `Fabric.address`."""
         return self._address
@@ -107,6 +112,7 @@ class UcxFabric:
             self, f"{'rdma' if ucx.is_rdma(ways) else 'ucx'} {ways[0]}", remote, endpoint, guarded, here, there
         )
         self._lanes.add(lane)
+        lane.staged = self.stages(ways)
         lane.try_out()
         return lane
 
@@ -196,6 +202,7 @@ class _Lane:
         self.name = name
         self.remote = remote
         self.staging = Staging(fabric.context, fabric.count_registered)
+        self.staged = True
         self._fabric, self._context = fabric, fabric.context
         self._endpoint, self._guarded = endpoint, guarded
         self._here, self._there = here << TAG_BITS, there << TAG_BITS
@@ -246,6 +253,7 @@ class _Lane:
         self._check_open()
         operation = self._receiving.popleft()
         assert operation.ended, "taken before it is ready"
+        assert operation.slot is not None, "a receive has a slot"
         chunk = self.staging.view(operation.slot, operation.size)
         self._post_receives()
         return chunk
@@ -260,7 +268,8 @@ class _Lane:
 
     def _receive(self, size: int, count: int, queue: deque[_Operation] | None) -> None:
         slot = self.staging.lend(size)
-        self._watch(_Operation(self._context.receive(slot.memory, size, self._here | count), self, slot, size, queue))
+        request = self._context.receive(slot.memory, size, self._here | count)
+        self._watch(_Operation(request, self, slot, slot.memory, size, queue))
 
     # ------------------------------------------------------------------------------------------------------ sending
 
@@ -283,13 +292,15 @@ class _Lane:
             await self._moved.park()
 
     def _send(self, chunk: Chunk, count: int, queue: deque[_Operation] | None) -> None:
-        size = len(chunk)
-        slot = self.staging.lend(size)
-        # numpy copies without the GIL, so a lane's maths goes on meanwhile
-        pages = np.frombuffer(self._context.library.ffi.buffer(slot.memory, size), np.uint8)
-        np.copyto(pages, np.frombuffer(chunk, np.uint8))
-        request = self._context.send(self._endpoint, slot.memory, size, self._there | count)
-        self._watch(_Operation(request, self, slot, size, queue))
+        ffi, size, slot = self._context.library.ffi, len(chunk), None
+        memory = ffi.from_buffer(chunk)
+        if self.staged:
+            slot = self.staging.lend(size)
+            # numpy copies without the GIL, so that the maths in other threads goes on
+            np.copyto(np.frombuffer(ffi.buffer(slot.memory, size), np.uint8), np.frombuffer(chunk, np.uint8))
+            memory = slot.memory
+        request = self._context.send(self._endpoint, memory, size, self._there | count)
+        self._watch(_Operation(request, self, slot, memory, size, queue))
 
     # ------------------------------------------------------------------------------------------------------ its life
 
@@ -311,7 +322,7 @@ class _Lane:
             return
         self._lost = lost
         for operation in self._receiving:
-            if operation.ended:
+            if operation.ended and operation.slot is not None:
                 self.staging.free(operation.slot)
         for operation in self._under_way:  # sends too: a forced close ends most of them, this the others it can
             if operation.request is not None:
@@ -326,7 +337,7 @@ class _Lane:
         """Take note that UCX has ended an operation, so that its memory may be used again."""
         self._under_way.remove(operation)
         kept = operation.queue is self._receiving and self._lost is None and status == ucx.OK
-        if not kept:
+        if operation.slot is not None and not kept:
             self.staging.free(operation.slot)
         if status != ucx.OK:
             self.close(

@@ -2,8 +2,9 @@
 
 Whoever holds a key of registered memory may read and write it, past every check. So it is never the weights, nor
 anything beside them on a page, but pages that hold one chunk; and no two peers ever get keys of the same pages: a
-`Staging` belongs to one connection, and its pages are unregistered when that ends. A chunk goes out through one copy;
-one that comes in is handed on where it lies, and its pages are free again when the last view of them is gone.
+`Staging` belongs to one connection, and its pages are unregistered when that ends. A chunk goes out through one copy
+(over RDMA; where there are no keys it is sent from where it lies); one that comes in is handed on where it lies, and
+its pages are free again when the last view of them is gone.
 
 Views die in any thread, UCX is called in one: `free` only takes note, and the next `lend`, `sweep` or `close` acts.
 """
