@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from peerd.messages import Chunk
@@ -19,6 +20,7 @@ class BulkLane(Protocol):
     """Moves chunks in order, each whole. Who waits for it is woken by `close`."""
 
     name: str  # of the carrier, as people are shown it
+    on_close: Callable[[LinkLost], None]  # told why
 
     @property
     def ready(self) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -54,6 +54,7 @@ class UcxFabric:
 
     def __init__(self, library: ucx.Library, transports: str = "", without_rdma: bool = False) -> None:
         """`transports` as in UCX_TLS; a lane that is not RDMA is refused, unless `without_rdma`. Raises UcxError."""
+        self.library = library
         self.version = ".".join(map(str, library.version[:2]))
         self.registered = 0  # slots, of all lanes
         self.without_rdma = without_rdma
@@ -64,6 +65,7 @@ class UcxFabric:
         self._closing: list[Any] = []  # requests of endpoints that end
         self._wait: trio.CancelScope | None = None
         self._posted = False
+        self._ended = False
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Move UCX until cancelled, then end it."""
@@ -100,6 +102,8 @@ class UcxFabric:
         """See `Fabric.open`."""
         if not 0 <= there < 1 << 64 - TAG_BITS:
             raise LaneRefused("no lane has such a number")
+        if self._ended:
+            raise LaneRefused("it is ending")
         try:
             endpoint, guarded = self._connected(address)
         except ucx.UcxError as error:
@@ -182,6 +186,7 @@ class UcxFabric:
         self.wake()
 
     def _end(self) -> None:
+        self._ended = True
         for lane in list(self._lanes):
             lane.close(LinkLost(f"{lane.remote}: closed here"))
         deadline = trio.current_time() + END_S
@@ -201,6 +206,7 @@ class _Lane:
     ) -> None:
         self.name = name
         self.remote = remote
+        self.on_close: Callable[[LinkLost], None] = lambda _: None
         self.staging = Staging(fabric.context, fabric.count_registered)
         self.staged = True
         self._fabric, self._context = fabric, fabric.context
@@ -332,6 +338,7 @@ class _Lane:
         self._fabric.disconnect(self._endpoint, self._guarded)
         self.staging.close()
         self._moved.unpark_all()
+        self.on_close(lost)
 
     def on_ended(self, operation: _Operation, status: int) -> None:
         """Take note that UCX has ended an operation, so that its memory may be used again."""

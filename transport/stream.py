@@ -121,7 +121,7 @@ class StreamLink:
             elif not isinstance(message, BulkAnswer):
                 return message
             elif self._lane is not None:
-                self._outbox.beside = True  # the dialler has tried it
+                self.widen()  # the dialler has tried it
 
     async def upgrade(self) -> str:
         """See `Link.upgrade`."""
@@ -135,7 +135,9 @@ class StreamLink:
         self._reader.beside = True
 
     def widen(self) -> None:
-        """Let large chunks go over the lane from now on."""
+        """Let large chunks go over the lane from now on; the link lives no longer than it."""
+        assert self._lane is not None, "there is a lane"
+        self._lane.on_close = self.drop
         self._outbox.beside = True
 
     @property
@@ -181,8 +183,6 @@ class StreamLink:
         except LinkLost as lost:
             # not closed: what the peer sent before it went, a Refuse perhaps, can still be received
             self._outbox.close(lost)
-            if self._lane is not None:
-                self._lane.close(lost)
         except BaseException:
             self.drop(LinkLost(f"{self.remote}: closed here"))
             raise

@@ -307,6 +307,15 @@ class Context:
         self.library.check(self._calls.ucp_mem_unmap(self._context, mapped), "ucp_mem_unmap")
 
 
+def resources(library: Library) -> list[str]:
+    """Every transport and device that UCX finds. Raises UcxError."""
+    context = Context(library)
+    try:
+        return context.resources()
+    finally:
+        context.close()
+
+
 def is_rdma(resources: list[str]) -> bool:
     """Whether one of UCX's transports runs over InfiniBand or RoCE."""
     return any(resource.startswith(RDMA_TRANSPORTS) for resource in resources)
