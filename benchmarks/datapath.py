@@ -4,8 +4,8 @@
 
 They are timed in turn, in the same run, because differences between runs are noise; the best and the median are shown.
 Our link checks what it carries: the "checked" blocking sockets do so too, with the same checksum. The receiver tells
-how long it took from the first byte wanted, or the first message received, to the last one. CPU is that of both processes
-meanwhile. Where there is no UCX its rows are missing.
+how long it took from the first byte wanted, or the first message received, to the last one. CPU is that of both
+processes meanwhile. Where there is no UCX its rows are missing.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from peerd.training.modes.allreduce import OVERLAPS
 from peerd.training.trigger import parse_trigger
 
 DEFAULT_PORT = 7946
-OTHER_VARIABLES = ("CONFIG", "DATA", "PEERS", "RANK", "SOCKET")  # PEERD_ variables that are no settings
+OTHER_VARIABLES = ("CONFIG", "DATA", "PEERS", "RANK", "SOCKET", "UCX_LIBRARY")  # PEERD_ variables that are no settings
 PLANNED = ("codec", "trigger", "every", "overlap", "topology", "servers", "min_peers", "view")  # with the mode: a plan
 _WORDS = {tuple: "a list of strings", int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
 
