@@ -24,8 +24,8 @@ LIBRARY_VARIABLE = "PEERD_UCX_LIBRARY"
 API = (1, 13)  # the least that is needed; a newer library keeps it
 RDMA_TRANSPORTS = ("rc_", "dc_", "ud_")  # how UCX names what runs over InfiniBand and RoCE
 
-# 8 kB segments, the default, cost its tcp a factor of four.
-OPTIONS = {"TCP_TX_SEG_SIZE": "256k", "TCP_RX_SEG_SIZE": "256k"}
+# Segments of 8 kB, the default, cost its tcp a factor of four; with 1 MB an event moves four times what it does with 256k.
+OPTIONS = {"TCP_TX_SEG_SIZE": "1m", "TCP_RX_SEG_SIZE": "1m"}
 # Read when the library is loaded: logs belong on stderr, and crashes to Python.
 _ENVIRONMENT = {"UCX_LOG_FILE": "stderr", "UCX_LOG_LEVEL": "fatal", "UCX_HANDLE_ERRORS": "none"}
 
