@@ -31,7 +31,7 @@ def fabric_for(settings: Settings) -> UcxFabric | None:
 def _fabric(allow_fallback: bool) -> UcxFabric:
     library = ucx.load()
     if allow_fallback:
-        return UcxFabric(library, without_rdma=True)
+        return UcxFabric(library, ucx.HOST_MEMORY, without_rdma=True)
     if not ucx.is_rdma(found := ucx.resources(library)):
         raise ucx.UcxError(f"{library} finds no InfiniBand or RoCE device here, only {', '.join(found) or 'nothing'}")
     return UcxFabric(library, RDMA_ONLY)

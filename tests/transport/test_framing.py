@@ -278,7 +278,7 @@ def test_nothing_comes_beside_a_stream_that_was_not_upgraded():
         (stream_beside(MIXED, chunks_beside=False), "on the wrong way"),
         ([stream_beside(MIXED)[0], framing.chunk_frame(LARGE[:5], beside=True)], "were announced"),
         (
-            [*frames(ModelSnapshot(1, "c", (LARGE,)))][:1] + [framing.chunk_frame(LARGE, beside=True)],
+            [next(frames(ModelSnapshot(1, "c", (LARGE,)))), framing.chunk_frame(LARGE, beside=True)],
             "on the wrong way",
         ),
         ([framing.head_frame(PING.KIND, wire.encode(PING)[0], beside=True)], "no chunks"),
