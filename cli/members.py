@@ -18,7 +18,15 @@ def members(name: NameOption = None, format: FormatOption = Format.TEXT) -> None
     print_table(
         ["NAME", "ADDRESS", "STATE", "CARRIER", "MODE", "MODEL", "ID"],
         [
-            [_marked(row), row["address"], row["state"], row["carrier"] or "-", row["mode"], row["model"] or "-", row["id"]]
+            [
+                _marked(row),
+                row["address"],
+                row["state"],
+                row["carrier"] or "-",
+                row["mode"],
+                row["model"] or "-",
+                row["id"],
+            ]
             for row in rows
         ],
     )
