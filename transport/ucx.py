@@ -25,10 +25,11 @@ API = (1, 13)  # the least that is needed; a newer library keeps it
 HOST_MEMORY = "^cuda"  # all transports but CUDA's: chunks lie in host memory, and a daemon keeps off the GPU
 RDMA_TRANSPORTS = ("rc_", "dc_", "ud_")  # how UCX names what runs over InfiniBand and RoCE
 
-# Segments of 8 kB, the default, cost UCX's tcp a factor of four; 256k instead of 1m cost it another quarter.
-OPTIONS = {"TCP_TX_SEG_SIZE": "1m", "TCP_RX_SEG_SIZE": "1m"}
+# Segments of 8 kB, the default, cost UCX's tcp a factor of four; from 1m on it copies more. A send by rendezvous ends
+# when the receiver has it; a shorter one, sent at once, would pile up where nobody receives.
+OPTIONS = {"UCX_TCP_TX_SEG_SIZE": "768k", "UCX_TCP_RX_SEG_SIZE": "768k", "UCX_RNDV_THRESH": "32k"}
 # Read when the library is loaded: logs belong on stderr, and crashes to Python.
-_ENVIRONMENT = {"UCX_LOG_FILE": "stderr", "UCX_LOG_LEVEL": "fatal", "UCX_HANDLE_ERRORS": "none"}
+_AT_LOAD = {"UCX_LOG_FILE": "stderr", "UCX_LOG_LEVEL": "fatal", "UCX_HANDLE_ERRORS": "none"}
 
 _DECLARATIONS = """
 typedef int8_t ucs_status_t;
@@ -48,7 +49,6 @@ typedef struct { uint64_t field_mask; void *address; size_t length; } ucp_mem_ma
 void ucp_get_version(unsigned *major, unsigned *minor, unsigned *release);
 const char *ucs_status_string(ucs_status_t status);
 ucs_status_t ucp_config_read(const char *prefix, const char *file, void **config);
-ucs_status_t ucp_config_modify(void *config, const char *name, const char *value);
 void ucp_config_release(void *config);
 ucs_status_t ucp_init_version(unsigned major, unsigned minor, const ucp_params_t *params, void *config, void **context);
 void ucp_cleanup(void *context);
@@ -123,7 +123,7 @@ def load(environment: Mapping[str, str] = os.environ) -> Library:
     tried = []
     for source, path in _places(environment):
         try:
-            with _at_load():
+            with _environment(_AT_LOAD):
                 calls = ffi.dlopen(path)
         except OSError as error:
             tried.append(f"{source}: {error}")
@@ -149,9 +149,9 @@ def _places(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 
 @contextmanager
-def _at_load() -> Iterator[None]:
-    """Set what UCX reads while it is loaded, unless the user did, and take it back: the trainer inherits ours."""
-    ours = {key: value for key, value in _ENVIRONMENT.items() if key not in os.environ}
+def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
+    """Set variables that UCX is about to read, unless the user did, and take them back: the trainer inherits ours."""
+    ours = {key: value for key, value in wanted.items() if key not in os.environ}
     os.environ.update(ours)
     try:
         yield
@@ -173,28 +173,27 @@ class Context:
         self._context = self._ffi.NULL
         self._worker = self._ffi.NULL
         self._param = self._ffi.new("ucp_request_param_t *")
-        options = {**OPTIONS, **({"TLS": transports} if transports else {})}
-        config = self._made("ucp_config_read", self._ffi.NULL, self._ffi.NULL)
         try:
-            for key, value in options.items():
-                if f"UCX_{key}" not in os.environ:
-                    library.check(self._calls.ucp_config_modify(config, key.encode(), value.encode()), f"UCX_{key}")
-            params = self._ffi.new(
-                "ucp_params_t *", {"field_mask": _PARAM_FEATURES, "features": _FEATURE_TAG | _FEATURE_WAKEUP}
-            )
-            self._context = self._made("ucp_init_version", *API, params, config)
-        finally:
-            self._calls.ucp_config_release(config)
-        try:
-            single = {"field_mask": _WORKER_THREAD_MODE, "thread_mode": _SINGLE_THREAD}
-            params = self._ffi.new("ucp_worker_params_t *", single)
-            self._worker = self._made("ucp_worker_create", self._context, params)
-            fd = self._ffi.new("int *")
-            library.check(self._calls.ucp_worker_get_efd(self._worker, fd), "ucp_worker_get_efd")
-            self.event_fd: int = fd[0]
+            # read with the context and, those of a transport, with the worker; ucp_config_modify reaches a few only
+            with _environment({**OPTIONS, **({"UCX_TLS": transports} if transports else {})}):
+                self._open()
         except UcxError:
             self.close()
             raise
+        fd = self._ffi.new("int *")
+        library.check(self._calls.ucp_worker_get_efd(self._worker, fd), "ucp_worker_get_efd")
+        self.event_fd: int = fd[0]
+
+    def _open(self) -> None:
+        config = self._made("ucp_config_read", self._ffi.NULL, self._ffi.NULL)
+        try:
+            features = {"field_mask": _PARAM_FEATURES, "features": _FEATURE_TAG | _FEATURE_WAKEUP}
+            params = self._ffi.new("ucp_params_t *", features)
+            self._context = self._made("ucp_init_version", *API, params, config)
+        finally:
+            self._calls.ucp_config_release(config)
+        single = {"field_mask": _WORKER_THREAD_MODE, "thread_mode": _SINGLE_THREAD}
+        self._worker = self._made("ucp_worker_create", self._context, self._ffi.new("ucp_worker_params_t *", single))
 
     def _made(self, call: str, *arguments: Any) -> Any:
         """Call what returns a status and, in its last argument, a pointer."""
