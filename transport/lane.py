@@ -55,6 +55,7 @@ class Fabric(Protocol):
     """What a node has of such hardware."""
 
     version: str  # two that differ do not understand each other
+    ended: str  # why it carries nothing any more; "" while it does
 
     def address(self) -> bytes:
         """Where peers find it."""

@@ -65,10 +65,10 @@ class UcxFabric:
         self._closing: list[Any] = []  # requests of endpoints that end
         self._wait: trio.CancelScope | None = None
         self._posted = False
-        self._ended = False
+        self.ended = ""  # why
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Move UCX until cancelled, then end it."""
+        """Move UCX until cancelled or it fails, then end it; links that come after are not upgraded."""
         try:
             task_status.started()
             while True:
@@ -83,6 +83,8 @@ class UcxFabric:
                 with trio.CancelScope(deadline=deadline) as self._wait:
                     await trio.lowlevel.wait_readable(self.context.event_fd)
                 self._wait = None
+        except ucx.UcxError as error:
+            self.ended = f"UCX failed here: {error}"
         finally:
             self._end()
 
@@ -102,8 +104,8 @@ class UcxFabric:
         """See `Fabric.open`."""
         if not 0 <= there < 1 << 64 - TAG_BITS:
             raise LaneRefused("no lane has such a number")
-        if self._ended:
-            raise LaneRefused("it is ending")
+        if self.ended:
+            raise LaneRefused(self.ended)
         try:
             endpoint, guarded = self._connected(address)
         except ucx.UcxError as error:
@@ -186,7 +188,7 @@ class UcxFabric:
         self.wake()
 
     def _end(self) -> None:
-        self._ended = True
+        self.ended = self.ended or "this node is ending"
         for lane in list(self._lanes):
             lane.close(LinkLost(f"{lane.remote}: closed here"))
         deadline = trio.current_time() + END_S

@@ -51,6 +51,8 @@ class Upgradable(Protocol):
 
 async def ask(link: Upgradable, fabric: Fabric) -> str:
     """Offer the acceptor a lane; return why there is none, or "". Raises LinkLost or PeerError with the link."""
+    if fabric.ended:
+        return fabric.ended
     here = fabric.reserve()
     try:
         with trio.fail_after(ANSWER_S):
@@ -59,7 +61,7 @@ async def ask(link: Upgradable, fabric: Fabric) -> str:
         if not isinstance(answer, BulkAnswer):
             raise PeerError(f"{link.remote}: a {type(answer).__name__} instead of an answer to an offer")
         if answer.refusal:
-            return answer.refusal
+            return answer.refusal if answer.refusal.isprintable() else repr(answer.refusal)  # it goes into our log
         lane = fabric.open(link.remote, here, answer.lane, _whole(answer.address))
     except trio.TooSlowError:
         return f"no answer within {ANSWER_S:g} s"

@@ -301,6 +301,25 @@ def test_a_lane_that_breaks_takes_its_link_along():
     run(main)
 
 
+def test_where_ucx_fails_links_go_on_over_tcp(monkeypatch):
+    async def main():
+        async with fabric_of("tcp") as near_kit, fabric_of("tcp") as far_kit:
+            async with linked(near_kit, far_kit) as (near, _):
+
+                def fail():
+                    raise ucx.UcxError("ucp_worker_arm: no")
+
+                monkeypatch.setattr(near_kit[0].context, "arm", fail)
+                near_kit[0].wake()
+                with pytest.raises(LinkLost):
+                    await near.receive()
+            async with dialled(near_kit[1], far_kit[1]) as (link, _):
+                assert "UCX failed here: ucp_worker_arm: no" in await link.upgrade()
+                assert link.carrier == "tcp"
+
+    run(main)
+
+
 # -------------------------------------------------------------------------------------------------- refusals
 
 
