@@ -1,10 +1,11 @@
-"""How fast are 16 MiB messages over loopback TCP between two processes: our link beside raw blocking sockets.
+"""How fast are 16 MiB messages between two processes: our link over TCP and UCX beside raw blocking sockets.
 
     python benchmarks/datapath.py [--messages 64] [--rounds 5] [--format json]
 
 They are timed in turn, in the same run, because differences between runs are noise; the best and the median are shown.
 Our link checks what it carries: the "checked" blocking sockets do so too, with the same checksum. The receiver tells
-how long it took from the first byte wanted to the last one received.
+how long it took from the first byte wanted, or the first message received, to the last one. CPU is that of both
+processes meanwhile. Where there is no UCX its rows are missing.
 """
 
 from __future__ import annotations
@@ -17,18 +18,23 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
 import trio
 
 from peerd.messages import ModelRequest, ModelSnapshot
+from peerd.transport import ucx
 from peerd.transport.framing import payload_checksum
 from peerd.transport.link import Link
+from peerd.transport.rdma import UcxFabric
 from peerd.transport.tcp import TcpTransport
 
 CHUNK_BYTES = 4 << 20
 CHUNKS = 4
+
+Timed = tuple[float, float]  # seconds, and seconds of CPU of both processes
 
 
 def in_child(work: Callable[[int], None]) -> tuple[int, int]:
@@ -51,78 +57,114 @@ def payload() -> list[memoryview]:
 # ------------------------------------------------------------------------------------------------ blocking sockets
 
 
-def blocking(messages: int, checked: bool = False) -> float:
+def blocking(messages: int, checked: bool = False) -> Timed:
     listener = socket.create_server(("127.0.0.1", 0))
 
     def receive(pipe: int) -> None:
         connection, _ = listener.accept()
         buffer = memoryview(bytearray(CHUNK_BYTES * CHUNKS))
         os.write(pipe, b"+")
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.process_time()
         for _ in range(messages):
             got = 0
             while got < len(buffer):
                 got += connection.recv_into(buffer[got:])
             if checked:
                 payload_checksum(buffer)
-        os.write(pipe, str(time.perf_counter() - began).encode())
+        os.write(pipe, f"{time.perf_counter() - began} {time.process_time() - cpu}".encode())
 
     pid, pipe = in_child(receive)
     chunks = payload()
     with socket.create_connection(listener.getsockname()) as connection:
         os.read(pipe, 1)
+        cpu = time.process_time()
         for _ in range(messages):
             for chunk in chunks:
                 if checked:
                     payload_checksum(chunk)
                 connection.sendall(chunk)
-        elapsed = float(os.read(pipe, 100))
+        told = os.read(pipe, 100)
+        cpu = time.process_time() - cpu
     listener.close()
     os.close(pipe)
     os.waitpid(pid, 0)
-    return elapsed
+    elapsed, theirs = map(float, told.split())
+    return elapsed, cpu + theirs
 
 
 # -------------------------------------------------------------------------------------------------------- our link
 
 
-def linked(messages: int) -> float:
-    pid, pipe = in_child(lambda writing: trio.run(receive_linked, messages, writing))
+def linked(messages: int, ucx_transports: str = "") -> Timed:
+    pid, pipe = in_child(lambda writing: trio.run(receive_linked, messages, writing, ucx_transports))
     port = int(os.read(pipe, 100))
-    elapsed = trio.run(send_linked, messages, port, pipe)
+    found = trio.run(send_linked, messages, port, pipe, ucx_transports)
     os.close(pipe)
     os.waitpid(pid, 0)
-    return elapsed
+    return found
 
 
-async def receive_linked(messages: int, pipe: int) -> None:
+async def transport(nursery: trio.Nursery, ucx_transports: str) -> TcpTransport:
+    if not ucx_transports:
+        return TcpTransport(nursery)
+    fabric = UcxFabric(ucx.load(), ucx_transports, without_rdma=True)
+    await nursery.start(fabric.run)
+    return TcpTransport(nursery, fabric)
+
+
+async def receive_linked(messages: int, pipe: int, ucx_transports: str) -> None:
     async def accepted(link: Link) -> None:
         link.payload_limit = CHUNK_BYTES * CHUNKS
+        link.admit()
         await link.send(ModelRequest())
-        began = time.perf_counter()
+        await link.receive()  # what is sent first is not timed
+        began, cpu = time.perf_counter(), time.process_time()
         for _ in range(messages):
             await link.receive()
-        os.write(pipe, str(time.perf_counter() - began).encode())
+        os.write(pipe, f"{time.perf_counter() - began} {time.process_time() - cpu}".encode())
         nursery.cancel_scope.cancel()
 
     async with trio.open_nursery() as nursery:
-        address = await nursery.start(TcpTransport(nursery).listen, ("127.0.0.1", 0), accepted)
+        listen = (await transport(nursery, ucx_transports)).listen
+        address = await nursery.start(listen, ("127.0.0.1", 0), accepted)
         os.write(pipe, str(address[1]).encode())
 
 
-async def send_linked(messages: int, port: int, pipe: int) -> float:
+async def send_linked(messages: int, port: int, pipe: int, ucx_transports: str) -> Timed:
     message = ModelSnapshot(0, "float32", tuple(payload()))
     async with trio.open_nursery() as nursery:
-        link = await TcpTransport(nursery).dial(("127.0.0.1", port))
+        link = await (await transport(nursery, ucx_transports)).dial(("127.0.0.1", port))
         await link.receive()
+        if why_not := await link.upgrade():
+            sys.exit(why_not)
+        assert link.carrier.startswith("ucx") == bool(ucx_transports)
+        await link.send(message)
+        await link.flushed()
+        cpu = time.process_time()
         for _ in range(messages):
             await link.send(message)
-        elapsed = float(await trio.to_thread.run_sync(os.read, pipe, 100))
+        told = await trio.to_thread.run_sync(os.read, pipe, 100)
+        cpu = time.process_time() - cpu
         await link.aclose()
-    return elapsed
+        nursery.cancel_scope.cancel()
+    elapsed, theirs = map(float, told.split())
+    return elapsed, cpu + theirs
 
 
 # ------------------------------------------------------------------------------------------------------------ main
+
+
+def paths() -> dict[str, Callable[[int], Timed]]:
+    found: dict[str, Callable[[int], Timed]] = {
+        "blocking sockets": blocking,
+        "the same, checked": partial(blocking, checked=True),
+        "peerd link": linked,
+    }
+    with suppress(ucx.UcxError):
+        ucx.load()
+        found["peerd over UCX tcp"] = partial(linked, ucx_transports="tcp")
+        found["peerd over UCX shm"] = partial(linked, ucx_transports="posix,sysv,cma")
+    return found
 
 
 def main() -> None:
@@ -131,21 +173,26 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--format", choices=("table", "json"), default="table")
     options = parser.parse_args()
-    paths = {"blocking sockets": blocking, "the same, checked": partial(blocking, checked=True), "peerd link": linked}
-    rates: dict[str, list[float]] = {name: [] for name in paths}
+    gigabytes = options.messages * CHUNKS * CHUNK_BYTES / 1e9
+    rates: dict[str, list[float]] = {name: [] for name in paths()}
+    cpu: dict[str, list[float]] = {name: [] for name in rates}
     for _ in range(options.rounds):
-        for name, path in paths.items():
-            rates[name].append(options.messages * CHUNKS * CHUNK_BYTES / path(options.messages) / 1e9)
+        for name, path in paths().items():
+            elapsed, busy = path(options.messages)
+            rates[name].append(gigabytes / elapsed)
+            cpu[name].append(busy / gigabytes)
     medians = {name: statistics.median(found) for name, found in rates.items()}
     link = medians["peerd link"]
     ratios = {name: link / median for name, median in medians.items() if name != "peerd link"}
+    costs = {name: statistics.median(found) for name, found in cpu.items()}
     if options.format == "json":
-        json.dump({"gb_per_s": rates, "median_gb_per_s": medians, "link_ratio": ratios}, sys.stdout)
+        found = {"gb_per_s": rates, "median_gb_per_s": medians, "link_ratio": ratios, "cpu_s_per_gb": costs}
+        json.dump(found, sys.stdout)
         print()
         return
-    print(f"{'path':<22}{'median GB/s':>12}{'best GB/s':>12}{'link/path':>12}")
+    print(f"{'path':<22}{'median GB/s':>12}{'best GB/s':>12}{'of the link':>12}{'CPU s/GB':>12}")
     for name, found in rates.items():
-        print(f"{name:<22}{medians[name]:>12.2f}{max(found):>12.2f}{link / medians[name]:>12.2f}")
+        print(f"{name:<22}{medians[name]:>12.2f}{max(found):>12.2f}{medians[name] / link:>12.2f}{costs[name]:>12.2f}")
 
 
 if __name__ == "__main__":

@@ -86,6 +86,10 @@ def demo(
         str | None, typer.Option(help="of an all-reduce: auto, ring, tree:K, halving; of servers: adv:K")
     ] = None,
     servers: Annotated[int | None, typer.Option(min=1, help="members that serve the parameters, each a part")] = None,
+    transport: Annotated[str | None, typer.Option(help="what bulk travels over: tcp, rdma, auto")] = None,
+    rdma_allow_fallback: Annotated[
+        bool | None, typer.Option("--rdma-allow-fallback", help="without RDMA take whatever UCX has, for tests")
+    ] = None,
     kill: Annotated[
         str | None, typer.Option(metavar="NODE@SHARE", help="SIGKILL a node in mid-run: 1@0.5 is node-1, halfway")
     ] = None,
@@ -101,6 +105,7 @@ def demo(
         command += ["--steps", str(steps)]
     given: dict[str, Any] = {"mode": mode, "codec": codec, "trigger": trigger}
     given |= {"every": every, "overlap": overlap, "topology": topology, "servers": servers}
+    given |= {"transport": transport, "rdma_allow_fallback": rdma_allow_fallback}
     # refused here: a node would take seconds to start, only to refuse it in its log
     shards.parse(shard)
     load(given, {}, None)
@@ -109,7 +114,7 @@ def demo(
     console = Console(stderr=format is Format.JSON)
     options = {
         "--wait-for": str(peers),
-        **{f"--{key}": str(value) for key, value in given.items() if value is not None},
+        **{f"--{key.replace('_', '-')}": "" if value is True else str(value) for key, value in given.items() if value},
     }
     _clean_up_on_signals()
     with LocalSwarm(peers, options, command) as swarm:

@@ -24,7 +24,7 @@ class LocalSwarm:
     """`count` nodes called node-0, node-1 ...; leaving the block ends them all and removes every trace."""
 
     def __init__(self, count: int, settings: dict[str, str], command: list[str]) -> None:
-        """`settings` are options of `peerd start`; `command` is what each node launches."""
+        """`settings` are options of `peerd start`, with "" for those without a value; each node launches `command`."""
         self.names = [f"node-{index}" for index in range(count)]
         self._settings = settings
         self._command = command
@@ -92,7 +92,7 @@ class LocalSwarm:
         options = {"--name": name, "--bind": "127.0.0.1:0", "--log": "human", **self._settings}
         if join is not None:
             options["--join"] = join
-        flags = [part for option in options.items() for part in option]
+        flags = [part for option in options.items() for part in option if part]
         rank = {"PEERD_RANK": str(self.names.index(name)), "PEERD_PEERS": str(len(self.names))}
         folders = {"XDG_RUNTIME_DIR": self._folder.name, "XDG_STATE_HOME": str(self.folder / "state")}
         alone = {"PEERD_JOIN": "", "PEERD_STATE_DIR": "", "PEERD_CONFIG": ""}  # the user's are for a node of theirs

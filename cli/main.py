@@ -8,6 +8,7 @@ import typer
 
 from peerd.cli.average import average
 from peerd.cli.demo import demo
+from peerd.cli.doctor import doctor
 from peerd.cli.export import export
 from peerd.cli.info import info
 from peerd.cli.join import join
@@ -27,7 +28,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(context_settings=START_CONTEXT)(start)
-for verb in (join, leave, members, status, info, export, average, demo, simulate, version):
+for verb in (join, leave, members, status, info, export, average, doctor, demo, simulate, version):
     app.command()(verb)
 app.add_typer(mode, name="mode")
 

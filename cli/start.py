@@ -35,6 +35,10 @@ def start(
     servers: Annotated[int | None, typer.Option(help="members that serve the parameters, each a part")] = None,
     min_peers: Annotated[int | None, typer.Option(help="a round of fewer members waits for more")] = None,
     wait_for: Annotated[int | None, typer.Option(help="hold the first step until this many members are ready")] = None,
+    transport: Annotated[str | None, typer.Option(help="what bulk travels over: tcp, rdma, auto")] = None,
+    rdma_allow_fallback: Annotated[
+        bool | None, typer.Option("--rdma-allow-fallback", help="without RDMA take whatever UCX has, for tests")
+    ] = None,
     log: Annotated[str | None, typer.Option(help="auto, human or json")] = None,
 ) -> None:
     """Run a node in the foreground: join a swarm, launch SCRIPT, gossip. Ctrl-C leaves in good order.
@@ -50,7 +54,8 @@ def start(
     flags = {
         "name": name, "bind": bind, "join": tuple(join) if join else None, "swarm": swarm, "mode": mode,
         "codec": codec, "trigger": trigger, "view": view, "every": every, "overlap": overlap, "topology": topology,
-        "servers": servers, "min_peers": min_peers, "wait_for": wait_for, "log": log,
+        "servers": servers, "min_peers": min_peers, "wait_for": wait_for, "transport": transport,
+        "rdma_allow_fallback": rdma_allow_fallback, "log": log,
     }  # fmt: skip
     code = trio.run(daemon.run, settings.load(flags, os.environ, file), command or [])
     if code:

@@ -18,6 +18,7 @@ from typing import Any
 import trio
 
 from peerd import __version__, identity, known_members
+from peerd.carrier import fabric_for
 from peerd.control import serve
 from peerd.effects import Address, NodeId, PeerError, UserError
 from peerd.export import write_safetensors
@@ -75,7 +76,7 @@ class Daemon:
         self._nursery = nursery
         self._datagrams = datagrams
         self._transport = transport
-        self._accepted: set[Link] = set()
+        self._accepted: dict[Link, NodeId] = {}
         self._began = trio.current_time()
         self.peers = Peers(
             self._transport,
@@ -115,7 +116,7 @@ class Daemon:
         self.peers.count(link)
         try:
             hello = await answer(link, self._check, Welcome(self._me.id, self._me.name, self._me.epoch))
-            self._accepted.add(link)
+            self._accepted[link] = hello.node
             self._raise_payload_limits()
             plan = AS_STARTED
             while True:
@@ -133,7 +134,7 @@ class Daemon:
         except LinkLost:
             pass
         finally:
-            self._accepted.discard(link)
+            self._accepted.pop(link, None)
             await self.peers.close(link)
 
     def _check(self, theirs: Hello) -> Refuse | None:
@@ -223,6 +224,7 @@ class Daemon:
                 "id": member.id,
                 "epoch": member.epoch,
                 "incarnation": member.incarnation,
+                "carrier": self._carrier_of(member.id),
                 "model": About.unpack(member.meta).model,
                 "ready": About.unpack(member.meta).ready,
                 "plan": About.unpack(member.meta).plan.number,
@@ -232,6 +234,11 @@ class Daemon:
             for member in self._members().values()
         ]
         return {"members": sorted(rows, key=lambda row: (str(row["name"]), str(row["id"])))}
+
+    def _carrier_of(self, peer: NodeId) -> str:
+        """What bulk travels over to a member; "" where there is no link."""
+        accepted = [link.carrier for link, node in self._accepted.items() if node == peer]
+        return self.peers.carrier(peer) or (accepted[-1] if accepted else "")
 
     async def _verb_info(self, _: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -361,9 +368,12 @@ async def run(settings: Settings, command: list[str]) -> int:
     datagrams, port = await _bind_both(host, port)
     about = About(expects=bool(command), founder=not settings.join).pack()
     me = Member(mine.id, settings.name, _advertised(host), port, mine.epoch, 0, State.ALIVE, "", about)
+    fabric = fabric_for(settings)
     failure: UserError | None = None
     async with aclosing(datagrams), trio.open_nursery() as nursery:
-        daemon = Daemon(settings, me, (host, port), nursery, TcpTransport(nursery), datagrams, kept)
+        if fabric is not None:
+            await nursery.start(fabric.run)
+        daemon = Daemon(settings, me, (host, port), nursery, TcpTransport(nursery, fabric), datagrams, kept)
         address = await daemon.start()
         attach = _attach_hook(daemon, supervisor)
         await nursery.start(serve, path, daemon.verbs(), attach)

@@ -132,6 +132,26 @@ class Refuse:
 
 
 @dataclass(frozen=True, slots=True)
+class BulkOffer:
+    """The dialler, after its greeting: large chunks could go past this connection, over UCX; this is where I am."""
+
+    KIND: ClassVar[int] = 19
+    version: str  # of UCX; another one may not understand the address
+    lane: int  # opens the tags of what is sent to the dialler
+    address: tuple[bytes, ...]  # in parts
+
+
+@dataclass(frozen=True, slots=True)
+class BulkAnswer:
+    """The acceptor's answer: why not, or where it is. Then the dialler's, empty: the lane was tried and is good."""
+
+    KIND: ClassVar[int] = 20
+    refusal: str
+    lane: int
+    address: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ModelRequest:
     """Send me your current model: I am about to train."""
 
@@ -498,7 +518,8 @@ class Connected:
 
 
 Message = (
-    Ping | PingRequest | Ack | Nack | MemberTable | Hello | Welcome | Refuse | ModelRequest | ModelSnapshot | Plan
+    Ping | PingRequest | Ack | Nack | MemberTable | Hello | Welcome | Refuse | BulkOffer | BulkAnswer
+    | ModelRequest | ModelSnapshot | Plan
     | LinkOpen | LinkSnapshot | Delta | LinkClose | LinkClosed
     | Push | Pushed | PushForgotten | Pull
     | RoundReport | RoundBegin | RoundPiece | PieceTaken | RoundCommit
@@ -509,7 +530,8 @@ Message = (
 MESSAGES: dict[int, type[Message]] = {
     message.KIND: message
     for message in (
-        Ping, PingRequest, Ack, Nack, MemberTable, Hello, Welcome, Refuse, ModelRequest, ModelSnapshot, Plan,
+        Ping, PingRequest, Ack, Nack, MemberTable, Hello, Welcome, Refuse, BulkOffer, BulkAnswer,
+        ModelRequest, ModelSnapshot, Plan,
         LinkOpen, LinkSnapshot, Delta, LinkClose, LinkClosed,
         Push, Pushed, PushForgotten, Pull,
         RoundReport, RoundBegin, RoundPiece, PieceTaken, RoundCommit,

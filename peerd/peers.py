@@ -55,6 +55,7 @@ class Peers:
         self._refused = refused
         self._boxes: dict[NodeId, _Outbox] = {}
         self._open: set[Link] = set()
+        self._links: dict[NodeId, Link] = {}  # those we dialled that are greeted
         self._closed_sent = 0
         self._closed_received = 0
         self._nursery: trio.Nursery | None = None
@@ -103,6 +104,10 @@ class Peers:
         """Read from the sockets of all connections seen by `count`."""
         return self._closed_received + sum(link.bytes_received for link in self._open)
 
+    def carrier(self, peer: NodeId) -> str:
+        """What bulk to `peer` travels over; "" where there is no connection."""
+        return self._links[peer].carrier if peer in self._links else ""
+
     def count(self, link: Link) -> None:
         """Have the link's bytes counted; accepted links too."""
         self._open.add(link)
@@ -117,7 +122,7 @@ class Peers:
             self._closed_received += link.bytes_received
 
     async def _keep_connected(self, peer: NodeId, box: _Outbox) -> None:
-        delay_s, broken, said = RETRY_FIRST_S, False, ""
+        delay_s, broken, said, stays = RETRY_FIRST_S, False, "", ""
         with box.scope:
             while (address := self._address_of(peer)) is not None:
                 try:
@@ -126,12 +131,17 @@ class Peers:
                     try:
                         if (await greet(link, self._hello())).node != peer:
                             raise LinkLost(f"another node answers at {link.remote}")
+                        if (why_not := await link.upgrade()) and why_not != stays:
+                            stays = why_not
+                            LOGGER.info("bulk to %s stays on %s: %s", link.remote, link.carrier, why_not)
+                        self._links[peer] = link
                         if broken:
                             box.queue.clear()  # a later exchange must not overtake what is said again now
                             self._reconnected(peer)
                         delay_s = RETRY_FIRST_S
                         await self._write(peer, link, box)
                     finally:
+                        self._links.pop(peer, None)
                         await self.close(link)
                 except Refused as refusal:
                     self._refused(refusal)

@@ -20,9 +20,9 @@ from peerd.training.modes.allreduce import OVERLAPS
 from peerd.training.trigger import parse_trigger
 
 DEFAULT_PORT = 7946
-OTHER_VARIABLES = ("CONFIG", "DATA", "PEERS", "RANK", "SOCKET")  # PEERD_ variables that are no settings
+OTHER_VARIABLES = ("CONFIG", "DATA", "PEERS", "RANK", "SOCKET", "UCX_LIBRARY")  # PEERD_ variables that are no settings
 PLANNED = ("codec", "trigger", "every", "overlap", "topology", "servers", "min_peers", "view")  # with the mode: a plan
-_WORDS = {tuple: "a list of strings", int: "a whole number", float: "a number", str: "a string"}
+_WORDS = {tuple: "a list of strings", int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +47,8 @@ class Settings:
     min_peers: int = 1  # a round of fewer members waits for more
     wait_for: int = 1  # the first step waits until this many members hold the model, so that all start together
     network: str = "lan"
+    transport: str = "tcp"  # of large chunks: tcp, rdma, or auto (rdma where this node and the peer have it)
+    rdma_allow_fallback: bool = False  # take whatever UCX has where there is no RDMA: for tests
     checkpoint_every_s: float = 60.0
     state_dir: str = ""  # "" means $XDG_STATE_HOME/peerd/NAME
     log: str = "auto"
@@ -68,6 +70,7 @@ class Settings:
         _choice("overlap", self.overlap, list(OVERLAPS))
         check_options(self.mode, self.overlap, self.topology)
         _choice("network", self.network, ["lan", "wan"])
+        _choice("transport", self.transport, ["tcp", "rdma", "auto"])
         _choice("log", self.log, ["auto", "human", "json"])
         parse_trigger(self.trigger)
         for key in ("view", "every", "servers", "min_peers", "wait_for"):
@@ -194,8 +197,10 @@ def _from_text(key: str, text: str, where: str) -> Any:
     if isinstance(default, str):
         return text
     try:
+        if isinstance(default, bool):
+            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
         return type(default)(text)
-    except ValueError:
+    except (KeyError, ValueError):
         raise UserError(f"{where}: {text!r} is not {_WORDS[type(default)]}") from None
 
 

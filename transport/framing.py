@@ -4,6 +4,10 @@ How this works. Every frame is 32 fixed bytes, then a msgpack header, then a pay
 frame (header, no payload). A bulk message is its head frame, which announces the lengths of the chunks, followed by
 one CHUNK frame (payload, no header) for each; frames of messages without chunks may come in between.
 
+Large chunks may travel beside the stream, over another carrier. The head frame says so by its flag, the frame of such
+a chunk has the flag too and no payload behind it, but its checksum. The reader tells what is to come beside it
+(`take_announced`), and what it waits for (`beside_due`).
+
 `FrameReader` knows no socket. It says where the next bytes belong (`buffer`), is told how many came (`received`), and
 gives out messages (`next_message`). Headers are read into a small staging area; a chunk is read straight into the
 memory that is handed on with the message, allocated only when its frame has come and agrees with the head.
@@ -25,6 +29,8 @@ from peerd.transport.link import HANDSHAKE_PAYLOAD_LIMIT
 
 MAGIC = b"PEER"
 CHUNK = 255  # the kind of a frame that continues the bulk message under way
+BESIDE = 1  # the flag: large chunks travel beside the stream
+BESIDE_LEAST = 64 << 10  # bytes of a large chunk
 
 _FIXED = struct.Struct("<4sBBHIIQ4xI")  # magic, version, kind, flags, header length, payload length, 0, 0, checksum
 FIXED_SIZE = _FIXED.size
@@ -42,6 +48,7 @@ class Fixed(NamedTuple):
     """The first 32 bytes of a frame, checked but for the checksum."""
 
     kind: int
+    beside: bool
     header_length: int
     payload_length: int
     checksum: int
@@ -66,14 +73,14 @@ def payload_checksum(payload: Chunk, checksum: int = 0) -> int:
 # ------------------------------------------------------------------------------------------------------- sending
 
 
-def head_frame(kind: int, header: bytes) -> bytes:
+def head_frame(kind: int, header: bytes, beside: bool = False) -> bytes:
     """Return the frame that is, or opens, a message."""
-    return _fixed(kind, header, b"") + header
+    return _fixed(kind, header, b"", beside) + header
 
 
-def chunk_frame(chunk: Chunk) -> bytes:
-    """Return the 32 bytes that go before a chunk."""
-    return _fixed(CHUNK, b"", chunk)
+def chunk_frame(chunk: Chunk, beside: bool = False) -> bytes:
+    """Return the 32 bytes that go before a chunk, or in the place of one that travels beside."""
+    return _fixed(CHUNK, b"", chunk, beside)
 
 
 def frames(message: Message) -> Iterator[Chunk]:
@@ -85,8 +92,9 @@ def frames(message: Message) -> Iterator[Chunk]:
         yield chunk
 
 
-def _fixed(kind: int, header: bytes, payload: Chunk) -> bytes:
-    fixed = _FIXED.pack(MAGIC, wire.VERSION, kind, 0, len(header), len(payload), 0, 0)
+def _fixed(kind: int, header: bytes, payload: Chunk, beside: bool) -> bytes:
+    flags = BESIDE if beside else 0
+    fixed = _FIXED.pack(MAGIC, wire.VERSION, kind, flags, len(header), len(payload), 0, 0)
     checksum = payload_checksum(payload, zlib.crc32(header, zlib.crc32(fixed[:_CHECKSUMMED])))
     return fixed[:_CHECKSUMMED] + checksum.to_bytes(4, "little")
 
@@ -100,6 +108,7 @@ class FrameReader:
     def __init__(self, payload_limit: int = HANDSHAKE_PAYLOAD_LIMIT) -> None:
         self.payload_limit = payload_limit
         self.frames = 0  # completed so far
+        self.beside = False  # whether chunks may come beside the stream
         self._staging = memoryview(bytearray(_STAGING))
         self._start = self._end = 0  # what of the staging area is unread
         self._fixed: Fixed | None = None  # of the frame under way
@@ -107,6 +116,8 @@ class FrameReader:
         self._chunks: list[Chunk] = []  # its chunks so far
         self._chunk: memoryview | None = None  # the one under way
         self._filled = 0
+        self._head_beside = False  # of the bulk message under way
+        self._announced: list[int] = []
 
     @property
     def midway(self) -> bool:
@@ -119,8 +130,24 @@ class FrameReader:
         fixed = self._fixed
         return FIXED_SIZE + (fixed.header_length + fixed.payload_length if fixed else 0)
 
+    @property
+    def beside_due(self) -> int:
+        """Return the size of the chunk beside the stream without which nothing goes on; 0: no such."""
+        fixed = self._fixed
+        return fixed.payload_length if fixed is not None and fixed.beside and fixed.kind == CHUNK else 0
+
+    def take_announced(self) -> list[int]:
+        """Return the sizes of chunks that will come beside the stream, in order; each is told once."""
+        announced, self._announced = self._announced, []
+        return announced
+
+    def received_beside(self, chunk: memoryview) -> None:
+        """Take the chunk that is due, whole."""
+        assert len(chunk) == self.beside_due, "not the chunk that is due"
+        self._chunk, self._filled = chunk, len(chunk)
+
     def buffer(self) -> memoryview:
-        """Return the memory that the next bytes belong in; never empty while `next_message()` gives None."""
+        """Return the memory that the next bytes belong in; empty only while a chunk beside the stream is due."""
         if self._chunk is not None:
             return self._chunk[self._filled :]
         if self._start:  # at most 64 KiB move, once for as many bytes read
@@ -169,27 +196,34 @@ class FrameReader:
             raise PeerError(f"these bytes are not peerd's: {bytes(head[:16])!r}")
         if version != wire.VERSION:
             raise PeerError(f"the peer speaks wire version {version}, this node {wire.VERSION}")
-        if flags:
+        beside = flags == BESIDE and self.beside
+        if flags and not beside:
             raise PeerError(f"unknown flags {flags:#x}")
         if kind == CHUNK:
-            self._check_chunk(header_length, payload_length)
+            self._check_chunk(header_length, payload_length, beside)
         elif kind not in MESSAGES:
             raise PeerError(f"no message is of kind {kind}")
         elif header_length > wire.MAX_HEADER or payload_length:
             raise PeerError(f"a header of {header_length} bytes with a payload of {payload_length}")
         elif wire.is_bulk(kind) and self._head is not None:
             raise PeerError("a second bulk message before the first has ended")
-        return Fixed(kind, header_length, payload_length, checksum, zlib.crc32(head[:_CHECKSUMMED]))
+        elif beside and not wire.is_bulk(kind):
+            raise PeerError("no chunks, and yet some beside the stream")
+        return Fixed(kind, beside, header_length, payload_length, checksum, zlib.crc32(head[:_CHECKSUMMED]))
 
-    def _check_chunk(self, header_length: int, payload_length: int) -> None:
+    def _check_chunk(self, header_length: int, payload_length: int, beside: bool) -> None:
         if self._head is None or self._head.lengths is None:
             raise PeerError("a chunk of no message")
         announced = self._head.lengths[len(self._chunks)]
         if header_length or payload_length != announced:
             raise PeerError(f"a chunk of {payload_length} bytes where {announced} were announced")
+        if beside != (self._head_beside and announced >= BESIDE_LEAST):
+            raise PeerError(f"a chunk of {announced} bytes on the wrong way")
 
     def _read_chunk(self, fixed: Fixed) -> bool:
         """Move on with the chunk under way; say whether it is complete."""
+        if self._chunk is None and fixed.beside:
+            return False
         if self._chunk is None:
             # numpy's memory is not zeroed first; what it held before is never handed on, as a chunk is so only full
             self._chunk = np.empty(fixed.payload_length, np.uint8).data
@@ -209,7 +243,9 @@ class FrameReader:
         head = wire.decode(fixed.kind, header, self.payload_limit)
         if head.lengths is None:
             return head.message()
-        self._head = head
+        self._head, self._head_beside = head, fixed.beside
+        if fixed.beside:
+            self._announced += [length for length in head.lengths if length >= BESIDE_LEAST]
         return None
 
     def _close_frame(self, fixed: Fixed, checksum: int) -> None:

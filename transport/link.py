@@ -35,6 +35,10 @@ class Link(Protocol):
     bytes_received: int
     payload_limit: int  # most bytes of chunks in one received message
 
+    @property
+    def carrier(self) -> str:
+        """What bulk that is sent from now on travels over."""
+
     async def send(self, message: Message) -> None:
         """Queue `message`, waiting while its lane is full: one bulk message or 64 messages wait in a lane.
 
@@ -57,6 +61,12 @@ class Link(Protocol):
 
     def admit(self) -> None:
         """Say that the handshake is over: the link stops counting among the listener's pending ones."""
+
+    async def upgrade(self) -> str:
+        """Move bulk to a faster carrier if both ends have one; return why not, or "". For the dialler, once admitted.
+
+        The acceptor only needs to receive. Until both ends know that it works, bulk travels as before.
+        """
 
 
 class Transport(Protocol):

@@ -91,6 +91,8 @@ class Connection:
 class MemoryStream:
     """A `ByteStream`: one end of a connection."""
 
+    name = "memory"
+
     def __init__(self, connection: Connection, end: int, remote: str) -> None:
         self._connection = connection
         self._outgoing, self._incoming = connection.pipes[end], connection.pipes[1 - end]

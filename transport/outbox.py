@@ -17,11 +17,24 @@ BATCH_BYTES = 1 << 20  # frames are gathered for one write up to this: an urgent
 BATCH_PIECES = 62  # a frame has two pieces at most, and one call takes 64 (IOV_MAX is 1024; more gains nothing)
 
 
+class Beside:
+    """A chunk that travels beside the stream."""
+
+    def __init__(self, chunk: Chunk) -> None:
+        self.chunk = chunk
+
+    def __len__(self) -> int:
+        return len(self.chunk)
+
+
+Piece = Chunk | Beside
+
+
 class _Lane:
     """Encoded messages in the order of their `send` calls."""
 
     def __init__(self) -> None:
-        self.messages: deque[tuple[bytes, Chunks, bool]] = deque()  # head frame, chunks, bulk
+        self.messages: deque[tuple[bytes, Chunks, bool, bool]] = deque()  # head frame, chunks, bulk, beside
         self.bulk = 0
         self.turn = trio.Lock()  # first come, first served, also among those who wait for room
         self.room = trio.lowlevel.ParkingLot()
@@ -34,7 +47,9 @@ class Outbox:
     """The queue between `send` and the sender task; it holds references to chunks, never copies."""
 
     def __init__(self) -> None:
+        self.beside = False  # whether large chunks of what is put from now on travel beside the stream
         self._urgent, self._ordered = _Lane(), _Lane()
+        self._is_beside = False  # the bulk message being sent
         self._chunks: Iterator[Chunk] = iter(())  # what is left of the bulk message being sent
         self._lost: LinkLost | None = None
         self._work = trio.lowlevel.ParkingLot()  # the sender task, waiting for messages
@@ -51,12 +66,13 @@ class Outbox:
                 await lane.room.park()
             if self._lost is not None:
                 raise LinkLost(*self._lost.args)
-            lane.messages.append((framing.head_frame(message.KIND, header), chunks, bulk))
+            beside = self.beside and any(len(chunk) >= framing.BESIDE_LEAST for chunk in chunks)
+            lane.messages.append((framing.head_frame(message.KIND, header, beside), chunks, bulk, beside))
             lane.bulk += bulk
             self._idle = False
             self._work.unpark_all()
 
-    async def take(self) -> list[Chunk]:
+    async def take(self) -> list[Piece]:
         """Return the pieces of the next frames, waiting for some; empty once closed. For the sender task only."""
         while self._lost is None:
             pieces = self._gather()
@@ -82,8 +98,8 @@ class Outbox:
         self._work.unpark_all()
         self._flushed.unpark_all()
 
-    def _gather(self) -> list[Chunk]:
-        pieces: list[Chunk] = []
+    def _gather(self) -> list[Piece]:
+        pieces: list[Piece] = []
         size = 0
         while size < BATCH_BYTES and len(pieces) < BATCH_PIECES:
             frame = self._next_frame()
@@ -93,19 +109,21 @@ class Outbox:
             size += sum(map(len, frame))
         return pieces
 
-    def _next_frame(self) -> tuple[Chunk, ...]:
+    def _next_frame(self) -> tuple[Piece, ...]:
         if self._urgent.messages:
             return (self._pop(self._urgent)[0],)
         chunk = next(self._chunks, None)
+        if chunk is not None and self._is_beside and len(chunk) >= framing.BESIDE_LEAST:
+            return (Beside(chunk), framing.chunk_frame(chunk, beside=True))
         if chunk is not None:
             return (framing.chunk_frame(chunk), chunk) if len(chunk) else (framing.chunk_frame(chunk),)
         if self._ordered.messages:
-            head, chunks, _ = self._pop(self._ordered)
+            head, chunks, _, self._is_beside = self._pop(self._ordered)
             self._chunks = iter(chunks)
             return (head,)
         return ()
 
-    def _pop(self, lane: _Lane) -> tuple[bytes, Chunks, bool]:
+    def _pop(self, lane: _Lane) -> tuple[bytes, Chunks, bool, bool]:
         message = lane.messages.popleft()
         lane.bulk -= message[2]
         lane.room.unpark_all()

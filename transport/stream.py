@@ -3,23 +3,30 @@
 Tasks. Receiving is done by the task that calls `receive`. Sending is done by one sender task for each link
 (`run_sender`), which the carrier starts: in the nursery of the transport for a link that was dialled, in the
 connection's own nursery for one that was accepted (`serve`). It ends when the link is closed or lost.
+
+Beside. After an upgrade (transport/upgrade.py) large chunks travel over a `BulkLane`; all the rest, their checksums
+too, stays on the stream, which decides alone whether the link lives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import trio
 
 from peerd.effects import PeerError
-from peerd.messages import Chunk, Message
+from peerd.messages import BulkAnswer, BulkOffer, Chunk, Message
+from peerd.transport import upgrade
 from peerd.transport.framing import FrameReader
+from peerd.transport.lane import BulkLane, Fabric, patience_s
 from peerd.transport.link import Link, LinkLost
-from peerd.transport.outbox import Outbox
+from peerd.transport.outbox import Beside, Outbox, Piece
 
 YIELD_BYTES = 1 << 20  # moved without waiting before other tasks get a turn: with its checksum about 1 ms
 FLUSH_S = 1.0  # given to what is queued when a link is closed
+LATE_S = 0.5  # given to a chunk beside the stream when the stream has ended
 MAX_PIECES = 64  # buffers in one call to the socket
 
 PATIENCE_S = 10.0
@@ -28,6 +35,8 @@ SLOWEST_RATE = 64 << 10  # bytes a second; a slower link is given up. Half of 1 
 
 class ByteStream(Protocol):
     """A connection that never waits by itself: it raises BlockingIOError, or LinkLost when it is gone."""
+
+    name: str  # of the carrier
 
     def send_some(self, pieces: Sequence[Chunk]) -> int:
         """Send the beginning of what `pieces` are together; return how many bytes."""
@@ -48,11 +57,21 @@ class ByteStream(Protocol):
 class StreamLink:
     """A `Link` over a `ByteStream`."""
 
-    def __init__(self, stream: ByteStream, remote: str, admitted: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        stream: ByteStream,
+        remote: str,
+        admitted: Callable[[], None] = lambda: None,
+        fabric: Fabric | None = None,
+    ) -> None:
+        """`fabric` carries large chunks once the link is upgraded; without one it never is."""
         self.remote = remote
+        self.admitted = False
         self.bytes_sent = 0
         self.bytes_received = 0
-        self.admit = admitted
+        self._count_admitted = admitted
+        self._fabric = fabric
+        self._lane: BulkLane | None = None
         self._stream = stream
         self._outbox = Outbox()
         self._reader = FrameReader()
@@ -72,6 +91,16 @@ class StreamLink:
     def payload_limit(self, limit: int) -> None:
         self._reader.payload_limit = limit
 
+    @property
+    def carrier(self) -> str:
+        """What bulk that is sent from now on travels over."""
+        return self._lane.name if self._lane is not None and self._outbox.beside else self._stream.name
+
+    def admit(self) -> None:
+        """See `Link.admit`."""
+        self.admitted = True
+        self._count_admitted()
+
     async def send(self, message: Message) -> None:
         """Queue `message`; see `Link.send`."""
         await self._outbox.put(message)
@@ -80,15 +109,52 @@ class StreamLink:
         """See `Link.flushed`."""
         await trio.lowlevel.checkpoint()
         await self._outbox.flushed()
+        if self._lane is not None:
+            await self._lane.drained()
 
     async def receive(self) -> Message:
         """Return the next message; see `Link.receive`."""
+        while True:
+            message = await self.receive_any()
+            if isinstance(message, BulkOffer):
+                await self.send(upgrade.answer(self, self._fabric, message))
+            elif not isinstance(message, BulkAnswer):
+                return message
+            elif self._lane is not None:
+                self.widen()  # the dialler has tried it
+
+    async def upgrade(self) -> str:
+        """See `Link.upgrade`."""
+        await trio.lowlevel.checkpoint()
+        return await upgrade.ask(self, self._fabric) if self._fabric is not None else ""
+
+    def adopt(self, lane: BulkLane) -> None:
+        """Let chunks come over `lane` from now on."""
+        assert self._lane is None, "one lane a link"
+        self._lane = lane
+        self._reader.beside = True
+
+    def widen(self) -> None:
+        """Let large chunks go over the lane from now on; the link lives no longer than it."""
+        assert self._lane is not None, "there is a lane"
+        self._lane.on_close = self.drop
+        self._outbox.beside = True
+
+    @property
+    def has_lane(self) -> bool:
+        """Whether chunks may come over a lane."""
+        return self._lane is not None
+
+    async def receive_any(self) -> Message:
+        """Return the next message, those between the two ends of the link too."""
         await trio.lowlevel.checkpoint()
         if self._lost is not None:
             raise LinkLost(*self._lost.args)
         try:
             while (message := self._reader.next_message()) is None:
-                await self._fill()
+                if self._lane is not None and (announced := self._reader.take_announced()):
+                    self._lane.expect(announced)
+                await (self._fill_beside(self._lane) if self._lane and self._reader.beside_due else self._fill())
         except PeerError as error:
             self.drop(LinkLost(f"{self.remote}: closed, it broke the rules"))
             raise PeerError(f"{self.remote}: {error}") from None
@@ -102,7 +168,7 @@ class StreamLink:
         try:
             with trio.move_on_after(FLUSH_S):
                 await trio.lowlevel.checkpoint()
-                await self._outbox.flushed()
+                await self.flushed()
         finally:
             self.drop(LinkLost(f"{self.remote}: closed here"))
 
@@ -125,9 +191,21 @@ class StreamLink:
         """Close at once, losing what is queued; from now on `send` and `receive` raise `lost`."""
         self._lost = self._lost or lost
         self._outbox.close(lost)
+        if self._lane is not None:
+            self._lane.close(lost)
         self._stream.close()
 
-    async def _write(self, pieces: list[Chunk]) -> None:
+    async def _write(self, pieces: list[Piece]) -> None:
+        while pieces:
+            if isinstance(piece := pieces[0], Beside):
+                assert self._lane is not None, "no chunk travels beside before the upgrade"
+                await self._lane.send(piece.chunk)
+                self.bytes_sent += len(piece)
+                del pieces[0]
+            else:
+                await self._write_stream(_in_stream(pieces))
+
+    async def _write_stream(self, pieces: list[Chunk]) -> None:
         first = unyielded = 0
         while first < len(pieces):
             try:
@@ -165,17 +243,61 @@ class StreamLink:
         if not self._reader.midway:
             await self._stream.wait_receivable()
             return
+        await self._wait_midway(self._stream.wait_receivable, _patience_s(self._reader.frame_size))
+
+    async def _wait_midway(self, wait: Callable[[], Awaitable[None]], patience: float) -> None:
         # only waiting counts, so that a caller who comes back late does not blame the peer
         if self._waited_frame != self._reader.frames:
             self._waited_frame, self._waited_s = self._reader.frames, 0.0
         began = trio.current_time()
         try:
-            with trio.fail_after(max(0.0, _patience_s(self._reader.frame_size) - self._waited_s)):
-                await self._stream.wait_receivable()
+            with trio.fail_after(max(0.0, patience - self._waited_s)):
+                await wait()
         except trio.TooSlowError:
             raise LinkLost(f"{self.remote}: closed, it stopped in the middle of a message") from None
         finally:
             self._waited_s += trio.current_time() - began
+
+    async def _fill_beside(self, lane: BulkLane) -> None:
+        """Receive the chunk that is due beside the stream, while looking whether the stream still lives."""
+        if not lane.ready:
+            await self._wait_midway(partial(self._wait_beside, lane), patience_s(self._reader.beside_due))
+        chunk = lane.take()
+        self.bytes_received += len(chunk)
+        self._reader.received_beside(chunk)
+        await trio.lowlevel.checkpoint()  # its checksum comes next
+
+    async def _wait_beside(self, lane: BulkLane) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._read_ahead, lane)
+            await lane.arrival()
+            nursery.cancel_scope.cancel()
+
+    async def _read_ahead(self, lane: BulkLane) -> None:
+        """Keep what comes in the stream meanwhile, as far as there is room; when it has ended, so has the lane."""
+        try:
+            while len(buffer := self._reader.buffer()):
+                try:
+                    count = self._stream.receive_some(buffer)
+                except BlockingIOError:
+                    await self._stream.wait_receivable()
+                    continue
+                if not count:
+                    raise LinkLost(f"{self.remote}: closed by the peer in the middle of a message")
+                self.bytes_received += count
+                self._reader.received(count)
+        except LinkLost as lost:
+            await trio.sleep(LATE_S)  # the other carrier may be slower
+            lane.close(lost)
+
+
+def _in_stream(pieces: list[Piece]) -> list[Chunk]:
+    """Take from the front what goes into the stream."""
+    taken: list[Chunk] = []
+    while pieces and not isinstance(piece := pieces[0], Beside):
+        taken.append(piece)
+        del pieces[0]
+    return taken
 
 
 async def serve(link: StreamLink, accepted: Callable[[Link], Awaitable[None]]) -> None:

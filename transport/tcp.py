@@ -16,6 +16,7 @@ import trio
 from peerd.effects import Address, UserError
 from peerd.messages import Chunk
 from peerd.transport.admission import Admission
+from peerd.transport.lane import Fabric
 from peerd.transport.link import Link, LinkLost, shown
 from peerd.transport.stream import StreamLink, serve
 
@@ -30,6 +31,8 @@ _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 class TcpStream:
     """A `ByteStream` over a connected non-blocking socket."""
+
+    name = "tcp"
 
     def __init__(self, sock: socket.socket, remote: str) -> None:
         self._sock = sock
@@ -86,10 +89,14 @@ class TcpStream:
 
 
 class TcpTransport:
-    """A `Transport` over TCP; `nursery` owns the sender tasks of the links it dials."""
+    """A `Transport` over TCP; `nursery` owns the sender tasks of the links it dials.
 
-    def __init__(self, nursery: trio.Nursery) -> None:
+    With a `fabric`, the links can be upgraded to it.
+    """
+
+    def __init__(self, nursery: trio.Nursery, fabric: Fabric | None = None) -> None:
         self._nursery = nursery
+        self._fabric = fabric
 
     async def dial(self, address: Address) -> Link:
         """Connect; see `Transport.dial`."""
@@ -101,7 +108,7 @@ class TcpTransport:
             raise LinkLost(f"cannot reach {remote}: no answer within {DIAL_TIMEOUT_S:g} s") from None
         except (OSError, ValueError) as error:  # ValueError: what cannot be a port or a host name
             raise LinkLost(f"cannot reach {remote}: {_cause(error)}") from None
-        link = StreamLink(TcpStream(sock, remote), remote)
+        link = StreamLink(TcpStream(sock, remote), remote, fabric=self._fabric)
         self._nursery.start_soon(link.run_sender)
         return link
 
@@ -116,7 +123,7 @@ class TcpTransport:
             sock.listen(BACKLOG)
             host, port = sock.getsockname()[:2]
             async with trio.open_nursery() as nursery:
-                listener = _Listener(sock, accepted, nursery)
+                listener = _Listener(sock, accepted, nursery, self._fabric)
                 task_status.started((host, port))
                 await listener.run()
 
@@ -124,8 +131,15 @@ class TcpTransport:
 class _Listener:
     """The accept loop, and what it has let in."""
 
-    def __init__(self, sock: socket.socket, accepted: Callable[[Link], Awaitable[None]], nursery: trio.Nursery) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        accepted: Callable[[Link], Awaitable[None]],
+        nursery: trio.Nursery,
+        fabric: Fabric | None,
+    ) -> None:
         self._sock = sock
+        self._fabric = fabric
         self._accepted = accepted
         self._nursery = nursery
         self._admission = Admission(trio.current_time())
@@ -167,7 +181,7 @@ class _Listener:
             except OSError:  # it is gone already
                 sock.close()
                 return
-            await serve(StreamLink(stream, remote, admitted), self._accepted)
+            await serve(StreamLink(stream, remote, admitted, self._fabric), self._accepted)
         finally:
             admitted()
             self._admission.leave()

@@ -39,6 +39,8 @@ GOOD: dict[str, tuple[Any, Any, Any]] = {
     "min_peers": (1, 2, 9),
     "wait_for": (1, 2, 9),
     "network": ("lan", "wan", "lan"),
+    "transport": ("tcp", "rdma", "auto"),
+    "rdma_allow_fallback": (True, False, True),
     "checkpoint_every_s": (1.0, 0.5, 3600.0),
     "state_dir": ("/tmp/a", "/tmp/b", "/tmp/c"),
     "log": ("human", "json", "auto"),
@@ -154,7 +156,10 @@ def test_a_mistake_in_a_variable_is_one_line(variable: str, text: str, line: str
     [
         (["PEERD_TRIGER"], "PEERD_TRIGER (did you mean PEERD_TRIGGER?)"),
         (["PEERD_CHECKPOINT_EVERY"], "PEERD_CHECKPOINT_EVERY (did you mean PEERD_CHECKPOINT_EVERY_S?)"),
-        (["PEERD_PORT", "PEERD_JOINS", "HOME"], "PEERD_JOINS (did you mean PEERD_JOIN?), PEERD_PORT"),
+        (
+            ["PEERD_PORT", "PEERD_JOINS", "PEERD_UCX_LIBRARY", "HOME"],
+            "PEERD_JOINS (did you mean PEERD_JOIN?), PEERD_PORT (did you mean PEERD_TRANSPORT?)",
+        ),
     ],
 )
 def test_variables_that_nothing_reads_are_one_line(variables: list[str], told: str) -> None:

@@ -217,3 +217,74 @@ def test_bombs_cost_little_memory():
     ran = subprocess.run([sys.executable, "-c", BOMBS], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stderr
     assert int(ran.stdout) <= 16 << 10  # KiB
+
+
+# ------------------------------------------------------------------------------------------ chunks beside the stream
+
+LARGE = bytes(range(256)) * 256  # 64 KiB
+MIXED = ModelSnapshot(3, "float32", (LARGE, b"small", LARGE[::-1]))
+
+
+def stream_beside(message, chunks_beside=True) -> list[bytes]:
+    """The frames of a message whose large chunks travel beside; the chunks are the test's to deliver."""
+    header, chunks = wire.encode(message)
+    found = [framing.head_frame(message.KIND, header, beside=True)]
+    for chunk in chunks:
+        beside = len(chunk) >= framing.BESIDE_LEAST and chunks_beside
+        found.append(framing.chunk_frame(chunk, beside))
+        if not beside:
+            found.append(bytes(chunk))
+    return found
+
+
+def reader_beside() -> FrameReader:
+    reader = FrameReader(1 << 20)
+    reader.beside = True
+    return reader
+
+
+def test_large_chunks_come_beside_and_small_ones_in_the_stream():
+    reader = reader_beside()
+    assert read(reader, [b"".join(stream_beside(MIXED)) + stream_of(PING)]) == []
+    assert reader.take_announced() == [len(LARGE)] * 2
+    assert reader.take_announced() == []
+    assert reader.beside_due == len(LARGE)
+    reader.received_beside(memoryview(LARGE))
+    assert reader.next_message() is None
+    assert reader.beside_due == len(LARGE)
+    reader.received_beside(memoryview(LARGE[::-1]))
+    assert reader.next_message() == MIXED
+    assert reader.beside_due == 0
+    assert reader.next_message() == PING
+    assert not reader.midway
+
+
+def test_a_chunk_beside_is_checked_as_any_other():
+    reader = reader_beside()
+    read(reader, [b"".join(stream_beside(MIXED))])
+    reader.received_beside(memoryview(LARGE[::-1]))
+    with pytest.raises(PeerError, match="wrong checksum"):
+        reader.next_message()
+
+
+def test_nothing_comes_beside_a_stream_that_was_not_upgraded():
+    with pytest.raises(PeerError, match="unknown flags 0x1"):
+        read(FrameReader(1 << 20), stream_beside(MIXED))
+
+
+@pytest.mark.parametrize(
+    ("frames_sent", "said"),
+    [
+        (stream_beside(MIXED, chunks_beside=False), "on the wrong way"),
+        ([stream_beside(MIXED)[0], framing.chunk_frame(LARGE[:5], beside=True)], "were announced"),
+        (
+            [next(frames(ModelSnapshot(1, "c", (LARGE,)))), framing.chunk_frame(LARGE, beside=True)],
+            "on the wrong way",
+        ),
+        ([framing.head_frame(PING.KIND, wire.encode(PING)[0], beside=True)], "no chunks"),
+        ([framing.chunk_frame(LARGE, beside=True)], "a chunk of no message"),
+    ],
+)
+def test_chunks_go_the_way_that_was_said(frames_sent, said):
+    with pytest.raises(PeerError, match=said):
+        read(reader_beside(), frames_sent)

@@ -1,0 +1,38 @@
+"""`peerd doctor`: would a node run well here, and if not, what mends it?"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from peerd.cli.output import Format, FormatOption, print_json
+
+
+def doctor(
+    bind: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="as for peerd start")] = None,
+    join: Annotated[list[str] | None, typer.Option(metavar="HOST:PORT", help="a peer to try to reach")] = None,
+    transport: Annotated[str | None, typer.Option(help="tcp, rdma or auto: what must work")] = None,
+    config: Annotated[Path | None, typer.Option(help="a TOML file, as for peerd start")] = None,
+    format: FormatOption = Format.TEXT,
+) -> None:
+    """Check this machine: software, GPU, ports, addresses, network, clock, peers, UCX and RDMA.
+
+    A note harms nothing. What fails is shown with its cure, and the exit code is 1.
+    """
+    from peerd.doctor import check, examine
+    from peerd.settings import load
+
+    flags = {"bind": bind, "join": tuple(join) if join else None, "transport": transport}
+    findings = examine(load(flags, os.environ, config))
+    if format is Format.JSON:
+        print_json([asdict(finding) for finding in findings])
+    else:
+        for finding in findings:
+            typer.echo(f"{finding.state:<5} {finding.check:<9} {finding.found}")
+            if finding.cure:
+                typer.echo(f"{'':<16}cure: {finding.cure}")
+    check(findings)

@@ -1,0 +1,37 @@
+"""What do a node's links carry bulk over? Settled once, at its start; then link by link (transport/upgrade.py)."""
+
+from __future__ import annotations
+
+from peerd.effects import UserError
+from peerd.logs import LOGGER
+from peerd.settings import Settings
+from peerd.transport import ucx
+from peerd.transport.rdma import UcxFabric
+
+RDMA_ONLY = "ib"  # UCX's name for all transports over InfiniBand and RoCE
+
+
+def fabric_for(settings: Settings) -> UcxFabric | None:
+    """Return what goes beside TCP; None: nothing. Raises UserError when the user insists on what is not here."""
+    if settings.transport == "tcp":
+        return None
+    try:
+        fabric = _fabric(settings.rdma_allow_fallback)
+    except ucx.UcxError as error:
+        if settings.transport == "rdma":
+            raise UserError(
+                f"--transport rdma: {error}; peerd doctor says more, --transport auto goes on over TCP"
+            ) from None
+        LOGGER.info("bulk travels over tcp: %s", error)
+        return None
+    LOGGER.info("bulk travels over %s where the peer can: %s", fabric.library, ", ".join(fabric.context.resources()))
+    return fabric
+
+
+def _fabric(allow_fallback: bool) -> UcxFabric:
+    library = ucx.load()
+    if allow_fallback:
+        return UcxFabric(library, ucx.HOST_MEMORY, without_rdma=True)
+    if not ucx.is_rdma(found := ucx.resources(library)):
+        raise ucx.UcxError(f"{library} finds no InfiniBand or RoCE device here, only {', '.join(found) or 'nothing'}")
+    return UcxFabric(library, RDMA_ONLY)

@@ -1,0 +1,210 @@
+"""What on this machine would keep a node from running well, and how is it mended?
+
+Each check looks at one thing and returns findings: `ok`, a `note` that harms nothing, or a `fail` with its cure.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import resource
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from peerd import __version__
+from peerd.effects import Address, UserError
+from peerd.local_socket import running_nodes
+from peerd.settings import Settings
+from peerd.transport import ucx
+from peerd.transport.link import shown
+
+CONNECT_S = 3.0
+CONNECTS = 5  # the fastest is shown
+MTU_LEAST = 1428  # a datagram of 1400 bytes, with its headers
+MEMLOCK_LEAST = 1 << 30  # registered memory is locked
+NETWORK = Path("/sys/class/net")
+INFINIBAND = Path("/sys/class/infiniband")
+VERBS = Path("/dev/infiniband")
+_TIME_ERROR = 5  # adjtimex(2): nobody keeps the clock
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the answer."""
+
+    check: str
+    state: str  # ok, note or fail
+    found: str
+    cure: str = ""
+
+
+def examine(settings: Settings) -> list[Finding]:
+    """Run every check, for a node with these settings."""
+    host, port = settings.bind_address
+    findings = [*_software(), *_gpu(), *_port(host, port), *_network(host), *_clock()]
+    for peer in settings.seeds:
+        findings += _peer(peer)
+    return [*findings, *_rdma(settings.transport)]
+
+
+# ----------------------------------------------------------------------------------------------------- this machine
+
+
+def _software() -> Iterator[Finding]:
+    import torch
+
+    yield Finding(
+        "software", "ok", f"peerd {__version__}, Python {platform.python_version()}, torch {torch.__version__}"
+    )
+
+
+def _gpu() -> Iterator[Finding]:
+    import torch
+
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        yield Finding("gpu", "ok", ", ".join(names))
+    elif shutil.which("nvidia-smi") is not None:
+        cure = "install a CUDA build of torch that the driver (nvidia-smi) supports, and look at CUDA_VISIBLE_DEVICES"
+        yield Finding("gpu", "fail", "the machine has an NVIDIA driver, and torch sees no GPU", cure)
+    else:
+        yield Finding("gpu", "note", "none: training runs on the CPU")
+
+
+def _port(host: str, port: int) -> Iterator[Finding]:
+    for kind, name in ((socket.SOCK_STREAM, "TCP"), (socket.SOCK_DGRAM, "UDP")):
+        where = f"{name} {shown((host, port))}"
+        try:
+            family, _, _, _, target = socket.getaddrinfo(host, port, type=kind, flags=socket.AI_PASSIVE)[0]
+            with socket.socket(family, kind) as probe:
+                if kind == socket.SOCK_STREAM:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(target)
+        except OSError as error:
+            taken = f"; a node runs here: {', '.join(running_nodes())}" if running_nodes() else ""
+            cure = "--bind HOST:PORT with an address of this machine and a free port (port 0: any)"
+            yield Finding("port", "fail", f"cannot listen on {where}: {error.strerror or error}{taken}", cure)
+        else:
+            yield Finding("port", "ok", f"{where} is free")
+
+
+def _network(host: str) -> Iterator[Finding]:
+    address = _resolved(host)
+    if address is None or address.startswith("127.") or address == "::1":
+        yield Finding(
+            "address", "note", f"{host}: only nodes on this machine reach it", "--bind ADDRESS:PORT for others"
+        )
+    else:
+        yield Finding("address", "ok", f"{address}; a firewall must let TCP and UDP through to the port")
+    for name in sorted(interface.name for interface in NETWORK.glob("*") if interface.name != "lo"):
+        mtu, speed = _number(NETWORK / name / "mtu"), _number(NETWORK / name / "speed")
+        found = f"{name}: MTU {mtu}" + (f", {speed} Mbit/s by its own account" if speed > 0 else "")
+        if mtu < MTU_LEAST:
+            cure = f"raise it to {MTU_LEAST} or more (ip link set {name} mtu 1500), or bind another interface"
+            yield Finding("network", "note", f"{found}: datagrams of membership are cut into pieces", cure)
+        else:
+            yield Finding("network", "ok", found)
+
+
+def _clock() -> Iterator[Finding]:
+    state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512))  # all zero: only asks
+    if state == _TIME_ERROR:
+        cure = "start chrony or systemd-timesyncd"
+        yield Finding("clock", "note", "not synchronised: peerd needs no common time, logs are harder to compare", cure)
+    elif state >= 0:
+        yield Finding("clock", "ok", "synchronised")
+
+
+def _peer(peer: Address) -> Iterator[Finding]:
+    times = []
+    try:
+        for _ in range(CONNECTS):
+            began = time.perf_counter()
+            with socket.create_connection(peer, CONNECT_S):
+                times.append(time.perf_counter() - began)
+    except OSError as error:
+        cure = "is a node running there, with --bind on an address that others reach? is the port open in its firewall?"
+        yield Finding("peer", "fail", f"{shown(peer)}: {error.strerror or error}", cure)
+    else:
+        yield Finding("peer", "ok", f"{shown(peer)}: connected in {min(times) * 1e3:.2f} ms")
+
+
+# -------------------------------------------------------------------------------------------------------------- RDMA
+
+
+def _rdma(transport: str) -> Iterator[Finding]:
+    try:
+        library = ucx.load()
+        found = ucx.resources(library)
+    except ucx.UcxError as error:
+        cure = (
+            f"the system's UCX (libucx0, ucx), pip install 'peerd[rdma]', or {ucx.LIBRARY_VARIABLE}=/path/libucp.so.0"
+        )
+        yield Finding("ucx", _bad(transport), str(error), cure)
+        return
+    yield Finding("ucx", "ok", str(library))
+    yield Finding("ucx", "ok", f"finds {', '.join(found) or 'nothing'}")
+    if ucx.is_rdma(found):
+        yield Finding("rdma", "ok", "usable: --transport rdma or auto")
+        yield from _locked_memory(transport)
+    else:
+        yield Finding("rdma", _bad(transport), *_why_no_rdma(library))
+
+
+def _why_no_rdma(library: ucx.Library) -> tuple[str, str]:
+    """What is missing, the first thing first, and its cure."""
+    devices = sorted(device.name for device in INFINIBAND.glob("*"))
+    if not devices:
+        return "not usable: the kernel knows no InfiniBand or RoCE device", "--transport tcp; or a driver for the card"
+    nodes = sorted(VERBS.glob("uverbs*"))
+    if not nodes:
+        return (
+            f"not usable: {', '.join(devices)}, but no {VERBS}/uverbs*",
+            "modprobe ib_uverbs; give a container the devices",
+        )
+    shut = [str(node) for node in nodes if not os.access(node, os.R_OK | os.W_OK)]
+    if shut:
+        return f"not usable: no access to {', '.join(shut)}", "udev rules of rdma-core, or the group that owns them"
+    if library.source == "package":
+        return "not usable: the package's UCX is built without RDMA", "install the system's UCX (libucx0, ucx, ucx-ib)"
+    return f"not usable: {library} makes nothing of {', '.join(devices)}", "its InfiniBand module (ucx-ib), and UCX_TLS"
+
+
+def _locked_memory(transport: str) -> Iterator[Finding]:
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if limit == resource.RLIM_INFINITY or limit >= MEMLOCK_LEAST:
+        yield Finding("rdma", "ok", "enough memory may be locked")
+    else:
+        cure = "ulimit -l unlimited, LimitMEMLOCK=infinity in a unit, --ulimit memlock=-1 for a container"
+        yield Finding("rdma", _bad(transport), f"only {limit} bytes may be locked", cure)
+
+
+def _bad(transport: str) -> str:
+    """What lacks for RDMA harms only those who asked for it."""
+    return "fail" if transport == "rdma" else "note"
+
+
+def _resolved(host: str) -> str | None:
+    try:
+        return str(socket.getaddrinfo(host, None)[0][4][0])
+    except OSError:
+        return None
+
+
+def _number(path: Path) -> int:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # an interface that is down has no speed
+        return 0
+
+
+def check(findings: list[Finding]) -> None:
+    """Raise UserError when something fails."""
+    failed = sum(finding.state == "fail" for finding in findings)
+    if failed:
+        raise UserError(f"{failed} of {len(findings)} checks failed")

@@ -1,0 +1,83 @@
+"""Real nodes whose bulk travels over UCX: the carrier is shown, a death is survived, and what is missing is said."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from machine import Machine, eventually
+from scripts import TRAIN
+from ucx_here import needs_ucx
+
+from peerd.transport import ucx
+
+OVER_UCX = ("--transport", "rdma", "--rdma-allow-fallback")
+
+
+@pytest.fixture
+def machine() -> Iterator[Machine]:
+    with Machine() as machine:
+        yield machine
+
+
+def test_no_library_is_one_line(machine: Machine) -> None:
+    ran = machine.peerd(
+        "start", "--bind", "127.0.0.1:0", "--transport", "rdma", PEERD_UCX_LIBRARY="/nowhere/libucp.so.0"
+    )
+    assert ran.returncode == 1
+    assert ran.stderr.startswith("peerd: --transport rdma: ")
+    assert len(ran.stderr.splitlines()) == 1
+
+
+@needs_ucx
+def test_no_device_is_one_line(machine: Machine) -> None:
+    if ucx.is_rdma(ucx.resources(ucx.load())):
+        pytest.skip("this machine has RDMA")
+    ran = machine.peerd("start", "--bind", "127.0.0.1:0", "--transport", "rdma")
+    assert ran.returncode == 1
+    assert "no InfiniBand or RoCE device" in ran.stderr
+    assert len(ran.stderr.splitlines()) == 1
+
+
+@needs_ucx
+def test_nodes_over_ucx_beside_one_over_tcp(machine: Machine) -> None:
+    script = machine.script("train.py", TRAIN)
+    a = machine.start("a", script, *OVER_UCX)
+    b = machine.start("b", script, *OVER_UCX, join=a, SEED="1")
+    c = machine.start("c", script, "--transport", "auto", join=a, SEED="2", PEERD_UCX_LIBRARY="/nowhere/libucp.so.0")
+    for node in (a, b, c):
+        node.trains()
+
+    def carriers() -> dict[str, str]:
+        return {row["name"]: row["carrier"] for row in a.ask("members")["members"]}
+
+    a.eventually(lambda: carriers()["b"].startswith("ucx tcp") and carriers()["c"] == "tcp")
+    assert "bulk travels over tcp: " in c.log
+    assert "stays on tcp: it carries bulk over the stream alone" in a.log + b.log
+    assert "ucx tcp" in machine.peerd("members", "--name", "a").stdout
+
+    b.signal(signal.SIGKILL)
+    b.end()
+    reached = a.step
+    a.trains(beyond=reached + 20)
+    for node in (a, c):
+        node.signal(signal.SIGINT)
+        assert node.end() == 0
+    assert "Traceback" not in machine.logs()
+
+
+@needs_ucx
+@pytest.mark.parametrize("mode", ["gossip", "allreduce"])
+def test_a_demo_over_ucx_survives_the_kill_of_a_node(machine: Machine, tmp_path: Path, mode: str) -> None:
+    options = ["--peers", "3", "--steps", "200", "--kill", "1@0.5", "--format", "json", "--codec", "float32"]
+    options += ["--mode", mode, "--picture", str(tmp_path / "run.png"), *OVER_UCX]
+    demo = machine.spawn("demo", ["-m", "peerd.cli.main", "demo", *options], TMPDIR=str(machine.path))
+    eventually(lambda: demo.process.poll() is not None, machine.logs, patience_s=240)
+    assert demo.end() == 0, demo.log
+    result = json.loads(next(line for line in demo.log.splitlines() if line.startswith("{")))
+    assert result["killed"] == "node-1"
+    assert result["failures"] == []
+    assert result["steps"] == 200

@@ -1,0 +1,96 @@
+"""What the doctor says of machines that lack this or that; the machine that runs the test lacks RDMA."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from peerd import doctor
+from peerd.effects import UserError
+from peerd.settings import Settings
+from peerd.transport import ucx
+
+
+def found(settings: Settings, check: str) -> list[doctor.Finding]:
+    return [finding for finding in doctor.examine(settings) if finding.check == check]
+
+
+def test_every_failure_has_a_cure_and_fails_the_whole(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        taken_port = taken.getsockname()[1]
+        findings = doctor.examine(Settings(bind=f"127.0.0.1:{taken_port}", join=("127.0.0.1:1",), transport="rdma"))
+    failed = {finding.check for finding in findings if finding.state == "fail"}
+    assert {"port", "peer"} <= failed
+    assert all(finding.cure for finding in findings if finding.state == "fail")
+    with pytest.raises(UserError, match="checks failed"):
+        doctor.check(findings)
+
+
+def test_a_peer_that_answers_is_timed():
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        (peer,) = found(Settings(join=(f"127.0.0.1:{there.getsockname()[1]}",)), "peer")
+    assert peer.state == "ok"
+    assert "ms" in peer.found
+
+
+def test_no_ucx_harms_only_who_wants_rdma(monkeypatch):
+    def none():
+        raise ucx.UcxError("no UCX library: none")
+
+    monkeypatch.setattr(ucx, "load", none)
+    assert [finding.state for finding in found(Settings(), "ucx")] == ["note"]
+    assert [finding.state for finding in found(Settings(transport="rdma"), "ucx")] == ["fail"]
+
+
+def library(source: str) -> ucx.Library:
+    return ucx.Library("libucp.so.0", source, (1, 18, 0), None, None)
+
+
+@pytest.mark.parametrize(
+    ("files", "source", "said", "cure"),
+    [
+        ([], "system", "no InfiniBand", "--transport tcp"),
+        (["class/mlx5_0"], "system", "no .*uverbs", "ib_uverbs"),
+        (["class/mlx5_0", "dev/uverbs0"], "package", "without RDMA", "the system's UCX"),
+        (["class/mlx5_0", "dev/uverbs0"], "system", "makes nothing of mlx5_0", "UCX_TLS"),
+    ],
+)
+def test_why_there_is_no_rdma(files, source, said, cure, monkeypatch, tmp_path):
+    for name in files:
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    monkeypatch.setattr(doctor, "INFINIBAND", tmp_path / "class")
+    monkeypatch.setattr(doctor, "VERBS", tmp_path / "dev")
+    monkeypatch.setattr(ucx, "load", lambda: library(source))
+    monkeypatch.setattr(ucx, "resources", lambda _: ["tcp/lo"])
+    (finding,) = found(Settings(), "rdma")
+    assert finding.state == "note"
+    assert re.search(said, finding.found)
+    assert cure in finding.cure
+
+
+def test_rdma_that_works(monkeypatch):
+    monkeypatch.setattr(ucx, "load", lambda: library("system"))
+    monkeypatch.setattr(ucx, "resources", lambda _: ["tcp/lo", "rc_mlx5/mlx5_0:1"])
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (65536, 65536))
+    usable, locked = found(Settings(transport="rdma"), "rdma")
+    assert usable.state == "ok"
+    assert (locked.state, "ulimit" in locked.cure) == ("fail", True)
+
+
+def test_the_verb_speaks_json_and_exits_with_what_it_found():
+    flags = ["--bind", "127.0.0.1:0", "--join", "127.0.0.1:1", "--format", "json"]
+    command = [sys.executable, "-m", "peerd.cli.main", "doctor", *flags]
+    environment = {**os.environ, "PEERD_UCX_LIBRARY": "/nowhere"}
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment)
+    findings = json.loads(ran.stdout)
+    assert {"software", "gpu", "port", "address", "ucx"} <= {finding["check"] for finding in findings}
+    assert ran.returncode == 1
+    assert ran.stderr.strip().startswith("peerd: 1 of ")

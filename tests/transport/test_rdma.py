@@ -1,0 +1,436 @@
+"""Links over UCX: peers that die or stand still, memory that is never used too early, and lanes that are refused."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import numpy as np
+import pytest
+import trio
+from ucx_here import needs_ucx
+
+from peerd.effects import PeerError
+from peerd.messages import BulkAnswer, BulkOffer, LinkClosed, ModelSnapshot
+from peerd.transport import lane, stream, ucx
+from peerd.transport.link import LinkLost
+from peerd.transport.rdma import WINDOW_BYTES, UcxFabric
+from peerd.transport.staging import Staging
+from peerd.transport.tcp import TcpTransport
+
+MIB = 1 << 20
+LOOPBACK = ("127.0.0.1", 0)
+POISON = 0xA5
+TRANSPORTS = {"tcp": "tcp", "shm": "posix,sysv,cma"}
+over = pytest.mark.parametrize("transports", TRANSPORTS.values(), ids=TRANSPORTS)
+pytestmark = needs_ucx
+
+
+class Staged(UcxFabric):
+    """Copies chunks on their way out, as over RDMA."""
+
+    def stages(self, ways: list[str]) -> bool:
+        return True
+
+
+def bulk(size: int, step: int = 0) -> ModelSnapshot:
+    return ModelSnapshot(
+        step, "c", tuple(bytes([step % 251]) * min(size, 4 * MIB) for _ in range(-(-size // (4 * MIB))))
+    )
+
+
+@asynccontextmanager
+async def fabric_of(transports: str, kind: type[UcxFabric] = UcxFabric) -> Iterator[tuple[UcxFabric, TcpTransport]]:
+    async with trio.open_nursery() as nursery:
+        fabric = kind(ucx.load(), transports, without_rdma=True)
+        await nursery.start(fabric.run)
+        yield fabric, TcpTransport(nursery, fabric)
+        nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def linked(near_kit, far_kit):
+    """Yield both ends of an upgraded link."""
+    give, taken = trio.open_memory_channel(9)
+
+    async def accepted(link):
+        link.admit()
+        await give.send(link)
+        await trio.sleep_forever()
+
+    async with trio.open_nursery() as nursery:
+        address = await nursery.start(far_kit[1].listen, LOOPBACK, accepted)
+        near = await near_kit[1].dial(address)
+        far = await taken.receive()
+        far.payload_limit = near.payload_limit = 64 * MIB
+        async with trio.open_nursery() as upgrading:
+            upgrading.start_soon(far.receive)
+            assert await near.upgrade() == ""
+            while far.carrier != near.carrier:
+                await trio.sleep(0.001)
+            upgrading.cancel_scope.cancel()
+        yield near, far
+        await near.aclose()
+        nursery.cancel_scope.cancel()
+
+
+def run(main: Callable, *args: object, limit_s: float = 60) -> None:
+    async def limited() -> None:
+        with trio.fail_after(limit_s):
+            await main(*args)
+
+    trio.run(limited)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await trio.sleep(0.005)
+
+
+# --------------------------------------------------------------------------------- a peer in a process of its own
+
+PEER = """
+import sys, trio
+from peerd.messages import ModelSnapshot
+from peerd.transport import ucx
+from peerd.transport.rdma import WINDOW_BYTES, UcxFabric
+from peerd.transport.tcp import TcpTransport
+
+async def main(transports, sends):
+    async with trio.open_nursery() as nursery:
+        fabric = UcxFabric(ucx.load(), transports, without_rdma=True)
+        await nursery.start(fabric.run)
+
+        async def accepted(link):
+            link.admit()
+            link.payload_limit = 64 << 20
+            if not sends:
+                while True:
+                    await link.receive()
+            async with trio.open_nursery() as both:
+                both.start_soon(link.receive)
+                while link.carrier == "tcp":
+                    await trio.sleep(0.001)
+                message = ModelSnapshot(0, "c", (bytes(4 << 20),) * 5)
+                while True:
+                    await link.send(message)
+
+        address = await nursery.start(TcpTransport(nursery, fabric).listen, ("127.0.0.1", 0), accepted)
+        print(address[1], flush=True)
+
+trio.run(main, sys.argv[1], sys.argv[2] == "sends")
+"""
+
+
+@contextmanager
+def peer(transports: str, does: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A node in another process that sends or receives bulk without end; yields it and its port."""
+    process = subprocess.Popen([sys.executable, "-c", PEER, transports, does], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        yield process, int(process.stdout.readline())
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+
+
+async def exchange(link, does: str, passed: list[int]) -> LinkLost:
+    """Send to a peer that receives, or receive from one that sends, until the link is lost."""
+    try:
+        while True:
+            if does == "sends":
+                await link.receive()
+            else:
+                await link.send(bulk(20 * MIB))
+                await link.flushed()
+            passed.append(1)
+    except LinkLost as lost:
+        return lost
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Fill memory as soon as it may be used again, and never use it; yields what was filled."""
+    filled: list[np.ndarray] = []
+
+    def free(staging: Staging, slot) -> None:
+        pages = np.frombuffer(staging._context.library.ffi.buffer(slot.memory, slot.size), np.uint8)
+        pages[:] = POISON
+        filled.append(pages)
+
+    monkeypatch.setattr(Staging, "free", free)
+    return filled
+
+
+@over
+@pytest.mark.parametrize("does", ["sends", "receives"])
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_peer_that_dies_or_stands_still_is_lost_and_writes_to_nothing_freed(
+    transports, does, end, seed, monkeypatch, poisoned
+):
+    monkeypatch.setattr(lane, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(stream, "PATIENCE_S", 0.5)
+    if transports != "tcp" and end == signal.SIGKILL and ucx.load().version < (1, 22):
+        pytest.skip("UCX 1.13 aborts when a process dies whose memory it is reading; shared memory is for tests only")
+    kind = Staged if seed % 2 else UcxFabric
+
+    async def main():
+        with peer(transports, does) as (process, port):
+            async with fabric_of(transports, kind) as (fabric, transport):
+                link = await transport.dial(("127.0.0.1", port))
+                link.payload_limit = 64 * MIB
+                assert await link.upgrade() == ""
+                passed, lost = [], []
+
+                async def use():
+                    lost.append(await exchange(link, does, passed))
+
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(use)
+                    await until(lambda: len(passed) > 0)
+                    await trio.sleep(random.Random(seed).uniform(0, 0.1))
+                    process.send_signal(end)
+                assert len(lost) == 1
+                await link.aclose()
+                if transports == "tcp":  # what shared memory has under way stays set aside until the node ends
+                    await until(lambda: not fabric.under_way)
+                if end == signal.SIGSTOP:
+                    process.send_signal(signal.SIGCONT)
+                await trio.sleep(0.3)
+                assert all(bool((pages == POISON).all()) for pages in poisoned)
+                assert poisoned or does == "receives"
+
+    run(main)
+
+
+# --------------------------------------------------------------------------------------------------- memory
+
+
+@over
+@pytest.mark.parametrize("size", [64 << 10, MIB], ids=["64k", "1m"])
+def test_smaller_chunks_do_not_pile_up_where_nobody_receives(transports, size):
+    async def main():
+        async with fabric_of(transports) as near_kit, fabric_of(transports) as far_kit:
+            async with linked(near_kit, far_kit) as (near, far):
+                await near.send(ModelSnapshot(1, "c", (bytes(size),) * (32 * MIB // size)))
+                await trio.sleep(0.3)
+                assert near.bytes_sent < WINDOW_BYTES + MIB
+                assert len((await far.receive()).chunks) == 32 * MIB // size
+
+    run(main)
+
+
+@over
+@pytest.mark.parametrize("kind", [UcxFabric, Staged], ids=["direct", "staged"])
+def test_thousands_of_exchanges_register_no_more_memory_than_ten(transports, kind):
+    async def main():
+        async with fabric_of(transports, kind) as near_kit, fabric_of(transports, kind) as far_kit:
+            async with linked(near_kit, far_kit) as (near, far):
+                message = ModelSnapshot(0, "c", (bytes(64 << 10),))
+
+                async def exchanges(count: int) -> None:
+                    for _ in range(count):
+                        await near.send(message)
+                        await far.receive()
+
+                await exchanges(10)
+                registered = near_kit[0].registered, far_kit[0].registered
+                assert 0 < sum(registered) <= 16
+                await exchanges(10_000 if transports == "tcp" and kind is UcxFabric else 1_000)
+                assert (near_kit[0].registered, far_kit[0].registered) == registered
+                await near.aclose()
+                await far.aclose()
+                for fabric, _ in (near_kit, far_kit):
+                    await until(lambda fabric=fabric: not fabric.under_way)
+                    fabric.sweep()
+                    assert fabric.registered == 0
+
+    run(main, limit_s=240)
+
+
+@over
+def test_chunks_that_are_kept_keep_their_memory_and_outlive_link_and_fabric(transports):
+    kept = []
+
+    async def main():
+        async with fabric_of(transports) as near_kit, fabric_of(transports) as far_kit:
+            async with linked(near_kit, far_kit) as (near, far):
+                for step in range(12):
+                    await near.send(bulk(4 * MIB, step))
+                    kept.append((await far.receive()).chunks[0])
+                assert far_kit[0].registered >= 12
+
+    run(main)
+    for step, chunk in enumerate(kept):
+        assert bool((np.frombuffer(chunk, np.uint8) == step).all())
+
+
+@over
+def test_closed_links_leave_nothing(transports):
+    async def main():
+        async with fabric_of(transports) as near_kit, fabric_of(transports) as far_kit:
+            for _ in range(10):
+                async with linked(near_kit, far_kit) as (near, far):
+                    await near.send(bulk(8 * MIB))
+                    await far.receive()
+            for fabric, _ in (near_kit, far_kit):
+                await until(lambda fabric=fabric: not fabric.under_way)
+                fabric.sweep()
+                assert fabric.registered == 0
+
+    run(main)
+
+
+def test_a_lane_that_breaks_takes_its_link_along():
+    async def main():
+        async with fabric_of("tcp") as near_kit, fabric_of("tcp") as far_kit:
+            async with linked(near_kit, far_kit) as (near, far):
+                far._lane.close(LinkLost("broken"))
+                with pytest.raises(LinkLost, match="broken"):
+                    await far.receive()
+                with pytest.raises(LinkLost):
+                    await near.receive()
+
+    run(main)
+
+
+def test_where_ucx_fails_links_go_on_over_tcp(monkeypatch):
+    async def main():
+        async with fabric_of("tcp") as near_kit, fabric_of("tcp") as far_kit:
+            async with linked(near_kit, far_kit) as (near, _):
+
+                def fail():
+                    raise ucx.UcxError("ucp_worker_arm: no")
+
+                monkeypatch.setattr(near_kit[0].context, "arm", fail)
+                near_kit[0].wake()
+                with pytest.raises(LinkLost):
+                    await near.receive()
+            async with dialled(near_kit[1], far_kit[1]) as (link, _):
+                assert "UCX failed here: ucp_worker_arm: no" in await link.upgrade()
+                assert link.carrier == "tcp"
+
+    run(main)
+
+
+# -------------------------------------------------------------------------------------------------- refusals
+
+
+@asynccontextmanager
+async def dialled(near_transport, far_transport, admit=True):
+    give, taken = trio.open_memory_channel(1)
+
+    async def accepted(link):
+        if admit:
+            link.admit()
+        try:
+            await give.send(await link.receive())
+        except PeerError as error:
+            await give.send(error)
+
+    async with trio.open_nursery() as nursery:
+        address = await nursery.start(far_transport.listen, LOOPBACK, accepted)
+        yield await near_transport.dial(address), taken
+        nursery.cancel_scope.cancel()
+
+
+def test_a_peer_without_ucx_says_so_and_the_link_goes_on():
+    async def main():
+        async with fabric_of("tcp") as (_, near), trio.open_nursery() as nursery:
+            async with dialled(near, TcpTransport(nursery)) as (link, taken):
+                assert "over the stream alone" in await link.upgrade()
+                assert link.carrier == "tcp"
+                await link.send(LinkClosed(1))
+                assert await taken.receive() == LinkClosed(1)
+
+    run(main)
+
+
+def test_another_version_is_refused():
+    async def main():
+        async with fabric_of("tcp") as (fabric, near), fabric_of("tcp") as (_, far):
+            ours, fabric.version = fabric.version, "1.9"
+            async with dialled(near, far) as (link, _):
+                assert await link.upgrade() == f"its UCX is {ours}, ours 1.9"
+
+    run(main)
+
+
+def test_what_is_no_rdma_is_refused_unless_asked_for():
+    async def main():
+        async with fabric_of("tcp") as (_, near), fabric_of("tcp") as (fabric, far):
+            fabric.without_rdma = False
+            async with dialled(near, far) as (link, _):
+                assert "no RDMA" in await link.upgrade()
+                assert link.carrier == "tcp"
+
+    run(main)
+
+
+def test_an_offer_before_the_greeting_breaks_the_rules():
+    async def main():
+        async with fabric_of("tcp") as (_, near), fabric_of("tcp") as (_, far):
+            async with dialled(near, far, admit=False) as (link, taken):
+                with pytest.raises(LinkLost):
+                    await link.upgrade()
+                assert "before the greeting" in str(await taken.receive())
+
+    run(main)
+
+
+def test_an_address_out_of_reach_is_refused_on_both_sides():
+    async def main():
+        async with fabric_of("tcp") as (_, near), fabric_of("posix,sysv,cma") as (_, far):
+            async with dialled(near, far) as (link, _):
+                assert "unreachable" in await link.upgrade()
+                assert link.carrier == "tcp"
+
+    run(main)
+
+
+def test_a_peer_that_never_answers_an_offer_keeps_its_link(monkeypatch):
+    monkeypatch.setattr("peerd.transport.upgrade.ANSWER_S", 0.2)
+
+    async def main():
+        async with fabric_of("tcp") as (_, near), trio.open_nursery() as nursery:
+
+            async def silent(link):
+                await trio.sleep(0.5)
+                assert isinstance(await link.receive_any(), BulkOffer)
+                await link.send(BulkAnswer("late", 0, ()))
+                await link.send(await link.receive())
+
+            address = await nursery.start(TcpTransport(nursery).listen, LOOPBACK, silent)
+            link = await near.dial(address)
+            assert "no answer" in await link.upgrade()
+            await link.send(LinkClosed(1))
+            assert await link.receive() == LinkClosed(1)
+            nursery.cancel_scope.cancel()
+
+    run(main)
+
+
+# ------------------------------------------------------------------------------------------------------ loading
+
+
+def test_a_named_library_is_the_only_one_tried():
+    with pytest.raises(ucx.UcxError, match=f"{ucx.LIBRARY_VARIABLE}: .*nowhere"):
+        ucx.load({ucx.LIBRARY_VARIABLE: "/nowhere/libucp.so"})
+
+
+def test_loading_leaves_the_environment_as_it_was():
+    before = dict(os.environ)
+    ucx.load()
+    assert dict(os.environ) == before
+
+
+def test_transports_that_are_not_here_are_an_error():
+    with pytest.raises(ucx.UcxError, match="ucp_init_version: "):
+        ucx.Context(ucx.load(), "no_such_transport")

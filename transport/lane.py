@@ -1,0 +1,72 @@
+"""What may carry large chunks beside a stream: one lane a link, made by what a node has of faster hardware."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from peerd.messages import Chunk
+from peerd.transport.link import LinkLost
+
+PATIENCE_S = 10.0  # without anything coming through, as TCP's user timeout
+SLOWEST_RATE = 16 << 20  # bytes a second that such hardware moves at the very least
+
+
+class LaneRefused(Exception):
+    """There can be no lane to this peer; the text is the reason, in a few words."""
+
+
+class BulkLane(Protocol):
+    """Moves chunks in order, each whole. Who waits for it is woken by `close`."""
+
+    name: str  # of the carrier, as people are shown it
+    on_close: Callable[[LinkLost], None]  # told why
+
+    @property
+    def ready(self) -> bool:
+        """Whether `take` would return or raise at once."""
+
+    def expect(self, sizes: list[int]) -> None:
+        """Say which chunks come next."""
+
+    async def arrival(self) -> None:
+        """Wait until `ready`. Safe to cancel."""
+
+    def take(self) -> memoryview:
+        """Return the next chunk; raises LinkLost once closed."""
+
+    async def send(self, chunk: Chunk) -> None:
+        """Send a chunk, waiting while too much is under way; it must not change before `drained`.
+
+        Raises LinkLost once closed.
+        """
+
+    async def drained(self) -> None:
+        """Wait until the network has taken all, or never will."""
+
+    async def tried(self) -> None:
+        """Wait until something has passed in both directions. Raises LinkLost once closed."""
+
+    def close(self, lost: LinkLost) -> None:
+        """End at once. The first call decides what is raised; memory stays set aside as long as it may be written."""
+
+
+class Fabric(Protocol):
+    """What a node has of such hardware."""
+
+    version: str  # two that differ do not understand each other
+    ended: str  # why it carries nothing any more; "" while it does
+
+    def address(self) -> bytes:
+        """Where peers find it."""
+
+    def reserve(self) -> int:
+        """Return the number of a lane to come, which no peer can guess."""
+
+    def open(self, remote: str, here: int, there: int, address: bytes) -> BulkLane:
+        """Make a lane between number `here` and number `there` at `address`. Raises LaneRefused."""
+
+
+def patience_s(size: int) -> float:
+    """Return how long to wait for `size` bytes of which nothing is heard."""
+    return PATIENCE_S + size / SLOWEST_RATE

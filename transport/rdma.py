@@ -1,0 +1,382 @@
+"""Links whose large chunks travel over UCX: RDMA where there is InfiniBand or RoCE, else what UCX has in its place.
+
+How this works. A link is a TCP link (transport/stream.py), upgraded after its greeting (transport/upgrade.py). One
+`UcxFabric` a node owns UCX's only worker and the one task that moves it (`run`): progress, look which operations
+have ended, arm, wait for the event descriptor. A lane is two queues of tagged messages, one chunk each, between the
+staging memory of both ends; the receiver posts the next ones as soon as it has read which will come.
+
+What UCX has under way belongs to UCX. An operation keeps its slot until UCX says that it has ended, even when its
+lane is closed, its peer dead and nobody waits: a receive is cancelled, and its end awaited, before its memory is
+used again. UCX tells nothing of a peer that stands still, so each lane has a deadline, like TCP's user timeout.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import trio
+
+from peerd.messages import Chunk
+from peerd.transport import ucx
+from peerd.transport.lane import LaneRefused, patience_s
+from peerd.transport.link import LinkLost
+from peerd.transport.staging import Slot, Staging
+
+WINDOW_BYTES = 8 << 20  # under way in one direction of a lane: one chunk moves while another is copied or checked
+PROGRESS_AT_ONCE = 4  # before other tasks get a turn: each moves at most one segment
+TRIAL_BYTES = 64 << 10
+TAG_BITS = 24  # of a tag count the chunks of a lane, the others are its number
+_TRIAL = (1 << TAG_BITS) - 1  # counts no chunk
+END_S = 1.0  # for what is under way when the node ends
+
+
+@dataclass(slots=True, eq=False)
+class _Operation:
+    """Something that UCX has under way."""
+
+    request: Any  # None: it ended as it was posted
+    lane: _Lane
+    slot: Slot | None  # to be freed in the end
+    memory: Any  # where it reads or writes, kept alive
+    size: int
+    queue: deque[_Operation] | None  # None for a trial
+    ended: bool = False
+
+
+class UcxFabric:
+    """UCX's worker, its lanes, and what is under way."""
+
+    def __init__(self, library: ucx.Library, transports: str = "", without_rdma: bool = False) -> None:
+        """`transports` as in UCX_TLS; a lane that is not RDMA is refused, unless `without_rdma`. Raises UcxError."""
+        self.library = library
+        self.version = ".".join(map(str, library.version[:2]))
+        self.registered = 0  # slots, of all lanes
+        self.without_rdma = without_rdma
+        self.context = ucx.Context(library, transports)
+        self._address = self.context.address()
+        self._lanes: set[_Lane] = set()
+        self._pending: dict[_Operation, None] = {}  # in order
+        self._closing: list[Any] = []  # requests of endpoints that end
+        self._wait: trio.CancelScope | None = None
+        self._posted = False
+        self.ended = ""  # why
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Move UCX until cancelled or it fails, then end it; links that come after are not upgraded."""
+        try:
+            task_status.started()
+            while True:
+                self._posted = False
+                moved = sum(self.context.progress() for _ in range(PROGRESS_AT_ONCE))
+                self._settle()
+                self._end_overdue(trio.current_time())
+                if moved or self._posted or not self.context.arm():
+                    await trio.lowlevel.checkpoint()
+                    continue
+                deadline = min((lane.deadline for lane in self._lanes), default=float("inf"))
+                with trio.CancelScope(deadline=deadline) as self._wait:
+                    await trio.lowlevel.wait_readable(self.context.event_fd)
+                self._wait = None
+        except ucx.UcxError as error:
+            self.ended = f"UCX failed here: {error}"
+        finally:
+            self._end()
+
+    def stages(self, ways: list[str]) -> bool:
+        """Whether chunks are copied on their way out: over RDMA a peer gets a key to where they lie."""
+        return ucx.is_rdma(ways)
+
+    def address(self) -> bytes:
+        """See `Fabric.address`."""
+        return self._address
+
+    def reserve(self) -> int:
+        """See `Fabric.reserve`."""
+        return secrets.randbits(64 - TAG_BITS)
+
+    def open(self, remote: str, here: int, there: int, address: bytes) -> _Lane:
+        """See `Fabric.open`."""
+        if not 0 <= there < 1 << 64 - TAG_BITS:
+            raise LaneRefused("no lane has such a number")
+        if self.ended:
+            raise LaneRefused(self.ended)
+        try:
+            endpoint, guarded = self._connected(address)
+        except ucx.UcxError as error:
+            raise LaneRefused(str(error)) from None
+        ways = self.context.lanes(endpoint)
+        if not (ucx.is_rdma(ways) or self.without_rdma):
+            self.disconnect(endpoint, guarded)
+            raise LaneRefused(f"UCX would take {', '.join(ways)}, which is no RDMA")
+        lane = _Lane(
+            self, f"{'rdma' if ucx.is_rdma(ways) else 'ucx'} {ways[0]}", remote, endpoint, guarded, here, there
+        )
+        self._lanes.add(lane)
+        lane.staged = self.stages(ways)
+        lane.try_out()
+        return lane
+
+    def _connected(self, address: bytes) -> tuple[Any, bool]:
+        try:
+            return self.context.connect(address), True
+        except ucx.UcxError:
+            if not self.without_rdma:
+                raise
+        return self.context.connect(address, guarded=False), False
+
+    # ------------------------------------------------------------------------------------------------ operations
+
+    def post(self, operation: _Operation) -> None:
+        """Watch an operation that was posted."""
+        self._pending[operation] = None
+        self.wake()
+
+    def wake(self) -> None:
+        """Have `run` look again."""
+        self._posted = True
+        if self._wait is not None:
+            self._wait.cancel()
+
+    @property
+    def under_way(self) -> int:
+        """How many operations have not ended."""
+        return len(self._pending)
+
+    def count_registered(self, slots: int) -> None:
+        """Count registered slots."""
+        self.registered += slots
+
+    def sweep(self) -> None:
+        """Take note of the memory that was freed, of closed lanes too."""
+        for lane in list(self._lanes):
+            lane.staging.sweep()
+            if lane.over:
+                self._lanes.discard(lane)
+
+    def _settle(self) -> None:
+        for operation in list(self._pending):
+            status = ucx.OK
+            if operation.request is not None:
+                status = self.context.status(operation.request)
+                if status == ucx.IN_PROGRESS:
+                    continue
+                self.context.free(operation.request)
+            del self._pending[operation]
+            operation.ended = True
+            operation.lane.on_ended(operation, status)
+        for request in [request for request in self._closing if self.context.status(request) != ucx.IN_PROGRESS]:
+            self._closing.remove(request)
+            self.context.free(request)
+        self.sweep()
+
+    def _end_overdue(self, now: float) -> None:
+        for lane in [lane for lane in self._lanes if lane.deadline <= now]:
+            lane.close(LinkLost(f"{lane.remote}: closed, it takes nothing in over {lane.name}"))
+
+    def disconnect(self, endpoint: Any, guarded: bool) -> None:
+        """End an endpoint."""
+        with suppress(ucx.UcxError):  # it has ended by itself
+            request = self.context.disconnect(endpoint, guarded)
+            if request is not None:
+                self._closing.append(request)
+        self.wake()
+
+    def _end(self) -> None:
+        self.ended = self.ended or "this node is ending"
+        for lane in list(self._lanes):
+            lane.close(LinkLost(f"{lane.remote}: closed here"))
+        deadline = trio.current_time() + END_S
+        while (self._pending or self._closing) and trio.current_time() < deadline:
+            self.context.progress()
+            self._settle()
+        for lane in self._lanes:
+            lane.staging.close(whole=True)
+        self.context.close()
+
+
+class _Lane:
+    """A `BulkLane` over UCX."""
+
+    def __init__(
+        self, fabric: UcxFabric, name: str, remote: str, endpoint: Any, guarded: bool, here: int, there: int
+    ) -> None:
+        self.name = name
+        self.remote = remote
+        self.on_close: Callable[[LinkLost], None] = lambda _: None
+        self.staging = Staging(fabric.context, fabric.count_registered)
+        self.staged = True
+        self._fabric, self._context = fabric, fabric.context
+        self._endpoint, self._guarded = endpoint, guarded
+        self._here, self._there = here << TAG_BITS, there << TAG_BITS
+        self._lost: LinkLost | None = None
+        self._trials = 2  # that have not ended: one out, one in
+        self._moved = trio.lowlevel.ParkingLot()
+        self._sending: deque[_Operation] = deque()
+        self._receiving: deque[_Operation] = deque()
+        self._expected: deque[int] = deque()  # sizes, not yet posted
+        self._sent = self._received = 0  # chunks
+        self._under_way: set[_Operation] = set()
+        self._heard = trio.current_time()  # when a send has last ended, or the first of some begun
+
+    def __repr__(self) -> str:
+        return f"<_Lane {self.name} to {self.remote} [{len(self._sending)} out, {len(self._receiving)} in]>"
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is left of it."""
+        return self._lost is not None and not self._under_way and self.staging.empty
+
+    @property
+    def deadline(self) -> float:
+        """When the peer has stood still for too long."""
+        if self._lost is not None or not self._sending:
+            return float("inf")
+        return self._heard + patience_s(_bytes(self._sending))
+
+    # ---------------------------------------------------------------------------------------------------- receiving
+
+    @property
+    def ready(self) -> bool:
+        """See `BulkLane.ready`."""
+        return self._lost is not None or bool(self._receiving and self._receiving[0].ended)
+
+    def expect(self, sizes: list[int]) -> None:
+        """See `BulkLane.expect`."""
+        self._expected += sizes
+        self._post_receives()
+
+    async def arrival(self) -> None:
+        """See `BulkLane.arrival`."""
+        while not self.ready:
+            await self._moved.park()
+
+    def take(self) -> memoryview:
+        """See `BulkLane.take`."""
+        self._check_open()
+        operation = self._receiving.popleft()
+        assert operation.ended, "taken before it is ready"
+        assert operation.slot is not None, "a receive has a slot"
+        chunk = self.staging.view(operation.slot, operation.size)
+        self._post_receives()
+        return chunk
+
+    def _post_receives(self) -> None:
+        while self._lost is None and self._expected:
+            if self._receiving and _bytes(self._receiving) + self._expected[0] > WINDOW_BYTES:
+                return
+            with self._losing():
+                self._receive(self._expected.popleft(), self._received, self._receiving)
+                self._received = (self._received + 1) % _TRIAL
+
+    def _receive(self, size: int, count: int, queue: deque[_Operation] | None) -> None:
+        slot = self.staging.lend(size)
+        request = self._context.receive(slot.memory, size, self._here | count)
+        self._watch(_Operation(request, self, slot, slot.memory, size, queue))
+
+    # ------------------------------------------------------------------------------------------------------ sending
+
+    async def send(self, chunk: Chunk) -> None:
+        """See `BulkLane.send`."""
+        while self._lost is None and self._sending and _bytes(self._sending) + len(chunk) > WINDOW_BYTES:
+            await self._moved.park()
+        self._check_open()
+        with self._losing():
+            if not self._sending:
+                self._heard = trio.current_time()
+            self._send(chunk, self._sent, self._sending)
+            self._sent = (self._sent + 1) % _TRIAL
+        await trio.lowlevel.checkpoint()
+        self._check_open()
+
+    async def drained(self) -> None:
+        """See `BulkLane.drained`."""
+        while self._lost is None and self._sending:
+            await self._moved.park()
+
+    def _send(self, chunk: Chunk, count: int, queue: deque[_Operation] | None) -> None:
+        ffi, size, slot = self._context.library.ffi, len(chunk), None
+        memory = ffi.from_buffer(chunk)
+        if self.staged:
+            slot = self.staging.lend(size)
+            # numpy copies without the GIL, so that the maths in other threads goes on
+            np.copyto(np.frombuffer(ffi.buffer(slot.memory, size), np.uint8), np.frombuffer(chunk, np.uint8))
+            memory = slot.memory
+        request = self._context.send(self._endpoint, memory, size, self._there | count)
+        self._watch(_Operation(request, self, slot, memory, size, queue))
+
+    # ------------------------------------------------------------------------------------------------------ its life
+
+    def try_out(self) -> None:
+        """Send something and expect something."""
+        with self._losing():
+            self._receive(TRIAL_BYTES, _TRIAL, None)
+            self._send(bytes(TRIAL_BYTES), _TRIAL, None)
+
+    async def tried(self) -> None:
+        """See `BulkLane.tried`."""
+        while self._lost is None and self._trials:
+            await self._moved.park()
+        self._check_open()
+
+    def close(self, lost: LinkLost) -> None:
+        """See `BulkLane.close`."""
+        if self._lost is not None:
+            return
+        self._lost = lost
+        for operation in self._receiving:
+            if operation.ended and operation.slot is not None:
+                self.staging.free(operation.slot)
+        for operation in self._under_way:  # sends too: a forced close ends most of them, this the others it can
+            if operation.request is not None:
+                self._context.cancel(operation.request)
+        for queue in (self._expected, self._receiving, self._sending):
+            queue.clear()
+        self._fabric.disconnect(self._endpoint, self._guarded)
+        self.staging.close()
+        self._moved.unpark_all()
+        self.on_close(lost)
+
+    def on_ended(self, operation: _Operation, status: int) -> None:
+        """Take note that UCX has ended an operation, so that its memory may be used again."""
+        self._under_way.remove(operation)
+        kept = operation.queue is self._receiving and self._lost is None and status == ucx.OK
+        if operation.slot is not None and not kept:
+            self.staging.free(operation.slot)
+        if status != ucx.OK:
+            self.close(
+                LinkLost(f"{self.remote}: connection lost ({self.name}: {self._context.library.reason(status)})")
+            )
+        elif operation.queue is None:
+            self._trials -= 1
+        elif operation.queue is self._sending and self._lost is None:
+            self._sending.remove(operation)
+            self._heard = trio.current_time()
+        self._moved.unpark_all()
+
+    def _watch(self, operation: _Operation) -> None:
+        self._under_way.add(operation)
+        if operation.queue is not None:
+            operation.queue.append(operation)
+        self._fabric.post(operation)
+
+    def _check_open(self) -> None:
+        if self._lost is not None:
+            raise LinkLost(*self._lost.args)
+
+    @contextmanager
+    def _losing(self) -> Iterator[None]:
+        """Close when UCX refuses."""
+        try:
+            yield
+        except ucx.UcxError as error:
+            self.close(LinkLost(f"{self.remote}: connection lost ({self.name}: {error})"))
+
+
+def _bytes(operations: deque[_Operation]) -> int:
+    return sum(operation.size for operation in operations)

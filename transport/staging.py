@@ -1,0 +1,99 @@
+"""Where do chunks lie while UCX moves them? In memory of their own, registered once, lent again and again to one peer.
+
+Whoever holds a key of registered memory may read and write it, past every check. So it is never the weights, nor
+anything beside them on a page, but pages that hold one chunk; and no two peers ever get keys of the same pages: a
+`Staging` belongs to one connection, and its pages are unregistered when that ends. A chunk goes out through one copy
+(over RDMA; where there are no keys it is sent from where it lies); one that comes in is handed on where it lies, and
+its pages are free again when the last view of them is gone.
+
+Views die in any thread, UCX is called in one: `free` only takes note, and the next `lend`, `sweep` or `close` acts.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from peerd.transport.ucx import Context
+
+SPARES = 4  # kept of a size: two on their way and two being read
+LEAST_BYTES = 64 << 10
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """Registered pages."""
+
+    size: int
+    memory: Any  # the address, keeping the pages
+    mapped: Any
+
+
+class Staging:
+    """The pages of one connection."""
+
+    def __init__(self, context: Context, count: Callable[[int], None]) -> None:
+        """`count` is told of each slot that is registered (+1) or unregistered (-1)."""
+        self._context = context
+        self._count = count
+        self._slots: set[Slot] = set()
+        self._spare: dict[int, list[Slot]] = {}
+        self._freed: deque[Slot] = deque()
+        self._closed = False
+
+    def lend(self, size: int) -> Slot:
+        """Return a slot of `size` bytes or more, for `free` to take back. Raises UcxError."""
+        self.sweep()
+        whole = max(LEAST_BYTES, 1 << (size - 1).bit_length())
+        spare = self._spare.get(whole)
+        return spare.pop() if spare else self._registered(whole)
+
+    def free(self, slot: Slot) -> None:
+        """Take a slot back; in any thread."""
+        self._freed.append(slot)
+
+    def view(self, slot: Slot, size: int) -> memoryview:
+        """Hand on the beginning of a slot, which is freed with the last view of it."""
+        ffi = self._context.library.ffi
+        held = ffi.gc(ffi.cast("char *", slot.memory), lambda _: self.free(slot))
+        return memoryview(ffi.buffer(held, size))
+
+    def sweep(self) -> None:
+        """Take note of what was freed."""
+        while self._freed:
+            slot = self._freed.popleft()
+            spares = self._spare.setdefault(slot.size, [])
+            if self._closed or len(spares) >= SPARES:
+                self._unregister(slot)
+            else:
+                spares.append(slot)
+
+    def close(self, whole: bool = False) -> None:
+        """Unregister what is not lent, and the rest when it is freed; the `whole` at once when UCX itself ends."""
+        self._closed = True
+        self.sweep()
+        for slot in list(self._slots) if whole else [slot for spares in self._spare.values() for slot in spares]:
+            self._unregister(slot)
+        self._spare.clear()
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is registered."""
+        return not self._slots
+
+    def _registered(self, size: int) -> Slot:
+        pages = mmap.mmap(-1, size)
+        memory = self._context.library.ffi.from_buffer(pages, require_writable=True)
+        slot = Slot(size, memory, self._context.map(memory, size))
+        self._slots.add(slot)
+        self._count(1)
+        return slot
+
+    def _unregister(self, slot: Slot) -> None:
+        if slot in self._slots:
+            self._slots.remove(slot)
+            self._context.unmap(slot.mapped)
+            self._count(-1)
