@@ -339,7 +339,8 @@ def test_daemons_live_through_it(row: Row, run: Callable[[Any], Any]) -> None:
 
 def simulated(row: Row, seed: int) -> None:
     """Every fault of the catalogue once, six seconds apart, while four train; then calm, and all runs end."""
-    mode, options = row
+    mode, told = row
+    options = {"topology_of_rounds" if key == "topology" else key: value for key, value in told.items()}
     world = World(seed)
     swarm = Swarm(
         world, 4, Quadratic(seed, values=16), mode=mode, codec=default_codec(mode), compute="lognormal:1:0.2",
