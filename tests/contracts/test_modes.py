@@ -361,6 +361,11 @@ def test_a_simulated_swarm_lives_through_every_fault(row: Row) -> None:
     simulated(row, 1)
 
 
+def test_a_tree_outlives_a_line_that_breaks_one_way() -> None:
+    """What a sum's sender waits for, that it was taken, goes the other way, and may be lost alone."""
+    simulated(("softsync:2", {"topology": "adv:2"}), 2)
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_simulated_swarms_live_through_every_fault(row: Row) -> None:

@@ -356,6 +356,7 @@ class Seats:
                 seat.aggregator.passed.add(sender)
             else:
                 seat.aggregator.hurries = True
+                self._send_up(seat, seat.aggregator.repeat())  # that they were taken may be what was lost
         else:
             self._meet(seat, seat.server, sender, message.life)
             if not message.knows:
