@@ -107,7 +107,7 @@ def test_modes_are_compared_in_one_run(tmp_path: Path) -> None:
         (["--minutes", "1", "--mode", "gossip,async", "--trace", "t"], "--trace t: it holds one run"),
         (["--minutes", "1", "--codec", "nope"], "--codec nope"),
         (["--minutes", "1", "--trigger", "nope"], "nope"),
-        (["--minutes", "1", "--overlap", "nope"], "--overlap nope"),
+        (["--minutes", "1", "--overlap", "nope"], "overlap 'nope'"),
         (["--minutes", "1", "--topology", "star"], "star"),
         (["--minutes", "1", "--faults", "crash,nope"], "'nope' is none of crash"),
         (["--minutes", "1", "--network", "moon"], "--network moon"),
