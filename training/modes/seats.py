@@ -270,8 +270,11 @@ class Seats:
         if sender not in self.alive:
             self._heard[sender] = now
         clock, applied, weights = self._newest(seat)
-        if not self.heed(seat, (message.term, sender), announced=False):
-            self._announce(seat, sender)  # a higher bid is known: it claims again above that
+        bid = (message.term, sender)
+        if (seat.announced and bid == seat.leader) or not self.heed(seat, bid, announced=False):
+            self._announce(
+                seat, sender
+            )  # a higher bid is known, or its own of another life: it claims again above that
             return
         chunks: Chunks = ()
         if clock > message.clock:
@@ -298,8 +301,9 @@ class Seats:
         """Somebody says who serves a shard. Says whether that is news to our worker."""
         seat = self.seat(message.shard, message.term)
         bid, tree = (message.term, message.server), tree_of(message)
-        if message.server == self._me and bid != seat.leader:  # of an earlier life: we claim above it
-            if bid > seat.leader and self.owner(seat) == self._me:
+        is_of_now = bid == seat.leader and (seat.server is not None or not message.serving)
+        if message.server == self._me and not is_of_now:  # of an earlier life: we claim above it
+            if bid >= seat.leader and self.owner(seat) == self._me:
                 self._claim(seat, now, above=bid[0])
                 self._reconsider(seat, now)
             return False
@@ -312,6 +316,10 @@ class Seats:
             elif bid > seat.leader and message.serving:  # who claims asks us itself
                 self._announce(seat, message.server)
         elif self.heed(seat, bid, announced=message.serving):
+            held = seat.tree
+            if sender == message.server and message.serving and held is not None and held.members != tree.members:
+                self._follow(seat, bid)  # others told of its earlier life, which bade the same
+                seat.announced = True
             if seat.tree is None and message.serving:
                 self._enter(seat, tree, now)
             self._reconsider(seat, now)
