@@ -17,7 +17,7 @@ from peerd.cli.output import Format, FormatOption, print_json, size
 from peerd.effects import UserError
 from peerd.simulation.scenario import PROBLEMS, Look, Outcome, Scenario
 from peerd.simulation.scenario import simulate as run_scenario
-from peerd.training.modes import parse_mode
+from peerd.training.modes import check_options
 
 
 def simulate(
@@ -74,7 +74,7 @@ def simulate(
     if trace is not None and len(scenarios) > 1:
         raise UserError(f"--trace {trace}: it holds one run, --mode names {len(scenarios)}")
     for scenario in scenarios:
-        parse_mode(scenario.mode)  # the last one's fault is not told after the first one's run
+        check_options(scenario.mode, overlap, topology)  # the last one's fault is not told after the first one's run
     try:
         runs = [(scenario, _run(scenario, trace)) for scenario in scenarios]
     except KeyboardInterrupt:

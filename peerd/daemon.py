@@ -216,24 +216,25 @@ class Daemon:
         }
 
     async def _verb_members(self, _: dict[str, Any]) -> dict[str, Any]:
-        rows = [
-            {
-                "name": member.name,
-                "address": shown((member.host, member.port)),
-                "state": member.state.name.lower(),
-                "id": member.id,
-                "epoch": member.epoch,
-                "incarnation": member.incarnation,
-                "carrier": self._carrier_of(member.id),
-                "model": About.unpack(member.meta).model,
-                "ready": About.unpack(member.meta).ready,
-                "plan": About.unpack(member.meta).plan.number,
-                "mode": self._mode_under(About.unpack(member.meta).plan),
-                "self": member.id == self._me.id,
-            }
-            for member in self._members().values()
-        ]
+        rows = [self._row(member) for member in self._members().values()]
         return {"members": sorted(rows, key=lambda row: (str(row["name"]), str(row["id"])))}
+
+    def _row(self, member: Member) -> dict[str, Any]:
+        about = About.unpack(member.meta)
+        return {
+            "name": member.name,
+            "address": shown((member.host, member.port)),
+            "state": member.state.name.lower(),
+            "id": member.id,
+            "epoch": member.epoch,
+            "incarnation": member.incarnation,
+            "carrier": self._carrier_of(member.id),
+            "model": about.model,
+            "ready": about.ready,
+            "plan": about.plan.number,
+            "mode": self._mode_under(about.plan),
+            "self": member.id == self._me.id,
+        }
 
     def _carrier_of(self, peer: NodeId) -> str:
         """What bulk travels over to a member; "" where there is no link."""

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import trio
 import trio.testing
-from ucx_here import needs_ucx
+from ucx_here import needs_ucx, upgrade
 
 from peerd.effects import PeerError, UserError
 from peerd.messages import (
@@ -163,16 +163,6 @@ async def linked(carrier, payload_limit=64 * MIB):
         assert near.carrier.startswith(made.upgraded)
         assert far.carrier.startswith(made.upgraded)
         yield near, far
-
-
-async def upgrade(near, far):
-    """Move the bulk of a link to what its two ends have, if they have something."""
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(far.receive)
-        assert await near.upgrade() == ""
-        while far.carrier != near.carrier:
-            await trio.sleep(0.001)
-        nursery.cancel_scope.cancel()
 
 
 def run(main, *args):

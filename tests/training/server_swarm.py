@@ -118,6 +118,17 @@ class ServerSwarm:
             if target == name:
                 queue.clear()
 
+    def dies_after(self, messages: int, victim: str) -> None:
+        """So many messages are delivered, links in turn; then the victim dies, all hear of it, all comes to rest."""
+        for _ in range(messages):
+            waiting = sorted(pair for pair, queue in self.queues.items() if queue)
+            if waiting:
+                self.deliver(*waiting[messages % len(waiting)])
+        self.die(victim)
+        for name in sorted(self.nodes):
+            self.peers(name, set(self.nodes))
+        self.settle()
+
     def join(self, name: str, donor: str) -> None:
         """It knows everybody; nobody knows it."""
         self.nodes[name] = self._node(name, self.nodes[donor].x)

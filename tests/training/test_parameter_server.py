@@ -212,14 +212,7 @@ def test_a_server_that_dies_after_any_message_holds_nobody_up(mode: str, message
     (victim,) = swarm.serving()
     for name in swarm.nodes:
         swarm.step(name, 12.0)
-    for _ in range(messages):
-        waiting = sorted(pair for pair, queue in swarm.queues.items() if queue)
-        if waiting:
-            swarm.deliver(*waiting[messages % len(waiting)])
-    swarm.die(victim)
-    for name in sorted(swarm.nodes):
-        swarm.peers(name, set(swarm.nodes))
-    swarm.settle()
+    swarm.dies_after(messages, victim)
     assert not [name for name, node in swarm.nodes.items() if node.waits], "without any timer"
 
 

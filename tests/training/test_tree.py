@@ -185,14 +185,7 @@ def test_an_aggregator_that_dies_after_any_message_loses_no_push(mode: str, mess
     victim = max(sorted(tree.aggregators()), key=lambda id: len(tree.below(id)))
     for place, name in enumerate(swarm.nodes):
         swarm.step(name, 8.0 * np.eye(8)[place])
-    for _ in range(messages):
-        waiting = sorted(pair for pair, queue in swarm.queues.items() if queue)
-        if waiting:
-            swarm.deliver(*waiting[messages % len(waiting)])
-    swarm.die(victim)
-    for name in sorted(swarm.nodes):
-        swarm.peers(name, set(swarm.nodes))
-    swarm.settle()
+    swarm.dies_after(messages, victim)
     assert not [name for name, node in swarm.nodes.items() if node.waits], "without any timer"
     for _ in range(3):
         for name in swarm.nodes:

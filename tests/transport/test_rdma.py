@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, contextmanager
 import numpy as np
 import pytest
 import trio
-from ucx_here import needs_ucx
+from ucx_here import needs_ucx, upgrade
 
 from peerd.effects import PeerError
 from peerd.messages import BulkAnswer, BulkOffer, LinkClosed, ModelSnapshot
@@ -68,12 +68,7 @@ async def linked(near_kit, far_kit):
         near = await near_kit[1].dial(address)
         far = await taken.receive()
         far.payload_limit = near.payload_limit = 64 * MIB
-        async with trio.open_nursery() as upgrading:
-            upgrading.start_soon(far.receive)
-            assert await near.upgrade() == ""
-            while far.carrier != near.carrier:
-                await trio.sleep(0.001)
-            upgrading.cancel_scope.cancel()
+        await upgrade(near, far)
         yield near, far
         await near.aclose()
         nursery.cancel_scope.cancel()

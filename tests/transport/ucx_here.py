@@ -1,8 +1,11 @@
-"""Is there a UCX to test with?"""
+"""Is there a UCX to test with, and how does a link come to use it?"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import trio
 
 from peerd.transport import ucx
 
@@ -16,3 +19,13 @@ def why_not() -> str:
 
 
 needs_ucx = pytest.mark.skipif(bool(why_not()), reason=f"no UCX here: {why_not()}")
+
+
+async def upgrade(near: Any, far: Any) -> None:
+    """Move the bulk of a link to what its two ends have, if they have something."""
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(far.receive)
+        assert await near.upgrade() == ""
+        while far.carrier != near.carrier:
+            await trio.sleep(0.001)
+        nursery.cancel_scope.cancel()

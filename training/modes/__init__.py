@@ -108,8 +108,5 @@ def check_options(mode: str, overlap: str, topology: str) -> None:
 
 def default_codec(mode: str) -> str:
     """Where links keep what the other end knows, one bit a value is enough; elsewhere nothing is lost unless told."""
-    return (
-        "sign"
-        if mode.partition(":")[0] in ("gossip", "gossip-push", "gossip-pull", "push-sum", "elastic")
-        else "float32"
-    )
+    name = mode.partition(":")[0]
+    return "sign" if name in ("gossip", "gossip-push", "gossip-pull", "push-sum", "elastic") else "float32"

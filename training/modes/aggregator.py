@@ -54,7 +54,6 @@ class Aggregator:
     passed: set[NodeId] = field(default_factory=set)  # who is not to be waited for in this round,
     hurries: bool = False  # or nobody: a worker below has waited for long
     _below: set[NodeId] = field(init=False)
-    _last: int = field(init=False)  # of our own pushes
     _come: dict[NodeId, int] = field(default_factory=dict)  # the last push of each
     _waiting: set[NodeId] = field(default_factory=set)  # whose push is here or further up, and not answered
     _gathered: list[_Sum] = field(default_factory=list)
