@@ -14,6 +14,7 @@ check: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy -p peerd
+	$(BIN)/mypy benchmarks
 	$(BIN)/python -m pytest -q tests/test_imports.py
 
 soak: .venv/installed

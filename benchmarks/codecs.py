@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -31,7 +32,7 @@ def vectors(count: int) -> dict[str, Vector]:
     heavy = random.standard_t(3, count).astype(np.float32)
     layers = gaussian.copy()
     for layer in np.array_split(layers, 50):
-        layer *= np.float32(np.exp(1.5 * random.standard_normal()))
+        layer *= math.exp(1.5 * random.standard_normal())
     return {"gaussian": gaussian, "student t": heavy, "layers": layers}
 
 

@@ -186,8 +186,8 @@ def main() -> None:
     ratios = {name: link / median for name, median in medians.items() if name != "peerd link"}
     costs = {name: statistics.median(found) for name, found in cpu.items()}
     if options.format == "json":
-        found = {"gb_per_s": rates, "median_gb_per_s": medians, "link_ratio": ratios, "cpu_s_per_gb": costs}
-        json.dump(found, sys.stdout)
+        said = {"gb_per_s": rates, "median_gb_per_s": medians, "link_ratio": ratios, "cpu_s_per_gb": costs}
+        json.dump(said, sys.stdout)
         print()
         return
     print(f"{'path':<22}{'median GB/s':>12}{'best GB/s':>12}{'of the link':>12}{'CPU s/GB':>12}")
