@@ -5,10 +5,11 @@ how a shard changes hands). After a step the trainer waits; its worker pushes by
 (worker.py), each shard's server answers with its weights at once or after its rule's round (shard_server.py), and when
 all have answered the model becomes those weights and the trainer goes on.
 
-With `--topology adv:K` pushes come to each shard's server by a tree of its own, and its weights go down it (Rudra-adv:
-tree.py, aggregator.py). A server then hears and says K whole shards a round in place of as many as there are workers;
-a worker waits for as many hops as the tree is deep, and for every member on its way to be there: one that lives but
-cannot be heard holds those below it up until it is declared failed. Who asks again is answered without the tree.
+With `--topology adv:K` pushes come to each shard's server by a tree of its own (Rudra-adv: tree.py, aggregator.py), and
+its weights go down it from learner to learner, as Rudra-adv* broadcasts them (branches.py). A server then hears and
+says K whole shards a round in place of as many as there are workers; a worker waits for as many hops as the tree is
+deep, and for every member on its way to be there: one that lives but cannot be heard holds those below it up until it
+is declared failed. Who asks again is answered without the tree.
 
 A run ends so: a worker whose last push has come says Finished, so that nobody waits for its next. When all have, the
 servers send the final weights to all.
@@ -39,11 +40,13 @@ from peerd.messages import (
 )
 from peerd.training import delta
 from peerd.training.delta import Layout
+from peerd.training.modes.branches import Branches
 from peerd.training.modes.mode import LinkStatus, ModeSettings
-from peerd.training.modes.seats import WEIGHTS_CODEC, Seat, Seats, exact
+from peerd.training.modes.seat import WEIGHTS_CODEC, Members, Seat, exact
+from peerd.training.modes.seats import Seats
 from peerd.training.modes.shard_server import Rule, ShardServer
 from peerd.training.modes.tree import parse_arity
-from peerd.training.modes.worker import Part, Worker
+from peerd.training.modes.worker import NEVER, Part, Worker
 
 REPEAT_LEAST_S = 10.0  # a connection that breaks is told of; this is for what else may be lost
 REPEAT_SHARE = 4  # times the slowest answer of late: how long one may take
@@ -73,9 +76,11 @@ class ParameterServer:
         self._values = values
         life = rng.getrandbits(31)
         self._worker = Worker(me, life, layout, settings.servers, settings.codec, values().copy())
+        self._members = Members(me)
+        self._branches = Branches(self._members, self._worker, self._send, self.counts, waits=rule.n == 0)
         self._seats = Seats(
-            me, rule, self._worker, self._send, self._answered_here, self.counts, self.staleness,
-            parse_arity(settings.topology),
+            self._members, self._branches, rule, self._worker, self._send, self._answered_here, self.counts,
+            self.staleness, parse_arity(settings.topology),
         )  # fmt: skip
         self._effects: list[Effect] = []
         self._to_self: list[Message] = []
@@ -98,7 +103,7 @@ class ParameterServer:
         if self._finishing and not report.finishing:  # a new run follows a flush
             self._handed_over = self._settled = False
             self._pushed_step = -1
-            self._seats.finished.discard(self._me)
+            self._members.finished.discard(self._me)
         self._finishing = report.finishing
         if report.published or report.finishing:
             if report.published and report.step != self._pushed_step and not self._worker.awaiting:
@@ -118,7 +123,7 @@ class ParameterServer:
         """Peers came or went."""
         self._now = now
         if self._handed_over:
-            for peer in sorted(alive - self._seats.alive):
+            for peer in sorted(alive - self._members.alive):
                 self._send(peer, Finished())
         self._seats.on_peers(alive, now)
         return self._done()
@@ -137,7 +142,7 @@ class ParameterServer:
             part = seat.part
             leader = seat.leader[1] if seat.announced else self._seats.owner(seat)
             pull = ShardPull(part.number, part.seq, self._worker.life, not part.awaiting, seat.announced)
-            for peer in [leader, *self._seats.above(seat)]:
+            for peer in [leader, *self._branches.above(seat)]:
                 self._send(peer, pull)
         self._seats.on_timer(now, self._repeat_s)
         return self._done()
@@ -159,11 +164,13 @@ class ParameterServer:
                 if seats.on_serves(sender, message, now):
                     self._tell(seats.seat(message.shard))
             case ShardSum():
-                seats.on_sum(sender, message, now)
+                seat = seats.seat(message.shard, message.term, message.seq, message.clock - NEVER)
+                self._branches.on_sum(seat, sender, message)
             case SumTaken():
-                seats.on_taken(sender, message)
+                seat = seats.seat(message.shard, message.term, message.seq)
+                self._branches.on_taken(seat, sender, message)
             case Finished():
-                seats.finished.add(sender)
+                self._members.finished.add(sender)
             case Connected():
                 self._on_connected(sender)
             case _:
@@ -218,10 +225,10 @@ class ParameterServer:
     def _tell(self, seat: Seat, after: int | None = None) -> None:
         """Say to the server what it has not been told; before there is one, nothing."""
         if seat.announced:
-            finishing, held = self._handed_over, self._seats.held(seat)
+            finishing, held = self._handed_over, self._branches.held(seat)
             for message in self._worker.to_say(seat.part, seat.leader, finishing=finishing, held=held, after=after):
                 is_push = isinstance(message, ShardPush)
-                self._send(self._seats.ours_go_to(seat) if is_push else seat.leader[1], message)
+                self._send(self._branches.ours_go_to(seat) if is_push else seat.leader[1], message)
 
     def _on_weights(self, sender: NodeId, message: Weights) -> None:
         answer = self._seats.on_weights(sender, message)
@@ -299,8 +306,8 @@ class ParameterServer:
     def _hand_over(self) -> None:
         if not self._handed_over:
             self._handed_over = True
-            self._seats.finished.add(self._me)
-            for peer in sorted(self._seats.alive):
+            self._members.finished.add(self._me)
+            for peer in sorted(self._members.alive):
                 self._send(peer, Finished())
             self._effects.append(Proceed(settled=False))
             self._converse()

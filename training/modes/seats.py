@@ -19,73 +19,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 import numpy as np
 
-from peerd.effects import NodeId, PeerError, Vector
-from peerd.messages import (
-    Applied,
-    Chunks,
-    Claim,
-    Message,
-    Replica,
-    Serves,
-    ShardPull,
-    ShardPush,
-    ShardSum,
-    SumTaken,
-    Weights,
-)
+from peerd.effects import NodeId, PeerError
+from peerd.messages import Applied, Chunks, Claim, Message, Replica, Serves, ShardPull, ShardPush, Weights
 from peerd.training import delta
-from peerd.training.delta import Layout
-from peerd.training.modes.aggregator import Aggregator, layout_of
+from peerd.training.modes.branches import Branches
+from peerd.training.modes.seat import WEIGHTS_CODEC, Claiming, Members, Newest, Seat, exact
 from peerd.training.modes.shard_server import Rule, ShardServer
 from peerd.training.modes.tree import TREE_MOST, Tree, tree_of
-from peerd.training.modes.worker import NEVER, NOBODY, Bid, Part, Worker
+from peerd.training.modes.worker import NEVER, Bid, Worker
 
-WEIGHTS_CODEC = "float32"  # what it dropped would be lost: an answer has no error feedback
 COUNT_MAX = 1 << 53  # of terms, clocks and numbers that a peer may say
-EARLY_MOST = 64  # sums of a tree that is not known yet: one from each who may be below
-OUTSIDE_SHARE = 4  # a tree is laid out anew when a quarter as many workers are outside as are in it
 NO_TREE = Tree(0, ())
 HEARD_S = 30.0  # how long a claimant counts as alive that membership does not name
-
-Newest = tuple[int, dict[NodeId, Applied], Vector]
-"""Clock, what of each worker is in the weights, and the weights."""
-
-
-@dataclass(slots=True, eq=False)
-class _Claiming:
-    waiting: set[NodeId]
-    best: Newest
-    asked_at: float
-    lives: dict[NodeId, int]  # of the workers that have answered
-
-
-@dataclass(slots=True, eq=False)
-class Seat:
-    """One shard, and who serves it."""
-
-    part: Part
-    leader: Bid = NOBODY  # the highest bid that was heard
-    announced: bool = False  # and it serves
-    server: ShardServer | None = None  # here
-    claim: _Claiming | None = None
-    encoded: tuple[int, Chunks] = (-1, ())  # the weights at this clock
-    final_clock: int = NEVER  # of the weights that went as final ones
-    final_to: set[NodeId] = field(default_factory=set)  # to these
-    tree: Tree | None = None  # of the leader's reign; None: it has not said it yet
-    aggregator: Aggregator | None = None  # our place in it
-    sums: dict[NodeId, int] = field(default_factory=dict)  # the last that has come from each who is next below us
-    early: list[tuple[NodeId, ShardSum]] = field(default_factory=list)  # of a reign that has not been heard of
-    outdated: bool = False  # our tree
-    asked: set[NodeId] = field(default_factory=set)  # who pulled, and is answered without the tree: it may be broken
-
-    def parent(self, id: NodeId) -> NodeId | None:
-        """To whom it gives its sums."""
-        return self.tree.parent(id) if self.tree is not None else None
 
 
 class Seats:
@@ -93,7 +42,8 @@ class Seats:
 
     def __init__(
         self,
-        me: NodeId,
+        members: Members,
+        branches: Branches,
         rule: Rule,
         worker: Worker,
         send: Callable[[NodeId, Message], None],
@@ -107,9 +57,9 @@ class Seats:
         `answer_here` gives this node's own worker the weights of a seat that is served here.
         """
         self.all = [Seat(part) for part in worker.parts]
-        self.alive: frozenset[NodeId] = frozenset()
-        self.finished: set[NodeId] = set()  # those whose run has ended, this node too
-        self._me = me
+        self._members = members
+        self._me = members.me
+        self._branches = branches
         self._rule = rule
         self._worker = worker
         self._send = send
@@ -118,11 +68,6 @@ class Seats:
         self._staleness = staleness
         self._arity = arity
         self._heard: dict[NodeId, float] = {}  # claimants that membership does not name, and when they last spoke
-
-    @property
-    def training(self) -> frozenset[NodeId]:
-        """Workers that will push again."""
-        return (self.alive | {self._me}) - self.finished
 
     def seat(self, shard: int, *counts: int) -> Seat:
         """The seat that a message names, whose other numbers are in bounds. Raises PeerError."""
@@ -134,7 +79,7 @@ class Seats:
 
     def owner(self, seat: Seat) -> NodeId:
         """Who should serve it, of those who are alive."""
-        return max(self.alive | self._heard.keys() | {self._me}, key=lambda id: _hash(seat.part.number, id))
+        return max(self._members.everyone | self._heard.keys(), key=lambda id: _hash(seat.part.number, id))
 
     def heard(self, peer: NodeId, now: float) -> None:
         """A peer spoke."""
@@ -145,9 +90,10 @@ class Seats:
 
     def on_peers(self, alive: frozenset[NodeId], now: float) -> None:
         """Members came or went."""
-        come, gone = alive - self.alive, self.alive - alive
-        self.alive = alive
-        self.finished -= gone
+        members = self._members
+        come, gone = alive - members.alive, members.alive - alive
+        members.alive = alive
+        members.finished -= gone
         for id in alive & self._heard.keys():
             del self._heard[id]
         for seat in self.all:
@@ -157,7 +103,7 @@ class Seats:
                     seat.server.dropped.discard(id)
                 for id in sorted(come):
                     self._announce(seat, id)
-                seat.outdated |= self._has_gaps(seat)
+                seat.outdated |= self._branches.has_gaps(seat)
             if seat.claim is not None:
                 seat.claim.waiting -= gone
                 seat.claim.waiting |= come
@@ -172,7 +118,7 @@ class Seats:
             if seat.server is not None:
                 self._announce(seat, peer)
             if seat.aggregator is not None and peer == seat.parent(self._me):
-                self._send_up(seat, seat.aggregator.repeat())
+                self._branches.send_up(seat, seat.aggregator.repeat())
             if seat.parent(peer) == self._me and seat.tree is not None:
                 for id in sorted({peer, *seat.tree.below(peer)}):  # answers to them may be lost
                     seat.final_to.discard(id)
@@ -214,7 +160,7 @@ class Seats:
     def _claim(self, seat: Seat, now: float, above: int = 0) -> None:
         best = self._newest(seat)
         self._follow(seat, (max(seat.leader[0], above) + 1, self._me))
-        seat.claim = _Claiming({*self.alive, *self._heard}, best, now, {self._me: self._worker.life})
+        seat.claim = Claiming({*self._members.alive, *self._heard}, best, now, {self._me: self._worker.life})
         self._counts["claims"] += 1
         for id in sorted(seat.claim.waiting):
             self._ask(seat, id)
@@ -231,8 +177,22 @@ class Seats:
         seat.tree = self._lay_out(seat, seat.claim.lives, applied)
         seat.claim, seat.announced, seat.encoded = None, True, (-1, ())
         seat.final_to.clear()
-        for id in sorted(self.alive | {self._me}):
+        for id in sorted(self._members.everyone):
             self._announce(seat, id)
+
+    def _lay_out(self, seat: Seat, lives: dict[NodeId, int], applied: dict[NodeId, Applied]) -> Tree:
+        """Of those who have answered our claim; a shard's own order, so that not all shards burden the same members."""
+        if not self._arity:
+            return NO_TREE
+        others = sorted(
+            (id for id in self._members.alive if id in lives), key=lambda id: _hash(seat.part.number, id), reverse=True
+        )
+        members = []
+        for id in [self._me, *others][:TREE_MOST]:
+            mark = applied.get(id)
+            held = mark.seq if mark is not None and mark.life == lives[id] else 0
+            members.append(Applied(id, lives[id], held))
+        return Tree(self._arity, tuple(members))
 
     def _announce(self, seat: Seat, peer: NodeId) -> None:
         term, server = seat.leader
@@ -255,7 +215,7 @@ class Seats:
             return seat.server.clock, seat.server.applied, seat.server.weights
         return seat.part.clock, seat.part.applied, self._worker.base[seat.part.where]
 
-    def heed(self, seat: Seat, bid: Bid, *, announced: bool) -> bool:
+    def _heed(self, seat: Seat, bid: Bid, *, announced: bool) -> bool:
         """Whether a bid is the highest so far; whoever serves or claims by a lower one stops."""
         if bid < seat.leader:
             return False
@@ -267,14 +227,12 @@ class Seats:
     def on_claim(self, sender: NodeId, message: Claim, now: float) -> None:
         """Tell the claimant what we have, and follow it."""
         seat = self.seat(message.shard, message.term, message.clock - NEVER)
-        if sender not in self.alive:
+        if sender not in self._members.alive:
             self._heard[sender] = now
         clock, applied, weights = self._newest(seat)
         bid = (message.term, sender)
-        if (seat.announced and bid == seat.leader) or not self.heed(seat, bid, announced=False):
-            self._announce(
-                seat, sender
-            )  # a higher bid is known, or its own of another life: it claims again above that
+        if (seat.announced and bid == seat.leader) or not self._heed(seat, bid, announced=False):
+            self._announce(seat, sender)  # a higher bid, or its own of another life: it claims again above that
             return
         chunks: Chunks = ()
         if clock > message.clock:
@@ -309,19 +267,19 @@ class Seats:
             return False
         if seat.server is not None and bid != seat.leader:  # two serve: only a claim, which asks both, ends it
             if self.owner(seat) == self._me:
-                if sender not in self.alive:
+                if sender not in self._members.alive:
                     self._heard[sender] = now
                 self._claim(seat, now, above=bid[0])
                 self._reconsider(seat, now)
             elif bid > seat.leader and message.serving:  # who claims asks us itself
                 self._announce(seat, message.server)
-        elif self.heed(seat, bid, announced=message.serving):
+        elif self._heed(seat, bid, announced=message.serving):
             held = seat.tree
             if sender == message.server and message.serving and held is not None and held.members != tree.members:
                 self._follow(seat, bid)  # others told of its earlier life, which bade the same
                 seat.announced = True
             if seat.tree is None and message.serving:
-                self._enter(seat, tree, now)
+                self._branches.enter(seat, tree)
             self._reconsider(seat, now)
             return seat.announced
         elif sender == message.server and seat.claim is not None and sender in seat.claim.waiting:
@@ -329,6 +287,18 @@ class Seats:
         elif sender == message.server:
             self._announce(seat, sender)
         return False
+
+    def on_weights(self, sender: NodeId, message: Weights) -> Applied | None:
+        """Heed the server, and pass on what is for those below; returns our own worker's answer. Raises PeerError."""
+        seat = self.seat(message.shard, message.term, message.clock)
+        bid = (message.term, message.server)
+        if sender == message.server:
+            if not self._heed(seat, bid, announced=False):
+                return None
+        elif bid != seat.leader or sender != seat.parent(self._me):
+            return None
+        self._branches.pass_down(seat, sender, message)
+        return next((mark for mark in message.answers if mark.worker == self._me), None)
 
     # ---------------------------------------------------------------- serving
 
@@ -342,15 +312,15 @@ class Seats:
             else:
                 self._redirect(seat, sender)
             return
-        self._meet(seat, server, sender, message.life)
-        if self._comes_by_tree(seat, sender, message.life):
+        self._branches.meet(seat, server, sender, message.life)
+        if self._branches.carries(seat, sender, message.life):
             self._announce(seat, sender)  # it did not know; there must be one way for its pushes
             return
         if server.is_next(sender, message.life, message.seq, message.oldest):
             update = np.empty_like(server.weights)
             delta.decode(message.codec, seat.part.layout, message.chunks, update)
-            (self.finished.add if message.finishing else self.finished.discard)(sender)
-            server.take([Applied(sender, message.life, message.seq)], message.clock, update, self.training)
+            self._members.hear(sender, finishing=message.finishing)
+            server.take([Applied(sender, message.life, message.seq)], message.clock, update, self._members.training)
         if message.wants_answer:
             server.owed[sender] = None
 
@@ -364,9 +334,9 @@ class Seats:
                 seat.aggregator.passed.add(sender)
             else:
                 seat.aggregator.hurries = True
-                self._send_up(seat, seat.aggregator.repeat())  # that they were taken may be what was lost
+                self._branches.send_up(seat, seat.aggregator.repeat())  # that they were taken may be what was lost
         else:
-            self._meet(seat, seat.server, sender, message.life)
+            self._branches.meet(seat, seat.server, sender, message.life)
             if not message.knows:
                 self._announce(seat, sender)
             seat.final_to.discard(sender)
@@ -381,13 +351,13 @@ class Seats:
 
     def serve(self, now: float) -> None:
         """Update what is due, and answer whom it is time to answer."""
-        training = self.training
+        training = self._members.training
         for seat in self.all:
             if seat.outdated:
                 self._reconsider(seat, now)
             if seat.server is None:
                 if seat.aggregator is not None:
-                    self._send_up(seat, seat.aggregator.due(training))
+                    self._branches.send_up(seat, seat.aggregator.due(training))
                 continue
             self._answer(seat, seat.server.due(training), final=False)
             self._end(seat, training)
@@ -401,7 +371,7 @@ class Seats:
             seat.final_clock = server.clock
             seat.final_to.clear()
         if not training and not server.pushers:
-            left = sorted((self.alive | {self._me}) - seat.final_to)
+            left = sorted((self._members.everyone) - seat.final_to)
             seat.final_to |= set(left)
             self._answer(seat, left, final=True)
 
@@ -415,156 +385,11 @@ class Seats:
                 seat.encoded = server.clock, delta.encode(WEIGHTS_CODEC, exact(seat), server.weights)[0]
             marks = tuple(server.applied.values())
             term, me = seat.leader
-            self._send_down(
+            self._branches.send_down(
                 seat, Weights(seat.part.number, term, me, server.clock, answers, final, marks, seat.encoded[1])
             )
         if self._me in workers:
             self._answer_here(seat, server, final)
-
-    # ---------------------------------------------------------------- the tree
-
-    def ours_go_to(self, seat: Seat) -> NodeId:
-        """Where our own pushes begin their way: at our own place in the tree, or at the server."""
-        return self._me if seat.aggregator is not None else seat.leader[1]
-
-    def held(self, seat: Seat) -> int:
-        """The last of our pushes that need not be said again, as the tree has it."""
-        return (seat.tree.seq(self._me, self._worker.life) if seat.tree is not None else None) or 0
-
-    def above(self, seat: Seat) -> list[NodeId]:
-        """Who waits for our pushes beside the server: our own place in the tree, and those between."""
-        if seat.aggregator is None or seat.tree is None:
-            return []
-        return [self._me, *seat.tree.above(self._me)[:-1]]
-
-    def on_sum(self, sender: NodeId, message: ShardSum, now: float) -> None:
-        """From the next below us. Raises PeerError."""
-        seat = self.seat(message.shard, message.term, message.seq, message.clock - NEVER)
-        bid = (message.term, message.server)
-        if bid > seat.leader or (bid == seat.leader and seat.tree is None):
-            if len(seat.early) < EARLY_MOST:  # it will be said again
-                seat.early.append((sender, message))
-            return
-        if bid != seat.leader or seat.tree is None or seat.parent(sender) != self._me:
-            return
-        last = seat.sums.get(sender, 0)
-        if message.seq > last + 1:
-            return
-        if message.seq == last + 1:
-            if not message.parts or not {part.worker for part in message.parts} <= {sender, *seat.tree.below(sender)}:
-                raise PeerError("a sum of pushes that are not below its sender")
-            seat.sums[sender] = message.seq
-            self._take_sum(seat, message)
-        elif seat.aggregator is not None:
-            self._send_up(seat, seat.aggregator.repeat())
-        self._send(sender, SumTaken(message.shard, message.term, message.server, message.seq))
-
-    def on_taken(self, sender: NodeId, message: SumTaken) -> None:
-        """Our sums have come. Raises PeerError."""
-        seat = self.seat(message.shard, message.term, message.seq)
-        is_ours = (message.term, message.server) == seat.leader and sender == seat.parent(self._me)
-        if is_ours and seat.aggregator is not None:
-            seat.aggregator.taken(message.seq)
-
-    def on_weights(self, sender: NodeId, message: Weights) -> Applied | None:
-        """Heed the server, and pass on what is for those below; returns our own worker's answer. Raises PeerError."""
-        seat = self.seat(message.shard, message.term, message.clock)
-        bid = (message.term, message.server)
-        if sender == message.server:
-            if not self.heed(seat, bid, announced=False):
-                return None
-        elif bid != seat.leader or sender != seat.parent(self._me):
-            return None
-        if seat.aggregator is not None and sender == seat.parent(self._me):
-            seat.aggregator.answered(message)
-            self._send_down(seat, message)
-        return next((mark for mark in message.answers if mark.worker == self._me), None)
-
-    def _take_sum(self, seat: Seat, message: ShardSum) -> None:
-        for part in message.parts:
-            (self.finished.add if message.finishing else self.finished.discard)(part.worker)
-        if seat.aggregator is not None:
-            seat.aggregator.take_sum(message)
-        elif seat.server is not None:
-            server = seat.server
-            if any(part.seq <= server.last_of(part.worker, part.life) for part in message.parts):
-                self._counts["sums_refused"] += 1  # one of them has another way: only another tree mends that
-                seat.outdated = True
-                return
-            update = np.empty_like(server.weights)
-            delta.decode(message.codec, layout_of(message, seat.part.layout), message.chunks, update)
-            server.take(message.parts, message.clock, update, self.training)
-            server.owed |= dict.fromkeys(part.worker for part in message.parts)
-
-    def _lay_out(self, seat: Seat, lives: dict[NodeId, int], applied: dict[NodeId, Applied]) -> Tree:
-        """Of those who have answered our claim; a shard's own order, so that not all shards burden the same members."""
-        if not self._arity:
-            return NO_TREE
-        others = sorted(
-            (id for id in self.alive if id in lives), key=lambda id: _hash(seat.part.number, id), reverse=True
-        )
-        members = []
-        for id in [self._me, *others][:TREE_MOST]:
-            mark = applied.get(id)
-            held = mark.seq if mark is not None and mark.life == lives[id] else 0
-            members.append(Applied(id, lives[id], held))
-        return Tree(self._arity, tuple(members))
-
-    def _enter(self, seat: Seat, tree: Tree, now: float) -> None:
-        """Take our place in the leader's tree."""
-        seat.tree = tree
-        part, worker = seat.part, self._worker
-        if seat.leader[1] != self._me and tree.seq(self._me, worker.life) is not None:
-            seat.aggregator = Aggregator(
-                self._me, part.number, seat.leader, tree, part.layout, self._rule.n == 0, self._counts,
-                worker.base[part.where], part.clock,
-            )  # fmt: skip
-        early, seat.early = seat.early, []
-        for sender, message in early:
-            self.on_sum(sender, message, now)
-
-    def _meet(self, seat: Seat, server: ShardServer, worker: NodeId, life: int) -> None:
-        """Who was in the tree in another life cuts its branch off."""
-        server.meet(worker, life)
-        assert seat.tree is not None, "laid out with the server"
-        if seat.parent(worker) is not None and seat.tree.seq(worker, life) is None:
-            seat.outdated = True
-
-    def _has_gaps(self, seat: Seat) -> bool:
-        """Whether aggregators have died, or many have come who are not in the tree."""
-        if seat.tree is None or not seat.tree.members:
-            return False
-        members = {member.worker for member in seat.tree.members}
-        outside = len(self.alive - members) if len(members) < TREE_MOST else 0
-        return OUTSIDE_SHARE * outside >= len(members) or not seat.tree.aggregators() <= self.alive
-
-    def _comes_by_tree(self, seat: Seat, worker: NodeId, life: int) -> bool:
-        return seat.tree is not None and worker != self._me and seat.tree.seq(worker, life) is not None
-
-    def _send_up(self, seat: Seat, sums: list[ShardSum]) -> None:
-        parent = seat.parent(self._me)
-        assert parent is not None, "who has an aggregator is not the root"
-        for each in sums:
-            self._send(parent, each)
-
-    def _send_down(self, seat: Seat, message: Weights) -> None:
-        """One message to each who is next below us, and to those outside the tree."""
-        assert seat.tree is not None, "known with the server"
-        ways: dict[NodeId, list[Applied]] = {}
-        for mark in message.answers:
-            way = mark.worker if mark.worker in seat.asked else seat.tree.next_down(self._me, mark.worker)
-            ways.setdefault(way, []).append(mark)
-        seat.asked -= {mark.worker for mark in message.answers}
-        for way, answers in ways.items():
-            is_root = seat.server is not None
-            if way != self._me and (is_root or seat.parent(way) == self._me):
-                self._send(way, replace(message, answers=tuple(answers)))
-
-
-def exact(seat: Seat) -> Layout:
-    """Of weights that travel: float buffers too are exact."""
-    count = seat.part.layout.total
-    return Layout(count, count)
 
 
 def _hash(shard: int, id: NodeId) -> tuple[bytes, NodeId]:
