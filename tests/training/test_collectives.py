@@ -139,6 +139,29 @@ def test_every_segment_has_one_tree_of_all_ranks(name: str, size: int) -> None:
             assert at is None, "a cycle"
 
 
+@given(st.sampled_from(TOPOLOGIES), st.integers(1, 70))
+def test_every_rank_is_given_each_sum_once(name: str, size: int) -> None:
+    topology = parse_topology(name)
+    for segment in range(topology.segments(size)):
+        (root,) = (rank for rank in range(size) if topology.parent(segment, rank, size) is None)
+        given, reached = [(root, None)], []
+        while given:
+            rank, giver = given.pop()
+            assert topology.giver(segment, rank, size) == giver
+            reached.append(rank)
+            given += [(taker, rank) for taker in topology.takers(segment, rank, size)]
+        assert sorted(reached) == list(range(size))
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_a_ring_gives_one_way_alone(size: int) -> None:
+    ring = parse_topology("ring")
+    for segment in range(size):
+        for rank in range(size):
+            assert ring.parent(segment, rank, size) in (None, (rank + 1) % size)
+            assert ring.takers(segment, rank, size) in ([], [(rank + 1) % size])
+
+
 @given(st.integers(2, 6), st.integers(2, 200))
 def test_a_tree_is_as_deep_as_the_cost_model_says(arity: int, size: int) -> None:
     topology = parse_topology(f"tree:{arity}")

@@ -1,7 +1,7 @@
 """How does one rank take part in summing all ranks' vectors? The state machine of one attempt.
 
 A segment is cut into pieces, which go their way alone: a piece is sent on as soon as it is reduced. A piece's partial
-sum goes up its tree, children added in a fixed order. The root packs the sum once; all others forward these very
+sum goes up its tree, children added in a fixed order. The root packs the sum once; all others hand on these very
 bytes and unpack them, as the root does itself, so the result is the same to the bit everywhere.
 """
 
@@ -56,6 +56,8 @@ class _Part:
     stop: int
     parent: int | None
     children: list[int]
+    giver: int | None
+    takers: list[int]
     added: int = 0  # children whose partial sums are in ours
     early: dict[int, Any] = field(default_factory=dict)  # of children whose turn has not come
     complete: bool = False
@@ -72,7 +74,14 @@ class Collective:
         self.vector = vector
         self._packing = packing
         self._parts = [
-            _Part(start, stop, topology.parent(segment, rank, size), topology.children(segment, rank, size))
+            _Part(
+                start,
+                stop,
+                parent=topology.parent(segment, rank, size),
+                children=topology.children(segment, rank, size),
+                giver=topology.giver(segment, rank, size),
+                takers=topology.takers(segment, rank, size),
+            )
             for segment, start, stop in _pieces(len(vector), topology.segments(size), cut)
         ]
         self._incomplete = len(self._parts)
@@ -93,7 +102,7 @@ class Collective:
             raise PeerError(f"a piece tagged {tag} of {len(self._parts)} pieces")
         part = self._parts[index]
         if is_sum:
-            if source != part.parent or part.added < len(part.children):
+            if source != part.giver or part.added < len(part.children):
                 raise PeerError(f"a sum tagged {tag} from rank {source}, which cannot have it")
             return [] if part.complete else self._finish(part, index, payload)
         if source not in part.children:
@@ -122,7 +131,7 @@ class Collective:
             self.vector[part.start : part.stop] = self._packing.unpack(part.start, payload, part.stop - part.start)
         part.complete = True
         self._incomplete -= 1
-        return [Piece(child, 2 * index + 1, payload) for child in reversed(part.children)]
+        return [Piece(taker, 2 * index + 1, payload) for taker in part.takers]
 
 
 def _pieces(length: int, segments: int, cut: int) -> Iterator[tuple[int, int, int]]:

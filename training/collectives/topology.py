@@ -3,7 +3,8 @@
 How this works. The vector is cut into segments, and each segment has a tree of the ranks: partial sums go up, the sum
 comes down the same way. The three classic algorithms differ in their trees alone:
 
-    ring      a segment a rank; its tree is the chain that goes round and ends at that rank
+    ring      a segment a rank; its tree is the chain that goes round and ends at that rank. The sum goes on round, so
+              that each line carries bulk one way, and confirmations the other
     tree:K    one segment; a K-nomial tree, so that a level costs its parent K - 1 vectors (FireCaffe, arXiv:1511.00175)
     halving   a segment a rank; the binomial tree of recursive halving (Rabenseifner 2004), and doubling back. Ranks
               beyond the largest power of two are leaves of the ranks within
@@ -22,10 +23,8 @@ ARITY_MOST = 64
 class Topology(Protocol):
     """The trees of one algorithm; all ranks compute the same ones."""
 
-    @property
-    def name(self) -> str:
-        """What `parse_topology` reads."""
-        ...
+    name: str
+    """What `parse_topology` reads."""
 
     def segments(self, size: int) -> int:
         """Into how many parts the vector is cut."""
@@ -39,12 +38,20 @@ class Topology(Protocol):
         """From whom it gets theirs, in the order in which they are added."""
         ...
 
+    def giver(self, segment: int, rank: int, size: int) -> int | None:
+        """From whom it gets the sum; None: there it is complete."""
+        return self.parent(segment, rank, size)
+
+    def takers(self, segment: int, rank: int, size: int) -> list[int]:
+        """To whom it gives the sum: first to the one it waited for last, which has the most below it."""
+        return self.children(segment, rank, size)[::-1]
+
     def seconds(self, size_bytes: float, size: int, latency_s: float, bytes_per_s: float) -> float:
         """What an all-reduce should take where every rank has such a line, both ways at once."""
         ...
 
 
-class Ring:
+class Ring(Topology):
     """Least bytes for any number of ranks, most messages one after the other."""
 
     name = "ring"
@@ -61,12 +68,20 @@ class Ring:
         """See `Topology.children`."""
         return [] if rank == (segment + 1) % size else [(rank - 1) % size]
 
+    def giver(self, segment: int, rank: int, size: int) -> int | None:
+        """See `Topology.giver`."""
+        return None if rank == segment else (rank - 1) % size
+
+    def takers(self, segment: int, rank: int, size: int) -> list[int]:
+        """See `Topology.takers`."""
+        return [] if rank == (segment - 1) % size else [(rank + 1) % size]
+
     def seconds(self, size_bytes: float, size: int, latency_s: float, bytes_per_s: float) -> float:
         """See `Topology.seconds`."""
         return 2 * (size - 1) * (latency_s + size_bytes / (size * bytes_per_s))
 
 
-class Tree:
+class Tree(Topology):
     """Fewest messages one after the other, but each is the whole vector."""
 
     def __init__(self, arity: int = 2) -> None:
@@ -104,7 +119,7 @@ class Tree:
         return place
 
 
-class Halving:
+class Halving(Topology):
     """Least bytes and few messages, where the number of ranks is a power of two."""
 
     name = "halving"
