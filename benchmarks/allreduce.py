@@ -33,6 +33,7 @@ import numpy as np
 import numpy.typing as npt
 import trio
 
+from peerd.allocator import keep_freed_chunks
 from peerd.effects import Address, Effect, NodeId, Proceed, StepReport, Vector
 from peerd.exchanges import Exchanges
 from peerd.messages import AS_STARTED, Connected, Hello, Message, Welcome
@@ -315,6 +316,7 @@ def main() -> None:
         if options.side == "gloo":
             gloo(options.rank, addresses, options.values)
         else:
+            keep_freed_chunks()  # as a daemon does
             trio.run(peerd, options.rank, addresses, options.values)
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # namespaces are taken down

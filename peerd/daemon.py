@@ -18,6 +18,7 @@ from typing import Any
 import trio
 
 from peerd import __version__, identity, known_members
+from peerd.allocator import keep_freed_chunks
 from peerd.carrier import fabric_for
 from peerd.control import serve
 from peerd.effects import Address, NodeId, PeerError, UserError
@@ -357,6 +358,7 @@ class Daemon:
 async def run(settings: Settings, command: list[str]) -> int:
     """The life of a daemon; returns the exit code. Raises UserError for what the user can mend."""
     configure(settings.name, settings.run, settings.log)
+    keep_freed_chunks()
     if (ignored := unknown_variables(os.environ)) is not None:
         LOGGER.warning("%s", ignored)
     mine = identity.take(settings.state_path)

@@ -125,6 +125,11 @@ class FrameReader:
         return self._head is not None or self._fixed is not None or self._start != self._end
 
     @property
+    def chunk_due(self) -> int:
+        """Return the bytes that the chunk under way lacks; 0: none is under way."""
+        return len(self._chunk) - self._filled if self._chunk is not None else 0
+
+    @property
     def frame_size(self) -> int:
         """Return the bytes of the frame under way, as far as known."""
         fixed = self._fixed

@@ -125,7 +125,7 @@ class MemoryStream:
         """Wait until something has moved on the way out."""
         await self._outgoing.moved.park()
 
-    async def wait_receivable(self) -> None:
+    async def wait_receivable(self, due: int = 1) -> None:
         """Wait until something has moved on the way in."""
         await self._incoming.moved.park()
 

@@ -47,8 +47,8 @@ class ByteStream(Protocol):
     async def wait_sendable(self) -> None:
         """Wait until `send_some` may get somewhere."""
 
-    async def wait_receivable(self) -> None:
-        """Wait until `receive_some` may get somewhere."""
+    async def wait_receivable(self, due: int = 1) -> None:
+        """Wait until `receive_some` may get somewhere; so many bytes are to come at least, so it may wait for more."""
 
     def close(self) -> None:
         """Close at once; who waits gets LinkLost."""
@@ -243,7 +243,8 @@ class StreamLink:
         if not self._reader.midway:
             await self._stream.wait_receivable()
             return
-        await self._wait_midway(self._stream.wait_receivable, _patience_s(self._reader.frame_size))
+        wait = partial(self._stream.wait_receivable, self._reader.chunk_due or 1)
+        await self._wait_midway(wait, _patience_s(self._reader.frame_size))
 
     async def _wait_midway(self, wait: Callable[[], Awaitable[None]], patience: float) -> None:
         # only waiting counts, so that a caller who comes back late does not blame the peer

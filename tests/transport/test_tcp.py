@@ -231,6 +231,44 @@ def test_a_small_socket_buffer_and_odd_chunks():
     trio.run(main)
 
 
+def test_a_chunk_that_dribbles_in_wakes_its_reader_rarely(monkeypatch):
+    """And what follows it, however short, wakes it at once."""
+    waits = 0
+    wait = tcp.TcpStream.wait_receivable
+
+    async def counted(self, due=1):
+        nonlocal waits
+        waits += 1
+        await wait(self, due)
+
+    monkeypatch.setattr(tcp.TcpStream, "wait_receivable", counted)
+
+    async def body():
+        async with listening() as (_, address, taken):
+            sock = socket.create_connection(address)
+            with closing(sock):
+                link = await taken.receive()
+                link.payload_limit = 2 << 20
+                message = ModelSnapshot(1, "float32", (bytes(1 << 20), bytes(1 << 20)))
+                raw = b"".join(map(bytes, frames(message)))
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                sock.setblocking(False)
+
+                async def dribble():
+                    for start in range(0, len(raw), 2000):
+                        await trio.sleep(0)
+                        sock.send(raw[start : start + 2000])
+
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(dribble)
+                    assert await link.receive() == message
+                sock.send(b"".join(map(bytes, frames(LinkClosed(5)))))
+                assert await link.receive() == LinkClosed(5)
+
+    trio.run(body)
+    assert waits < 60, "of a thousand pieces"
+
+
 def test_ipv6():
     async def main():
         async with trio.open_nursery() as nursery:
