@@ -1,6 +1,6 @@
 """How fast is a ring all-reduce of 100 MB among processes of this machine: peerd's rounds beside gloo's, in turn.
 
-    python benchmarks/allreduce.py [--peers 4] [--values 25000000] [--repeat 7] [--format json]
+    python benchmarks/allreduce.py [--peers 4] [--values 25000000] [--repeat 7] [--topology ring] [--format json]
     python benchmarks/allreduce.py --mbit 100       each in a network namespace of its own (root, ip and tc)
 
 peerd's side is the production path from a mode's contribution to the committed sum: rounds, leader and collective in
@@ -147,10 +147,10 @@ class Summing:
         return effects
 
 
-async def peerd(rank: int, addresses: list[Address], count: int) -> None:
+async def peerd(rank: int, addresses: list[Address], count: int, topology: str) -> None:
     me, layout = f"r{rank}", Layout(count, count)
     where = {f"r{other}": address for other, address in enumerate(addresses)}
-    settings = ModeSettings("float32", parse_trigger("always"), 3, 1, "blocking", "ring", min_peers=len(addresses))
+    settings = ModeSettings("float32", parse_trigger("always"), 3, 1, "blocking", topology, min_peers=len(addresses))
     hello = Hello(1, "swarm", "run", me, me, 1, *addresses[rank], "allreduce", "", ())
     source = contribution(rank, count)
     work = source.copy()
@@ -198,12 +198,18 @@ class Ranks:
     """One process a rank, all of one side."""
 
     def __init__(
-        self, side: str, count: int, addresses: list[Address], within: list[list[str]], interface: str
+        self,
+        side: str,
+        count: int,
+        addresses: list[Address],
+        within: list[list[str]],
+        interface: str,
+        topology: str,
     ) -> None:
         self._all = [
             subprocess.Popen(
                 [*within[rank], sys.executable, __file__, "--rank", str(rank), "--side", side, "--values", str(count),
-                 "--addresses", json.dumps(addresses)],
+                 "--addresses", json.dumps(addresses), "--topology", topology],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                 env={**os.environ, "GLOO_SOCKET_IFNAME": interface, "RANKS": str(len(addresses))},
             )
@@ -278,7 +284,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             within = [[] for _ in range(options.peers)]
             places = {side: [("127.0.0.1", port) for port in free_ports(options.peers)] for side in SIDES}
             interface = "lo"
-        sides = {side: Ranks(side, options.values, places[side], within, interface) for side in SIDES}
+        sides = {side: Ranks(side, options.values, places[side], within, interface, options.topology) for side in SIDES}
         seconds: dict[str, list[float]] = {side: [] for side in SIDES}
         worked: dict[str, list[float]] = {side: [] for side in SIDES}
         for turn in range(options.repeat + 1):
@@ -305,6 +311,7 @@ def main() -> None:
     parser.add_argument("--peers", type=int, default=4)
     parser.add_argument("--values", type=int, default=25_000_000)
     parser.add_argument("--repeat", type=int, default=7)
+    parser.add_argument("--topology", default="ring", help="of peerd's side")
     parser.add_argument("--mbit", type=float, default=0.0, help="of each process's line; 0: loopback")
     parser.add_argument("--format", choices=("text", "json"), default="text")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
@@ -317,7 +324,7 @@ def main() -> None:
             gloo(options.rank, addresses, options.values)
         else:
             keep_freed_chunks()  # as a daemon does
-            trio.run(peerd, options.rank, addresses, options.values)
+            trio.run(peerd, options.rank, addresses, options.values, options.topology)
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # namespaces are taken down
     if options.mbit and not (os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc")):

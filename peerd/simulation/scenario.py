@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import shlex
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -230,8 +232,9 @@ class _Run:
 def simulate(scenario: Scenario, trace: TextIO | None = None, progress: Progress = lambda share, look: None) -> Outcome:
     """Run it. Raises UserError for settings that make no sense; a violation is in the result."""
     began = time.perf_counter()
-    run = _Run(scenario, trace)
-    violations = run.go(progress)
+    with _rare_collections():
+        run = _Run(scenario, trace)
+        violations = run.go(progress)
     result = {
         "peers": scenario.peers,
         "problem": scenario.problem,
@@ -246,6 +249,17 @@ def simulate(scenario: Scenario, trace: TextIO | None = None, progress: Progress
         "replay": scenario.command(),
     }
     return Outcome(result, run.looks, run.swarm.staleness())
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """A big swarm is a million objects that live on, next to no cycles: looking for those took 8 % of the time."""
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def _problem(scenario: Scenario) -> Problem | None:
