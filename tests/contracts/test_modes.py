@@ -1,8 +1,8 @@
 """Every mode keeps the contract: members come, leave, die and return at any message, and a run ends with one model.
 
-The table of modes is the list of what is tested: a new line in it is tested here with nothing to add. Three carriers:
-bare cores over queues, where a fault can come at every message; real daemons over memory and TCP; simulated swarms.
-What one kind of mode promises beyond this is in its own tests: the exact mean (test_rounds.py), staleness
+The table of modes is the list of what is tested: a new line in it is tested here with nothing to add. Three ways:
+bare cores over queues, where a fault can come at every message; real daemons over memory, TCP and UCX; simulated
+swarms. What one kind of mode promises beyond this is in its own tests: the exact mean (test_rounds.py), staleness
 (test_shard_server.py), exact mass (test_mass.py), each push once (test_parameter_server.py), the kept sum
 (test_gossip.py, test_elastic.py).
 """
@@ -20,6 +20,7 @@ import thin
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, run_state_machine_as_test
 from mode_swarm import ModeSwarm
+from ucx_here import needs_ucx
 from weather import NAMES, Lives, weather_settings
 
 from peerd.effects import Vector
@@ -297,9 +298,9 @@ def test_in_much_weather(row: Row) -> None:
 # ---------------------------------------------------------------- real daemons
 
 
-async def whole_life(row: Row, swarm: thin.Swarm) -> tuple[dict[str, thin.Model], dict[str, int]]:
-    """Three train; one joins, one is killed and comes back, one leaves, and the rest end. Returns their models, and in
-    how many exchanges and rounds each took part."""
+async def whole_life(row: Row, swarm: thin.Swarm) -> tuple[dict[str, thin.Model], dict[str, int], set[str]]:
+    """Three train; one joins, one is killed and comes back, one leaves, and the rest end. Returns their models, in how
+    many exchanges and rounds each took part, and what carried the bulk."""
     mode, options = row
     settings = {"mode": mode, "every": EVERY, "trigger": "always", **options}
     nodes = swarm.nodes
@@ -323,12 +324,22 @@ async def whole_life(row: Row, swarm: thin.Swarm) -> tuple[dict[str, thin.Model]
         node.trainer.steps = last
     models = await swarm.finish()
     counts = {name: await nodes[name].counts() for name in models}
-    return models, {name: count.get("exchanges", 0) + count.get("rounds", 0) for name, count in counts.items()}
+    took_part = {name: count.get("exchanges", 0) + count.get("rounds", 0) for name, count in counts.items()}
+    return models, took_part, {carrier for name in models for carrier in await nodes[name].carriers()}
 
 
-@pytest.mark.parametrize("run", [partial(thin.simulate, 1), thin.live], ids=["memory", "tcp"])
-def test_daemons_live_through_it(row: Row, run: Callable[[Any], Any]) -> None:
-    models, took_part = run(partial(whole_life, row))
+@pytest.mark.parametrize(
+    ("run", "carrier"),
+    [
+        pytest.param(partial(thin.simulate, 1), "memory", id="memory"),
+        pytest.param(thin.live, "tcp", id="tcp"),
+        pytest.param(thin.live_over_ucx, "ucx tcp", id="ucx", marks=needs_ucx),
+    ],
+)
+def test_daemons_live_through_it(row: Row, run: Callable[[Any], Any], carrier: str) -> None:
+    models, took_part, carriers = run(partial(whole_life, row))
+    assert carriers
+    assert all(each.startswith(carrier) for each in carriers)
     assert models.keys() == took_part.keys() == {"a", "c", "d"}
     assert min(took_part.values()) > 1
     check_that_all_agree(row, models.values())

@@ -27,8 +27,10 @@ from peerd.messages import AS_STARTED, Delta, Member, Message, Plan, State
 from peerd.roles import About
 from peerd.settings import Settings
 from peerd.shared_memory import SharedMemory
+from peerd.transport import framing, ucx
 from peerd.transport.link import Transport
 from peerd.transport.memory import MemoryNetwork
+from peerd.transport.rdma import UcxFabric
 from peerd.transport.tcp import TcpTransport
 from peerd.transport.udp import bind_udp
 
@@ -297,6 +299,11 @@ class Node:
         answer: dict[str, Any] = await self.daemon.verbs()[verb](arguments)
         return answer
 
+    async def carriers(self) -> set[str]:
+        """What carries the bulk of its links."""
+        members = (await self.ask("members"))["members"]
+        return {member["carrier"] for member in members if member["carrier"]}
+
     async def counts(self) -> dict[str, int]:
         """What its status counts."""
         counts: dict[str, int] = (await self.daemon.verbs()["status"]({}))["counts"]
@@ -334,6 +341,16 @@ class Loopback:
     def carrier(self, nursery: trio.Nursery, host: str) -> Transport:
         """Its connections."""
         return TcpTransport(nursery)
+
+
+class LoopbackUcx(Loopback):
+    """The same, with all chunks over UCX's tcp."""
+
+    def carrier(self, nursery: trio.Nursery, host: str) -> Transport:
+        """Its connections, which are upgraded at once."""
+        fabric = UcxFabric(ucx.load(), "tcp", without_rdma=True)
+        nursery.start_soon(fabric.run)
+        return TcpTransport(nursery, fabric)
 
 
 class Swarm:
@@ -384,7 +401,14 @@ def simulate(seed: int, scenario: Callable[[Swarm], Awaitable[T]]) -> T:
 
 def live(scenario: Callable[[Swarm], Awaitable[T]]) -> T:
     """Run the scenario over this machine's network, as its schedule comes."""
-    return trio.run(_within, scenario, lambda nursery: Loopback())
+    return trio.run(_within, scenario, lambda _: Loopback())
+
+
+def live_over_ucx(scenario: Callable[[Swarm], Awaitable[T]]) -> T:
+    """The same over UCX, however small a chunk is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(framing, "BESIDE_LEAST", 1)
+        return trio.run(_within, scenario, lambda _: LoopbackUcx())
 
 
 async def _run_inline(work: Callable[..., T], *arguments: Any, **_: Any) -> T:
