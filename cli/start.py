@@ -36,6 +36,9 @@ def start(
     min_peers: Annotated[int | None, typer.Option(help="a round of fewer members waits for more")] = None,
     wait_for: Annotated[int | None, typer.Option(help="hold the first step until this many members are ready")] = None,
     transport: Annotated[str | None, typer.Option(help="what bulk travels over: tcp, rdma, auto")] = None,
+    rdma_subnet: Annotated[
+        list[str] | None, typer.Option(metavar="CIDR", help="RDMA only with peers in this network; may be given again")
+    ] = None,
     rdma_allow_fallback: Annotated[
         bool | None, typer.Option("--rdma-allow-fallback", help="without RDMA take whatever UCX has, for tests")
     ] = None,
@@ -55,7 +58,8 @@ def start(
         "name": name, "bind": bind, "join": tuple(join) if join else None, "swarm": swarm, "mode": mode,
         "codec": codec, "trigger": trigger, "view": view, "every": every, "overlap": overlap, "topology": topology,
         "servers": servers, "min_peers": min_peers, "wait_for": wait_for, "transport": transport,
-        "rdma_allow_fallback": rdma_allow_fallback, "log": log,
+        "rdma_subnets": tuple(rdma_subnet) if rdma_subnet else None, "rdma_allow_fallback": rdma_allow_fallback,
+        "log": log,
     }  # fmt: skip
     code = trio.run(daemon.run, settings.load(flags, os.environ, file), command or [])
     if code:

@@ -16,7 +16,7 @@ def fabric_for(settings: Settings) -> UcxFabric | None:
     if settings.transport == "tcp":
         return None
     try:
-        fabric = _fabric(settings.rdma_allow_fallback)
+        fabric = _fabric(settings)
     except ucx.UcxError as error:
         if settings.transport == "rdma":
             raise UserError(
@@ -28,10 +28,10 @@ def fabric_for(settings: Settings) -> UcxFabric | None:
     return fabric
 
 
-def _fabric(allow_fallback: bool) -> UcxFabric:
-    library = ucx.load()
-    if allow_fallback:
-        return UcxFabric(library, ucx.HOST_MEMORY, without_rdma=True)
+def _fabric(settings: Settings) -> UcxFabric:
+    library, subnets = ucx.load(), settings.rdma_subnets
+    if settings.rdma_allow_fallback:
+        return UcxFabric(library, ucx.HOST_MEMORY, without_rdma=True, subnets=subnets)
     if not ucx.is_rdma(found := ucx.resources(library)):
         raise ucx.UcxError(f"{library} finds no InfiniBand or RoCE device here, only {', '.join(found) or 'nothing'}")
-    return UcxFabric(library, RDMA_ONLY)
+    return UcxFabric(library, RDMA_ONLY, subnets=subnets)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import os
 import re
 import socket
@@ -48,6 +49,7 @@ class Settings:
     wait_for: int = 1  # the first step waits until this many members hold the model, so that all start together
     network: str = "lan"
     transport: str = "tcp"  # of large chunks: tcp, rdma, or auto (rdma where this node and the peer have it)
+    rdma_subnets: tuple[str, ...] = ()  # peers in these alone may have RDMA to this node's buffers; none: all may
     rdma_allow_fallback: bool = False  # take whatever UCX has where there is no RDMA: for tests
     checkpoint_every_s: float = 60.0
     state_dir: str = ""  # "" means $XDG_STATE_HOME/peerd/NAME
@@ -71,6 +73,11 @@ class Settings:
         check_options(self.mode, self.overlap, self.topology)
         _choice("network", self.network, ["lan", "wan"])
         _choice("transport", self.transport, ["tcp", "rdma", "auto"])
+        for subnet in self.rdma_subnets:
+            try:
+                ipaddress.ip_network(subnet)
+            except ValueError as error:
+                raise UserError(f"rdma_subnets: {error}; an example is 10.1.0.0/16") from None
         _choice("log", self.log, ["auto", "human", "json"])
         parse_trigger(self.trigger)
         for key in ("view", "every", "servers", "min_peers", "wait_for"):

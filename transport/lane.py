@@ -57,6 +57,9 @@ class Fabric(Protocol):
     version: str  # two that differ do not understand each other
     ended: str  # why it carries nothing any more; "" while it does
 
+    def trusts(self, host: str) -> bool:
+        """Whether a peer at this address may have a lane."""
+
     def address(self) -> bytes:
         """Where peers find it."""
 

@@ -92,6 +92,7 @@ class MemoryStream:
     """A `ByteStream`: one end of a connection."""
 
     name = "memory"
+    host = ""  # has no address
 
     def __init__(self, connection: Connection, end: int, remote: str) -> None:
         self._connection = connection

@@ -12,9 +12,10 @@ used again. UCX tells nothing of a peer that stands still, so each lane has a de
 
 from __future__ import annotations
 
+import ipaddress
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -52,8 +53,14 @@ class _Operation:
 class UcxFabric:
     """UCX's worker, its lanes, and what is under way."""
 
-    def __init__(self, library: ucx.Library, transports: str = "", without_rdma: bool = False) -> None:
-        """`transports` as in UCX_TLS; a lane that is not RDMA is refused, unless `without_rdma`. Raises UcxError."""
+    def __init__(
+        self, library: ucx.Library, transports: str = "", without_rdma: bool = False, subnets: Iterable[str] = ()
+    ) -> None:
+        """`transports` as in UCX_TLS; a lane that is not RDMA is refused, unless `without_rdma`.
+
+        With `subnets`, such as 10.1.0.0/16, only peers within have lanes. Raises UcxError.
+        """
+        self._subnets = [ipaddress.ip_network(subnet) for subnet in subnets]
         self.library = library
         self.version = ".".join(map(str, library.version[:2]))
         self.registered = 0  # slots, of all lanes
@@ -91,6 +98,12 @@ class UcxFabric:
     def stages(self, ways: list[str]) -> bool:
         """Whether chunks are copied on their way out: over RDMA a peer gets a key to where they lie."""
         return ucx.is_rdma(ways)
+
+    def trusts(self, host: str) -> bool:
+        """See `Fabric.trusts`."""
+        address = ipaddress.ip_address(host.partition("%")[0]) if self._subnets else None
+        address = getattr(address, "ipv4_mapped", None) or address  # as a socket of both families shows it
+        return address is None or any(address in subnet for subnet in self._subnets)
 
     def address(self) -> bytes:
         """See `Fabric.address`."""

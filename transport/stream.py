@@ -38,6 +38,7 @@ class ByteStream(Protocol):
     """A connection that never waits by itself: it raises BlockingIOError, or LinkLost when it is gone."""
 
     name: str  # of the carrier
+    host: str  # where the other end is: an address, never a name
 
     def send_some(self, pieces: Sequence[Chunk]) -> int:
         """Send the beginning of what `pieces` are together; return how many bytes."""
@@ -67,6 +68,7 @@ class StreamLink:
     ) -> None:
         """`fabric` carries large chunks once the link is upgraded; without one it never is."""
         self.remote = remote
+        self.host = stream.host
         self.admitted = False
         self.bytes_sent = 0
         self.bytes_received = 0

@@ -38,7 +38,8 @@ class TcpStream:
 
     name = "tcp"
 
-    def __init__(self, sock: socket.socket, remote: str) -> None:
+    def __init__(self, sock: socket.socket, remote: str, host: str) -> None:
+        self.host = host
         self._sock = sock
         self._remote = remote
         self._wakes_at = 1  # bytes that end a wait
@@ -112,12 +113,12 @@ class TcpTransport:
         remote = shown(address)
         try:
             with trio.fail_after(DIAL_TIMEOUT_S):
-                sock = await _connect(address)
+                sock, host = await _connect(address)
         except trio.TooSlowError:
             raise LinkLost(f"cannot reach {remote}: no answer within {DIAL_TIMEOUT_S:g} s") from None
         except (OSError, ValueError) as error:  # ValueError: what cannot be a port or a host name
             raise LinkLost(f"cannot reach {remote}: {_cause(error)}") from None
-        link = StreamLink(TcpStream(sock, remote), remote, fabric=self._fabric)
+        link = StreamLink(TcpStream(sock, remote, host), remote, fabric=self._fabric)
         self._nursery.start_soon(link.run_sender)
         return link
 
@@ -186,7 +187,7 @@ class _Listener:
         remote = shown((peer[0], peer[1]))
         try:
             try:
-                stream = TcpStream(sock, remote)
+                stream = TcpStream(sock, remote, peer[0])
             except OSError:  # it is gone already
                 sock.close()
                 return
@@ -232,8 +233,8 @@ async def resolve(
     return [(entry[0], entry[4]) for entry in found]
 
 
-async def _connect(address: Address) -> socket.socket:
-    """Return a socket connected to the first of the addresses behind a name that answers."""
+async def _connect(address: Address) -> tuple[socket.socket, str]:
+    """Return a socket connected to the first of the addresses behind a name that answers, and that address."""
     failure: OSError = OSError(errno.EADDRNOTAVAIL, "it has no address")
     for family, target in await resolve(address, socket.SOCK_STREAM):
         sock = socket.socket(family, socket.SOCK_STREAM)
@@ -244,7 +245,7 @@ async def _connect(address: Address) -> socket.socket:
                 await trio.lowlevel.wait_writable(sock)
                 code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if code == 0:
-                return sock
+                return sock, target[0]
             failure = OSError(code, os.strerror(code))
         except BaseException:
             sock.close()

@@ -23,6 +23,7 @@ from peerd.transport.link import LinkLost
 
 ANSWER_S = 5.0
 PART_BYTES = 512  # the most that one field holds
+OUTSIDE = "{} is in none of rdma_subnets"
 ADDRESS_BYTES_MAX = 16 << 10  # one port's is 100 bytes
 
 
@@ -30,6 +31,7 @@ class Upgradable(Protocol):
     """What is needed of a link."""
 
     remote: str
+    host: str
     admitted: bool
 
     @property
@@ -53,6 +55,8 @@ async def ask(link: Upgradable, fabric: Fabric) -> str:
     """Offer the acceptor a lane; return why there is none, or "". Raises LinkLost or PeerError with the link."""
     if fabric.ended:
         return fabric.ended
+    if not fabric.trusts(link.host):
+        return OUTSIDE.format(link.host)
     here = fabric.reserve()
     try:
         with trio.fail_after(ANSWER_S):
@@ -89,6 +93,8 @@ def answer(link: Upgradable, fabric: Fabric | None, offer: BulkOffer) -> BulkAns
         raise PeerError(f"{link.remote}: an offer {'twice' if link.admitted else 'before the greeting'}")
     if fabric is None:
         return _refusal("it carries bulk over the stream alone")
+    if not fabric.trusts(link.host):
+        return _refusal(f"it says: {OUTSIDE.format(link.host)}")
     if offer.version != fabric.version:
         return _refusal(f"its UCX is {fabric.version}, ours {offer.version}")
     here = fabric.reserve()

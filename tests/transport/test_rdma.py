@@ -7,7 +7,7 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
 import numpy as np
@@ -45,9 +45,11 @@ def bulk(size: int, step: int = 0) -> ModelSnapshot:
 
 
 @asynccontextmanager
-async def fabric_of(transports: str, kind: type[UcxFabric] = UcxFabric) -> Iterator[tuple[UcxFabric, TcpTransport]]:
+async def fabric_of(
+    transports: str, kind: type[UcxFabric] = UcxFabric, subnets: Sequence[str] = ()
+) -> Iterator[tuple[UcxFabric, TcpTransport]]:
     async with trio.open_nursery() as nursery:
-        fabric = kind(ucx.load(), transports, without_rdma=True)
+        fabric = kind(ucx.load(), transports, without_rdma=True, subnets=subnets)
         await nursery.start(fabric.run)
         yield fabric, TcpTransport(nursery, fabric)
         nursery.cancel_scope.cancel()
@@ -354,6 +356,35 @@ def test_another_version_is_refused():
             ours, fabric.version = fabric.version, "1.9"
             async with dialled(near, far) as (link, _):
                 assert await link.upgrade() == f"its UCX is {ours}, ours 1.9"
+
+    run(main)
+
+
+@pytest.mark.parametrize("whose", ["ours", "theirs", "both reach"])
+def test_only_peers_in_the_subnets_have_lanes(whose):
+    elsewhere, here = ["10.1.0.0/16", "fd00::/8"], ["10.1.0.0/16", "127.0.0.0/8"]
+
+    async def main():
+        async with (
+            fabric_of("tcp", subnets=elsewhere if whose == "ours" else here) as (_, near),
+            fabric_of("tcp", subnets=elsewhere if whose == "theirs" else here) as (_, far),
+            dialled(near, far) as (link, _),
+        ):
+            outside = "127.0.0.1 is in none of rdma_subnets"
+            refusals = {"ours": outside, "theirs": f"it says: {outside}", "both reach": ""}
+            assert await link.upgrade() == refusals[whose]
+            assert link.carrier.startswith("tcp" if whose != "both reach" else "ucx")
+
+    run(main)
+
+
+def test_an_address_is_looked_for_in_its_subnets_however_it_is_written():
+    async def main():
+        async with fabric_of("tcp", subnets=["10.1.0.0/16", "fe80::/10"]) as (fabric, _):
+            assert all(map(fabric.trusts, ("10.1.255.1", "::ffff:10.1.0.1", "fe80::1%eth0")))
+            assert not any(map(fabric.trusts, ("10.2.0.1", "::ffff:10.2.0.1", "fd00::1", "::1")))
+        async with fabric_of("tcp") as (fabric, _):
+            assert fabric.trusts("10.2.0.1")
 
     run(main)
 
