@@ -1,7 +1,7 @@
 """Where does freed memory go? Blocks of a chunk's size stay in the process, for the next chunk.
 
-glibc maps such a block anew each time, and the kernel clears its pages again: a sixth of the processor time of a ring
-all-reduce of 100 MB (benchmarks/RESULTS.md).
+glibc gives the end of the heap back after every few of them, and the kernel clears the same pages again: a sixth of
+the processor time of a ring all-reduce of 100 MB (benchmarks/RESULTS.md).
 """
 
 from __future__ import annotations

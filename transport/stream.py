@@ -263,9 +263,7 @@ class StreamLink:
             self._waited_s += trio.current_time() - began
 
     async def _fill_beside(self, lane: BulkLane) -> None:
-        """Receive the chunk that is due beside the stream, while looking whether the stream still lives."""
-        with trio.move_on_after(NEAR_S):
-            await lane.arrival()
+        """Receive the chunk that is due beside the stream; if it is late, look meanwhile whether the stream lives."""
         if not lane.ready:
             await self._wait_midway(partial(self._wait_beside, lane), patience_s(self._reader.beside_due))
         chunk = lane.take()
@@ -274,6 +272,9 @@ class StreamLink:
         await trio.lowlevel.checkpoint()  # its checksum comes next
 
     async def _wait_beside(self, lane: BulkLane) -> None:
+        with trio.move_on_after(NEAR_S):
+            await lane.arrival()
+            return
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._read_ahead, lane)
             await lane.arrival()

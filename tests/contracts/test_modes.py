@@ -338,8 +338,7 @@ async def whole_life(row: Row, swarm: thin.Swarm) -> tuple[dict[str, thin.Model]
 )
 def test_daemons_live_through_it(row: Row, run: Callable[[Any], Any], carrier: str) -> None:
     models, took_part, carriers = run(partial(whole_life, row))
-    assert carriers
-    assert all(each.startswith(carrier) for each in carriers)
+    assert any(each.startswith(carrier) for each in carriers), "a link may be so new that it has not been upgraded"
     assert models.keys() == took_part.keys() == {"a", "c", "d"}
     assert min(took_part.values()) > 1
     check_that_all_agree(row, models.values())

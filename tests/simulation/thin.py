@@ -1,6 +1,6 @@
 """Real daemons in one process: memory for the network, virtual time, and a schedule that one seed decides.
 
-Or loopback TCP and UDP in real time (`live`), where no seed decides anything.
+Or loopback TCP and UDP in real time (`live`), and chunks over UCX (`live_over_ucx`), where no seed decides anything.
 """
 
 from __future__ import annotations
@@ -346,9 +346,18 @@ class Loopback:
 class LoopbackUcx(Loopback):
     """The same, with all chunks over UCX's tcp."""
 
+    chunks = 0  # that have gone over it
+
     def carrier(self, nursery: trio.Nursery, host: str) -> Transport:
         """Its connections, which are upgraded at once."""
         fabric = UcxFabric(ucx.load(), "tcp", without_rdma=True)
+        post = fabric.post
+
+        def counted(operation: Any) -> None:
+            self.chunks += operation.queue is not None
+            post(operation)
+
+        fabric.post = counted  # type: ignore[method-assign]
         nursery.start_soon(fabric.run)
         return TcpTransport(nursery, fabric)
 
@@ -408,7 +417,10 @@ def live_over_ucx(scenario: Callable[[Swarm], Awaitable[T]]) -> T:
     """The same over UCX, however small a chunk is."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(framing, "BESIDE_LEAST", 1)
-        return trio.run(_within, scenario, lambda _: LoopbackUcx())
+        network = LoopbackUcx()
+        result = trio.run(_within, scenario, lambda _: network)
+        assert network.chunks > 0
+        return result
 
 
 async def _run_inline(work: Callable[..., T], *arguments: Any, **_: Any) -> T:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,8 +19,11 @@ from peerd.training import delta
 from peerd.training.delta import Layout
 from peerd.training.modes import check_options
 from peerd.training.modes.aggregator import Aggregator
+from peerd.training.modes.branches import Branches
+from peerd.training.modes.seat import Members, Seat
 from peerd.training.modes.shard_server import Rule, ShardServer
 from peerd.training.modes.tree import Tree
+from peerd.training.modes.worker import Worker
 
 NAMES = "abcdefghij"
 
@@ -275,3 +279,22 @@ def test_a_bad_topology_of_servers_is_the_users_error(topology: str) -> None:
 def test_an_all_reduce_has_no_aggregators() -> None:
     with pytest.raises(UserError, match="topology 'adv:2': not one of ring"):
         check_options("allreduce", "delayed", "adv:2")
+
+
+def test_an_early_sum_that_cannot_be_is_not_held_against_the_server() -> None:
+    """It came before the tree was known, and is looked at when the server says it."""
+    layout = Layout(8, 8)
+    worker = Worker("b", 1, layout, 1, "float32", np.zeros(8, np.float32))
+    said: list[tuple[str, Any]] = []
+    branches = Branches(Members("b"), worker, lambda to, message: said.append((to, message)), Counter(), waits=False)
+    seat = Seat(worker.parts[0], leader=(1, "a"), announced=True)
+    chunks = delta.encode("float32", layout, np.ones(8, np.float32))[0]
+
+    def a_sum(sender: str, of: str) -> tuple[str, ShardSum]:
+        return sender, ShardSum(0, 1, "a", 1, 0, "float32", False, (Applied(of, 1, 1),), chunks)
+
+    for sender, message in (a_sum("c", "stranger"), a_sum("d", "d")):
+        branches.on_sum(seat, sender, message)
+    members = tuple(Applied(id, 1, 0) for id in ("a", "b", "e", "c", "d"))
+    branches.enter(seat, Tree(2, members))
+    assert [to for to, message in said if isinstance(message, SumTaken)] == ["d"]

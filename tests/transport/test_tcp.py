@@ -257,7 +257,8 @@ def test_a_chunk_that_dribbles_in_wakes_its_reader_rarely(monkeypatch):
                 async def dribble():
                     for start in range(0, len(raw), 2000):
                         await trio.sleep(0)
-                        sock.send(raw[start : start + 2000])
+                        piece = raw[start : start + 2000]
+                        assert sock.send(piece) == len(piece)
 
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(dribble)

@@ -1,10 +1,11 @@
 """Along which trees is a vector summed and the sum handed back, and which of them is the fastest?
 
 How this works. The vector is cut into segments, and each segment has a tree of the ranks: partial sums go up, the sum
-comes down the same way. The three classic algorithms differ in their trees alone:
+comes down the same way, but for the ring's. The three classic algorithms differ in their trees alone:
 
-    ring      a segment a rank; its tree is the chain that goes round and ends at that rank. The sum goes on round, so
-              that each line carries bulk one way, and confirmations the other
+    ring      a segment a rank; its tree is the chain that goes round and ends at that rank. The sum goes on round
+              (reduce-scatter, then all-gather), so that each connection of three ranks or more carries bulk one way,
+              and confirmations the other
     tree:K    one segment; a K-nomial tree, so that a level costs its parent K - 1 vectors (FireCaffe, arXiv:1511.00175)
     halving   a segment a rank; the binomial tree of recursive halving (Rabenseifner 2004), and doubling back. Ranks
               beyond the largest power of two are leaves of the ranks within
@@ -19,7 +20,7 @@ from peerd.effects import UserError
 
 ARITY_MOST = 64
 RING_SLACK = 1.1
-"""Four nodes with 100 Mbit/s sum 100 MB in 13.0 s by a ring and in 15.4 s by halving (benchmarks/allreduce.py), which
+"""Four nodes with 100 Mbit/s sum 100 MB in 13.0 s by a ring and in 15.4 s by halving (benchmarks/RESULTS.md), which
 the model holds to be as fast."""
 
 
@@ -182,8 +183,8 @@ def parse_topology(text: str) -> Topology:
 def choose(size_bytes: float, peers: int, latency_s: float, bytes_per_s: float) -> tuple[str, dict[str, float]]:
     """The fastest topology by FireCaffe's cost model, and what it predicts for each, in seconds.
 
-    The model does not know that a ring's connections carry bulk one way only: where it is told apart by less than
-    `RING_SLACK`, the ring is taken.
+    The model does not know that a ring's connections carry bulk one way only: the ring is taken where it is told apart
+    by less than `RING_SLACK`.
     """
     assert peers >= 1
     assert bytes_per_s > 0

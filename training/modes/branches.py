@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +17,6 @@ from peerd.messages import Applied, Message, ShardSum, SumTaken, Weights
 from peerd.training import delta
 from peerd.training.modes.aggregator import Aggregator, layout_of
 from peerd.training.modes.seat import Members, Seat
-from peerd.training.modes.shard_server import ShardServer
 from peerd.training.modes.tree import TREE_MOST, Tree
 from peerd.training.modes.worker import Worker
 
@@ -68,11 +68,11 @@ class Branches:
             )  # fmt: skip
         early, seat.early = seat.early, []
         for sender, message in early:
-            self.on_sum(seat, sender, message)
+            with suppress(PeerError):  # the one to blame is not the server, whom we hear now; it will say it again
+                self.on_sum(seat, sender, message)
 
-    def meet(self, seat: Seat, server: ShardServer, worker: NodeId, life: int) -> None:
+    def meet(self, seat: Seat, worker: NodeId, life: int) -> None:
         """Who was in the tree in another life cuts its branch off."""
-        server.meet(worker, life)
         assert seat.tree is not None, "laid out with the server"
         if seat.parent(worker) is not None and seat.tree.seq(worker, life) is None:
             seat.outdated = True

@@ -312,7 +312,8 @@ class Seats:
             else:
                 self._redirect(seat, sender)
             return
-        self._branches.meet(seat, server, sender, message.life)
+        server.meet(sender, message.life)
+        self._branches.meet(seat, sender, message.life)
         if self._branches.carries(seat, sender, message.life):
             self._announce(seat, sender)  # it did not know; there must be one way for its pushes
             return
@@ -336,7 +337,8 @@ class Seats:
                 seat.aggregator.hurries = True
                 self._branches.send_up(seat, seat.aggregator.repeat())  # that they were taken may be what was lost
         else:
-            self._branches.meet(seat, seat.server, sender, message.life)
+            seat.server.meet(sender, message.life)
+            self._branches.meet(seat, sender, message.life)
             if not message.knows:
                 self._announce(seat, sender)
             seat.final_to.discard(sender)
@@ -371,7 +373,7 @@ class Seats:
             seat.final_clock = server.clock
             seat.final_to.clear()
         if not training and not server.pushers:
-            left = sorted((self._members.everyone) - seat.final_to)
+            left = sorted(self._members.everyone - seat.final_to)
             seat.final_to |= set(left)
             self._answer(seat, left, final=True)
 
