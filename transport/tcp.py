@@ -27,7 +27,8 @@ PAUSE_S = 1.0  # without accepting, when file descriptors run out
 USER_TIMEOUT_MS = 10_000  # sent data that stays unacknowledged, or a window that stays shut, ends the connection
 WAKE_BYTES = 256 << 10
 """Who waits within a chunk is woken for so many of its bytes, not for every few packets: with a ring over 100 Mbit/s
-that halves the processor time (benchmarks/RESULTS.md)."""
+that halves the processor time (benchmarks/RESULTS.md). The slowest rate that a link may have brings them in 4 s, sooner
+than anybody's patience ends. The kernel lets the receive buffer of such a socket grow, up to tcp_rmem."""
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES = 5, 2, 3  # a silent dead peer is noticed after 11 s
 
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}

@@ -72,7 +72,7 @@ def test_a_flush_ends_with_one_model_near_the_mean(mode: str) -> None:
 
 
 def test_a_large_swarm_agrees_on_small_views(mode: str) -> None:
-    swarm = CountingSwarm(16, 60, "int8", seed=2, view=2, mode=mode)
+    swarm = CountingSwarm(12, 60, "int8", seed=2, view=2, mode=mode)
     swarm.everyone_alive()
     swarm.settle()
     for name in swarm.nodes:

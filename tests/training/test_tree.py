@@ -262,7 +262,7 @@ class TreeStorm(Storm):
 
 TestTreeStorm = TreeStorm.TestCase
 TestTreeStorm.settings = settings(
-    max_examples=100,
+    max_examples=60,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),
