@@ -20,6 +20,7 @@ from peerd.cli.local_swarm import LocalSwarm
 from peerd.cli.output import Format, FormatOption, print_json, size
 from peerd.effects import UserError
 from peerd.settings import load
+from peerd.training.modes import exchanges
 from peerd.training.tasks import TASKS, shards
 
 WATCH_EVERY_S = 0.25
@@ -108,7 +109,7 @@ def demo(
     given |= {"transport": transport, "rdma_allow_fallback": rdma_allow_fallback}
     # refused here: a node would take seconds to start, only to refuse it in its log
     shards.parse(shard)
-    load(given, {}, None)
+    settings = load(given, {}, None)
     _check_picture(picture)
     victim = Kill.parse(kill, peers) if kill is not None else None
     console = Console(stderr=format is Format.JSON)
@@ -119,7 +120,7 @@ def demo(
     _clean_up_on_signals()
     with LocalSwarm(peers, options, command) as swarm:
         watch = _watch(swarm, console, f"{task} on {peers} nodes", victim)
-        result = _sum_up(swarm, watch, task, seed)
+        result = _sum_up(swarm, watch, task, seed, settings.mode)
     from peerd.cli.picture import draw
 
     draw(picture, watch.samples, f"{task}, {peers} nodes, {shard}")
@@ -248,7 +249,7 @@ def _table(latest: dict[str, dict[str, Any]]) -> Table:
 # -------------------------------------------------------------------- the summary
 
 
-def _sum_up(swarm: LocalSwarm, watch: Watch, task: str, seed: int) -> dict[str, Any]:
+def _sum_up(swarm: LocalSwarm, watch: Watch, task: str, seed: int, mode: str) -> dict[str, Any]:
     import torch
     from safetensors.torch import load_file
 
@@ -279,7 +280,7 @@ def _sum_up(swarm: LocalSwarm, watch: Watch, task: str, seed: int) -> dict[str, 
         "bytes_sent_total": sent,
         "bytes_every_step_fp32": every_step,
         "bytes_saved_fraction": 1 - sent / every_step if every_step else 0.0,
-        "exchanges": sum(status["exchanges"] for status in final.values()) // 2,
+        "exchanges": exchanges(mode, sum(status["exchanges"] for status in final.values())),
         "snapshots": sum(status["snapshots"] for status in final.values()),
         "consensus_distance": (sum(squares) / len(squares)) ** 0.5 / norm,
         "seconds": watch.seconds,

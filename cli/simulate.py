@@ -15,9 +15,8 @@ from rich.table import Table
 
 from peerd.cli.output import Format, FormatOption, print_json, size
 from peerd.effects import UserError
-from peerd.simulation.scenario import PROBLEMS, Look, Outcome, Scenario
+from peerd.simulation.scenario import PROBLEMS, Look, Outcome, Scenario, check
 from peerd.simulation.scenario import simulate as run_scenario
-from peerd.training.modes import check_options
 
 
 def simulate(
@@ -74,7 +73,7 @@ def simulate(
     if trace is not None and len(scenarios) > 1:
         raise UserError(f"--trace {trace}: it holds one run, --mode names {len(scenarios)}")
     for scenario in scenarios:
-        check_options(scenario.mode, overlap, topology)  # the last one's fault is not told after the first one's run
+        check(scenario)  # the last one's fault is not told after the first one's run
     try:
         runs = [(scenario, _run(scenario, trace)) for scenario in scenarios]
     except KeyboardInterrupt:
@@ -112,7 +111,7 @@ def _written(path: Path | None) -> Iterator[TextIO | None]:
         yield None
         return
     try:
-        with path.open("w", encoding="utf-8") as file:
+        with path.open("a", encoding="utf-8") as file:
             yield file
     except OSError as error:
         raise UserError(f"--trace {path}: {error.strerror}") from None
@@ -146,7 +145,7 @@ def _summary(result: dict[str, Any]) -> dict[str, str]:
     rows = {
         "virtual time": f"{result['virtual_seconds']:,.1f} s",
         "simulated in": f"{result['seconds']:.1f} s",
-        "steps": f"{result['steps']:,}",
+        "steps of a node": f"{result['steps']:,} ({result['steps_least']:,} to {result['steps_most']:,})",
         "exchanges": f"{result['exchanges']:,}",
         "rounds": f"{result['rounds']:,}",
         "traffic": size(result["bytes_sent_total"]),
@@ -163,8 +162,9 @@ def _summary(result: dict[str, Any]) -> dict[str, str]:
         rows["from the optimum"] = f"{result['error']:.3%}"
     rows["membership"] = f"{result['probes']:,} probes"
     rows["false deaths"] = f"{result['false_deaths']}"
-    if result["detection_median_s"] is not None:
+    if result["crashes"]:
         rows["crashes"] = f"{result['crashes']} ({result['crashes_detected']} known to 99 %)"
+    if result["detection_median_s"] is not None:
         rows["known after"] = f"{result['detection_median_s']:.1f} s (median)"
         rows["at most"] = f"{result['detection_p99_s']:.1f} s (p99)"
     return rows | {"digest": result["digest"]}

@@ -172,7 +172,7 @@ def _from_file(file: Path) -> dict[str, Any]:
         table = tomllib.loads(file.read_text())
     except OSError as error:
         raise UserError(f"config {file}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"config {file}: {error}") from None
     names = [item.name for item in fields(Settings)]
     for key, value in table.items():

@@ -195,7 +195,7 @@ _MOST_MS, _LEAST_MBIT, _MOST_MBIT = 60_000.0, 0.001, 1e6
 _NUMBERS = {  # by key: the field, what to multiply with, the least and the most
     "latency_ms": ("latency_s", 1e-3, 0.0, _MOST_MS),
     "jitter_ms": ("jitter_s", 1e-3, 0.0, _MOST_MS),
-    "loss": ("loss", 1.0, 0.0, 1.0),
+    "loss": ("loss", 1.0, 0.0, 0.9),
     "uplink_mbit": ("uplink_mbit", 1.0, _LEAST_MBIT, _MOST_MBIT),
     "downlink_mbit": ("downlink_mbit", 1.0, _LEAST_MBIT, _MOST_MBIT),
     "mbit": ("mbit", 1.0, _LEAST_MBIT, _MOST_MBIT),
@@ -207,7 +207,7 @@ def read_topology(path: Path) -> Topology:
     """The topology in a TOML file; see README for an example. Raises UserError."""
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"cannot read the topology {path}: {error}") from None
     _only(path, tables, {"site", "between"})
     profiles: list[Profile] = []

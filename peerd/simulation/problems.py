@@ -17,7 +17,8 @@ import numpy as np
 from peerd.effects import UserError, Vector
 from peerd.training.delta import Layout
 
-STEP_MOST_S = 1e6
+STEP_LEAST_S, STEP_MOST_S = 1e-4, 1e6
+TRACE_CHARACTERS = 10_000_000  # the most that is read of a file of step times
 SURROGATE_VALUES = 4096  # stand for a large model: a codec's bytes a value are the same on as many
 
 
@@ -204,18 +205,21 @@ class Compute:
                     self._median, self._sigma = float(median), float(sigma)
                 case "trace":
                     with open(rest, encoding="utf-8") as file:
-                        self._median, self._trace = 1.0, [float(line) for line in file if line.strip()]
+                        text_of = file.read(TRACE_CHARACTERS)
+                    self._median, self._trace = 1.0, [float(line) for line in text_of.splitlines() if line.strip()]
                 case _:
                     raise ValueError(kind)
             seconds = [self._median, *self._trace]
-            if not (all(0 < each < STEP_MOST_S for each in seconds) and 0 <= self._sigma <= 3 and self._trace):
+            in_bounds = all(STEP_LEAST_S <= each < STEP_MOST_S for each in seconds)
+            if not (in_bounds and 0 <= self._sigma <= 3 and self._trace):
                 raise ValueError(text)
         except OSError as error:
             raise UserError(f"--compute {text}: cannot read {rest}: {error.strerror}") from None
         except ValueError:
             raise UserError(
                 f"--compute {text}: wanted fixed:SECONDS, lognormal:MEDIAN:SIGMA (at most 3), "
-                "or trace:FILE with one positive number of seconds a line"
+                "or trace:FILE with one number of seconds a line, "
+                f"each from {STEP_LEAST_S:g} to {STEP_MOST_S:g}"
             ) from None
 
     def draw(self, rng: random.Random) -> float:

@@ -19,12 +19,12 @@ from peerd.effects import UserError
 from peerd.messages import State
 from peerd.simulation.faults import calm_after_s, parse_faults, storm
 from peerd.simulation.network import PROFILES, Topology, read_topology, uniform
-from peerd.simulation.problems import BytesOnly, Problem, Quadratic, mean_and_distance
+from peerd.simulation.problems import BytesOnly, Compute, Problem, Quadratic, mean_and_distance
 from peerd.simulation.swarm import Swarm
 from peerd.simulation.world import Violation, World
 from peerd.timing import LAN, WAN
 from peerd.training.codecs import CODECS
-from peerd.training.modes import AUTO, check_options, default_codec
+from peerd.training.modes import AUTO, check_options, default_codec, exchanges
 from peerd.training.tasks import TASKS
 from peerd.training.trigger import parse_trigger
 
@@ -140,14 +140,14 @@ class _Run:
     def go(self, progress: Progress) -> list[str]:
         """Run to the end; returns the violations."""
         scenario, swarm, world = self.scenario, self.swarm, self.world
-        if scenario.join_over is None:
-            swarm.start_formed()
-        else:
-            swarm.start_all(scenario.join_over)
-        storm(swarm, self.faults, scenario.fault_every, lambda: bool(self.measured))
         every_s = min(10.0, self.ends_s / SAMPLES)
         check_at_s = 0.0
         try:
+            if scenario.join_over is None:
+                swarm.start_formed()
+            else:
+                swarm.start_all(scenario.join_over)
+            storm(swarm, self.faults, scenario.fault_every, lambda: bool(self.measured))
             while world.now < self.ends_s and not self._trained():
                 swarm.run(min(every_s, self.ends_s - world.now), self._trained)
                 if world.now >= check_at_s:
@@ -166,11 +166,14 @@ class _Run:
         """The figures of the run itself, before what its faults began has come to an end."""
         swarm = self.swarm
         counts, detections, models = swarm.counts(), swarm.detections_s, swarm.models()
+        steps = [node.steps for node in swarm.nodes.values()] or [0]
         figures: dict[str, Any] = {
             "virtual_seconds": round(self.world.now, 3),
             "ended_by": "steps" if self._trained() else "minutes" if self.world.now >= self.ends_s else "violation",
-            "steps": max((node.steps for node in swarm.nodes.values()), default=0),
-            "exchanges": counts["exchanges"] // 2,  # each is counted at both ends
+            "steps": int(np.median(steps)),  # of a node
+            "steps_least": min(steps),
+            "steps_most": max(steps),
+            "exchanges": exchanges(self.scenario.mode, counts["exchanges"]),
             "rounds": max((node.counts["rounds"] for node in swarm.nodes.values()), default=0),
             "snapshots": counts["snapshots"],
             "bytes_sent_total": swarm.bytes_sent,
@@ -232,8 +235,11 @@ class _Run:
 def simulate(scenario: Scenario, trace: TextIO | None = None, progress: Progress = lambda share, look: None) -> Outcome:
     """Run it. Raises UserError for settings that make no sense; a violation is in the result."""
     began = time.perf_counter()
+    check(scenario)
     with _rare_collections():
         run = _Run(scenario, trace)
+        if trace is not None and trace.seekable():
+            trace.truncate(0)  # not before: an older one outlives settings that make no sense
         violations = run.go(progress)
     result = {
         "peers": scenario.peers,
@@ -262,8 +268,20 @@ def _rare_collections() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-def _problem(scenario: Scenario) -> Problem | None:
+def check(scenario: Scenario) -> None:
+    """Whether it makes sense, as far as that can be said at once. Raises UserError."""
     check_options(scenario.mode, scenario.overlap, scenario.topology)
+    for option, wanted in (("--servers", scenario.servers), ("--min-peers", scenario.min_peers)):
+        if wanted > scenario.peers:
+            raise UserError(f"{option} {wanted}: the swarm has {scenario.peers} peers")
+    if scenario.join_over is not None and scenario.minutes is not None and scenario.join_over > 60 * scenario.minutes:
+        raise UserError(f"--join-over {scenario.join_over:g}: the run ends after {60 * scenario.minutes:g} s")
+    _topology(scenario)
+    Compute(scenario.compute)
+    parse_faults(scenario.faults)
+
+
+def _problem(scenario: Scenario) -> Problem | None:
     if scenario.codec not in (AUTO, *CODECS):
         raise UserError(f"--codec {scenario.codec}: not one of {', '.join(CODECS)}")
     parse_trigger(scenario.trigger)

@@ -115,6 +115,11 @@ def test_modes_are_compared_in_one_run(tmp_path: Path) -> None:
         (["--minutes", "1", "--compute", "often"], "--compute often"),
         (["--minutes", "1", "--problem", "bytes"], "--steps"),
         (["--steps", "5", "--problem", "bytes", "--parameters", "7"], "--parameters 7"),
+        (["--minutes", "1", "--compute", "fixed:1e-9"], "each from 0.0001 to 1e+06"),
+        (["--minutes", "1", "--compute", "trace:/dev/zero"], "one number of seconds a line"),
+        (["--minutes", "1", "--peers", "4", "--mode", "async", "--servers", "5"], "--servers 5: the swarm has 4 peers"),
+        (["--minutes", "1", "--peers", "4", "--min-peers", "9"], "--min-peers 9: the swarm has 4 peers"),
+        (["--minutes", "1", "--join-over", "61"], "--join-over 61: the run ends after 60 s"),
         (["--minutes", "1", "--report", "plan.pdf"], "must end in .html"),
         (["--minutes", "1", "--trace", "/nowhere/trace"], "--trace /nowhere/trace"),
     ],
@@ -124,6 +129,33 @@ def test_bad_input_gets_one_clear_line(words: list[str], says: str) -> None:
         CliRunner().invoke(app, ["simulate", *words], catch_exceptions=False)
     assert says in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_an_older_trace_outlives_settings_that_make_no_sense(tmp_path: Path) -> None:
+    trace = tmp_path / "run.jsonl"
+    trace.write_text("kept\n")
+    with pytest.raises(UserError):
+        CliRunner().invoke(
+            app, ["simulate", "--minutes", "1", "--codec", "nope", "--trace", str(trace)], catch_exceptions=False
+        )
+    assert trace.read_text() == "kept\n"
+    simulate(*SHORT, "--trace", str(trace))
+    assert "kept" not in trace.read_text()
+
+
+def test_a_topology_that_is_nested_without_end_is_refused_in_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "deep.toml"
+    path.write_text("a=" + "[" * 100_000)
+    with pytest.raises(UserError, match="cannot read the topology"):
+        CliRunner().invoke(app, ["simulate", "--minutes", "1", "--network", str(path)], catch_exceptions=False)
+
+
+def test_steps_are_told_of_the_slowest_and_the_fastest_node() -> None:
+    """Of one server behind a thin line its own worker alone gets anywhere."""
+    words = ["--problem", "bytes", "--parameters", "10000000", "--peers", "6", "--steps", "500", "--minutes", "2"]
+    result = simulate(*words, "--mode", "async", "--compute", "fixed:1", "--uplink-mbit", "5", "--faults", "none")
+    assert result["steps_least"] <= result["steps"] < result["steps_most"] / 10
+    assert result["steps_most"] <= result["exchanges"] < 2 * result["steps_most"]
 
 
 def test_a_scenario_says_only_what_is_not_the_default() -> None:

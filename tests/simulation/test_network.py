@@ -292,7 +292,7 @@ BAD = {
     "not a number": ("[[site]]\npeers = 1\njitter_ms = nan", "jitter_ms = nan must be a number"),
     "infinity": ("[[site]]\npeers = 1\ndownlink_mbit = inf", "downlink_mbit = inf must be a number"),
     "true": ("[[site]]\npeers = 1\nloss = true", "loss = True must be a number"),
-    "more lost than sent": ("[[site]]\npeers = 1\nloss = 1.5", "loss = 1.5 must be a number from 0 to 1"),
+    "more lost than sent": ("[[site]]\npeers = 1\nloss = 1.5", "loss = 1.5 must be a number from 0 to 0.9"),
     "no bandwidth": ("[[site]]\npeers = 1\nuplink_mbit = 0", "uplink_mbit = 0 must be a number from 0.001"),
     "no bandwidth between": (BETWEEN + "sites = ['a', 'b']\nmbit = 0", "mbit = 0 must be a number from 0.001"),
     "no ends": (BETWEEN, "sites = None must name two of a, b"),

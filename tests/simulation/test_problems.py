@@ -43,7 +43,7 @@ def test_a_trace_holds_positive_seconds(tmp_path: Path, lines: str | bytes):
     path = tmp_path / "steps"
     path.write_bytes(lines if isinstance(lines, bytes) else lines.encode())
     said = refused(f"trace:{path}")
-    assert "trace:FILE with one positive number of seconds a line" in said
+    assert "trace:FILE with one number of seconds a line" in said
     assert "\n" not in said
 
 
@@ -63,7 +63,7 @@ def test_any_text_is_a_compute_time_or_a_user_error(text):
     assert compute.draw(random.Random(0)) > 0
 
 
-@given(st.floats(1e-6, 999_999.0), st.integers(0, 1000))
+@given(st.floats(1e-4, 999_999.0), st.integers(0, 1000))
 def test_a_fixed_time_is_always_the_same(seconds, seed):
     assert Compute(f"fixed:{seconds!r}").draw(random.Random(seed)) == seconds
 

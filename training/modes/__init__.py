@@ -106,6 +106,12 @@ def check_options(mode: str, overlap: str, topology: str) -> None:
         parse_topology(topology)
 
 
+def exchanges(mode: str, counted: int) -> int:
+    """How many there were, by what all nodes counted: both ends of one do, but with servers the worker alone."""
+    maker = parse_mode(mode)
+    return counted if getattr(maker, "func", maker) is ParameterServer else counted // 2
+
+
 def default_codec(mode: str) -> str:
     """Where links keep what the other end knows, one bit a value is enough; elsewhere nothing is lost unless told."""
     name = mode.partition(":")[0]
