@@ -38,7 +38,7 @@ AGREED = 0.03  # relative: of a flush by paired links; each accepts 0.01, a cent
 LEFT_BEHIND = 0.05  # of a step, in every model: the centre of an elastic swarm keeps most of it
 EVERY = 2  # steps between rounds
 
-EXAMPLES = 15  # of each mode's weather
+EXAMPLES = 10  # of each mode's weather
 QUEUE_MOST = 100
 FOREVER = 1_000_000  # steps: the run is told later when to end
 STEPS_SIMULATED = 240  # a second each: the last fault begins after 54 s, and may last for 120

@@ -107,7 +107,7 @@ class Masses(RuleBasedStateMachine):
 
 
 TestMasses = Masses.TestCase
-TestMasses.settings = settings(max_examples=75, stateful_step_count=40, deadline=None)
+TestMasses.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
 
 
 @settings(max_examples=50, deadline=None)

@@ -262,7 +262,7 @@ class TreeStorm(Storm):
 
 TestTreeStorm = TreeStorm.TestCase
 TestTreeStorm.settings = settings(
-    max_examples=60,
+    max_examples=40,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),
