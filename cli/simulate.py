@@ -15,7 +15,7 @@ from rich.table import Table
 
 from peerd.cli.output import Format, FormatOption, print_json, size
 from peerd.effects import UserError
-from peerd.simulation.scenario import PROBLEMS, Look, Outcome, Scenario, check
+from peerd.simulation.scenario import PROBLEMS, Look, Outcome, Scenario
 from peerd.simulation.scenario import simulate as run_scenario
 
 
@@ -72,8 +72,6 @@ def simulate(
         raise UserError(f"--trace and --report name the same file: {report}")
     if trace is not None and len(scenarios) > 1:
         raise UserError(f"--trace {trace}: it holds one run, --mode names {len(scenarios)}")
-    for scenario in scenarios:
-        check(scenario)  # the last one's fault is not told after the first one's run
     try:
         runs = [(scenario, _run(scenario, trace)) for scenario in scenarios]
     except KeyboardInterrupt:

@@ -205,8 +205,10 @@ class Compute:
                     self._median, self._sigma = float(median), float(sigma)
                 case "trace":
                     with open(rest, encoding="utf-8") as file:
-                        text_of = file.read(TRACE_CHARACTERS)
-                    self._median, self._trace = 1.0, [float(line) for line in text_of.splitlines() if line.strip()]
+                        lines = file.read(TRACE_CHARACTERS + 1)
+                    if len(lines) > TRACE_CHARACTERS:
+                        raise ValueError("too long")
+                    self._median, self._trace = 1.0, [float(line) for line in lines.splitlines() if line.strip()]
                 case _:
                     raise ValueError(kind)
             seconds = [self._median, *self._trace]
@@ -219,7 +221,7 @@ class Compute:
             raise UserError(
                 f"--compute {text}: wanted fixed:SECONDS, lognormal:MEDIAN:SIGMA (at most 3), "
                 "or trace:FILE with one number of seconds a line, "
-                f"each from {STEP_LEAST_S:g} to {STEP_MOST_S:g}"
+                f"each from {STEP_LEAST_S:g} to {STEP_MOST_S:g}, and {TRACE_CHARACTERS:,} characters at most"
             ) from None
 
     def draw(self, rng: random.Random) -> float:

@@ -19,7 +19,7 @@ from peerd.effects import UserError
 from peerd.messages import State
 from peerd.simulation.faults import calm_after_s, parse_faults, storm
 from peerd.simulation.network import PROFILES, Topology, read_topology, uniform
-from peerd.simulation.problems import BytesOnly, Compute, Problem, Quadratic, mean_and_distance
+from peerd.simulation.problems import BytesOnly, Problem, Quadratic, mean_and_distance
 from peerd.simulation.swarm import Swarm
 from peerd.simulation.world import Violation, World
 from peerd.timing import LAN, WAN
@@ -64,6 +64,15 @@ class Scenario:
     faults: str = "crash"
     fault_every: float = 60.0
     join_over: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check what options say together. Raises UserError."""
+        check_options(self.mode, self.overlap, self.topology)
+        for option, wanted in (("--servers", self.servers), ("--min-peers", self.min_peers)):
+            if wanted > self.peers:
+                raise UserError(f"{option} {wanted}: the swarm has {self.peers} peers")
+        if self.join_over is not None and self.minutes is not None and self.join_over > 60 * self.minutes:
+            raise UserError(f"--join-over {self.join_over:g}: the run ends after {60 * self.minutes:g} s")
 
     def command(self) -> str:
         """The command line that runs this again."""
@@ -235,7 +244,6 @@ class _Run:
 def simulate(scenario: Scenario, trace: TextIO | None = None, progress: Progress = lambda share, look: None) -> Outcome:
     """Run it. Raises UserError for settings that make no sense; a violation is in the result."""
     began = time.perf_counter()
-    check(scenario)
     with _rare_collections():
         run = _Run(scenario, trace)
         if trace is not None and trace.seekable():
@@ -266,19 +274,6 @@ def _rare_collections() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
-
-
-def check(scenario: Scenario) -> None:
-    """Whether it makes sense, as far as that can be said at once. Raises UserError."""
-    check_options(scenario.mode, scenario.overlap, scenario.topology)
-    for option, wanted in (("--servers", scenario.servers), ("--min-peers", scenario.min_peers)):
-        if wanted > scenario.peers:
-            raise UserError(f"{option} {wanted}: the swarm has {scenario.peers} peers")
-    if scenario.join_over is not None and scenario.minutes is not None and scenario.join_over > 60 * scenario.minutes:
-        raise UserError(f"--join-over {scenario.join_over:g}: the run ends after {60 * scenario.minutes:g} s")
-    _topology(scenario)
-    Compute(scenario.compute)
-    parse_faults(scenario.faults)
 
 
 def _problem(scenario: Scenario) -> Problem | None:

@@ -47,6 +47,14 @@ def test_a_trace_holds_positive_seconds(tmp_path: Path, lines: str | bytes):
     assert "\n" not in said
 
 
+def test_a_trace_that_is_too_long_is_refused_not_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("peerd.simulation.problems.TRACE_CHARACTERS", 6)
+    (tmp_path / "steps").write_text("1\n2\n3\n")
+    assert Compute(f"trace:{tmp_path}/steps").draw(random.Random(0)) in (1.0, 2.0, 3.0)
+    (tmp_path / "steps").write_text("1\n2\n3\n4\n")
+    assert "6 characters at most" in refused(f"trace:{tmp_path}/steps")
+
+
 def test_a_trace_that_cannot_be_read_is_said(tmp_path: Path):
     assert refused(f"trace:{tmp_path}/none").endswith("none: No such file or directory")
     assert refused(f"trace:{tmp_path}").endswith("Is a directory")

@@ -100,7 +100,7 @@ def check_options(mode: str, overlap: str, topology: str) -> None:
         raise UserError(f"overlap {overlap!r}: not one of {', '.join(OVERLAPS)}")
     if mode.startswith("diloco:") and overlap == "hpsgd":
         raise UserError("overlap hpsgd: not with diloco:P, it would roll a fragment back that has no round for long")
-    if mode.partition(":")[0] in SERVED:
+    if _is_served(mode):
         parse_arity(topology)
     elif topology != AUTO:
         parse_topology(topology)
@@ -108,8 +108,11 @@ def check_options(mode: str, overlap: str, topology: str) -> None:
 
 def exchanges(mode: str, counted: int) -> int:
     """How many there were, by what all nodes counted: both ends of one do, but with servers the worker alone."""
-    maker = parse_mode(mode)
-    return counted if getattr(maker, "func", maker) is ParameterServer else counted // 2
+    return counted if _is_served(mode) else counted // 2
+
+
+def _is_served(mode: str) -> bool:
+    return mode.partition(":")[0] in SERVED
 
 
 def default_codec(mode: str) -> str:
