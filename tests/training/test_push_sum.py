@@ -97,6 +97,24 @@ def test_a_node_that_gave_nearly_all_away_waits() -> None:
     assert node.counts["trigger_light"] > 50
 
 
+def test_who_has_finished_does_not_gather_the_weight_of_those_who_train_on() -> None:
+    swarm = GossipSwarm(4, 40, "sign", seed=3, mode="push-sum")
+    swarm.everyone_alive()
+    swarm.settle()
+    swarm.step("b", finishing=True)
+    for _ in range(300):
+        for name in "acd":
+            swarm.step(name, np.full(40, 0.01))
+            swarm.settle()
+    assert min(swarm.nodes[name].core.weight for name in "acd") > 0.2
+    assert np.linalg.norm(swarm.nodes["b"].x - swarm.nodes["a"].x) < 0.1 * np.linalg.norm(swarm.nodes["a"].x)
+    for name in "acd":
+        swarm.step(name, finishing=True)
+    swarm.quiesce()
+    assert abs(total_weight(swarm) - 4) < 1e-12
+    assert all(node.proceeded[-1] for node in swarm.nodes.values())
+
+
 def test_who_has_no_weight_left_to_give_pushes_its_model_alone() -> None:
     swarm = GossipSwarm(2, 50, "float32", mode="push-sum")
     swarm.everyone_alive()

@@ -309,10 +309,16 @@ class OneWay:
             partner.peer_finishing = push.finishing
             if push.finishing:
                 partner.distance = distance
-        elif push.finishing and self._report.finishing and distance > FLUSH_TOLERANCE * norm_of_difference(values):
-            # the push alone may move us little (push-sum: its sender may have hardly any weight left)
+        if self._report.finishing and self._owes(
+            sender, push, far=distance > FLUSH_TOLERANCE * norm_of_difference(values)
+        ):
             effects += self._push_back(sender, now)
         return effects
+
+    def _owes(self, sender: NodeId, push: Push, *, far: bool) -> bool:
+        """Whether a push that came in our flush is answered by another one: its sender may be no partner of ours, and
+        its push alone may move us little (push-sum: the sender may have hardly any weight left)."""
+        return push.finishing and far and sender not in self._partners.held
 
     def _push_back(self, sender: NodeId, now: float) -> list[Effect]:
         if self._copies.is_under_way(sender):

@@ -81,6 +81,10 @@ class PushSum(OneWay):
         self._purse.take(outflow.under_way, self._current(), outgoing.next_known, correction)
         return self._apply(correction)
 
+    def _owes(self, sender: NodeId, push: Push, *, far: bool) -> bool:
+        """Who trains on gets its weight back: all of the swarm's would gather where nobody learns."""
+        return not push.finishing or super()._owes(sender, push, far=far)
+
     def _correction(self, incoming: Incoming, push: Push, came: Vector, values: Vector) -> Vector:
         part = incoming.inflow.part(push.weight)
         if not 0 <= part <= WEIGHT_MOST:
