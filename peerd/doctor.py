@@ -16,12 +16,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import trio
+
 from peerd import __version__
-from peerd.effects import Address, UserError
+from peerd.effects import Address, PeerError, UserError
 from peerd.local_socket import running_nodes
 from peerd.settings import Settings
-from peerd.transport import ucx
-from peerd.transport.link import shown
+from peerd.transport import speed, ucx
+from peerd.transport.link import LinkLost, shown
+from peerd.transport.tcp import TcpTransport
 
 CONNECT_S = 3.0
 CONNECTS = 5  # the fastest is shown
@@ -132,6 +135,22 @@ def _peer(peer: Address) -> Iterator[Finding]:
         yield Finding("peer", "fail", f"{shown(peer)}: {error.strerror or error}", cure)
     else:
         yield Finding("peer", "ok", f"{shown(peer)}: connected in {min(times) * 1e3:.2f} ms")
+        yield _speed(peer)
+
+
+def _speed(peer: Address) -> Finding:
+    async def measured() -> Finding:
+        async with trio.open_nursery() as nursery:
+            try:
+                link = await TcpTransport(nursery).dial(peer)
+                rate = await speed.measure(link)
+            except (LinkLost, PeerError) as error:
+                return Finding("peer", "note", f"no speed measured: {error}", "is it a node of this version of peerd?")
+            finally:
+                nursery.cancel_scope.cancel()
+        return Finding("peer", "ok", f"{shown(peer)}: {8e-6 * rate:.4g} Mbit/s from there to here over TCP")
+
+    return trio.run(measured)
 
 
 # -------------------------------------------------------------------------------------------------------------- RDMA

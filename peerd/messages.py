@@ -152,6 +152,21 @@ class BulkAnswer:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeedRequest:
+    """In place of a greeting: send me a SpeedSample, I measure the line (transport/speed.py)."""
+
+    KIND: ClassVar[int] = 35
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedSample:
+    """Bytes that mean nothing."""
+
+    KIND: ClassVar[int] = 36
+    chunks: Chunks
+
+
+@dataclass(frozen=True, slots=True)
 class ModelRequest:
     """Send me your current model: I am about to train."""
 
@@ -519,7 +534,7 @@ class Connected:
 
 Message = (
     Ping | PingRequest | Ack | Nack | MemberTable | Hello | Welcome | Refuse | BulkOffer | BulkAnswer
-    | ModelRequest | ModelSnapshot | Plan
+    | SpeedRequest | SpeedSample | ModelRequest | ModelSnapshot | Plan
     | LinkOpen | LinkSnapshot | Delta | LinkClose | LinkClosed
     | Push | Pushed | PushForgotten | Pull
     | RoundReport | RoundBegin | RoundPiece | PieceTaken | RoundCommit
@@ -531,7 +546,7 @@ MESSAGES: dict[int, type[Message]] = {
     message.KIND: message
     for message in (
         Ping, PingRequest, Ack, Nack, MemberTable, Hello, Welcome, Refuse, BulkOffer, BulkAnswer,
-        ModelRequest, ModelSnapshot, Plan,
+        SpeedRequest, SpeedSample, ModelRequest, ModelSnapshot, Plan,
         LinkOpen, LinkSnapshot, Delta, LinkClose, LinkClosed,
         Push, Pushed, PushForgotten, Pull,
         RoundReport, RoundBegin, RoundPiece, PieceTaken, RoundCommit,

@@ -26,7 +26,7 @@ CORE_PACKAGES = ("peerd.training.modes", "peerd.training.codecs", "peerd.trainin
 SHELLS = {
     "peerd.daemon", "peerd.swarm_view", "peerd.peers", "peerd.lane", "peerd.model_side", "peerd.exchanges",
     "peerd.catch_up", "peerd.trainer_session", "peerd.control", "peerd.supervisor", "peerd.metrics",
-    "peerd.known_members", "peerd.plan_keeper",
+    "peerd.known_members", "peerd.plan_keeper", "peerd.doctor",
 }  # fmt: skip
 SHELL_PACKAGES = ("peerd.transport", "peerd.cli")
 NOT_IN_CORES = {

@@ -1,12 +1,13 @@
 """The first two messages of every connection: who are you, and do we train the same thing?
 
 The dialler sends Hello; the acceptor answers Welcome, or Refuse with the first thing that differs. Anything else,
-silence included, closes the link.
+silence included, closes the link; but a dialler may measure the line in place of greeting (transport/speed.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import zip_longest
 from typing import NoReturn
@@ -14,8 +15,8 @@ from typing import NoReturn
 import trio
 
 from peerd.effects import PeerError
-from peerd.messages import Hello, Message, Refuse, Welcome
-from peerd.transport import wire
+from peerd.messages import Hello, Message, Refuse, SpeedRequest, Welcome
+from peerd.transport import speed, wire
 from peerd.transport.link import Link
 
 DEADLINE_S = 5.0
@@ -35,7 +36,8 @@ async def greet(link: Link, hello: Hello) -> Welcome:
     """Introduce this node to whom it dialled; raises Refused when they differ. On any error the link is closed."""
     try:
         await link.send(hello)
-        answer = await _first_message(link)
+        with _greeting_deadline(link):
+            answer = await link.receive()
         if isinstance(answer, Welcome):
             return answer
         if isinstance(answer, Refuse):
@@ -54,7 +56,9 @@ async def answer(link: Link, check: Callable[[Hello], Refuse | None], me: Welcom
     is closed; on success it is admitted.
     """
     try:
-        hello = await _first_message(link)
+        with _greeting_deadline(link):
+            while isinstance(hello := await link.receive(), SpeedRequest):
+                await link.send(speed.sample())
         if not isinstance(hello, Hello):
             _unexpected(link, hello)
         _check_size(link, hello)
@@ -91,10 +95,11 @@ def first_difference(mine: Hello, theirs: Hello) -> Refuse | None:
     return None
 
 
-async def _first_message(link: Link) -> Message:
+@contextmanager
+def _greeting_deadline(link: Link) -> Iterator[None]:
     try:
         with trio.fail_after(DEADLINE_S):
-            return await link.receive()
+            yield
     except trio.TooSlowError:
         raise PeerError(f"{link.remote}: no greeting within {DEADLINE_S:g} s") from None
 

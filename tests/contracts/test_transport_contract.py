@@ -55,6 +55,8 @@ from peerd.messages import (
     ShardPull,
     ShardPush,
     ShardSum,
+    SpeedRequest,
+    SpeedSample,
     State,
     SumTaken,
     Weights,
@@ -74,6 +76,7 @@ PING = Ping(1, "me", "you", (MEMBER,))
 SAMPLES = [
     PING, PingRequest(2, "me", "you", "10.0.0.1", 7946, (MEMBER, MEMBER)), Ack(3, "me", ()), Nack(2**64 - 1, "me"),
     MemberTable("me", (MEMBER,) * 99), HELLO, Welcome("id", "naïve", 4), Refuse("run", "a", "b"), ModelRequest(),
+    SpeedRequest(), SpeedSample((b"any",)),
     ModelSnapshot(-5, "float32", (b"abcd", b"", bytes(40_000))), LinkOpen(6), LinkSnapshot(6, "int8", ()),
     Delta(6, 7, "sign", 0.25, True, False, (b"x" * 100,)), LinkClose(6, 7), LinkClosed(6),
     Push(1, 2, "sign", 0.5, 0.25, True, (b"p" * 99,)), Pushed(1, 2, 2, 0.125, False), PushForgotten(1, 2), Pull(1, 0),

@@ -245,7 +245,7 @@ def test_a_flipped_bit_anywhere_is_refused(pair: tuple[Path, Path]) -> None:
         path.write_bytes(content)
 
 
-@settings(max_examples=150, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.binary(max_size=200)
     | st.text(alphabet='{}[]":,truefalsn0123456789.eE-', max_size=60).map(str.encode)

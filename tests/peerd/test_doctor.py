@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import re
 import socket
 import subprocess
 import sys
+import threading
+from functools import partial
 
 import pytest
+import trio
 
 from peerd import doctor
 from peerd.effects import UserError
 from peerd.settings import Settings
-from peerd.transport import ucx
+from peerd.transport import hello, ucx
+from peerd.transport.tcp import TcpTransport
 
 
 def found(settings: Settings, check: str) -> list[doctor.Finding]:
@@ -32,11 +37,35 @@ def test_every_failure_has_a_cure_and_fails_the_whole(monkeypatch):
         doctor.check(findings)
 
 
-def test_a_peer_that_answers_is_timed():
+def test_what_only_listens_is_timed_and_nothing_more():
     with socket.create_server(("127.0.0.1", 0)) as there:
-        (peer,) = found(Settings(join=(f"127.0.0.1:{there.getsockname()[1]}",)), "peer")
-    assert peer.state == "ok"
-    assert "ms" in peer.found
+        timed, speed = found(Settings(join=(f"127.0.0.1:{there.getsockname()[1]}",)), "peer")
+    assert (timed.state, speed.state) == ("ok", "note")
+    assert "ms" in timed.found
+    assert "does not answer" in speed.found
+    assert speed.cure
+
+
+def test_the_speed_of_the_line_from_a_node():
+    give, taken = queue.SimpleQueue(), threading.Event()
+
+    async def node():
+        async with trio.open_nursery() as nursery:
+            answered = partial(hello.answer, check=None, me=None)
+            give.put(await nursery.start(TcpTransport(nursery).listen, ("127.0.0.1", 0), answered))
+            await trio.to_thread.run_sync(taken.wait)
+            nursery.cancel_scope.cancel()
+
+    thread = threading.Thread(target=trio.run, args=(node,))
+    thread.start()
+    try:
+        host, port = give.get(timeout=10)
+        _, speed = found(Settings(join=(f"{host}:{port}",)), "peer")
+    finally:
+        taken.set()
+        thread.join()
+    assert speed.state == "ok"
+    assert float(re.search(r"([0-9.e+]+) Mbit/s", speed.found)[1]) > 0
 
 
 def test_no_ucx_harms_only_who_wants_rdma(monkeypatch):

@@ -172,7 +172,7 @@ def drawn(seed: int) -> dict[str, float]:
     return {name: chance.choice([0.0, 0.01, chance.uniform(0, 30), PATIENCE_S, PATIENCE_S + 0.01]) for name in "abcd"}
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(8, 20))])
 def test_after_a_power_cut_all_go_on_from_one_model(seed: int) -> None:
     async def scenario(swarm: Swarm) -> None:
         await formed(swarm, "abcd")

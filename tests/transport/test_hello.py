@@ -10,8 +10,9 @@ import trio
 import trio.testing
 
 from peerd.effects import PeerError
-from peerd.messages import Hello, Ping, Refuse, Welcome
+from peerd.messages import Hello, Ping, Refuse, SpeedRequest, Welcome
 from peerd.transport import hello as handshake
+from peerd.transport import speed
 from peerd.transport.hello import Refused, answer, first_difference, greet
 from peerd.transport.link import LinkLost
 from peerd.transport.memory import MemoryNetwork
@@ -176,3 +177,28 @@ DIFFERENCES = {
 @pytest.mark.parametrize(("mine", "theirs", "expected"), DIFFERENCES.values(), ids=DIFFERENCES.keys())
 def test_the_first_difference(mine, theirs, expected):
     assert first_difference(replace(HELLO, **mine), replace(HELLO, **theirs)) == expected
+
+
+def test_who_only_measures_is_cut_off_in_the_time_of_a_greeting():
+    async def dialler(link):
+        link.payload_limit = speed.SAMPLE_BYTES
+        await link.send(SpeedRequest())
+        assert len((await link.receive()).chunks[0]) == speed.SAMPLE_BYTES
+        while trio.current_time() < 10 * handshake.DEADLINE_S:
+            await link.send(SpeedRequest())
+            await link.receive()
+            await trio.sleep(0.1)
+
+    near, far = meet(dialler, lambda link: answer(link, lambda _: None, WELCOME))
+    assert isinstance(near, LinkLost)
+    assert isinstance(far, PeerError)
+    assert "no greeting" in str(far)
+
+
+def test_a_line_is_measured_by_what_comes_in():
+    rate, end = meet(speed.measure, lambda link: answer(link, lambda _: None, WELCOME))
+    assert rate > 0
+    assert isinstance(end, LinkLost | PeerError)
+    silent, _ = meet(speed.measure, lambda link: trio.sleep(5))
+    assert isinstance(silent, PeerError)
+    assert "does not answer" in str(silent)
