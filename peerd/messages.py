@@ -366,6 +366,7 @@ class Pull:
     wants_answer: ClassVar[bool] = True
     link: int
     seq: int
+    finishing: bool  # the sender's trainer has ended: it asks because it was asked
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,9 @@ from peerd.training.modes.parameter_server import ParameterServer
 ROUNDED = 1e-6  # relative: what float32 on the wire drops of a float64 model
 AGREED = 0.03  # relative: of a flush by paired links; each accepts 0.01, a centre 0.011 to either side
 LEFT_BEHIND = 0.05  # of a step, in every model: the centre of an elastic swarm keeps most of it
+HEEDED = 0.15  # of all steps of a member: an even share is a third, and merging one way is late
 EVERY = 2  # steps between rounds
+LONG = 40  # steps
 
 EXAMPLES = 10  # of each mode's weather
 QUEUE_MOST = 100
@@ -142,6 +144,26 @@ def test_who_leaves_in_good_order_leaves_its_steps_behind(row: Row, leaver: str)
     swarm.train(2 * EVERY)
     end(row, swarm)
     assert share_of(leaver, swarm) > LEFT_BEHIND
+
+
+@pytest.mark.parametrize("early", "ab")
+def test_who_ends_early_holds_nobody_back(row: Row, early: str) -> None:
+    """The others train on, and what they learn is in every model at the end."""
+    swarm = swarm_of(row)
+    swarm.train(2 * EVERY)
+    others = swarm.nodes.keys() - {early}
+
+    def go_on(name: str) -> None:
+        if name == early:
+            swarm.finish(name)
+        elif swarm.nodes[name].steps < LONG:
+            swarm.step(name, mark(name))
+
+    swarm.come_to(
+        lambda name: name == early or (swarm.nodes[name].steps == LONG and not swarm.nodes[name].waits), go_on
+    )
+    end(row, swarm)
+    assert min(share_of(name, swarm) for name in others) > HEEDED * LONG
 
 
 Event = Callable[[ModeSwarm, str], None]

@@ -3,7 +3,8 @@
     x_i <- (x_i + x_j) / 2      or less of x_j, where the codec's contraction allows less
 
 The one asked answers with a push and does not move: the swarm's mean is not conserved. A run ends as gossip-push's
-does, for a node that is about to leave cannot wait to be asked.
+does, for a node that is about to leave cannot wait to be asked. A node whose run has ended asks whoever asks it: it
+makes no steps at which it would ask, and would hold those who train on to where it ended.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ class GossipPull(GossipPush):
             return [Send(sender, outgoing.under_way)]  # asked again, or while a push is on its way
         if outgoing is not None and message.link == outgoing.link and message.seq < outgoing.version:
             return []  # said again after a reconnect: it was answered long ago
-        return self._push(sender, self._current(), now, None, "")
+        effects = self._push(sender, self._current(), now, None, "")
+        if self._report.finishing and not message.finishing:
+            effects.append(self._request(sender))
+        return effects
 
     def _merged(self, sender: NodeId, distance: float, now: float) -> None:
         partner = self._partners.held.get(sender)
@@ -49,4 +53,5 @@ class GossipPull(GossipPush):
 
     def _request(self, peer: NodeId) -> Send:
         incoming = self._copies.incoming.get(peer)
-        return Send(peer, Pull(incoming.link, incoming.version) if incoming is not None else Pull(0, 0))
+        link, taken = (incoming.link, incoming.version) if incoming is not None else (0, 0)
+        return Send(peer, Pull(link, taken, self._report.finishing))

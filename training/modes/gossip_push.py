@@ -29,5 +29,6 @@ class GossipPush(OneWay):
             raise PeerError(f"a gain of {push.gain} is outside (0, {GAIN_MOST}]")
         correction = self._scratch.take(came)
         np.subtract(came, values, out=correction)
-        correction *= min(push.gain, 1 / (2 + self._received))
+        alone = self._report.finishing and not push.finishing  # no own step comes any more: it would weigh ever less
+        correction *= min(push.gain, 1 / (2 + (0 if alone else self._received)))
         return correction
