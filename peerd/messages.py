@@ -334,6 +334,7 @@ class Push:
     gain: float  # what the sender's measured contraction allows
     weight: float  # push-sum: all the weight that ever went over this link; 0 in other modes
     finishing: bool  # the sender's trainer has ended: it is flushing
+    back: bool  # the sender only answers a push, and wants none for this one
     chunks: Chunks
 
 
@@ -366,7 +367,7 @@ class Pull:
     wants_answer: ClassVar[bool] = True
     link: int
     seq: int
-    finishing: bool  # the sender's trainer has ended: it asks because it was asked
+    back: bool  # the sender asks because it was asked, and does not want to be asked for this
 
 
 @dataclass(frozen=True, slots=True)

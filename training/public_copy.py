@@ -34,7 +34,7 @@ class Outgoing:
         self._layout = layout
         self._scratch = scratch
 
-    def begin(self, values: Vector, codec: str, gains: dict[str, Gain], *, finishing: bool) -> Push:
+    def begin(self, values: Vector, codec: str, gains: dict[str, Gain], *, finishing: bool, back: bool) -> Push:
         """Encode push version + 1 from the model `values`. Raises NotFinite; call only when none is under way."""
         assert self.under_way is None, "one push at a time"
         codec = codec if self.version else SNAPSHOT_CODEC
@@ -43,7 +43,7 @@ class Outgoing:
         for part in parts(len(following)):
             following[part] += self.known[part]
         self.next_known = following
-        self.under_way = Push(self.link, self.version + 1, codec, gain.value, 0.0, finishing, chunks)
+        self.under_way = Push(self.link, self.version + 1, codec, gain.value, 0.0, finishing, back, chunks)
         return self.under_way
 
     def answered(self) -> None:

@@ -56,6 +56,25 @@ def test_models_meet(mode: str, codec: str) -> None:
     assert swarm.spread() < 0.5 * before
 
 
+def test_who_stands_still_holds_nobody_back(mode: str) -> None:
+    """Two make no step for long: the others' steps are in every model all the same, and no two push without end."""
+    swarm = CountingSwarm(4, 600, "float32", trigger="always", seed=4, mode=mode)
+    swarm.everyone_alive()
+    swarm.settle()
+    steps, move = 150, np.eye(600)[7]
+    before = swarm.nodes["c"].x[7]
+    for _ in range(steps):
+        for name in "cd":
+            swarm.step(name, move)
+            swarm.settle()
+    for name in swarm.nodes:
+        swarm.step(name, finishing=True)
+    swarm.quiesce()
+    least = min(node.x[7] for node in swarm.nodes.values()) - before
+    assert least > 0.1 * 2 * steps, "half of the mean's moves, less what merging one way delays"
+    assert swarm.spread() < FLUSH_TOLERANCE
+
+
 def test_a_flush_ends_with_one_model_near_the_mean(mode: str) -> None:
     swarm = CountingSwarm(4, 600, "sign", trigger="change:0.05", seed=1, mode=mode)
     swarm.everyone_alive()

@@ -79,7 +79,7 @@ SAMPLES = [
     SpeedRequest(), SpeedSample((b"any",)),
     ModelSnapshot(-5, "float32", (b"abcd", b"", bytes(40_000))), LinkOpen(6), LinkSnapshot(6, "int8", ()),
     Delta(6, 7, "sign", 0.25, True, False, (b"x" * 100,)), LinkClose(6, 7), LinkClosed(6),
-    Push(1, 2, "sign", 0.5, 0.25, True, (b"p" * 99,)), Pushed(1, 2, 2, 0.125, False), PushForgotten(1, 2),
+    Push(1, 2, "sign", 0.5, 0.25, True, False, (b"p" * 99,)), Pushed(1, 2, 2, 0.125, False), PushForgotten(1, 2),
     Pull(1, 0, True),
     BulkOffer("1.22", 5, (b"there",)), BulkAnswer("no", 0, ()), Plan(1, "id", False, "gossip"),
     RoundReport(2**61, RoundPhase.HELD, 1, 2, 3, 4, True, False, True),

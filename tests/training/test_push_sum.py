@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import permutations
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from peerd.effects import PeerError
 from peerd.messages import Push
 from peerd.training.codecs import CODECS
+from peerd.training.modes import push_sum
 from peerd.training.modes.push_sum import WEIGHT_LEAST
 
 
@@ -86,6 +88,13 @@ def test_what_a_dead_peer_never_took_is_taken_back() -> None:
     assert np.allclose(swarm.nodes["a"].x, before, rtol=0, atol=1e-12)
 
 
+@pytest.fixture
+def keeping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who stands still keeps what it gets."""
+    monkeypatch.setattr(push_sum, "STILL", math.inf)
+
+
+@pytest.mark.usefixtures("keeping")
 def test_a_node_that_gave_nearly_all_away_waits() -> None:
     swarm = GossipSwarm(2, 50, "float32", mode="push-sum")
     swarm.everyone_alive()
@@ -115,6 +124,7 @@ def test_who_has_finished_does_not_gather_the_weight_of_those_who_train_on() -> 
     assert all(node.proceeded[-1] for node in swarm.nodes.values())
 
 
+@pytest.mark.usefixtures("keeping")
 def test_who_has_no_weight_left_to_give_pushes_its_model_alone() -> None:
     swarm = GossipSwarm(2, 50, "float32", mode="push-sum")
     swarm.everyone_alive()
@@ -143,7 +153,7 @@ def test_a_weight_that_cannot_be_is_refused(weight: float) -> None:
     push = swarm.queues["a", "b"].popleft()
     assert isinstance(push, Push)
     before = swarm.nodes["b"].x.copy()
-    bad = Push(push.link, push.seq, push.codec, push.gain, weight, False, push.chunks)
+    bad = Push(push.link, push.seq, push.codec, push.gain, weight, False, False, push.chunks)
     with pytest.raises(PeerError, match="weight"):
         swarm.nodes["b"].core.on_message("a", bad, 0.0)
     assert np.array_equal(swarm.nodes["b"].x, before)

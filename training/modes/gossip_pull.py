@@ -3,20 +3,27 @@
     x_i <- (x_i + x_j) / 2      or less of x_j, where the codec's contraction allows less
 
 The one asked answers with a push and does not move: the swarm's mean is not conserved. A run ends as gossip-push's
-does, for a node that is about to leave cannot wait to be asked. A node whose run has ended asks whoever asks it: it
-makes no steps at which it would ask, and would hold those who train on to where it ended.
+does, for a node that is about to leave cannot wait to be asked. A node whose run has ended, or stands still, asks
+whoever asks it: it makes no steps at which it would ask, and would hold those who train on to where it is.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from peerd.effects import Effect, NodeId, Send, Vector
 from peerd.messages import Connected, Message, Pull
 from peerd.training.modes.gossip_push import GossipPush
+from peerd.training.modes.one_way import STILL
 from peerd.training.modes.partners import Partner
 
 
 class GossipPull(GossipPush):
     """The mode's core for one node."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._asked = (0, 0)  # in which step, how often
 
     def _fired(self, partner: Partner, values: Vector, reason: str, now: float) -> list[Effect]:
         partner.asked_at = now
@@ -32,9 +39,16 @@ class GossipPull(GossipPush):
         if outgoing is not None and message.link == outgoing.link and message.seq < outgoing.version:
             return []  # said again after a reconnect: it was answered long ago
         effects = self._push(sender, self._current(), now, None, "")
-        if self._report.finishing and not message.finishing:
-            effects.append(self._request(sender))
+        if self._is_still() and not message.back:
+            self._received = 0  # the answer is worth what it is to one who has just made a step
+            effects.append(self._request(sender, back=True))
         return effects
+
+    def _is_still(self) -> bool:
+        """Note that one more has asked in this step."""
+        step, times = self._asked
+        self._asked = self._report.step, times + 1 if step == self._report.step else 1
+        return self._report.finishing or self._asked[1] > STILL
 
     def _merged(self, sender: NodeId, distance: float, now: float) -> None:
         partner = self._partners.held.get(sender)
@@ -51,7 +65,7 @@ class GossipPull(GossipPush):
             partner.asked_at = now
         return [*super()._repeat(peer, now), *([self._request(peer)] if asked else [])]
 
-    def _request(self, peer: NodeId) -> Send:
+    def _request(self, peer: NodeId, *, back: bool = False) -> Send:
         incoming = self._copies.incoming.get(peer)
         link, taken = (incoming.link, incoming.version) if incoming is not None else (0, 0)
-        return Send(peer, Pull(link, taken, self._report.finishing))
+        return Send(peer, Pull(link, taken, back))

@@ -13,7 +13,7 @@ import numpy as np
 from peerd.effects import Effect, PeerError, Vector
 from peerd.messages import Push
 from peerd.training.delta import GAIN_MOST
-from peerd.training.modes.one_way import OneWay
+from peerd.training.modes.one_way import STILL, OneWay
 from peerd.training.modes.partners import Partner
 from peerd.training.public_copy import Incoming
 
@@ -29,6 +29,6 @@ class GossipPush(OneWay):
             raise PeerError(f"a gain of {push.gain} is outside (0, {GAIN_MOST}]")
         correction = self._scratch.take(came)
         np.subtract(came, values, out=correction)
-        alone = self._report.finishing and not push.finishing  # no own step comes any more: it would weigh ever less
-        correction *= min(push.gain, 1 / (2 + (0 if alone else self._received)))
+        received = self._received if push.finishing else min(self._received, STILL)  # or it weighed ever less
+        correction *= min(push.gain, 1 / (2 + received))
         return correction

@@ -27,6 +27,7 @@ from peerd.training.reference import norm_of_difference
 from peerd.training.scratch import Scratch
 from peerd.training.trigger import MAX_SILENCE_S, WAKE_AFTER_S
 
+STILL = 4  # merged or asked for since the last own step: then others are much faster, or this node trains no more
 ROUNDS_UNHEARD = 4  # of the flush, to partners that send nothing back: then one such in MAX_SILENCE_S
 
 
@@ -202,7 +203,9 @@ class OneWay:
 
     # ---------------------------------------------------------------- pushes that leave
 
-    def _push(self, peer: NodeId, values: Vector, now: float, partner: Partner | None, reason: str) -> list[Effect]:
+    def _push(
+        self, peer: NodeId, values: Vector, now: float, partner: Partner | None, reason: str, *, back: bool = False
+    ) -> list[Effect]:
         """Begin one to `peer`; for the sake of `partner`, if it is one of the view that the trigger chose."""
         effects: list[Effect] = []
         outgoing = self._copies.outgoing.get(peer)
@@ -215,7 +218,7 @@ class OneWay:
         flush = finishing or (held is not None and held.peer_finishing)
         codec = FLUSH_CODEC if flush else self._settings.codec
         try:
-            push = outgoing.begin(values, codec, self._gains, finishing=finishing)
+            push = outgoing.begin(values, codec, self._gains, finishing=finishing, back=back)
         except NotFinite:
             return effects + self._not_finite()
         if push.seq == 1:
@@ -309,23 +312,22 @@ class OneWay:
             partner.peer_finishing = push.finishing
             if push.finishing:
                 partner.distance = distance
-        if self._report.finishing and self._owes(
-            sender, push, far=distance > FLUSH_TOLERANCE * norm_of_difference(values)
-        ):
+        if self._owes(sender, push, far=distance > FLUSH_TOLERANCE * norm_of_difference(values)):
             effects += self._push_back(sender, now)
         return effects
 
     def _owes(self, sender: NodeId, push: Push, *, far: bool) -> bool:
-        """Whether a push that came in our flush is answered by another one: its sender may be no partner of ours, and
-        its push alone may move us little (push-sum: the sender may have hardly any weight left)."""
-        return push.finishing and far and sender not in self._partners.held
+        """Whether a push is answered by another one. In a flush its sender may be no partner of ours, and its push
+        alone may move us little (push-sum: the sender may have hardly any weight left)."""
+        return self._report.finishing and push.finishing and far and sender not in self._partners.held
 
     def _push_back(self, sender: NodeId, now: float) -> list[Effect]:
         if self._copies.is_under_way(sender):
             return []
         self._to_flush = 1
-        self._received = 0  # a round of its own
-        return self._push(sender, self._current(), now, None, "")
+        if self._report.finishing:
+            self._received = 0  # a round of its own
+        return self._push(sender, self._current(), now, None, "", back=True)
 
     def _answer(self, incoming: Incoming, distance: float | None = None) -> Send:
         incoming.answers += 1

@@ -23,7 +23,7 @@ from peerd.effects import Effect, NodeId, PeerError, Vector
 from peerd.messages import Push
 from peerd.training.delta import Gain
 from peerd.training.mass import Outflow, Purse
-from peerd.training.modes.one_way import OneWay
+from peerd.training.modes.one_way import STILL, OneWay
 from peerd.training.modes.partners import Partner
 from peerd.training.public_copy import Incoming
 
@@ -82,8 +82,9 @@ class PushSum(OneWay):
         return self._apply(correction)
 
     def _owes(self, sender: NodeId, push: Push, *, far: bool) -> bool:
-        """Who trains on gets its weight back: all of the swarm's would gather where nobody learns."""
-        return not push.finishing or super()._owes(sender, push, far=far)
+        """Whoever trains on gets weight back: all of the swarm's would gather where nobody learns."""
+        still = self._report.finishing or self._received > STILL
+        return (still and not push.finishing and not push.back) or super()._owes(sender, push, far=far)
 
     def _correction(self, incoming: Incoming, push: Push, came: Vector, values: Vector) -> Vector:
         part = incoming.inflow.part(push.weight)
