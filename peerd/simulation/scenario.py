@@ -175,7 +175,7 @@ class _Run:
         """The figures of the run itself, before what its faults began has come to an end."""
         swarm = self.swarm
         counts, detections, models = swarm.counts(), swarm.detections_s, swarm.models()
-        steps = [node.steps for node in swarm.nodes.values()] or [0]
+        steps = [trainee.steps for trainee in swarm.trainees] or [0]
         figures: dict[str, Any] = {
             "virtual_seconds": round(self.world.now, 3),
             "ended_by": "steps" if self._trained() else "minutes" if self.world.now >= self.ends_s else "violation",
@@ -192,8 +192,8 @@ class _Run:
             "detection_median_s": float(np.median(detections)) if detections else None,
             "detection_p99_s": float(np.percentile(detections, 99)) if detections else None,
         }
-        if trained_s := sum(node.trained_s for node in swarm.nodes.values()):
-            figures["computing_share"] = sum(node.computed_s for node in swarm.nodes.values()) / trained_s
+        if trained_s := sum(trainee.trained_s for trainee in swarm.trainees):
+            figures["computing_share"] = sum(trainee.computed_s for trainee in swarm.trainees) / trained_s
         if models and self.problem is not None:
             figures["consensus_distance"] = mean_and_distance(models)[1]
             figures |= self.problem.score(models)
@@ -204,7 +204,7 @@ class _Run:
 
     def _share(self) -> float:
         steps = self.scenario.steps
-        done = [node.steps for node in self.swarm.nodes.values()] or [0]
+        done = [trainee.steps for trainee in self.swarm.trainees] or [0]
         by_steps = sum(done) / len(done) / steps if steps and self.problem is not None else 0.0
         return max(by_steps, self.world.now / self.ends_s if self.ends_s < math.inf else 0.0)
 
@@ -221,8 +221,8 @@ class _Run:
     def _look(self) -> Look:
         swarm = self.swarm
         nodes = list(swarm.nodes.values())
-        losses = [node.loss for node in nodes if not math.isnan(node.loss)]
-        models = [node.values() for node in nodes[:DISTANCES] if node.mode is not None]
+        losses = [trainee.loss for trainee in swarm.trainees if not math.isnan(trainee.loss)]
+        models = [trainee.values() for trainee in swarm.trainees[:DISTANCES] if trainee.mode is not None]
         counted = Counter(member.state for node in nodes[:VIEWS] for member in node.membership.members.values())
         views = max(1, min(VIEWS, len(nodes)))
         busy_s = sum(pipe.busy_s for pipe in swarm.network.up)

@@ -12,8 +12,9 @@ from peerd.membership import LAN, Timing
 from peerd.messages import Member, State
 from peerd.simulation.checkers import Checkers
 from peerd.simulation.network import PROFILES, Network, Profile, Topology, uniform
-from peerd.simulation.node import READY, Clock, Node, NodeSettings
+from peerd.simulation.node import Clock, Node
 from peerd.simulation.problems import Compute, Problem
+from peerd.simulation.trainee import READY, NodeSettings, Trainee
 from peerd.simulation.world import Kind, World
 from peerd.training.modes import ModeSettings
 from peerd.training.trigger import PeriodTrigger, parse_trigger
@@ -154,7 +155,8 @@ class Swarm:
         node.excused_until = math.inf
         self._gone_bytes += node.bytes_sent
         self._gone_counts += node.counts
-        self._gone_staleness += node.staleness
+        if node.trainee is not None:
+            self._gone_staleness += node.trainee.staleness
         self.crashed += 1
         self.network.drop(index)
         node.crash()
@@ -303,9 +305,14 @@ class Swarm:
                 return False
         return True
 
+    @property
+    def trainees(self) -> list[Trainee]:
+        """Of all nodes, if they train."""
+        return [node.trainee for node in self.nodes.values() if node.trainee is not None]
+
     def models(self) -> list[Vector]:
         """Of all nodes that have one."""
-        return [node.values() for node in self.nodes.values() if node.mode is not None]
+        return [trainee.values() for trainee in self.trainees if trainee.mode is not None]
 
     def counts(self) -> Counter[str]:
         """Of all nodes, those that are gone too."""
@@ -313,7 +320,7 @@ class Swarm:
 
     def staleness(self) -> Counter[int]:
         """Own steps between the two ends of an exchange, of all nodes, those that are gone too."""
-        return sum((node.staleness for node in self.nodes.values()), Counter(self._gone_staleness))
+        return sum((trainee.staleness for trainee in self.trainees), Counter(self._gone_staleness))
 
     @property
     def bytes_sent(self) -> int:
@@ -322,17 +329,21 @@ class Swarm:
 
     def finished(self) -> bool:
         """Whether every node's run has ended."""
-        return bool(self.nodes) and all(node.phase == "finished" for node in self.nodes.values())
+        return bool(self.nodes) and all(trainee.phase == "finished" for trainee in self.trainees)
 
     def look_at_links(self) -> None:
         """Ask the checkers whether anybody has been silent for too long, and whether every model is what was put in,
         and whether what a few nodes believe only ever grew."""
-        training = {node.id: node for node in self.nodes.values() if node.running and node.phase == "training"}
+        training = {
+            node.id: node
+            for node in self.nodes.values()
+            if node.running and node.trainee is not None and node.trainee.phase == "training"
+        }
         if not isinstance(self.settings.mode_settings.trigger, PeriodTrigger):  # which may be silent for any time
             self.checkers.links(training, self.world.now)
         for node in self.nodes.values():
-            if node.injected is not None:
-                self.checkers.conserved(node.id, node.values(), node.injected)
+            if node.trainee is not None and node.trainee.injected is not None:
+                self.checkers.conserved(node.id, node.trainee.values(), node.trainee.injected)
         for node in list(self.nodes.values())[:VIEWERS]:
             for id in node.membership.members:
                 self.checkers.keys(node, id)

@@ -1,0 +1,350 @@
+"""The half of a simulated node that trains: its learner, its mode and the replica between them, and its first model.
+
+What production spreads over daemon and trainer is here one object. The node's other half (node.py) is its process, its
+membership and its connections.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from peerd.effects import Apply, Effect, NodeId, Proceed, Publish, Resume, StepReport, Vector
+from peerd.messages import Connected, Delta, Member, Message, ModelRequest, ModelSnapshot
+from peerd.roles import About, FetchFrom, OwnModel, is_partner, whose_model
+from peerd.simulation.checkers import Checkers, Watched
+from peerd.simulation.problems import Compute, Learner
+from peerd.simulation.world import Kind, World
+from peerd.timing import Timing
+from peerd.training import delta
+from peerd.training.modes import Mode, ModeSettings, parse_mode
+from peerd.training.reference import PairedReference
+
+SIGNATURE = "simulated"
+READY = About(model=SIGNATURE, ready=True, expects=True)
+SNAPSHOT_CODEC = "float32"
+PEERS_EVERY_S = 0.5  # the mode hears of members that came or went at most so often
+LOOK_AGAIN_S = 1.0  # how often a newcomer looks whether somebody has a model
+ASK_AGAIN_S = 10.0
+SETTLE_S = 30.0  # how long an ended run waits for others that train
+PHASES = ("joining", "waiting", "training", "finishing", "finished")
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSettings:
+    """What all nodes of a swarm share."""
+
+    mode: str
+    mode_settings: ModeSettings
+    timing: Timing
+    compute: Compute
+    steps: int | None  # of a run; None trains for ever
+    size_scale: float
+
+
+class Shell(Watched, Protocol):
+    """What its node does for it."""
+
+    life: int
+
+    @property
+    def now(self) -> float:
+        """What the node believes the time is."""
+        ...
+
+    def later(self, delay_s: float, event: Callable[[], None]) -> None:
+        """In this life only; not before it is resumed."""
+        ...
+
+    def perform(self, effects: list[Effect]) -> None:
+        """Do what a core asks."""
+        ...
+
+    def send(self, peer: NodeId, message: Message) -> None:
+        """To a member that lives."""
+        ...
+
+    def arriving(self, peer: NodeId) -> bool:
+        """Whether bytes come from there."""
+        ...
+
+
+class Trainee:
+    """One life of it."""
+
+    def __init__(
+        self,
+        node: Shell,
+        world: World,
+        checkers: Checkers,
+        settings: NodeSettings,
+        learner: Learner,
+        partners: set[NodeId],
+        *,
+        has_seeds: bool,
+        formed: bool,
+        wait_for: int,
+    ) -> None:
+        """In a swarm that is `formed` already it has the model, too."""
+        self.learner = learner
+        self.phase = "joining"
+        self.steps = 0
+        self.loss = math.nan
+        self.computed_s = 0.0  # by the trainer, in whole steps
+        self.trained_from = self.trained_until = math.nan
+        self.staleness: Counter[int] = Counter()  # own steps between the two ends of an exchange
+        self.mode: Mode | None = None
+        self.injected: Vector | None = None  # start, own steps and corrections, where exactness is checked
+        self._node = node
+        self._world = world
+        self._checkers = checkers
+        self._settings = settings
+        self._rng = world.rng("node", node.index, node.life)
+        self._compute_rng = world.rng("compute", node.index, node.life)
+        self._has_seeds = has_seeds
+        self._wait_for = wait_for
+        self._about = READY if formed else About(expects=True, founder=not has_seeds)
+        self._partners = partners
+        self._partners_due = False
+        self._replica: Vector | None = None  # the last copy and all corrections since
+        self._pending: Vector | None = None  # corrections that the learner has not yet taken
+        self._asked_publish = False
+        self._at_barrier = False
+        self._asked: tuple[NodeId, float] | None = None  # the donor of our first model
+        self._began: dict[NodeId, int] = {}
+
+    def begin(self) -> None:
+        """Look for a model, if there may be one elsewhere."""
+        if self._about is READY:
+            self._have_model()
+        else:
+            self._say_about(model=SIGNATURE)
+            self._join()
+
+    # ---------------------------------------------------------------- what there is to see
+
+    @property
+    def references(self) -> Mapping[NodeId, PairedReference]:
+        """Of the links that its mode holds, if it has links."""
+        return getattr(self.mode, "references", dict)()
+
+    @property
+    def is_centre(self) -> bool:
+        """Whether its links belong to a centre variable."""
+        return getattr(self.mode, "centre_values", None) is not None
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Of its mode."""
+        return self.mode.counts if self.mode is not None else Counter()
+
+    @property
+    def trained_s(self) -> float:
+        """From the first step's begin to the end of the run, its last exchanges included, or until now."""
+        until = self._world.now if math.isnan(self.trained_until) else self.trained_until
+        return 0.0 if math.isnan(self.trained_from) else until - self.trained_from
+
+    def values(self) -> Vector:
+        """The model, with every correction that has come."""
+        values = self.learner.values()
+        return values if self._pending is None else values + self._pending
+
+    # ---------------------------------------------------------------- events
+
+    @property
+    def deadline(self) -> float:
+        """Of its mode."""
+        return self.mode.deadline if self.mode is not None else math.inf
+
+    def on_timer(self, now: float) -> list[Effect]:
+        """The deadline has come."""
+        return self._mode.on_timer(now)
+
+    def member_changed(self, member: Member) -> None:
+        """A member may have become a partner, or is none any more."""
+        if is_partner(member, SIGNATURE) != (member.id in self._partners):
+            self._partners ^= {member.id}
+            if not self._partners_due:
+                self._partners_due = True
+                self._node.later(PEERS_EVERY_S, self._tell_partners)
+
+    def _tell_partners(self) -> None:
+        self._partners_due = False
+        if self.mode is not None:
+            self._node.perform(self.mode.on_peers(frozenset(self._partners), self._node.now))
+            self._maybe_go()
+
+    def reconnected(self, peer: NodeId) -> None:
+        """Messages to this peer flow again."""
+        if self.mode is not None:
+            self._node.later(0.0, lambda: self._node.perform(self._mode.on_message(peer, Connected(), self._node.now)))
+
+    def sent(self, peer: NodeId, message: Message) -> None:
+        """A message has left for the peer."""
+        if isinstance(message, Delta) and message.wants_answer:
+            self._began[peer] = self.steps
+
+    def receive(self, source: NodeId, message: Message) -> None:
+        """A message of the mode, or about a whole model. Raises PeerError."""
+        match message:
+            case ModelRequest():
+                self._give_model(source)
+            case ModelSnapshot():
+                self._take_model(source, message)
+            case _ if self.mode is not None:
+                effects = self.mode.on_message(source, message, self._node.now)
+                if isinstance(message, Delta):
+                    self._checkers.exchanged(self._node, source, message, effects)
+                    if any(isinstance(effect, Apply) for effect in effects):
+                        self.staleness[self.steps - self._began.pop(source, self.steps)] += 1
+                self._node.perform(effects)
+
+    def perform(self, effect: Effect) -> None:
+        """Do what a core asks of the trainer."""
+        match effect:
+            case Apply():
+                self._apply(effect.correction)
+            case Publish():
+                self._asked_publish = True
+            case Resume() if self._at_barrier:
+                self._at_barrier = False
+                self._take_corrections()
+                self._next_step()
+            case Proceed() if effect.settled and self.phase == "finishing":
+                self._finish()
+
+    @property
+    def _mode(self) -> Mode:
+        assert self.mode is not None, "asked of a node that has one"
+        return self.mode
+
+    def _say_about(self, **changes: Any) -> None:
+        self._about = replace(self._about, **changes)
+        self._node.perform(self._node.membership.set_meta(self._about.pack(), self._node.now))
+
+    # ---------------------------------------------------------------- the first model
+
+    def _join(self) -> None:
+        """Look whose model this node starts from, until it has one."""
+        if self.phase != "joining":
+            return
+        match whose_model(self._node.membership.members, self._node.id, has_seeds=self._has_seeds):
+            case OwnModel():
+                self._have_model()
+                return
+            case FetchFrom(givers):
+                asked, at = self._asked or ("", -math.inf)
+                if asked not in givers or (self._node.now - at >= ASK_AGAIN_S and not self._node.arriving(asked)):
+                    others = [giver for giver in givers if giver != asked] or list(givers)
+                    self._asked = (others[0], self._node.now)
+                    self._node.send(others[0], ModelRequest())
+        self._node.later(LOOK_AGAIN_S, self._join)
+
+    def _give_model(self, peer: NodeId) -> None:
+        if self._replica is not None:
+            chunks, _ = delta.encode(SNAPSHOT_CODEC, self.learner.layout, self._replica)
+            self._node.send(peer, ModelSnapshot(self.steps, SNAPSHOT_CODEC, chunks))
+
+    def _take_model(self, source: NodeId, message: ModelSnapshot) -> None:
+        if self.phase != "joining" or self._asked is None or self._asked[0] != source:
+            return
+        values = np.empty(self.learner.layout.total, self.learner.values().dtype)
+        delta.decode(message.codec, self.learner.layout, message.chunks, values)
+        self.learner.load(values)
+        self.steps = message.step
+        self._have_model()
+
+    def _have_model(self) -> None:
+        learner, settings = self.learner, self._settings
+        self._replica = learner.publish()
+        self._pending = np.zeros_like(self._replica)
+        if self._replica.dtype == np.float64:
+            self.injected = self._replica.copy()
+        buffer = np.empty_like(self._replica)
+
+        def values() -> Vector:
+            assert self._replica is not None, "set above"
+            np.copyto(buffer, self._replica)
+            return buffer
+
+        self.mode = parse_mode(settings.mode)(self._node.id, learner.layout, self._rng, settings.mode_settings, values)
+        if isinstance(staleness := getattr(self.mode, "staleness", None), Counter):
+            self.staleness = staleness
+        self._enter("waiting")
+        self._say_about(ready=True)
+        self._tell_partners()
+        self._maybe_go()
+
+    def _maybe_go(self) -> None:
+        if self.phase == "waiting" and 1 + len(self._partners) >= self._wait_for:
+            self._enter("training")
+            self._next_step()
+
+    def _enter(self, phase: str) -> None:
+        self.phase = phase
+        if phase == "training":
+            self.trained_from = self._world.now
+        elif phase == "finished":
+            self.trained_until = self._world.now
+        self._world.note(Kind.PHASE, self._node.index, PHASES.index(phase))
+
+    # ---------------------------------------------------------------- training
+
+    def _next_step(self) -> None:
+        seconds = self._settings.compute.draw(self._compute_rng)
+        self._node.later(seconds, lambda: self._step(seconds))
+
+    def _step(self, seconds: float) -> None:
+        learner = self.learner
+        self.computed_s += seconds
+        before = learner.values().copy() if self.injected is not None else None
+        moved = learner.step(self.steps)
+        if self.injected is not None and before is not None:
+            self.injected += learner.values() - before
+        self.steps += 1
+        self.loss = moved.loss
+        self._take_corrections()
+        change = learner.change()
+        ended = self._settings.steps is not None and self.steps >= self._settings.steps
+        barrier = self._mode.barrier
+        self._at_barrier = not ended and barrier > 0 and self.steps % barrier == 0
+        published = self._asked_publish or ended or self._at_barrier
+        if published:
+            self._asked_publish = False
+            self._replica = learner.publish()
+        self._world.note(Kind.STEP, self._node.index, self.steps, change)
+        report = StepReport(self.steps, change, moved.lr_ratio, published, finishing=ended)
+        if ended:
+            self._enter("finishing")
+            self._node.later(SETTLE_S, self._finish)
+        waits = self._at_barrier  # Resume, which may come at once, makes the next step
+        self._node.perform(self._mode.on_step(report, self._node.now))
+        if not ended and not waits:
+            self._next_step()
+
+    def _apply(self, correction: Vector) -> None:
+        assert self._replica is not None, "a mode runs only on a model"
+        assert self._pending is not None, "set with it"
+        self._world.note(Kind.APPLY, self._node.index, value=float(zlib.crc32(correction.data)))
+        self._replica += correction
+        self._pending += correction
+        if self.injected is not None:
+            self.injected += correction
+        if self.phase not in ("training", "waiting"):
+            self._take_corrections()
+
+    def _take_corrections(self) -> None:
+        if self._pending is not None:
+            self.learner.add(self._pending)
+            self._pending.fill(0.0)
+
+    def _finish(self) -> None:
+        if self.phase == "finishing":
+            self._enter("finished")
+            self._world.note(Kind.FINISHED, self._node.index, self.steps)
