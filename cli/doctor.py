@@ -14,7 +14,10 @@ from peerd.cli.output import Format, FormatOption, print_json
 
 def doctor(
     bind: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="as for peerd start")] = None,
-    join: Annotated[list[str] | None, typer.Option(metavar="HOST:PORT", help="a peer to try to reach")] = None,
+    join: Annotated[
+        list[str] | None,
+        typer.Option(metavar="HOST:PORT", help="a peer to reach and to measure the line from: 2 s, 256 MiB at most"),
+    ] = None,
     transport: Annotated[str | None, typer.Option(help="tcp, rdma or auto: what must work")] = None,
     config: Annotated[Path | None, typer.Option(help="a TOML file, as for peerd start")] = None,
     format: FormatOption = Format.TEXT,

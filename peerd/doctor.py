@@ -105,8 +105,8 @@ def _network(host: str) -> Iterator[Finding]:
     else:
         yield Finding("address", "ok", f"{address}; a firewall must let TCP and UDP through to the port")
     for name in sorted(interface.name for interface in NETWORK.glob("*") if interface.name != "lo"):
-        mtu, speed = _number(NETWORK / name / "mtu"), _number(NETWORK / name / "speed")
-        found = f"{name}: MTU {mtu}" + (f", {speed} Mbit/s by its own account" if speed > 0 else "")
+        mtu, mbit = _number(NETWORK / name / "mtu"), _number(NETWORK / name / "speed")
+        found = f"{name}: MTU {mtu}" + (f", {mbit} Mbit/s by its own account" if mbit > 0 else "")
         if mtu < MTU_LEAST:
             cure = f"raise it to {MTU_LEAST} or more (ip link set {name} mtu 1500), or bind another interface"
             yield Finding("network", "note", f"{found}: datagrams of membership are cut into pieces", cure)
@@ -143,7 +143,10 @@ def _speed(peer: Address) -> Finding:
         async with trio.open_nursery() as nursery:
             try:
                 link = await TcpTransport(nursery).dial(peer)
-                rate = await speed.measure(link)
+                try:
+                    rate = await speed.measure(link)
+                finally:
+                    await link.aclose()
             except (LinkLost, PeerError) as error:
                 return Finding("peer", "note", f"no speed measured: {error}", "is it a node of this version of peerd?")
             finally:

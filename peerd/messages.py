@@ -95,7 +95,7 @@ class MemberTable:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """The first message of every connection, from the dialler."""
+    """The first message of every connection that is to last, from the dialler."""
 
     KIND: ClassVar[int] = 16
     protocol: int
@@ -152,21 +152,6 @@ class BulkAnswer:
 
 
 @dataclass(frozen=True, slots=True)
-class SpeedRequest:
-    """In place of a greeting: send me a SpeedSample, I measure the line (transport/speed.py)."""
-
-    KIND: ClassVar[int] = 35
-
-
-@dataclass(frozen=True, slots=True)
-class SpeedSample:
-    """Bytes that mean nothing."""
-
-    KIND: ClassVar[int] = 36
-    chunks: Chunks
-
-
-@dataclass(frozen=True, slots=True)
 class ModelRequest:
     """Send me your current model: I am about to train."""
 
@@ -200,6 +185,21 @@ class Plan:
 
 
 AS_STARTED = Plan()
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedRequest:
+    """In place of a greeting: send me a SpeedSample, I measure the line (transport/speed.py)."""
+
+    KIND: ClassVar[int] = 35
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedSample:
+    """Bytes that mean nothing; above 31, for what is urgent has no chunks."""
+
+    KIND: ClassVar[int] = 36
+    chunks: Chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,7 +334,7 @@ class Push:
     gain: float  # what the sender's measured contraction allows
     weight: float  # push-sum: all the weight that ever went over this link; 0 in other modes
     finishing: bool  # the sender's trainer has ended: it is flushing
-    back: bool  # the sender only answers a push, and wants none for this one
+    back: bool  # push-sum: it only gives back, and is not answered in kind
     chunks: Chunks
 
 
@@ -536,7 +536,7 @@ class Connected:
 
 Message = (
     Ping | PingRequest | Ack | Nack | MemberTable | Hello | Welcome | Refuse | BulkOffer | BulkAnswer
-    | SpeedRequest | SpeedSample | ModelRequest | ModelSnapshot | Plan
+    | ModelRequest | ModelSnapshot | Plan | SpeedRequest | SpeedSample
     | LinkOpen | LinkSnapshot | Delta | LinkClose | LinkClosed
     | Push | Pushed | PushForgotten | Pull
     | RoundReport | RoundBegin | RoundPiece | PieceTaken | RoundCommit
@@ -548,7 +548,7 @@ MESSAGES: dict[int, type[Message]] = {
     message.KIND: message
     for message in (
         Ping, PingRequest, Ack, Nack, MemberTable, Hello, Welcome, Refuse, BulkOffer, BulkAnswer,
-        SpeedRequest, SpeedSample, ModelRequest, ModelSnapshot, Plan,
+        ModelRequest, ModelSnapshot, Plan, SpeedRequest, SpeedSample,
         LinkOpen, LinkSnapshot, Delta, LinkClose, LinkClosed,
         Push, Pushed, PushForgotten, Pull,
         RoundReport, RoundBegin, RoundPiece, PieceTaken, RoundCommit,

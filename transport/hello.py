@@ -1,4 +1,4 @@
-"""The first two messages of every connection: who are you, and do we train the same thing?
+"""The first two messages of every connection that is to last: who are you, and do we train the same thing?
 
 The dialler sends Hello; the acceptor answers Welcome, or Refuse with the first thing that differs. Anything else,
 silence included, closes the link; but a dialler may measure the line in place of greeting (transport/speed.py).
@@ -15,7 +15,7 @@ from typing import NoReturn
 import trio
 
 from peerd.effects import PeerError
-from peerd.messages import Hello, Message, Refuse, SpeedRequest, Welcome
+from peerd.messages import Hello, Message, Refuse, Welcome
 from peerd.transport import speed, wire
 from peerd.transport.link import Link
 
@@ -57,8 +57,7 @@ async def answer(link: Link, check: Callable[[Hello], Refuse | None], me: Welcom
     """
     try:
         with _greeting_deadline(link):
-            while isinstance(hello := await link.receive(), SpeedRequest):
-                await link.send(speed.sample())
+            hello = await speed.serve(link)
         if not isinstance(hello, Hello):
             _unexpected(link, hello)
         _check_size(link, hello)

@@ -1,6 +1,7 @@
 """How fast does a peer's data come in? Whoever asks in place of a greeting is sent samples, and counts.
 
-Nobody has to be a member for it. What a stranger can have this way ends with the time that a greeting may take.
+Nobody has to be a member for it. One connection has as many samples as a measurement takes, in the time that a greeting
+may take; as with greetings, only the listener's rate limits how often a stranger comes back.
 """
 
 from __future__ import annotations
@@ -11,37 +12,48 @@ from functools import cache
 import trio
 
 from peerd.effects import PeerError
-from peerd.messages import SpeedRequest, SpeedSample
+from peerd.messages import Message, SpeedRequest, SpeedSample
 from peerd.transport.link import Link
 
 SAMPLE_BYTES = 1 << 20
-UNDER_WAY = 4  # samples, so that the line never waits for a request
+UNDER_WAY = 16  # samples: enough for 1 Gbit/s over 100 ms
 MEASURE_S, MEASURE_BYTES = 2.0, 256 << 20  # whichever is reached first
-LOOK_S = 0.01
+SAMPLES_MOST = MEASURE_BYTES // SAMPLE_BYTES + UNDER_WAY
+LOOK_S = 0.01  # on a slow line a sample takes long: what has come of it counts
 
 
 @cache
-def sample() -> SpeedSample:
+def _sample() -> SpeedSample:
     """What a request is answered with: nothing that a tunnel could compress."""
     return SpeedSample((os.urandom(SAMPLE_BYTES),))
+
+
+async def serve(link: Link) -> Message:
+    """Answer requests, if there are some; return the first message that is none. Raises PeerError for too many."""
+    for _ in range(SAMPLES_MOST):
+        if not isinstance(message := await link.receive(), SpeedRequest):
+            return message
+        await link.send(_sample())
+    raise PeerError(f"{link.remote}: asked for more than {SAMPLES_MOST} samples")
 
 
 async def measure(link: Link) -> float:
     """Return the bytes a second that come from the peer; the link was not greeted and is of no other use.
 
-    The first half is TCP's to find its pace. Raises LinkLost or PeerError with the link, PeerError when nothing comes.
+    The first half of the looks is TCP's to find its pace. Raises LinkLost or PeerError with the link, PeerError when
+    nothing comes.
     """
     link.payload_limit = SAMPLE_BYTES
     for _ in range(UNDER_WAY):
         await link.send(SpeedRequest())
-    marks = [(trio.current_time(), link.bytes_received)]
-    while marks[-1][0] < marks[0][0] + MEASURE_S and marks[-1][1] < MEASURE_BYTES:
+    looks = [(trio.current_time(), link.bytes_received)]
+    while looks[-1][0] < looks[0][0] + MEASURE_S and looks[-1][1] < MEASURE_BYTES:
         with trio.move_on_after(LOOK_S) as look:
             await link.receive()
         if not look.cancelled_caught:
             await link.send(SpeedRequest())
-        marks.append((trio.current_time(), link.bytes_received))
-    (began, before), (ended, after) = marks[len(marks) // 2], marks[-1]
+        looks.append((trio.current_time(), link.bytes_received))
+    (began, before), (ended, after) = looks[len(looks) // 2], looks[-1]
     if before == after:
-        raise PeerError(f"{link.remote}: it does not answer")
+        raise PeerError(f"{link.remote}: {'it stopped in the middle' if after else 'it does not answer'}")
     return (after - before) / max(1e-9, ended - began)

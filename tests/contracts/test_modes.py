@@ -148,7 +148,7 @@ def test_who_leaves_in_good_order_leaves_its_steps_behind(row: Row, leaver: str)
 
 @pytest.mark.parametrize("early", "ab")
 def test_who_ends_early_holds_nobody_back(row: Row, early: str) -> None:
-    """The others train on, and what they learn is in every model at the end."""
+    """The others train on, and what they learn is in every model at the end; who leads may be the one, or another."""
     swarm = swarm_of(row)
     swarm.train(2 * EVERY)
     others = swarm.nodes.keys() - {early}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from peerd.effects import PeerError
 from peerd.messages import Push
 from peerd.training.codecs import CODECS
-from peerd.training.modes import push_sum
+from peerd.training.modes import one_way
 from peerd.training.modes.push_sum import WEIGHT_LEAST
 
 
@@ -91,7 +91,7 @@ def test_what_a_dead_peer_never_took_is_taken_back() -> None:
 @pytest.fixture
 def keeping(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who stands still keeps what it gets."""
-    monkeypatch.setattr(push_sum, "STILL", math.inf)
+    monkeypatch.setattr(one_way, "STILL_AFTER", math.inf)
 
 
 @pytest.mark.usefixtures("keeping")

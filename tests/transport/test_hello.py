@@ -10,7 +10,7 @@ import trio
 import trio.testing
 
 from peerd.effects import PeerError
-from peerd.messages import Hello, Ping, Refuse, SpeedRequest, Welcome
+from peerd.messages import Hello, Ping, Refuse, SpeedRequest, SpeedSample, Welcome
 from peerd.transport import hello as handshake
 from peerd.transport import speed
 from peerd.transport.hello import Refused, answer, first_difference, greet
@@ -195,10 +195,36 @@ def test_who_only_measures_is_cut_off_in_the_time_of_a_greeting():
     assert "no greeting" in str(far)
 
 
+def test_one_connection_has_as_many_samples_as_a_measurement_takes():
+    async def dialler(link):
+        link.payload_limit = speed.SAMPLE_BYTES
+        for _ in range(speed.SAMPLES_MOST + 1):
+            await link.send(SpeedRequest())
+            await link.receive()
+
+    _, far = meet(dialler, lambda link: answer(link, lambda _: None, WELCOME))
+    assert "more than" in str(far)
+
+
+def closing(side):
+    async def closed(link):
+        try:
+            return await side(link)
+        finally:
+            await link.aclose()
+
+    return closed
+
+
 def test_a_line_is_measured_by_what_comes_in():
-    rate, end = meet(speed.measure, lambda link: answer(link, lambda _: None, WELCOME))
-    assert rate > 0
-    assert isinstance(end, LinkLost | PeerError)
+    async def slow(link):
+        while True:
+            assert isinstance(await link.receive(), SpeedRequest)
+            await trio.sleep(0.1)
+            await link.send(SpeedSample((bytes(speed.SAMPLE_BYTES),)))
+
+    rate, _ = meet(closing(speed.measure), slow)
+    assert rate == pytest.approx(10 * speed.SAMPLE_BYTES, rel=0.15)
     silent, _ = meet(speed.measure, lambda link: trio.sleep(5))
     assert isinstance(silent, PeerError)
     assert "does not answer" in str(silent)

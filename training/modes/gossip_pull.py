@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from peerd.effects import Effect, NodeId, Send, Vector
+from peerd.effects import Effect, NodeId, Send, StepReport, Vector
 from peerd.messages import Connected, Message, Pull
 from peerd.training.modes.gossip_push import GossipPush
-from peerd.training.modes.one_way import STILL
 from peerd.training.modes.partners import Partner
 
 
@@ -23,7 +22,12 @@ class GossipPull(GossipPush):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._asked = (0, 0)  # in which step, how often
+        self._asked = 0  # for a push, since the last own step
+
+    def on_step(self, report: StepReport, now: float) -> list[Effect]:
+        """See `OneWay`."""
+        self._asked = 0
+        return super().on_step(report, now)
 
     def _fired(self, partner: Partner, values: Vector, reason: str, now: float) -> list[Effect]:
         partner.asked_at = now
@@ -34,21 +38,16 @@ class GossipPull(GossipPush):
         if not isinstance(message, Pull):
             return super()._other_message(sender, message, now)
         outgoing = self._copies.outgoing.get(sender)
-        if outgoing is not None and outgoing.under_way is not None:
-            return [Send(sender, outgoing.under_way)]  # asked again, or while a push is on its way
+        if outgoing is not None and outgoing.under_way is not None:  # asked again, or while a push is on its way
+            return [] if message.back else [Send(sender, outgoing.under_way)]
         if outgoing is not None and message.link == outgoing.link and message.seq < outgoing.version:
             return []  # said again after a reconnect: it was answered long ago
         effects = self._push(sender, self._current(), now, None, "")
-        if self._is_still() and not message.back:
+        self._asked += 1
+        if self._is_still(self._asked) and not message.back:
             self._received = 0  # the answer is worth what it is to one who has just made a step
             effects.append(self._request(sender, back=True))
         return effects
-
-    def _is_still(self) -> bool:
-        """Note that one more has asked in this step."""
-        step, times = self._asked
-        self._asked = self._report.step, times + 1 if step == self._report.step else 1
-        return self._report.finishing or self._asked[1] > STILL
 
     def _merged(self, sender: NodeId, distance: float, now: float) -> None:
         partner = self._partners.held.get(sender)

@@ -3,7 +3,8 @@
     x_j <- (x_j + sum of received) / (1 + #received)
 
 The receiver merges each model when it comes: the k-th since its own last step gets 1 / (1 + k), which makes the same
-mean, or less where the codec's contraction allows less. The swarm's mean is not conserved.
+mean, or less where the codec's contraction allows less. From the fifth on each gets 1/6: a member that makes no step
+for long follows the others, where in the paper what comes would weigh ever less. The swarm's mean is not conserved.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import numpy as np
 from peerd.effects import Effect, PeerError, Vector
 from peerd.messages import Push
 from peerd.training.delta import GAIN_MOST
-from peerd.training.modes.one_way import STILL, OneWay
+from peerd.training.modes.one_way import OneWay
 from peerd.training.modes.partners import Partner
 from peerd.training.public_copy import Incoming
+
+MEAN_OF_MOST = 4  # pushes since the last own step that all weigh alike
 
 
 class GossipPush(OneWay):
@@ -29,6 +32,6 @@ class GossipPush(OneWay):
             raise PeerError(f"a gain of {push.gain} is outside (0, {GAIN_MOST}]")
         correction = self._scratch.take(came)
         np.subtract(came, values, out=correction)
-        received = self._received if push.finishing else min(self._received, STILL)  # or it weighed ever less
+        received = self._received if push.finishing else min(self._received, MEAN_OF_MOST)
         correction *= min(push.gain, 1 / (2 + received))
         return correction

@@ -27,7 +27,7 @@ from peerd.training.reference import norm_of_difference
 from peerd.training.scratch import Scratch
 from peerd.training.trigger import MAX_SILENCE_S, WAKE_AFTER_S
 
-STILL = 4  # merged or asked for since the last own step: then others are much faster, or this node trains no more
+STILL_AFTER = 4  # pushes merged, or asked for, since the last own step: of members equally fast one in 270 gets more
 ROUNDS_UNHEARD = 4  # of the flush, to partners that send nothing back: then one such in MAX_SILENCE_S
 
 
@@ -271,7 +271,8 @@ class OneWay:
         self.counts["links_forgotten"] += 1
         effects = self._drop_outgoing(sender)
         if push is not None and sender in self._partners.alive:
-            return effects + self._push(sender, self._current(), now, partner, partner.last_reason if partner else "")
+            reason = partner.last_reason if partner else ""
+            return effects + self._push(sender, self._current(), now, partner, reason, back=push.back)
         if partner is not None and not self._report.finishing:  # a flush among ever new strangers would not end
             self._partners.replace(partner, now)
         return effects
@@ -301,7 +302,7 @@ class OneWay:
             raise
         held.take(came, now)
         forgotten = self._copies.hold(held)
-        self._received += 1
+        self._received += push.finishing or not self._report.finishing  # the mean is of one's own step, or of a flush
         self._unheard = 0
         self.counts["exchanges"] += 1
         self._merged(sender, distance, now)
@@ -312,21 +313,25 @@ class OneWay:
             partner.peer_finishing = push.finishing
             if push.finishing:
                 partner.distance = distance
-        if self._owes(sender, push, far=distance > FLUSH_TOLERANCE * norm_of_difference(values)):
+        if self._owes(sender, push, distance, values):
             effects += self._push_back(sender, now)
         return effects
 
-    def _owes(self, sender: NodeId, push: Push, *, far: bool) -> bool:
+    def _owes(self, sender: NodeId, push: Push, distance: float, values: Vector) -> bool:
         """Whether a push is answered by another one. In a flush its sender may be no partner of ours, and its push
         alone may move us little (push-sum: the sender may have hardly any weight left)."""
-        return self._report.finishing and push.finishing and far and sender not in self._partners.held
+        flushes = self._report.finishing and push.finishing and sender not in self._partners.held
+        return flushes and distance > FLUSH_TOLERANCE * norm_of_difference(values)
+
+    def _is_still(self, times: int) -> bool:
+        """Whether this member makes no step, or hardly any, while others do: so often they came since the last one."""
+        return self._report.finishing or times > STILL_AFTER
 
     def _push_back(self, sender: NodeId, now: float) -> list[Effect]:
         if self._copies.is_under_way(sender):
             return []
-        self._to_flush = 1
-        if self._report.finishing:
-            self._received = 0  # a round of its own
+        if self._report.finishing:  # a round of its own
+            self._to_flush, self._received = 1, 0
         return self._push(sender, self._current(), now, None, "", back=True)
 
     def _answer(self, incoming: Incoming, distance: float | None = None) -> Send:

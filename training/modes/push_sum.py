@@ -7,6 +7,9 @@ w dz, with the w that the node has when its copy is next published. A correction
 The part is a half, or what the codec's contraction delta allows: what it drops stays with the sender and grows there
 by w / (w - part), so (1 - part / w) must exceed sqrt(1 - delta).
 
+A member that has finished, or makes no step for long, gives weight back to whoever pushes to it: else all of the
+swarm's would gather where nobody learns.
+
 Exact, but for rounding: losses, repeats, restarts of a link. A push to a peer that dies unanswered is taken back: if
 it had arrived, and the peer lives on (a partition), its mass is there twice, weight and model alike, so no model is
 biased but the mean counts it twice. A crash takes the node's own mass with it, and so does a clean leave: after its
@@ -23,7 +26,7 @@ from peerd.effects import Effect, NodeId, PeerError, Vector
 from peerd.messages import Push
 from peerd.training.delta import Gain
 from peerd.training.mass import Outflow, Purse
-from peerd.training.modes.one_way import STILL, OneWay
+from peerd.training.modes.one_way import OneWay
 from peerd.training.modes.partners import Partner
 from peerd.training.public_copy import Incoming
 
@@ -81,10 +84,9 @@ class PushSum(OneWay):
         self._purse.take(outflow.under_way, self._current(), outgoing.next_known, correction)
         return self._apply(correction)
 
-    def _owes(self, sender: NodeId, push: Push, *, far: bool) -> bool:
-        """Whoever trains on gets weight back: all of the swarm's would gather where nobody learns."""
-        still = self._report.finishing or self._received > STILL
-        return (still and not push.finishing and not push.back) or super()._owes(sender, push, far=far)
+    def _owes(self, sender: NodeId, push: Push, distance: float, values: Vector) -> bool:
+        trains_on = not push.finishing and not push.back
+        return (trains_on and self._is_still(self._received)) or super()._owes(sender, push, distance, values)
 
     def _correction(self, incoming: Incoming, push: Push, came: Vector, values: Vector) -> Vector:
         part = incoming.inflow.part(push.weight)
