@@ -88,10 +88,10 @@ def _port(host: str, port: int) -> Iterator[Finding]:
                 if kind == socket.SOCK_STREAM:
                     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(target)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             taken = f"; a node runs here: {', '.join(running_nodes())}" if running_nodes() else ""
             cure = "--bind HOST:PORT with an address of this machine and a free port (port 0: any)"
-            yield Finding("port", "fail", f"cannot listen on {where}: {error.strerror or error}{taken}", cure)
+            yield Finding("port", "fail", f"cannot listen on {where}: {_cause(error)}{taken}", cure)
         else:
             yield Finding("port", "ok", f"{where} is free")
 
@@ -130,9 +130,9 @@ def _peer(peer: Address) -> Iterator[Finding]:
             began = time.perf_counter()
             with socket.create_connection(peer, CONNECT_S):
                 times.append(time.perf_counter() - began)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         cure = "is a node running there, with --bind on an address that others reach? is the port open in its firewall?"
-        yield Finding("peer", "fail", f"{shown(peer)}: {error.strerror or error}", cure)
+        yield Finding("peer", "fail", f"{shown(peer)}: {_cause(error)}", cure)
     else:
         yield Finding("peer", "ok", f"{shown(peer)}: connected in {min(times) * 1e3:.2f} ms")
         yield _speed(peer)
@@ -214,8 +214,13 @@ def _bad(transport: str) -> str:
 def _resolved(host: str) -> str | None:
     try:
         return str(socket.getaddrinfo(host, None)[0][4][0])
-    except OSError:
+    except (OSError, UnicodeError):
         return None
+
+
+def _cause(error: OSError | UnicodeError) -> str:
+    """A name that cannot be encoded is no OSError."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
 def _number(path: Path) -> int:

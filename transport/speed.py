@@ -19,6 +19,7 @@ SAMPLE_BYTES = 1 << 20
 UNDER_WAY = 16  # samples: enough for 1 Gbit/s over 100 ms
 MEASURE_S, MEASURE_BYTES = 2.0, 256 << 20  # whichever is reached first
 SAMPLES_MOST = MEASURE_BYTES // SAMPLE_BYTES + UNDER_WAY
+_TURN = trio.Lock()  # one sample at a time: the loop has other things to do
 LOOK_S = 0.01  # on a slow line a sample takes long: what has come of it counts
 
 
@@ -33,7 +34,9 @@ async def serve(link: Link) -> Message:
     for _ in range(SAMPLES_MOST):
         if not isinstance(message := await link.receive(), SpeedRequest):
             return message
-        await link.send(_sample())
+        async with _TURN:
+            await link.send(_sample())
+            await link.flushed()
     raise PeerError(f"{link.remote}: asked for more than {SAMPLES_MOST} samples")
 
 
@@ -49,7 +52,8 @@ async def measure(link: Link) -> float:
     looks = [(trio.current_time(), link.bytes_received)]
     while looks[-1][0] < looks[0][0] + MEASURE_S and looks[-1][1] < MEASURE_BYTES:
         with trio.move_on_after(LOOK_S) as look:
-            await link.receive()
+            if not isinstance(message := await link.receive(), SpeedSample):
+                raise PeerError(f"{link.remote}: a {type(message).__name__} is no sample")
         if not look.cancelled_caught:
             await link.send(SpeedRequest())
         looks.append((trio.current_time(), link.bytes_received))

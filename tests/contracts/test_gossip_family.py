@@ -77,6 +77,30 @@ def test_who_stands_still_holds_nobody_back(mode: str) -> None:
     assert swarm.spread() < FLUSH_TOLERANCE
 
 
+def test_who_waits_for_the_others_is_heard_by_one_that_begins_anew(mode: str) -> None:
+    """A partner forgets in a restart that somebody has finished, and does not choose it again."""
+    swarm = CountingSwarm(4, 60, "float32", seed=1, view=1, mode=mode)
+    swarm.everyone_alive()
+    swarm.settle()
+
+    def train(names: str, steps: int) -> None:
+        for _ in range(steps):
+            for name in names:
+                swarm.step(name, 0.0)
+                swarm.settle()
+
+    train("abcd", 5)
+    swarm.step("d", finishing=True)
+    swarm.settle()
+    swarm.restart("a", swarm.nodes["b"].x)
+    train("abc", 30)
+    for name in "abc":
+        swarm.step(name, finishing=True)
+        swarm.settle()
+    swarm.quiesce()
+    assert all(node.proceeded == [False, True] for node in swarm.nodes.values())
+
+
 def test_a_flush_ends_with_one_model_near_the_mean(mode: str) -> None:
     swarm = CountingSwarm(4, 600, "sign", trigger="change:0.05", seed=1, mode=mode)
     swarm.everyone_alive()

@@ -47,6 +47,11 @@ def test_what_only_listens_is_timed_and_nothing_more(monkeypatch):
     assert measured.cure
 
 
+def test_a_name_that_cannot_be_one_is_refused_in_a_line():
+    (peer,) = found(Settings(bind=f"{'x' * 64}:0", join=("x..y:1",)), "peer")
+    assert (peer.state, bool(peer.cure)) == ("fail", True)
+
+
 def test_the_speed_of_the_line_from_a_node(monkeypatch):
     monkeypatch.setattr(speed, "MEASURE_S", 0.1)
     give, taken = queue.SimpleQueue(), threading.Event()

@@ -43,6 +43,32 @@ def test_the_mean_is_kept(codec: str, count: int, seed: int, lossy: bool) -> Non
     assert swarm.drift() < 1e-10
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_the_mean_is_kept_where_links_make_room_for_others(seed: int) -> None:
+    """More members than links, and messages that come in any order: what is under way is never given up."""
+    swarm = GossipSwarm(9, 40, "float32", view=2, seed=seed, mode="push-sum")
+    swarm.everyone_alive()
+    swarm.settle()
+    rng = np.random.default_rng(seed)
+
+    def come(most: int) -> None:
+        while most and (links := swarm.waiting()):
+            swarm.deliver(*links[rng.integers(len(links))])
+            most -= 1
+
+    for _ in range(20):
+        for name in swarm.nodes:
+            swarm.step(name, 0.1 * rng.normal(size=40))
+            come(9)
+    for name in swarm.nodes:
+        swarm.step(name, finishing=True)
+    come(100_000)
+    swarm.quiesce()
+    assert abs(total_weight(swarm) - 9) < 1e-12
+    assert swarm.drift() < 1e-10
+    assert all(node.proceeded == [False, True] for node in swarm.nodes.values())
+
+
 @pytest.mark.parametrize("codec", sorted(CODECS))
 def test_in_float32_the_mean_drifts_by_rounding_alone(codec: str) -> None:
     swarm = GossipSwarm(4, 300, codec, seed=1, mode="push-sum", dtype="float32")
@@ -104,6 +130,19 @@ def test_a_node_that_gave_nearly_all_away_waits() -> None:
     node = swarm.nodes["a"].core
     assert WEIGHT_LEAST / 3 < node.weight < WEIGHT_LEAST
     assert node.counts["trigger_light"] > 50
+
+
+def test_a_slow_member_does_not_gather_the_weight_of_a_fast_one() -> None:
+    """It begins an exchange at every 20th of its own steps only, as the other does."""
+    swarm = GossipSwarm(2, 40, "float32", trigger="period:20", mode="push-sum")
+    swarm.everyone_alive()
+    for step in range(6000):
+        swarm.step("a", np.zeros(40))
+        swarm.settle()
+        if step % 75 == 0:
+            swarm.step("b", np.zeros(40))
+            swarm.settle()
+    assert swarm.nodes["a"].core.weight > 2 * 2**-5, "four halves that come before it is told apart, and one more"
 
 
 def test_who_has_finished_does_not_gather_the_weight_of_those_who_train_on() -> None:

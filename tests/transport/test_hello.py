@@ -225,6 +225,8 @@ def test_a_line_is_measured_by_what_comes_in():
 
     rate, _ = meet(closing(speed.measure), slow)
     assert rate == pytest.approx(10 * speed.SAMPLE_BYTES, rel=0.15)
+    other, _ = meet(speed.measure, lambda link: link.send(SpeedRequest()))
+    assert "no sample" in str(other)
     silent, _ = meet(speed.measure, lambda link: trio.sleep(5))
     assert isinstance(silent, PeerError)
     assert "does not answer" in str(silent)

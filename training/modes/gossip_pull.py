@@ -9,9 +9,7 @@ whoever asks it: it makes no steps at which it would ask, and would hold those w
 
 from __future__ import annotations
 
-from typing import Any
-
-from peerd.effects import Effect, NodeId, Send, StepReport, Vector
+from peerd.effects import Effect, NodeId, Send, Vector
 from peerd.messages import Connected, Message, Pull
 from peerd.training.modes.gossip_push import GossipPush
 from peerd.training.modes.partners import Partner
@@ -19,15 +17,6 @@ from peerd.training.modes.partners import Partner
 
 class GossipPull(GossipPush):
     """The mode's core for one node."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._asked = 0  # for a push, since the last own step
-
-    def on_step(self, report: StepReport, now: float) -> list[Effect]:
-        """See `OneWay`."""
-        self._asked = 0
-        return super().on_step(report, now)
 
     def _fired(self, partner: Partner, values: Vector, reason: str, now: float) -> list[Effect]:
         partner.asked_at = now
@@ -43,8 +32,8 @@ class GossipPull(GossipPush):
         if outgoing is not None and message.link == outgoing.link and message.seq < outgoing.version:
             return []  # said again after a reconnect: it was answered long ago
         effects = self._push(sender, self._current(), now, None, "")
-        self._asked += 1
-        if self._is_still(self._asked) and not message.back:
+        self._came += not message.back
+        if self._is_still() and not message.back:
             self._received = 0  # the answer is worth what it is to one who has just made a step
             effects.append(self._request(sender, back=True))
         return effects

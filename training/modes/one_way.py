@@ -27,7 +27,7 @@ from peerd.training.reference import norm_of_difference
 from peerd.training.scratch import Scratch
 from peerd.training.trigger import MAX_SILENCE_S, WAKE_AFTER_S
 
-STILL_AFTER = 4  # pushes merged, or asked for, since the last own step: of members equally fast one in 270 gets more
+STILL_AFTER = 4  # pushes that came, or were asked for, since the last own exchange: of equals one in 270 gets more
 ROUNDS_UNHEARD = 4  # of the flush, to partners that send nothing back: then one such in MAX_SILENCE_S
 
 
@@ -53,6 +53,7 @@ class OneWay:
         self._decider = Decider(layout, rng, settings.trigger, self.counts)
         self._wanted: Partner | None = None  # for whose sake a publish was asked
         self._received = 0  # pushes merged since the last own step, or round of the flush
+        self._came = 0  # pushes, or asks for one, since this member last began an exchange itself
         self._to_flush = 0  # partners of this round that have not had their push yet
         self._unheard = 0  # rounds of the flush since a push last came: nobody's model moves ours meanwhile
         self._round_at = float("-inf")
@@ -74,6 +75,10 @@ class OneWay:
 
     def _answered(self, peer: NodeId) -> None:
         """The push under way to `peer` was taken."""
+
+    def _may_drop(self, peer: NodeId) -> bool:
+        """Whether the link to a living `peer` may end, to make room for another one."""
+        return True
 
     def _untaken(self, peer: NodeId) -> list[Effect]:
         """The link to `peer` ends; what is under way, if anything, was not taken."""
@@ -122,7 +127,9 @@ class OneWay:
             case PushForgotten():
                 effects = self._on_forgotten(sender, message, now) + self._flush(now)
             case Connected():
-                effects = self._repeat(sender, now)
+                if partner := self._partners.held.get(sender):
+                    partner.flushed = False  # it may have begun anew, and know nothing of our end
+                effects = self._repeat(sender, now) + self._flush(now)
             case _:
                 effects = self._other_message(sender, message, now)
         return self._rearm(effects, now)
@@ -194,6 +201,7 @@ class OneWay:
 
     def _began(self, partner: Partner, values: Vector, reason: str, now: float) -> None:
         """From now on the partner's change is measured from `values`."""
+        self._came = 0
         np.copyto(partner.anchor, values)
         partner.anchor_norm = norm_of_difference(values[: self._layout.parameters])
         partner.moved = 0.0
@@ -211,6 +219,8 @@ class OneWay:
         outgoing = self._copies.outgoing.get(peer)
         if outgoing is None:
             oldest = self._copies.in_the_way()
+            if oldest is not None and not self._may_drop(oldest):
+                return []
             effects += [] if oldest is None else self._drop_outgoing(oldest)
             outgoing = self._copies.open(peer, values)
         finishing = self._report.finishing
@@ -323,9 +333,9 @@ class OneWay:
         flushes = self._report.finishing and push.finishing and sender not in self._partners.held
         return flushes and distance > FLUSH_TOLERANCE * norm_of_difference(values)
 
-    def _is_still(self, times: int) -> bool:
-        """Whether this member makes no step, or hardly any, while others do: so often they came since the last one."""
-        return self._report.finishing or times > STILL_AFTER
+    def _is_still(self) -> bool:
+        """Whether this member makes no step, or hardly any, while others do."""
+        return self._report.finishing or self._came > STILL_AFTER
 
     def _push_back(self, sender: NodeId, now: float) -> list[Effect]:
         if self._copies.is_under_way(sender):
@@ -433,12 +443,13 @@ class OneWay:
             due = [partner for partner in due if not partner.flushed]
         if due and not self._round_under_way():  # to all at once: a round
             self._received = 0
-            self._unheard += 1
-            self._round_at = now
             for index, partner in enumerate(due):
                 self._to_flush = len(due) - index
                 effects += self._push(partner.peer, self._current(), now, partner, "finishing")
                 self.counts["trigger_finishing"] += 1
+            if effects:  # else there is no room before some answers have come
+                self._unheard += 1
+                self._round_at = now
         if not self._handed_over and all(partner.flushed for partner in partners):
             self._handed_over = True
             effects.append(Proceed(settled=False))

@@ -76,6 +76,10 @@ class PushSum(OneWay):
     def _answered(self, peer: NodeId) -> None:
         self._outflows[peer].answered()
 
+    def _may_drop(self, peer: NodeId) -> bool:
+        """What is under way would be taken back here, and merged there."""
+        return not self._copies.is_under_way(peer)
+
     def _untaken(self, peer: NodeId) -> list[Effect]:
         outgoing, outflow = self._copies.outgoing[peer], self._outflows.pop(peer, None)
         if outflow is None or outgoing.next_known is None:
@@ -86,7 +90,7 @@ class PushSum(OneWay):
 
     def _owes(self, sender: NodeId, push: Push, distance: float, values: Vector) -> bool:
         trains_on = not push.finishing and not push.back
-        return (trains_on and self._is_still(self._received)) or super()._owes(sender, push, distance, values)
+        return (trains_on and self._is_still()) or super()._owes(sender, push, distance, values)
 
     def _correction(self, incoming: Incoming, push: Push, came: Vector, values: Vector) -> Vector:
         part = incoming.inflow.part(push.weight)
@@ -94,5 +98,6 @@ class PushSum(OneWay):
             raise PeerError(f"a push of weight {part}")
         correction = self._scratch.take(came)
         self._purse.take(part, values, came, correction)
+        self._came += not push.back
         incoming.inflow.taken(push.weight)
         return correction
