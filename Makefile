@@ -8,7 +8,7 @@ demo: .venv/installed
 	$(BIN)/peerd demo
 
 test: .venv/installed
-	$(BIN)/python -m pytest -q -n 2 -m "not soak"
+	$(BIN)/python -m pytest -q -n 3 -m "not soak"
 
 check: .venv/installed
 	$(BIN)/ruff format --check .

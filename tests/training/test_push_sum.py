@@ -136,13 +136,13 @@ def test_a_slow_member_does_not_gather_the_weight_of_a_fast_one() -> None:
     """It begins an exchange at every 20th of its own steps only, as the other does."""
     swarm = GossipSwarm(2, 40, "float32", trigger="period:20", mode="push-sum")
     swarm.everyone_alive()
-    for step in range(6000):
+    for step in range(5000):
         swarm.step("a", np.zeros(40))
         swarm.settle()
         if step % 75 == 0:
             swarm.step("b", np.zeros(40))
             swarm.settle()
-    assert swarm.nodes["a"].core.weight > 2 * 2**-5, "four halves that come before it is told apart, and one more"
+    assert swarm.nodes["a"].core.weight > 0.2
 
 
 def test_who_has_finished_does_not_gather_the_weight_of_those_who_train_on() -> None:
