@@ -24,7 +24,7 @@ from peerd.local_socket import running_nodes
 from peerd.settings import Settings
 from peerd.transport import speed, ucx
 from peerd.transport.link import LinkLost, shown
-from peerd.transport.tcp import TcpTransport
+from peerd.transport.tcp import TcpTransport, cause
 
 CONNECT_S = 3.0
 CONNECTS = 5  # the fastest is shown
@@ -91,7 +91,7 @@ def _port(host: str, port: int) -> Iterator[Finding]:
         except (OSError, UnicodeError) as error:
             taken = f"; a node runs here: {', '.join(running_nodes())}" if running_nodes() else ""
             cure = "--bind HOST:PORT with an address of this machine and a free port (port 0: any)"
-            yield Finding("port", "fail", f"cannot listen on {where}: {_cause(error)}{taken}", cure)
+            yield Finding("port", "fail", f"cannot listen on {where}: {cause(error)}{taken}", cure)
         else:
             yield Finding("port", "ok", f"{where} is free")
 
@@ -132,7 +132,7 @@ def _peer(peer: Address) -> Iterator[Finding]:
                 times.append(time.perf_counter() - began)
     except (OSError, UnicodeError) as error:
         cure = "is a node running there, with --bind on an address that others reach? is the port open in its firewall?"
-        yield Finding("peer", "fail", f"{shown(peer)}: {_cause(error)}", cure)
+        yield Finding("peer", "fail", f"{shown(peer)}: {cause(error)}", cure)
     else:
         yield Finding("peer", "ok", f"{shown(peer)}: connected in {min(times) * 1e3:.2f} ms")
         yield _speed(peer)
@@ -216,11 +216,6 @@ def _resolved(host: str) -> str | None:
         return str(socket.getaddrinfo(host, None)[0][4][0])
     except (OSError, UnicodeError):
         return None
-
-
-def _cause(error: OSError | UnicodeError) -> str:
-    """A name that cannot be encoded is no OSError."""
-    return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
 def _number(path: Path) -> int:

@@ -96,7 +96,7 @@ class TcpStream:
     def _lost(self, error: OSError) -> LinkLost:
         if error.errno == errno.EBADF:
             return LinkLost(f"{self._remote}: closed here")
-        return LinkLost(f"{self._remote}: connection lost ({_cause(error)})")
+        return LinkLost(f"{self._remote}: connection lost ({cause(error)})")
 
 
 class TcpTransport:
@@ -118,7 +118,7 @@ class TcpTransport:
         except trio.TooSlowError:
             raise LinkLost(f"cannot reach {remote}: no answer within {DIAL_TIMEOUT_S:g} s") from None
         except (OSError, ValueError) as error:  # ValueError: what cannot be a port or a host name
-            raise LinkLost(f"cannot reach {remote}: {_cause(error)}") from None
+            raise LinkLost(f"cannot reach {remote}: {cause(error)}") from None
         link = StreamLink(TcpStream(sock, remote, host), remote, fabric=self._fabric)
         self._nursery.start_soon(link.run_sender)
         return link
@@ -208,7 +208,7 @@ async def bound_socket(address: Address, kind: socket.SocketKind) -> socket.sock
     except trio.TooSlowError:
         raise UserError(f"cannot listen on {shown(address)}: looking the name up takes too long") from None
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot listen on {shown(address)}: {_cause(error)}") from None
+        raise UserError(f"cannot listen on {shown(address)}: {cause(error)}") from None
     try:
         sock.setblocking(False)
         if kind == socket.SOCK_STREAM:
@@ -219,7 +219,7 @@ async def bound_socket(address: Address, kind: socket.SocketKind) -> socket.sock
         if error.errno == errno.EADDRINUSE:
             cure = f"--bind {shown((address[0], 0))} picks a free one"
             raise UserError(f"port in use: {shown(address)} ({cure})") from None
-        raise UserError(f"cannot listen on {shown(address)}: {_cause(error)}") from None
+        raise UserError(f"cannot listen on {shown(address)}: {cause(error)}") from None
     return sock
 
 
@@ -255,5 +255,6 @@ async def _connect(address: Address) -> tuple[socket.socket, str]:
     raise failure
 
 
-def _cause(error: Exception) -> str:
+def cause(error: Exception) -> str:
+    """Return what went wrong in a few words; a name that cannot be one is a ValueError, with nothing but its text."""
     return (isinstance(error, OSError) and error.strerror) or str(error)

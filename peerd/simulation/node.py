@@ -11,16 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from peerd.effects import (
-    Address,
-    Effect,
-    MemberChanged,
-    NodeId,
-    PeerError,
-    PushPull,
-    Send,
-    SendDatagram,
-)
+from peerd.effects import Address, Effect, MemberChanged, NodeId, PeerError, PushPull, Send, SendDatagram
 from peerd.membership import Membership
 from peerd.messages import Member, MemberTable, Message, State
 from peerd.simulation.checkers import Checkers

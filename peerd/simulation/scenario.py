@@ -221,8 +221,9 @@ class _Run:
     def _look(self) -> Look:
         swarm = self.swarm
         nodes = list(swarm.nodes.values())
-        losses = [trainee.loss for trainee in swarm.trainees if not math.isnan(trainee.loss)]
-        models = [trainee.values() for trainee in swarm.trainees[:DISTANCES] if trainee.mode is not None]
+        trainees = list(swarm.trainees)
+        losses = [trainee.loss for trainee in trainees if not math.isnan(trainee.loss)]
+        models = [trainee.values() for trainee in trainees[:DISTANCES] if trainee.mode is not None]
         counted = Counter(member.state for node in nodes[:VIEWS] for member in node.membership.members.values())
         views = max(1, min(VIEWS, len(nodes)))
         busy_s = sum(pipe.busy_s for pipe in swarm.network.up)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from peerd.effects import Address, NodeId, Vector
@@ -306,9 +306,9 @@ class Swarm:
         return True
 
     @property
-    def trainees(self) -> list[Trainee]:
+    def trainees(self) -> Iterator[Trainee]:
         """Of all nodes, if they train."""
-        return [node.trainee for node in self.nodes.values() if node.trainee is not None]
+        return (node.trainee for node in self.nodes.values() if node.trainee is not None)
 
     def models(self) -> list[Vector]:
         """Of all nodes that have one."""

@@ -76,7 +76,7 @@ class Shell(Watched, Protocol):
 
 
 class Trainee:
-    """One life of it."""
+    """What one life of a node trains, from its first model to the end of its run."""
 
     def __init__(
         self,

@@ -32,8 +32,10 @@ class GossipPull(GossipPush):
         if outgoing is not None and message.link == outgoing.link and message.seq < outgoing.version:
             return []  # said again after a reconnect: it was answered long ago
         effects = self._push(sender, self._current(), now, None, "")
-        self._came += not message.back
-        if self._is_still() and not message.back:
+        if message.back:
+            return effects
+        self._came += 1
+        if self._is_still():
             self._received = 0  # the answer is worth what it is to one who has just made a step
             effects.append(self._request(sender, back=True))
         return effects
