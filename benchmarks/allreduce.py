@@ -47,6 +47,7 @@ from peerd.training.modes.rounds import Committed, Outcome, Rounds, Withdrawn
 from peerd.training.trigger import parse_trigger
 from peerd.transport.hello import answer
 from peerd.transport.link import Link, LinkLost
+from peerd.transport.same_host import SameHost
 from peerd.transport.tcp import TcpTransport
 
 SIDES = ("gloo", "peerd")
@@ -147,7 +148,7 @@ class Summing:
         return effects
 
 
-async def peerd(rank: int, addresses: list[Address], count: int, topology: str) -> None:
+async def peerd(rank: int, addresses: list[Address], count: int, topology: str, shm: bool) -> None:
     me, layout = f"r{rank}", Layout(count, count)
     where = {f"r{other}": address for other, address in enumerate(addresses)}
     settings = ModeSettings("float32", parse_trigger("always"), 3, 1, "blocking", topology, min_peers=len(addresses))
@@ -168,7 +169,7 @@ async def peerd(rank: int, addresses: list[Address], count: int, topology: str) 
             await peers.close(link)
 
     async with trio.open_nursery() as nursery:
-        transport = TcpTransport(nursery)
+        transport = TcpTransport(nursery, *([SameHost()] if shm else []))
         peers = Peers(transport, lambda: hello, where.get, lambda peer: exchanges.on_reconnected(peer), print)
         exchanges = Exchanges(peers)
         exchanges.lane.replica = Replica(SharedMemory.create(count))
@@ -205,11 +206,12 @@ class Ranks:
         within: list[list[str]],
         interface: str,
         topology: str,
+        carrier: str,
     ) -> None:
         self._all = [
             subprocess.Popen(
                 [*within[rank], sys.executable, __file__, "--rank", str(rank), "--side", side, "--values", str(count),
-                 "--addresses", json.dumps(addresses), "--topology", topology],
+                 "--addresses", json.dumps(addresses), "--topology", topology, "--carrier", carrier],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                 env={**os.environ, "GLOO_SOCKET_IFNAME": interface, "RANKS": str(len(addresses))},
             )
@@ -284,7 +286,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             within = [[] for _ in range(options.peers)]
             places = {side: [("127.0.0.1", port) for port in free_ports(options.peers)] for side in SIDES}
             interface = "lo"
-        sides = {side: Ranks(side, options.values, places[side], within, interface, options.topology) for side in SIDES}
+        sides = {
+            side: Ranks(side, options.values, places[side], within, interface, options.topology, options.carrier)
+            for side in SIDES
+        }
         seconds: dict[str, list[float]] = {side: [] for side in SIDES}
         worked: dict[str, list[float]] = {side: [] for side in SIDES}
         for turn in range(options.repeat + 1):
@@ -312,6 +317,9 @@ def main() -> None:
     parser.add_argument("--values", type=int, default=25_000_000)
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--topology", default="ring", help="of peerd's side")
+    parser.add_argument(
+        "--carrier", choices=("shm", "tcp"), default="shm", help="of bulk on peerd's side, over loopback"
+    )
     parser.add_argument("--mbit", type=float, default=0.0, help="of each process's line; 0: loopback")
     parser.add_argument("--format", choices=("text", "json"), default="text")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
@@ -324,7 +332,7 @@ def main() -> None:
             gloo(options.rank, addresses, options.values)
         else:
             keep_freed_chunks()  # as a daemon does
-            trio.run(peerd, options.rank, addresses, options.values, options.topology)
+            trio.run(peerd, options.rank, addresses, options.values, options.topology, options.carrier == "shm")
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # namespaces are taken down
     if options.mbit and not (os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc")):

@@ -1,9 +1,9 @@
-"""How fast are 16 MiB messages between two processes: our link over TCP and UCX beside raw blocking sockets.
+"""How fast are 16 MiB messages between two processes: our link, over what it has, beside raw blocking sockets.
 
     python benchmarks/datapath.py [--messages 64] [--rounds 5] [--format json]
 
 They are timed in turn, in the same run, because differences between runs are noise; the best and the median are shown.
-Our link checks what it carries: the "checked" blocking sockets do so too, with the same checksum. The receiver tells
+Our link checks what is on a line: the "checked" blocking sockets do so too, with the same checksum. The receiver tells
 how long it took from the first byte wanted, or the first message received, to the last one. CPU is that of both
 processes meanwhile. Where there is no UCX its rows are missing.
 """
@@ -27,8 +27,10 @@ import trio
 from peerd.messages import ModelRequest, ModelSnapshot
 from peerd.transport import ucx
 from peerd.transport.framing import payload_checksum
+from peerd.transport.lane import Fabric
 from peerd.transport.link import Link
 from peerd.transport.rdma import UcxFabric
+from peerd.transport.same_host import SameHost
 from peerd.transport.tcp import TcpTransport
 
 CHUNK_BYTES = 4 << 20
@@ -95,24 +97,25 @@ def blocking(messages: int, checked: bool = False) -> Timed:
 # -------------------------------------------------------------------------------------------------------- our link
 
 
-def linked(messages: int, ucx_transports: str = "") -> Timed:
-    pid, pipe = in_child(lambda writing: trio.run(receive_linked, messages, writing, ucx_transports))
+def linked(messages: int, make: Callable[[], Fabric] | None = None) -> Timed:
+    """With chunks over what `make` makes; without it, over TCP."""
+    pid, pipe = in_child(lambda writing: trio.run(receive_linked, messages, writing, make))
     port = int(os.read(pipe, 100))
-    found = trio.run(send_linked, messages, port, pipe, ucx_transports)
+    found = trio.run(send_linked, messages, port, pipe, make)
     os.close(pipe)
     os.waitpid(pid, 0)
     return found
 
 
-async def transport(nursery: trio.Nursery, ucx_transports: str) -> TcpTransport:
-    if not ucx_transports:
+async def transport(nursery: trio.Nursery, make: Callable[[], Fabric] | None) -> TcpTransport:
+    if make is None:
         return TcpTransport(nursery)
-    fabric = UcxFabric(ucx.load(), ucx_transports, without_rdma=True)
+    fabric = make()
     await nursery.start(fabric.run)
     return TcpTransport(nursery, fabric)
 
 
-async def receive_linked(messages: int, pipe: int, ucx_transports: str) -> None:
+async def receive_linked(messages: int, pipe: int, make: Callable[[], Fabric] | None) -> None:
     async def accepted(link: Link) -> None:
         link.payload_limit = CHUNK_BYTES * CHUNKS
         link.admit()
@@ -125,19 +128,19 @@ async def receive_linked(messages: int, pipe: int, ucx_transports: str) -> None:
         nursery.cancel_scope.cancel()
 
     async with trio.open_nursery() as nursery:
-        listen = (await transport(nursery, ucx_transports)).listen
+        listen = (await transport(nursery, make)).listen
         address = await nursery.start(listen, ("127.0.0.1", 0), accepted)
         os.write(pipe, str(address[1]).encode())
 
 
-async def send_linked(messages: int, port: int, pipe: int, ucx_transports: str) -> Timed:
+async def send_linked(messages: int, port: int, pipe: int, make: Callable[[], Fabric] | None) -> Timed:
     message = ModelSnapshot(0, "float32", tuple(payload()))
     async with trio.open_nursery() as nursery:
-        link = await (await transport(nursery, ucx_transports)).dial(("127.0.0.1", port))
+        link = await (await transport(nursery, make)).dial(("127.0.0.1", port))
         await link.receive()
         if why_not := await link.upgrade():
             sys.exit(why_not)
-        assert link.carrier.startswith("ucx") == bool(ucx_transports)
+        assert (link.carrier != "tcp") == (make is not None)
         await link.send(message)
         await link.flushed()
         cpu = time.process_time()
@@ -159,11 +162,13 @@ def paths() -> dict[str, Callable[[int], Timed]]:
         "blocking sockets": blocking,
         "the same, checked": partial(blocking, checked=True),
         "peerd link": linked,
+        "peerd over shm": partial(linked, make=SameHost),
     }
     with suppress(ucx.UcxError):
-        ucx.load()
-        found["peerd over UCX tcp"] = partial(linked, ucx_transports="tcp")
-        found["peerd over UCX shm"] = partial(linked, ucx_transports="posix,sysv,cma")
+        library = ucx.load()
+        for name, transports in (("tcp", "tcp"), ("shm", "posix,sysv,cma")):
+            over_ucx = partial(UcxFabric, library, transports, without_rdma=True)
+            found[f"peerd over UCX {name}"] = partial(linked, make=over_ucx)
     return found
 
 

@@ -6,15 +6,27 @@ from peerd.effects import UserError
 from peerd.logs import LOGGER
 from peerd.settings import Settings
 from peerd.transport import ucx
+from peerd.transport.lane import Fabric
 from peerd.transport.rdma import UcxFabric
+from peerd.transport.same_host import SameHost
 
 RDMA_ONLY = "ib"  # UCX's name for all transports over InfiniBand and RoCE
 
 
-def fabric_for(settings: Settings) -> UcxFabric | None:
-    """Return what goes beside TCP; None: nothing. Raises UserError when the user insists on what is not here."""
-    if settings.transport == "tcp":
-        return None
+def fabrics_for(settings: Settings) -> list[Fabric]:
+    """Return what goes beside TCP, the best first. Raises UserError when the user insists on what is not here."""
+    fabrics: list[Fabric] = []
+    if settings.transport != "rdma":
+        try:
+            fabrics.append(SameHost())
+        except OSError as error:
+            LOGGER.info("bulk between nodes of this host travels over tcp: %s", error)
+    if settings.transport != "tcp" and (rdma := _rdma(settings)) is not None:
+        fabrics.append(rdma)
+    return fabrics
+
+
+def _rdma(settings: Settings) -> UcxFabric | None:
     try:
         fabric = _fabric(settings)
     except ucx.UcxError as error:

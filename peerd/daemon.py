@@ -19,7 +19,7 @@ import trio
 
 from peerd import __version__, identity, known_members
 from peerd.allocator import keep_freed_chunks
-from peerd.carrier import fabric_for
+from peerd.carrier import fabrics_for
 from peerd.control import serve
 from peerd.effects import Address, NodeId, PeerError, UserError
 from peerd.export import write_safetensors
@@ -371,12 +371,12 @@ async def run(settings: Settings, command: list[str]) -> int:
     datagrams, port = await _bind_both(host, port)
     about = About(expects=bool(command), founder=not settings.join).pack()
     me = Member(mine.id, settings.name, _advertised(host), port, mine.epoch, 0, State.ALIVE, "", about)
-    fabric = fabric_for(settings)
+    fabrics = fabrics_for(settings)
     failure: UserError | None = None
     async with aclosing(datagrams), trio.open_nursery() as nursery:
-        if fabric is not None:
+        for fabric in fabrics:
             await nursery.start(fabric.run)
-        daemon = Daemon(settings, me, (host, port), nursery, TcpTransport(nursery, fabric), datagrams, kept)
+        daemon = Daemon(settings, me, (host, port), nursery, TcpTransport(nursery, *fabrics), datagrams, kept)
         address = await daemon.start()
         attach = _attach_hook(daemon, supervisor)
         await nursery.start(serve, path, daemon.verbs(), attach)

@@ -5,8 +5,8 @@ frame (header, no payload). A bulk message is its head frame, which announces th
 one CHUNK frame (payload, no header) for each; frames of messages without chunks may come in between.
 
 Large chunks may travel beside the stream, over another carrier. The head frame says so by its flag, the frame of such
-a chunk has the flag too and no payload behind it, but its checksum. The reader tells what is to come beside it
-(`take_announced`), and what it waits for (`beside_due`).
+a chunk has the flag too and no payload behind it, but its checksum, unless the carrier needs none. The reader tells
+what is to come beside it (`take_announced`), and what it waits for (`beside_due`).
 
 `FrameReader` knows no socket. It says where the next bytes belong (`buffer`), is told how many came (`received`), and
 gives out messages (`next_message`). Headers are read into a small staging area; a chunk is read straight into the
@@ -78,9 +78,9 @@ def head_frame(kind: int, header: bytes, beside: bool = False) -> bytes:
     return _fixed(kind, header, b"", beside) + header
 
 
-def chunk_frame(chunk: Chunk, beside: bool = False) -> bytes:
+def chunk_frame(chunk: Chunk, beside: bool = False, checked: bool = True) -> bytes:
     """Return the 32 bytes that go before a chunk, or in the place of one that travels beside."""
-    return _fixed(CHUNK, b"", chunk, beside)
+    return _fixed(CHUNK, b"", chunk, beside, checked)
 
 
 def frames(message: Message) -> Iterator[Chunk]:
@@ -92,10 +92,12 @@ def frames(message: Message) -> Iterator[Chunk]:
         yield chunk
 
 
-def _fixed(kind: int, header: bytes, payload: Chunk, beside: bool) -> bytes:
+def _fixed(kind: int, header: bytes, payload: Chunk, beside: bool, checked: bool = True) -> bytes:
     flags = BESIDE if beside else 0
     fixed = _FIXED.pack(MAGIC, wire.VERSION, kind, flags, len(header), len(payload), 0, 0)
-    checksum = payload_checksum(payload, zlib.crc32(header, zlib.crc32(fixed[:_CHECKSUMMED])))
+    checksum = zlib.crc32(header, zlib.crc32(fixed[:_CHECKSUMMED]))
+    if checked:
+        checksum = payload_checksum(payload, checksum)
     return fixed[:_CHECKSUMMED] + checksum.to_bytes(4, "little")
 
 
@@ -109,6 +111,7 @@ class FrameReader:
         self.payload_limit = payload_limit
         self.frames = 0  # completed so far
         self.beside = False  # whether chunks may come beside the stream
+        self.beside_checked = True  # whether their checksums are over what they hold, too
         self._staging = memoryview(bytearray(_STAGING))
         self._start = self._end = 0  # what of the staging area is unread
         self._fixed: Fixed | None = None  # of the frame under way
@@ -236,7 +239,9 @@ class FrameReader:
             self._chunk[: self._filled] = self._take(self._filled)
         if self._filled < fixed.payload_length:
             return False
-        self._close_frame(fixed, payload_checksum(self._chunk, fixed.partial_checksum))
+        checked = self.beside_checked or not fixed.beside
+        partial = fixed.partial_checksum
+        self._close_frame(fixed, payload_checksum(self._chunk, partial) if checked else partial)
         self._chunks.append(self._chunk)
         self._chunk = None
         return True

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import trio
+
 from peerd.messages import Chunk
 from peerd.transport.link import LinkLost
 
@@ -20,6 +22,8 @@ class BulkLane(Protocol):
     """Moves chunks in order, each whole. Who waits for it is woken by `close`."""
 
     name: str  # of the carrier, as people are shown it
+    checked: bool  # whether chunks need a checksum: not what is never on a line
+    ahead: bool  # whether chunks may go before the frames that tell of them, which are then enough to wait for
     on_close: Callable[[LinkLost], None]  # told why
 
     @property
@@ -54,20 +58,27 @@ class BulkLane(Protocol):
 class Fabric(Protocol):
     """What a node has of such hardware."""
 
-    version: str  # two that differ do not understand each other
+    version: str  # its kind too; two that differ do not understand each other
     ended: str  # why it carries nothing any more; "" while it does
+    outside: str  # why there is no lane to an address that it does not trust, in words with a {} for it; "": no matter
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Move what is under way until cancelled, having said that it is `started`."""
 
     def trusts(self, host: str) -> bool:
         """Whether a peer at this address may have a lane."""
 
-    def address(self) -> bytes:
-        """Where peers find it."""
-
     def reserve(self) -> int:
-        """Return the number of a lane to come, which no peer can guess."""
+        """Return the number of a lane to come, which no peer can guess. Raises LaneRefused."""
+
+    def address(self, here: int) -> bytes:
+        """Where a peer finds the reserved lane `here`."""
 
     def open(self, remote: str, here: int, there: int, address: bytes) -> BulkLane:
         """Make a lane between number `here` and number `there` at `address`. Raises LaneRefused."""
+
+    def abandon(self, here: int) -> None:
+        """There will be no lane with this number, or there is one already."""
 
 
 def patience_s(size: int) -> float:

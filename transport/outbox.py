@@ -48,6 +48,7 @@ class Outbox:
 
     def __init__(self) -> None:
         self.beside = False  # whether large chunks of what is put from now on travel beside the stream
+        self.beside_checked = True  # whether they have checksums there
         self._urgent, self._ordered = _Lane(), _Lane()
         self._is_beside = False  # the bulk message being sent
         self._chunks: Iterator[Chunk] = iter(())  # what is left of the bulk message being sent
@@ -61,16 +62,13 @@ class Outbox:
         header, chunks = wire.encode(message)
         bulk = wire.is_bulk(message.KIND)
         lane = self._urgent if wire.is_urgent(message.KIND) else self._ordered
+        if not lane.turn.locked() and not lane.full(bulk):
+            self._append(lane, message.KIND, header, chunks)
+            return
         async with lane.turn:
             while self._lost is None and lane.full(bulk):
                 await lane.room.park()
-            if self._lost is not None:
-                raise LinkLost(*self._lost.args)
-            beside = self.beside and any(len(chunk) >= framing.BESIDE_LEAST for chunk in chunks)
-            lane.messages.append((framing.head_frame(message.KIND, header, beside), chunks, bulk, beside))
-            lane.bulk += bulk
-            self._idle = False
-            self._work.unpark_all()
+            self._append(lane, message.KIND, header, chunks)
 
     async def take(self) -> list[Piece]:
         """Return the pieces of the next frames, waiting for some; empty once closed. For the sender task only."""
@@ -98,6 +96,16 @@ class Outbox:
         self._work.unpark_all()
         self._flushed.unpark_all()
 
+    def _append(self, lane: _Lane, kind: int, header: bytes, chunks: Chunks) -> None:
+        if self._lost is not None:
+            raise LinkLost(*self._lost.args)
+        bulk = wire.is_bulk(kind)
+        beside = self.beside and any(len(chunk) >= framing.BESIDE_LEAST for chunk in chunks)
+        lane.messages.append((framing.head_frame(kind, header, beside), chunks, bulk, beside))
+        lane.bulk += bulk
+        self._idle = False
+        self._work.unpark_all()
+
     def _gather(self) -> list[Piece]:
         pieces: list[Piece] = []
         size = 0
@@ -114,7 +122,7 @@ class Outbox:
             return (self._pop(self._urgent)[0],)
         chunk = next(self._chunks, None)
         if chunk is not None and self._is_beside and len(chunk) >= framing.BESIDE_LEAST:
-            return (Beside(chunk), framing.chunk_frame(chunk, beside=True))
+            return (Beside(chunk), framing.chunk_frame(chunk, beside=True, checked=self.beside_checked))
         if chunk is not None:
             return (framing.chunk_frame(chunk), chunk) if len(chunk) else (framing.chunk_frame(chunk),)
         if self._ordered.messages:

@@ -53,6 +53,8 @@ class _Operation:
 class UcxFabric:
     """UCX's worker, its lanes, and what is under way."""
 
+    outside = "{} is in none of rdma_subnets"
+
     def __init__(
         self, library: ucx.Library, transports: str = "", without_rdma: bool = False, subnets: Iterable[str] = ()
     ) -> None:
@@ -62,7 +64,7 @@ class UcxFabric:
         """
         self._subnets = [ipaddress.ip_network(subnet) for subnet in subnets]
         self.library = library
-        self.version = ".".join(map(str, library.version[:2]))
+        self.version = f"UCX {library.version[0]}.{library.version[1]}"
         self.registered = 0  # slots, of all lanes
         self.without_rdma = without_rdma
         self.context = ucx.Context(library, transports)
@@ -105,13 +107,16 @@ class UcxFabric:
         address = getattr(address, "ipv4_mapped", None) or address  # as a socket of both families shows it
         return address is None or any(address in subnet for subnet in self._subnets)
 
-    def address(self) -> bytes:
-        """See `Fabric.address`."""
-        return self._address
-
     def reserve(self) -> int:
         """See `Fabric.reserve`."""
         return secrets.randbits(64 - TAG_BITS)
+
+    def address(self, here: int) -> bytes:
+        """See `Fabric.address`: one for all lanes."""
+        return self._address
+
+    def abandon(self, here: int) -> None:
+        """See `Fabric.abandon`: a number takes nothing."""
 
     def open(self, remote: str, here: int, there: int, address: bytes) -> _Lane:
         """See `Fabric.open`."""
@@ -215,6 +220,9 @@ class UcxFabric:
 
 class _Lane:
     """A `BulkLane` over UCX."""
+
+    checked = True
+    ahead = False
 
     def __init__(
         self, fabric: UcxFabric, name: str, remote: str, endpoint: Any, guarded: bool, here: int, there: int

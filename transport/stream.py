@@ -64,16 +64,16 @@ class StreamLink:
         stream: ByteStream,
         remote: str,
         admitted: Callable[[], None] = lambda: None,
-        fabric: Fabric | None = None,
+        fabrics: Sequence[Fabric] = (),
     ) -> None:
-        """`fabric` carries large chunks once the link is upgraded; without one it never is."""
+        """`fabrics`, the best first, may carry large chunks once the link is upgraded."""
         self.remote = remote
         self.host = stream.host
         self.admitted = False
         self.bytes_sent = 0
         self.bytes_received = 0
         self._count_admitted = admitted
-        self._fabric = fabric
+        self._fabrics = fabrics
         self._lane: BulkLane | None = None
         self._stream = stream
         self._outbox = Outbox()
@@ -81,6 +81,7 @@ class StreamLink:
         self._lost: LinkLost | None = None
         self._waited_frame, self._waited_s = -1, 0.0  # how long was waited for the frame under way
         self._unyielded = 0  # bytes received without giving other tasks a turn
+        self._waited = False  # for something since the last message
 
     def __repr__(self) -> str:
         return f"<StreamLink to {self.remote} [{self.bytes_sent} B sent, {self.bytes_received} B received]>"
@@ -110,7 +111,6 @@ class StreamLink:
 
     async def flushed(self) -> None:
         """See `Link.flushed`."""
-        await trio.lowlevel.checkpoint()
         await self._outbox.flushed()
         if self._lane is not None:
             await self._lane.drained()
@@ -120,7 +120,7 @@ class StreamLink:
         while True:
             message = await self.receive_any()
             if isinstance(message, BulkOffer):
-                await self.send(upgrade.answer(self, self._fabric, message))
+                await self.send(upgrade.answer(self, self._fabrics, message))
             elif not isinstance(message, BulkAnswer):
                 return message
             elif self._lane is not None:
@@ -129,19 +129,19 @@ class StreamLink:
     async def upgrade(self) -> str:
         """See `Link.upgrade`."""
         await trio.lowlevel.checkpoint()
-        return await upgrade.ask(self, self._fabric) if self._fabric is not None else ""
+        return await upgrade.ask(self, self._fabrics)
 
     def adopt(self, lane: BulkLane) -> None:
         """Let chunks come over `lane` from now on."""
         assert self._lane is None, "one lane a link"
         self._lane = lane
-        self._reader.beside = True
+        self._reader.beside, self._reader.beside_checked = True, lane.checked
 
     def widen(self) -> None:
         """Let large chunks go over the lane from now on; the link lives no longer than it."""
         assert self._lane is not None, "there is a lane"
         self._lane.on_close = self.drop
-        self._outbox.beside = True
+        self._outbox.beside, self._outbox.beside_checked = True, self._lane.checked
 
     @property
     def has_lane(self) -> bool:
@@ -150,7 +150,9 @@ class StreamLink:
 
     async def receive_any(self) -> Message:
         """Return the next message, those between the two ends of the link too."""
-        await trio.lowlevel.checkpoint()
+        if not self._waited:
+            await trio.lowlevel.checkpoint()
+        self._waited = False
         if self._lost is not None:
             raise LinkLost(*self._lost.args)
         try:
@@ -199,14 +201,25 @@ class StreamLink:
         self._stream.close()
 
     async def _write(self, pieces: list[Piece]) -> None:
+        if self._lane is not None and self._lane.ahead:  # one write and one wake-up less for each
+            beside = [piece for piece in pieces if isinstance(piece, Beside)]
+            for chunk in beside:
+                await self._write_beside(chunk)
+            await self._write_stream([piece for piece in pieces if not isinstance(piece, Beside)])
+            if beside:
+                await trio.lowlevel.checkpoint()  # copying took time
+            return
         while pieces:
             if isinstance(piece := pieces[0], Beside):
-                assert self._lane is not None, "no chunk travels beside before the upgrade"
-                await self._lane.send(piece.chunk)
-                self.bytes_sent += len(piece)
+                await self._write_beside(piece)
                 del pieces[0]
             else:
                 await self._write_stream(_in_stream(pieces))
+
+    async def _write_beside(self, piece: Beside) -> None:
+        assert self._lane is not None, "no chunk travels beside before the upgrade"
+        await self._lane.send(piece.chunk)
+        self.bytes_sent += len(piece)
 
     async def _write_stream(self, pieces: list[Chunk]) -> None:
         first = unyielded = 0
@@ -230,7 +243,7 @@ class StreamLink:
             count = self._stream.receive_some(self._reader.buffer())
         except BlockingIOError:
             await self._wait_receivable()
-            self._unyielded = 0
+            self._unyielded, self._waited = 0, True
             return
         if not count:
             where = " in the middle of a message" if self._reader.midway else ""
@@ -269,7 +282,8 @@ class StreamLink:
         chunk = lane.take()
         self.bytes_received += len(chunk)
         self._reader.received_beside(chunk)
-        await trio.lowlevel.checkpoint()  # its checksum comes next
+        if lane.checked:
+            await trio.lowlevel.checkpoint()  # its checksum comes next
 
     async def _wait_beside(self, lane: BulkLane) -> None:
         with trio.move_on_after(NEAR_S):

@@ -102,12 +102,12 @@ class TcpStream:
 class TcpTransport:
     """A `Transport` over TCP; `nursery` owns the sender tasks of the links it dials.
 
-    With a `fabric`, the links can be upgraded to it.
+    With `fabrics`, the best first, the links can be upgraded to one of them.
     """
 
-    def __init__(self, nursery: trio.Nursery, fabric: Fabric | None = None) -> None:
+    def __init__(self, nursery: trio.Nursery, *fabrics: Fabric) -> None:
         self._nursery = nursery
-        self._fabric = fabric
+        self._fabrics = fabrics
 
     async def dial(self, address: Address) -> Link:
         """Connect; see `Transport.dial`."""
@@ -119,7 +119,7 @@ class TcpTransport:
             raise LinkLost(f"cannot reach {remote}: no answer within {DIAL_TIMEOUT_S:g} s") from None
         except (OSError, ValueError) as error:  # ValueError: what cannot be a port or a host name
             raise LinkLost(f"cannot reach {remote}: {cause(error)}") from None
-        link = StreamLink(TcpStream(sock, remote, host), remote, fabric=self._fabric)
+        link = StreamLink(TcpStream(sock, remote, host), remote, fabrics=self._fabrics)
         self._nursery.start_soon(link.run_sender)
         return link
 
@@ -134,7 +134,7 @@ class TcpTransport:
             sock.listen(BACKLOG)
             host, port = sock.getsockname()[:2]
             async with trio.open_nursery() as nursery:
-                listener = _Listener(sock, accepted, nursery, self._fabric)
+                listener = _Listener(sock, accepted, nursery, self._fabrics)
                 task_status.started((host, port))
                 await listener.run()
 
@@ -147,10 +147,10 @@ class _Listener:
         sock: socket.socket,
         accepted: Callable[[Link], Awaitable[None]],
         nursery: trio.Nursery,
-        fabric: Fabric | None,
+        fabrics: Sequence[Fabric],
     ) -> None:
         self._sock = sock
-        self._fabric = fabric
+        self._fabrics = fabrics
         self._accepted = accepted
         self._nursery = nursery
         self._admission = Admission(trio.current_time())
@@ -192,7 +192,7 @@ class _Listener:
             except OSError:  # it is gone already
                 sock.close()
                 return
-            await serve(StreamLink(stream, remote, admitted, self._fabric), self._accepted)
+            await serve(StreamLink(stream, remote, admitted, self._fabrics), self._accepted)
         finally:
             admitted()
             self._admission.leave()

@@ -1,4 +1,4 @@
-"""Real nodes whose bulk travels over UCX: the carrier is shown, a death is survived, and what is missing is said."""
+"""What bulk travels over between real nodes: the carrier is shown, a death is survived, and what is missing is said."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from machine import Machine, eventually
+from machine import Machine, Node, eventually
 from scripts import TRAIN
 from ucx_here import needs_ucx
 
@@ -42,6 +42,28 @@ def test_no_device_is_one_line(machine: Machine) -> None:
     assert len(ran.stderr.splitlines()) == 1
 
 
+def carriers(node: Node) -> dict[str, str]:
+    return {row["name"]: row["carrier"] for row in node.ask("members")["members"]}
+
+
+def test_nodes_of_one_host_share_memory(machine: Machine) -> None:
+    script = machine.script("train.py", TRAIN)
+    a = machine.start("a", script)
+    b = machine.start("b", script, join=a, SEED="1")
+    c = machine.start("c", script, join=a, SEED="2")
+    for node in (a, b, c):
+        node.trains()
+    a.eventually(lambda: carriers(a)["b"] == carriers(a)["c"] == "shm")
+    b.signal(signal.SIGKILL)
+    b.end()
+    reached = a.step
+    a.trains(beyond=reached + 20)
+    for node in (a, c):
+        node.signal(signal.SIGINT)
+        assert node.end() == 0
+    assert "Traceback" not in machine.logs()
+
+
 @needs_ucx
 def test_nodes_over_ucx_beside_one_over_tcp(machine: Machine) -> None:
     script = machine.script("train.py", TRAIN)
@@ -51,12 +73,9 @@ def test_nodes_over_ucx_beside_one_over_tcp(machine: Machine) -> None:
     for node in (a, b, c):
         node.trains()
 
-    def carriers() -> dict[str, str]:
-        return {row["name"]: row["carrier"] for row in a.ask("members")["members"]}
-
-    a.eventually(lambda: carriers()["b"].startswith("ucx tcp") and carriers()["c"] == "tcp")
+    a.eventually(lambda: carriers(a)["b"].startswith("ucx tcp") and carriers(a)["c"] == "tcp")
     assert "bulk travels over tcp: " in c.log
-    assert "stays on tcp: it carries bulk over the stream alone" in a.log + b.log
+    assert "stays on tcp: it has shm 1" in a.log + b.log
     assert "ucx tcp" in machine.peerd("members", "--name", "a").stdout
 
     b.signal(signal.SIGKILL)

@@ -355,6 +355,7 @@ async def whole_life(row: Row, swarm: thin.Swarm) -> tuple[dict[str, thin.Model]
     [
         pytest.param(partial(thin.simulate, 1), "memory", id="memory"),
         pytest.param(thin.live, "tcp", id="tcp"),
+        pytest.param(thin.live_over_shm, "shm", id="shm"),
         pytest.param(thin.live_over_ucx, "ucx tcp", id="ucx", marks=needs_ucx),
     ],
 )

@@ -31,6 +31,7 @@ from peerd.transport import framing, ucx
 from peerd.transport.link import Transport
 from peerd.transport.memory import MemoryNetwork
 from peerd.transport.rdma import UcxFabric
+from peerd.transport.same_host import SameHost
 from peerd.transport.tcp import TcpTransport
 from peerd.transport.udp import bind_udp
 
@@ -343,6 +344,14 @@ class Loopback:
         return TcpTransport(nursery)
 
 
+class LoopbackShared(Loopback):
+    """The same, with all chunks through shared memory."""
+
+    def carrier(self, nursery: trio.Nursery, host: str) -> Transport:
+        """Its connections, which are upgraded at once."""
+        return TcpTransport(nursery, SameHost())
+
+
 class CountingFabric(UcxFabric):
     """Counts the chunks that go over it."""
 
@@ -417,6 +426,13 @@ def simulate(seed: int, scenario: Callable[[Swarm], Awaitable[T]]) -> T:
 def live(scenario: Callable[[Swarm], Awaitable[T]]) -> T:
     """Run the scenario over this machine's network, as its schedule comes."""
     return trio.run(_within, scenario, lambda _: Loopback())
+
+
+def live_over_shm(scenario: Callable[[Swarm], Awaitable[T]]) -> T:
+    """The same through shared memory, however small a chunk is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(framing, "BESIDE_LEAST", 1)
+        return trio.run(_within, scenario, lambda _: LoopbackShared())
 
 
 def live_over_ucx(scenario: Callable[[Swarm], Awaitable[T]]) -> T:

@@ -342,7 +342,7 @@ def test_a_peer_without_ucx_says_so_and_the_link_goes_on():
     async def main():
         async with fabric_of("tcp") as (_, near), trio.open_nursery() as nursery:
             async with dialled(near, TcpTransport(nursery)) as (link, taken):
-                assert "over the stream alone" in await link.upgrade()
+                assert "nothing beside the stream" in await link.upgrade()
                 assert link.carrier == "tcp"
                 await link.send(LinkClosed(1))
                 assert await taken.receive() == LinkClosed(1)
@@ -353,9 +353,9 @@ def test_a_peer_without_ucx_says_so_and_the_link_goes_on():
 def test_another_version_is_refused():
     async def main():
         async with fabric_of("tcp") as (fabric, near), fabric_of("tcp") as (_, far):
-            ours, fabric.version = fabric.version, "1.9"
+            ours, fabric.version = fabric.version, "UCX 1.9"
             async with dialled(near, far) as (link, _):
-                assert await link.upgrade() == f"its UCX is {ours}, ours 1.9"
+                assert await link.upgrade() == f"it has {ours}, we UCX 1.9"
 
     run(main)
 

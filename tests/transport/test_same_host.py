@@ -1,0 +1,424 @@
+"""Bulk within one host: nothing is overwritten while it is read, nothing is left behind, and who may map it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import numpy as np
+import pytest
+import trio
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ucx_here import upgrade
+
+from peerd import sealed_file
+from peerd.messages import ModelSnapshot
+from peerd.transport import lane, same_host, stream
+from peerd.transport.lane import LaneRefused
+from peerd.transport.link import LinkLost
+from peerd.transport.same_host import SPARES, UNREAD_BYTES, Incoming, Outgoing, SameHost
+from peerd.transport.tcp import TcpTransport
+
+MIB = 1 << 20
+LOOPBACK = ("127.0.0.1", 0)
+
+
+def address_of(ours: Outgoing) -> bytes:
+    return f"{os.getpid()} {ours.fd}".encode()
+
+
+@contextmanager
+def pair() -> Iterator[tuple[Outgoing, Incoming]]:
+    ours = Outgoing()
+    try:
+        yield ours, Incoming(ours.number, address_of(ours))
+    finally:
+        ours.close()
+
+
+def chunk(count: int, size: int) -> bytes:
+    """Different for each count, at every byte."""
+    return np.random.default_rng(count).bytes(size)
+
+
+def taken_bytes(ours: Outgoing) -> int:
+    """What the file holds in memory."""
+    return os.fstat(ours.fd).st_blocks * 512
+
+
+# ---------------------------------------------------------------------------------------------------- the memory
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_a_chunk_stays_as_it_was_sent_until_its_last_view_is_gone(data: st.DataObject) -> None:
+    with pair() as (ours, theirs):
+        sent, taken = [], 0
+        held: dict[int, memoryview] = {}
+        for _ in range(data.draw(st.integers(1, 60), "steps")):
+            step = data.draw(st.sampled_from(["place", "take", "drop", "part"]))
+            size = data.draw(st.sampled_from([1, 5000, 70_000]))
+            if step == "place" and ours.has_room(size):
+                ours.place(chunk(len(sent), size))
+                sent.append(size)
+            elif step == "take" and taken < len(sent):
+                held[taken] = theirs.take(sent[taken])
+                taken += 1
+            elif step == "drop" and held:
+                del held[data.draw(st.sampled_from(sorted(held)))]
+            elif step == "part" and held:  # a view of a part keeps the whole, through numpy too
+                count = data.draw(st.sampled_from(sorted(held)))
+                held[count] = memoryview(np.frombuffer(held[count], np.uint8))[:]
+            for count, view in held.items():
+                assert view == chunk(count, sent[count])
+
+
+def test_what_is_not_taken_is_bounded_and_what_is_taken_is_not() -> None:
+    with pair() as (ours, theirs):
+        kept = []
+        for _ in range(5):
+            placed = 0
+            while ours.has_room(MIB):
+                ours.place(bytes(MIB))
+                placed += 1
+            assert placed == UNREAD_BYTES // MIB
+            kept += [theirs.take(MIB) for _ in range(placed)]
+        assert len(kept) > SPARES
+
+
+def test_the_longest_chunk_has_room_where_nothing_lies() -> None:
+    with pair() as (ours, _):
+        assert ours.has_room(same_host.SLOT_BYTES)
+
+
+def test_slots_beyond_the_first_give_their_memory_back() -> None:
+    with pair() as (ours, theirs):
+        kept = []
+        for count in range(4 * SPARES):
+            ours.place(chunk(count, MIB))
+            kept.append(theirs.take(MIB))
+        assert taken_bytes(ours) > 4 * SPARES * MIB
+        kept.clear()
+        assert taken_bytes(ours) <= SPARES * MIB + same_host._HEAD_BYTES
+
+
+def test_thousands_of_exchanges_take_one_slot() -> None:
+    with pair() as (ours, theirs):
+        for count in range(10_000):
+            ours.place(bytes([count % 251]) * 70_000)
+            assert theirs.take(70_000)[-1] == count % 251
+        assert taken_bytes(ours) <= 70_000 + 2 * 4096 + same_host._HEAD_BYTES
+
+
+def test_a_view_is_read_only_and_outlives_both_ends() -> None:
+    with pair() as (ours, theirs):
+        ours.place(b"x" * 5000)
+        view = theirs.take(5000)
+    gone = weakref.ref(theirs)
+    del ours, theirs
+    assert gone() is None
+    assert view == b"x" * 5000
+    with pytest.raises(TypeError, match="read-only"):
+        view[0] = 1
+
+
+def test_a_sender_that_names_no_slot_is_found_out() -> None:
+    with pair() as (ours, theirs):
+        ours.place(b"x")
+        ours._memory.order[1] = same_host.SLOTS
+        with pytest.raises(ValueError, match=f"no slot {same_host.SLOTS}"):
+            theirs.take(1)
+
+
+# ---------------------------------------------------------------------------------------------------- who maps it
+
+
+def test_only_a_memory_with_the_number_that_was_told_is_mapped(tmp_path) -> None:
+    with pair() as (ours, _):
+        with pytest.raises(ValueError, match="is another memory"):
+            Incoming(ours.number + 1, address_of(ours))
+    with pytest.raises(FileNotFoundError):
+        Incoming(ours.number, address_of(ours))  # it is closed
+
+
+@pytest.mark.parametrize("address", [b"", b"1", b"x y", b"1 2 3", b"-1 0", b"9" * 5000 + b" 1"])
+def test_an_address_that_is_none_is_refused(address: bytes) -> None:
+    with pytest.raises((ValueError, OSError)):
+        Incoming(1, address)
+
+
+def test_another_file_is_not_opened_or_not_mapped(tmp_path) -> None:
+    read_end, write_end = os.pipe()
+    plain = (tmp_path / "plain").open("wb+")
+    os.truncate(plain.fileno(), same_host._SIZE)
+    sealed = sealed_file.create(4096)
+    for fd, says in ((read_end, "is not memory"), (plain.fileno(), "not a sealed file"), (sealed, "not a sealed file")):
+        with pytest.raises(ValueError, match=says):
+            Incoming(1, f"{os.getpid()} {fd}".encode())
+    for fd in (read_end, write_end, sealed):
+        os.close(fd)
+    plain.close()
+
+
+def test_addresses_of_this_host_and_of_others() -> None:
+    here = SameHost()
+    assert here.trusts("127.0.0.1")
+    assert not any(map(here.trusts, ("192.0.2.1", "2001:db8::1", "fe80::1%nowhere")))
+
+
+# ---------------------------------------------------------------------------------------------------- links
+
+
+@asynccontextmanager
+async def linked(near_fabrics, far_fabrics):
+    """Yield both ends of a link, and why it was not upgraded."""
+    give, taken = trio.open_memory_channel(1)
+
+    async def accepted(link):
+        link.admit()
+        await give.send(link)
+        await trio.sleep_forever()
+
+    async with trio.open_nursery() as nursery:
+        address = await nursery.start(TcpTransport(nursery, *far_fabrics).listen, LOOPBACK, accepted)
+        near = await TcpTransport(nursery, *near_fabrics).dial(address)
+        far = await taken.receive()
+        near.payload_limit = far.payload_limit = 256 * MIB
+        yield near, far
+        await near.aclose()
+        await far.aclose()
+        nursery.cancel_scope.cancel()
+
+
+async def answered(near, far) -> str:
+    """Offer, while the other end receives."""
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(far.receive)
+        why_not = await near.upgrade()
+        nursery.cancel_scope.cancel()
+    return why_not
+
+
+def run(main: Callable, limit_s: float = 60) -> None:
+    async def limited() -> None:
+        with trio.fail_after(limit_s):
+            await main()
+
+    trio.run(limited)
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def mapped_memories() -> int:
+    with open("/proc/self/maps") as maps:
+        return sum("memfd:peerd" in line for line in maps)
+
+
+def test_a_message_longer_than_what_may_lie_unread_arrives_whole() -> None:
+    async def main():
+        async with linked([SameHost()], [SameHost()]) as (near, far):
+            await upgrade(near, far)
+            message = ModelSnapshot(1, "c", tuple(chunk(count, 4 * MIB) for count in range(24)))
+            await near.send(message)
+            assert await far.receive() == message
+            assert far.bytes_received == near.bytes_sent > 96 * MIB
+
+    run(main)
+
+
+def test_closed_links_leave_neither_files_nor_memory() -> None:
+    async def main():
+        async def one():
+            async with linked([SameHost()], [SameHost()]) as (near, far):
+                await upgrade(near, far)
+                await near.send(ModelSnapshot(1, "c", (bytes(MIB),)))
+                await far.receive()
+
+        await one()
+        before = open_files(), mapped_memories()
+        for _ in range(10):
+            await one()
+        assert (open_files(), mapped_memories()) == before
+
+    run(main)
+
+
+def test_nodes_that_do_not_share_all_stay_on_tcp_and_keep_no_memory() -> None:
+    async def main():
+        elsewhere = SameHost()
+        elsewhere.version = "shm 1 elsewhere"
+        for theirs in ([elsewhere], []):
+            async with linked([SameHost()], theirs) as (near, far):
+                before = mapped_memories()
+                assert "we shm 1" in await answered(near, far)
+                assert near.carrier == far.carrier == "tcp"
+                assert mapped_memories() == before
+
+    run(main)
+
+
+def test_another_host_is_offered_nothing_and_nothing_is_said(monkeypatch) -> None:
+    monkeypatch.setattr(SameHost, "trusts", lambda *_: False)
+
+    async def main():
+        async with linked([SameHost()], [SameHost()]) as (near, _):
+            assert await near.upgrade() == ""
+            assert near.carrier == "tcp"
+
+    run(main)
+
+
+def test_after_a_refusal_the_next_is_offered() -> None:
+    async def main():
+        elsewhere = SameHost()
+        elsewhere.version = "shm 1 elsewhere"
+        async with linked([elsewhere, SameHost()], [SameHost()]) as (near, far):
+            await upgrade(near, far)
+            assert near.carrier == far.carrier == "shm"
+
+    run(main)
+
+
+@pytest.mark.parametrize("whose", ["near", "far"])
+def test_who_cannot_open_the_other_s_memory_stays_on_tcp(whose, monkeypatch) -> None:
+    async def main():
+        near_fabric, far_fabric = SameHost(), SameHost()
+        unlucky = near_fabric if whose == "near" else far_fabric
+
+        def refuse(*_):
+            raise LaneRefused("its memory cannot be opened: no")
+
+        monkeypatch.setattr(unlucky, "open", refuse)
+        async with linked([near_fabric, SameHost()], [far_fabric]) as (near, far):
+            assert "cannot be opened" in await answered(near, far)
+            await near.send(ModelSnapshot(1, "c", (bytes(MIB),)))
+            assert (await far.receive()).chunks == (bytes(MIB),)
+            assert near.carrier == "tcp"
+            assert not near_fabric._reserved
+            assert not far_fabric._reserved
+
+    run(main)
+
+
+def test_without_descriptors_links_stay_on_tcp(monkeypatch) -> None:
+    async def main():
+        async with linked([SameHost()], [SameHost()]) as (near, far):
+
+            def full(_):
+                raise OSError(24, "Too many open files")
+
+            monkeypatch.setattr(sealed_file, "create", full)
+            assert await answered(near, far) == "no shared memory: Too many open files"
+            assert near.carrier == "tcp"
+
+    run(main)
+
+
+# --------------------------------------------------------------------------------- a peer in a process of its own
+
+PEER = """
+import sys, trio
+from peerd.messages import ModelSnapshot
+from peerd.transport.same_host import SameHost
+from peerd.transport.tcp import TcpTransport
+
+async def main(sends):
+    async with trio.open_nursery() as nursery:
+        async def accepted(link):
+            link.admit()
+            link.payload_limit = 64 << 20
+            async with trio.open_nursery() as both:
+                async def send():
+                    while link.carrier == "tcp":
+                        await trio.sleep(0.001)
+                    while True:
+                        await link.send(ModelSnapshot(0, "c", tuple(bytes([n]) * (4 << 20) for n in range(5))))
+                if sends:
+                    both.start_soon(send)
+                while True:
+                    await link.receive()
+
+        address = await nursery.start(TcpTransport(nursery, SameHost()).listen, ("127.0.0.1", 0), accepted)
+        print(address[1], flush=True)
+
+trio.run(main, sys.argv[1] == "sends")
+"""
+
+
+@contextmanager
+def peer(does: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A node in another process that sends or receives bulk without end; yields it and its port."""
+    process = subprocess.Popen([sys.executable, "-c", PEER, does], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        yield process, int(process.stdout.readline())
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def intact(message: ModelSnapshot) -> bool:
+    return all((np.frombuffer(each, np.uint8) == number).all() for number, each in enumerate(message.chunks))
+
+
+@pytest.mark.parametrize("does", ["sends", "receives"])
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_peer_that_dies_or_stands_still_is_lost_and_what_came_stays(does, end, seed, monkeypatch) -> None:
+    monkeypatch.setattr(lane, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(stream, "PATIENCE_S", 0.5)
+
+    async def meet(process, port, kept, lost):
+        async with trio.open_nursery() as nursery:
+            link = await TcpTransport(nursery, SameHost()).dial(("127.0.0.1", port))
+            link.payload_limit = 64 * MIB
+            assert await link.upgrade() == ""
+            assert link.carrier == "shm"
+
+            async def use():
+                try:
+                    while True:
+                        if does == "sends":
+                            kept[:] = [*kept[-1:], await link.receive()]
+                        else:
+                            await link.send(ModelSnapshot(0, "c", (bytes(4 * MIB),) * 5))
+                            kept.append(None)
+                except LinkLost as error:
+                    lost.append(error)
+
+            async with trio.open_nursery() as users:
+                users.start_soon(use)
+                while not kept:
+                    await trio.sleep(0.005)
+                await trio.sleep(random.Random(seed).uniform(0, 0.1))
+                process.send_signal(end)
+                if end == signal.SIGSTOP and does == "sends":  # nothing is due of it: membership finds that out
+                    await trio.sleep(0.3)
+                    process.kill()
+            assert len(lost) == 1
+            assert all(intact(message) for message in kept if message is not None)
+            await link.aclose()
+            nursery.cancel_scope.cancel()
+
+    async def main():
+        before = open_files(), mapped_memories()
+        kept, lost = [], []
+        with peer(does) as (process, port):
+            await meet(process, port, kept, lost)
+        for each in (kept, lost):
+            each.clear()
+        gc.collect()  # tracebacks
+        assert (open_files(), mapped_memories()) == before
+
+    run(main)

@@ -1,0 +1,286 @@
+"""Links within one host: large chunks go through memory that both ends map, copied once.
+
+How this works. Each end of a link has a memory file for what it sends, and tells the other where to open it: as a
+descriptor of its process. Only a process of the same user, in the same namespaces, can; who cannot stays on TCP. A
+chunk is copied into the first free slot before its frame goes into the stream, so it is there whenever its frame is,
+and nobody waits for it or is woken. It is read where it lies. The receiver notes in the memory itself how many chunks
+it has taken, which bounds what lies there unread, and which slots are free again: those of which the last view is gone.
+
+The file has room for the longest message, since its receiver may keep all chunks until the last has come, but only
+what was written takes memory, and all slots but the first few give theirs back when they are free.
+
+There are no checksums: the bytes are never on a line. What both ends write in turn is ordered by the frames, which are
+sent and received in between, and by the time that lies between the end of a view and the next look at its slot.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import secrets
+import socket
+import stat
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import trio
+
+from peerd import sealed_file
+from peerd.messages import Chunk
+from peerd.transport import wire
+from peerd.transport.lane import LaneRefused, patience_s
+from peerd.transport.link import LinkLost
+
+SLOT_BYTES = wire.MAX_CHUNK
+SLOTS = wire.MAX_ITEMS
+SPARES = 16  # slots that keep their memory: what one rank of a ring has on its way, kept to be repeated, or early
+UNREAD_BYTES = 16 << 20  # that lie in the memory and were not taken yet
+LOOK_LEAST_S, LOOK_MOST_S = 0.0002, 0.005  # between two looks whether there is room again
+
+_NUMBER, _TAKEN, _ORDER = 0, 1, 8  # words of the head: whose memory, chunks taken, then the slots of chunks in order
+_FREED = _ORDER + SLOTS  # then, for each slot, the number of the last chunk that was there and is not needed any more
+_HEAD_BYTES = -(-8 * (_FREED + SLOTS) // mmap.PAGESIZE) * mmap.PAGESIZE
+_SIZE = _HEAD_BYTES + SLOTS * SLOT_BYTES
+
+
+class _Memory:
+    """What both ends of one direction see."""
+
+    def __init__(self, fd: int) -> None:
+        """Map a file. Raises ValueError when it is not one of these, OSError when there is no room."""
+        self.pages = sealed_file.mapped(fd, _SIZE)
+        self.head: npt.NDArray[np.uint64] = np.frombuffer(self.pages, np.uint64, _FREED + SLOTS)
+        self.order, self.freed = self.head[_ORDER:_FREED], self.head[_FREED:]
+
+    def slot(self, slot: int, size: int) -> npt.NDArray[np.uint8]:
+        """The beginning of a slot, an object of its own."""
+        return np.frombuffer(self.pages, np.uint8, size, _HEAD_BYTES + slot * SLOT_BYTES)
+
+
+class Outgoing:
+    """The sender's end of a memory, which it has made."""
+
+    def __init__(self) -> None:
+        """Raises OSError when there can be none."""
+        self.number = secrets.randbits(62)
+        self.fd = sealed_file.create(_SIZE)
+        self._memory = _Memory(self.fd)
+        self._memory.head[_NUMBER] = self.number
+        self._placed = 0
+        self._unread: deque[int] = deque()  # sizes
+        self._given = np.zeros(SLOTS, np.uint64)  # to which chunk each slot was given last
+
+    @property
+    def taken(self) -> int:
+        """How many chunks the receiver has taken."""
+        return int(self._memory.head[_TAKEN])
+
+    def has_room(self, size: int) -> bool:
+        """Whether a chunk of `size` bytes may be placed now."""
+        taken = self.taken
+        while self._unread and self._placed - len(self._unread) < taken:
+            self._unread.popleft()
+        return (not self._unread or sum(self._unread) + size <= UNREAD_BYTES) and bool(self._free().any())
+
+    def place(self, chunk: Chunk) -> None:
+        """Copy a chunk, for which there is room."""
+        slot = int(self._free().argmax())
+        self._placed += 1
+        self._given[slot] = self._placed
+        # numpy copies without the GIL, so that the maths in other threads goes on
+        np.copyto(self._memory.slot(slot, len(chunk)), np.frombuffer(chunk, np.uint8))
+        self._memory.order[self._placed % SLOTS] = slot
+        self._unread.append(len(chunk))
+
+    def close(self) -> None:
+        """Let nobody else open it. The memory ends with its last view."""
+        os.close(self.fd)
+
+    def _free(self) -> npt.NDArray[np.bool_]:
+        return np.equal(self._given, self._memory.freed)
+
+
+class Incoming:
+    """The receiver's end of a memory that the sender has made."""
+
+    def __init__(self, number: int, address: bytes) -> None:
+        """Map what is at `address`. Raises OSError, or ValueError when it has another number or is no such memory."""
+        process, descriptor = map(int, address.split())
+        path = f"/proc/{process}/fd/{descriptor}"
+        if not stat.S_ISREG(os.stat(path).st_mode):  # opening anything else may have effects
+            raise ValueError(f"{path} is not memory")
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self._memory = _Memory(fd)
+        finally:
+            os.close(fd)
+        if int(self._memory.head[_NUMBER]) != number:
+            raise ValueError(f"{path} is another memory")
+        self._taken = 0
+        self._views: dict[int, weakref.ref[npt.NDArray[np.uint8]]] = {}
+
+    def take(self, size: int) -> memoryview:
+        """Return the next chunk, to be read only. Raises ValueError when the sender names no slot."""
+        count = self._taken + 1
+        slot = int(self._memory.order[count % SLOTS])
+        if slot >= SLOTS:
+            raise ValueError(f"there is no slot {slot}")
+        self._taken = count
+        self._memory.head[_TAKEN] = count
+        chunk = self._memory.slot(slot, size)
+        chunk.flags.writeable = False
+        self._views[count] = weakref.ref(chunk, _freeing(self._memory, self._views, slot, count))
+        return chunk.data
+
+
+def _freeing(
+    memory: _Memory, views: dict[int, weakref.ref[npt.NDArray[np.uint8]]], slot: int, count: int
+) -> Callable[[object], None]:
+    def free(_: object) -> None:  # in any thread
+        if slot >= SPARES:
+            with suppress(OSError):  # it keeps its memory then
+                memory.pages.madvise(mmap.MADV_REMOVE, _HEAD_BYTES + slot * SLOT_BYTES, SLOT_BYTES)
+        memory.freed[slot] = count
+        del views[count]
+
+    return free
+
+
+class SameHost:
+    """The `Fabric` of nodes that run on one host."""
+
+    ended = ""
+    outside = ""  # nobody expects it with another host
+
+    def __init__(self) -> None:
+        """Raises OSError where the kernel does not tell enough."""
+        about = [Path("/proc/sys/kernel/random/boot_id").read_text(), str(os.geteuid())]
+        about += [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid")]
+        self.version = f"shm 1 {hashlib.sha256(''.join(about).encode()).hexdigest()[:16]}"
+        self._reserved: dict[int, Outgoing] = {}
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """See `Fabric.run`: nothing moves by itself."""
+        await trio.lowlevel.checkpoint()
+        task_status.started()
+
+    def trusts(self, host: str) -> bool:
+        """See `Fabric.trusts`: an address of this host."""
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.bind((host, 0))
+            except (OSError, ValueError):
+                return False
+            return True
+
+    def reserve(self) -> int:
+        """See `Fabric.reserve`."""
+        try:
+            memory = Outgoing()
+        except OSError as error:
+            raise LaneRefused(f"no shared memory: {error.strerror}") from None
+        self._reserved[memory.number] = memory
+        return memory.number
+
+    def address(self, here: int) -> bytes:
+        """See `Fabric.address`."""
+        return f"{os.getpid()} {self._reserved[here].fd}".encode()
+
+    def open(self, remote: str, here: int, there: int, address: bytes) -> SharedLane:
+        """See `Fabric.open`."""
+        try:
+            theirs = Incoming(there, address)
+        except (OSError, ValueError) as error:
+            raise LaneRefused(f"its memory cannot be opened: {error}"[:200]) from None
+        return SharedLane(remote, self._reserved.pop(here), theirs)
+
+    def abandon(self, here: int) -> None:
+        """See `Fabric.abandon`."""
+        if (memory := self._reserved.pop(here, None)) is not None:
+            memory.close()
+
+
+class SharedLane:
+    """A `BulkLane` through shared memory."""
+
+    name = "shm"
+    checked = False
+    ahead = True
+    ready = True
+
+    def __init__(self, remote: str, ours: Outgoing, theirs: Incoming) -> None:
+        self.remote = remote
+        self.on_close: Callable[[LinkLost], None] = _nothing
+        self._ours = ours
+        self._theirs = theirs
+        self._expected: deque[int] = deque()
+        self._lost: LinkLost | None = None
+
+    def __repr__(self) -> str:
+        return f"<SharedLane to {self.remote}>"
+
+    def expect(self, sizes: list[int]) -> None:
+        """See `BulkLane.expect`."""
+        self._expected += sizes
+
+    async def arrival(self) -> None:
+        """See `BulkLane.arrival`."""
+        await trio.lowlevel.checkpoint()
+
+    def take(self) -> memoryview:
+        """See `BulkLane.take`."""
+        self._check_open()
+        try:
+            return self._theirs.take(self._expected.popleft())
+        except ValueError as error:
+            self.close(LinkLost(f"{self.remote}: closed, it broke the rules: {error}"))
+            raise LinkLost(*self._lost.args if self._lost else ()) from None
+
+    async def send(self, chunk: Chunk) -> None:
+        """See `BulkLane.send`."""
+        if not self._ours.has_room(len(chunk)):
+            await self._room(len(chunk))
+        self._check_open()
+        self._ours.place(chunk)
+
+    async def drained(self) -> None:
+        """See `BulkLane.drained`: what was sent lies there already."""
+
+    async def tried(self) -> None:
+        """See `BulkLane.tried`: whoever has opened both directions has tried them."""
+        await trio.lowlevel.checkpoint()
+        self._check_open()
+
+    def close(self, lost: LinkLost) -> None:
+        """See `BulkLane.close`."""
+        if self._lost is not None:
+            return
+        self._lost = lost
+        self._ours.close()
+        on_close, self.on_close = self.on_close, _nothing  # of the link, which has this lane: no cycle keeps the memory
+        on_close(lost)
+
+    async def _room(self, size: int) -> None:
+        """Look again and again: the receiver wakes nobody. One that takes nothing is given up."""
+        look_s, taken, since = LOOK_LEAST_S, self._ours.taken, trio.current_time()
+        while self._lost is None and not self._ours.has_room(size):
+            await trio.sleep(look_s)
+            look_s = min(2 * look_s, LOOK_MOST_S)
+            if self._ours.taken != taken:
+                taken, since = self._ours.taken, trio.current_time()
+            elif trio.current_time() > since + patience_s(UNREAD_BYTES):
+                self.close(LinkLost(f"{self.remote}: closed, it takes nothing in over {self.name}"))
+
+    def _check_open(self) -> None:
+        if self._lost is not None:
+            raise LinkLost(*self._lost.args)
+
+
+def _nothing(_: LinkLost) -> None:
+    pass
