@@ -293,24 +293,24 @@ class RoundBegin:
 
 
 @dataclass(frozen=True, slots=True)
-class RoundPiece:
-    """A partial sum, or a sum, of a part of the vector: one chunk."""
+class RoundPieces:
+    """Partial sums, or sums, of parts of the vector: one chunk each."""
 
     KIND: ClassVar[int] = 66
     round: int
     attempt: int
-    seq: int
+    seqs: tuple[int, ...]
     chunks: Chunks
 
 
 @dataclass(frozen=True, slots=True)
-class PieceTaken:
-    """That piece has arrived: send me another."""
+class PiecesTaken:
+    """These pieces have arrived: send me others."""
 
     KIND: ClassVar[int] = 67
     round: int
     attempt: int
-    seq: int
+    seqs: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -539,7 +539,7 @@ Message = (
     | ModelRequest | ModelSnapshot | Plan | SpeedRequest | SpeedSample
     | LinkOpen | LinkSnapshot | Delta | LinkClose | LinkClosed
     | Push | Pushed | PushForgotten | Pull
-    | RoundReport | RoundBegin | RoundPiece | PieceTaken | RoundCommit
+    | RoundReport | RoundBegin | RoundPieces | PiecesTaken | RoundCommit
     | ShardPush | ShardPull | Weights | Claim | Replica | Serves | ShardSum | SumTaken | Finished
     | CentreIs | PairInvite | PairAnswer | PairHalf
 )  # fmt: skip
@@ -551,7 +551,7 @@ MESSAGES: dict[int, type[Message]] = {
         ModelRequest, ModelSnapshot, Plan, SpeedRequest, SpeedSample,
         LinkOpen, LinkSnapshot, Delta, LinkClose, LinkClosed,
         Push, Pushed, PushForgotten, Pull,
-        RoundReport, RoundBegin, RoundPiece, PieceTaken, RoundCommit,
+        RoundReport, RoundBegin, RoundPieces, PiecesTaken, RoundCommit,
         ShardPush, ShardPull, Weights, Claim, Replica, Serves, ShardSum, SumTaken, Finished,
         CentreIs, PairInvite, PairAnswer, PairHalf,
     )

@@ -193,7 +193,7 @@ def what_is_said(message: Message) -> tuple[Any, ...]:
     if not hasattr(message, "chunks"):
         return (message,)
     return type(message), *(
-        getattr(message, name, None) for name in ("link", "attempt", "shard", "term", "clock", "seq")
+        getattr(message, name, None) for name in ("link", "attempt", "shard", "term", "clock", "seq", "seqs")
     )
 
 

@@ -36,7 +36,7 @@ from peerd.messages import (
     PairAnswer,
     PairHalf,
     PairInvite,
-    PieceTaken,
+    PiecesTaken,
     Ping,
     PingRequest,
     Plan,
@@ -49,7 +49,7 @@ from peerd.messages import (
     RoundBegin,
     RoundCommit,
     RoundPhase,
-    RoundPiece,
+    RoundPieces,
     RoundReport,
     Serves,
     ShardPull,
@@ -67,6 +67,7 @@ from peerd.transport.hello import Refused, answer, first_difference, greet
 from peerd.transport.link import HANDSHAKE_PAYLOAD_LIMIT, Link, LinkLost, Transport
 from peerd.transport.memory import MemoryNetwork
 from peerd.transport.rdma import UcxFabric
+from peerd.transport.same_host import SameHost
 from peerd.transport.tcp import TcpTransport
 from peerd.transport.udp import bind_udp
 
@@ -83,8 +84,9 @@ SAMPLES = [
     Pull(1, 0, True),
     BulkOffer("1.22", 5, (b"there",)), BulkAnswer("no", 0, ()), Plan(1, "id", False, "gossip"),
     RoundReport(2**61, RoundPhase.HELD, 1, 2, 3, 4, True, False, True),
-    RoundBegin(1, 2**40, "float32", "tree:2", True, False, ("a", "b"), (1, 2**61)), RoundPiece(1, 2, 3, (b"r" * 9,)),
-    PieceTaken(1, 2, 3), RoundCommit(1, 2), ShardPush(0, 1, 2**61, 1, -1, "int8", True, False, (b"s" * 7,)),
+    RoundBegin(1, 2**40, "float32", "tree:2", True, False, ("a", "b"), (1, 2**61)),
+    RoundPieces(1, 2, (3, 4), (b"r" * 9, b"s")), PiecesTaken(1, 2, (3, 4)), RoundCommit(1, 2),
+    ShardPush(0, 1, 2**61, 1, -1, "int8", True, False, (b"s" * 7,)),
     ShardPull(0, 1, 2, True, False), Claim(0, 1, -1), Replica(0, 1, 5, 2, (), ()), SumTaken(0, 1, "a", 2),
     Weights(0, 1, "a", 2, (Applied("w", 1, 3),), False, (Applied("w", 1, 2),), (b"w" * 8,)),
     Serves(0, 1, "a", True, 2, (Applied("a", 1, 2), Applied("b", 3, 0))),
@@ -127,9 +129,15 @@ async def over_ucx(nursery: trio.Nursery, transports: str) -> Carrier:
     return Carrier(near, far, ("127.0.0.1", 0), 12 * MIB, "ucx")
 
 
+async def shm(nursery: trio.Nursery) -> Carrier:
+    near, far = (TcpTransport(nursery, SameHost()) for _ in range(2))
+    return Carrier(near, far, ("127.0.0.1", 0), 18 * MIB, "shm")
+
+
 CARRIERS = {
     "memory": memory,
     "tcp": tcp,
+    "shm": shm,
     "rdma-over-tcp": partial(over_ucx, transports="tcp"),
     "rdma-over-shm": partial(over_ucx, transports="posix,sysv,cma"),
 }
@@ -391,9 +399,9 @@ def test_closing_wakes_those_who_wait(carrier):
                 for _ in range(2):
                     await near.send(bulk(20 * MIB))
                 nursery.start_soon(lose, near.send, bulk(20 * MIB))
-                await trio.testing.wait_all_tasks_blocked(0.05)
+                await trio.sleep(0.05)
                 nursery.start_soon(lose, near.send, LinkClosed(1))  # waits behind that
-                await trio.testing.wait_all_tasks_blocked(0.05)
+                await trio.sleep(0.05)
                 await trio.aclose_forcefully(near)
             assert len(lost) == 3
             await lose(near.send, PING)

@@ -1,13 +1,21 @@
-"""How pieces without loss travel: nothing is copied where that can be, and nothing damaged is taken."""
+"""How pieces travel: nothing is copied where that can be, nothing damaged is taken, and all arrive whatever breaks."""
 
 from __future__ import annotations
 
+import random
+from collections import deque
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from peerd.effects import PeerError
+from peerd.effects import Effect, PeerError, Send
+from peerd.messages import PiecesTaken, RoundBegin, RoundPieces
 from peerd.training.codecs import NotFinite
-from peerd.training.modes.attempt import ExactPacking
+from peerd.training.collectives import collective
+from peerd.training.delta import Layout
+from peerd.training.modes.attempt import AT_ONCE, WINDOW, Attempt, ExactPacking, Pace
 
 
 def test_float32_values_travel_as_they_are() -> None:
@@ -36,3 +44,93 @@ def test_what_is_not_finite_neither_leaves_nor_enters(wrong: float) -> None:
 def test_a_piece_of_another_length_is_refused() -> None:
     with pytest.raises(PeerError, match="12 bytes where 8 are due"):
         ExactPacking().unpack(0, bytes(12), 2)
+
+
+# ---------------------------------------------------------------------------------------------- a whole attempt
+
+
+class Ring:
+    """Members of one attempt and what is between them; a connection may break and lose what is on its way."""
+
+    def __init__(self, size: int, values: int, topology: str) -> None:
+        names = tuple("abcdefg"[:size])
+        begin = RoundBegin(1, 1, "float32", topology, True, False, names, (1,) * size)
+        rng = np.random.default_rng(values)
+        vectors = {name: rng.integers(-999, 999, values).astype(np.float32) for name in names}
+        self.total = np.sum(list(vectors.values()), axis=0)
+        layout = Layout(values, values)
+        self.members = {name: Attempt(begin, name, vectors[name], layout, Pace()) for name in names}
+        self.queues: dict[tuple[str, str], deque[RoundPieces | PiecesTaken]] = {}
+        self.unconfirmed: dict[tuple[str, str], set[int]] = {}
+        self.messages = self.confirmations = 0
+        for name, member in self.members.items():
+            self.post(name, member.start(0.0))
+
+    def post(self, source: str, effects: list[Effect]) -> None:
+        for effect in effects:
+            assert isinstance(effect, Send)
+            message = effect.message
+            self.queues.setdefault((source, effect.peer), deque()).append(message)
+            if isinstance(message, RoundPieces):
+                self.messages += 1
+                assert 0 < len(message.seqs) == len(message.chunks) <= AT_ONCE
+                under_way = self.unconfirmed.setdefault((source, effect.peer), set())
+                under_way |= set(message.seqs)
+                assert len(under_way) <= WINDOW
+            else:
+                self.confirmations += 1
+
+    def deliver(self, source: str, target: str, now: float) -> None:
+        message = self.queues[source, target].popleft()
+        if isinstance(message, RoundPieces):
+            self.post(target, self.members[target].on_pieces(source, message, now))
+        else:
+            self.unconfirmed[target, source] -= set(message.seqs)
+            self.post(target, self.members[target].on_taken(source, message, now))
+
+    def break_off(self, source: str, target: str, now: float) -> None:
+        """What is under way is lost, and the source says again what has had no answer."""
+        self.queues[source, target].clear()
+        self.post(source, self.members[source].repeat(target, now))
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from(["ring", "tree:2", "halving"]), st.integers(1, 6), st.integers(1, 90), st.integers(1, 9),
+    st.randoms(use_true_random=False), st.integers(0, 20),
+)  # fmt: skip
+def test_every_member_has_the_exact_sum_whatever_breaks(
+    topology: str, size: int, values: int, piece: int, rng: random.Random, breaks: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collective, "PIECE_VALUES", piece)
+        ring = Ring(size, values, topology)
+        now = 0.0
+        while waiting := sorted(link for link, queue in ring.queues.items() if queue):
+            now += 1.0
+            link = rng.choice(waiting)
+            if breaks and rng.random() < 0.2:
+                breaks -= 1
+                ring.break_off(*link, now)
+            else:
+                ring.deliver(*link, now)
+        for member in ring.members.values():
+            assert member.done, "nothing is under way, and something is missing"
+            assert (member.total == ring.total).all()
+
+
+def test_pieces_that_are_ready_together_go_and_are_confirmed_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collective, "PIECE_VALUES", 10)
+    ring = Ring(4, 4 * 60, "ring")  # six pieces a segment
+    while waiting := sorted(link for link, queue in ring.queues.items() if queue):
+        for link in waiting:
+            ring.deliver(*link, 0.0)
+    pieces = 4 * 6 * 6
+    assert all(member.done for member in ring.members.values())
+    assert ring.messages == ring.confirmations == pieces // AT_ONCE
+
+
+def test_pieces_and_chunks_that_do_not_match_are_refused() -> None:
+    ring = Ring(2, 20, "ring")
+    with pytest.raises(PeerError, match="2 pieces in 1 chunks"):
+        ring.members["a"].on_pieces("b", RoundPieces(1, 1, (0, 1), (b"",)), 0.0)

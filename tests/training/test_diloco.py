@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from round_swarm import RoundSwarm
 
 from peerd.effects import UserError, Vector
-from peerd.messages import RoundPiece
+from peerd.messages import RoundPieces
 from peerd.training.delta import Layout
 from peerd.training.modes import check_options
 from peerd.training.modes.diloco import OUTER_LR, OUTER_MOMENTUM
@@ -69,8 +69,8 @@ def test_a_round_costs_a_fragment_and_leaves_the_others_progress() -> None:
 
     def watched(source: str, target: str) -> bool:
         queue = swarm.queues.get((source, target))
-        if queue and isinstance(queue[0], RoundPiece):
-            sent[queue[0].round] = sent.get(queue[0].round, 0) + len(queue[0].chunks[0])
+        if queue and isinstance(queue[0], RoundPieces):
+            sent[queue[0].round] = sent.get(queue[0].round, 0) + sum(map(len, queue[0].chunks))
         return deliver(source, target)
 
     swarm.deliver = watched  # type: ignore[method-assign]

@@ -67,7 +67,10 @@ def finite_float32(values: Vector) -> Float32s:
     """
     with np.errstate(over="ignore", invalid="ignore"):
         exact = np.ascontiguousarray(values, dtype=np.float32)
-        # Two reductions run at 14 G values/s each and pass NaN on; isfinite().all() reaches 8 G and writes a mask.
+        # A sum passes NaN and infinity on in one pass, but finite values may overflow in it, as in two reductions none
+        # can. Of 25 million values from memory: 7.5 ms, and 9.7 ms; isfinite().all() takes 7.4 ms and writes a mask.
+        if np.isfinite(np.add.reduce(exact, axis=None)):
+            return exact
         largest = max(float(exact.max(initial=0.0)), -float(exact.min(initial=0.0)))
     if not largest < np.inf:
         raise NotFinite("the vector holds a NaN or an infinity")

@@ -2,17 +2,19 @@
 
 A peer has at most WINDOW pieces that it has not confirmed, so that queues stay short whatever the model's size. What a
 broken connection lost is sent again once messages flow; the bytes are kept until then, and a piece that came twice is
-confirmed twice and used once.
+confirmed twice and used once. Two pieces are confirmed at a time: of what a round over shared memory takes, messages
+are the most.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 import numpy as np
 
 from peerd.effects import Effect, NodeId, PeerError, Send, Vector
-from peerd.messages import Chunk, PieceTaken, RoundBegin, RoundPiece
+from peerd.messages import Chunk, PiecesTaken, RoundBegin, RoundPieces
 from peerd.training.codecs import CODECS, NotFinite
 from peerd.training.codecs.codec import field, finite_float32, require_length
 from peerd.training.collectives import Collective, Piece, parse_topology
@@ -20,6 +22,7 @@ from peerd.training.delta import BUFFER_CODEC, Layout
 from peerd.training.squeeze import Squeezer, unpack
 
 WINDOW = 4
+AT_ONCE = 2  # pieces in a message, and in a confirmation
 REPEAT_LEAST_S = 60.0  # breaks are told by Connected; this is for what was dropped without one
 REPEAT_SHARE = 4  # times the slowest confirmation so far
 ROUND_WEIGHT = 0.2  # of the last round's duration in the running mean
@@ -136,8 +139,10 @@ class Attempt:
             self._packing.cut,
         )  # fmt: skip
         self._ranks = {peer: rank for rank, peer in enumerate(begin.roster)}
-        self._waiting: dict[NodeId, deque[RoundPiece]] = {}
-        self._sent: dict[NodeId, dict[int, tuple[RoundPiece, float]]] = {}
+        self._waiting: dict[NodeId, deque[Piece]] = {}
+        self._sent: dict[NodeId, dict[int, tuple[Piece, float]]] = {}  # by tag
+        self._unconfirmed: dict[NodeId, list[int]] = {}
+        self._confirmed: dict[NodeId, deque[int]] = {}  # as many as the peer's window has
 
     @property
     def done(self) -> bool:
@@ -157,31 +162,42 @@ class Attempt:
 
     def start(self, now: float) -> list[Effect]:
         """Send what needs no other member. Raises NotFinite."""
-        return self._post(self._collective.begin(), now)
+        self._queue(self._collective.begin())
+        return self._post(now)
 
-    def on_piece(self, sender: NodeId, message: RoundPiece, now: float) -> list[Effect]:
-        """Take a piece of this attempt in. Raises PeerError and NotFinite."""
+    def on_pieces(self, sender: NodeId, message: RoundPieces, now: float) -> list[Effect]:
+        """Take pieces of this attempt in. Raises PeerError and NotFinite."""
         rank = self._ranks.get(sender)
-        if rank is None or len(message.chunks) != 1:
+        if rank is None or len(message.chunks) != len(message.seqs):
             raise PeerError(
-                f"a piece with {len(message.chunks)} chunks from one who is in the roster: {rank is not None}"
+                f"{len(message.seqs)} pieces in {len(message.chunks)} chunks from one who is in the roster: "
+                f"{rank is not None}"
             )
-        self.taken += 1
-        return self._post(self._collective.receive(rank, message.seq, message.chunks[0]), now)
+        for seq, chunk in zip(message.seqs, message.chunks, strict=True):
+            self.taken += 1
+            self._queue(self._collective.receive(rank, seq, chunk))
+        return [*self._post(now), *self._confirm(sender, rank, message.seqs)]  # the farthest are served first
 
-    def on_taken(self, sender: NodeId, message: PieceTaken, now: float) -> list[Effect]:
-        """A piece has arrived: the window has room for another."""
-        piece, sent_at = self._sent.get(sender, {}).pop(message.seq, (None, 0.0))
-        if piece is None:
+    def on_taken(self, sender: NodeId, message: PiecesTaken, now: float) -> list[Effect]:
+        """Pieces have arrived: the window has room for others."""
+        sent = self._sent.get(sender, {})
+        found = [sent.pop(seq) for seq in message.seqs if seq in sent]
+        if not found:
             return []
-        self._pace.observe(len(piece.chunks[0]), now - sent_at)
+        last_at = found[-1][1]  # what was sent before that waited to be confirmed
+        self._pace.observe(sum(len(piece.payload) for piece, at in found if at == last_at), now - last_at)
         return self._fill(sender, now)
 
     def repeat(self, peer: NodeId, now: float) -> list[Effect]:
-        """Send again what the peer has not confirmed."""
+        """Say again what the peer may not have: pieces it has not confirmed, and confirmations it may wait for."""
         sent = self._sent.get(peer, {})
         self._sent[peer] = {seq: (piece, now) for seq, (piece, _) in sent.items()}
-        return [Send(peer, piece) for piece, _ in sent.values()]
+        pieces = [piece for piece, _ in sent.values()]
+        effects: list[Effect] = [
+            self._message(peer, pieces[at : at + AT_ONCE]) for at in range(0, len(pieces), AT_ONCE)
+        ]
+        confirmed = self._confirmed.get(peer)
+        return [*effects, self._taken(peer, confirmed)] if confirmed else effects
 
     def repeat_overdue(self, now: float) -> list[Effect]:
         """Send again what nobody has confirmed for long."""
@@ -190,18 +206,36 @@ class Attempt:
         ]
         return [effect for peer in overdue for effect in self.repeat(peer, now)]
 
-    def _post(self, pieces: list[Piece], now: float) -> list[Effect]:
+    def _confirm(self, sender: NodeId, rank: int, seqs: tuple[int, ...]) -> list[Effect]:
+        """Confirm what has come; one alone with the next, for which the window has room, unless it was the last."""
+        unconfirmed = self._unconfirmed.setdefault(sender, [])
+        unconfirmed += seqs
+        if len(unconfirmed) < AT_ONCE and self._collective.lacks(rank):
+            return []
+        effect = self._taken(sender, unconfirmed)
+        self._confirmed.setdefault(sender, deque(maxlen=WINDOW)).extend(unconfirmed)
+        unconfirmed.clear()
+        return [effect]
+
+    def _taken(self, peer: NodeId, seqs: Iterable[int]) -> Send:
+        return Send(peer, PiecesTaken(self.begin.round, self.begin.attempt, tuple(seqs)))
+
+    def _queue(self, pieces: list[Piece]) -> None:
         for piece in pieces:
-            peer = self.begin.roster[piece.to]
-            message = RoundPiece(self.begin.round, self.begin.attempt, piece.tag, (piece.payload,))
-            self._waiting.setdefault(peer, deque()).append(message)
+            self._waiting.setdefault(self.begin.roster[piece.to], deque()).append(piece)
+
+    def _post(self, now: float) -> list[Effect]:
         return [effect for peer in self._waiting for effect in self._fill(peer, now)]
 
     def _fill(self, peer: NodeId, now: float) -> list[Effect]:
         waiting, sent = self._waiting.get(peer, deque()), self._sent.setdefault(peer, {})
         effects: list[Effect] = []
         while waiting and len(sent) < WINDOW:
-            piece = waiting.popleft()
-            sent[piece.seq] = (piece, now)
-            effects.append(Send(peer, piece))
+            pieces = [waiting.popleft() for _ in range(min(AT_ONCE, WINDOW - len(sent), len(waiting)))]
+            sent |= {piece.tag: (piece, now) for piece in pieces}
+            effects.append(self._message(peer, pieces))
         return effects
+
+    def _message(self, peer: NodeId, pieces: list[Piece]) -> Send:
+        tags, payloads = tuple(piece.tag for piece in pieces), tuple(piece.payload for piece in pieces)
+        return Send(peer, RoundPieces(self.begin.round, self.begin.attempt, tags, payloads))

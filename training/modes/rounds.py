@@ -30,11 +30,11 @@ from peerd.effects import Effect, NodeId, PeerError, Send, Vector
 from peerd.messages import (
     Connected,
     Message,
-    PieceTaken,
+    PiecesTaken,
     RoundBegin,
     RoundCommit,
     RoundPhase,
-    RoundPiece,
+    RoundPieces,
     RoundReport,
 )  # fmt: skip
 from peerd.training.delta import Layout, NotFinite
@@ -43,7 +43,7 @@ from peerd.training.modes.leader import Leader
 from peerd.training.modes.mode import ModeSettings
 
 REPEAT_S = 2.0
-EARLY_MOST = 64  # pieces of an attempt whose beginning has not been heard of: a window each of 16 neighbours
+EARLY_MOST = 64  # messages of an attempt whose beginning has not been heard of: a window each of 16 neighbours
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,7 +102,7 @@ class Rounds:
         self._seen = 0  # the highest attempt begun
         self._attempt: Attempt | None = None
         self._gives = False  # this attempt has the model of a finished run
-        self._early: list[tuple[NodeId, RoundPiece]] = []
+        self._early: list[tuple[NodeId, RoundPieces]] = []
         self._said_at = self._reached_at = 0.0
         self._begun_at: float | None = None  # when our RoundBegins went out
 
@@ -177,13 +177,13 @@ class Rounds:
                 return self._on_report(sender, message, now)
             case RoundBegin() | RoundCommit():
                 return self._obey(message, now) if sender == self._leads else []
-            case RoundPiece():
+            case RoundPieces():
                 before = self.phase
-                outcomes = self._on_piece(sender, message, now)
+                outcomes = self._on_pieces(sender, message, now)
                 if self._leads == self._me and self.phase != before:
                     outcomes += self.say(now)
                 return outcomes
-            case PieceTaken():
+            case PiecesTaken():
                 if self._attempt is None or message.attempt != self._attempt.begin.attempt:
                     return []
                 return list(self._attempt.on_taken(sender, message, now))
@@ -246,9 +246,9 @@ class Rounds:
         except NotFinite:
             return self._withdraw(now)
         outcomes += self._advance(now)
-        for sender, piece in early:
-            if piece.attempt >= begin.attempt:
-                outcomes += self._on_piece(sender, piece, now)
+        for sender, pieces in early:
+            if pieces.attempt >= begin.attempt:
+                outcomes += self._on_pieces(sender, pieces, now)
         return outcomes
 
     def _summed(self, begin: RoundBegin) -> tuple[slice, Layout]:
@@ -257,17 +257,16 @@ class Rounds:
             return slice(0, self._layout.total), self._layout
         return self._fragments[begin.round % len(self._fragments)]
 
-    def _on_piece(self, sender: NodeId, piece: RoundPiece, now: float) -> list[Outcome]:
-        """A piece that is not confirmed is sent again, so one that comes early may be dropped."""
-        if piece.attempt > self._seen:
+    def _on_pieces(self, sender: NodeId, pieces: RoundPieces, now: float) -> list[Outcome]:
+        """Pieces that are not confirmed are sent again, so those that come early may be dropped."""
+        if pieces.attempt > self._seen:
             if len(self._early) < EARLY_MOST:
-                self._early.append((sender, piece))
+                self._early.append((sender, pieces))
             return []
-        taken = Send(sender, PieceTaken(piece.round, piece.attempt, piece.seq))
-        if self._attempt is None or piece.attempt != self._attempt.begin.attempt:
-            return [taken]
+        if self._attempt is None or pieces.attempt != self._attempt.begin.attempt:
+            return [Send(sender, PiecesTaken(pieces.round, pieces.attempt, pieces.seqs))]
         try:
-            outcomes = [*self._attempt.on_piece(sender, piece, now), taken]  # the farthest are served first
+            outcomes: list[Outcome] = [*self._attempt.on_pieces(sender, pieces, now)]
         except NotFinite:
             return self._withdraw(now)
         return [*outcomes, *self._advance(now)]
