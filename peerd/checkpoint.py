@@ -16,7 +16,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from peerd.durable import flush
+from peerd.training.shards import taken_apart, whole
 
 KEEP_GENERATIONS = 2
 MANIFEST_BYTES_MAX = 16 << 20
@@ -51,17 +52,29 @@ class Generation:
 
 def capture(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, signature: str) -> Generation:
     """Copy model and optimizer to host memory."""
-    tensors = {f"model.{name}": _copy(value) for name, value in model.state_dict().items()}
     state = optimizer.state_dict()
+    tensors = {name: _copy(value) for name, value in _tensors(model, state)}
     plain: dict[str, Any] = {"class": type(optimizer).__name__, "param_groups": state["param_groups"], "state": {}}
     for index, entries in state["state"].items():
-        values = plain["state"][str(index)] = {}
+        plain["state"][str(index)] = {
+            key: value for key, value in entries.items() if not isinstance(value, torch.Tensor)
+        }
+    return Generation(step, signature, tensors, plain if _is_plain(plain) else None)
+
+
+def help_capture(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Give this rank's shards to the one that captures."""
+    for _, value in _tensors(model, optimizer.state_dict()):
+        whole(value)
+
+
+def _tensors(model: nn.Module, optimizer_state: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in model.state_dict().items():
+        yield f"model.{name}", value
+    for index, entries in optimizer_state["state"].items():
         for key, value in entries.items():
             if isinstance(value, torch.Tensor):
-                tensors[f"optimizer.{index}.{key}"] = _copy(value)
-            else:
-                values[key] = value
-    return Generation(step, signature, tensors, plain if _is_plain(plain) else None)
+                yield f"optimizer.{index}.{key}", value
 
 
 def restore(generation: Generation, model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
@@ -70,6 +83,9 @@ def restore(generation: Generation, model: nn.Module, optimizer: torch.optim.Opt
     Raises Damaged when the model's tensors do not fit.
     """
     weights = {name[6:]: value for name, value in generation.tensors.items() if name.startswith("model.")}
+    for name, held in model.state_dict().items():
+        if name in weights and weights[name].shape == held.shape:
+            weights[name] = taken_apart(weights[name], held)
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
@@ -77,11 +93,13 @@ def restore(generation: Generation, model: nn.Module, optimizer: torch.optim.Opt
     plain = generation.optimizer
     if plain is None or plain["class"] != type(optimizer).__name__:
         return False
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[int, dict[str, Any]] = {int(index): dict(entries) for index, entries in plain["state"].items()}
     for name, value in generation.tensors.items():
         if name.startswith("optimizer."):
             _, index, key = name.split(".", 2)
-            state.setdefault(int(index), {})[key] = value
+            held = parameters[int(index)] if int(index) < len(parameters) else value
+            state.setdefault(int(index), {})[key] = taken_apart(value, held) if value.shape == held.shape else value
     try:
         optimizer.load_state_dict({"state": state, "param_groups": plain["param_groups"]})
     except ValueError:  # it groups the parameters in another way
@@ -181,7 +199,7 @@ def _step(path: Path) -> int:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True).contiguous()
+    return whole(tensor).to("cpu", copy=True).contiguous()
 
 
 def _is_plain(value: Any) -> bool:

@@ -2,7 +2,7 @@
 
 Rank 0 does, and the others follow it. DDP keeps them equal from step to step; whatever the swarm changes, rank 0
 broadcasts over the same process group at the end of its `swarm.step`, so all go on from the same bits. A step in which
-the swarm changed nothing costs one broadcast of 16 bytes.
+the swarm changed nothing costs one broadcast of 16 bytes. Of a sharded model all do each part together (sharded.py).
 """
 
 from __future__ import annotations
@@ -11,23 +11,29 @@ from enum import IntEnum
 from pathlib import Path
 
 import torch
-from torch import distributed, nn
-from torch.optim import Optimizer
+from torch import distributed
 
-from peerd import checkpoint
 from peerd.training.flat import FlatModel
 
 PATH_BYTES_MAX = 4096  # as Linux has it
 
 
 class Word(IntEnum):
-    """What rank 0 says after a step of its own."""
+    """What rank 0 says: how its step ended, or what of a sharded model's work all are to do now."""
 
     GO_ON = 0
     CHANGED = 1  # the model follows
     ROLLED_BACK = 2  # the model follows; forget the optimizer's state
     STOP = 3  # end the script
     ALONE = 4  # there is no daemon (any more): rank 0 says nothing further
+    COMES = 5  # from here on of a sharded model: make a ShardedModel, of whose methods the others are
+    GATHER = 6
+    MEASURE = 7
+    ADD = 8
+    LOAD = 9
+    RESTORE = 10
+    CAPTURE = 11
+    RESUME = 12
 
 
 class Ranks:
@@ -36,25 +42,25 @@ class Ranks:
     def __init__(self) -> None:
         """Use `of_this_job`."""
         cuda = distributed.get_backend() == "nccl"
-        self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self.leads = distributed.get_rank() == 0
 
     def say(self, word: Word, step: int = 0) -> tuple[Word, int]:
         """Rank 0's word and step, on every rank."""
-        said = torch.tensor([word, step], dtype=torch.int64, device=self._device)
+        said = torch.tensor([word, step], dtype=torch.int64, device=self.device)
         distributed.broadcast(said, 0)
         return Word(int(said[0])), int(said[1])
 
     def share(self, flat: FlatModel) -> None:
         """Give every rank rank 0's model, to the bit."""
-        values = flat.values().to(self._device)
+        values = flat.values().to(self.device)
         distributed.broadcast(values, 0)
         flat.put(values)
 
     def share_path(self, path: Path | None) -> Path | None:
         """Rank 0's path, on every rank; None stays None."""
         text = str(path).encode()[:PATH_BYTES_MAX] if path is not None else b""
-        padded = torch.zeros(PATH_BYTES_MAX, dtype=torch.uint8, device=self._device)
+        padded = torch.zeros(PATH_BYTES_MAX, dtype=torch.uint8, device=self.device)
         padded[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
         distributed.broadcast(padded, 0)
         found = bytes(padded.cpu().tolist()).rstrip(b"\0")
@@ -66,38 +72,3 @@ def of_this_job() -> Ranks | None:
     if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
         return None
     return Ranks()
-
-
-class Follower:
-    """Any rank but 0, in place of a session with the daemon."""
-
-    def __init__(self, ranks: Ranks, model: nn.Module, optimizer: Optimizer) -> None:
-        """Waits for rank 0 to attach. Ends the script when the daemon refused it."""
-        self._ranks = ranks
-        self._flat = FlatModel(model)
-        self._optimizer = optimizer
-        self.alone = False
-        word, self.step = ranks.say(Word.GO_ON)
-        if word == Word.STOP:
-            raise SystemExit(1)
-        self.alone = word == Word.ALONE
-        if self.alone:
-            return
-        folder = ranks.share_path(None)
-        generation = checkpoint.newest(folder, self._flat.signature, lambda _: None) if folder is not None else None
-        if generation is not None:
-            checkpoint.restore(generation, model, optimizer)
-        ranks.share(self._flat)
-
-    def follow(self) -> None:
-        """Go through what rank 0 went through in its last step."""
-        if self.alone:
-            return
-        word, _ = self._ranks.say(Word.GO_ON)
-        if word in (Word.CHANGED, Word.ROLLED_BACK):
-            self._ranks.share(self._flat)
-        if word == Word.ROLLED_BACK:
-            self._optimizer.state.clear()
-        self.alone = word == Word.ALONE
-        if word == Word.STOP:
-            raise SystemExit(0)

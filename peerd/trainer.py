@@ -26,8 +26,10 @@ from torch import nn
 
 from peerd import checkpoint
 from peerd.effects import UserError
+from peerd.follower import Follower
 from peerd.local_socket import LocalSocket, find_node
-from peerd.ranks import Follower, Ranks, Word, of_this_job
+from peerd.ranks import Ranks, Word, of_this_job
+from peerd.sharded import ShardedModel, has_shards
 from peerd.shared_memory import SharedMemory
 from peerd.training.flat import FlatModel, pin
 
@@ -45,25 +47,25 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer) -> Swarm:
         return Swarm(model, optimizer, None, ranks, Follower(ranks, model, optimizer))
     session = None
     try:
-        session = _open(model, optimizer)
+        session = _open(model, optimizer, ranks)
     except _Refused as refusal:
         if ranks is not None:
             ranks.say(Word.STOP)
         raise SystemExit(f"peerd: {refusal}") from None
     if ranks is not None:
         ranks.say(Word.GO_ON if session is not None else Word.ALONE, session.step if session is not None else 0)
-        if session is not None:
+        if session is not None and isinstance(session.flat, FlatModel):
             ranks.share_path(session.restored_from)
             ranks.share(session.flat)
     return Swarm(model, optimizer, session, ranks)
 
 
-def _open(model: nn.Module, optimizer: torch.optim.Optimizer) -> _Session | None:
+def _open(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks | None) -> _Session | None:
     link = _connect()
     if link is None:
         return None
     try:
-        return _Session(link, model, optimizer)
+        return _Session(link, model, optimizer, ranks)
     except _Refused:
         link.close()
         raise
@@ -147,8 +149,9 @@ class Swarm:
         if self._ranks is None:
             return
         self._ranks.say(word, self.step_count)
-        if word in (Word.CHANGED, Word.ROLLED_BACK) and self._session is not None:
-            self._ranks.share(self._session.flat)
+        flat = self._session.flat if self._session is not None else None
+        if word in (Word.CHANGED, Word.ROLLED_BACK) and isinstance(flat, FlatModel):
+            self._ranks.share(flat)
 
     def _lose_daemon(self) -> None:
         _say("the daemon went away; training goes on alone")
@@ -168,12 +171,19 @@ class _Refused(Exception):
 class _Session:
     """A connection to the daemon, the memory shared with it, and the model's flat view."""
 
-    def __init__(self, link: LocalSocket, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, link: LocalSocket, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks | None
+    ) -> None:
         self._link = link
         self._model = model
         self._optimizer = optimizer
+        self.flat: FlatModel | ShardedModel
         try:
-            self.flat = FlatModel(model)
+            if has_shards(model) and ranks is not None:
+                ranks.say(Word.COMES)
+                self.flat = ShardedModel(model, optimizer, ranks)
+            else:
+                self.flat = FlatModel(model)
         except ValueError as error:
             raise _Refused(str(error)) from None
         self._memory = SharedMemory.create(self.flat.total)
@@ -232,6 +242,8 @@ class _Session:
         if generation is None:
             return None
         self.restored_from = self._checkpoints
+        if isinstance(self.flat, ShardedModel):
+            self.flat.about_to_resume(self._checkpoints)
         try:
             whole = checkpoint.restore(generation, self._model, self._optimizer)
         except checkpoint.Damaged as error:
@@ -390,6 +402,8 @@ class _Session:
                 return
             self._writer.join()
         self._last_checkpoint = time.monotonic()
+        if isinstance(self.flat, ShardedModel):
+            self.flat.about_to_capture()
         generation = checkpoint.capture(self._model, self._optimizer, step, self.flat.signature)
         self._writer = threading.Thread(target=_save, args=(self._checkpoints, generation), name="peerd-checkpoint")
         self._writer.start()

@@ -18,6 +18,8 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from peerd.training.shards import shard_of, whole
+
 Flat = npt.NDArray[np.float32]
 
 EXACT = (torch.float32, torch.float64)  # what holds a float32 without loss; others need a carry
@@ -29,16 +31,24 @@ class Piece:
     """Where one tensor sits in the flat vector."""
 
     name: str
-    tensor: torch.Tensor
+    held: torch.Tensor
     start: int
     stop: int
 
+    @property
+    def tensor(self) -> torch.Tensor:
+        """What of it is in this process: this rank's shard of a DTensor. It may move, so look again."""
+        return shard_of(self.held)
+
 
 class FlatModel:
-    """The flat view of one module, and the copy of it that was last published."""
+    """The flat view of one module, and its copy last published; of a sharded module, of this rank's shards."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Raises ValueError for a model without trainable parameters, or with complex ones."""
+        """Raises ValueError for a model without trainable parameters, or with complex ones.
+
+        When it has shards that are frozen, all ranks have to call it at once.
+        """
         trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         if not trainable:
             raise ValueError("the model has no parameter that requires a gradient: there is nothing to train together")
@@ -51,13 +61,15 @@ class FlatModel:
         self.pieces: list[Piece] = []
         start = 0
         for name, tensor in [*trainable, *averaged]:
-            self.pieces.append(Piece(name, tensor, start, start + tensor.numel()))
-            start += tensor.numel()
+            count = shard_of(tensor).numel()
+            self.pieces.append(Piece(name, tensor, start, start + count))
+            start += count
         self.total = start
-        self.parameters = sum(p.numel() for _, p in trainable)
+        self.parameters = sum(shard_of(p).numel() for _, p in trainable)
         self.tensors = _describe(model)
         self.signature = hashlib.sha256("\n".join(self.tensors).encode()).hexdigest()
         self._device = trainable[0][1].device
+        self._trainable = len(trainable)
         self._buffers = [b for _, b in averaged if b.numel()]
         self._base = torch.zeros(self.total, dtype=torch.float32, device=self._device)
         self._carry: dict[str, torch.Tensor] = {}
@@ -80,26 +92,36 @@ class FlatModel:
         Not finite when a parameter or a buffer is not: BatchNorm's statistics may be spoilt by a batch that left no
         gradient.
         """
+        norm: torch.Tensor = torch.linalg.vector_norm(self.distances())
+        return norm + self.spoilt() if self._buffers else norm
+
+    @torch.no_grad()
+    def distances(self) -> torch.Tensor:
+        """||x - base|| of each parameter in turn, on the device."""
         norms = []
-        for piece in self.pieces:
-            if piece.start >= self.parameters:
-                break
-            value = piece.tensor.detach().reshape(-1).float()
+        for piece in self.pieces[: self._trainable]:
+            value = piece.tensor.reshape(-1).float()
             if piece.name in self._carry:
                 value = value + self._carry[piece.name].reshape(-1)
             base = self._base[piece.start : piece.stop].to(value.device)
             norms.append(torch.dist(value, base).to(self._device))
-        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
-        if not self._buffers:
-            return norm
-        # of all reductions the largest magnitude is the one that never overflows
-        peaks = [torch.linalg.vector_norm(buffer, ord=math.inf) for buffer in self._buffers]
-        return norm + (0 * torch.stack([peak.to(self._device, torch.float32) for peak in peaks])).sum()
+        return torch.stack(norms)
 
     @torch.no_grad()
+    def spoilt(self) -> torch.Tensor:
+        """0 when all buffers are finite, else NaN."""
+        # of all reductions the largest magnitude is the one that never overflows
+        peaks = [torch.linalg.vector_norm(buffer, ord=math.inf) for buffer in self._buffers]
+        zeros = [0 * peak.to(self._device, torch.float32) for peak in peaks]
+        return torch.stack(zeros).sum() if zeros else torch.zeros((), device=self._device)
+
     def add(self, correction: Flat) -> None:
         """x += correction, shape (total,). The base moves along, so that `change` stays the trainer's own."""
-        delta = torch.from_numpy(correction).to(self._device)
+        self.shift(torch.from_numpy(correction).to(self._device))
+
+    @torch.no_grad()
+    def shift(self, delta: torch.Tensor) -> None:
+        """The same with a vector on the device."""
         self._base += delta
         for piece in self.pieces:
             part = delta[piece.start : piece.stop].view(piece.tensor.shape)
@@ -108,10 +130,14 @@ class FlatModel:
             else:
                 self._add_with_carry(piece, part.to(piece.tensor.device))
 
-    @torch.no_grad()
     def load(self, values: Flat) -> None:
         """x = values, shape (total,)."""
-        self._base.copy_(torch.from_numpy(values))
+        self.replace(torch.from_numpy(values))
+
+    @torch.no_grad()
+    def replace(self, values: torch.Tensor) -> None:
+        """The same with a tensor."""
+        self._base.copy_(values)
         self.restore()
 
     def restore(self) -> None:
@@ -132,20 +158,20 @@ class FlatModel:
             wanted = values[piece.start : piece.stop].view(piece.tensor.shape)
             piece.tensor.copy_(wanted)
             if piece.tensor.dtype not in EXACT:
-                self._carry[piece.name] = wanted.to(piece.tensor.device) - piece.tensor.detach().float()
+                self._carry[piece.name] = wanted.to(piece.tensor.device) - piece.tensor.float()
 
     def _read_into(self, flat: torch.Tensor) -> None:
         for piece in self.pieces:
             part = flat[piece.start : piece.stop]
-            part.copy_(piece.tensor.detach().reshape(-1))
+            part.copy_(piece.tensor.reshape(-1))
             if piece.name in self._carry:
                 part += self._carry[piece.name].reshape(-1).to(self._device)
 
     def _add_with_carry(self, piece: Piece, part: torch.Tensor) -> None:
         wanted = part + self._carry.get(piece.name, 0.0)
-        before = piece.tensor.detach().float()
+        before = piece.tensor.float()  # of lower precision, so a copy
         piece.tensor.add_(wanted.to(piece.tensor.dtype))
-        self._carry[piece.name] = wanted - (piece.tensor.detach().float() - before)
+        self._carry[piece.name] = wanted - (piece.tensor.float() - before)
 
 
 def pin(memory: npt.NDArray[np.float32]) -> bool:
@@ -184,7 +210,7 @@ def _shape(tensor: torch.Tensor) -> str:
 @torch.no_grad()
 def _checksum(tensor: torch.Tensor) -> str:
     """Of the bits, in order: a sum would miss two values that changed places."""
-    bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    bits = whole(tensor).contiguous().reshape(-1).view(torch.uint8)
     digest = hashlib.sha256()
     for start in range(0, len(bits), _CHECKSUM_BYTES):
         digest.update(bits[start : start + _CHECKSUM_BYTES].cpu().numpy().data)

@@ -127,3 +127,21 @@ with peerd.attach(model, optimizer) as swarm:
 say(f"ends with {digest()}")
 distributed.destroy_process_group()
 """
+
+FSDP = (
+    DDP.replace(
+        "from torch.nn.parallel import DistributedDataParallel\n",
+        "from torch.distributed.device_mesh import init_device_mesh\nfrom torch.distributed.fsdp import fully_shard\n",
+    )
+    .replace(
+        "model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 1)))",
+        "mesh = init_device_mesh('cpu', (2,))\n"
+        "model = nn.Sequential(nn.Linear(4, 17), nn.BatchNorm1d(17), nn.ReLU(), nn.Linear(17, 1))\n"
+        "fully_shard(model[0], mesh=mesh)\n"
+        "fully_shard(model, mesh=mesh)",
+    )
+    .replace(
+        "torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)", "torch.optim.AdamW(model.parameters(), lr=0.01)"
+    )
+    .replace("p.detach().numpy()", "p.detach().full_tensor().numpy()")
+)

@@ -1,4 +1,4 @@
-"""Nodes that train with several processes each (torchrun, DDP over gloo): all ranks of a node stay one model."""
+"""Nodes that train with several processes each (torchrun, DDP or FSDP over gloo): a node's ranks stay one model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from machine import Machine, Node
 from safetensors.torch import load_file
-from scripts import DDP
+from scripts import DDP, FSDP
 
 STEPS = 150
 
@@ -21,8 +21,10 @@ def machine() -> Iterator[Machine]:
         yield machine
 
 
-def torchrun(machine: Machine, name: str, seed: int, *, join: Node | None = None, steps: int = STEPS) -> Node:
-    script = machine.script("ddp.py", DDP)
+def torchrun(
+    machine: Machine, name: str, seed: int, *, join: Node | None = None, steps: int = STEPS, text: str = DDP
+) -> Node:
+    script = machine.script("ranks.py", text)
     job = ["--", sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
     return machine.start(name, "--wait-for", "2", *map(str, job), join=join, SEED=str(seed), STEPS=str(steps))
 
@@ -35,9 +37,10 @@ def said(node: Node) -> dict[int, list[str]]:
     return found
 
 
-def test_two_nodes_of_two_ranks_train_one_model(machine: Machine) -> None:
-    a = torchrun(machine, "a", seed=1)
-    b = torchrun(machine, "b", seed=2, join=a)
+@pytest.mark.parametrize("text", [DDP, FSDP], ids=["ddp", "fsdp"])
+def test_two_nodes_of_two_ranks_train_one_model(machine: Machine, text: str) -> None:
+    a = torchrun(machine, "a", seed=1, text=text)
+    b = torchrun(machine, "b", seed=2, join=a, text=text)
     for node in (a, b):
         node.eventually(lambda node=node: node.ask("status")["phase"] == "finished", patience_s=180)  # type: ignore[misc]
         node.eventually(lambda node=node: len(said(node)[1]) == len(said(node)[0]) == 3 + STEPS // 25)  # type: ignore[misc]

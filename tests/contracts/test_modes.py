@@ -355,7 +355,6 @@ async def whole_life(row: Row, swarm: thin.Swarm) -> tuple[dict[str, thin.Model]
     [
         pytest.param(partial(thin.simulate, 1), "memory", id="memory"),
         pytest.param(thin.live, "tcp", id="tcp"),
-        pytest.param(thin.live_over_shm, "shm", id="shm"),
         pytest.param(thin.live_over_ucx, "ucx tcp", id="ucx", marks=needs_ucx),
     ],
 )
@@ -365,6 +364,11 @@ def test_daemons_live_through_it(row: Row, run: Callable[[Any], Any], carrier: s
     assert models.keys() == took_part.keys() == {"a", "c", "d"}
     assert min(took_part.values()) > 1
     check_that_all_agree(row, models.values())
+
+
+@pytest.mark.parametrize("mode", ["gossip", "allreduce", "hardsync"])  # one of each kind: modes see no carriers
+def test_daemons_of_one_host_live_through_it(mode: str) -> None:
+    test_daemons_live_through_it((mode, {}), thin.live_over_shm, "shm")
 
 
 # ---------------------------------------------------------------- whole simulated swarms

@@ -1,0 +1,159 @@
+"""A model in shards is, step for step, the one that a process has whole: two gloo ranks beside a plain FlatModel."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from peerd.sharded import has_shards
+
+PROGRAM = """
+import sys
+from pathlib import Path
+import numpy as np, torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from peerd import checkpoint
+from peerd.ranks import Ranks, Word
+from peerd.sharded import ShardedModel, has_shards
+from peerd.training.flat import FlatModel
+
+distributed.init_process_group("gloo")
+ranks = Ranks()
+mesh = init_device_mesh("cpu", (2,))
+
+
+
+def compare(folder, dtype):
+    def build():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 7), nn.BatchNorm1d(7), nn.Linear(7, 1), nn.Linear(1, 5)).to(dtype)
+        model[2].weight.requires_grad_(False)
+        return model
+
+
+    def steps(model, optimizer, count):
+        torch.manual_seed(1)
+        for _ in range(count):
+            model(torch.randn(16, 3).to(dtype)).float().pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+    plain, model = build(), build()
+    for part in (model[0], model[3], model):
+        fully_shard(part, mesh=mesh)
+    assert has_shards(model) and not has_shards(plain)
+    optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=0.01) for m in (plain, model)]
+    expected = FlatModel(plain)
+    if ranks.leads:
+        ranks.say(Word.COMES)
+        found = ShardedModel(model, optimizers[1], ranks)
+        assert (found.total, found.parameters) == (expected.total, expected.parameters)
+        assert (found.tensors, found.signature) == (expected.tensors, expected.signature)
+        assert [p.start for p in found.pieces] == [p.start for p in expected.pieces]
+        near = dict(rtol=1e-5, atol=1e-6) if dtype == torch.float32 else dict(rtol=0.02, atol=0.02)
+
+        def same():
+            torch.testing.assert_close(found.gather().clone(), expected.gather().clone(), **near)
+
+        rng = np.random.default_rng(0)
+        same()
+        def both(count):
+            ranks.say(Word.GO_ON, count)
+            steps(model, optimizers[1], count)
+            steps(plain, optimizers[0], count)
+
+        both(2)
+        torch.testing.assert_close(float(found.change()), float(expected.change()), rtol=0.02, atol=1e-6)
+        same()
+        assert float(found.change()) == 0
+        for _ in range(20):
+            correction = (rng.standard_normal(found.total) * 1e-3).astype(np.float32)
+            found.add(correction); expected.add(correction)
+        assert abs(float(found.change())) < 1e-3, "the base moves along"
+        same()
+        before = found.gather().clone()
+        both(1)
+        found.restore(); expected.restore()
+        torch.testing.assert_close(found.gather().clone(), before)
+        found.about_to_capture()
+        one = checkpoint.capture(model, optimizers[1], 7, found.signature)
+        other = checkpoint.capture(plain, optimizers[0], 7, expected.signature)
+        kinds = [{name: (t.shape, t.dtype) for name, t in each.tensors.items()} for each in (one, other)]
+        assert kinds[0] == kinds[1]
+        checkpoint.save(folder, one)
+        values = rng.standard_normal(found.total).astype(np.float32)
+        found.load(values); expected.load(values)
+        same()
+        both(2)
+        found.about_to_resume(folder)
+        found.resume(folder)
+        checkpoint.restore(one, plain, optimizers[0])
+        same()
+        both(2)
+        same()
+        nan = plain[1].running_mean
+        for each in (model, plain):
+            each[1].running_mean.fill_(float("nan"))
+        assert not np.isfinite(float(found.change())) and not np.isfinite(float(expected.change()))
+        ranks.say(Word.STOP)
+        print("equal", dtype)
+    else:
+        shards = None
+        while True:
+            word, count = ranks.say(Word.GO_ON)
+            if word == Word.STOP:
+                break
+            if word == Word.GO_ON:
+                steps(model, optimizers[1], count)
+            elif word == Word.COMES:
+                shards = ShardedModel(model, optimizers[1], ranks)
+            else:
+                shards.take_part(word)
+
+
+for name in ("float32", "bfloat16"):
+    compare(Path(sys.argv[1]) / name, getattr(torch, name))
+distributed.destroy_process_group()
+"""
+
+
+def test_shards_act_as_the_whole(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    about = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            command, env={**about, "RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=120) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert said[0][0].split("\n")[:2] == ["equal torch.float32", "equal torch.bfloat16"], "\n".join(map(str, said))
+    assert [rank.returncode for rank in ranks] == [0, 0]
+
+
+def test_a_wrapper_that_hides_its_shards_is_refused() -> None:
+    class FullyShardedDataParallel(nn.Module):
+        """By its name alone: making a real one takes ranks."""
+
+    with pytest.raises(ValueError, match="hides its shards: use "):
+        has_shards(FullyShardedDataParallel())
+
+
+def test_an_ordinary_model_has_none() -> None:
+    assert not has_shards(nn.Linear(2, 2))
