@@ -1,8 +1,9 @@
-"""What may carry large chunks beside a stream: one lane a link, made by what a node has of faster hardware."""
+"""What may carry large chunks beside a stream: one lane a link, made by what a node has that is faster."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import trio
@@ -11,7 +12,7 @@ from peerd.messages import Chunk
 from peerd.transport.link import LinkLost
 
 PATIENCE_S = 10.0  # without anything coming through, as TCP's user timeout
-SLOWEST_RATE = 16 << 20  # bytes a second that such hardware moves at the very least
+SLOWEST_RATE = 16 << 20  # bytes a second that it moves at the very least
 
 
 class LaneRefused(Exception):
@@ -23,12 +24,14 @@ class BulkLane(Protocol):
 
     name: str  # of the carrier, as people are shown it
     checked: bool  # whether chunks need a checksum: not what is never on a line
-    ahead: bool  # whether chunks may go before the frames that tell of them, which are then enough to wait for
     on_close: Callable[[LinkLost], None]  # told why
 
     @property
     def ready(self) -> bool:
         """Whether `take` would return or raise at once."""
+
+    def goes_ahead(self, size: int) -> bool:
+        """Whether a chunk of `size` bytes may be sent before the frames that tell of it, and `send` will not wait."""
 
     def expect(self, sizes: list[int]) -> None:
         """Say which chunks come next."""
@@ -56,9 +59,9 @@ class BulkLane(Protocol):
 
 
 class Fabric(Protocol):
-    """What a node has of such hardware."""
+    """What a node has that is faster than a stream to some of its peers."""
 
-    version: str  # its kind too; two that differ do not understand each other
+    version: str  # its kind and number, then perhaps a place; two that differ do not understand each other
     ended: str  # why it carries nothing any more; "" while it does
     outside: str  # why there is no lane to an address that it does not trust, in words with a {} for it; "": no matter
 
@@ -68,17 +71,14 @@ class Fabric(Protocol):
     def trusts(self, host: str) -> bool:
         """Whether a peer at this address may have a lane."""
 
-    def reserve(self) -> int:
-        """Return the number of a lane to come, which no peer can guess. Raises LaneRefused."""
+    def reserved(self) -> AbstractContextManager[tuple[int, bytes]]:
+        """Yield the number of a lane to come, which no peer can guess, and where a peer finds it.
 
-    def address(self, here: int) -> bytes:
-        """Where a peer finds the reserved lane `here`."""
+        It may be opened within; then it stays. Raises LaneRefused.
+        """
 
     def open(self, remote: str, here: int, there: int, address: bytes) -> BulkLane:
         """Make a lane between number `here` and number `there` at `address`. Raises LaneRefused."""
-
-    def abandon(self, here: int) -> None:
-        """There will be no lane with this number, or there is one already."""
 
 
 def patience_s(size: int) -> float:

@@ -107,16 +107,10 @@ class UcxFabric:
         address = getattr(address, "ipv4_mapped", None) or address  # as a socket of both families shows it
         return address is None or any(address in subnet for subnet in self._subnets)
 
-    def reserve(self) -> int:
-        """See `Fabric.reserve`."""
-        return secrets.randbits(64 - TAG_BITS)
-
-    def address(self, here: int) -> bytes:
-        """See `Fabric.address`: one for all lanes."""
-        return self._address
-
-    def abandon(self, here: int) -> None:
-        """See `Fabric.abandon`: a number takes nothing."""
+    @contextmanager
+    def reserved(self) -> Iterator[tuple[int, bytes]]:
+        """See `Fabric.reserved`."""
+        yield secrets.randbits(64 - TAG_BITS), self._address
 
     def open(self, remote: str, here: int, there: int, address: bytes) -> _Lane:
         """See `Fabric.open`."""
@@ -222,7 +216,6 @@ class _Lane:
     """A `BulkLane` over UCX."""
 
     checked = True
-    ahead = False
 
     def __init__(
         self, fabric: UcxFabric, name: str, remote: str, endpoint: Any, guarded: bool, here: int, there: int
@@ -266,6 +259,10 @@ class _Lane:
     def ready(self) -> bool:
         """See `BulkLane.ready`."""
         return self._lost is not None or bool(self._receiving and self._receiving[0].ended)
+
+    def goes_ahead(self, size: int) -> bool:
+        """See `BulkLane.goes_ahead`: a receive has to be posted."""
+        return False
 
     def expect(self, sizes: list[int]) -> None:
         """See `BulkLane.expect`."""

@@ -1,16 +1,15 @@
 """Links within one host: large chunks go through memory that both ends map, copied once.
 
 How this works. Each end of a link has a memory file for what it sends, and tells the other where to open it: as a
-descriptor of its process. Only a process of the same user, in the same namespaces, can; who cannot stays on TCP. A
-chunk is copied into the first free slot before its frame goes into the stream, so it is there whenever its frame is,
-and nobody waits for it or is woken. It is read where it lies. The receiver notes in the memory itself how many chunks
-it has taken, which bounds what lies there unread, and which slots are free again: those of which the last view is gone.
+descriptor of its process. Only a process of the same user, in the same namespaces, does; others stay on TCP. Processes
+of one user trust each other: they could read each other's memory anyway. A chunk is copied into the first free slot
+before its frame goes into the stream, so it is there whenever its frame is, and nobody waits for it or is woken. It is
+read where it lies. The receiver notes in the memory itself how many chunks it has taken, which bounds what lies there
+unread, and which slots are free again: those of which the last view is gone. Of a message that is longer than the
+slots, whose receiver keeps all chunks until the last has come, it copies the later ones, and frees their slots at once.
 
-The file has room for the longest message, since its receiver may keep all chunks until the last has come, but only
-what was written takes memory, and all slots but the first few give theirs back when they are free.
-
-There are no checksums: the bytes are never on a line. What both ends write in turn is ordered by the frames, which are
-sent and received in between, and by the time that lies between the end of a view and the next look at its slot.
+There are no checksums: the bytes are never on a line. Nobody reads what is being written: the receiver learns of a
+chunk by its frame, and the sender takes a slot only after it has seen that the receiver is done with it.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ import socket
 import stat
 import weakref
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -36,16 +35,19 @@ from peerd.messages import Chunk
 from peerd.transport import wire
 from peerd.transport.lane import LaneRefused, patience_s
 from peerd.transport.link import LinkLost
+from peerd.transport.tcp import cause
 
 SLOT_BYTES = wire.MAX_CHUNK
-SLOTS = wire.MAX_ITEMS
-SPARES = 16  # slots that keep their memory: what one rank of a ring has on its way, kept to be repeated, or early
-UNREAD_BYTES = 16 << 20  # that lie in the memory and were not taken yet
-LOOK_LEAST_S, LOOK_MOST_S = 0.0002, 0.005  # between two looks whether there is room again
+SLOTS = (
+    16  # 64 MiB a direction at most; of a ring's chunks a rank has up to 12 views at a time (benchmarks/allreduce.py)
+)
+KEPT = 12  # views of slots; what is taken beyond is copied, so that some slots are always on their way
+UNREAD_BYTES = 16 << 20  # that lie in the memory and were not taken yet: a ring's window
+LOOK_LEAST_S, LOOK_MOST_S = 0.0002, 0.005  # between two looks whether there is room again: as long as a chunk takes
 
 _NUMBER, _TAKEN, _ORDER = 0, 1, 8  # words of the head: whose memory, chunks taken, then the slots of chunks in order
 _FREED = _ORDER + SLOTS  # then, for each slot, the number of the last chunk that was there and is not needed any more
-_HEAD_BYTES = -(-8 * (_FREED + SLOTS) // mmap.PAGESIZE) * mmap.PAGESIZE
+_HEAD_BYTES = mmap.PAGESIZE
 _SIZE = _HEAD_BYTES + SLOTS * SLOT_BYTES
 
 
@@ -70,7 +72,11 @@ class Outgoing:
         """Raises OSError when there can be none."""
         self.number = secrets.randbits(62)
         self.fd = sealed_file.create(_SIZE)
-        self._memory = _Memory(self.fd)
+        try:
+            self._memory = _Memory(self.fd)
+        except BaseException:
+            os.close(self.fd)
+            raise
         self._memory.head[_NUMBER] = self.number
         self._placed = 0
         self._unread: deque[int] = deque()  # sizes
@@ -112,16 +118,20 @@ class Incoming:
     def __init__(self, number: int, address: bytes) -> None:
         """Map what is at `address`. Raises OSError, or ValueError when it has another number or is no such memory."""
         process, descriptor = map(int, address.split())
-        path = f"/proc/{process}/fd/{descriptor}"
-        if not stat.S_ISREG(os.stat(path).st_mode):  # opening anything else may have effects
-            raise ValueError(f"{path} is not memory")
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        found = os.open(f"/proc/{process}/fd/{descriptor}", os.O_PATH | os.O_CLOEXEC)  # which has no effect on it
         try:
-            self._memory = _Memory(fd)
+            about = os.fstat(found)
+            if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid():
+                raise ValueError("not memory of this user")
+            fd = os.open(f"/proc/self/fd/{found}", os.O_RDWR | os.O_CLOEXEC)
+            try:
+                self._memory = _Memory(fd)
+            finally:
+                os.close(fd)
         finally:
-            os.close(fd)
+            os.close(found)
         if int(self._memory.head[_NUMBER]) != number:
-            raise ValueError(f"{path} is another memory")
+            raise ValueError("another memory")
         self._taken = 0
         self._views: dict[int, weakref.ref[npt.NDArray[np.uint8]]] = {}
 
@@ -134,6 +144,10 @@ class Incoming:
         self._taken = count
         self._memory.head[_TAKEN] = count
         chunk = self._memory.slot(slot, size)
+        if len(self._views) >= KEPT:
+            copied = chunk.copy()
+            self._memory.freed[slot] = count
+            return copied.data
         chunk.flags.writeable = False
         self._views[count] = weakref.ref(chunk, _freeing(self._memory, self._views, slot, count))
         return chunk.data
@@ -143,9 +157,6 @@ def _freeing(
     memory: _Memory, views: dict[int, weakref.ref[npt.NDArray[np.uint8]]], slot: int, count: int
 ) -> Callable[[object], None]:
     def free(_: object) -> None:  # in any thread
-        if slot >= SPARES:
-            with suppress(OSError):  # it keeps its memory then
-                memory.pages.madvise(mmap.MADV_REMOVE, _HEAD_BYTES + slot * SLOT_BYTES, SLOT_BYTES)
         memory.freed[slot] = count
         del views[count]
 
@@ -172,38 +183,34 @@ class SameHost:
 
     def trusts(self, host: str) -> bool:
         """See `Fabric.trusts`: an address of this host."""
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            try:
+        try:
+            with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
                 probe.bind((host, 0))
-            except (OSError, ValueError):
-                return False
-            return True
+        except (OSError, ValueError):
+            return False
+        return True
 
-    def reserve(self) -> int:
-        """See `Fabric.reserve`."""
+    @contextmanager
+    def reserved(self) -> Iterator[tuple[int, bytes]]:
+        """See `Fabric.reserved`."""
         try:
             memory = Outgoing()
         except OSError as error:
-            raise LaneRefused(f"no shared memory: {error.strerror}") from None
+            raise LaneRefused(f"no shared memory: {cause(error)}") from None
         self._reserved[memory.number] = memory
-        return memory.number
-
-    def address(self, here: int) -> bytes:
-        """See `Fabric.address`."""
-        return f"{os.getpid()} {self._reserved[here].fd}".encode()
+        try:
+            yield memory.number, f"{os.getpid()} {memory.fd}".encode()
+        finally:
+            if self._reserved.pop(memory.number, None) is not None:
+                memory.close()
 
     def open(self, remote: str, here: int, there: int, address: bytes) -> SharedLane:
         """See `Fabric.open`."""
         try:
             theirs = Incoming(there, address)
         except (OSError, ValueError) as error:
-            raise LaneRefused(f"its memory cannot be opened: {error}"[:200]) from None
+            raise LaneRefused(f"its memory cannot be opened: {cause(error)}") from None
         return SharedLane(remote, self._reserved.pop(here), theirs)
-
-    def abandon(self, here: int) -> None:
-        """See `Fabric.abandon`."""
-        if (memory := self._reserved.pop(here, None)) is not None:
-            memory.close()
 
 
 class SharedLane:
@@ -211,7 +218,6 @@ class SharedLane:
 
     name = "shm"
     checked = False
-    ahead = True
     ready = True
 
     def __init__(self, remote: str, ours: Outgoing, theirs: Incoming) -> None:
@@ -224,6 +230,10 @@ class SharedLane:
 
     def __repr__(self) -> str:
         return f"<SharedLane to {self.remote}>"
+
+    def goes_ahead(self, size: int) -> bool:
+        """See `BulkLane.goes_ahead`."""
+        return self._ours.has_room(size)
 
     def expect(self, sizes: list[int]) -> None:
         """See `BulkLane.expect`."""
@@ -240,7 +250,8 @@ class SharedLane:
             return self._theirs.take(self._expected.popleft())
         except ValueError as error:
             self.close(LinkLost(f"{self.remote}: closed, it broke the rules: {error}"))
-            raise LinkLost(*self._lost.args if self._lost else ()) from None
+            self._check_open()
+            raise
 
     async def send(self, chunk: Chunk) -> None:
         """See `BulkLane.send`."""

@@ -201,25 +201,22 @@ class StreamLink:
         self._stream.close()
 
     async def _write(self, pieces: list[Piece]) -> None:
-        if self._lane is not None and self._lane.ahead:  # one write and one wake-up less for each
-            beside = [piece for piece in pieces if isinstance(piece, Beside)]
-            for chunk in beside:
-                await self._write_beside(chunk)
-            await self._write_stream([piece for piece in pieces if not isinstance(piece, Beside)])
-            if beside:
-                await trio.lowlevel.checkpoint()  # copying took time
-            return
-        while pieces:
-            if isinstance(piece := pieces[0], Beside):
-                await self._write_beside(piece)
-                del pieces[0]
+        ready: list[Chunk] = []  # for one write: what is beside the stream already needs no wake-up of its own
+        beside = 0
+        for piece in pieces:
+            if isinstance(piece, Beside):
+                assert self._lane is not None, "no chunk travels beside before the upgrade"
+                if not self._lane.goes_ahead(len(piece)):
+                    await self._write_stream(ready)
+                    ready = []
+                await self._lane.send(piece.chunk)
+                beside += len(piece)
             else:
-                await self._write_stream(_in_stream(pieces))
-
-    async def _write_beside(self, piece: Beside) -> None:
-        assert self._lane is not None, "no chunk travels beside before the upgrade"
-        await self._lane.send(piece.chunk)
-        self.bytes_sent += len(piece)
+                ready.append(piece)
+        self.bytes_sent += beside
+        await self._write_stream(ready)
+        if beside >= YIELD_BYTES:  # it may have been copied
+            await trio.lowlevel.checkpoint()
 
     async def _write_stream(self, pieces: list[Chunk]) -> None:
         first = unyielded = 0
@@ -310,15 +307,6 @@ class StreamLink:
         except LinkLost as lost:
             await trio.sleep(LATE_S)  # the other carrier may be slower
             lane.close(lost)
-
-
-def _in_stream(pieces: list[Piece]) -> list[Chunk]:
-    """Take from the front what goes into the stream."""
-    taken: list[Chunk] = []
-    while pieces and not isinstance(piece := pieces[0], Beside):
-        taken.append(piece)
-        del pieces[0]
-    return taken
 
 
 async def serve(link: StreamLink, accepted: Callable[[Link], Awaitable[None]]) -> None:

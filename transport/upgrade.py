@@ -6,8 +6,8 @@
                       each sends something over the lane
     BulkAnswer, empty: it works    ─────▶      from now on its chunks go there too
 
-After a refusal the next best is offered. Whatever goes wrong leaves the link as it was. An address comes from a peer
-that has said who it is, never from a stranger: UCX, which reads one, was written for clusters, where nobody is one.
+After a refusal the next best is offered. Whatever goes wrong leaves the link as it was. Addresses are read only from
+peers that have said who they are: UCX was written for clusters, where nobody is a stranger.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from peerd.transport.lane import BulkLane, Fabric, LaneRefused
 from peerd.transport.link import LinkLost
 
 ANSWER_S = 5.0
-PART_BYTES = 512  # the most that one field holds
+PART_BYTES, REASON_BYTES = 512, 256  # the most that a field of bytes, or of text, holds
 ADDRESS_BYTES_MAX = 16 << 10  # one port's is 100 bytes
 
 
@@ -67,11 +67,13 @@ async def ask(link: Upgradable, fabrics: Sequence[Fabric]) -> str:
 
 async def _offer(link: Upgradable, fabric: Fabric) -> str:
     """Return why nothing came of it, or "". Raises LaneRefused when there may be another offer."""
-    here = fabric.reserve()
-    try:
-        with trio.fail_after(ANSWER_S):
-            await link.send(BulkOffer(fabric.version, here, _parts(fabric.address(here))))
-            answer = await link.receive_any()
+    with fabric.reserved() as (here, address):
+        try:
+            with trio.fail_after(ANSWER_S):
+                await link.send(BulkOffer(fabric.version, here, _parts(address)))
+                answer = await link.receive_any()
+        except trio.TooSlowError:
+            return f"no answer within {ANSWER_S:g} s"  # it may come yet
         if not isinstance(answer, BulkAnswer):
             raise PeerError(f"{link.remote}: a {type(answer).__name__} instead of an answer to an offer")
         if answer.refusal:  # it goes into our log
@@ -80,10 +82,6 @@ async def _offer(link: Upgradable, fabric: Fabric) -> str:
             lane = fabric.open(link.remote, here, answer.lane, _whole(answer.address))
         except LaneRefused as refusal:
             return str(refusal)  # the acceptor has its end already
-    except trio.TooSlowError:
-        return f"no answer within {ANSWER_S:g} s"  # it may come yet
-    finally:
-        fabric.abandon(here)
     link.adopt(lane)
     return await _trial(link, lane)
 
@@ -109,26 +107,29 @@ def answer(link: Upgradable, fabrics: Sequence[Fabric], offer: BulkOffer) -> Bul
     """Return what the acceptor says to an offer, having opened the lane if it takes it. Raises PeerError."""
     if not link.admitted or link.has_lane:
         raise PeerError(f"{link.remote}: an offer {'twice' if link.admitted else 'before the greeting'}")
-    fabric = next((fabric for fabric in fabrics if fabric.version == offer.version), None)
+    ours = [fabric for fabric in fabrics if fabric.trusts(link.host)]
+    fabric = next((fabric for fabric in ours if fabric.version == offer.version), None)
     if fabric is None:
-        ours = ", ".join(fabric.version for fabric in fabrics)
-        return _refusal(f"it has {ours or 'nothing beside the stream'}, we {offer.version}"[:250])
-    if not fabric.trusts(link.host):
-        return _refusal(f"it says: {fabric.outside.format(link.host)}")
+        outside = "".join(fabric.outside for fabric in fabrics if fabric.version == offer.version).format(link.host)
+        return _refusal(f"it says: {outside}" if outside else _difference(ours, offer))
     try:
-        here = fabric.reserve()
-        address = fabric.address(here)
-        try:
+        with fabric.reserved() as (here, address):
             link.adopt(fabric.open(link.remote, here, offer.lane, _whole(offer.address)))
-        finally:
-            fabric.abandon(here)
     except LaneRefused as refused:
-        return _refusal(f"it says: {refused}"[:250])
+        return _refusal(f"it says: {refused}")
     return BulkAnswer("", here, _parts(address))
 
 
+def _difference(ours: list[Fabric], offer: BulkOffer) -> str:
+    """Only what a host that is trusted may know."""
+    kinds = [" ".join(fabric.version.split()[:2]) for fabric in ours]
+    if " ".join(offer.version.split()[:2]) in kinds:
+        return "it is of another user, or in other namespaces"
+    return f"it has {', '.join(kinds) or 'nothing beside the stream'}"
+
+
 def _refusal(reason: str) -> BulkAnswer:
-    return BulkAnswer(reason, 0, ())
+    return BulkAnswer(reason.encode()[:REASON_BYTES].decode(errors="ignore"), 0, ())
 
 
 def _parts(address: bytes) -> tuple[bytes, ...]:

@@ -75,7 +75,7 @@ def test_nodes_over_ucx_beside_one_over_tcp(machine: Machine) -> None:
 
     a.eventually(lambda: carriers(a)["b"].startswith("ucx tcp") and carriers(a)["c"] == "tcp")
     assert "bulk travels over tcp: " in c.log
-    assert "stays on tcp: it has shm 1" in a.log + b.log
+    assert "stays on tcp: it has shm 1\n" in a.log + b.log
     assert "ucx tcp" in machine.peerd("members", "--name", "a").stdout
 
     b.signal(signal.SIGKILL)

@@ -79,6 +79,7 @@ class Ring:
                 assert len(under_way) <= WINDOW
             else:
                 self.confirmations += 1
+                assert 0 < len(message.seqs) <= WINDOW
 
     def deliver(self, source: str, target: str, now: float) -> None:
         message = self.queues[source, target].popleft()
@@ -117,6 +118,7 @@ def test_every_member_has_the_exact_sum_whatever_breaks(
         for member in ring.members.values():
             assert member.done, "nothing is under way, and something is missing"
             assert (member.total == ring.total).all()
+        assert not any(ring.unconfirmed.values())
 
 
 def test_pieces_that_are_ready_together_go_and_are_confirmed_together(monkeypatch: pytest.MonkeyPatch) -> None:

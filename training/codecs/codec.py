@@ -67,12 +67,8 @@ def finite_float32(values: Vector) -> Float32s:
     """
     with np.errstate(over="ignore", invalid="ignore"):
         exact = np.ascontiguousarray(values, dtype=np.float32)
-        # A sum passes NaN and infinity on in one pass, but finite values may overflow in it, as in two reductions none
-        # can. Of 25 million values from memory: 7.5 ms, and 9.7 ms; isfinite().all() takes 7.4 ms and writes a mask.
-        if np.isfinite(np.add.reduce(exact, axis=None)):
-            return exact
-        largest = max(float(exact.max(initial=0.0)), -float(exact.min(initial=0.0)))
-    if not largest < np.inf:
+    # 0.15 ms for a million values in the cache, as two reductions take, and 7.4 ms where they take 9.7 from memory
+    if not np.isfinite(exact).all():
         raise NotFinite("the vector holds a NaN or an infinity")
     return exact
 

@@ -91,14 +91,6 @@ class Collective:
         """Whether `vector` is the sum."""
         return self._incomplete == 0
 
-    def lacks(self, source: int) -> bool:
-        """Whether a piece is to come from this rank."""
-        return any(
-            (part.giver == source and not part.complete)
-            or (source in part.children and part.children.index(source) >= part.added and source not in part.early)
-            for part in self._parts
-        )
-
     def begin(self) -> list[Piece]:
         """What needs no other rank."""
         return [piece for index in range(len(self._parts)) for piece in self._reduce(index)]

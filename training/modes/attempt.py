@@ -2,8 +2,8 @@
 
 A peer has at most WINDOW pieces that it has not confirmed, so that queues stay short whatever the model's size. What a
 broken connection lost is sent again once messages flow; the bytes are kept until then, and a piece that came twice is
-confirmed twice and used once. Two pieces are confirmed at a time: of what a round over shared memory takes, messages
-are the most.
+confirmed twice and used once. Pieces that are ready together go and are confirmed together: messages, not bytes, cost
+most of a round over shared memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from peerd.training.delta import BUFFER_CODEC, Layout
 from peerd.training.squeeze import Squeezer, unpack
 
 WINDOW = 4
-AT_ONCE = 2  # pieces in a message, and in a confirmation
+AT_ONCE = 2  # pieces in a message
 REPEAT_LEAST_S = 60.0  # breaks are told by Connected; this is for what was dropped without one
 REPEAT_SHARE = 4  # times the slowest confirmation so far
 ROUND_WEIGHT = 0.2  # of the last round's duration in the running mean
@@ -141,8 +141,7 @@ class Attempt:
         self._ranks = {peer: rank for rank, peer in enumerate(begin.roster)}
         self._waiting: dict[NodeId, deque[Piece]] = {}
         self._sent: dict[NodeId, dict[int, tuple[Piece, float]]] = {}  # by tag
-        self._unconfirmed: dict[NodeId, list[int]] = {}
-        self._confirmed: dict[NodeId, deque[int]] = {}  # as many as the peer's window has
+        self._confirmed: dict[NodeId, deque[int]] = {}  # the last, as many as the peer's window has
 
     @property
     def done(self) -> bool:
@@ -176,7 +175,8 @@ class Attempt:
         for seq, chunk in zip(message.seqs, message.chunks, strict=True):
             self.taken += 1
             self._queue(self._collective.receive(rank, seq, chunk))
-        return [*self._post(now), *self._confirm(sender, rank, message.seqs)]  # the farthest are served first
+        self._confirmed.setdefault(sender, deque(maxlen=WINDOW)).extend(message.seqs)
+        return [*self._post(now), self._taken(sender, message.seqs)]  # the farthest are served first
 
     def on_taken(self, sender: NodeId, message: PiecesTaken, now: float) -> list[Effect]:
         """Pieces have arrived: the window has room for others."""
@@ -205,17 +205,6 @@ class Attempt:
             peer for peer, sent in self._sent.items() if any(now - at >= self._pace.repeat_s for _, at in sent.values())
         ]
         return [effect for peer in overdue for effect in self.repeat(peer, now)]
-
-    def _confirm(self, sender: NodeId, rank: int, seqs: tuple[int, ...]) -> list[Effect]:
-        """Confirm what has come; one alone with the next, for which the window has room, unless it was the last."""
-        unconfirmed = self._unconfirmed.setdefault(sender, [])
-        unconfirmed += seqs
-        if len(unconfirmed) < AT_ONCE and self._collective.lacks(rank):
-            return []
-        effect = self._taken(sender, unconfirmed)
-        self._confirmed.setdefault(sender, deque(maxlen=WINDOW)).extend(unconfirmed)
-        unconfirmed.clear()
-        return [effect]
 
     def _taken(self, peer: NodeId, seqs: Iterable[int]) -> Send:
         return Send(peer, PiecesTaken(self.begin.round, self.begin.attempt, tuple(seqs)))

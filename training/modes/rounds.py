@@ -38,12 +38,12 @@ from peerd.messages import (
     RoundReport,
 )  # fmt: skip
 from peerd.training.delta import Layout, NotFinite
-from peerd.training.modes.attempt import Attempt, Pace
+from peerd.training.modes.attempt import WINDOW, Attempt, Pace
 from peerd.training.modes.leader import Leader
 from peerd.training.modes.mode import ModeSettings
 
 REPEAT_S = 2.0
-EARLY_MOST = 64  # messages of an attempt whose beginning has not been heard of: a window each of 16 neighbours
+EARLY_MOST = 64  # messages of an attempt whose beginning has not been heard of: the windows of 32 neighbours
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -259,6 +259,8 @@ class Rounds:
 
     def _on_pieces(self, sender: NodeId, pieces: RoundPieces, now: float) -> list[Outcome]:
         """Pieces that are not confirmed are sent again, so those that come early may be dropped."""
+        if len(pieces.seqs) > WINDOW:
+            raise PeerError(f"{len(pieces.seqs)} pieces at once")
         if pieces.attempt > self._seen:
             if len(self._early) < EARLY_MOST:
                 self._early.append((sender, pieces))
