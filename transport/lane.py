@@ -12,6 +12,9 @@ from peerd.messages import Chunk
 from peerd.transport.link import LinkLost
 
 PATIENCE_S = 10.0  # without anything coming through, as TCP's user timeout
+KEPT = 12
+"""Chunks that are read where they lie: as many as a rank of a ring has at a time (benchmarks/allreduce.py). Later ones
+of a long message, whose receiver keeps all until the last has come, are copied: so the memory of a lane is bounded."""
 SLOWEST_RATE = 16 << 20  # bytes a second that it moves at the very least
 
 

@@ -33,15 +33,12 @@ import trio
 from peerd import sealed_file
 from peerd.messages import Chunk
 from peerd.transport import wire
-from peerd.transport.lane import LaneRefused, patience_s
+from peerd.transport.lane import KEPT, LaneRefused, patience_s
 from peerd.transport.link import LinkLost
 from peerd.transport.tcp import cause
 
 SLOT_BYTES = wire.MAX_CHUNK
-SLOTS = (
-    16  # 64 MiB a direction at most; of a ring's chunks a rank has up to 12 views at a time (benchmarks/allreduce.py)
-)
-KEPT = 12  # views of slots; what is taken beyond is copied, so that some slots are always on their way
+SLOTS = KEPT + 4  # 64 MiB a direction at most; some are always on their way
 UNREAD_BYTES = 16 << 20  # that lie in the memory and were not taken yet: a ring's window
 LOOK_LEAST_S, LOOK_MOST_S = 0.0002, 0.005  # between two looks whether there is room again: as long as a chunk takes
 

@@ -4,7 +4,7 @@ Whoever holds a key of registered memory may read and write it, past every check
 anything beside them on a page, but pages that hold one chunk; and no two peers ever get keys of the same pages: a
 `Staging` belongs to one connection, and its pages are unregistered when that ends. A chunk goes out through one copy
 (over RDMA; where there are no keys it is sent from where it lies); one that comes in is handed on where it lies, and
-its pages are free again when the last view of them is gone.
+its pages are free again when the last view of them is gone; when many have views already, it is copied.
 
 Views die in any thread, UCX is called in one: `free` only takes note, and the next `lend`, `sweep` or `close` acts.
 """
@@ -17,9 +17,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from peerd.transport.lane import KEPT
 from peerd.transport.ucx import Context
 
-SPARES = 4  # kept of a size: two on their way and two being read
+SPARES = KEPT + 2  # of a size: what is being read and two on their way
 LEAST_BYTES = 64 << 10
 
 
@@ -42,6 +45,7 @@ class Staging:
         self._slots: set[Slot] = set()
         self._spare: dict[int, list[Slot]] = {}
         self._freed: deque[Slot] = deque()
+        self._viewed: set[Slot] = set()
         self._closed = False
 
     def lend(self, size: int) -> Slot:
@@ -56,10 +60,19 @@ class Staging:
         self._freed.append(slot)
 
     def view(self, slot: Slot, size: int) -> memoryview:
-        """Hand on the beginning of a slot, which is freed with the last view of it."""
+        """Hand on the beginning of a slot, which is freed with the last view of it; a copy when many have views."""
         ffi = self._context.library.ffi
-        held = ffi.gc(ffi.cast("char *", slot.memory), lambda _: self.free(slot))
-        return memoryview(ffi.buffer(held, size))
+        if len(self._viewed) >= KEPT:
+            copied = np.frombuffer(ffi.buffer(slot.memory, size), np.uint8).copy()
+            self.free(slot)
+            return copied.data
+
+        def free(_: Any) -> None:
+            self._viewed.discard(slot)
+            self.free(slot)
+
+        self._viewed.add(slot)
+        return memoryview(ffi.buffer(ffi.gc(ffi.cast("char *", slot.memory), free), size))
 
     def sweep(self) -> None:
         """Take note of what was freed."""

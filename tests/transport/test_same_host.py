@@ -23,9 +23,9 @@ from ucx_here import upgrade
 from peerd import sealed_file
 from peerd.messages import BulkOffer, ModelSnapshot
 from peerd.transport import lane, same_host, stream
-from peerd.transport.lane import LaneRefused
+from peerd.transport.lane import KEPT, LaneRefused
 from peerd.transport.link import LinkLost
-from peerd.transport.same_host import KEPT, SLOTS, UNREAD_BYTES, Incoming, Outgoing, SameHost
+from peerd.transport.same_host import SLOTS, UNREAD_BYTES, Incoming, Outgoing, SameHost
 from peerd.transport.tcp import TcpTransport
 
 MIB = 1 << 20
