@@ -30,7 +30,7 @@ from peerd.transport.link import LinkLost
 from peerd.transport.staging import Slot, Staging
 
 WINDOW_BYTES = 8 << 20  # under way in one direction of a lane: one chunk moves while another is copied or checked
-PROGRESS_AT_ONCE = 4  # before other tasks get a turn: each moves at most one segment
+PROGRESS_AT_ONCE = 16  # before other tasks get a turn: each moves at most one segment
 TRIAL_BYTES = 64 << 10
 TAG_BITS = 24  # of a tag count the chunks of a lane, the others are its number
 _TRIAL = (1 << TAG_BITS) - 1  # counts no chunk
