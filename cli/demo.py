@@ -87,7 +87,7 @@ def demo(
         str | None, typer.Option(help="of an all-reduce: auto, ring, tree:K, halving; of servers: adv:K")
     ] = None,
     servers: Annotated[int | None, typer.Option(min=1, help="members that serve the parameters, each a part")] = None,
-    transport: Annotated[str | None, typer.Option(help="what bulk travels over: tcp, rdma, auto")] = None,
+    transport: Annotated[str | None, typer.Option(help="what bulk travels over between hosts: tcp, rdma, auto")] = None,
     rdma_allow_fallback: Annotated[
         bool | None, typer.Option("--rdma-allow-fallback", help="without RDMA take whatever UCX has, for tests")
     ] = None,

@@ -35,7 +35,7 @@ def start(
     servers: Annotated[int | None, typer.Option(help="members that serve the parameters, each a part")] = None,
     min_peers: Annotated[int | None, typer.Option(help="a round of fewer members waits for more")] = None,
     wait_for: Annotated[int | None, typer.Option(help="hold the first step until this many members are ready")] = None,
-    transport: Annotated[str | None, typer.Option(help="what bulk travels over: tcp, rdma, auto")] = None,
+    transport: Annotated[str | None, typer.Option(help="what bulk travels over between hosts: tcp, rdma, auto")] = None,
     rdma_subnet: Annotated[
         list[str] | None, typer.Option(metavar="CIDR", help="RDMA only with peers in this network; may be given again")
     ] = None,

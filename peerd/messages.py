@@ -133,11 +133,11 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class BulkOffer:
-    """The dialler, after its greeting: large chunks could go past this connection, over UCX; this is where I am."""
+    """The dialler, after its greeting: large chunks could go past this connection; this is where I am."""
 
     KIND: ClassVar[int] = 19
-    version: str  # of UCX; another one may not understand the address
-    lane: int  # opens the tags of what is sent to the dialler
+    version: str  # of what would carry them; another one may not understand the address
+    lane: int  # the dialler's number for it, which opens what is sent there
     address: tuple[bytes, ...]  # in parts
 
 

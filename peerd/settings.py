@@ -48,7 +48,7 @@ class Settings:
     min_peers: int = 1  # a round of fewer members waits for more
     wait_for: int = 1  # the first step waits until this many members hold the model, so that all start together
     network: str = "lan"
-    transport: str = "tcp"  # of large chunks: tcp, rdma, or auto (rdma where both have it)
+    transport: str = "tcp"  # of large chunks between hosts: tcp, rdma, or auto (rdma where both have it)
     rdma_subnets: tuple[str, ...] = ()  # peers in these alone may have RDMA to this node's buffers; none: all may
     rdma_allow_fallback: bool = False  # take whatever UCX has where there is no RDMA: for tests
     checkpoint_every_s: float = 60.0

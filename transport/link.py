@@ -42,7 +42,7 @@ class Link(Protocol):
     async def send(self, message: Message) -> None:
         """Queue `message`, waiting while its lane is full: one bulk message or 64 messages wait in a lane.
 
-        Chunks are not copied: they must not change until they are sent, or the peer sees a wrong checksum.
+        Chunks are not copied: they must not change until they are sent, or the peer sees other values.
         Raises LinkLost once the connection is gone. Returning means queued, not delivered. Safe to cancel: then the
         message either was queued whole or not at all.
         """

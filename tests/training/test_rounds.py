@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from round_swarm import RoundSwarm
 
 from peerd.effects import PeerError
-from peerd.messages import LinkClosed
+from peerd.messages import LinkClosed, RoundPieces
+from peerd.training.modes.attempt import WINDOW
 
 NAMES = "abcde"
 names = st.sampled_from(NAMES)
@@ -328,3 +329,11 @@ def test_gossips_messages_mean_nothing_here() -> None:
     swarm = RoundSwarm("ab")
     with pytest.raises(PeerError, match="LinkClosed"):
         swarm.nodes["a"].core.on_message("b", LinkClosed(1), 0.0)
+
+
+@pytest.mark.parametrize("attempt", [0, 10**6], ids=["of the past", "early"])
+def test_more_pieces_than_the_window_has_are_refused(attempt: int) -> None:
+    swarm = RoundSwarm("ab")
+    many = RoundPieces(1, attempt, tuple(range(WINDOW + 1)), (b"",) * (WINDOW + 1))
+    with pytest.raises(PeerError, match=f"{WINDOW + 1} pieces at once"):
+        swarm.nodes["a"].core.on_message("b", many, 0.0)
