@@ -32,17 +32,24 @@ class Follower:
         folder = ranks.share_path(None)
         generation = checkpoint.newest(folder, self._flat.signature, lambda _: None) if folder is not None else None
         if generation is not None:
-            checkpoint.restore(generation, model, optimizer)
+            with suppress(checkpoint.Damaged):  # rank 0 says so, and shares its model anyway
+                checkpoint.restore(generation, model, optimizer)
         ranks.share(self._flat)
+
+    def finish(self) -> None:
+        """Go through the final flush; nothing is said after it."""
+        self.follow()
+        self.alone = True
 
     def follow(self) -> None:
         """Go through what rank 0 went through in its last step."""
         if self.alone:
             return
-        word, _ = self._take_part()
-        if word in (Word.CHANGED, Word.ROLLED_BACK) and self._shards is None:
+        word, step = self._take_part()
+        happened = step if word == Word.ALONE else word
+        if happened in (Word.CHANGED, Word.ROLLED_BACK) and self._shards is None:
             self._ranks.share(self._flat)
-        if word == Word.ROLLED_BACK:
+        if happened == Word.ROLLED_BACK:
             self._optimizer.state.clear()
         self.alone = word == Word.ALONE
         if word == Word.STOP:
@@ -58,4 +65,4 @@ class Follower:
                 with suppress(ValueError):  # rank 0 raises it, too, says so, and has all stop
                     self._shards = ShardedModel(self._model, self._optimizer, self._ranks)
             elif self._shards is not None:
-                self._shards.take_part(word)
+                self._shards.take_part(word, step)

@@ -1,13 +1,14 @@
 """Several ranks hold a shard of each parameter (`fully_shard`, or any DTensor): how do they act as one model?
 
 Rank 0 has what looks like a `FlatModel`. Each of its methods first says which one it is, then all ranks do their part
-of it (`take_part`): a flat vector is put together on rank 0's host, or sent from there a tensor at a time, and no GPU
-holds more of it than one tensor. What need not travel stays sharded: the base, the carries, and the change since.
+of it (`take_part`): a flat vector is put together on rank 0's host, or sent from there, a tensor at a time. What need
+not travel stays sharded: the base, the carries, and the change since.
 """
 
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ class ShardedModel:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> None:
         """To be called on all ranks at once, by rank 0 after `Word.COMES`. Raises ValueError as `FlatModel` does."""
+        _reshard(model)
         self._model, self._optimizer, self._ranks = model, optimizer, ranks
         self._shards = FlatModel(model)
         self.tensors, self.signature = self._shards.tensors, self._shards.signature
@@ -88,15 +90,15 @@ class ShardedModel:
         """Have the others help with `checkpoint.capture`."""
         self._ranks.say(Word.CAPTURE)
 
-    def about_to_resume(self, folder: Path) -> None:
-        """Have the others restore the newest checkpoint in this folder, too."""
-        self._ranks.say(Word.RESUME)
+    def about_to_resume(self, folder: Path, step: int) -> None:
+        """Have the others restore the checkpoint of this step, too."""
+        self._ranks.say(Word.RESUME, step)
         self._ranks.share_path(folder)
 
     # ---------------------------------------------------------------- on every rank
 
-    def take_part(self, word: Word) -> None:
-        """Do what rank 0 has begun."""
+    def take_part(self, word: Word, step: int) -> None:
+        """Do what rank 0 has begun. Ends the script when this rank cannot."""
         match word:
             case Word.GATHER:
                 self._gather()
@@ -111,13 +113,14 @@ class ShardedModel:
             case Word.CAPTURE:
                 checkpoint.help_capture(self._model, self._optimizer)
             case Word.RESUME:
-                self.resume(self._ranks.share_path(None))
+                self._resume(self._ranks.share_path(None), step)
 
-    def resume(self, folder: Path | None) -> None:
-        """Restore the newest checkpoint in the folder; rank 0 has found one there."""
+    def _resume(self, folder: Path | None, step: int) -> None:
         generation = checkpoint.newest(folder, self.signature, lambda _: None) if folder is not None else None
-        assert generation is not None, "all ranks of a node see one file system"
-        checkpoint.restore(generation, self._model, self._optimizer)
+        if generation is None or generation.step != step:
+            raise SystemExit(f"peerd: this rank does not find the checkpoint of step {step} that rank 0 has read")
+        with suppress(checkpoint.Damaged):  # rank 0 says so
+            checkpoint.restore(generation, self._model, self._optimizer)
 
     @torch.no_grad()
     def _gather(self) -> torch.Tensor:
@@ -148,6 +151,7 @@ class ShardedModel:
     def _restore(self) -> None:
         _reshard(self._model)
         self._shards.restore()
+        self._optimizer.state.clear()  # at once, on every rank: the next word may ask for it
 
     @torch.no_grad()
     def _spread(self, values: torch.Tensor | None) -> torch.Tensor:

@@ -120,7 +120,7 @@ class Swarm:
     def finish(self) -> None:
         """Take part in the final flush; afterwards the model is the swarm's. Leaving the block does it."""
         if self._follower is not None:
-            self._follower.follow()
+            self._follower.finish()
         if self._session is None:
             return
         try:
@@ -155,7 +155,11 @@ class Swarm:
 
     def _lose_daemon(self) -> None:
         _say("the daemon went away; training goes on alone")
-        self._lead(Word.ALONE)
+        if self._ranks is not None and self._session is not None:
+            before = self._session.take_word()  # what came before it went is everybody's
+            self._ranks.say(Word.ALONE, before)
+            if before != Word.GO_ON and isinstance(self._session.flat, FlatModel):
+                self._ranks.share(self._session.flat)
         self._close()
 
     def _close(self) -> None:
@@ -243,7 +247,7 @@ class _Session:
             return None
         self.restored_from = self._checkpoints
         if isinstance(self.flat, ShardedModel):
-            self.flat.about_to_resume(self._checkpoints)
+            self.flat.about_to_resume(self._checkpoints, generation.step)
         try:
             whole = checkpoint.restore(generation, self._model, self._optimizer)
         except checkpoint.Damaged as error:

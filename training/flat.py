@@ -117,11 +117,12 @@ class FlatModel:
 
     def add(self, correction: Flat) -> None:
         """x += correction, shape (total,). The base moves along, so that `change` stays the trainer's own."""
-        self.shift(torch.from_numpy(correction).to(self._device))
+        self.shift(torch.from_numpy(correction))
 
     @torch.no_grad()
     def shift(self, delta: torch.Tensor) -> None:
-        """The same with a vector on the device."""
+        """The same with a tensor."""
+        delta = delta.to(self._device)
         self._base += delta
         for piece in self.pieces:
             part = delta[piece.start : piece.stop].view(piece.tensor.shape)

@@ -56,5 +56,5 @@ def copies(tensor: torch.Tensor, ranks: int) -> int:
     if is_sharded(tensor):
         held = cast(Any, tensor)
         for size, placement in zip(held.device_mesh.shape, held.placements, strict=True):
-            ranks //= size if placement.is_shard() else 1
+            ranks //= 1 if placement.is_replicate() else size
     return ranks

@@ -38,7 +38,7 @@ from peerd.transport.link import LinkLost
 from peerd.transport.tcp import cause
 
 SLOT_BYTES = wire.MAX_CHUNK
-SLOTS = KEPT + 4  # 64 MiB a direction at most; some are always on their way
+SLOTS = KEPT + 4  # 64 MiB a direction at most; for what is unread there are always some
 UNREAD_BYTES = 16 << 20  # that lie in the memory and were not taken yet: a ring's window
 LOOK_LEAST_S, LOOK_MOST_S = 0.0002, 0.005  # between two looks whether there is room again: as long as a chunk takes
 

@@ -19,10 +19,12 @@ from typing import Any
 
 import numpy as np
 
+from peerd.transport import wire
 from peerd.transport.lane import KEPT
 from peerd.transport.ucx import Context
 
 SPARES = KEPT + 2  # of a size: what is being read and two on their way
+SPARE_BYTES = SPARES * wire.MAX_CHUNK  # of all sizes
 LEAST_BYTES = 64 << 10
 
 
@@ -79,7 +81,8 @@ class Staging:
         while self._freed:
             slot = self._freed.popleft()
             spares = self._spare.setdefault(slot.size, [])
-            if self._closed or len(spares) >= SPARES:
+            held = sum(spare.size for each in self._spare.values() for spare in each)
+            if self._closed or len(spares) >= SPARES or held + slot.size > SPARE_BYTES:
                 self._unregister(slot)
             else:
                 spares.append(slot)

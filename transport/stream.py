@@ -210,10 +210,10 @@ class StreamLink:
                     await self._write_stream(ready)
                     ready = []
                 await self._lane.send(piece.chunk)
+                self.bytes_sent += len(piece)
                 beside += len(piece)
             else:
                 ready.append(piece)
-        self.bytes_sent += beside
         await self._write_stream(ready)
         if beside >= YIELD_BYTES:  # it may have been copied
             await trio.lowlevel.checkpoint()
@@ -279,8 +279,10 @@ class StreamLink:
         chunk = lane.take()
         self.bytes_received += len(chunk)
         self._reader.received_beside(chunk)
-        if lane.checked:
-            await trio.lowlevel.checkpoint()  # its checksum comes next
+        self._unyielded += len(chunk)
+        if self._unyielded >= YIELD_BYTES:  # it may have been copied, or its checksum comes next
+            await trio.lowlevel.checkpoint()
+            self._unyielded = 0
 
     async def _wait_beside(self, lane: BulkLane) -> None:
         with trio.move_on_after(NEAR_S):

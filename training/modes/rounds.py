@@ -43,7 +43,7 @@ from peerd.training.modes.leader import Leader
 from peerd.training.modes.mode import ModeSettings
 
 REPEAT_S = 2.0
-EARLY_MOST = 64  # messages of an attempt whose beginning has not been heard of: the windows of 32 neighbours
+EARLY_MOST = 64  # messages of an attempt whose beginning has not been heard of: the windows of 16 neighbours at least
 
 
 @dataclass(frozen=True, slots=True, eq=False)
