@@ -46,6 +46,18 @@ def carriers(node: Node) -> dict[str, str]:
     return {row["name"]: row["carrier"] for row in node.ask("members")["members"]}
 
 
+def lose_one(machine: Machine, lost: Node, others: list[Node]) -> None:
+    """Kill a node; the others train on and end in good order."""
+    lost.signal(signal.SIGKILL)
+    lost.end()
+    reached = others[0].step
+    others[0].trains(beyond=reached + 20)
+    for node in others:
+        node.signal(signal.SIGINT)
+        assert node.end() == 0
+    assert "Traceback" not in machine.logs()
+
+
 def test_nodes_of_one_host_share_memory(machine: Machine) -> None:
     script = machine.script("train.py", TRAIN)
     a = machine.start("a", script)
@@ -54,14 +66,7 @@ def test_nodes_of_one_host_share_memory(machine: Machine) -> None:
     for node in (a, b, c):
         node.trains()
     a.eventually(lambda: carriers(a)["b"] == carriers(a)["c"] == "shm")
-    b.signal(signal.SIGKILL)
-    b.end()
-    reached = a.step
-    a.trains(beyond=reached + 20)
-    for node in (a, c):
-        node.signal(signal.SIGINT)
-        assert node.end() == 0
-    assert "Traceback" not in machine.logs()
+    lose_one(machine, b, [a, c])
 
 
 @needs_ucx
@@ -78,14 +83,7 @@ def test_nodes_over_ucx_beside_one_over_tcp(machine: Machine) -> None:
     assert "stays on tcp: it has shm 1\n" in a.log + b.log
     assert "ucx tcp" in machine.peerd("members", "--name", "a").stdout
 
-    b.signal(signal.SIGKILL)
-    b.end()
-    reached = a.step
-    a.trains(beyond=reached + 20)
-    for node in (a, c):
-        node.signal(signal.SIGINT)
-        assert node.end() == 0
-    assert "Traceback" not in machine.logs()
+    lose_one(machine, b, [a, c])
 
 
 @needs_ucx
