@@ -63,12 +63,12 @@ class Outbox:
         bulk = wire.is_bulk(message.KIND)
         lane = self._urgent if wire.is_urgent(message.KIND) else self._ordered
         if not lane.turn.locked() and not lane.full(bulk):
-            self._append(lane, message.KIND, header, chunks)
+            self._append(lane, message.KIND, header, chunks, bulk)
             return
         async with lane.turn:
             while self._lost is None and lane.full(bulk):
                 await lane.room.park()
-            self._append(lane, message.KIND, header, chunks)
+            self._append(lane, message.KIND, header, chunks, bulk)
 
     async def take(self) -> list[Piece]:
         """Return the pieces of the next frames, waiting for some; empty once closed. For the sender task only."""
@@ -96,10 +96,9 @@ class Outbox:
         self._work.unpark_all()
         self._flushed.unpark_all()
 
-    def _append(self, lane: _Lane, kind: int, header: bytes, chunks: Chunks) -> None:
+    def _append(self, lane: _Lane, kind: int, header: bytes, chunks: Chunks, bulk: bool) -> None:
         if self._lost is not None:
             raise LinkLost(*self._lost.args)
-        bulk = wire.is_bulk(kind)
         beside = self.beside and any(len(chunk) >= framing.BESIDE_LEAST for chunk in chunks)
         lane.messages.append((framing.head_frame(kind, header, beside), chunks, bulk, beside))
         lane.bulk += bulk

@@ -122,10 +122,14 @@ def answer(link: Upgradable, fabrics: Sequence[Fabric], offer: BulkOffer) -> Bul
 
 def _difference(ours: list[Fabric], offer: BulkOffer) -> str:
     """Only what a host that is trusted may know."""
-    kinds = [" ".join(fabric.version.split()[:2]) for fabric in ours]
-    if " ".join(offer.version.split()[:2]) in kinds:
+    kinds = [_kind(fabric.version) for fabric in ours]
+    if _kind(offer.version) in kinds:
         return "it is of another user, or in other namespaces"
     return f"it has {', '.join(kinds) or 'nothing beside the stream'}"
+
+
+def _kind(version: str) -> str:
+    return " ".join(version.split()[:2])
 
 
 def _refusal(reason: str) -> BulkAnswer:

@@ -159,6 +159,15 @@ class Machine:
         flags += [] if "--bind" in arguments else ["--bind", "127.0.0.1:0"]
         return self.spawn(name, ["-m", "peerd.cli.main", "start", *flags, *map(str, arguments)], **environment)
 
+    def three(self, script: Path) -> tuple[Node, Node, Node]:
+        """Nodes a, b and c, which train together."""
+        a = self.start("a", script)
+        b = self.start("b", script, join=a, SEED="1")
+        c = self.start("c", script, join=a, SEED="2")
+        for node in (a, b, c):
+            node.trains()
+        return a, b, c
+
     def spawn(self, name: str, python: list[str], **environment: str) -> Node:
         """A process that goes on."""
         log = self.path / f"{name}.log"

@@ -40,11 +40,7 @@ def no_trace_of(node: Node) -> None:
 
 def test_the_life_of_a_swarm(machine: Machine) -> None:
     script = machine.script("train.py", TRAIN)
-    a = machine.start("a", script)
-    b = machine.start("b", script, join=a, SEED="1")
-    c = machine.start("c", script, join=a, SEED="2")
-    for node in (a, b, c):
-        node.trains()
+    a, b, c = machine.three(script)
     for node in (a, b, c):
         node.sees(a="alive", b="alive", c="alive")
     assert f"listening on {a.address}; others join with: peerd start train.py --join {a.address}\n" in a.log

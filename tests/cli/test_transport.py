@@ -60,11 +60,7 @@ def lose_one(machine: Machine, lost: Node, others: list[Node]) -> None:
 
 def test_nodes_of_one_host_share_memory(machine: Machine) -> None:
     script = machine.script("train.py", TRAIN)
-    a = machine.start("a", script)
-    b = machine.start("b", script, join=a, SEED="1")
-    c = machine.start("c", script, join=a, SEED="2")
-    for node in (a, b, c):
-        node.trains()
+    a, b, c = machine.three(script)
     a.eventually(lambda: carriers(a)["b"] == carriers(a)["c"] == "shm")
     lose_one(machine, b, [a, c])
 

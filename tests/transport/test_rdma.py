@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager, contextmanager
 import numpy as np
 import pytest
 import trio
+from links import joined
 from ucx_here import needs_ucx, upgrade
 
 from peerd.effects import PeerError
@@ -58,22 +59,9 @@ async def fabric_of(
 @asynccontextmanager
 async def linked(near_kit, far_kit):
     """Yield both ends of an upgraded link."""
-    give, taken = trio.open_memory_channel(9)
-
-    async def accepted(link):
-        link.admit()
-        await give.send(link)
-        await trio.sleep_forever()
-
-    async with trio.open_nursery() as nursery:
-        address = await nursery.start(far_kit[1].listen, LOOPBACK, accepted)
-        near = await near_kit[1].dial(address)
-        far = await taken.receive()
-        far.payload_limit = near.payload_limit = 64 * MIB
+    async with joined(near_kit[1], far_kit[1], 64 * MIB) as (near, far):
         await upgrade(near, far)
         yield near, far
-        await near.aclose()
-        nursery.cancel_scope.cancel()
 
 
 def run(main: Callable, *args: object, limit_s: float = 60) -> None:

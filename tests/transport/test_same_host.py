@@ -18,6 +18,7 @@ import pytest
 import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from links import joined
 from ucx_here import upgrade
 
 from peerd import sealed_file
@@ -29,7 +30,6 @@ from peerd.transport.same_host import SLOTS, UNREAD_BYTES, Incoming, Outgoing, S
 from peerd.transport.tcp import TcpTransport
 
 MIB = 1 << 20
-LOOPBACK = ("127.0.0.1", 0)
 
 
 def address_of(ours: Outgoing) -> bytes:
@@ -193,21 +193,10 @@ def test_addresses_of_this_host_and_of_others() -> None:
 @asynccontextmanager
 async def linked(near_fabrics, far_fabrics):
     """Yield both ends of a link."""
-    give, taken = trio.open_memory_channel(1)
-
-    async def accepted(link):
-        link.admit()
-        await give.send(link)
-        await trio.sleep_forever()
-
     async with trio.open_nursery() as nursery:
-        address = await nursery.start(TcpTransport(nursery, *far_fabrics).listen, LOOPBACK, accepted)
-        near = await TcpTransport(nursery, *near_fabrics).dial(address)
-        far = await taken.receive()
-        near.payload_limit = far.payload_limit = 256 * MIB
-        yield near, far
-        await near.aclose()
-        await far.aclose()
+        near, far = TcpTransport(nursery, *near_fabrics), TcpTransport(nursery, *far_fabrics)
+        async with joined(near, far, 256 * MIB) as ends:
+            yield ends
         nursery.cancel_scope.cancel()
 
 

@@ -184,7 +184,7 @@ class Attempt:
         found = [sent.pop(seq) for seq in message.seqs if seq in sent]
         if not found:
             return []
-        last_at = found[-1][1]  # what was sent before that waited to be confirmed
+        last_at = found[-1][1]  # after a break one confirmation may be of several messages
         self._pace.observe(sum(len(piece.payload) for piece, at in found if at == last_at), now - last_at)
         return self._fill(sender, now)
 
