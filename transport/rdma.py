@@ -18,19 +18,21 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 import trio
 
 from peerd.messages import Chunk
-from peerd.transport import ucx
+from peerd.transport import ucx, wire
 from peerd.transport.lane import LaneRefused, patience_s
 from peerd.transport.link import LinkLost
-from peerd.transport.staging import Slot, Staging
+from peerd.transport.staging import UNDER_WAY, Slot, Staging
 
-WINDOW_BYTES = 8 << 20  # under way in one direction of a lane: one chunk moves while another is copied or checked
-PROGRESS_AT_ONCE = 16  # before other tasks get a turn: each moves at most one segment
+WINDOW_BYTES = UNDER_WAY * wire.MAX_CHUNK  # in one direction of a lane
+TURN_S = 0.004  # of moving before other tasks get a turn
+IDLE_CALLS = 16  # that move nothing before waiting: 30 us, in which the other end fills or empties a socket's buffer
 TRIAL_BYTES = 64 << 10
 TAG_BITS = 24  # of a tag count the chunks of a lane, the others are its number
 _TRIAL = (1 << TAG_BITS) - 1  # counts no chunk
@@ -82,10 +84,10 @@ class UcxFabric:
             task_status.started()
             while True:
                 self._posted = False
-                moved = sum(self.context.progress() for _ in range(PROGRESS_AT_ONCE))
+                more = self._progress()
                 self._settle()
                 self._end_overdue(trio.current_time())
-                if moved or self._posted or not self.context.arm():
+                if more or self._posted or not self.context.arm():
                     await trio.lowlevel.checkpoint()
                     continue
                 deadline = min((lane.deadline for lane in self._lanes), default=float("inf"))
@@ -96,6 +98,16 @@ class UcxFabric:
             self.ended = f"UCX failed here: {error}"
         finally:
             self._end()
+
+    def _progress(self) -> bool:
+        """Move what can be moved, for about `TURN_S`; say whether there may be more."""
+        until = perf_counter() + TURN_S
+        idle = 0
+        while idle < IDLE_CALLS:
+            if perf_counter() > until:
+                return True
+            idle = 0 if self.context.progress() else idle + 1
+        return False
 
     def stages(self, ways: list[str]) -> bool:
         """Whether chunks are copied on their way out: over RDMA a peer gets a key to where they lie."""
@@ -147,7 +159,12 @@ class UcxFabric:
     def post(self, operation: _Operation) -> None:
         """Watch an operation that was posted."""
         self._pending[operation] = None
-        self.wake()
+        if self._wait is None:
+            self._posted = True
+        elif operation.request is None or self.context.progress() or not self.context.arm():
+            self.wake()
+        else:
+            self._wait.deadline = min(self._wait.deadline, operation.lane.deadline)
 
     def wake(self) -> None:
         """Have `run` look again."""
@@ -261,8 +278,8 @@ class _Lane:
         return self._lost is not None or bool(self._receiving and self._receiving[0].ended)
 
     def goes_ahead(self, size: int) -> bool:
-        """See `BulkLane.goes_ahead`: a receive has to be posted."""
-        return False
+        """See `BulkLane.goes_ahead`: it waits at the sender until a receive is posted."""
+        return self._has_room(size)
 
     def expect(self, sizes: list[int]) -> None:
         """See `BulkLane.expect`."""
@@ -301,7 +318,7 @@ class _Lane:
 
     async def send(self, chunk: Chunk) -> None:
         """See `BulkLane.send`."""
-        while self._lost is None and self._sending and _bytes(self._sending) + len(chunk) > WINDOW_BYTES:
+        while self._lost is None and not self._has_room(len(chunk)):
             await self._moved.park()
         self._check_open()
         with self._losing():
@@ -309,8 +326,10 @@ class _Lane:
                 self._heard = trio.current_time()
             self._send(chunk, self._sent, self._sending)
             self._sent = (self._sent + 1) % _TRIAL
-        await trio.lowlevel.checkpoint()
         self._check_open()
+
+    def _has_room(self, size: int) -> bool:
+        return not self._sending or _bytes(self._sending) + size <= WINDOW_BYTES
 
     async def drained(self) -> None:
         """See `BulkLane.drained`."""

@@ -23,7 +23,8 @@ from peerd.transport import wire
 from peerd.transport.lane import KEPT
 from peerd.transport.ucx import Context
 
-SPARES = KEPT + 2  # of a size: what is being read and two on their way
+UNDER_WAY = 4  # the largest chunks in one direction: some move while others are copied or checked
+SPARES = KEPT + UNDER_WAY  # of a size: what is being read and what is on its way
 SPARE_BYTES = SPARES * wire.MAX_CHUNK  # of all sizes
 LEAST_BYTES = 64 << 10
 
@@ -101,7 +102,9 @@ class Staging:
         return not self._slots
 
     def _registered(self, size: int) -> Slot:
-        pages = mmap.mmap(-1, size)
+        pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages.madvise(mmap.MADV_HUGEPAGE)
+        pages.madvise(mmap.MADV_DONTFORK)  # a copy on write would part them from what a device knows
         memory = self._context.library.ffi.from_buffer(pages, require_writable=True)
         slot = Slot(size, memory, self._context.map(memory, size))
         self._slots.add(slot)

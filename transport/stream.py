@@ -274,7 +274,10 @@ class StreamLink:
             self._waited_s += trio.current_time() - began
 
     async def _fill_beside(self, lane: BulkLane) -> None:
-        """Receive the chunk that is due beside the stream; if it is late, look meanwhile whether the stream lives."""
+        """Receive the chunk that is due beside the stream."""
+        if not lane.ready:
+            with trio.move_on_after(NEAR_S):
+                await lane.arrival()
         if not lane.ready:
             await self._wait_midway(partial(self._wait_beside, lane), patience_s(self._reader.beside_due))
         chunk = lane.take()
@@ -286,9 +289,7 @@ class StreamLink:
             self._unyielded = 0
 
     async def _wait_beside(self, lane: BulkLane) -> None:
-        with trio.move_on_after(NEAR_S):
-            await lane.arrival()
-            return
+        """Wait for a chunk that is late, and look meanwhile whether the stream lives."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._read_ahead, lane)
             await lane.arrival()
