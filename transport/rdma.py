@@ -100,14 +100,12 @@ class UcxFabric:
             self._end()
 
     def _progress(self) -> bool:
-        """Move what can be moved, for about `TURN_S`; say whether there may be more."""
+        """Move what can be moved, for about `TURN_S`; say whether something still moved in the end."""
         until = perf_counter() + TURN_S
         idle = 0
-        while idle < IDLE_CALLS:
-            if perf_counter() > until:
-                return True
+        while idle < IDLE_CALLS and perf_counter() < until:
             idle = 0 if self.context.progress() else idle + 1
-        return False
+        return not idle
 
     def stages(self, ways: list[str]) -> bool:
         """Whether chunks are copied on their way out: over RDMA a peer gets a key to where they lie."""
@@ -159,7 +157,7 @@ class UcxFabric:
     def post(self, operation: _Operation) -> None:
         """Watch an operation that was posted."""
         self._pending[operation] = None
-        if self._wait is None:
+        if self._wait is None or self._posted:  # `run` looks again anyway
             self._posted = True
         elif operation.request is None or self.context.progress() or not self.context.arm():
             self.wake()
@@ -279,7 +277,7 @@ class _Lane:
 
     def goes_ahead(self, size: int) -> bool:
         """See `BulkLane.goes_ahead`: it waits at the sender until a receive is posted."""
-        return self._has_room(size)
+        return not self._sending or _bytes(self._sending) + size <= WINDOW_BYTES
 
     def expect(self, sizes: list[int]) -> None:
         """See `BulkLane.expect`."""
@@ -311,14 +309,15 @@ class _Lane:
 
     def _receive(self, size: int, count: int, queue: deque[_Operation] | None) -> None:
         slot = self.staging.lend(size)
-        request = self._context.receive(slot.memory, size, self._here | count)
+        with self._freeing(slot):
+            request = self._context.receive(slot.memory, size, self._here | count)
         self._watch(_Operation(request, self, slot, slot.memory, size, queue))
 
     # ------------------------------------------------------------------------------------------------------ sending
 
     async def send(self, chunk: Chunk) -> None:
         """See `BulkLane.send`."""
-        while self._lost is None and not self._has_room(len(chunk)):
+        while self._lost is None and not self.goes_ahead(len(chunk)):
             await self._moved.park()
         self._check_open()
         with self._losing():
@@ -327,9 +326,6 @@ class _Lane:
             self._send(chunk, self._sent, self._sending)
             self._sent = (self._sent + 1) % _TRIAL
         self._check_open()
-
-    def _has_room(self, size: int) -> bool:
-        return not self._sending or _bytes(self._sending) + size <= WINDOW_BYTES
 
     async def drained(self) -> None:
         """See `BulkLane.drained`."""
@@ -344,7 +340,8 @@ class _Lane:
             # numpy copies without the GIL, so that the maths in other threads goes on
             np.copyto(np.frombuffer(ffi.buffer(slot.memory, size), np.uint8), np.frombuffer(chunk, np.uint8))
             memory = slot.memory
-        request = self._context.send(self._endpoint, memory, size, self._there | count)
+        with self._freeing(slot):
+            request = self._context.send(self._endpoint, memory, size, self._there | count)
         self._watch(_Operation(request, self, slot, memory, size, queue))
 
     # ------------------------------------------------------------------------------------------------------ its life
@@ -405,6 +402,16 @@ class _Lane:
     def _check_open(self) -> None:
         if self._lost is not None:
             raise LinkLost(*self._lost.args)
+
+    @contextmanager
+    def _freeing(self, slot: Slot | None) -> Iterator[None]:
+        """Take the slot back of an operation that UCX refuses."""
+        try:
+            yield
+        except ucx.UcxError:
+            if slot is not None:
+                self.staging.free(slot)
+            raise
 
     @contextmanager
     def _losing(self) -> Iterator[None]:

@@ -1,8 +1,8 @@
 """Where do chunks lie while UCX moves them? In memory of their own, registered once, lent again and again to one peer.
 
 Whoever holds a key of registered memory may read and write it, past every check. So it is never the weights, nor
-anything beside them on a page, but pages that hold one chunk; and no two peers ever get keys of the same pages: a
-`Staging` belongs to one connection, and its pages are unregistered when that ends. A chunk goes out through one copy
+anything beside them, but a mapping that holds one chunk; and no two peers ever get keys of the same one: a `Staging`
+belongs to one connection, and its mappings are unregistered when that ends. A chunk goes out through one copy
 (over RDMA; where there are no keys it is sent from where it lies); one that comes in is handed on where it lies, and
 its pages are free again when the last view of them is gone; when many have views already, it is copied.
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import mmap
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +22,12 @@ import numpy as np
 
 from peerd.transport import wire
 from peerd.transport.lane import KEPT
-from peerd.transport.ucx import Context
+from peerd.transport.ucx import Context, UcxError
 
 UNDER_WAY = 4  # the largest chunks in one direction: some move while others are copied or checked
-SPARES = KEPT + UNDER_WAY  # of a size: what is being read and what is on its way
-SPARE_BYTES = SPARES * wire.MAX_CHUNK  # of all sizes
+SPARE_BYTES = (KEPT + 2 * UNDER_WAY) * wire.MAX_CHUNK  # as much as is read and on its way at a time
 LEAST_BYTES = 64 << 10
+HUGE_BYTES = 2 << 20
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +48,7 @@ class Staging:
         self._count = count
         self._slots: set[Slot] = set()
         self._spare: dict[int, list[Slot]] = {}
+        self._spare_bytes = 0
         self._freed: deque[Slot] = deque()
         self._viewed: set[Slot] = set()
         self._closed = False
@@ -56,7 +58,10 @@ class Staging:
         self.sweep()
         whole = max(LEAST_BYTES, 1 << (size - 1).bit_length())
         spare = self._spare.get(whole)
-        return spare.pop() if spare else self._registered(whole)
+        if not spare:
+            return self._registered(whole)
+        self._spare_bytes -= whole
+        return spare.pop()
 
     def free(self, slot: Slot) -> None:
         """Take a slot back; in any thread."""
@@ -81,12 +86,11 @@ class Staging:
         """Take note of what was freed."""
         while self._freed:
             slot = self._freed.popleft()
-            spares = self._spare.setdefault(slot.size, [])
-            held = sum(spare.size for each in self._spare.values() for spare in each)
-            if self._closed or len(spares) >= SPARES or held + slot.size > SPARE_BYTES:
+            if self._closed or self._spare_bytes + slot.size > SPARE_BYTES:
                 self._unregister(slot)
             else:
-                spares.append(slot)
+                self._spare.setdefault(slot.size, []).append(slot)
+                self._spare_bytes += slot.size
 
     def close(self, whole: bool = False) -> None:
         """Unregister what is not lent, and the rest when it is freed; the `whole` at once when UCX itself ends."""
@@ -102,9 +106,14 @@ class Staging:
         return not self._slots
 
     def _registered(self, size: int) -> Slot:
-        pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        pages.madvise(mmap.MADV_HUGEPAGE)
-        pages.madvise(mmap.MADV_DONTFORK)  # a copy on write would part them from what a device knows
+        try:
+            pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE)
+            pages.madvise(mmap.MADV_DONTFORK)  # a copy on write would part them from what a device knows
+        except OSError as error:
+            raise UcxError(f"no memory for chunks: {error.strerror}") from None
+        if size >= HUGE_BYTES:
+            with suppress(OSError):  # a kernel may have no huge pages
+                pages.madvise(mmap.MADV_HUGEPAGE)
         memory = self._context.library.ffi.from_buffer(pages, require_writable=True)
         slot = Slot(size, memory, self._context.map(memory, size))
         self._slots.add(slot)

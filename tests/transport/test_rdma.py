@@ -273,6 +273,29 @@ def test_closed_links_leave_nothing(transports):
     run(main)
 
 
+@pytest.mark.parametrize("refused", ["receive", "send"])
+def test_what_ucx_refuses_leaves_nothing(refused, monkeypatch):
+    async def main():
+        async with fabric_of("tcp", Staged) as near_kit, fabric_of("tcp") as far_kit:
+            async with linked(near_kit, far_kit) as (near, far):
+                fabric, _ = {"receive": far_kit, "send": near_kit}[refused]
+
+                def fail(*_):
+                    raise ucx.UcxError(f"{refused}: the peer is gone")
+
+                monkeypatch.setattr(fabric.context, refused, fail)
+                await near.send(bulk(8 * MIB))
+                with pytest.raises(LinkLost):
+                    await far.receive()
+                await near.aclose()
+            for fabric, _ in (near_kit, far_kit):
+                await until(lambda fabric=fabric: not fabric.under_way)
+                fabric.sweep()
+                assert fabric.registered == 0
+
+    run(main)
+
+
 def test_a_lane_that_breaks_takes_its_link_along():
     async def main():
         async with fabric_of("tcp") as near_kit, fabric_of("tcp") as far_kit:
