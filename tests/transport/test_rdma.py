@@ -77,6 +77,13 @@ async def until(condition: Callable[[], bool]) -> None:
         await trio.sleep(0.005)
 
 
+async def nothing_is_left(*fabrics: UcxFabric) -> None:
+    for fabric in fabrics:
+        await until(lambda fabric=fabric: not fabric.under_way)
+        fabric.sweep()
+        assert fabric.registered == 0
+
+
 # --------------------------------------------------------------------------------- a peer in a process of its own
 
 PEER = """
@@ -265,10 +272,7 @@ def test_closed_links_leave_nothing(transports):
                 async with linked(near_kit, far_kit) as (near, far):
                     await near.send(bulk(8 * MIB))
                     await far.receive()
-            for fabric, _ in (near_kit, far_kit):
-                await until(lambda fabric=fabric: not fabric.under_way)
-                fabric.sweep()
-                assert fabric.registered == 0
+            await nothing_is_left(near_kit[0], far_kit[0])
 
     run(main)
 
@@ -288,10 +292,7 @@ def test_what_ucx_refuses_leaves_nothing(refused, monkeypatch):
                 with pytest.raises(LinkLost):
                     await far.receive()
                 await near.aclose()
-            for fabric, _ in (near_kit, far_kit):
-                await until(lambda fabric=fabric: not fabric.under_way)
-                fabric.sweep()
-                assert fabric.registered == 0
+            await nothing_is_left(near_kit[0], far_kit[0])
 
     run(main)
 
