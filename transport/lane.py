@@ -15,6 +15,7 @@ PATIENCE_S = 10.0  # without anything coming through, as TCP's user timeout
 KEPT = 12
 """Chunks that are read where they lie: as many as a rank of a ring has at a time (benchmarks/allreduce.py). Later ones
 of a long message, whose receiver keeps all until the last has come, are copied: so the memory of a lane is bounded."""
+UNDER_WAY = 4  # the largest chunks in one direction: some move while others are copied or checked; a ring's window
 SLOWEST_RATE = 16 << 20  # bytes a second that it moves at the very least
 
 

@@ -26,9 +26,9 @@ import trio
 
 from peerd.messages import Chunk
 from peerd.transport import ucx, wire
-from peerd.transport.lane import LaneRefused, patience_s
+from peerd.transport.lane import UNDER_WAY, LaneRefused, patience_s
 from peerd.transport.link import LinkLost
-from peerd.transport.staging import UNDER_WAY, Slot, Staging
+from peerd.transport.staging import Slot, Staging
 
 WINDOW_BYTES = UNDER_WAY * wire.MAX_CHUNK  # in one direction of a lane
 TURN_S = 0.004  # of moving before other tasks get a turn

@@ -33,13 +33,13 @@ import trio
 from peerd import sealed_file
 from peerd.messages import Chunk
 from peerd.transport import wire
-from peerd.transport.lane import KEPT, LaneRefused, patience_s
+from peerd.transport.lane import KEPT, UNDER_WAY, LaneRefused, patience_s
 from peerd.transport.link import LinkLost
 from peerd.transport.tcp import cause
 
 SLOT_BYTES = wire.MAX_CHUNK
-SLOTS = KEPT + 4  # 64 MiB a direction at most; for what is unread there are always some
-UNREAD_BYTES = 16 << 20  # that lie in the memory and were not taken yet: a ring's window
+SLOTS = KEPT + UNDER_WAY  # 64 MiB a direction at most; for what is unread there are always some
+UNREAD_BYTES = UNDER_WAY * SLOT_BYTES  # that lie in the memory and were not taken yet
 LOOK_LEAST_S, LOOK_MOST_S = 0.0002, 0.005  # between two looks whether there is room again: as long as a chunk takes
 
 _NUMBER, _TAKEN, _ORDER = 0, 1, 8  # words of the head: whose memory, chunks taken, then the slots of chunks in order

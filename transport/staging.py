@@ -21,10 +21,9 @@ from typing import Any
 import numpy as np
 
 from peerd.transport import wire
-from peerd.transport.lane import KEPT
+from peerd.transport.lane import KEPT, UNDER_WAY
 from peerd.transport.ucx import Context, UcxError
 
-UNDER_WAY = 4  # the largest chunks in one direction: some move while others are copied or checked
 SPARE_BYTES = (KEPT + 2 * UNDER_WAY) * wire.MAX_CHUNK  # as much as is read and on its way at a time
 LEAST_BYTES = 64 << 10
 HUGE_BYTES = 2 << 20
