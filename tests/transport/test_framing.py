@@ -102,16 +102,19 @@ def test_a_flipped_bit_never_gets_through(bit):
     assert found in ([], [BULK])
 
 
-@given(st.integers(0, 200_000 * 8 - 1))
+FOLDED_AND_MORE = 2 * framing.FOLD_BYTES + 10_000
+
+
+@given(st.integers(0, FOLDED_AND_MORE * 8 - 1))
 def test_the_folded_checksum_sees_every_bit(bit):
-    payload = bytearray(200_000)
+    payload = bytearray(FOLDED_AND_MORE)
     before = framing.payload_checksum(payload)
     payload[bit // 8] ^= 1 << bit % 8
     assert framing.payload_checksum(payload) != before
 
 
 def test_the_folded_checksum_sees_blocks_that_moved():
-    blocks = np.random.default_rng(1).integers(0, 256, (3, 65536), dtype=np.uint8)
+    blocks = np.random.default_rng(1).integers(0, 256, (3, framing.FOLD_BYTES), dtype=np.uint8)
     assert framing.payload_checksum(blocks.ravel().data) != framing.payload_checksum(blocks[[1, 0, 2]].ravel().data)
 
 
