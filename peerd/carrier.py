@@ -29,6 +29,7 @@ def fabrics_for(settings: Settings) -> list[Fabric]:
 def _rdma(settings: Settings) -> UcxFabric | None:
     try:
         fabric = _fabric(settings)
+        found = fabric.context.resources()
     except ucx.UcxError as error:
         if settings.transport == "rdma":
             raise UserError(
@@ -36,7 +37,7 @@ def _rdma(settings: Settings) -> UcxFabric | None:
             ) from None
         LOGGER.info("bulk travels over tcp: %s", error)
         return None
-    LOGGER.info("bulk travels over %s where the peer can: %s", fabric.library, ", ".join(fabric.context.resources()))
+    LOGGER.info("bulk travels over %s where the peer can: %s", fabric.library, ", ".join(found))
     return fabric
 
 

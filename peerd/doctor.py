@@ -6,9 +6,9 @@ Each check looks at one thing and returns findings: `ok`, a `note` that harms no
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import platform
-import resource
 import shutil
 import socket
 import time
@@ -19,17 +19,18 @@ from pathlib import Path
 import trio
 
 from peerd import __version__
+from peerd.carrier import RDMA_ONLY
 from peerd.effects import Address, PeerError, UserError
 from peerd.local_socket import running_nodes
 from peerd.settings import Settings
 from peerd.transport import speed, ucx
 from peerd.transport.link import LinkLost, shown
+from peerd.transport.staging import SPARE_BYTES
 from peerd.transport.tcp import TcpTransport, cause
 
 CONNECT_S = 3.0
 CONNECTS = 5  # the fastest is shown
 MTU_LEAST = 1428  # a datagram of 1400 bytes, with its headers
-MEMLOCK_LEAST = 1 << 30  # registered memory is locked
 NETWORK = Path("/sys/class/net")
 INFINIBAND = Path("/sys/class/infiniband")
 VERBS = Path("/dev/infiniband")
@@ -52,7 +53,7 @@ def examine(settings: Settings) -> list[Finding]:
     findings = [*_software(), *_gpu(), *_port(host, port), *_network(host), *_clock()]
     for peer in settings.seeds:
         findings += _peer(peer)
-    return [*findings, *_rdma(settings.transport)]
+    return [*findings, *_rdma(settings)]
 
 
 # ----------------------------------------------------------------------------------------------------- this machine
@@ -159,7 +160,9 @@ def _speed(peer: Address) -> Finding:
 # -------------------------------------------------------------------------------------------------------------- RDMA
 
 
-def _rdma(transport: str) -> Iterator[Finding]:
+def _rdma(settings: Settings) -> Iterator[Finding]:
+    # what lacks for RDMA harms only those who cannot do without
+    bad = "fail" if settings.transport == "rdma" and not settings.rdma_allow_fallback else "note"
     try:
         library = ucx.load()
         found = ucx.resources(library)
@@ -167,15 +170,17 @@ def _rdma(transport: str) -> Iterator[Finding]:
         cure = (
             f"the system's UCX (libucx0, ucx), pip install 'peerd[rdma]', or {ucx.LIBRARY_VARIABLE}=/path/libucp.so.0"
         )
-        yield Finding("ucx", _bad(transport), str(error), cure)
+        yield Finding("ucx", bad, str(error), cure)
         return
     yield Finding("ucx", "ok", str(library))
     yield Finding("ucx", "ok", f"finds {', '.join(found) or 'nothing'}")
     if ucx.is_rdma(found):
         yield Finding("rdma", "ok", "usable: --transport rdma or auto")
-        yield from _locked_memory(transport)
+        if why_not := _registers(library, 2 * settings.view * SPARE_BYTES):
+            cure = "ulimit -l unlimited, LimitMEMLOCK=infinity in a unit, --ulimit memlock=-1 for a container"
+            yield Finding("rdma", bad, why_not, cure)
     else:
-        yield Finding("rdma", _bad(transport), *_why_no_rdma(library))
+        yield Finding("rdma", bad, *_why_no_rdma(library))
 
 
 def _why_no_rdma(library: ucx.Library) -> tuple[str, str]:
@@ -197,18 +202,18 @@ def _why_no_rdma(library: ucx.Library) -> tuple[str, str]:
     return f"not usable: {library} makes nothing of {', '.join(devices)}", "its InfiniBand module (ucx-ib), and UCX_TLS"
 
 
-def _locked_memory(transport: str) -> Iterator[Finding]:
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    if limit == resource.RLIM_INFINITY or limit >= MEMLOCK_LEAST:
-        yield Finding("rdma", "ok", "enough memory may be locked")
-    else:
-        cure = "ulimit -l unlimited, LimitMEMLOCK=infinity in a unit, --ulimit memlock=-1 for a container"
-        yield Finding("rdma", _bad(transport), f"only {limit} bytes may be locked", cure)
-
-
-def _bad(transport: str) -> str:
-    """What lacks for RDMA harms only those who asked for it."""
-    return "fail" if transport == "rdma" else "note"
+def _registers(library: ucx.Library, size: int) -> str:
+    """Why as much memory as the links may need cannot be registered, which locks it; "" when it can."""
+    try:
+        context = ucx.Context(library, RDMA_ONLY)
+        try:
+            pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE)
+            context.unmap(context.map(library.ffi.from_buffer(pages), size))
+        finally:
+            context.close()
+    except (ucx.UcxError, OSError) as error:
+        return f"{size >> 20} MiB, what its links may need, cannot be registered: {error}"
+    return ""
 
 
 def _resolved(host: str) -> str | None:

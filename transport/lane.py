@@ -29,6 +29,7 @@ class BulkLane(Protocol):
     name: str  # of the carrier, as people are shown it
     checked: bool  # whether chunks need a checksum: not what is never on a line
     on_close: Callable[[LinkLost], None]  # told why
+    lost: LinkLost | None  # why it was closed
 
     @property
     def ready(self) -> bool:
@@ -66,7 +67,7 @@ class Fabric(Protocol):
     """What a node has that is faster than a stream to some of its peers."""
 
     version: str  # its kind and number, then perhaps a place; two that differ do not understand each other
-    ended: str  # why it carries nothing any more; "" while it does
+    refuses: str  # why there are no more lanes; "" while there are
     outside: str  # why there is no lane to an address that it does not trust, in words with a {} for it; "": no matter
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:

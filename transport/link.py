@@ -25,7 +25,7 @@ class LinkLost(Exception):
 class Link(Protocol):
     """One reliable two-way channel of messages to one peer.
 
-    Order: what is sent in one lane arrives in the order of the `send` calls. There are two lanes. Handshake and
+    Order: what is sent in one queue arrives in the order of the `send` calls. There are two. Handshake and
     membership messages (`wire.is_urgent`) overtake all the others, between two frames; everything else, bulk or not,
     stays in order, because a mode's messages mean something only in order.
     """
@@ -40,7 +40,7 @@ class Link(Protocol):
         """What bulk that is sent from now on travels over."""
 
     async def send(self, message: Message) -> None:
-        """Queue `message`, waiting while its lane is full: one bulk message or 64 messages wait in a lane.
+        """Queue `message`, waiting while its queue is full: of one bulk message or 64 messages.
 
         Chunks are not copied: they must not change until they are sent, or the peer sees other values.
         Raises LinkLost once the connection is gone. Returning means queued, not delivered. Safe to cancel: then the

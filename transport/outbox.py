@@ -1,4 +1,4 @@
-"""What waits to be sent on one link: two bounded lanes, of which one overtakes the other between two frames."""
+"""What waits to be sent on one link: two bounded queues, of which one overtakes the other between two frames."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from peerd.messages import Chunk, Chunks, Message
 from peerd.transport import framing, wire
 from peerd.transport.link import LinkLost
 
-LANE_MESSAGES = 64
-LANE_BULK = 1  # bulk messages waiting behind the one being sent
+QUEUE_MESSAGES = 64
+QUEUE_BULK = 1  # bulk messages waiting behind the one being sent
 BATCH_BYTES = 1 << 20  # frames are gathered for one write up to this: an urgent message waits for little more
 BATCH_PIECES = 62  # a frame has two pieces at most, and one call takes 64 (IOV_MAX is 1024; more gains nothing)
 
@@ -30,7 +30,7 @@ class Beside:
 Piece = Chunk | Beside
 
 
-class _Lane:
+class _Queue:
     """Encoded messages in the order of their `send` calls."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class _Lane:
         self.room = trio.lowlevel.ParkingLot()
 
     def full(self, bulk: bool) -> bool:
-        return len(self.messages) >= LANE_MESSAGES or (bulk and self.bulk >= LANE_BULK)
+        return len(self.messages) >= QUEUE_MESSAGES or (bulk and self.bulk >= QUEUE_BULK)
 
 
 class Outbox:
@@ -49,7 +49,7 @@ class Outbox:
     def __init__(self) -> None:
         self.beside = False  # whether large chunks of what is put from now on travel beside the stream
         self.beside_checked = True  # whether they have checksums there
-        self._urgent, self._ordered = _Lane(), _Lane()
+        self._urgent, self._ordered = _Queue(), _Queue()
         self._is_beside = False  # the bulk message being sent
         self._chunks: Iterator[Chunk] = iter(())  # what is left of the bulk message being sent
         self._lost: LinkLost | None = None
@@ -61,14 +61,14 @@ class Outbox:
         """Queue a message, waiting for room; raises LinkLost once closed."""
         header, chunks = wire.encode(message)
         bulk = wire.is_bulk(message.KIND)
-        lane = self._urgent if wire.is_urgent(message.KIND) else self._ordered
-        if not lane.turn.locked() and not lane.full(bulk):
-            self._append(lane, message.KIND, header, chunks, bulk)
+        queue = self._urgent if wire.is_urgent(message.KIND) else self._ordered
+        if not queue.turn.locked() and not queue.full(bulk):
+            self._append(queue, message.KIND, header, chunks, bulk)
             return
-        async with lane.turn:
-            while self._lost is None and lane.full(bulk):
-                await lane.room.park()
-            self._append(lane, message.KIND, header, chunks, bulk)
+        async with queue.turn:
+            while self._lost is None and queue.full(bulk):
+                await queue.room.park()
+            self._append(queue, message.KIND, header, chunks, bulk)
 
     async def take(self) -> list[Piece]:
         """Return the pieces of the next frames, waiting for some; empty once closed. For the sender task only."""
@@ -90,18 +90,18 @@ class Outbox:
         """Drop what waits; whoever waits is told `lost`. The first call decides the text."""
         self._lost = self._lost or lost
         self._chunks = iter(())
-        for lane in (self._urgent, self._ordered):
-            lane.messages.clear()
-            lane.room.unpark_all()
+        for queue in (self._urgent, self._ordered):
+            queue.messages.clear()
+            queue.room.unpark_all()
         self._work.unpark_all()
         self._flushed.unpark_all()
 
-    def _append(self, lane: _Lane, kind: int, header: bytes, chunks: Chunks, bulk: bool) -> None:
+    def _append(self, queue: _Queue, kind: int, header: bytes, chunks: Chunks, bulk: bool) -> None:
         if self._lost is not None:
             raise LinkLost(*self._lost.args)
         beside = self.beside and any(len(chunk) >= framing.BESIDE_LEAST for chunk in chunks)
-        lane.messages.append((framing.head_frame(kind, header, beside), chunks, bulk, beside))
-        lane.bulk += bulk
+        queue.messages.append((framing.head_frame(kind, header, beside), chunks, bulk, beside))
+        queue.bulk += bulk
         self._idle = False
         self._work.unpark_all()
 
@@ -130,8 +130,8 @@ class Outbox:
             return (head,)
         return ()
 
-    def _pop(self, lane: _Lane) -> tuple[bytes, Chunks, bool, bool]:
-        message = lane.messages.popleft()
-        lane.bulk -= message[2]
-        lane.room.unpark_all()
+    def _pop(self, queue: _Queue) -> tuple[bytes, Chunks, bool, bool]:
+        message = queue.messages.popleft()
+        queue.bulk -= message[2]
+        queue.room.unpark_all()
         return message

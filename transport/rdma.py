@@ -44,7 +44,7 @@ class _Operation:
     """Something that UCX has under way."""
 
     request: Any  # None: it ended as it was posted
-    lane: _Lane
+    lane: UcxLane
     slot: Slot | None  # to be freed in the end
     memory: Any  # where it reads or writes, kept alive
     size: int
@@ -58,7 +58,7 @@ class UcxFabric:
     outside = "{} is in none of rdma_subnets"
 
     def __init__(
-        self, library: ucx.Library, transports: str = "", without_rdma: bool = False, subnets: Iterable[str] = ()
+        self, library: ucx.Library, transports: str, without_rdma: bool = False, subnets: Iterable[str] = ()
     ) -> None:
         """`transports` as in UCX_TLS; a lane that is not RDMA is refused, unless `without_rdma`.
 
@@ -67,16 +67,16 @@ class UcxFabric:
         self._subnets = [ipaddress.ip_network(subnet) for subnet in subnets]
         self.library = library
         self.version = f"UCX {library.version[0]}.{library.version[1]}"
-        self.registered = 0  # slots, of all lanes
         self.without_rdma = without_rdma
         self.context = ucx.Context(library, transports)
         self._address = self.context.address()
-        self._lanes: set[_Lane] = set()
+        self._token = trio.lowlevel.current_trio_token()
+        self._lanes: set[UcxLane] = set()
         self._pending: dict[_Operation, None] = {}  # in order
         self._closing: list[Any] = []  # requests of endpoints that end
         self._wait: trio.CancelScope | None = None
         self._posted = False
-        self.ended = ""  # why
+        self.refuses = ""
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Move UCX until cancelled or it fails, then end it; links that come after are not upgraded."""
@@ -95,7 +95,7 @@ class UcxFabric:
                     await trio.lowlevel.wait_readable(self.context.event_fd)
                 self._wait = None
         except ucx.UcxError as error:
-            self.ended = f"UCX failed here: {error}"
+            self.refuses = f"UCX failed here: {error}"
         finally:
             self._end()
 
@@ -106,10 +106,6 @@ class UcxFabric:
         while idle < IDLE_CALLS and perf_counter() < until:
             idle = 0 if self.context.progress() else idle + 1
         return not idle
-
-    def stages(self, ways: list[str]) -> bool:
-        """Whether chunks are copied on their way out: over RDMA a peer gets a key to where they lie."""
-        return ucx.is_rdma(ways)
 
     def trusts(self, host: str) -> bool:
         """See `Fabric.trusts`."""
@@ -122,26 +118,24 @@ class UcxFabric:
         """See `Fabric.reserved`."""
         yield secrets.randbits(64 - TAG_BITS), self._address
 
-    def open(self, remote: str, here: int, there: int, address: bytes) -> _Lane:
+    def open(self, remote: str, here: int, there: int, address: bytes) -> UcxLane:
         """See `Fabric.open`."""
         if not 0 <= there < 1 << 64 - TAG_BITS:
             raise LaneRefused("no lane has such a number")
-        if self.ended:
-            raise LaneRefused(self.ended)
+        if self.refuses:
+            raise LaneRefused(self.refuses)
         try:
             endpoint, guarded = self._connected(address)
+            try:
+                ways = self._ways(endpoint)
+            except ucx.UcxError:
+                self.disconnect(endpoint, guarded)
+                raise
+            lane = UcxLane(self, ways, remote, endpoint, guarded, here, there)
+            self._lanes.add(lane)
+            lane.try_out()
         except ucx.UcxError as error:
             raise LaneRefused(str(error)) from None
-        ways = self.context.lanes(endpoint)
-        if not (ucx.is_rdma(ways) or self.without_rdma):
-            self.disconnect(endpoint, guarded)
-            raise LaneRefused(f"UCX would take {', '.join(ways)}, which is no RDMA")
-        lane = _Lane(
-            self, f"{'rdma' if ucx.is_rdma(ways) else 'ucx'} {ways[0]}", remote, endpoint, guarded, here, there
-        )
-        self._lanes.add(lane)
-        lane.staged = self.stages(ways)
-        lane.try_out()
         return lane
 
     def _connected(self, address: bytes) -> tuple[Any, bool]:
@@ -151,6 +145,12 @@ class UcxFabric:
             if not self.without_rdma:
                 raise
         return self.context.connect(address, guarded=False), False
+
+    def _ways(self, endpoint: Any) -> list[str]:
+        ways = self.context.lanes(endpoint)
+        if not ways or not (ucx.is_rdma(ways) or self.without_rdma):
+            raise ucx.UcxError(f"UCX would take {', '.join(ways) or 'nothing known'}, which is no RDMA")
+        return ways
 
     # ------------------------------------------------------------------------------------------------ operations
 
@@ -170,17 +170,12 @@ class UcxFabric:
         if self._wait is not None:
             self._wait.cancel()
 
-    @property
-    def under_way(self) -> int:
-        """How many operations have not ended."""
-        return len(self._pending)
+    def wake_from_any_thread(self) -> None:
+        """Have `run` look again soon."""
+        with suppress(trio.RunFinishedError):
+            self._token.run_sync_soon(self.wake, idempotent=True)
 
-    def count_registered(self, slots: int) -> None:
-        """Count registered slots."""
-        self.registered += slots
-
-    def sweep(self) -> None:
-        """Take note of the memory that was freed, of closed lanes too."""
+    def _sweep(self) -> None:
         for lane in list(self._lanes):
             lane.staging.sweep()
             if lane.over:
@@ -200,7 +195,7 @@ class UcxFabric:
         for request in [request for request in self._closing if self.context.status(request) != ucx.IN_PROGRESS]:
             self._closing.remove(request)
             self.context.free(request)
-        self.sweep()
+        self._sweep()
 
     def _end_overdue(self, now: float) -> None:
         for lane in [lane for lane in self._lanes if lane.deadline <= now]:
@@ -215,7 +210,7 @@ class UcxFabric:
         self.wake()
 
     def _end(self) -> None:
-        self.ended = self.ended or "this node is ending"
+        self.refuses = self.refuses or "this node is ending"
         for lane in list(self._lanes):
             lane.close(LinkLost(f"{lane.remote}: closed here"))
         deadline = trio.current_time() + END_S
@@ -227,23 +222,24 @@ class UcxFabric:
         self.context.close()
 
 
-class _Lane:
+class UcxLane:
     """A `BulkLane` over UCX."""
 
     checked = True
 
     def __init__(
-        self, fabric: UcxFabric, name: str, remote: str, endpoint: Any, guarded: bool, here: int, there: int
+        self, fabric: UcxFabric, ways: list[str], remote: str, endpoint: Any, guarded: bool, here: int, there: int
     ) -> None:
-        self.name = name
+        rdma = ucx.is_rdma(ways)
+        self.name = f"{'rdma' if rdma else 'ucx'} {ways[0]}"
         self.remote = remote
         self.on_close: Callable[[LinkLost], None] = lambda _: None
-        self.staging = Staging(fabric.context, fabric.count_registered)
-        self.staged = True
+        self.staging = Staging(fabric.context, fabric.wake_from_any_thread)
+        self.staged = rdma  # chunks are copied on their way out: over RDMA a peer gets a key to where they lie
         self._fabric, self._context = fabric, fabric.context
         self._endpoint, self._guarded = endpoint, guarded
         self._here, self._there = here << TAG_BITS, there << TAG_BITS
-        self._lost: LinkLost | None = None
+        self.lost: LinkLost | None = None
         self._trials = 2  # that have not ended: one out, one in
         self._moved = trio.lowlevel.ParkingLot()
         self._sending: deque[_Operation] = deque()
@@ -254,17 +250,17 @@ class _Lane:
         self._heard = trio.current_time()  # when a send has last ended, or the first of some begun
 
     def __repr__(self) -> str:
-        return f"<_Lane {self.name} to {self.remote} [{len(self._sending)} out, {len(self._receiving)} in]>"
+        return f"<UcxLane {self.name} to {self.remote} [{len(self._sending)} out, {len(self._receiving)} in]>"
 
     @property
     def over(self) -> bool:
         """Whether nothing is left of it."""
-        return self._lost is not None and not self._under_way and self.staging.empty
+        return self.lost is not None and not self._under_way and not self.staging.slots
 
     @property
     def deadline(self) -> float:
         """When the peer has stood still for too long."""
-        if self._lost is not None or not self._sending:
+        if self.lost is not None or not self._sending:
             return float("inf")
         return self._heard + patience_s(_bytes(self._sending))
 
@@ -273,7 +269,7 @@ class _Lane:
     @property
     def ready(self) -> bool:
         """See `BulkLane.ready`."""
-        return self._lost is not None or bool(self._receiving and self._receiving[0].ended)
+        return self.lost is not None or bool(self._receiving and self._receiving[0].ended)
 
     def goes_ahead(self, size: int) -> bool:
         """See `BulkLane.goes_ahead`: it waits at the sender until a receive is posted."""
@@ -300,7 +296,7 @@ class _Lane:
         return chunk
 
     def _post_receives(self) -> None:
-        while self._lost is None and self._expected:
+        while self.lost is None and self._expected:
             if self._receiving and _bytes(self._receiving) + self._expected[0] > WINDOW_BYTES:
                 return
             with self._losing():
@@ -308,7 +304,7 @@ class _Lane:
                 self._received = (self._received + 1) % _TRIAL
 
     def _receive(self, size: int, count: int, queue: deque[_Operation] | None) -> None:
-        slot = self.staging.lend(size)
+        slot = self._lend(size)
         with self._freeing(slot):
             request = self._context.receive(slot.memory, size, self._here | count)
         self._watch(_Operation(request, self, slot, slot.memory, size, queue))
@@ -317,7 +313,7 @@ class _Lane:
 
     async def send(self, chunk: Chunk) -> None:
         """See `BulkLane.send`."""
-        while self._lost is None and not self.goes_ahead(len(chunk)):
+        while self.lost is None and not self.goes_ahead(len(chunk)):
             await self._moved.park()
         self._check_open()
         with self._losing():
@@ -329,14 +325,14 @@ class _Lane:
 
     async def drained(self) -> None:
         """See `BulkLane.drained`."""
-        while self._lost is None and self._sending:
+        while self.lost is None and self._sending:
             await self._moved.park()
 
     def _send(self, chunk: Chunk, count: int, queue: deque[_Operation] | None) -> None:
         ffi, size, slot = self._context.library.ffi, len(chunk), None
         memory = ffi.from_buffer(chunk)
         if self.staged:
-            slot = self.staging.lend(size)
+            slot = self._lend(size)
             # numpy copies without the GIL, so that the maths in other threads goes on
             np.copyto(np.frombuffer(ffi.buffer(slot.memory, size), np.uint8), np.frombuffer(chunk, np.uint8))
             memory = slot.memory
@@ -347,22 +343,25 @@ class _Lane:
     # ------------------------------------------------------------------------------------------------------ its life
 
     def try_out(self) -> None:
-        """Send something and expect something."""
-        with self._losing():
+        """Send something and expect something. Raises UcxError, and is closed then."""
+        try:
             self._receive(TRIAL_BYTES, _TRIAL, None)
             self._send(bytes(TRIAL_BYTES), _TRIAL, None)
+        except ucx.UcxError as error:
+            self.close(LinkLost(str(error)))
+            raise
 
     async def tried(self) -> None:
         """See `BulkLane.tried`."""
-        while self._lost is None and self._trials:
+        while self.lost is None and self._trials:
             await self._moved.park()
         self._check_open()
 
     def close(self, lost: LinkLost) -> None:
         """See `BulkLane.close`."""
-        if self._lost is not None:
+        if self.lost is not None:
             return
-        self._lost = lost
+        self.lost = lost
         for operation in self._receiving:
             if operation.ended and operation.slot is not None:
                 self.staging.free(operation.slot)
@@ -379,7 +378,7 @@ class _Lane:
     def on_ended(self, operation: _Operation, status: int) -> None:
         """Take note that UCX has ended an operation, so that its memory may be used again."""
         self._under_way.remove(operation)
-        kept = operation.queue is self._receiving and self._lost is None and status == ucx.OK
+        kept = operation.queue is self._receiving and self.lost is None and status == ucx.OK
         if operation.slot is not None and not kept:
             self.staging.free(operation.slot)
         if status != ucx.OK:
@@ -388,7 +387,7 @@ class _Lane:
             )
         elif operation.queue is None:
             self._trials -= 1
-        elif operation.queue is self._sending and self._lost is None:
+        elif operation.queue is self._sending and self.lost is None:
             self._sending.remove(operation)
             self._heard = trio.current_time()
         self._moved.unpark_all()
@@ -400,8 +399,15 @@ class _Lane:
         self._fabric.post(operation)
 
     def _check_open(self) -> None:
-        if self._lost is not None:
-            raise LinkLost(*self._lost.args)
+        if self.lost is not None:
+            raise LinkLost(*self.lost.args)
+
+    def _lend(self, size: int) -> Slot:
+        try:
+            return self.staging.lend(size)
+        except ucx.UcxError as error:  # a trial is smaller: without this there would be a lane again, to break as soon
+            self._fabric.refuses = str(error)
+            raise
 
     @contextmanager
     def _freeing(self, slot: Slot | None) -> Iterator[None]:

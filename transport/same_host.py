@@ -163,7 +163,7 @@ def _freeing(
 class SameHost:
     """The `Fabric` of nodes that run on one host."""
 
-    ended = ""
+    refuses = ""
     outside = ""  # nobody expects it with another host
 
     def __init__(self) -> None:
@@ -223,7 +223,7 @@ class SharedLane:
         self._ours = ours
         self._theirs = theirs
         self._expected: deque[int] = deque()
-        self._lost: LinkLost | None = None
+        self.lost: LinkLost | None = None
 
     def __repr__(self) -> str:
         return f"<SharedLane to {self.remote}>"
@@ -267,9 +267,9 @@ class SharedLane:
 
     def close(self, lost: LinkLost) -> None:
         """See `BulkLane.close`."""
-        if self._lost is not None:
+        if self.lost is not None:
             return
-        self._lost = lost
+        self.lost = lost
         self._ours.close()
         on_close, self.on_close = self.on_close, _nothing  # of the link, which has this lane: no cycle keeps the memory
         on_close(lost)
@@ -277,7 +277,7 @@ class SharedLane:
     async def _room(self, size: int) -> None:
         """Look again and again: the receiver wakes nobody. One that takes nothing is given up."""
         look_s, taken, since = LOOK_LEAST_S, self._ours.taken, trio.current_time()
-        while self._lost is None and not self._ours.has_room(size):
+        while self.lost is None and not self._ours.has_room(size):
             await trio.sleep(look_s)
             look_s = min(2 * look_s, LOOK_MOST_S)
             if self._ours.taken != taken:
@@ -286,8 +286,8 @@ class SharedLane:
                 self.close(LinkLost(f"{self.remote}: closed, it takes nothing in over {self.name}"))
 
     def _check_open(self) -> None:
-        if self._lost is not None:
-            raise LinkLost(*self._lost.args)
+        if self.lost is not None:
+            raise LinkLost(*self.lost.args)
 
 
 def _nothing(_: LinkLost) -> None:

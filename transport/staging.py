@@ -41,10 +41,10 @@ class Slot:
 class Staging:
     """The pages of one connection."""
 
-    def __init__(self, context: Context, count: Callable[[int], None]) -> None:
-        """`count` is told of each slot that is registered (+1) or unregistered (-1)."""
+    def __init__(self, context: Context, wake: Callable[[], None]) -> None:
+        """`wake`, called in any thread, has `sweep` called for what is freed after the end."""
         self._context = context
-        self._count = count
+        self._wake = wake
         self._slots: set[Slot] = set()
         self._spare: dict[int, list[Slot]] = {}
         self._spare_bytes = 0
@@ -65,6 +65,8 @@ class Staging:
     def free(self, slot: Slot) -> None:
         """Take a slot back; in any thread."""
         self._freed.append(slot)
+        if self._closed:
+            self._wake()
 
     def view(self, slot: Slot, size: int) -> memoryview:
         """Hand on the beginning of a slot, which is freed with the last view of it; a copy when many have views."""
@@ -100,9 +102,9 @@ class Staging:
         self._spare.clear()
 
     @property
-    def empty(self) -> bool:
-        """Whether nothing is registered."""
-        return not self._slots
+    def slots(self) -> int:
+        """How many are registered."""
+        return len(self._slots)
 
     def _registered(self, size: int) -> Slot:
         try:
@@ -116,11 +118,9 @@ class Staging:
         memory = self._context.library.ffi.from_buffer(pages, require_writable=True)
         slot = Slot(size, memory, self._context.map(memory, size))
         self._slots.add(slot)
-        self._count(1)
         return slot
 
     def _unregister(self, slot: Slot) -> None:
         if slot in self._slots:
             self._slots.remove(slot)
             self._context.unmap(slot.mapped)
-            self._count(-1)

@@ -142,6 +142,8 @@ class StreamLink:
         """Let large chunks go over the lane from now on; the link lives no longer than it."""
         assert self._lane is not None, "there is a lane"
         self._lane.on_close = self.drop
+        if self._lane.lost is not None:
+            self.drop(self._lane.lost)
         self._outbox.beside, self._outbox.beside_checked = True, self._lane.checked
 
     @property

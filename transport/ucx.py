@@ -2,8 +2,8 @@
 
 cffi in its ABI mode, so that an install needs no compiler and one binding serves every UCX since 1.13. It costs about
 a microsecond a call, for a few calls a chunk of megabytes. The price of ABI mode is that nobody checks these
-declarations: structs of UCX grow at the end only, and `field_mask` says which fields are read, so each is declared up
-to the last field used here.
+declarations: structs of UCX grow at the end only, and `field_mask` says which fields are read, so each is declared at
+least up to the last field used here.
 
 Which UCX: `PEERD_UCX_LIBRARY` if set, else the system's `libucp.so.0`, else the package's (`peerd[rdma]`). The
 system's comes first because it may know RDMA; the package is built without.
@@ -12,7 +12,6 @@ system's comes first because it may know RDMA; the package is built without.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -82,7 +81,7 @@ _MAP_ADDRESS, _MAP_LENGTH = 1 << 0, 1 << 1
 _OP_FLAGS, _CLOSE_FORCE = 1 << 4, 1 << 0
 _ALL_BITS = (1 << 64) - 1
 
-OK, IN_PROGRESS, BUSY, CANCELLED = 0, 1, -15, -16
+OK, IN_PROGRESS, BUSY = 0, 1, -15
 
 
 class UcxError(Exception):
@@ -126,10 +125,15 @@ def load(environment: Mapping[str, str] = os.environ) -> Library:
             with _environment(_AT_LOAD):
                 calls = ffi.dlopen(path)
         except OSError as error:
-            tried.append(f"{source}: {error}")
+            said = str(error).partition(".  Additionally")[0].removeprefix(f"cannot load library '{path}': ")
+            tried.append(f"{source}: {said}")
             continue
         found = ffi.new("unsigned[3]")
-        calls.ucp_get_version(found, found + 1, found + 2)
+        try:
+            calls.ucp_get_version(found, found + 1, found + 2)
+        except AttributeError:
+            tried.append(f"{source}: {path} is not UCX's libucp.so.0")
+            continue
         library = Library(path, source, (found[0], found[1], found[2]), ffi, calls)
         if library.version[:2] >= API:
             return library
@@ -163,8 +167,8 @@ def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
 class Context:
     """UCX with a choice of its transports, and one worker: what one node needs."""
 
-    def __init__(self, library: Library, transports: str = "") -> None:
-        """`transports` as in UCX_TLS, "" for all that UCX would take; a UCX_TLS that the user set goes before it.
+    def __init__(self, library: Library, transports: str) -> None:
+        """`transports` as in UCX_TLS; a UCX_TLS that the user set goes before it.
 
         Raises UcxError when none of them is here.
         """
@@ -175,11 +179,12 @@ class Context:
         self._param = self._ffi.new("ucp_request_param_t *")
         try:
             # read with the context and, those of a transport, with the worker; ucp_config_modify reaches a few only
-            with _environment({**OPTIONS, **({"UCX_TLS": transports} if transports else {})}):
+            with _environment({**OPTIONS, "UCX_TLS": transports}):
                 self._open()
-        except UcxError:
+        except UcxError as error:
             self.close()
-            raise
+            chosen = os.environ.get("UCX_TLS")
+            raise UcxError(f"{error} with UCX_TLS={chosen}" if chosen else str(error)) from None
         fd = self._ffi.new("int *")
         library.check(self._calls.ucp_worker_get_efd(self._worker, fd), "ucp_worker_get_efd")
         self.event_fd: int = fd[0]
@@ -210,21 +215,24 @@ class Context:
         self._worker = self._context = self._ffi.NULL
 
     def resources(self) -> list[str]:
-        """The transports in use and their devices, as TRANSPORT/DEVICE."""
+        """The transports in use and their devices, as TRANSPORT/DEVICE. Raises UcxError."""
         told = self._told(self._calls.ucp_context_print_info, self._context)
         return [line.split()[-1] for line in told if " resource " in line]
 
     def lanes(self, endpoint: Any) -> list[str]:
-        """What an endpoint goes over, as TRANSPORT/DEVICE."""
+        """What an endpoint goes over, as TRANSPORT/DEVICE. Raises UcxError."""
         told = self._told(self._calls.ucp_ep_print_info, endpoint)
         found = [line.split(":", 2)[2].split()[0] for line in told if " lane[" in line]
         return list(dict.fromkeys(lane.rpartition(".")[0] for lane in found))
 
     def _told(self, call: Any, of: Any) -> list[str]:
-        with tempfile.TemporaryFile("w+") as file:  # UCX tells such things to a C stream only
-            call(of, file)
-            file.seek(0)
-            return file.readlines()
+        try:
+            with os.fdopen(os.memfd_create("ucx"), "w+") as file:  # UCX tells such things to a C stream only
+                call(of, file)
+                file.seek(0)
+                return file.readlines()
+        except OSError as error:
+            raise UcxError(f"what UCX says cannot be read: {error.strerror}") from None
 
     # ------------------------------------------------------------------------------------------------- the worker
 

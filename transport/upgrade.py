@@ -55,8 +55,8 @@ async def ask(link: Upgradable, fabrics: Sequence[Fabric]) -> str:
     """Offer the acceptor lanes until it takes one; return why there is none, or "". Raises LinkLost or PeerError."""
     reasons = []
     for fabric in fabrics:
-        if fabric.ended or not fabric.trusts(link.host):
-            reasons.append(fabric.ended or fabric.outside.format(link.host))
+        if fabric.refuses or not fabric.trusts(link.host):
+            reasons.append(fabric.refuses or fabric.outside.format(link.host))
             continue
         try:
             return await _offer(link, fabric)

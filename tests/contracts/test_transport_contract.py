@@ -108,17 +108,16 @@ class Carrier:
     near: Transport
     far: Transport
     bind: tuple[str, int]
-    kernel_bytes: int  # most that lies between two ends
     upgraded: str = ""  # what the carrier of an upgraded link begins with; "" where there is nothing to upgrade to
 
 
 async def memory(nursery: trio.Nursery) -> Carrier:
     network = MemoryNetwork(nursery)
-    return Carrier(network.transport("a"), network.transport("b"), ("b", 0), MIB)
+    return Carrier(network.transport("a"), network.transport("b"), ("b", 0))
 
 
 async def tcp(nursery: trio.Nursery) -> Carrier:
-    return Carrier(TcpTransport(nursery), TcpTransport(nursery), ("127.0.0.1", 0), 12 * MIB)
+    return Carrier(TcpTransport(nursery), TcpTransport(nursery), ("127.0.0.1", 0))
 
 
 async def over_ucx(nursery: trio.Nursery, transports: str) -> Carrier:
@@ -126,12 +125,12 @@ async def over_ucx(nursery: trio.Nursery, transports: str) -> Carrier:
     for fabric in fabrics:
         await nursery.start(fabric.run)
     near, far = (TcpTransport(nursery, fabric) for fabric in fabrics)
-    return Carrier(near, far, ("127.0.0.1", 0), 12 * MIB, "ucx")
+    return Carrier(near, far, ("127.0.0.1", 0), "ucx")
 
 
 async def shm(nursery: trio.Nursery) -> Carrier:
     near, far = (TcpTransport(nursery, SameHost()) for _ in range(2))
-    return Carrier(near, far, ("127.0.0.1", 0), 18 * MIB, "shm")
+    return Carrier(near, far, ("127.0.0.1", 0), "shm")
 
 
 CARRIERS = {

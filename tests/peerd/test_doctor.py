@@ -14,6 +14,7 @@ from functools import partial
 
 import pytest
 import trio
+from ucx_here import needs_ucx
 
 from peerd import doctor
 from peerd.effects import UserError
@@ -26,10 +27,10 @@ def found(settings: Settings, check: str) -> list[doctor.Finding]:
     return [finding for finding in doctor.examine(settings) if finding.check == check]
 
 
-def test_every_failure_has_a_cure_and_fails_the_whole(monkeypatch):
+def test_every_failure_has_a_cure_and_fails_the_whole():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         taken_port = taken.getsockname()[1]
-        findings = doctor.examine(Settings(bind=f"127.0.0.1:{taken_port}", join=("127.0.0.1:1",), transport="rdma"))
+        findings = doctor.examine(Settings(bind=f"127.0.0.1:{taken_port}", join=("127.0.0.1:1",)))
     failed = {finding.check for finding in findings if finding.state == "fail"}
     assert {"port", "peer"} <= failed
     assert all(finding.cure for finding in findings if finding.state == "fail")
@@ -82,6 +83,8 @@ def test_no_ucx_harms_only_who_wants_rdma(monkeypatch):
     monkeypatch.setattr(ucx, "load", none)
     assert [finding.state for finding in found(Settings(), "ucx")] == ["note"]
     assert [finding.state for finding in found(Settings(transport="rdma"), "ucx")] == ["fail"]
+    goes_on = Settings(transport="rdma", rdma_allow_fallback=True)
+    assert [finding.state for finding in found(goes_on, "ucx")] == ["note"]
 
 
 def library(source: str) -> ucx.Library:
@@ -112,13 +115,20 @@ def test_why_there_is_no_rdma(files, source, said, cure, monkeypatch, tmp_path):
     assert cure in finding.cure
 
 
-def test_rdma_that_works(monkeypatch):
-    monkeypatch.setattr(ucx, "load", lambda: library("system"))
+@needs_ucx
+@pytest.mark.parametrize("locked", [True, False])
+def test_rdma_that_works_if_its_memory_can_be_locked(locked, monkeypatch):
     monkeypatch.setattr(ucx, "resources", lambda _: ["tcp/lo", "rc_mlx5/mlx5_0:1"])
-    monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (65536, 65536))
-    usable, locked = found(Settings(transport="rdma"), "rdma")
+    monkeypatch.setattr(doctor, "RDMA_ONLY", "tcp")
+    if not locked:
+        monkeypatch.setattr(ucx.Context, "map", refuse_to_register)
+    usable, *lacking = found(Settings(transport="rdma"), "rdma")
     assert usable.state == "ok"
-    assert (locked.state, "ulimit" in locked.cure) == ("fail", True)
+    assert [(one.state, "ulimit" in one.cure) for one in lacking] == ([] if locked else [("fail", True)])
+
+
+def refuse_to_register(*_):
+    raise ucx.UcxError("ucp_mem_map: Input/output error")
 
 
 def test_the_verb_speaks_json_and_exits_with_what_it_found():
