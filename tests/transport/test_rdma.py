@@ -375,9 +375,9 @@ def test_a_lane_that_breaks_before_it_is_used_takes_its_link_along(whose, monkey
 
                 monkeypatch.setattr(StreamLink, "widen", broken)
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(lose, far, "broken" if whose == "theirs" else "")
+                    nursery.start_soon(lose, far, "broken" if whose == "theirs" else None)
                     assert await near.upgrade() == ""
-                    await lose(near, "broken" if whose == "ours" else "")
+                    await lose(near, "broken" if whose == "ours" else None)
 
     async def lose(link, why):
         with pytest.raises(LinkLost, match=why):
