@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import shlex
 import signal
 import socket
 from collections.abc import Callable
@@ -380,7 +381,7 @@ async def run(settings: Settings, command: list[str]) -> int:
         address = await daemon.start()
         attach = _attach_hook(daemon, supervisor)
         await nursery.start(serve, path, daemon.verbs(), attach)
-        _announce(settings, address)
+        _announce(settings, address, command)
         nursery.start_soon(_watch_signals, daemon, supervisor, path)
         if supervisor is not None:
             nursery.start_soon(_supervise, daemon, supervisor)
@@ -482,11 +483,13 @@ async def _bind_both(host: str, port: int) -> tuple[UdpDatagrams, int]:
     raise UserError(f"no free port on {host} for both TCP and UDP")
 
 
-def _announce(settings: Settings, address: Address) -> None:
-    where = shown(address)
+def _announce(settings: Settings, address: Address, command: list[str]) -> None:
+    where, local = shown(address), address[0].startswith(LOOPBACK)
     if settings.join:  # whoever joined through this node before it is a member would wait with it, or found a swarm
         LOGGER.info("listening on %s; joining through %s", where, ", ".join(map(shown, settings.seeds)))
     else:
-        LOGGER.info("listening on %s; others join with: peerd start train.py --join %s", where, where)
-    if not address[0].startswith(LOOPBACK):
+        options = ["--join", where] if local else ["--join", where, "--bind", "THEIR_ADDRESS"]
+        words = [*command, *options] if len(command) <= 1 else [*options, "--", *command]
+        LOGGER.info("listening on %s; others join with: peerd start %s", where, shlex.join(words))
+    if not local:
         LOGGER.warning("connections are neither encrypted nor authenticated yet: use a network that you trust")

@@ -58,8 +58,8 @@ class Fixed(NamedTuple):
 def payload_checksum(payload: Chunk, checksum: int = 0) -> int:
     """Continue a CRC-32 over `payload`, whose full blocks of 256 KiB are first folded to 4 KiB.
 
-    Folding adds 64 rows of 512 words: any error within 4 KiB shows in the sums. 4 MiB take 0.20 ms, of which 0.15 are
-    the reading of it; 0.29 in blocks of 64 KiB, and 1.2 with plain crc32.
+    Folding adds 64 rows of 512 words: any error within 4 KiB shows in the sums, rows that change places do not. 4 MiB
+    take 0.20 ms, of which 0.15 are the reading of it; 0.29 in blocks of 64 KiB, and 1.2 with plain crc32.
     """
     folded = len(payload) // FOLD_BYTES * FOLD_BYTES
     if folded:

@@ -43,7 +43,7 @@ def test_the_life_of_a_swarm(machine: Machine) -> None:
     a, b, c = machine.three(script)
     for node in (a, b, c):
         node.sees(a="alive", b="alive", c="alive")
-    assert f"listening on {a.address}; others join with: peerd start train.py --join {a.address}\n" in a.log
+    assert f"listening on {a.address}; others join with: peerd start {script} --join {a.address}\n" in a.log
     shown = machine.peerd("members", "--name", "b")
     assert shown.returncode == 0
     assert [line.split()[0] for line in shown.stdout.splitlines()] == ["NAME", "a", "b", "c"]
