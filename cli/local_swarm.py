@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,10 +15,11 @@ from typing import Any
 
 from peerd.effects import UserError
 from peerd.local_socket import request
-from peerd.supervisor import die_with_parent
+from peerd.supervisor import OUTPUT_ABOVE, die_with_parent
 
 START_S = 60.0  # a cold Python import on a busy machine; a daemon that dies is noticed at once
 END_S = 30.0
+_LOGGED = re.compile(r"\d\d:\d\d:\d\d |peerd: ")  # how a line of ours begins
 
 
 class LocalSwarm:
@@ -79,9 +81,10 @@ class LocalSwarm:
         return {name: code for name, code in codes.items() if code is not None}
 
     def last_words(self, name: str) -> str:
-        """The last line of a node's log."""
-        lines = self._log(name).read_text(errors="replace").strip().splitlines()
-        return lines[-1].removeprefix("peerd: ") if lines else "it said nothing"
+        """The last line of a node's log, with that of its script where it refers to it."""
+        lines = self._log(name).read_text(errors="replace").strip().splitlines() or ["it said nothing"]
+        scripts = [line for line in lines[:-1] if not _LOGGED.match(line)] or [OUTPUT_ABOVE]
+        return lines[-1].removeprefix("peerd: ").replace(OUTPUT_ABOVE, scripts[-1].removeprefix("error: "))
 
     @property
     def folder(self) -> Path:

@@ -22,6 +22,7 @@ CRASH_WINDOW_S = 600.0
 BACKOFF_MAX_S = 60.0
 TERMINATE_GRACE_S = 5.0
 OOM_SCORE = "500"  # when memory runs out the kernel takes the trainer, not the daemon
+OUTPUT_ABOVE = "its own output above says why"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -46,7 +47,7 @@ class Supervisor:
                 return
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
             if not self.attached:
-                raise UserError(f"{self.name} {how} before it called peerd.attach; its own output above says why")
+                raise UserError(f"{self.name} {how} before it called peerd.attach; {OUTPUT_ABOVE}")
             now = trio.current_time()
             crashes.append(now)
             while now - crashes[0] > CRASH_WINDOW_S:

@@ -47,6 +47,13 @@ def test_a_node_that_does_not_start_is_one_line(monkeypatch: pytest.MonkeyPatch,
     assert not list(tmp_path.iterdir())
 
 
+def test_a_demo_whose_script_fails_says_why(machine: Machine) -> None:
+    ran = machine.peerd("demo", "--task", "fashion-mnist", "--peers", "2", PEERD_DATA=str(machine.path))
+    assert ran.returncode == 1
+    assert ran.stdout == ""
+    assert f"PEERD_DATA={machine.path} has none" in ran.stderr
+
+
 def test_a_demo_survives_the_kill_of_a_node(machine: Machine, tmp_path: Path) -> None:
     options = ["--peers", "3", "--steps", "200", "--kill", "1@0.5", "--format", "json"]
     options += ["--picture", str(tmp_path / "run.png")]
