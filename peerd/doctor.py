@@ -152,7 +152,7 @@ def _speed(peer: Address) -> Finding:
                 return Finding("peer", "note", f"no speed measured: {error}", "is it a node of this version of peerd?")
             finally:
                 nursery.cancel_scope.cancel()
-        return Finding("peer", "ok", f"{shown(peer)}: {8e-6 * rate:.4g} Mbit/s from there to here over TCP")
+        return Finding("peer", "ok", f"{shown(peer)}: {8e-6 * rate:.1f} Mbit/s from there to here over TCP")
 
     return trio.run(measured)
 

@@ -56,7 +56,8 @@ def find_node(name: str | None) -> Path:
     if not running:
         raise UserError("no peerd node runs here; start one with: peerd start train.py")
     if len(running) > 1:
-        raise UserError(f"several nodes run here: {', '.join(running)}; choose one with --name")
+        choose = "choose one with --name, or for a script run by hand with PEERD_NAME"
+        raise UserError(f"several nodes run here: {', '.join(running)}; {choose}")
     return socket_path(running[0])
 
 
