@@ -29,13 +29,13 @@ from peerd.transport import ucx, wire
 from peerd.transport.lane import UNDER_WAY, LaneRefused, patience_s
 from peerd.transport.link import LinkLost
 from peerd.transport.staging import Slot, Staging
+from peerd.transport.ucx_peers import COUNTS, TAG_BITS, Arrivals, Endpoint, Endpoints
 
 WINDOW_BYTES = UNDER_WAY * wire.MAX_CHUNK  # in one direction of a lane
 TURN_S = 0.004  # of moving before other tasks get a turn
 IDLE_CALLS = 16  # that move nothing before waiting: 30 us, in which the other end fills or empties a socket's buffer
 TRIAL_BYTES = 64 << 10
-TAG_BITS = 24  # of a tag count the chunks of a lane, the others are its number
-_TRIAL = (1 << TAG_BITS) - 1  # counts no chunk
+_TRIAL = COUNTS - 1  # counts no chunk
 END_S = 1.0  # for what is under way when the node ends
 
 
@@ -49,7 +49,17 @@ class _Operation:
     memory: Any  # where it reads or writes, kept alive
     size: int
     queue: deque[_Operation] | None  # None for a trial
+    sends: bool = False
     ended: bool = False
+
+    def status(self, context: ucx.Context) -> int:
+        """Of a receive that is `TRUNCATED`, less came or more; OK for what ended as it was posted."""
+        if self.request is None:
+            return ucx.OK
+        if self.sends:
+            return context.status(self.request)
+        status, size = context.received(self.request)
+        return ucx.TRUNCATED if status == ucx.OK and size != self.size else status
 
 
 class UcxFabric:
@@ -67,13 +77,13 @@ class UcxFabric:
         self._subnets = [ipaddress.ip_network(subnet) for subnet in subnets]
         self.library = library
         self.version = f"UCX {library.version[0]}.{library.version[1]}"
-        self.without_rdma = without_rdma
         self.context = ucx.Context(library, transports)
+        self.endpoints = Endpoints(self.context, without_rdma)
+        self.arrivals = Arrivals(self.context, 2 * WINDOW_BYTES)
         self._address = self.context.address()
         self._token = trio.lowlevel.current_trio_token()
-        self._lanes: set[UcxLane] = set()
+        self._lanes: dict[int, UcxLane] = {}  # by number
         self._pending: dict[_Operation, None] = {}  # in order
-        self._closing: list[Any] = []  # requests of endpoints that end
         self._wait: trio.CancelScope | None = None
         self._posted = False
         self.refuses = ""
@@ -90,7 +100,7 @@ class UcxFabric:
                 if more or self._posted or not self.context.arm():
                     await trio.lowlevel.checkpoint()
                     continue
-                deadline = min((lane.deadline for lane in self._lanes), default=float("inf"))
+                deadline = min((lane.deadline for lane in self._lanes.values()), default=float("inf"))
                 with trio.CancelScope(deadline=deadline) as self._wait:
                     await trio.lowlevel.wait_readable(self.context.event_fd)
                 self._wait = None
@@ -116,7 +126,13 @@ class UcxFabric:
     @contextmanager
     def reserved(self) -> Iterator[tuple[int, bytes]]:
         """See `Fabric.reserved`."""
-        yield secrets.randbits(64 - TAG_BITS), self._address
+        number = secrets.randbits(64 - TAG_BITS)
+        self.arrivals.keep(number)
+        try:
+            yield number, self._address
+        finally:
+            if number not in self._lanes:
+                self.arrivals.forget(number)
 
     def open(self, remote: str, here: int, there: int, address: bytes) -> UcxLane:
         """See `Fabric.open`."""
@@ -125,32 +141,11 @@ class UcxFabric:
         if self.refuses:
             raise LaneRefused(self.refuses)
         try:
-            endpoint, guarded = self._connected(address)
-            try:
-                ways = self._ways(endpoint)
-            except ucx.UcxError:
-                self.disconnect(endpoint, guarded)
-                raise
-            lane = UcxLane(self, ways, remote, endpoint, guarded, here, there)
-            self._lanes.add(lane)
+            lane = self._lanes[here] = UcxLane(self, self.endpoints.to(address), remote, here, there)
             lane.try_out()
         except ucx.UcxError as error:
             raise LaneRefused(str(error)) from None
         return lane
-
-    def _connected(self, address: bytes) -> tuple[Any, bool]:
-        try:
-            return self.context.connect(address), True
-        except ucx.UcxError:
-            if not self.without_rdma:
-                raise
-        return self.context.connect(address, guarded=False), False
-
-    def _ways(self, endpoint: Any) -> list[str]:
-        ways = self.context.lanes(endpoint)
-        if not ways or not (ucx.is_rdma(ways) or self.without_rdma):
-            raise ucx.UcxError(f"UCX would take {', '.join(ways) or 'nothing known'}, which is no RDMA")
-        return ways
 
     # ------------------------------------------------------------------------------------------------ operations
 
@@ -176,48 +171,46 @@ class UcxFabric:
             self._token.run_sync_soon(self.wake, idempotent=True)
 
     def _sweep(self) -> None:
-        for lane in list(self._lanes):
+        for lane in list(self._lanes.values()):
             lane.staging.sweep()
             if lane.over:
-                self._lanes.discard(lane)
+                del self._lanes[lane.number]
+        self.endpoints.sweep()
 
     def _settle(self) -> None:
         for operation in list(self._pending):
-            status = ucx.OK
+            status = operation.status(self.context)
+            if status == ucx.IN_PROGRESS:
+                continue
             if operation.request is not None:
-                status = self.context.status(operation.request)
-                if status == ucx.IN_PROGRESS:
-                    continue
                 self.context.free(operation.request)
             del self._pending[operation]
             operation.ended = True
             operation.lane.on_ended(operation, status)
-        for request in [request for request in self._closing if self.context.status(request) != ucx.IN_PROGRESS]:
-            self._closing.remove(request)
-            self.context.free(request)
+        self.arrivals.gather()
         self._sweep()
 
     def _end_overdue(self, now: float) -> None:
-        for lane in [lane for lane in self._lanes if lane.deadline <= now]:
+        for lane in [lane for lane in self._lanes.values() if lane.deadline <= now]:
             lane.close(LinkLost(f"{lane.remote}: closed, it takes nothing in over {lane.name}"))
 
-    def disconnect(self, endpoint: Any, guarded: bool) -> None:
-        """End an endpoint."""
-        with suppress(ucx.UcxError):  # it has ended by itself
-            request = self.context.disconnect(endpoint, guarded)
-            if request is not None:
-                self._closing.append(request)
-        self.wake()
+    def fail(self, endpoint: Endpoint, why: str) -> None:
+        """End all lanes over an endpoint."""
+        self.endpoints.fail(endpoint)
+        for lane in [lane for lane in self._lanes.values() if lane.endpoint is endpoint]:
+            lane.close(LinkLost(f"{lane.remote}: connection lost ({lane.name}: {why})"))
 
     def _end(self) -> None:
         self.refuses = self.refuses or "this node is ending"
-        for lane in list(self._lanes):
+        for lane in list(self._lanes.values()):
             lane.close(LinkLost(f"{lane.remote}: closed here"))
         deadline = trio.current_time() + END_S
-        while (self._pending or self._closing) and trio.current_time() < deadline:
+        while self._pending and trio.current_time() < deadline:
             self.context.progress()
             self._settle()
-        for lane in self._lanes:
+        if self._pending:  # the process ends soon, and UCX must not end before what it has under way
+            return
+        for lane in self._lanes.values():
             lane.staging.close(whole=True)
         self.context.close()
 
@@ -227,18 +220,17 @@ class UcxLane:
 
     checked = True
 
-    def __init__(
-        self, fabric: UcxFabric, ways: list[str], remote: str, endpoint: Any, guarded: bool, here: int, there: int
-    ) -> None:
-        rdma = ucx.is_rdma(ways)
-        self.name = f"{'rdma' if rdma else 'ucx'} {ways[0]}"
+    def __init__(self, fabric: UcxFabric, endpoint: Endpoint, remote: str, here: int, there: int) -> None:
+        rdma = ucx.is_rdma(endpoint.ways)
+        self.name = f"{'rdma' if rdma else 'ucx'} {endpoint.ways[0]}"
+        self.number = here
+        self.endpoint = endpoint
         self.remote = remote
-        self.on_close: Callable[[LinkLost], None] = lambda _: None
+        self.on_close: Callable[[LinkLost], None] = _nothing
         self.staging = Staging(fabric.context, fabric.wake_from_any_thread)
         self.staged = rdma  # chunks are copied on their way out: over RDMA a peer gets a key to where they lie
         self._fabric, self._context = fabric, fabric.context
-        self._endpoint, self._guarded = endpoint, guarded
-        self._here, self._there = here << TAG_BITS, there << TAG_BITS
+        self._there = there << TAG_BITS
         self.lost: LinkLost | None = None
         self._trials = 2  # that have not ended: one out, one in
         self._moved = trio.lowlevel.ParkingLot()
@@ -306,7 +298,7 @@ class UcxLane:
     def _receive(self, size: int, count: int, queue: deque[_Operation] | None) -> None:
         slot = self._lend(size)
         with self._freeing(slot):
-            request = self._context.receive(slot.memory, size, self._here | count)
+            request = self._fabric.arrivals.receive(self.number, count, slot.memory, size)
         self._watch(_Operation(request, self, slot, slot.memory, size, queue))
 
     # ------------------------------------------------------------------------------------------------------ sending
@@ -337,8 +329,9 @@ class UcxLane:
             np.copyto(np.frombuffer(ffi.buffer(slot.memory, size), np.uint8), np.frombuffer(chunk, np.uint8))
             memory = slot.memory
         with self._freeing(slot):
-            request = self._context.send(self._endpoint, memory, size, self._there | count)
-        self._watch(_Operation(request, self, slot, memory, size, queue))
+            request = self._context.send(self.endpoint.handle, memory, size, self._there | count)
+        self.endpoint.sends += 1
+        self._watch(_Operation(request, self, slot, memory, size, queue, sends=True))
 
     # ------------------------------------------------------------------------------------------------------ its life
 
@@ -365,26 +358,31 @@ class UcxLane:
         for operation in self._receiving:
             if operation.ended and operation.slot is not None:
                 self.staging.free(operation.slot)
-        for operation in self._under_way:  # sends too: a forced close ends most of them, this the others it can
-            if operation.request is not None:
+        for operation in self._under_way:  # sends end when the peer throws them away, or with the endpoint
+            if not operation.sends:
                 self._context.cancel(operation.request)
         for queue in (self._expected, self._receiving, self._sending):
             queue.clear()
-        self._fabric.disconnect(self._endpoint, self._guarded)
+        self._fabric.arrivals.forget(self.number)
+        self._fabric.wake()
         self.staging.close()
         self._moved.unpark_all()
-        self.on_close(lost)
+        on_close, self.on_close = self.on_close, _nothing  # of the link, whose chunks keep slots
+        on_close(lost)
 
     def on_ended(self, operation: _Operation, status: int) -> None:
         """Take note that UCX has ended an operation, so that its memory may be used again."""
         self._under_way.remove(operation)
+        self.endpoint.sends -= operation.sends
         kept = operation.queue is self._receiving and self.lost is None and status == ucx.OK
         if operation.slot is not None and not kept:
             self.staging.free(operation.slot)
-        if status != ucx.OK:
-            self.close(
-                LinkLost(f"{self.remote}: connection lost ({self.name}: {self._context.library.reason(status)})")
-            )
+        if status == ucx.TRUNCATED and not operation.sends:
+            self.close(LinkLost(f"{self.remote}: closed, a chunk came with another size than was announced"))
+        elif status not in (ucx.OK, ucx.CANCELLED) or (status == ucx.CANCELLED and operation.sends):
+            self._fabric.fail(self.endpoint, self._context.library.reason(status))
+        elif status == ucx.CANCELLED:
+            assert self.lost is not None, "only the receives of a closed lane are cancelled"
         elif operation.queue is None:
             self._trials -= 1
         elif operation.queue is self._sending and self.lost is None:
@@ -426,6 +424,10 @@ class UcxLane:
             yield
         except ucx.UcxError as error:
             self.close(LinkLost(f"{self.remote}: connection lost ({self.name}: {error})"))
+
+
+def _nothing(_: LinkLost) -> None:
+    pass
 
 
 def _bytes(operations: deque[_Operation]) -> int:

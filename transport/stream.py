@@ -141,9 +141,9 @@ class StreamLink:
     def widen(self) -> None:
         """Let large chunks go over the lane from now on; the link lives no longer than it."""
         assert self._lane is not None, "there is a lane"
-        self._lane.on_close = self.drop
         if self._lane.lost is not None:
             self.drop(self._lane.lost)
+        self._lane.on_close = self.drop
         self._outbox.beside, self._outbox.beside_checked = True, self._lane.checked
 
     @property
@@ -167,8 +167,7 @@ class StreamLink:
             self.drop(LinkLost(f"{self.remote}: closed, it broke the rules"))
             raise PeerError(f"{self.remote}: {error}") from None
         except LinkLost as lost:
-            self.drop(lost)
-            raise
+            raise self._dropped(lost) from None
         return message
 
     async def aclose(self) -> None:
@@ -196,12 +195,16 @@ class StreamLink:
             raise
 
     def drop(self, lost: LinkLost) -> None:
-        """Close at once, losing what is queued; from now on `send` and `receive` raise `lost`."""
-        self._lost = self._lost or lost
+        """Close at once, losing what is queued; from now on `send` and `receive` raise the first `lost`."""
+        self._dropped(lost)
+
+    def _dropped(self, lost: LinkLost) -> LinkLost:
+        lost = self._lost = self._lost or LinkLost(*lost.args)  # a traceback has the link, and chunks of half a message
         self._outbox.close(lost)
         if self._lane is not None:
             self._lane.close(lost)
         self._stream.close()
+        return LinkLost(*lost.args)
 
     async def _write(self, pieces: list[Piece]) -> None:
         ready: list[Chunk] = []  # for one write: what is beside the stream already needs no wake-up of its own
@@ -312,7 +315,7 @@ class StreamLink:
                 self._reader.received(count)
         except LinkLost as lost:
             await trio.sleep(LATE_S)  # the other carrier may be slower
-            lane.close(lost)
+            lane.close(LinkLost(*lost.args))
 
 
 async def serve(link: StreamLink, accepted: Callable[[Link], Awaitable[None]]) -> None:

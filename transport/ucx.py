@@ -44,6 +44,7 @@ typedef struct {
     void *reply_buffer; int memory_type; void *recv_info; void *memh;
 } ucp_request_param_t;
 typedef struct { uint64_t field_mask; void *address; size_t length; } ucp_mem_map_params_t;
+typedef struct { uint64_t sender_tag; size_t length; } ucp_tag_recv_info_t;
 
 void ucp_get_version(unsigned *major, unsigned *minor, unsigned *release);
 const char *ucs_status_string(ucs_status_t status);
@@ -65,6 +66,9 @@ void *ucp_ep_close_nbx(void *ep, const ucp_request_param_t *param);
 void *ucp_tag_send_nbx(void *ep, const void *buffer, size_t count, uint64_t tag, const ucp_request_param_t *param);
 void *ucp_tag_recv_nbx(void *worker, void *buffer, size_t count, uint64_t tag, uint64_t mask,
                        const ucp_request_param_t *param);
+void *ucp_tag_probe_nb(void *worker, uint64_t tag, uint64_t mask, int remove, ucp_tag_recv_info_t *info);
+void *ucp_tag_msg_recv_nbx(void *worker, void *buffer, size_t count, void *message, const ucp_request_param_t *param);
+ucs_status_t ucp_tag_recv_request_test(void *request, ucp_tag_recv_info_t *info);
 void ucp_request_cancel(void *worker, void *request);
 void ucp_request_free(void *request);
 ucs_status_t ucp_request_check_status(void *request);
@@ -78,10 +82,10 @@ _WORKER_THREAD_MODE, _SINGLE_THREAD = 1 << 0, 0
 _EP_ADDRESS, _EP_ERROR_MODE = 1 << 0, 1 << 1
 _ERROR_MODE_NONE, _ERROR_MODE_PEER = 0, 1
 _MAP_ADDRESS, _MAP_LENGTH = 1 << 0, 1 << 1
-_OP_FLAGS, _CLOSE_FORCE = 1 << 4, 1 << 0
+_OP_FLAGS, _OP_NO_IMMEDIATE, _CLOSE_FORCE = 1 << 4, 1 << 16, 1 << 0
 _ALL_BITS = (1 << 64) - 1
 
-OK, IN_PROGRESS, BUSY = 0, 1, -15
+OK, IN_PROGRESS, TRUNCATED, BUSY, CANCELLED = 0, 1, -9, -15, -16
 
 
 class UcxError(Exception):
@@ -177,6 +181,8 @@ class Context:
         self._context = self._ffi.NULL
         self._worker = self._ffi.NULL
         self._param = self._ffi.new("ucp_request_param_t *")
+        self._receive_param = self._ffi.new("ucp_request_param_t *", {"op_attr_mask": _OP_NO_IMMEDIATE})
+        self._info = self._ffi.new("ucp_tag_recv_info_t *")
         try:
             # read with the context and, those of a transport, with the worker; ucp_config_modify reaches a few only
             with _environment({**OPTIONS, "UCX_TLS": transports}):
@@ -276,8 +282,23 @@ class Context:
 
     def receive(self, memory: Any, count: int, tag: int) -> Any:
         """Post a receive of the message with exactly this tag. Raises UcxError."""
-        posted = self._calls.ucp_tag_recv_nbx(self._worker, memory, count, tag, _ALL_BITS, self._param)
+        posted = self._calls.ucp_tag_recv_nbx(self._worker, memory, count, tag, _ALL_BITS, self._receive_param)
         return self._posted(posted, "receive")
+
+    def find(self) -> tuple[Any, int, int] | None:
+        """Take a message that came without a receive for it, to be given to `receive_found`; its tag and size."""
+        message = self._calls.ucp_tag_probe_nb(self._worker, 0, 0, 1, self._info)
+        return (message, int(self._info.sender_tag), int(self._info.length)) if message else None
+
+    def receive_found(self, message: Any, memory: Any, count: int) -> Any:
+        """Post a receive of a message that was found. Raises UcxError."""
+        posted = self._calls.ucp_tag_msg_recv_nbx(self._worker, memory, count, message, self._receive_param)
+        return self._posted(posted, "receive")
+
+    def received(self, request: Any) -> tuple[int, int]:
+        """The status of a receive, and how many bytes came when it is OK."""
+        status = int(self._calls.ucp_tag_recv_request_test(request, self._info))
+        return status, int(self._info.length)
 
     def disconnect(self, endpoint: Any, guarded: bool = True) -> Any:
         """Post the end of an endpoint: of a guarded one at once, ending its operations. Raises UcxError."""

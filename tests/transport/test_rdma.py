@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 import numpy as np
 import pytest
@@ -20,10 +20,11 @@ from peerd.effects import PeerError
 from peerd.messages import BulkAnswer, BulkOffer, LinkClosed, ModelSnapshot
 from peerd.transport import lane, stream, ucx
 from peerd.transport.link import LinkLost
-from peerd.transport.rdma import WINDOW_BYTES, UcxFabric
+from peerd.transport.rdma import WINDOW_BYTES, UcxFabric, UcxLane
 from peerd.transport.staging import Staging
 from peerd.transport.stream import StreamLink
 from peerd.transport.tcp import TcpTransport
+from peerd.transport.ucx_peers import TAG_BITS
 
 MIB = 1 << 20
 LOOPBACK = ("127.0.0.1", 0)
@@ -86,7 +87,7 @@ async def nothing_is_left(*fabrics: UcxFabric) -> None:
 
 
 def registered(fabric: UcxFabric) -> int:
-    return sum(lane.staging.slots for lane in fabric._lanes)
+    return sum(lane.staging.slots for lane in fabric._lanes.values())
 
 
 # --------------------------------------------------------------------------------- a peer in a process of its own
@@ -196,10 +197,10 @@ def test_a_peer_that_dies_or_stands_still_is_lost_and_writes_to_nothing_freed(
                     process.send_signal(end)
                 assert len(lost) == 1
                 await link.aclose()
-                if transports == "tcp":  # what shared memory has under way stays set aside until the node ends
-                    await until(lambda: not fabric._pending)
                 if end == signal.SIGSTOP:
                     process.send_signal(signal.SIGCONT)
+                if transports == "tcp" or end == signal.SIGSTOP:  # else it stays set aside until the node ends
+                    await until(lambda: not fabric._pending)
                 await trio.sleep(0.3)
                 assert all(bool((pages == POISON).all()) for pages in poisoned)
                 assert len(poisoned) > of_trial or does == "receives"
@@ -295,6 +296,141 @@ def test_what_ucx_refuses_leaves_nothing(refused, monkeypatch):
                     await far.receive()
                 await near.aclose()
             await nothing_is_left(near_kit[0], far_kit[0])
+
+    run(main)
+
+
+async def stream_between(near, far) -> None:
+    """Send and receive without end, until the link is lost."""
+
+    async def keep(call, *arguments):
+        with suppress(LinkLost):
+            while True:
+                await call(*arguments)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(keep, near.send, bulk(20 * MIB))
+        nursery.start_soon(keep, far.receive)
+        nursery.start_soon(keep, near.receive)
+
+
+@over
+@pytest.mark.parametrize("kind", [UcxFabric, Staged], ids=["direct", "staged"])
+def test_links_that_are_closed_while_they_move_chunks_leave_nothing(transports, kind):
+    chance = random.Random(5)
+
+    async def main():
+        async with fabric_of(transports, kind) as near_kit, fabric_of(transports, kind) as far_kit:
+            for _ in range(20):
+                async with joined(near_kit[1], far_kit[1], 64 * MIB) as (near, far):
+                    await upgrade(near, far)
+                    async with trio.open_nursery() as nursery:
+                        nursery.start_soon(stream_between, near, far)
+                        await trio.sleep(chance.uniform(0, 0.03))
+                        await trio.aclose_forcefully(chance.choice([near, far]))
+            del near, far  # one has chunks of half a message
+            await nothing_is_left(near_kit[0], far_kit[0])
+
+    run(main)
+
+
+@over
+@pytest.mark.parametrize("ends", ["near", "far"])
+def test_the_end_of_one_link_leaves_another_between_the_same_nodes_alone(transports, ends):
+    async def main():
+        async with (
+            fabric_of(transports) as one_kit,
+            fabric_of(transports) as other_kit,
+            joined(one_kit[1], other_kit[1], 64 * MIB) as (near, far),
+            joined(other_kit[1], one_kit[1], 64 * MIB) as (kept_near, kept_far),
+        ):
+            async with trio.open_nursery() as nursery:  # both at once, so that neither comes first at both nodes
+                nursery.start_soon(upgrade, near, far)
+                nursery.start_soon(upgrade, kept_near, kept_far)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(stream_between, near, far)
+                await trio.sleep(0.03)
+                await trio.aclose_forcefully(near if ends == "near" else far)
+            for step in range(3):
+                await kept_near.send(bulk(8 * MIB, step))
+                assert (await kept_far.receive()) == bulk(8 * MIB, step)
+
+    run(main)
+
+
+def test_upgrades_that_end_halfway_leave_nothing():
+    async def main():
+        async with fabric_of("tcp") as near_kit, fabric_of("tcp") as far_kit:
+
+            async def halfway(delay_s: float) -> None:
+                async with joined(near_kit[1], far_kit[1], MIB) as (near, far), trio.open_nursery() as nursery:
+                    nursery.start_soon(suppressing, far.receive)
+                    nursery.start_soon(suppressing, near.upgrade)
+                    await trio.sleep(delay_s)
+                    await trio.aclose_forcefully(near)
+                    nursery.cancel_scope.cancel()
+
+            async def suppressing(call):
+                with suppress(LinkLost):
+                    await call()
+
+            await halfway(0.1)
+            before = len(os.listdir("/proc/self/fd"))
+            for number in range(30):
+                await halfway(random.Random(number).uniform(0, 0.01))
+            await nothing_is_left(near_kit[0], far_kit[0])
+            await until(lambda: len(os.listdir("/proc/self/fd")) <= before)
+
+    run(main)
+
+
+def test_what_nobody_awaits_is_thrown_away_and_lets_its_sender_go_on():
+    async def main():
+        async with fabric_of("tcp") as (stranger, _), fabric_of("tcp") as (fabric, _):
+            endpoint = stranger.context.connect(fabric._address)
+            chunks = [bytes([number]) * MIB for number in range(64)]
+            sends = []
+            with fabric.reserved() as (number, _):
+                fabric.arrivals.keep(number)
+                for count, chunk in enumerate(chunks):
+                    memory = ucx_bytes(stranger, chunk)
+                    sends.append((stranger.context.send(endpoint, memory, MIB, number << TAG_BITS | count), memory))
+                stranger.wake()
+                await trio.sleep(0.3)
+                assert len(fabric.arrivals._kept[number]) == 2 * WINDOW_BYTES // MIB
+            requests = [request for request, _ in sends if request is not None]
+
+            def ended() -> bool:
+                return all(stranger.context.status(request) != ucx.IN_PROGRESS for request in requests)
+
+            await until(ended)
+            assert not fabric.arrivals._kept
+
+    run(main)
+
+
+def ucx_bytes(fabric: UcxFabric, data: bytes):
+    return fabric.library.ffi.from_buffer(data)
+
+
+@pytest.mark.parametrize("size", [1000, 2 * MIB], ids=["shorter", "longer"])
+@pytest.mark.parametrize("late", [False, True], ids=["before its receive", "after it"])
+def test_a_chunk_of_another_size_than_was_announced_ends_the_link(size, late, monkeypatch):
+    async def main():
+        async with fabric_of("tcp") as near_kit, fabric_of("tcp") as far_kit:
+            async with linked(near_kit, far_kit) as (near, far):
+                misled, other = near_kit[0].context.send, ucx_bytes(near_kit[0], bytes(size))
+
+                async def send(lane, chunk):
+                    await trio.sleep(0.2 if late else 0)
+                    misled(lane.endpoint.handle, other, size, lane._there)
+
+                monkeypatch.setattr(UcxLane, "send", send)
+                monkeypatch.setattr(UcxLane, "goes_ahead", lambda *_: not late)
+                await near.send(ModelSnapshot(1, "c", (bytes(MIB),)))
+                await trio.sleep(0 if late else 0.2)
+                with pytest.raises(LinkLost, match="announced"):
+                    await far.receive()
 
     run(main)
 
@@ -493,7 +629,7 @@ def test_an_address_is_looked_for_in_its_subnets_however_it_is_written():
 def test_what_is_no_rdma_is_refused_unless_asked_for():
     async def main():
         async with fabric_of("tcp") as (_, near), fabric_of("tcp") as (fabric, far):
-            fabric.without_rdma = False
+            fabric.endpoints.without_rdma = False
             async with dialled(near, far) as (link, _):
                 assert "no RDMA" in await link.upgrade()
                 assert link.carrier == "tcp"

@@ -1,0 +1,134 @@
+"""What does UCX's worker know of its peers? One endpoint for each, and what came from them before it was awaited.
+
+One endpoint to a peer's worker, however many lanes lead there, for as long as it works. UCX pairs the endpoints of two
+workers in the order in which they were made: with one for each lane, two nodes that dial at once get theirs crossed,
+and the end of one lane takes another along. And closing by force while something is sent crashes UCX 1.22 over tcp. So
+a lane that ends leaves its endpoint as it is, and the other end throws away what nobody there awaits, which ends the
+sends. That also bounds what is kept of a peer's messages.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from peerd.transport.ucx import IN_PROGRESS, Context, UcxError, is_rdma
+
+TAG_BITS = 24  # of a tag count the chunks of a lane, the others are its number
+COUNTS = 1 << TAG_BITS
+
+
+@dataclass(slots=True, eq=False)
+class Endpoint:
+    """The way to one peer's worker."""
+
+    handle: Any
+    guarded: bool  # whether UCX tells when it breaks
+    address: bytes
+    ways: list[str]
+    sends: int = 0  # under way
+    failed: bool = False
+
+
+class Endpoints:
+    """One endpoint to each worker."""
+
+    def __init__(self, context: Context, without_rdma: bool) -> None:
+        """`without_rdma`: whatever else UCX has is taken, too."""
+        self.without_rdma = without_rdma
+        self._context = context
+        self._working: dict[bytes, Endpoint] = {}
+        self._failed: list[Endpoint] = []
+        self._closing: list[Any] = []  # requests
+
+    def to(self, address: bytes) -> Endpoint:
+        """Return the endpoint to the worker at `address`. Raises UcxError."""
+        endpoint = self._working.get(address)
+        if endpoint is None:
+            handle, guarded = self._connected(address)
+            endpoint = self._working[address] = Endpoint(handle, guarded, address, self._context.lanes(handle))
+        ways = endpoint.ways
+        if not ways or not (is_rdma(ways) or self.without_rdma):
+            raise UcxError(f"UCX would take {', '.join(ways) or 'nothing known'}, which is no RDMA")
+        return endpoint
+
+    def _connected(self, address: bytes) -> tuple[Any, bool]:
+        try:
+            return self._context.connect(address), True
+        except UcxError:
+            if not self.without_rdma:
+                raise
+        return self._context.connect(address, guarded=False), False
+
+    def fail(self, endpoint: Endpoint) -> None:
+        """Use it no more: there will be another, if its peer lives."""
+        if not endpoint.failed:
+            endpoint.failed = True
+            del self._working[endpoint.address]
+            self._failed.append(endpoint)
+
+    def sweep(self) -> None:
+        """Close those that failed, as soon as nothing is sent over them."""
+        for endpoint in [endpoint for endpoint in self._failed if not endpoint.sends]:
+            self._failed.remove(endpoint)
+            with suppress(UcxError):  # it has ended by itself
+                if (request := self._context.disconnect(endpoint.handle, endpoint.guarded)) is not None:
+                    self._closing.append(request)
+        self._closing = in_progress(self._context, self._closing)
+
+
+class Arrivals:
+    """What came for lanes that are open, or about to be, and is not awaited yet."""
+
+    def __init__(self, context: Context, most_bytes: int) -> None:
+        """`most_bytes` are kept for a lane; whoever sends more is not heard."""
+        self._context = context
+        self._most_bytes = most_bytes
+        self._kept: dict[int, dict[int, tuple[Any, int]]] = {}  # by lane and count, what came and its size
+        self._thrown: list[Any] = []  # requests
+
+    def keep(self, number: int) -> None:
+        """Keep what comes for a lane from now on."""
+        self._kept[number] = {}
+
+    def forget(self, number: int) -> None:
+        """Throw away what came for a lane, and what is yet to come."""
+        for message, _ in self._kept.pop(number, {}).values():
+            self._throw(message)
+
+    def receive(self, number: int, count: int, memory: Any, size: int) -> Any:
+        """Post a receive of the message with this count. Raises UcxError, also when it came with another size."""
+        message, came = self._kept[number].pop(count, (None, size))
+        if came != size:
+            self._throw(message)
+            raise UcxError(f"a chunk of {came} bytes where {size} were announced")
+        if message is None:
+            return self._context.receive(memory, size, number << TAG_BITS | count)
+        return self._context.receive_found(message, memory, size)
+
+    def gather(self) -> None:
+        """Take what has come."""
+        while (found := self._context.find()) is not None:
+            message, tag, size = found
+            number, count = divmod(tag, COUNTS)
+            kept = self._kept.get(number)
+            if kept is None or count in kept or sum(size for _, size in kept.values()) + size > self._most_bytes:
+                self._throw(message)
+            else:
+                kept[count] = (message, size)
+        self._thrown = in_progress(self._context, self._thrown)
+
+    def _throw(self, message: Any) -> None:
+        with suppress(UcxError):  # it is longer than nothing
+            if (request := self._context.receive_found(message, self._context.library.ffi.NULL, 0)) is not None:
+                self._thrown.append(request)
+
+
+def in_progress(context: Context, requests: list[Any]) -> list[Any]:
+    """Free those that have ended; return the others."""
+    going = [request for request in requests if context.status(request) == IN_PROGRESS]
+    for request in requests:
+        if request not in going:
+            context.free(request)
+    return going
