@@ -53,7 +53,7 @@ class _Operation:
     ended: bool = False
 
     def status(self, context: ucx.Context) -> int:
-        """Of a receive that is `TRUNCATED`, less came or more; OK for what ended as it was posted."""
+        """IN_PROGRESS, OK or an error; TRUNCATED: a receive got less or more than it was posted for."""
         if self.request is None:
             return ucx.OK
         if self.sends:
@@ -379,10 +379,10 @@ class UcxLane:
             self.staging.free(operation.slot)
         if status == ucx.TRUNCATED and not operation.sends:
             self.close(LinkLost(f"{self.remote}: closed, a chunk came with another size than was announced"))
-        elif status not in (ucx.OK, ucx.CANCELLED) or (status == ucx.CANCELLED and operation.sends):
+        elif status == ucx.CANCELLED and not operation.sends and self.lost is not None:
+            pass  # by `close`
+        elif status != ucx.OK:
             self._fabric.fail(self.endpoint, self._context.library.reason(status))
-        elif status == ucx.CANCELLED:
-            assert self.lost is not None, "only the receives of a closed lane are cancelled"
         elif operation.queue is None:
             self._trials -= 1
         elif operation.queue is self._sending and self.lost is None:

@@ -47,7 +47,9 @@ class Endpoints:
         endpoint = self._working.get(address)
         if endpoint is None:
             handle, guarded = self._connected(address)
-            endpoint = self._working[address] = Endpoint(handle, guarded, address, self._context.lanes(handle))
+            endpoint = self._working[address] = Endpoint(handle, guarded, address, [])
+        if not endpoint.ways:
+            endpoint.ways = self._context.lanes(endpoint.handle)
         ways = endpoint.ways
         if not ways or not (is_rdma(ways) or self.without_rdma):
             raise UcxError(f"UCX would take {', '.join(ways) or 'nothing known'}, which is no RDMA")

@@ -435,6 +435,25 @@ def test_a_chunk_of_another_size_than_was_announced_ends_the_link(size, late, mo
     run(main)
 
 
+def test_a_receive_that_ucx_cancels_by_itself_ends_the_link(monkeypatch):
+    async def main():
+        async with fabric_of("tcp") as near_kit, fabric_of("tcp") as far_kit:
+            async with linked(near_kit, far_kit) as (near, far):
+                received = far_kit[0].context.received
+
+                def cancelled(request):
+                    status, size = received(request)
+                    return (ucx.CANCELLED if status == ucx.OK else status), size
+
+                monkeypatch.setattr(far_kit[0].context, "received", cancelled)
+                await near.send(bulk(4 * MIB))
+                with pytest.raises(LinkLost, match="cancel"):
+                    await far.receive()
+            await nothing_is_left(near_kit[0], far_kit[0])
+
+    run(main)
+
+
 @over
 def test_a_chunk_that_is_kept_longer_than_its_link_goes_when_it_is_freed(transports):
     async def main():
