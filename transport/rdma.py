@@ -154,8 +154,8 @@ class UcxFabric:
         self._pending[operation] = None
         if self._wait is None or self._posted:  # `run` looks again anyway
             self._posted = True
-        elif operation.request is None or self.context.progress() or not self.context.arm():
-            self.wake()
+        elif operation.status(self.context) != ucx.IN_PROGRESS or self.context.progress() or not self.context.arm():
+            self.wake()  # a receive may have found its message there: no event tells of it
         else:
             self._wait.deadline = min(self._wait.deadline, operation.lane.deadline)
 
