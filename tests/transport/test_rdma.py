@@ -18,7 +18,7 @@ from ucx_here import needs_ucx, upgrade
 
 from peerd.effects import PeerError
 from peerd.messages import BulkAnswer, BulkOffer, LinkClosed, ModelSnapshot
-from peerd.transport import lane, stream, ucx
+from peerd.transport import framing, lane, stream, ucx
 from peerd.transport.link import LinkLost
 from peerd.transport.rdma import WINDOW_BYTES, UcxFabric, UcxLane
 from peerd.transport.staging import Staging
@@ -433,6 +433,22 @@ def test_a_chunk_of_another_size_than_was_announced_ends_the_link(size, late, mo
                     await far.receive()
 
     run(main)
+
+
+@over
+@pytest.mark.parametrize("size", [100, MIB])
+def test_a_chunk_that_comes_before_its_frame_is_read_is_received(transports, size, monkeypatch):
+    monkeypatch.setattr(framing, "BESIDE_LEAST", 1)
+
+    async def main():
+        async with fabric_of(transports) as near_kit, fabric_of(transports) as far_kit:
+            async with linked(near_kit, far_kit) as (near, far):
+                for step in range(5):
+                    await near.send(bulk(size, step))
+                    await trio.sleep(0.05)
+                    assert await far.receive() == bulk(size, step)
+
+    run(main, limit_s=10)
 
 
 def test_a_receive_that_ucx_cancels_by_itself_ends_the_link(monkeypatch):
