@@ -28,7 +28,6 @@ class Endpoint:
     address: bytes
     ways: list[str]
     sends: int = 0  # under way
-    failed: bool = False
 
 
 class Endpoints:
@@ -65,8 +64,7 @@ class Endpoints:
 
     def fail(self, endpoint: Endpoint) -> None:
         """Use it no more: there will be another, if its peer lives."""
-        if not endpoint.failed:
-            endpoint.failed = True
+        if self._working.get(endpoint.address) is endpoint:
             del self._working[endpoint.address]
             self._failed.append(endpoint)
 
@@ -129,8 +127,10 @@ class Arrivals:
 
 def in_progress(context: Context, requests: list[Any]) -> list[Any]:
     """Free those that have ended; return the others."""
-    going = [request for request in requests if context.status(request) == IN_PROGRESS]
+    going = []
     for request in requests:
-        if request not in going:
+        if context.status(request) == IN_PROGRESS:
+            going.append(request)
+        else:
             context.free(request)
     return going
