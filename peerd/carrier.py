@@ -28,8 +28,8 @@ def fabrics_for(settings: Settings) -> list[Fabric]:
 
 def _rdma(settings: Settings) -> UcxFabric | None:
     try:
-        fabric = _fabric(settings)
-        found = fabric.context.resources()
+        library = ucx.load()
+        fabric, found = _fabric(library, settings)
     except ucx.UcxError as error:
         if settings.transport == "rdma":
             raise UserError(
@@ -37,14 +37,15 @@ def _rdma(settings: Settings) -> UcxFabric | None:
             ) from None
         LOGGER.info("bulk travels over tcp: %s", error)
         return None
-    LOGGER.info("bulk travels over %s where the peer can: %s", fabric.library, ", ".join(found))
+    LOGGER.info("bulk travels over %s where the peer can: %s", library, ", ".join(found))
     return fabric
 
 
-def _fabric(settings: Settings) -> UcxFabric:
-    library, subnets = ucx.load(), settings.rdma_subnets
+def _fabric(library: ucx.Library, settings: Settings) -> tuple[UcxFabric, list[str]]:
+    """Return it, and what it may use."""
+    found, subnets = ucx.resources(library), settings.rdma_subnets
     if settings.rdma_allow_fallback:
-        return UcxFabric(library, ucx.HOST_MEMORY, without_rdma=True, subnets=subnets)
-    if not ucx.is_rdma(found := ucx.resources(library)):
+        return UcxFabric(library, ucx.HOST_MEMORY, without_rdma=True, subnets=subnets), found
+    if not ucx.is_rdma(found):
         raise ucx.UcxError(f"{library} finds no InfiniBand or RoCE device here, only {', '.join(found) or 'nothing'}")
-    return UcxFabric(library, RDMA_ONLY, subnets=subnets)
+    return UcxFabric(library, RDMA_ONLY, subnets=subnets), [name for name in found if ucx.is_rdma([name])]

@@ -161,8 +161,9 @@ def _speed(peer: Address) -> Finding:
 
 
 def _rdma(settings: Settings) -> Iterator[Finding]:
-    # what lacks for RDMA harms only those who cannot do without
-    bad = "fail" if settings.transport == "rdma" and not settings.rdma_allow_fallback else "note"
+    # what lacks harms only those who cannot do without
+    no_ucx = "fail" if settings.transport == "rdma" else "note"
+    bad = "note" if settings.rdma_allow_fallback else no_ucx
     try:
         library = ucx.load()
         found = ucx.resources(library)
@@ -170,7 +171,7 @@ def _rdma(settings: Settings) -> Iterator[Finding]:
         cure = (
             f"the system's UCX (libucx0, ucx), pip install 'peerd[rdma]', or {ucx.LIBRARY_VARIABLE}=/path/libucp.so.0"
         )
-        yield Finding("ucx", bad, str(error), cure)
+        yield Finding("ucx", no_ucx, str(error), cure)
         return
     yield Finding("ucx", "ok", str(library))
     yield Finding("ucx", "ok", f"finds {', '.join(found) or 'nothing'}")

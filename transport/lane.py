@@ -50,7 +50,7 @@ class BulkLane(Protocol):
     async def send(self, chunk: Chunk) -> None:
         """Send a chunk, waiting while too much is under way; it must not change before `drained`.
 
-        Raises LinkLost once closed.
+        Raises LinkLost once closed: what is under way then may still arrive, and changed if it is (hence its checksum).
         """
 
     async def drained(self) -> None:
@@ -84,6 +84,10 @@ class Fabric(Protocol):
 
     def open(self, remote: str, here: int, there: int, address: bytes) -> BulkLane:
         """Make a lane between number `here` and number `there` at `address`. Raises LaneRefused."""
+
+
+def nothing(_: LinkLost) -> None:
+    """Stand in for `BulkLane.on_close` where nobody is to be told."""
 
 
 def patience_s(size: int) -> float:

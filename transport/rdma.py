@@ -26,7 +26,7 @@ import trio
 
 from peerd.messages import Chunk
 from peerd.transport import ucx, wire
-from peerd.transport.lane import UNDER_WAY, LaneRefused, patience_s
+from peerd.transport.lane import UNDER_WAY, LaneRefused, nothing, patience_s
 from peerd.transport.link import LinkLost
 from peerd.transport.staging import Slot, Staging
 from peerd.transport.ucx_peers import COUNTS, TAG_BITS, Arrivals, Endpoint, Endpoints
@@ -37,6 +37,7 @@ IDLE_CALLS = 16  # that move nothing before waiting: 30 us, in which the other e
 TRIAL_BYTES = 64 << 10
 _TRIAL = COUNTS - 1  # counts no chunk
 END_S = 1.0  # for what is under way when the node ends
+_unended: list[UcxFabric] = []  # a peer may still write into their memory, so they keep it, as long as the process
 
 
 @dataclass(slots=True, eq=False)
@@ -45,7 +46,7 @@ class _Operation:
 
     request: Any  # None: it ended as it was posted
     lane: UcxLane
-    slot: Slot | None  # to be freed in the end
+    slot: Slot | None  # None: there is none to free, or no more
     memory: Any  # where it reads or writes, kept alive
     size: int
     queue: deque[_Operation] | None  # None for a trial
@@ -72,7 +73,7 @@ class UcxFabric:
     ) -> None:
         """`transports` as in UCX_TLS; a lane that is not RDMA is refused, unless `without_rdma`.
 
-        With `subnets`, such as 10.1.0.0/16, only peers within have lanes. Raises UcxError.
+        With `subnets`, such as 10.1.0.0/16, only peers within have lanes. To be called under trio. Raises UcxError.
         """
         self._subnets = [ipaddress.ip_network(subnet) for subnet in subnets]
         self.library = library
@@ -133,6 +134,7 @@ class UcxFabric:
         finally:
             if number not in self._lanes:
                 self.arrivals.forget(number)
+                self.wake()
 
     def open(self, remote: str, here: int, there: int, address: bytes) -> UcxLane:
         """See `Fabric.open`."""
@@ -187,7 +189,9 @@ class UcxFabric:
             del self._pending[operation]
             operation.ended = True
             operation.lane.on_ended(operation, status)
-        self.arrivals.gather()
+        for number in self.arrivals.gather():
+            if (lane := self._lanes.get(number)) is not None:
+                lane.close(LinkLost(f"{lane.remote}: closed, more chunks came than it may send"))
         self._sweep()
 
     def _end_overdue(self, now: float) -> None:
@@ -204,11 +208,13 @@ class UcxFabric:
         self.refuses = self.refuses or "this node is ending"
         for lane in list(self._lanes.values()):
             lane.close(LinkLost(f"{lane.remote}: closed here"))
+        self.arrivals.close()
         deadline = trio.current_time() + END_S
-        while self._pending and trio.current_time() < deadline:
+        while (self._pending or self.arrivals.throwing) and trio.current_time() < deadline:
             self.context.progress()
             self._settle()
-        if self._pending:  # the process ends soon, and UCX must not end before what it has under way
+        if self._pending:
+            _unended.append(self)
             return
         for lane in self._lanes.values():
             lane.staging.close(whole=True)
@@ -226,7 +232,7 @@ class UcxLane:
         self.number = here
         self.endpoint = endpoint
         self.remote = remote
-        self.on_close: Callable[[LinkLost], None] = _nothing
+        self.on_close: Callable[[LinkLost], None] = nothing
         self.staging = Staging(fabric.context, fabric.wake_from_any_thread)
         self.staged = rdma  # chunks are copied on their way out: over RDMA a peer gets a key to where they lie
         self._fabric, self._context = fabric, fabric.context
@@ -322,11 +328,13 @@ class UcxLane:
 
     def _send(self, chunk: Chunk, count: int, queue: deque[_Operation] | None) -> None:
         ffi, size, slot = self._context.library.ffi, len(chunk), None
-        memory = ffi.from_buffer(chunk)
+        # an array between: Python before 3.12.7 crashes when it collects a memoryview that cffi refers to (gh-77894)
+        source = np.frombuffer(chunk, np.uint8)
+        memory = ffi.from_buffer(source)
         if self.staged:
             slot = self._lend(size)
             # numpy copies without the GIL, so that the maths in other threads goes on
-            np.copyto(np.frombuffer(ffi.buffer(slot.memory, size), np.uint8), np.frombuffer(chunk, np.uint8))
+            np.copyto(np.frombuffer(ffi.buffer(slot.memory, size), np.uint8), source)
             memory = slot.memory
         with self._freeing(slot):
             request = self._context.send(self.endpoint.handle, memory, size, self._there | count)
@@ -341,7 +349,7 @@ class UcxLane:
             self._receive(TRIAL_BYTES, _TRIAL, None)
             self._send(bytes(TRIAL_BYTES), _TRIAL, None)
         except ucx.UcxError as error:
-            self.close(LinkLost(str(error)))
+            self._lose(error)
             raise
 
     async def tried(self) -> None:
@@ -356,8 +364,8 @@ class UcxLane:
             return
         self.lost = lost
         for operation in self._receiving:
-            if operation.ended and operation.slot is not None:
-                self.staging.free(operation.slot)
+            if operation.ended:
+                self._free(operation)
         for operation in self._under_way:  # sends end when the peer throws them away, or with the endpoint
             if not operation.sends:
                 self._context.cancel(operation.request)
@@ -367,7 +375,7 @@ class UcxLane:
         self._fabric.wake()
         self.staging.close()
         self._moved.unpark_all()
-        on_close, self.on_close = self.on_close, _nothing  # of the link, whose chunks keep slots
+        on_close, self.on_close = self.on_close, nothing  # of the link, whose chunks keep slots
         on_close(lost)
 
     def on_ended(self, operation: _Operation, status: int) -> None:
@@ -375,20 +383,23 @@ class UcxLane:
         self._under_way.remove(operation)
         self.endpoint.sends -= operation.sends
         kept = operation.queue is self._receiving and self.lost is None and status == ucx.OK
-        if operation.slot is not None and not kept:
-            self.staging.free(operation.slot)
+        if not kept:
+            self._free(operation)
         if status == ucx.TRUNCATED and not operation.sends:
             self.close(LinkLost(f"{self.remote}: closed, a chunk came with another size than was announced"))
-        elif status == ucx.CANCELLED and not operation.sends and self.lost is not None:
-            pass  # by `close`
         elif status != ucx.OK:
-            self._fabric.fail(self.endpoint, self._context.library.reason(status))
+            self._lose(self._context.library.error(status))
         elif operation.queue is None:
             self._trials -= 1
         elif operation.queue is self._sending and self.lost is None:
             self._sending.remove(operation)
             self._heard = trio.current_time()
         self._moved.unpark_all()
+
+    def _free(self, operation: _Operation) -> None:
+        slot, operation.slot = operation.slot, None
+        if slot is not None:
+            self.staging.free(slot)
 
     def _watch(self, operation: _Operation) -> None:
         self._under_way.add(operation)
@@ -423,11 +434,14 @@ class UcxLane:
         try:
             yield
         except ucx.UcxError as error:
+            self._lose(error)
+
+    def _lose(self, error: ucx.UcxError) -> None:
+        """Close because of what UCX says, with all others over a broken endpoint."""
+        if error.broken:
+            self._fabric.fail(self.endpoint, str(error))
+        else:
             self.close(LinkLost(f"{self.remote}: connection lost ({self.name}: {error})"))
-
-
-def _nothing(_: LinkLost) -> None:
-    pass
 
 
 def _bytes(operations: deque[_Operation]) -> int:

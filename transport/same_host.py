@@ -33,7 +33,7 @@ import trio
 from peerd import sealed_file
 from peerd.messages import Chunk
 from peerd.transport import wire
-from peerd.transport.lane import KEPT, UNDER_WAY, LaneRefused, patience_s
+from peerd.transport.lane import KEPT, UNDER_WAY, LaneRefused, nothing, patience_s
 from peerd.transport.link import LinkLost
 from peerd.transport.tcp import cause
 
@@ -219,7 +219,7 @@ class SharedLane:
 
     def __init__(self, remote: str, ours: Outgoing, theirs: Incoming) -> None:
         self.remote = remote
-        self.on_close: Callable[[LinkLost], None] = _nothing
+        self.on_close: Callable[[LinkLost], None] = nothing
         self._ours = ours
         self._theirs = theirs
         self._expected: deque[int] = deque()
@@ -271,7 +271,7 @@ class SharedLane:
             return
         self.lost = lost
         self._ours.close()
-        on_close, self.on_close = self.on_close, _nothing  # of the link, which has this lane: no cycle keeps the memory
+        on_close, self.on_close = self.on_close, nothing  # of the link, which has this lane: no cycle keeps the memory
         on_close(lost)
 
     async def _room(self, size: int) -> None:
@@ -288,7 +288,3 @@ class SharedLane:
     def _check_open(self) -> None:
         if self.lost is not None:
             raise LinkLost(*self.lost.args)
-
-
-def _nothing(_: LinkLost) -> None:
-    pass

@@ -189,7 +189,7 @@ class StreamLink:
             self.drop(LinkLost(f"{self.remote}: closed, it takes in less than {SLOWEST_RATE} bytes a second"))
         except LinkLost as lost:
             # not closed: what the peer sent before it went, a Refuse perhaps, can still be received
-            self._outbox.close(lost)
+            self._outbox.close(LinkLost(*lost.args))  # without its traceback, which has the chunks
         except BaseException:
             self.drop(LinkLost(f"{self.remote}: closed here"))
             raise

@@ -24,9 +24,10 @@ API = (1, 13)  # the least that is needed; a newer library keeps it
 HOST_MEMORY = "^cuda"  # all transports but CUDA's: chunks lie in host memory, and a daemon keeps off the GPU
 RDMA_TRANSPORTS = ("rc_", "dc_", "ud_")  # how UCX names what runs over InfiniBand and RoCE
 
-# Segments of 8 kB, the default, cost UCX's tcp a factor of four; from 1m on it copies more. A send by rendezvous ends
-# when the receiver has it; a shorter one, sent at once, would pile up where nobody receives.
-OPTIONS = {"UCX_TCP_TX_SEG_SIZE": "768k", "UCX_TCP_RX_SEG_SIZE": "768k", "UCX_RNDV_THRESH": "32k"}
+# Segments of 8 kB, the default, cost UCX's tcp a factor of four; from 1m on it copies more.
+_DEFAULTS = {"UCX_TCP_TX_SEG_SIZE": "768k", "UCX_TCP_RX_SEG_SIZE": "768k"}
+# A send by rendezvous ends when the receiver has it; one at once would pile up where nobody receives, and be refused.
+_FIXED = {"UCX_RNDV_THRESH": "32k"}
 # Read when the library is loaded: logs belong on stderr, and crashes to Python.
 _AT_LOAD = {"UCX_LOG_FILE": "stderr", "UCX_LOG_LEVEL": "fatal", "UCX_HANDLE_ERRORS": "none"}
 
@@ -85,11 +86,15 @@ _MAP_ADDRESS, _MAP_LENGTH = 1 << 0, 1 << 1
 _OP_FLAGS, _OP_NO_IMMEDIATE, _CLOSE_FORCE = 1 << 4, 1 << 16, 1 << 0
 _ALL_BITS = (1 << 64) - 1
 
-OK, IN_PROGRESS, TRUNCATED, BUSY, CANCELLED = 0, 1, -9, -15, -16
+OK, IN_PROGRESS, TRUNCATED, BUSY, NOT_CONNECTED = 0, 1, -9, -15, -24
 
 
 class UcxError(Exception):
     """UCX is not here, or refused; the text is one line."""
+
+    def __init__(self, text: str, status: int = OK) -> None:
+        super().__init__(text)
+        self.broken = status <= NOT_CONNECTED  # the errors about a connection, and of a network, come last
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +113,11 @@ class Library:
     def check(self, status: int, what: str) -> None:
         """Raise UcxError if `status` is an error."""
         if status < 0:
-            raise UcxError(f"{what}: {self.reason(status)}")
+            raise self.error(status, f"{what}: ")
 
-    def reason(self, status: int) -> str:
+    def error(self, status: int, what: str = "") -> UcxError:
         """What an error status means, in UCX's words."""
-        return str(self.ffi.string(self.calls.ucs_status_string(status)).decode())
+        return UcxError(what + str(self.ffi.string(self.calls.ucs_status_string(status)).decode()), status)
 
 
 def load(environment: Mapping[str, str] = os.environ) -> Library:
@@ -157,15 +162,21 @@ def _places(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 
 @contextmanager
-def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
-    """Set variables that UCX is about to read, unless the user did, and take them back: the trainer inherits ours."""
-    ours = {key: value for key, value in wanted.items() if key not in os.environ}
-    os.environ.update(ours)
+def _environment(wanted: Mapping[str, str], fixed: Mapping[str, str] = {}) -> Iterator[None]:
+    """Set variables that UCX is about to read, and take them back: the trainer inherits ours.
+
+    What the user set goes before the `wanted`, not before the `fixed`.
+    """
+    before = dict(os.environ)
+    os.environ.update({**wanted, **before, **fixed})
     try:
         yield
     finally:
-        for key in ours:
-            del os.environ[key]
+        for key in (*wanted, *fixed):
+            if key in before:
+                os.environ[key] = before[key]
+            else:
+                del os.environ[key]
 
 
 class Context:
@@ -185,7 +196,7 @@ class Context:
         self._info = self._ffi.new("ucp_tag_recv_info_t *")
         try:
             # read with the context and, those of a transport, with the worker; ucp_config_modify reaches a few only
-            with _environment({**OPTIONS, "UCX_TLS": transports}):
+            with _environment({**_DEFAULTS, "UCX_TLS": transports}, _FIXED):
                 self._open()
         except UcxError as error:
             self.close()
@@ -300,7 +311,7 @@ class Context:
         status = int(self._calls.ucp_tag_recv_request_test(request, self._info))
         return status, int(self._info.length)
 
-    def disconnect(self, endpoint: Any, guarded: bool = True) -> Any:
+    def disconnect(self, endpoint: Any, guarded: bool) -> Any:
         """Post the end of an endpoint: of a guarded one at once, ending its operations. Raises UcxError."""
         values = {"op_attr_mask": _OP_FLAGS, "flags": _CLOSE_FORCE if guarded else 0}
         params = self._ffi.new("ucp_request_param_t *", values)
@@ -321,7 +332,7 @@ class Context:
     def _posted(self, result: Any, what: str) -> Any:
         value = int(self._ffi.cast("intptr_t", result))
         if -100 <= value < 0:  # a status in the place of a pointer
-            raise UcxError(f"{what}: {self.library.reason(value)}")
+            raise self.library.error(value, f"{what}: ")
         return result if value else None
 
     # ------------------------------------------------------------------------------------------------------ memory

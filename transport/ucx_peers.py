@@ -4,15 +4,17 @@ One endpoint to a peer's worker, however many lanes lead there, for as long as i
 workers in the order in which they were made: with one for each lane, two nodes that dial at once get theirs crossed,
 and the end of one lane takes another along. And closing by force while something is sent crashes UCX 1.22 over tcp. So
 a lane that ends leaves its endpoint as it is, and the other end throws away what nobody there awaits, which ends the
-sends. That also bounds what is kept of a peer's messages.
+sends. What is kept of a peer's messages is bounded, too. That a peer has gone shows when its endpoint is used: one that
+is not stays until the node ends.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from peerd.transport.staging import LEAST_BYTES
 from peerd.transport.ucx import IN_PROGRESS, Context, UcxError, is_rdma
 
 TAG_BITS = 24  # of a tag count the chunks of a lane, the others are its number
@@ -78,28 +80,49 @@ class Endpoints:
         self._closing = in_progress(self._context, self._closing)
 
 
+@dataclass(slots=True)
+class _Kept:
+    """What came for one lane."""
+
+    messages: dict[int, tuple[Any, int]] = field(default_factory=dict)  # by count, each with its size
+    bytes: int = 0
+
+
 class Arrivals:
     """What came for lanes that are open, or about to be, and is not awaited yet."""
 
     def __init__(self, context: Context, most_bytes: int) -> None:
-        """`most_bytes` are kept for a lane; whoever sends more is not heard."""
+        """`most_bytes` are kept for a lane, a short message counting as `LEAST_BYTES`."""
         self._context = context
         self._most_bytes = most_bytes
-        self._kept: dict[int, dict[int, tuple[Any, int]]] = {}  # by lane and count, what came and its size
+        self._kept: dict[int, _Kept] = {}  # by lane
         self._thrown: list[Any] = []  # requests
+
+    @property
+    def throwing(self) -> bool:
+        """Whether UCX still has something under way that nobody awaits."""
+        return bool(self._thrown)
 
     def keep(self, number: int) -> None:
         """Keep what comes for a lane from now on."""
-        self._kept[number] = {}
+        self._kept[number] = _Kept()
 
     def forget(self, number: int) -> None:
         """Throw away what came for a lane, and what is yet to come."""
-        for message, _ in self._kept.pop(number, {}).values():
+        for message, _ in self._kept.pop(number, _Kept()).messages.values():
             self._throw(message)
+
+    def close(self) -> None:
+        """Forget all lanes: UCX ends."""
+        for number in list(self._kept):
+            self.forget(number)
 
     def receive(self, number: int, count: int, memory: Any, size: int) -> Any:
         """Post a receive of the message with this count. Raises UcxError, also when it came with another size."""
-        message, came = self._kept[number].pop(count, (None, size))
+        kept = self._kept[number]
+        message, came = kept.messages.pop(count, (None, size))
+        if message is not None:
+            kept.bytes -= _weight(came)
         if came != size:
             self._throw(message)
             raise UcxError(f"a chunk of {came} bytes where {size} were announced")
@@ -107,22 +130,32 @@ class Arrivals:
             return self._context.receive(memory, size, number << TAG_BITS | count)
         return self._context.receive_found(message, memory, size)
 
-    def gather(self) -> None:
-        """Take what has come."""
+    def gather(self) -> list[int]:
+        """Take what has come; return the lanes for which more came than is kept, or something twice."""
+        overrun = []
         while (found := self._context.find()) is not None:
             message, tag, size = found
             number, count = divmod(tag, COUNTS)
             kept = self._kept.get(number)
-            if kept is None or count in kept or sum(size for _, size in kept.values()) + size > self._most_bytes:
+            if kept is None:
                 self._throw(message)
+            elif count in kept.messages or kept.bytes + _weight(size) > self._most_bytes:
+                self._throw(message)
+                overrun.append(number)
             else:
-                kept[count] = (message, size)
+                kept.messages[count] = (message, size)
+                kept.bytes += _weight(size)
         self._thrown = in_progress(self._context, self._thrown)
+        return overrun
 
     def _throw(self, message: Any) -> None:
         with suppress(UcxError):  # it is longer than nothing
             if (request := self._context.receive_found(message, self._context.library.ffi.NULL, 0)) is not None:
                 self._thrown.append(request)
+
+
+def _weight(size: int) -> int:
+    return max(size, LEAST_BYTES)
 
 
 def in_progress(context: Context, requests: list[Any]) -> list[Any]:
