@@ -6,8 +6,8 @@ belongs to one connection, and its mappings are unregistered when that ends. A c
 (over RDMA; where there are no keys it is sent from where it lies); one that comes in is handed on where it lies, and
 its pages are free again when the last view of them is gone; when many have views already, it is copied.
 
-Views die in any thread, UCX is called in one: `free` only takes note, and the next `lend`, `sweep` or
-`close` acts; after the end it asks for a `sweep`.
+Views die in any thread, UCX is called in one: `free` only takes note, and the next `lend`, `sweep` or `close` acts;
+after the end it asks for a `sweep`.
 """
 
 from __future__ import annotations

@@ -167,16 +167,15 @@ def _environment(wanted: Mapping[str, str], fixed: Mapping[str, str] = {}) -> It
 
     What the user set goes before the `wanted`, not before the `fixed`.
     """
-    before = dict(os.environ)
-    os.environ.update({**wanted, **before, **fixed})
+    ours = {key: value for key, value in wanted.items() if key not in os.environ} | dict(fixed)
+    before = {key: os.environ.pop(key) for key in fixed if key in os.environ}
+    os.environ.update(ours)
     try:
         yield
     finally:
-        for key in (*wanted, *fixed):
-            if key in before:
-                os.environ[key] = before[key]
-            else:
-                del os.environ[key]
+        for key in ours:
+            del os.environ[key]
+        os.environ.update(before)
 
 
 class Context:

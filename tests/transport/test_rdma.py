@@ -870,9 +870,12 @@ def test_another_library_is_told_from_ucx():
         ucx.load({ucx.LIBRARY_VARIABLE: "libc.so.6"})
 
 
-def test_loading_leaves_the_environment_as_it_was():
+@pytest.mark.parametrize("given", [None, "1m"])
+def test_the_environment_is_left_as_it_was(given, monkeypatch):
+    if given is not None:
+        monkeypatch.setenv("UCX_RNDV_THRESH", given)
     before = dict(os.environ)
-    ucx.load()
+    ucx.resources(ucx.load())
     assert dict(os.environ) == before
 
 
