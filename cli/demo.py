@@ -254,6 +254,7 @@ def _sum_up(swarm: LocalSwarm, watch: Watch, task: str, seed: int, mode: str) ->
     from safetensors.torch import load_file
 
     nodes = [name for name in swarm.names if name not in swarm.ended()]
+    carriers = {sample.node: sample.status["carriers"] for sample in watch.samples if sample.status["carriers"]}
     models = [load_file(swarm.export(name)) for name in nodes]
     average = {key: torch.stack([model[key] for model in models]).mean(0) for key in models[0]}
     scores = [_evaluate(task, seed, model) for model in models]
@@ -282,6 +283,7 @@ def _sum_up(swarm: LocalSwarm, watch: Watch, task: str, seed: int, mode: str) ->
         "bytes_saved_fraction": 1 - sent / every_step if every_step else 0.0,
         "exchanges": exchanges(mode, sum(status["exchanges"] for status in final.values())),
         "snapshots": sum(status["snapshots"] for status in final.values()),
+        "carriers": sorted(set().union(*carriers.values())),
         "consensus_distance": (sum(squares) / len(squares)) ** 0.5 / norm,
         "seconds": watch.seconds,
         "loop_latency_p99_s": max(status["loop_latency_p99_s"] for status in final.values()),
@@ -320,7 +322,7 @@ def _print_summary(console: Console, result: dict[str, Any], picture: Path) -> N
         f"accuracy   {result['accuracy_averaged_model']:.2%} averaged model, {result['accuracy_mean']:.2%} mean, "
         f"{result['accuracy_worst']:.2%} worst node\n"
         f"traffic    {size(result['bytes_sent_total'])} sent in {result['exchanges']} exchanges and "
-        f"{result['snapshots']} snapshots\n"
+        f"{result['snapshots']} snapshots, large ones over {', '.join(result['carriers']) or 'nothing'}\n"
         f"           every-step fp32 gossip would send {size(result['bytes_every_step_fp32'])}: "
         f"{result['bytes_saved_fraction']:.1%} saved\n"
         f"consensus  nodes are {result['consensus_distance']:.3%} from their mean\n"

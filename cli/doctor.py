@@ -19,6 +19,10 @@ def doctor(
         typer.Option(metavar="HOST:PORT", help="a peer to reach and to measure the line from: 2 s, 256 MiB at most"),
     ] = None,
     transport: Annotated[str | None, typer.Option(help="tcp, rdma or auto: what must work")] = None,
+    rdma_subnet: Annotated[list[str] | None, typer.Option(metavar="CIDR", help="as for peerd start")] = None,
+    rdma_allow_fallback: Annotated[
+        bool | None, typer.Option("--rdma-allow-fallback", help="as for peerd start")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="a TOML file, as for peerd start")] = None,
     format: FormatOption = Format.TEXT,
 ) -> None:
@@ -29,7 +33,10 @@ def doctor(
     from peerd.doctor import check, examine
     from peerd.settings import load
 
-    flags = {"bind": bind, "join": tuple(join) if join else None, "transport": transport}
+    flags = {
+        "bind": bind, "join": tuple(join) if join else None, "transport": transport,
+        "rdma_subnets": tuple(rdma_subnet) if rdma_subnet else None, "rdma_allow_fallback": rdma_allow_fallback,
+    }  # fmt: skip
     findings = examine(load(flags, os.environ, config))
     if format is Format.JSON:
         print_json([asdict(finding) for finding in findings])

@@ -35,9 +35,10 @@ def _rdma(settings: Settings) -> UcxFabric | None:
             raise UserError(
                 f"--transport rdma: {error}; peerd doctor says more, --transport auto goes on over TCP"
             ) from None
-        LOGGER.info("bulk travels over tcp: %s", error)
+        LOGGER.info("bulk to other hosts travels over tcp: %s", error)
         return None
-    LOGGER.info("bulk travels over %s where the peer can: %s", library, ", ".join(found))
+    bulk = "bulk" if settings.transport == "rdma" else "bulk to other hosts"
+    LOGGER.info("%s travels over %s where the peer can: %s", bulk, library, ", ".join(found))
     return fabric
 
 

@@ -230,7 +230,7 @@ class Daemon:
             "id": member.id,
             "epoch": member.epoch,
             "incarnation": member.incarnation,
-            "carrier": self._carrier_of(member.id),
+            "carrier": self._carrier_of(member),
             "model": about.model,
             "ready": about.ready,
             "plan": about.plan.number,
@@ -238,10 +238,12 @@ class Daemon:
             "self": member.id == self._me.id,
         }
 
-    def _carrier_of(self, peer: NodeId) -> str:
-        """What bulk travels over to a member; "" where there is no link."""
-        accepted = [link.carrier for link, node in self._accepted.items() if node == peer]
-        return self.peers.carrier(peer) or (accepted[-1] if accepted else "")
+    def _carrier_of(self, member: Member) -> str:
+        """What bulk travels over to a member; "" where there is no link, or only one that was not given up yet."""
+        if member.state in (State.FAILED, State.LEFT):
+            return ""
+        accepted = [link.carrier for link, node in self._accepted.items() if node == member.id]
+        return self.peers.carrier(member.id) or (accepted[-1] if accepted else "")
 
     async def _verb_info(self, _: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -284,6 +286,7 @@ class Daemon:
             "links": [
                 {**asdict(link), "peer": names.get(link.peer, link.peer)} for link in (mode.links() if mode else [])
             ],
+            "carriers": sorted({carrier for each in self._members().values() if (carrier := self._carrier_of(each))}),
             "consensus_distance": mode.consensus_distance if mode else 0.0,
             "bytes_sent": self.peers.bytes_sent + self._datagrams.bytes_sent,
             "bytes_received": self.peers.bytes_received + self._datagrams.bytes_received,
@@ -489,6 +492,8 @@ def _announce(settings: Settings, address: Address, command: list[str]) -> None:
         LOGGER.info("listening on %s; joining through %s", where, ", ".join(map(shown, settings.seeds)))
     else:
         options = ["--join", where] if local else ["--join", where, "--bind", "THEIR_ADDRESS"]
+        options += ["--transport", settings.transport] if settings.transport != Settings().transport else []
+        options += ["--rdma-allow-fallback"] if settings.rdma_allow_fallback else []
         words = [*command, *options] if len(command) <= 1 else [*options, "--", *command]
         LOGGER.info("listening on %s; others join with: peerd start %s", where, shlex.join(words))
     if not local:

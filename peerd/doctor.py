@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import trio
@@ -168,10 +169,7 @@ def _rdma(settings: Settings) -> Iterator[Finding]:
         library = ucx.load()
         found = ucx.resources(library)
     except ucx.UcxError as error:
-        cure = (
-            f"the system's UCX (libucx0, ucx), pip install 'peerd[rdma]', or {ucx.LIBRARY_VARIABLE}=/path/libucp.so.0"
-        )
-        yield Finding("ucx", no_ucx, str(error), cure)
+        yield Finding("ucx", no_ucx, str(error), _cure_of_ucx())
         return
     yield Finding("ucx", "ok", str(library))
     yield Finding("ucx", "ok", f"finds {', '.join(found) or 'nothing'}")
@@ -182,6 +180,16 @@ def _rdma(settings: Settings) -> Iterator[Finding]:
             yield Finding("rdma", bad, why_not, cure)
     else:
         yield Finding("rdma", bad, *_why_no_rdma(library))
+
+
+def _cure_of_ucx() -> str:
+    if find_spec("cffi") is None:
+        return "pip install 'peerd[rdma]', or -e '.[rdma]' in a clone"
+    if os.environ.get(ucx.LIBRARY_VARIABLE):
+        return f"unset or correct {ucx.LIBRARY_VARIABLE}; LD_LIBRARY_PATH finds what lies beside the one that it names"
+    if variables := ucx.users_variables():
+        return f"unset or correct {', '.join(variables)}"
+    return f"the system's UCX (libucx0, ucx), or {ucx.LIBRARY_VARIABLE}=/path/libucp.so.0; pip has one without RDMA"
 
 
 def _why_no_rdma(library: ucx.Library) -> tuple[str, str]:

@@ -17,6 +17,7 @@ import msgpack
 
 from peerd.effects import UserError
 
+LOOK_EVERY_S = 2.0  # whether a daemon that does not answer is stopped
 MESSAGE_BYTES_MAX = 64 << 20  # an attach names every tensor: a million, at the 60 bytes that one takes
 _LENGTH = struct.Struct("<I")
 
@@ -128,11 +129,17 @@ class LocalSocket:
     def ask(self, verb: str, /, **arguments: Any) -> dict[str, Any]:
         """One command and its answer. Raises UserError with the daemon's own words, OSError or EOFError."""
         self.send({"kind": verb, **arguments})
-        answer = self.receive()
-        assert answer is not None, "a receive without a timeout returns a message or raises"
+        while (answer := self.receive(LOOK_EVERY_S)) is None:
+            if _stopped(pid := self._pid()):
+                raise UserError(f"the node's process {pid} is stopped and cannot answer; kill -CONT {pid} lets it")
         if "error" in answer:
             raise UserError(str(answer["error"]))
         return answer
+
+    def _pid(self) -> int:
+        """Whose socket this was when it began to listen."""
+        credentials = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        return int(struct.unpack("3i", credentials)[0])
 
     def ends(self, timeout_s: float) -> bool:
         """Whether the daemon's process ends within `timeout_s`: until then it keeps this connection."""
@@ -145,6 +152,13 @@ class LocalSocket:
     def close(self) -> None:
         """Close; harmless when closed."""
         self._socket.close()
+
+
+def _stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "Tt"
+    except OSError:  # in another process namespace
+        return False
 
 
 @contextmanager

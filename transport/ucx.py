@@ -132,7 +132,8 @@ def load(environment: Mapping[str, str] = os.environ) -> Library:
     for source, path in _places(environment):
         try:
             with _environment(_AT_LOAD):
-                calls = ffi.dlopen(path)
+                # never unloaded: a context that was not closed has handlers that every fork calls
+                calls = ffi.dlopen(path, os.RTLD_NOW | os.RTLD_NODELETE)
         except OSError as error:
             said = str(error).partition(".  Additionally")[0].removeprefix(f"cannot load library '{path}': ")
             tried.append(f"{source}: {said}")
@@ -199,8 +200,8 @@ class Context:
                 self._open()
         except UcxError as error:
             self.close()
-            chosen = os.environ.get("UCX_TLS")
-            raise UcxError(f"{error} with UCX_TLS={chosen}" if chosen else str(error)) from None
+            chosen = " ".join(f"{key}={value}" for key, value in users_variables().items())
+            raise UcxError(f"{error} with {chosen}" if chosen else str(error)) from None
         fd = self._ffi.new("int *")
         library.check(self._calls.ucp_worker_get_efd(self._worker, fd), "ucp_worker_get_efd")
         self.event_fd: int = fd[0]
@@ -345,6 +346,11 @@ class Context:
         """Take memory from every device: no peer reaches it any more."""
         status = self._calls.ucp_mem_unmap(self._context, mapped)
         assert status == OK, "only what is mapped is unmapped"
+
+
+def users_variables() -> dict[str, str]:
+    """What the user has told UCX itself."""
+    return {key: value for key, value in sorted(os.environ.items()) if key.startswith("UCX_") and key not in _FIXED}
 
 
 def resources(library: Library) -> list[str]:

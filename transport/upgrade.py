@@ -125,7 +125,7 @@ def _difference(ours: list[Fabric], offer: BulkOffer) -> str:
     kinds = [_kind(fabric.version) for fabric in ours]
     if _kind(offer.version) in kinds:
         return "it is of another user, or in other namespaces"
-    return f"it has {', '.join(kinds) or 'nothing beside the stream'}"
+    return f"it has {', '.join(kinds)}, not {_kind(offer.version)}" if kinds else "it has nothing beside the stream"
 
 
 def _kind(version: str) -> str:

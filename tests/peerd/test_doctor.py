@@ -87,6 +87,26 @@ def test_no_ucx_harms_only_who_wants_rdma(monkeypatch):
     assert [finding.state for finding in found(without_rdma, "ucx")] == ["fail"]
 
 
+@pytest.mark.parametrize(
+    ("variables", "said", "cure"),
+    [
+        ({ucx.LIBRARY_VARIABLE: "/nowhere"}, "/nowhere", f"unset or correct {ucx.LIBRARY_VARIABLE}"),
+        (
+            {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "mlx9_9:1"},
+            "UCX_NET_DEVICES=mlx9_9:1 UCX_TLS=tcp",
+            "UCX_NET_DEVICES, UCX_TLS",
+        ),
+    ],
+)
+@needs_ucx
+def test_the_cure_names_the_variable_that_is_at_fault(variables, said, cure, monkeypatch):
+    for key, value in variables.items():
+        monkeypatch.setenv(key, value)
+    (finding,) = found(Settings(transport="rdma"), "ucx")
+    assert said in finding.found
+    assert cure in finding.cure
+
+
 def library(source: str) -> ucx.Library:
     return ucx.Library("libucp.so.0", source, (1, 18, 0), None, None)
 

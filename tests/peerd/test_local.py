@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peerd import control
+from peerd import control, local_socket
 from peerd.effects import UserError
 from peerd.local_socket import (
     MESSAGE_BYTES_MAX,
@@ -138,6 +140,30 @@ def test_a_node_that_is_not_there_is_a_user_error(runtime: Path) -> None:
         request(runtime / "nobody.sock", "status")
 
 
+def test_a_node_that_is_stopped_is_told_from_one_that_takes_its_time(runtime: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(local_socket, "LOOK_EVERY_S", 0.1)
+    path = runtime / "node.sock"
+    node = "import os, signal, socket, sys; s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); s.listen()"
+    stopped = subprocess.Popen(
+        [sys.executable, "-c", f"{node}; print(flush=True); os.kill(os.getpid(), signal.SIGSTOP)", path],
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert stopped.stdout is not None
+        stopped.stdout.readline()
+        with pytest.raises(UserError, match=f"process {stopped.pid} is stopped"):
+            request(path, "status")
+    finally:
+        stopped.kill()
+        stopped.communicate()
+
+
+def test_an_answer_may_take_its_time(runtime: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(local_socket, "LOOK_EVERY_S", 0.01)
+    path = socket_path("node")
+    serving(path, lambda: request(path, "slow"))
+
+
 # ------------------------------------------------------------------------------------------- both ends, in one process
 
 
@@ -153,7 +179,11 @@ def serving(path: Path, ask: Any, attach: Any = None) -> None:
     async def broken(_: dict[str, Any]) -> dict[str, Any]:
         raise KeyError("bug")
 
-    verbs: dict[str, control.Verb] = {"echo": echo, "unhappy": unhappy, "broken": broken}
+    async def slow(_: dict[str, Any]) -> dict[str, Any]:
+        await trio.sleep(0.2)
+        return {}
+
+    verbs: dict[str, control.Verb] = {"echo": echo, "unhappy": unhappy, "broken": broken, "slow": slow}
 
     async def main() -> None:
         with trio.fail_after(60):
