@@ -167,11 +167,19 @@ def _rdma(settings: Settings) -> Iterator[Finding]:
     bad = "note" if settings.rdma_allow_fallback else no_ucx
     try:
         library = ucx.load()
-        found = ucx.resources(library)
     except ucx.UcxError as error:
-        yield Finding("ucx", no_ucx, str(error), _cure_of_ucx())
+        yield Finding("ucx", no_ucx, str(error), _cure_of_loading())
         return
     yield Finding("ucx", "ok", str(library))
+    try:
+        found = ucx.resources(library)
+    except ucx.UcxError as error:
+        variables = ", ".join(ucx.users_variables())
+        cure = (
+            f"unset or correct {variables}" if variables else f"another UCX: {ucx.LIBRARY_VARIABLE}=/path/libucp.so.0"
+        )
+        yield Finding("ucx", no_ucx, str(error), cure)
+        return
     yield Finding("ucx", "ok", f"finds {', '.join(found) or 'nothing'}")
     if ucx.is_rdma(found):
         yield Finding("rdma", "ok", "usable: --transport rdma or auto")
@@ -182,13 +190,11 @@ def _rdma(settings: Settings) -> Iterator[Finding]:
         yield Finding("rdma", bad, *_why_no_rdma(library))
 
 
-def _cure_of_ucx() -> str:
+def _cure_of_loading() -> str:
     if find_spec("cffi") is None:
         return "pip install 'peerd[rdma]', or -e '.[rdma]' in a clone"
     if os.environ.get(ucx.LIBRARY_VARIABLE):
         return f"unset or correct {ucx.LIBRARY_VARIABLE}; LD_LIBRARY_PATH finds what lies beside the one that it names"
-    if variables := ucx.users_variables():
-        return f"unset or correct {', '.join(variables)}"
     return f"the system's UCX (libucx0, ucx), or {ucx.LIBRARY_VARIABLE}=/path/libucp.so.0; pip has one without RDMA"
 
 

@@ -156,7 +156,7 @@ class LocalSocket:
 
 def _stopped(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "Tt"
+        return Path(f"/proc/{pid}/stat").read_bytes().rsplit(b")", 1)[1].split()[0] == b"T"
     except OSError:  # in another process namespace
         return False
 

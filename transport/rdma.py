@@ -213,7 +213,7 @@ class UcxFabric:
         while (self._pending or self.arrivals.throwing) and trio.current_time() < deadline:
             self.context.progress()
             self._settle()
-        if self._pending:
+        if self._pending or self.arrivals.throwing:
             _unended.append(self)
             return
         for lane in self._lanes.values():
@@ -387,6 +387,8 @@ class UcxLane:
             self._free(operation)
         if status == ucx.TRUNCATED and not operation.sends:
             self.close(LinkLost(f"{self.remote}: closed, a chunk came with another size than was announced"))
+        elif status != ucx.OK and operation.sends:
+            self._fabric.fail(self.endpoint, str(self._context.library.error(status)))
         elif status != ucx.OK:
             self._lose(self._context.library.error(status))
         elif operation.queue is None:
