@@ -1,20 +1,31 @@
 # Two commands for users: make demo, make test. Each sets up .venv by itself on a machine with only Python >= 3.11.
 PYTHON ?= python3
 BIN := .venv/bin
+QUICK := tests/training tests/contracts/test_codec_contract.py tests/contracts/test_gossip_family.py tests/test_imports.py \
+	$(addprefix tests/transport/test_,wire.py framing.py peer_queue.py admission.py) \
+	$(addprefix tests/peerd/test_,membership.py node_core.py trainer_protocol.py plan.py board.py replica.py)
 
-.PHONY: demo test check soak bench format clean
+.PHONY: demo test quick scripts check soak bench format clean
 
 demo: .venv/installed
 	$(BIN)/peerd demo
 
 test: .venv/installed
-	$(BIN)/python -m pytest -q -n 3 -m "not soak"
+	$(BIN)/python -m pytest -q -n 3 --dist worksteal -m "not soak and not scripts"
+
+# for whoever changed one core: what has no process, no socket and no simulated hour
+quick: .venv/installed
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not soak and not scripts" --hypothesis-profile=quick $(QUICK)
+
+scripts: .venv/frameworks
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m scripts
 
 check: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy -p peerd
 	$(BIN)/mypy benchmarks
+	$(BIN)/mypy tests
 	$(BIN)/python -m pytest -q tests/test_imports.py
 
 soak: .venv/installed
@@ -33,6 +44,10 @@ format: .venv/installed
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "peerd needs Python 3.11 or later; set PYTHON=")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+.venv/frameworks: .venv/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[frameworks]'
 	touch $@
 
 clean:

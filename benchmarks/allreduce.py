@@ -4,9 +4,9 @@
     python benchmarks/allreduce.py --mbit 100       each in a network namespace of its own (root, ip and tc)
 
 peerd's side is the production path from a mode's contribution to the committed sum: rounds, leader and collective in
-the lane, pieces over TCP links, all that a member says included; only the trainer is left out, as it is on gloo's side.
-Both sum the same vectors; a repetition takes from the first process's begin to the last one's end. Each one's sum is
-compared with the others' to the bit, and with numpy's.
+the compute thread, pieces over TCP links, all that a member says included; only the trainer is left out, as it is on
+gloo's side. Both sum the same vectors; a repetition takes from the first process's begin to the last one's end. Each
+one's sum is compared with the others' to the bit, and with numpy's.
 """
 
 from __future__ import annotations
@@ -33,20 +33,21 @@ import numpy as np
 import numpy.typing as npt
 import trio
 
-from peerd.allocator import keep_freed_chunks
-from peerd.effects import Address, Effect, NodeId, Proceed, StepReport, Vector
-from peerd.exchanges import Exchanges
-from peerd.messages import AS_STARTED, Connected, Hello, Message, Welcome
-from peerd.peers import Peers
-from peerd.replica import Replica
-from peerd.shared_memory import SharedMemory
-from peerd.training import delta
-from peerd.training.delta import Layout
-from peerd.training.modes import LinkStatus, ModeSettings
-from peerd.training.modes.rounds import Committed, Outcome, Rounds, Withdrawn
+from peerd.daemon.mode_runner import ModeRunner
+from peerd.daemon.peers import Peers
+from peerd.local.shared_memory import SharedMemory
+from peerd.node.model_copy import ModelCopy
+from peerd.process.allocator import keep_freed_chunks
+from peerd.training.codecs import vector
+from peerd.training.codecs.vector import Layout
+from peerd.training.effects import Effect, Proceed, StepReport, Vector
+from peerd.training.modes import EVERY_STEP, LinkStatus, ModeSettings, Quiet
+from peerd.training.rounds.member import Committed, Outcome, Rounds, Withdrawn
 from peerd.training.trigger import parse_trigger
+from peerd.transport.connection import Connection, ConnectionLost
 from peerd.transport.hello import answer
-from peerd.transport.link import Link, LinkLost
+from peerd.transport.ids import Address, NodeId
+from peerd.transport.messages import AS_STARTED, Connected, Hello, Message, Welcome
 from peerd.transport.same_host import SameHost
 from peerd.transport.tcp import TcpTransport
 
@@ -132,6 +133,10 @@ class Summing:
     def links(self) -> list[LinkStatus]:
         return []
 
+    @property
+    def quiet(self) -> Quiet:
+        return EVERY_STEP
+
     def end(self) -> None:
         pass
 
@@ -156,33 +161,33 @@ async def peerd(rank: int, addresses: list[Address], count: int, topology: str, 
     source = contribution(rank, count)
     work = source.copy()
 
-    async def accept(link: Link) -> None:
+    async def accept(link: Connection) -> None:
         peers.count(link)
         try:
             theirs = await answer(link, lambda _: None, Welcome(me, me, 1))
-            link.payload_limit = delta.payload_limit(layout)
+            link.payload_limit = vector.payload_limit(layout)
             while True:
-                await exchanges.on_message(theirs.node, await link.receive())
-        except LinkLost:
+                await runner.on_message(theirs.node, await link.receive())
+        except ConnectionLost:
             pass  # at the end
         finally:
             await peers.close(link)
 
     async with trio.open_nursery() as nursery:
         transport = TcpTransport(nursery, *([SameHost()] if shm else []))
-        peers = Peers(transport, lambda: hello, where.get, lambda peer: exchanges.on_reconnected(peer), print)
-        exchanges = Exchanges(peers)
-        exchanges.lane.replica = Replica(SharedMemory.create(count))
+        peers = Peers(transport, lambda: hello, where.get, lambda peer: runner.on_reconnected(peer), print)
+        runner = ModeRunner(peers)
+        runner.core.model = ModelCopy(SharedMemory.create(count))
         await nursery.start(peers.run)
-        nursery.start_soon(exchanges.run)
+        nursery.start_soon(runner.run)
         mode = Summing(me, layout, random.Random(rank), settings, work)
         others = frozenset(where.keys() - {me})
-        await exchanges.begin(AS_STARTED, others, lambda *_: mode, me, layout, random.Random(rank), settings)
+        await runner.begin(AS_STARTED, others, lambda *_: mode, me, layout, random.Random(rank), settings)
         await nursery.start(transport.listen, addresses[rank], accept)
 
         async def add_up() -> float:
-            exchanges.on_report(StepReport(1, 0.0, 1.0, published=True, finishing=False), 0)
-            await exchanges.settled.wait()
+            runner.on_report(StepReport(1, 0.0, 1.0, published=True, finishing=False), 0)
+            await runner.settled.wait()
             return mode.ended
 
         print("ready", flush=True)

@@ -18,9 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from peerd.effects import Vector
-from peerd.training import delta
-from peerd.training.codecs import CODECS, Codec
+from peerd.training.codecs import CODECS, Codec, vector
+from peerd.training.effects import Vector
 
 Figures = dict[str, Any]
 
@@ -49,10 +48,10 @@ def seconds(call: Callable[[], object], repeats: int) -> float:
 def measure(codec: Codec, values: Vector, repeats: int) -> Figures:
     """Rates of the codec alone and of the whole way, bytes a value, contraction."""
     out = np.empty_like(values)
-    spans = [slice(start, start + delta.PIECE_VALUES) for start in range(0, values.size, delta.PIECE_VALUES)]
+    spans = [slice(start, start + vector.PIECE_VALUES) for start in range(0, values.size, vector.PIECE_VALUES)]
     bodies = [codec.encode(values[span]) for span in spans]
-    layout = delta.Layout(values.size, values.size)
-    chunks, contraction = delta.encode(codec.name, layout, values)
+    layout = vector.Layout(values.size, values.size)
+    chunks, contraction = vector.encode(codec.name, layout, values)
     megabytes = values.nbytes / 1e6
 
     def encode_all() -> None:
@@ -66,8 +65,8 @@ def measure(codec: Codec, values: Vector, repeats: int) -> Figures:
     return {
         "encode_MB_s": megabytes / seconds(encode_all, repeats),
         "decode_MB_s": megabytes / seconds(decode_all, repeats),
-        "delta_encode_MB_s": megabytes / seconds(lambda: delta.encode(codec.name, layout, values), repeats),
-        "delta_decode_MB_s": megabytes / seconds(lambda: delta.decode(codec.name, layout, chunks, out), repeats),
+        "delta_encode_MB_s": megabytes / seconds(lambda: vector.encode(codec.name, layout, values), repeats),
+        "delta_decode_MB_s": megabytes / seconds(lambda: vector.decode(codec.name, layout, chunks, out), repeats),
         "body_bytes_a_value": sum(len(body) for body in bodies) / values.size,
         "wire_bytes_a_value": sum(len(chunk) for chunk in chunks) / values.size,
         "contraction": contraction.delta,

@@ -25,13 +25,13 @@ from functools import partial
 import numpy as np
 import trio
 
-from peerd.allocator import keep_freed_chunks
-from peerd.messages import ModelRequest, ModelSnapshot
-from peerd.transport import ucx
+from peerd.process.allocator import keep_freed_chunks
+from peerd.transport.bulk import Fabric
+from peerd.transport.connection import Connection
 from peerd.transport.framing import payload_checksum
-from peerd.transport.lane import Fabric
-from peerd.transport.link import Link
-from peerd.transport.rdma import UcxFabric
+from peerd.transport.messages import ModelRequest, ModelSnapshot
+from peerd.transport.rdma import ucx
+from peerd.transport.rdma.fabric import UcxFabric
 from peerd.transport.same_host import SameHost
 from peerd.transport.tcp import TcpTransport
 
@@ -118,7 +118,7 @@ async def transport(nursery: trio.Nursery, make: Callable[[], Fabric] | None) ->
 
 
 async def receive_linked(messages: int, pipe: int, make: Callable[[], Fabric] | None) -> None:
-    async def accepted(link: Link) -> None:
+    async def accepted(link: Connection) -> None:
         link.payload_limit = CHUNK_BYTES * CHUNKS
         link.admit()
         await link.send(ModelRequest())
@@ -193,7 +193,7 @@ def main() -> None:
     costs = {name: statistics.median(found) for name, found in cpu.items()}
     link = rates["peerd link"]
     ratios = {
-        name: statistics.median(rate / beside for rate, beside in zip(found, link, strict=True))
+        name: statistics.median(rate / out_of_band for rate, out_of_band in zip(found, link, strict=True))
         for name, found in rates.items()
     }
     if options.format == "json":

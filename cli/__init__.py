@@ -1,1 +1,43 @@
 """The command line: one file a verb, each a thin client of a daemon's control socket."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+INTERRUPTED = "peerd: interrupted\n"
+INTERRUPTED_CODE = 128 + signal.SIGINT
+
+
+def run() -> None:
+    """The entry point: an interrupt is a line while the verbs are imported, too."""
+    try:
+        with interrupts_end_at_once():
+            from peerd.cli import main
+        main.run()
+    except KeyboardInterrupt:
+        sys.stderr.write(INTERRUPTED)
+        sys.exit(INTERRUPTED_CODE)
+
+
+@contextmanager
+def interrupts_end_at_once() -> Iterator[None]:
+    """For imports, of which nothing has to be undone: an exception that passes through torch's aborts the process."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler:  # ignored, as behind nohup; or somebody else's
+        yield
+        return
+    signal.signal(signal.SIGINT, _end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    os.write(2, INTERRUPTED.encode())
+    os._exit(INTERRUPTED_CODE)

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from peerd.carriers import CARRIERS
+from peerd.cli import interrupts_end_at_once
 from peerd.cli.output import Format, FormatOption, print_json
 
 
@@ -18,7 +20,7 @@ def doctor(
         list[str] | None,
         typer.Option(metavar="HOST:PORT", help="a peer to reach and to measure the line from: 2 s, 256 MiB at most"),
     ] = None,
-    transport: Annotated[str | None, typer.Option(help="tcp, rdma or auto: what must work")] = None,
+    transport: Annotated[str | None, typer.Option(help=f"{', '.join(CARRIERS)}: what must work")] = None,
     rdma_subnet: Annotated[list[str] | None, typer.Option(metavar="CIDR", help="as for peerd start")] = None,
     rdma_allow_fallback: Annotated[
         bool | None, typer.Option("--rdma-allow-fallback", help="as for peerd start")
@@ -30,14 +32,15 @@ def doctor(
 
     A note harms nothing. What fails is shown with its cure, and the exit code is 1.
     """
-    from peerd.doctor import check, examine
-    from peerd.settings import load
-
     flags = {
         "bind": bind, "join": tuple(join) if join else None, "transport": transport,
         "rdma_subnets": tuple(rdma_subnet) if rdma_subnet else None, "rdma_allow_fallback": rdma_allow_fallback,
     }  # fmt: skip
-    findings = examine(load(flags, os.environ, config))
+    with interrupts_end_at_once():  # it imports torch, and leaves nothing behind
+        from peerd.doctor import check, examine
+        from peerd.settings import load
+
+        findings = examine(load(flags, os.environ, config))
     if format is Format.JSON:
         print_json([asdict(finding) for finding in findings])
     else:

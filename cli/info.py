@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from peerd.cli.output import Format, FormatOption, NameOption, print_json
-from peerd.local_socket import find_node, request
+from peerd.local.local_socket import find_node, request
 
 
 def info(name: NameOption = None, format: FormatOption = Format.TEXT) -> None:

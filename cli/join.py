@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from peerd.cli.output import Format, FormatOption, NameOption, print_json
-from peerd.local_socket import find_node, request
+from peerd.local.local_socket import find_node, request
 
 
 def join(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import typer
 
 from peerd.cli.output import Format, FormatOption, NameOption, print_json
-from peerd.effects import UserError
-from peerd.local_socket import conversation, find_node
+from peerd.local.local_socket import conversation, find_node
+from peerd.transport.errors import UserError
 
 PATIENCE_S = 60.0  # hand-over, the script's end, the word spread; each has its own deadline in the daemon
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from peerd.effects import UserError
-from peerd.local_socket import request
-from peerd.supervisor import OUTPUT_ABOVE, die_with_parent
+from peerd.daemon.supervisor import OUTPUT_ABOVE, die_with_parent
+from peerd.local.local_socket import request
+from peerd.transport.errors import UserError
 
 START_S = 60.0  # a cold Python import on a busy machine; a daemon that dies is noticed at once
 END_S = 30.0

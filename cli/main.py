@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
+from peerd.cli import INTERRUPTED_CODE, interrupts_end_at_once
 from peerd.cli.average import average
 from peerd.cli.demo import demo
 from peerd.cli.doctor import doctor
@@ -19,9 +24,29 @@ from peerd.cli.simulate import simulate
 from peerd.cli.start import START_CONTEXT, start
 from peerd.cli.status import status
 from peerd.cli.version import version
-from peerd.effects import UserError
+from peerd.trainer.say import say
+from peerd.transport.errors import UserError
+
+
+class Verbs(TyperGroup):
+    """All verbs: an interrupt of any of them is one line, where some versions of typer say another or none."""
+
+    def make_context(self, *arguments: Any, **named: Any) -> Any:
+        """Understand what was typed."""
+        with interrupts_end_at_once():
+            return super().make_context(*arguments, **named)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the one that was typed."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            say("interrupted")
+            raise typer.Exit(INTERRUPTED_CODE) from None
+
 
 app = typer.Typer(
+    cls=Verbs,
     help="GPU nodes that train one model together over ordinary networks, with no master.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -31,25 +56,35 @@ app.command(context_settings=START_CONTEXT)(start)
 for verb in (join, leave, members, status, info, export, average, doctor, demo, simulate, version):
     app.command()(verb)
 app.add_typer(mode, name="mode")
+command = typer.main.get_command(app)
 
 
 def run() -> None:
-    """The entry point."""
+    """Run the verb that was typed."""
+    if sys.stderr is None or sys.stdout is None:  # closed by whoever started this: what opens next would be written to
+        sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
     try:
-        app()
+        command()
     except UserError as error:
         _fail(error)
     except BaseExceptionGroup as group:  # a daemon's tasks end together; the user's own mistake is among them
+        if group.split(KeyboardInterrupt)[1] is None:
+            raise KeyboardInterrupt from None
         mistakes = group.subgroup(UserError)
         if mistakes is None or group.split(UserError)[1] is not None:
             raise
         _fail(_first(mistakes))
     except BrokenPipeError:
         sys.exit(1)
+    except OSError as error:
+        if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still holds of it
+        _fail(f"cannot write the answer: {error.strerror}")
 
 
-def _fail(error: BaseException) -> None:
-    sys.stderr.write(f"peerd: {error}\n")
+def _fail(error: BaseException | str) -> None:
+    say(str(error))
     sys.exit(1)
 
 

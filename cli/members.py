@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from peerd.cli.output import Format, FormatOption, NameOption, print_json, print_table
-from peerd.local_socket import find_node, request
+from peerd.local.local_socket import find_node, request
 
 
 def members(name: NameOption = None, format: FormatOption = Format.TEXT) -> None:
     """List the members of the swarm: alive, suspect, failed or left.
+
+    "no steps": its trainer has made none for more than ten times its slowest, and ten seconds.
 
     CARRIER is what large chunks travel over between that member and this node, while they are linked.
     """
@@ -21,7 +25,7 @@ def members(name: NameOption = None, format: FormatOption = Format.TEXT) -> None
             [
                 _marked(row),
                 row["address"],
-                row["state"],
+                f"{row['state']}, no steps" if row["stalled"] and row["state"] == "alive" else row["state"],
                 row["carrier"] or "-",
                 row["mode"],
                 row["model"] or "-",
@@ -32,5 +36,5 @@ def members(name: NameOption = None, format: FormatOption = Format.TEXT) -> None
     )
 
 
-def _marked(row: dict[str, str]) -> str:
+def _marked(row: dict[str, Any]) -> str:
     return f"{row['name']} (this node)" if row["self"] else row["name"]

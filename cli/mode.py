@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from peerd.cli.output import Format, FormatOption, NameOption, print_json
-from peerd.effects import UserError
-from peerd.local_socket import find_node, request
+from peerd.local.local_socket import find_node, request
+from peerd.transport.errors import UserError
 
 LOOK_S = 0.1
 TELL_EVERY_S = 2.0
@@ -49,10 +49,10 @@ def set_mode(
 ) -> None:
     """Have every member combine models in MODE from now on; training goes on, and newcomers come to it, too.
 
-    What is not given is as at the start for the mode that the nodes were started with, and the default for another.
+    Settings that you leave out keep their value in the mode that the nodes were started with; another takes defaults.
     Ends when every living member has it.
     """
-    from peerd.plan import text_of
+    from peerd.protocol.plan import text_of
 
     changes = {
         "codec": codec, "trigger": trigger, "every": every, "overlap": overlap, "topology": topology,
@@ -66,6 +66,8 @@ def set_mode(
         print_json({**answer, "seconds": seconds})
     else:
         typer.echo(f"plan {answer['plan']}: mode {answer['mode']}; {len(answer['members'])} members, {seconds:.1f} s")
+        if answer["failed"]:
+            typer.echo(f"not {', '.join(answer['failed'])}: failed; who comes back comes to it")
 
 
 def _wait(path: Path, plan: dict[str, Any], began: float) -> dict[str, Any]:

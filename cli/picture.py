@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+from peerd.cli.demo_run import Sample
 
 
-class Seen(Protocol):
-    """One look at one node."""
-
-    seconds: float
-    node: str
-    status: dict[str, Any]
-
-
-def draw(path: Path, samples: Sequence[Seen], title: str) -> None:
+def draw(path: Path, samples: Sequence[Sample], title: str) -> None:
     """Write the picture; the ending of `path` says which kind."""
     import matplotlib as mpl
 

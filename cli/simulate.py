@@ -13,10 +13,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from peerd.cli import interrupts_end_at_once
 from peerd.cli.output import Format, FormatOption, print_json, size
-from peerd.effects import UserError
-from peerd.simulation.scenario import PROBLEMS, Look, Outcome, Scenario
+from peerd.simulation.scenario import PROBLEMS, Outcome, Sample, Scenario
 from peerd.simulation.scenario import simulate as run_scenario
+from peerd.training.modes import heeds
+from peerd.training.modes.own_mode import adopted
+from peerd.training.tasks import TASKS
+from peerd.transport.errors import UserError
 
 
 def simulate(
@@ -57,12 +61,19 @@ def simulate(
     format: FormatOption = Format.TEXT,
 ) -> None:
     """Run a swarm of PEERS simulated nodes with the production code and watch every invariant."""
+    modes = [adopted(one) for one in mode.split(",")]
+    settings: dict[str, Any] = {
+        "codec": codec, "trigger": trigger, "view": view, "every": every, "overlap": overlap, "topology": topology,
+        "servers": servers, "min_peers": min_peers,
+    }  # fmt: skip
+    of_some = {key for key in settings if any(heeds(one, key) for one in modes)}  # the others are refused by each mode
     scenarios = [
         Scenario(
-            peers, seed, minutes, problem, steps, parameters, compute, network, uplink_mbit, downlink_mbit, one, codec,
-            trigger, view, every, overlap, topology, servers, min_peers, shard, faults, fault_every, join_over,
+            peers, seed, minutes, problem, steps, parameters, compute, network, uplink_mbit, downlink_mbit, one,
+            shard=shard, faults=faults, fault_every=fault_every, join_over=join_over,
+            **{key: value for key, value in settings.items() if key not in of_some or heeds(one, key)},
         )
-        for one in mode.split(",")
+        for one in modes
     ]  # fmt: skip
     if report is not None and report.suffix != ".html":
         raise UserError(f"--report {report}: the name must end in .html")
@@ -72,6 +83,9 @@ def simulate(
         raise UserError(f"--trace and --report name the same file: {report}")
     if trace is not None and len(scenarios) > 1:
         raise UserError(f"--trace {trace}: it holds one run, --mode names {len(scenarios)}")
+    if problem in TASKS:
+        with interrupts_end_at_once():
+            import peerd.simulation.task_problem  # noqa: F401 - it imports torch
     try:
         runs = [(scenario, _run(scenario, trace)) for scenario in scenarios]
     except KeyboardInterrupt:
@@ -96,7 +110,7 @@ def _run(scenario: Scenario, trace: Path | None) -> Outcome:
     ) as bar:  # fmt: skip
         row = bar.add_task(f"{scenario.peers} peers, {scenario.mode}, seed {scenario.seed}", total=1.0, note="")
 
-        def progress(share: float, look: Look) -> None:
+        def progress(share: float, look: Sample) -> None:
             note = f"{look.at:,.0f} s, {look.up} up, {size(look.bytes_sent)}, distance {look.distance:.2%}"
             bar.update(row, completed=share, note=note)
 

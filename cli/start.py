@@ -8,7 +8,9 @@ from typing import Annotated
 
 import typer
 
-from peerd.effects import UserError
+from peerd.carriers import CARRIERS
+from peerd.cli import interrupts_end_at_once
+from peerd.transport.errors import UserError
 
 START_CONTEXT = {"ignore_unknown_options": True, "allow_extra_args": False}
 
@@ -35,7 +37,9 @@ def start(
     servers: Annotated[int | None, typer.Option(help="members that serve the parameters, each a part")] = None,
     min_peers: Annotated[int | None, typer.Option(help="a round of fewer members waits for more")] = None,
     wait_for: Annotated[int | None, typer.Option(help="hold the first step until this many members are ready")] = None,
-    transport: Annotated[str | None, typer.Option(help="what bulk travels over between hosts: tcp, rdma, auto")] = None,
+    transport: Annotated[
+        str | None, typer.Option(help=f"what bulk travels over between hosts: {', '.join(CARRIERS)}")
+    ] = None,
     rdma_subnet: Annotated[
         list[str] | None, typer.Option(metavar="CIDR", help="RDMA only with peers in this network; may be given again")
     ] = None,
@@ -49,9 +53,13 @@ def start(
     Options of the script go after it; those that peerd start has too, after a --:
     peerd start train.py --lr 0.1 -- --name run7
     """
-    import trio
+    with interrupts_end_at_once():
+        import trio
 
-    from peerd import daemon, settings
+        from peerd import settings
+        from peerd.daemon import main
+        from peerd.local import identity
+        from peerd.local.local_socket import runtime_dir
 
     file = config if config is not None else _config_from_environment()
     flags = {
@@ -61,7 +69,9 @@ def start(
         "rdma_subnets": tuple(rdma_subnet) if rdma_subnet else None, "rdma_allow_fallback": rdma_allow_fallback,
         "log": log,
     }  # fmt: skip
-    code = trio.run(daemon.run, settings.load(flags, os.environ, file), command or [])
+    told = settings.load(flags, os.environ, file)
+    with identity.taken(told.state_path, runtime_dir()) as mine:
+        code = trio.run(main.run, told, mine, command or [])
     if code:
         raise typer.Exit(code)
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from peerd.cli.output import NameOption, print_json, print_table, size
-from peerd.local_socket import find_node, request
+from peerd.local.local_socket import find_node, request
 
 
 class StatusFormat(StrEnum):
@@ -27,6 +27,7 @@ def status(
 
     \b
     consensus distance  of models from the swarm's mean, relative to their norm
+    EXCHANGES, ROUNDS   with that partner since this mode began
     DISTANCE            of the two models at their last exchange, absolute
     GAIN                the share of it that a correction takes away, at most 0.5
     LAST REASON         why this node last began an exchange: the model's change,
@@ -35,7 +36,8 @@ def status(
     Trigger decisions are those reasons, counted, and what was not sent:
 
     \b
-    quiet               the model has not moved enough since the last exchange
+    quiet               a copy came, not for an exchange, and by an upper bound the
+                        model has not moved enough since the last one
     bound_only          an upper bound had, the exact change then had not
     no_idle_link        there is no partner, or each is in an exchange already
     light               push-sum: the node has given away all but 0.1 % of a weight
@@ -44,7 +46,7 @@ def status(
     if format is StatusFormat.JSON:
         print_json(answer)
     elif format is StatusFormat.PROMETHEUS:
-        from peerd.metrics import exposition
+        from peerd.daemon.metrics import exposition
 
         typer.echo(exposition(answer), nl=False)
     else:
@@ -57,15 +59,25 @@ def _print_text(answer: dict[str, Any]) -> None:
     if trainer := answer["trainer"]:
         metrics = "".join(f", {key} {value:.4g}" for key, value in trainer["metrics"].items())
         loss = "" if trainer["loss"] is None else f", loss {trainer['loss']:.4f}"
-        typer.echo(f"step {trainer['step']}{loss}{metrics}; consensus distance {answer['consensus_distance']:.2%}")
+        ago = trainer["last_step_s_ago"]
+        stepped = "" if ago is None or trainer["phase"] != "training" else f"; last step {_seconds(ago)} ago"
+        alone = answer["no_partner_s"]
+        met = not answer["links"] or any(link["exchanges"] for link in answer["links"])
+        measured = f"{answer['consensus_distance']:.2%}" if met else "not measured yet: no exchange"
+        distance = f"consensus distance {measured}"
+        typer.echo(f"step {trainer['step']}{loss}{metrics}{stepped}")
+        typer.echo(distance if alone is None else f"no partner for {_seconds(alone)}")
     sent, received = size(answer["bytes_sent"]), size(answer["bytes_received"])
-    typer.echo(f"sent {sent}, received {received}, {answer['exchanges']} exchanges, {answer['snapshots']} snapshots")
+    typer.echo(f"sent {sent}, received {received}, {answer['snapshots']} snapshots")
+    unit = "rounds" if answer["counts"].get("rounds") else "exchanges"  # of a mode that has rounds a link counts those
+    typer.echo(f"{answer['counts'].get(unit, 0)} {unit} since this mode began")
     typer.echo(f"event loop late by {answer['loop_latency_p99_s'] * 1e3:.1f} ms (p99)")
     if answer["links"]:
         print_table(
-            ["PARTNER", "EXCHANGES", "DISTANCE", "GAIN", "LAST REASON"],
+            ["PARTNER", unit.upper(), "DISTANCE", "GAIN", "LAST REASON"],
             [
-                [link["peer"], str(link["exchanges"]), f"{link['distance']:.3g}", f"{link['gain']:.2f}",
+                [link["peer"], str(link["exchanges"]), f"{link['distance']:.3g}" if link["exchanges"] else "-",
+                 f"{link['gain']:.2f}",
                  link["last_reason"] or "-"]
                 for link in answer["links"]
             ],
@@ -77,3 +89,7 @@ def _print_text(answer: dict[str, Any]) -> None:
     decisions = {key[8:]: value for key, value in answer["counts"].items() if key.startswith("trigger_")}
     if decisions:
         typer.echo("trigger decisions: " + ", ".join(f"{key} {value}" for key, value in decisions.items()))
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

@@ -13,12 +13,15 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from peerd import plan
-from peerd.effects import Address, UserError
+from peerd.carriers import CARRIERS, CarrierSettings
+from peerd.protocol import plan
 from peerd.training.codecs import CODECS
-from peerd.training.modes import AUTO, MODES, ModeSettings, check_options, default_codec
-from peerd.training.modes.allreduce import OVERLAPS
+from peerd.training.mode import OVERLAPS
+from peerd.training.modes import AUTO, MODES, ModeSettings, check_given, check_options, class_of
+from peerd.training.modes.own_mode import adopted
 from peerd.training.trigger import parse_trigger
+from peerd.transport.errors import UserError
+from peerd.transport.ids import Address
 
 DEFAULT_PORT = 7946
 OTHER_VARIABLES = ("CONFIG", "DATA", "PEERS", "RANK", "SOCKET", "UCX_LIBRARY")  # PEERD_ variables that are no settings
@@ -40,7 +43,7 @@ class Settings:
     mode: str = "gossip"
     codec: str = AUTO
     trigger: str = "change:0.05"
-    view: int = 3  # partners; memory is three float32 copies of the model for each
+    view: int = 3  # partners; memory is four float32 copies of the model for each
     every: int = 1  # steps between rounds, of a mode that has rounds
     overlap: str = "delayed"  # what training does during a round: blocking (wait), delayed or hpsgd
     topology: str = "auto"  # of an all-reduce: auto, ring, tree:K, halving
@@ -48,7 +51,7 @@ class Settings:
     min_peers: int = 1  # a round of fewer members waits for more
     wait_for: int = 1  # the first step waits until this many members hold the model, so that all start together
     network: str = "lan"
-    transport: str = "tcp"  # of large chunks between hosts: tcp, rdma, or auto (rdma where both have it)
+    transport: str = "tcp"  # what connections are made of: one of CARRIERS
     rdma_subnets: tuple[str, ...] = ()  # peers in these alone may have RDMA to this node's buffers; none: all may
     rdma_allow_fallback: bool = False  # take whatever UCX has where there is no RDMA: for tests
     checkpoint_every_s: float = 60.0
@@ -57,6 +60,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Check what a type cannot say. Raises UserError."""
+        if not self.name:
+            raise UserError("name: it is empty; leave --name and PEERD_NAME out for the host's name")
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", self.name):
             raise UserError(
                 f"name: {self.name!r} must be 1 to 64 letters, digits, '_', '.' or '-', the first no '.' or '-'"
@@ -72,7 +77,7 @@ class Settings:
         _choice("overlap", self.overlap, list(OVERLAPS))
         check_options(self.mode, self.overlap, self.topology)
         _choice("network", self.network, ["lan", "wan"])
-        _choice("transport", self.transport, ["tcp", "rdma", "auto"])
+        _choice("transport", self.transport, list(CARRIERS))
         for subnet in self.rdma_subnets:
             try:
                 ipaddress.ip_network(subnet)
@@ -97,11 +102,16 @@ class Settings:
     @property
     def mode_settings(self) -> ModeSettings:
         """What the mode is told."""
-        codec = default_codec(self.mode) if self.codec == AUTO else self.codec
+        codec = class_of(self.mode).CODEC if self.codec == AUTO else self.codec
         trigger = parse_trigger(self.trigger)
         return ModeSettings(
             codec, trigger, self.view, self.every, self.overlap, self.topology, self.servers, self.min_peers
         )
+
+    @property
+    def carrier_settings(self) -> CarrierSettings:
+        """What the carrier is told."""
+        return CarrierSettings(self.swarm, self.run, self.view, self.rdma_subnets, self.rdma_allow_fallback)
 
     @property
     def bind_address(self) -> Address:
@@ -115,7 +125,10 @@ class Settings:
 
 
 def load(flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None) -> Settings:
-    """Merge the three sources over the defaults. Raises UserError naming the key and where it came from."""
+    """Merge the three sources over the defaults. Raises UserError naming the key and where it came from.
+
+    What is given but has no effect in the mode is refused, too.
+    """
     values: dict[str, Any] = {}
     if file is not None:
         values.update(_from_file(file))
@@ -124,14 +137,18 @@ def load(flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | 
         if variable in environment:
             values[item.name] = _from_text(item.name, environment[variable], variable)
     values.update({key: value for key, value in flags.items() if value is not None})
-    return replace(Settings(), **values)
+    if "mode" in values:
+        values["mode"] = adopted(str(values["mode"]))
+    loaded = replace(Settings(), **values)
+    check_given(loaded.mode, values)
+    return loaded
 
 
 def planned(started: Settings, text: str) -> Settings:
     """What a plan's text makes of what this node was started with. Raises UserError.
 
-    What the text does not name is as at the start for the mode that the node was started with, which is every
-    member's, and the default for another mode: a codec that suits one may ruin the other.
+    Settings that the text leaves out keep their value in the mode that the node was started with, which is every
+    member's, and take the default in another mode: a codec that suits one may ruin the other.
     """
     if not text:
         return started
@@ -160,20 +177,34 @@ def unknown_variables(environment: Mapping[str, str]) -> str | None:
 
 
 def parse_address(text: str, where: str) -> Address:
-    """HOST:PORT, HOST (the default port) or [V6]:PORT. Raises UserError."""
+    """HOST:PORT, HOST (the default port), [V6]:PORT or V6. Raises UserError."""
+    bare, _, after = text.rpartition(":")
+    if _is_ipv6(text):
+        if after.isdecimal() and _is_ipv6(bare):
+            raise UserError(f"{where}: {text!r} needs brackets: [{bare}]:{after}, or [{text}]:{DEFAULT_PORT}")
+        return text, DEFAULT_PORT
     match = re.fullmatch(r"(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:\[\]]+))(?::(?P<port>\d{1,5}))?", text)
     if match is None or int(match["port"] or DEFAULT_PORT) > 65535:
         raise UserError(f"{where}: {text!r} is not HOST:PORT (for example 10.0.0.5:{DEFAULT_PORT})")
     return match["v6"] or match["host"], int(match["port"] or DEFAULT_PORT)
 
 
-def _from_file(file: Path) -> dict[str, Any]:
+def _is_ipv6(text: str) -> bool:
     try:
-        table = tomllib.loads(file.read_text())
+        ipaddress.IPv6Address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _from_file(file: Path) -> dict[str, Any]:
+    text = ""
+    try:
+        table = tomllib.loads(text := file.read_text())
     except OSError as error:
         raise UserError(f"config {file}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UserError(f"config {file}: {error}") from None
+        raise UserError(f"config {file}: {error}{_line_of(text, str(error))}") from None
     names = [item.name for item in fields(Settings)]
     for key, value in table.items():
         if key not in names:
@@ -182,6 +213,14 @@ def _from_file(file: Path) -> dict[str, Any]:
             raise UserError(f"config {file}: unknown key {key!r}{hint}")
         table[key] = _typed(key, value, f"config {file}")
     return table
+
+
+def _line_of(text: str, error: str) -> str:
+    """The line that an error names by its number, to be seen without opening the file."""
+    number = re.search(r"at line (\d+)", error)
+    lines = text.splitlines()
+    named = number is not None and int(number[1]) <= len(lines)
+    return f": {lines[int(number[1]) - 1].strip()[:100]}" if named and number else ""
 
 
 def _typed(key: str, value: Any, where: str) -> Any:

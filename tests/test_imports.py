@@ -15,20 +15,57 @@ ROOT = Path(__file__).parent.parent
 FOLDERS = {"peerd": ROOT / "peerd", **{f"peerd.{name}": ROOT / name for name in ("transport", "training", "cli")}}
 
 CORES = {
-    "peerd.messages", "peerd.effects", "peerd.plan", "peerd.replica", "peerd.roles",
-    "peerd.membership", "peerd.dissemination", "peerd.probing", "peerd.roster", "peerd.suspicion",
-    "peerd.table_exchange", "peerd.timing",
-    "peerd.training.delta", "peerd.training.mass", "peerd.training.outer", "peerd.training.public_copy",
-    "peerd.training.reference", "peerd.training.scratch", "peerd.training.squeeze", "peerd.training.trigger",
-    "peerd.transport.admission", "peerd.transport.framing", "peerd.transport.wire",
+    "peerd.transport.errors", "peerd.transport.ids", "peerd.transport.admission", "peerd.transport.framing",
+    "peerd.transport.wire", "peerd.transport.patience", "peerd.transport.peer_queue", "peerd.training.effects",
+    "peerd.training.mode", "peerd.training.mode_core", "peerd.training.flush", "peerd.training.scratch",
+    "peerd.training.partnered", "peerd.training.trigger", "peerd.training.trigger_check",
+    "peerd.training.model.quiet",
+    "peerd.training.model.variances", "peerd.protocol.plan",
 }  # fmt: skip
-CORE_PACKAGES = ("peerd.training.modes", "peerd.training.codecs", "peerd.training.collectives")
-SHELLS = {
-    "peerd.daemon", "peerd.swarm_view", "peerd.peers", "peerd.lane", "peerd.model_side", "peerd.exchanges",
-    "peerd.catch_up", "peerd.trainer_session", "peerd.control", "peerd.supervisor", "peerd.metrics",
-    "peerd.known_members", "peerd.plan_keeper", "peerd.doctor",
+CORE_PACKAGES = (
+    "peerd.membership", "peerd.node", "peerd.transport.messages", "peerd.training.codecs", "peerd.training.modes",
+    "peerd.training.one_way", "peerd.training.pairs", "peerd.training.parameter_server", "peerd.training.rounds",
+)  # fmt: skip
+SHELLS = {f"peerd.daemon.{name}" for name in (
+    "catch_up", "compute_thread", "control", "known_members", "main", "membership_service", "metrics", "mode_runner",
+    "node", "peers", "plan_follower", "supervisor", "trainer_service", "trainer_session", "verbs",
+)} | {"peerd.doctor"}  # fmt: skip
+SHELL_PACKAGES = ("peerd.carriers", "peerd.transport", "peerd.cli")
+ROOMS = {  # each with the rooms that it may look into; from the roof to the cellar
+    "cli": {
+        "peerd", "doctor", "settings", "carriers", "daemon", "simulation", "trainer", "local", "protocol", "tasks",
+        "modes", "transport",
+    },
+    "doctor": {"peerd", "settings", "carriers", "local", "transport"},
+    "simulation": {
+        "node", "membership", "modes", "pairs", "model", "codecs", "mode", "tasks", "messages", "transport",
+    },
+    "tasks": {"peerd", "transport"},  # scripts like any user's
+    "daemon": {
+        "peerd", "settings", "carriers", "node", "membership", "local", "process", "protocol", "tasks", "modes",
+        "codecs", "mode", "messages", "transport",
+    },
+    "trainer": {"local", "process", "protocol", "model", "transport"},
+    "settings": {"carriers", "protocol", "modes", "codecs", "mode", "transport"},
+    "carriers": {"process", "transport", "rdma"},
+    "process": {"modes"},
+    "node": {"local", "protocol", "model", "mode", "messages", "transport"},  # what daemon and simulation both run
+    "protocol": {"messages", "transport"},
+    "membership": {"mode", "messages", "transport"},
+    "local": {"model", "transport"},
+    "modes": {"one_way", "pairs", "parameter_server", "rounds", "codecs", "mode", "model", "messages", "transport"},
+    "one_way": {"codecs", "mode", "model", "messages", "transport"},
+    "pairs": {"codecs", "mode", "messages", "transport"},
+    "parameter_server": {"model", "codecs", "mode", "messages", "transport"},
+    "rounds": {"codecs", "mode", "messages", "transport"},
+    "model": set(),
+    "mode": {"codecs", "messages", "model", "transport"},
+    "codecs": {"mode", "messages", "transport"},
+    "rdma": {"messages", "transport"},
+    "transport": {"messages"},
+    "messages": set(),
 }  # fmt: skip
-SHELL_PACKAGES = ("peerd.transport", "peerd.cli")
+FILES_MAX = 22  # in a folder
 NOT_IN_CORES = {
     "trio",
     "asyncio",
@@ -43,7 +80,7 @@ NOT_IN_CORES = {
 }
 UNSAFE_MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
-INTERFACES = {"peerd.shared_memory", "peerd.transport.link"}  # what a core may see of a shell: arrays, limits
+INTERFACES = {"peerd.local.board", "peerd.local.shared_memory"}  # arrays
 
 
 def modules() -> dict[str, ast.Module]:
@@ -112,31 +149,83 @@ def test_the_lists_name_modules_that_exist() -> None:
     assert not CORES & SHELLS
 
 
-def test_training_and_transport_do_not_know_each_other() -> None:
-    for package, other in (("peerd.training", "peerd.transport"), ("peerd.transport", "peerd.training")):
-        assert not {name for name, imported in of(package).items() if any(within(one, (other,)) for one in imported)}
+def floor(name: str) -> int:
+    """Of the house: transport is the ground floor."""
+    parts = name.split(".")
+    top = parts[1] if len(parts) > 1 and parts[1] in ("transport", "training", "cli") else "peerd"
+    return ("transport", "training", "peerd", "cli").index(top)
 
 
-def test_training_and_transport_know_only_messages_and_effects() -> None:
-    for package in ("peerd.training", "peerd.transport"):
-        for name, imported in of(package).items():
-            foreign = {one for one in imported if within(one, ("peerd",)) and not within(one, (package,))}
-            task = within(name, ("peerd.training.tasks",))  # a task is a user's script: it attaches
-            assert foreign <= {"peerd.messages", "peerd.effects", "peerd.sealed_file"} | (
-                {"peerd"} if task else set()
-            ), name
+def room(name: str) -> str:
+    """Where a module is: the name of its folder; what lies beside training's folders is the contract of a mode."""
+    parts = name.split(".")
+    if parts[:2] == ["peerd", "training"]:
+        return parts[2] if len(parts) > 2 and parts[2] in ROOMS else "mode"
+    if parts[:2] == ["peerd", "transport"]:
+        return parts[2] if len(parts) > 2 and parts[2] in ROOMS else "transport"
+    return parts[1] if len(parts) > 1 and parts[1] in ROOMS else "peerd"
 
 
-def test_messages_are_at_the_bottom_and_effects_above_them() -> None:
-    assert not {one for one in IMPORTS["peerd.messages"] if within(one, ("peerd",))}
-    assert {one for one in IMPORTS["peerd.effects"] if within(one, ("peerd",))} == {"peerd.messages"}
+def test_nobody_looks_up() -> None:
+    for name, imported in IMPORTS.items():
+        if not within(name, ("peerd.training.tasks",)):  # a task is a user's script: it attaches
+            ours = {one for one in imported if within(one, ("peerd",)) and one != "peerd"}
+            assert not {one for one in ours if floor(one) > floor(name)}, name
+
+
+def test_rooms_have_the_arrows_that_are_drawn_here() -> None:
+    found: dict[str, set[str]] = {name: set() for name in ROOMS}
+    for name, imported in IMPORTS.items():
+        for one in imported & MODULES.keys():
+            if room(one) != room(name) and room(name) in ROOMS:
+                found[room(name)].add(room(one))
+    assert found == ROOMS
+
+
+OLD_NAMES = {  # words that had two meanings, or none that the field knows
+    "About", "Bid", "Branches", "Claim", "Decider", "Exchanges", "Facts", "HandOver", "Lane", "ModelSide", "Noted",
+    "Outbox", "PlanKeeper", "Purse", "Replica", "Seat", "Seats", "Serves", "Squeezer", "Surroundings", "SwarmView",
+    "Trainee", "TrainerFacts", "Word", "adopt", "beside", "bury", "feel", "has_lane", "heed", "lane", "meet", "spoilt",
+    "storm", "widen",
+}  # fmt: skip
+NUMBERS = ("MAX_", "_MOST", "_LEAST")  # a bound's name ends in _MAX or _MIN, and then its unit
+
+
+def test_one_word_has_one_meaning() -> None:
+    for name, module in MODULES.items():
+        if within(name, ("peerd.training.tasks",)):
+            continue
+        words = {node.id for node in ast.walk(module) if isinstance(node, ast.Name)}
+        words |= {node.attr for node in ast.walk(module) if isinstance(node, ast.Attribute)}
+        words |= {node.arg for node in ast.walk(module) if isinstance(node, ast.arg)}
+        words |= {node.name for node in ast.walk(module) if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+        assert not {word.strip("_") for word in words} & OLD_NAMES, name
+        bounds = {word for word in words if word.isupper() and (word.startswith("MAX_") or word.endswith(NUMBERS[1:]))}
+        assert not bounds, name
+
+
+def test_no_folder_is_a_heap() -> None:
+    folders = {path.parent for folder in FOLDERS.values() for path in folder.rglob("*.py")}
+    assert not {str(folder) for folder in folders if len(list(folder.glob("*.py"))) > FILES_MAX}
 
 
 def test_only_the_command_line_imports_itself_the_daemon_and_the_trainer() -> None:
-    tops = {"peerd.daemon", "peerd.trainer"}
+    tops = {"peerd.daemon.main", "peerd.trainer.swarm"}
     below = {name: imported for name, imported in IMPORTS.items() if not within(name, ("peerd.cli",))}
     assert not {name for name, imported in below.items() if imported & tops}
     assert not {name for name, imported in below.items() if any(within(one, ("peerd.cli",)) for one in imported)}
+
+
+def test_the_simulator_runs_without_a_shell() -> None:
+    """Whatever it imports, and whatever that imports, only decides: no trio is at the end of it."""
+    reached: dict[str, str] = {}
+    todo = [(name, "") for name in MODULES if within(name, ("peerd.simulation",))]
+    while todo:
+        name, by = todo.pop()
+        if name not in reached:
+            reached[name] = by
+            todo += [(one, name) for one in IMPORTS[name] & MODULES.keys()]
+    assert not {name: by for name, by in reached.items() if "trio" in IMPORTS[name]}
 
 
 def test_imports_have_a_direction() -> None:
@@ -191,12 +280,24 @@ def unsafe(call: ast.Call) -> bool:
     ("module", "absent"),
     [
         ("peerd", {"torch", "trio", "numpy"}),
-        ("peerd.daemon", {"torch", "matplotlib", "peerd.trainer"}),
+        ("peerd.daemon.main", {"torch", "matplotlib", "peerd.trainer.swarm"}),
         ("peerd.cli.main", {"torch", "matplotlib"}),
-        ("peerd.trainer", {"trio", "peerd.transport"}),
+        ("peerd.trainer.swarm", {"trio", "peerd.transport.connection", "peerd.daemon"}),
     ],
 )
 def test_what_is_not_loaded(module: str, absent: set[str]) -> None:
     program = f"import sys, {module}; print(*sorted(sys.modules))"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert not absent & set(ran.stdout.split())
+
+
+def test_no_duration_is_taken_from_the_clock_on_the_wall() -> None:
+    """It jumps. The stamps of the log are made by logging."""
+    wall = ("time.time", "time.time_ns", "datetime.now")
+    read = [
+        f"{name}, line {node.lineno}"
+        for name, module in modules().items()
+        for node in ast.walk(module)
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in wall
+    ]
+    assert not read

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from peerd.effects import Vector
+from peerd.training.effects import Vector
 
 KEEP = 3  # an exchange uses three at once: the difference, what our half decodes to, and the peer's half
 
 
 class Scratch:
-    """Arrays of one size and type, lent and returned. Not thread-safe: one lane owns it."""
+    """Arrays of one size and type, lent and returned. Not thread-safe: one thread owns it."""
 
     def __init__(self) -> None:
         self._free: list[Vector] = []

@@ -12,11 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from peerd.effects import UserError
+from peerd.training.model.quiet import NEVER
+from peerd.transport.errors import UserError
 
-MAX_SILENCE_S = 60.0
+SILENCE_MAX_S = 60.0
 """A link that has said nothing for this long speaks, however little has changed."""
-WAKE_AFTER_S = MAX_SILENCE_S + 1e-3
+WAKE_AFTER_S = SILENCE_MAX_S + 1e-3
 """When a mode asks to be woken for it. Times round: woken a hair early, it would ask for the same moment for ever."""
 
 
@@ -40,6 +41,9 @@ class Trigger(Protocol):
     def fires(self, link: LinkChange) -> str | None:
         """Why this link should exchange now ("change", "silence", "period", "always", "finishing"), or None."""
 
+    def quiet(self, link: LinkChange) -> tuple[float, int]:
+        """How much more change, and how many more steps, there may be before it fires; its silence is not in it."""
+
 
 @dataclass(frozen=True, slots=True)
 class ChangeTrigger:
@@ -47,7 +51,7 @@ class ChangeTrigger:
 
     name: ClassVar[str] = "change"
     threshold: float
-    max_silence_s: float = MAX_SILENCE_S
+    max_silence_s: float = SILENCE_MAX_S
 
     def fires(self, link: LinkChange) -> str | None:
         """See `Trigger.fires`."""
@@ -58,6 +62,10 @@ class ChangeTrigger:
         if link.change > self.threshold * link.lr_ratio * link.norm:
             return "change"
         return "silence" if link.silence_s >= self.max_silence_s else None
+
+    def quiet(self, link: LinkChange) -> tuple[float, int]:
+        """See `Trigger.quiet`."""
+        return self.threshold * link.lr_ratio * link.norm - link.change, NEVER
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +83,12 @@ class PeriodTrigger:
             return "finishing"
         return "period" if link.steps >= self.period else None
 
+    def quiet(self, link: LinkChange) -> tuple[float, int]:
+        """See `Trigger.quiet`."""
+        return math.inf, self.period - link.steps
 
-ONLY_FINISHING = PeriodTrigger(1 << 62)
+
+ONLY_FINISHING = PeriodTrigger(NEVER)
 """Of what only answers until its run ends."""
 
 
@@ -91,6 +103,10 @@ class AlwaysTrigger:
         if not math.isfinite(link.change):
             return None
         return "finishing" if link.finishing else "always"
+
+    def quiet(self, link: LinkChange) -> tuple[float, int]:
+        """See `Trigger.quiet`."""
+        return -1.0, 0
 
 
 def _change(text: str) -> Trigger:
@@ -124,7 +140,7 @@ class TriggerKind:
 TRIGGERS: dict[str, TriggerKind] = {
     "change": TriggerKind("change:0.05", "when the model has moved by that share of its norm", _change),
     "period": TriggerKind("period:10", "every so many steps", _period),
-    "always": TriggerKind("always", "after every step", _always),
+    "always": TriggerKind("always", "as often as there can be an exchange: at every second step", _always),
 }
 
 

@@ -10,9 +10,9 @@ from collections import Counter
 
 ACCEPTS_PER_S = 50.0  # a TLS handshake costs 2.65 ms of CPU for both ends: 50/s is under 14 % of a core
 BURST = 100.0
-MAX_PENDING = 32
-MAX_PENDING_PER_HOST = 4  # not for loopback, where all tests and many small swarms live
-MAX_ACCEPTED = 128
+PENDING_MAX = 32
+PENDING_PER_HOST_MAX = 4  # not for loopback, where all tests and many small swarms live
+ACCEPTED_MAX = 128
 
 
 class Admission:
@@ -28,7 +28,7 @@ class Admission:
     @property
     def full(self) -> bool:
         """Whether nobody can be accepted before somebody leaves or is admitted."""
-        return self.pending >= MAX_PENDING or self.accepted >= MAX_ACCEPTED
+        return self.pending >= PENDING_MAX or self.accepted >= ACCEPTED_MAX
 
     @property
     def pending(self) -> int:
@@ -44,7 +44,7 @@ class Admission:
     def enter(self, host: str) -> bool:
         """Count an accepted connection as pending; False: close it at once, its host has too many."""
         self._tokens -= 1.0
-        if self._pending[host] >= MAX_PENDING_PER_HOST and not ipaddress.ip_address(host).is_loopback:
+        if self._pending[host] >= PENDING_PER_HOST_MAX and not ipaddress.ip_address(host).is_loopback:
             self.refused += 1
             return False
         self._pending[host] += 1

@@ -6,7 +6,7 @@ one CHUNK frame (payload, no header) for each; frames of messages without chunks
 
 Large chunks may travel beside the stream, over another carrier. The head frame says so by its flag, the frame of such
 a chunk has the flag too and no payload behind it, but its checksum, unless the carrier needs none. The reader tells
-what is to come beside it (`take_announced`), and what it waits for (`beside_due`).
+what is to come beside it (`take_announced`), and what it waits for (`out_of_band_due`).
 
 `FrameReader` knows no socket. It says where the next bytes belong (`buffer`), is told how many came (`received`), and
 gives out messages (`next_message`). Headers are read into a small staging area; a chunk is read straight into the
@@ -22,20 +22,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from peerd.effects import PeerError
-from peerd.messages import MESSAGES, Chunk, Message
 from peerd.transport import wire
-from peerd.transport.link import HANDSHAKE_PAYLOAD_LIMIT
+from peerd.transport.errors import PeerError
+from peerd.transport.messages import MESSAGES, Chunk, Message
 
 MAGIC = b"PEER"
 CHUNK = 255  # the kind of a frame that continues the bulk message under way
-BESIDE = 1  # the flag: large chunks travel beside the stream
-BESIDE_LEAST = 64 << 10  # bytes of a large chunk
+HANDSHAKE_PAYLOAD_LIMIT = 64 << 10
+"""Bytes of bulk a link takes in one message until the daemon, knowing the model, raises `payload_limit`."""
+OUT_OF_BAND = 1  # the flag: large chunks travel beside the stream
+OUT_OF_BAND_MIN = 64 << 10  # bytes of a large chunk
 
 _FIXED = struct.Struct("<4sBBHIIQ4xI")  # magic, version, kind, flags, header length, payload length, 0, 0, checksum
 FIXED_SIZE = _FIXED.size
 _CHECKSUMMED = FIXED_SIZE - 4  # the fixed bytes before the checksum
-_STAGING = FIXED_SIZE + wire.MAX_HEADER
+_STAGING = FIXED_SIZE + wire.HEADER_MAX
 
 _FOLD_ROWS, _FOLD_WORDS = 64, 512
 FOLD_BYTES = _FOLD_ROWS * _FOLD_WORDS * 8
@@ -48,7 +49,7 @@ class Fixed(NamedTuple):
     """The first 32 bytes of a frame, checked but for the checksum."""
 
     kind: int
-    beside: bool
+    out_of_band: bool
     header_length: int
     payload_length: int
     checksum: int
@@ -72,14 +73,14 @@ def payload_checksum(payload: Chunk, checksum: int = 0) -> int:
 # ------------------------------------------------------------------------------------------------------- sending
 
 
-def head_frame(kind: int, header: bytes, beside: bool = False) -> bytes:
+def head_frame(kind: int, header: bytes, out_of_band: bool = False) -> bytes:
     """Return the frame that is, or opens, a message."""
-    return _fixed(kind, header, b"", beside) + header
+    return _fixed(kind, header, b"", out_of_band) + header
 
 
-def chunk_frame(chunk: Chunk, beside: bool = False, checked: bool = True) -> bytes:
+def chunk_frame(chunk: Chunk, out_of_band: bool = False, checked: bool = True) -> bytes:
     """Return the 32 bytes that go before a chunk, or in the place of one that travels beside."""
-    return _fixed(CHUNK, b"", chunk, beside, checked)
+    return _fixed(CHUNK, b"", chunk, out_of_band, checked)
 
 
 def frames(message: Message) -> Iterator[Chunk]:
@@ -91,8 +92,8 @@ def frames(message: Message) -> Iterator[Chunk]:
         yield chunk
 
 
-def _fixed(kind: int, header: bytes, payload: Chunk, beside: bool, checked: bool = True) -> bytes:
-    flags = BESIDE if beside else 0
+def _fixed(kind: int, header: bytes, payload: Chunk, out_of_band: bool, checked: bool = True) -> bytes:
+    flags = OUT_OF_BAND if out_of_band else 0
     fixed = _FIXED.pack(MAGIC, wire.VERSION, kind, flags, len(header), len(payload), 0, 0)
     checksum = zlib.crc32(header, zlib.crc32(fixed[:_CHECKSUMMED]))
     if checked:
@@ -109,8 +110,8 @@ class FrameReader:
     def __init__(self, payload_limit: int = HANDSHAKE_PAYLOAD_LIMIT) -> None:
         self.payload_limit = payload_limit
         self.frames = 0  # completed so far
-        self.beside = False  # whether chunks may come beside the stream
-        self.beside_checked = True  # whether their checksums are over what they hold, too
+        self.out_of_band = False  # whether chunks may come beside the stream
+        self.out_of_band_checked = True  # whether their checksums are over what they hold, too
         self._staging = memoryview(bytearray(_STAGING))
         self._start = self._end = 0  # what of the staging area is unread
         self._fixed: Fixed | None = None  # of the frame under way
@@ -118,7 +119,7 @@ class FrameReader:
         self._chunks: list[Chunk] = []  # its chunks so far
         self._chunk: memoryview | None = None  # the one under way
         self._filled = 0
-        self._head_beside = False  # of the bulk message under way
+        self._head_out_of_band = False  # of the bulk message under way
         self._announced: list[int] = []
 
     @property
@@ -138,19 +139,19 @@ class FrameReader:
         return FIXED_SIZE + (fixed.header_length + fixed.payload_length if fixed else 0)
 
     @property
-    def beside_due(self) -> int:
+    def out_of_band_due(self) -> int:
         """Return the size of the chunk beside the stream without which nothing goes on; 0: no such."""
         fixed = self._fixed
-        return fixed.payload_length if fixed is not None and fixed.beside and fixed.kind == CHUNK else 0
+        return fixed.payload_length if fixed is not None and fixed.out_of_band and fixed.kind == CHUNK else 0
 
     def take_announced(self) -> list[int]:
         """Return the sizes of chunks that will come beside the stream, in order; each is told once."""
         announced, self._announced = self._announced, []
         return announced
 
-    def received_beside(self, chunk: memoryview) -> None:
+    def received_out_of_band(self, chunk: memoryview) -> None:
         """Take the chunk that is due, whole."""
-        assert len(chunk) == self.beside_due, "not the chunk that is due"
+        assert len(chunk) == self.out_of_band_due, "not the chunk that is due"
         self._chunk, self._filled = chunk, len(chunk)
 
     def buffer(self) -> memoryview:
@@ -203,33 +204,33 @@ class FrameReader:
             raise PeerError(f"these bytes are not peerd's: {bytes(head[:16])!r}")
         if version != wire.VERSION:
             raise PeerError(f"the peer speaks wire version {version}, this node {wire.VERSION}")
-        beside = flags == BESIDE and self.beside
-        if flags and not beside:
+        out_of_band = flags == OUT_OF_BAND and self.out_of_band
+        if flags and not out_of_band:
             raise PeerError(f"unknown flags {flags:#x}")
         if kind == CHUNK:
-            self._check_chunk(header_length, payload_length, beside)
+            self._check_chunk(header_length, payload_length, out_of_band)
         elif kind not in MESSAGES:
             raise PeerError(f"no message is of kind {kind}")
-        elif header_length > wire.MAX_HEADER or payload_length:
+        elif header_length > wire.HEADER_MAX or payload_length:
             raise PeerError(f"a header of {header_length} bytes with a payload of {payload_length}")
         elif wire.is_bulk(kind) and self._head is not None:
             raise PeerError("a second bulk message before the first has ended")
-        elif beside and not wire.is_bulk(kind):
+        elif out_of_band and not wire.is_bulk(kind):
             raise PeerError("no chunks, and yet some beside the stream")
-        return Fixed(kind, beside, header_length, payload_length, checksum, zlib.crc32(head[:_CHECKSUMMED]))
+        return Fixed(kind, out_of_band, header_length, payload_length, checksum, zlib.crc32(head[:_CHECKSUMMED]))
 
-    def _check_chunk(self, header_length: int, payload_length: int, beside: bool) -> None:
+    def _check_chunk(self, header_length: int, payload_length: int, out_of_band: bool) -> None:
         if self._head is None or self._head.lengths is None:
             raise PeerError("a chunk of no message")
         announced = self._head.lengths[len(self._chunks)]
         if header_length or payload_length != announced:
             raise PeerError(f"a chunk of {payload_length} bytes where {announced} were announced")
-        if beside != (self._head_beside and announced >= BESIDE_LEAST):
+        if out_of_band != (self._head_out_of_band and announced >= OUT_OF_BAND_MIN):
             raise PeerError(f"a chunk of {announced} bytes on the wrong way")
 
     def _read_chunk(self, fixed: Fixed) -> bool:
         """Move on with the chunk under way; say whether it is complete."""
-        if self._chunk is None and fixed.beside:
+        if self._chunk is None and fixed.out_of_band:
             return False
         if self._chunk is None:
             # numpy's memory is not zeroed first; what it held before is never handed on, as a chunk is so only full
@@ -238,7 +239,7 @@ class FrameReader:
             self._chunk[: self._filled] = self._take(self._filled)
         if self._filled < fixed.payload_length:
             return False
-        checked = self.beside_checked or not fixed.beside
+        checked = self.out_of_band_checked or not fixed.out_of_band
         partial = fixed.partial_checksum
         self._close_frame(fixed, payload_checksum(self._chunk, partial) if checked else partial)
         self._chunks.append(self._chunk)
@@ -252,9 +253,9 @@ class FrameReader:
         head = wire.decode(fixed.kind, header, self.payload_limit)
         if head.lengths is None:
             return head.message()
-        self._head, self._head_beside = head, fixed.beside
-        if fixed.beside:
-            self._announced += [length for length in head.lengths if length >= BESIDE_LEAST]
+        self._head, self._head_out_of_band = head, fixed.out_of_band
+        if fixed.out_of_band:
+            self._announced += [length for length in head.lengths if length >= OUT_OF_BAND_MIN]
         return None
 
     def _close_frame(self, fixed: Fixed, checksum: int) -> None:

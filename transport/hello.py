@@ -14,25 +14,25 @@ from typing import NoReturn
 
 import trio
 
-from peerd.effects import PeerError
-from peerd.messages import Hello, Message, Refuse, Welcome
 from peerd.transport import speed, wire
-from peerd.transport.link import Link
+from peerd.transport.connection import Connection
+from peerd.transport.errors import PeerError
+from peerd.transport.messages import Hello, Message, Refuse, Welcome
+from peerd.transport.patience import GREETING_DEADLINE_S
 
-DEADLINE_S = 5.0
-MAX_HELLO = 4 << 10  # bytes, but for the tensors
-MAX_TENSORS = 48 << 10  # bytes of names, so that the whole stays under the 64 KiB of a header
+HELLO_MAX = 4 << 10  # bytes, but for the tensors
+TENSORS_MAX = 48 << 10  # bytes of names, so that the whole stays under the 64 KiB of a header
 
 
 class Refused(PeerError):
     """The two ends cannot train together: `field` is `here` on the acceptor's side and `there` on the dialler's."""
 
     def __init__(self, text: str, refuse: Refuse) -> None:
-        super().__init__(text)
         self.field, self.here, self.there = refuse.field, refuse.here, refuse.there
+        super().__init__(text)
 
 
-async def greet(link: Link, hello: Hello) -> Welcome:
+async def greet(link: Connection, hello: Hello) -> Welcome:
     """Introduce this node to whom it dialled; raises Refused when they differ. On any error the link is closed."""
     try:
         await link.send(hello)
@@ -49,7 +49,7 @@ async def greet(link: Link, hello: Hello) -> Welcome:
         raise
 
 
-async def answer(link: Link, check: Callable[[Hello], Refuse | None], me: Welcome) -> Hello:
+async def answer(link: Connection, check: Callable[[Hello], Refuse | None], me: Welcome) -> Hello:
     """Let the dialler introduce itself, and welcome it if `check` has nothing against it.
 
     Raises Refused when it has, PeerError when the dialler was silent or said something else. On any error the link
@@ -95,20 +95,20 @@ def first_difference(mine: Hello, theirs: Hello) -> Refuse | None:
 
 
 @contextmanager
-def _greeting_deadline(link: Link) -> Iterator[None]:
+def _greeting_deadline(link: Connection) -> Iterator[None]:
     try:
-        with trio.fail_after(DEADLINE_S):
+        with trio.fail_after(GREETING_DEADLINE_S):
             yield
     except trio.TooSlowError:
-        raise PeerError(f"{link.remote}: no greeting within {DEADLINE_S:g} s") from None
+        raise PeerError(f"{link.remote}: no greeting within {GREETING_DEADLINE_S:g} s") from None
 
 
-def _check_size(link: Link, hello: Hello) -> None:
+def _check_size(link: Connection, hello: Hello) -> None:
     rest = len(wire.encode(replace(hello, tensors=()))[0])
     tensors = sum(len(tensor.encode()) for tensor in hello.tensors)
-    if rest > MAX_HELLO or tensors > MAX_TENSORS:
+    if rest > HELLO_MAX or tensors > TENSORS_MAX:
         raise PeerError(f"{link.remote}: a Hello of {rest} bytes and {tensors} bytes of tensors")
 
 
-def _unexpected(link: Link, message: Message) -> NoReturn:
+def _unexpected(link: Connection, message: Message) -> NoReturn:
     raise PeerError(f"{link.remote}: a {type(message).__name__} instead of a greeting")

@@ -13,12 +13,13 @@ from random import Random
 
 import trio
 
-from peerd.effects import Address, PeerError, UserError
-from peerd.messages import Message
 from peerd.transport import wire
-from peerd.transport.link import Link, LinkLost, shown
-from peerd.transport.memory_stream import Connection, MemoryStream
-from peerd.transport.stream import StreamLink, serve
+from peerd.transport.connection import Connection, ConnectionLost
+from peerd.transport.errors import PeerError, UserError
+from peerd.transport.ids import Address, shown
+from peerd.transport.memory_stream import MemoryPipe, MemoryStream
+from peerd.transport.messages import Message
+from peerd.transport.stream import StreamConnection, serve
 
 BACKLOG = 128
 INBOX_DATAGRAMS = 1024
@@ -36,9 +37,9 @@ class MemoryNetwork:
         self.nursery = nursery
         self._random = random or Random(0)
         self._next_port = FIRST_FREE_PORT
-        self._listeners: dict[Address, trio.MemorySendChannel[StreamLink]] = {}
+        self._listeners: dict[Address, trio.MemorySendChannel[StreamConnection]] = {}
         self._inboxes: dict[Address, MemoryDatagrams] = {}
-        self._connections: list[Connection] = []
+        self._connections: list[MemoryPipe] = []
         self._apart: set[frozenset[str]] = set()
 
     def transport(self, host: str) -> MemoryTransport:
@@ -80,27 +81,27 @@ class MemoryNetwork:
             inbox.deliver(datagram, source)
         return True
 
-    def connect(self, host: str, address: Address) -> StreamLink:
+    def connect(self, host: str, address: Address) -> StreamConnection:
         """Return the dialler's end of a new connection, having handed the other end to the listener."""
         listener = self._listeners.get(address)
         hosts = frozenset((host, address[0]))
         if listener is None or hosts in self._apart:
             cause = "connection refused" if listener is None else "no route to host"
-            raise LinkLost(f"cannot reach {shown(address)}: {cause}")
+            raise ConnectionLost(f"cannot reach {shown(address)}: {cause}")
         self._connections = [connection for connection in self._connections if not connection.over]
-        connection = Connection(hosts)
+        connection = MemoryPipe(hosts)
         there = shown(self.free_address((host, 0), ()))
         try:
-            listener.send_nowait(StreamLink(MemoryStream(connection, 1, there), there))
+            listener.send_nowait(StreamConnection(MemoryStream(connection, 1, there), there))
         except trio.WouldBlock:
-            raise LinkLost(f"cannot reach {shown(address)}: too many wait to be accepted") from None
+            raise ConnectionLost(f"cannot reach {shown(address)}: too many wait to be accepted") from None
         self._connections.append(connection)
-        return StreamLink(MemoryStream(connection, 0, shown(address)), shown(address))
+        return StreamConnection(MemoryStream(connection, 0, shown(address)), shown(address))
 
-    def open_listener(self, address: Address) -> tuple[Address, trio.MemoryReceiveChannel[StreamLink]]:
+    def open_listener(self, address: Address) -> tuple[Address, trio.MemoryReceiveChannel[StreamConnection]]:
         """Return the actual address and where the links that are dialled to it come out."""
         address = self.free_address(address, self._listeners)
-        self._listeners[address], links = trio.open_memory_channel[StreamLink](BACKLOG)
+        self._listeners[address], links = trio.open_memory_channel[StreamConnection](BACKLOG)
         return address, links
 
     def close_listener(self, address: Address) -> None:
@@ -129,7 +130,7 @@ class MemoryTransport:
         self._network = network
         self._host = host
 
-    async def dial(self, address: Address) -> Link:
+    async def dial(self, address: Address) -> Connection:
         """Connect; see `Transport.dial`."""
         await trio.lowlevel.checkpoint()
         link = self._network.connect(self._host, address)
@@ -139,7 +140,7 @@ class MemoryTransport:
     async def listen(
         self,
         address: Address,
-        accepted: Callable[[Link], Awaitable[None]],
+        accepted: Callable[[Connection], Awaitable[None]],
         task_status: trio.TaskStatus[Address] = trio.TASK_STATUS_IGNORED,
     ) -> None:
         """Listen; see `Transport.listen`."""
@@ -152,10 +153,10 @@ class MemoryTransport:
         finally:
             self._network.close_listener(actual)
             for link in _left_in(links):
-                link.drop(LinkLost(f"{link.remote}: closed here"))
+                link.drop(ConnectionLost(f"{link.remote}: closed here"))
 
 
-def _left_in(links: trio.MemoryReceiveChannel[StreamLink]) -> list[StreamLink]:
+def _left_in(links: trio.MemoryReceiveChannel[StreamConnection]) -> list[StreamConnection]:
     """Return what was dialled and never accepted."""
     return [links.receive_nowait() for _ in range(links.statistics().current_buffer_used)]
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import trio
 
-from peerd.messages import Chunk
-from peerd.transport.link import LinkLost
+from peerd.transport.connection import ConnectionLost
+from peerd.transport.messages import Chunk
 
 PIPE_BYTES = 256 << 10  # in flight in one direction, as in a kernel's buffers
 
@@ -58,7 +58,7 @@ class _Pipe:
         self._size = 0
 
 
-class Connection:
+class MemoryPipe:
     """Both directions between two hosts."""
 
     def __init__(self, hosts: frozenset[str]) -> None:
@@ -94,7 +94,7 @@ class MemoryStream:
     name = "memory"
     host = ""  # has no address
 
-    def __init__(self, connection: Connection, end: int, remote: str) -> None:
+    def __init__(self, connection: MemoryPipe, end: int, remote: str) -> None:
         self._connection = connection
         self._outgoing, self._incoming = connection.pipes[end], connection.pipes[1 - end]
         self._remote = remote
@@ -143,7 +143,7 @@ class MemoryStream:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise LinkLost(f"{self._remote}: closed here")
+            raise ConnectionLost(f"{self._remote}: closed here")
 
-    def _lost(self, pipe: _Pipe) -> LinkLost:
-        return LinkLost(f"{self._remote}: connection lost ({pipe.broken})")
+    def _lost(self, pipe: _Pipe) -> ConnectionLost:
+        return ConnectionLost(f"{self._remote}: connection lost ({pipe.broken})")

@@ -30,17 +30,16 @@ import numpy as np
 import numpy.typing as npt
 import trio
 
-from peerd import sealed_file
-from peerd.messages import Chunk
-from peerd.transport import wire
-from peerd.transport.lane import KEPT, UNDER_WAY, LaneRefused, nothing, patience_s
-from peerd.transport.link import LinkLost
+from peerd.transport import sealed_file, wire
+from peerd.transport.bulk import UNDER_WAY, ZERO_COPY_CHUNKS_MAX, BulkRefused, nothing, patience_s
+from peerd.transport.connection import ConnectionLost
+from peerd.transport.messages import Chunk
 from peerd.transport.tcp import cause
 
-SLOT_BYTES = wire.MAX_CHUNK
-SLOTS = KEPT + UNDER_WAY  # 64 MiB a direction at most; for what is unread there are always some
+SLOT_BYTES = wire.CHUNK_MAX
+SLOTS = ZERO_COPY_CHUNKS_MAX + UNDER_WAY  # 64 MiB a direction at most; for what is unread there are always some
 UNREAD_BYTES = UNDER_WAY * SLOT_BYTES  # that lie in the memory and were not taken yet
-LOOK_LEAST_S, LOOK_MOST_S = 0.0002, 0.005  # between two looks whether there is room again: as long as a chunk takes
+LOOK_MIN_S, LOOK_MAX_S = 0.0002, 0.005  # between two looks whether there is room again: as long as a chunk takes
 
 _NUMBER, _TAKEN, _ORDER = 0, 1, 8  # words of the head: whose memory, chunks taken, then the slots of chunks in order
 _FREED = _ORDER + SLOTS  # then, for each slot, the number of the last chunk that was there and is not needed any more
@@ -141,7 +140,7 @@ class Incoming:
         self._taken = count
         self._memory.head[_TAKEN] = count
         chunk = self._memory.slot(slot, size)
-        if len(self._views) >= KEPT:
+        if len(self._views) >= ZERO_COPY_CHUNKS_MAX:
             copied = chunk.copy()
             self._memory.freed[slot] = count
             return copied.data
@@ -193,7 +192,7 @@ class SameHost:
         try:
             memory = Outgoing()
         except OSError as error:
-            raise LaneRefused(f"no shared memory: {cause(error)}") from None
+            raise BulkRefused(f"no shared memory: {cause(error)}") from None
         self._reserved[memory.number] = memory
         try:
             yield memory.number, f"{os.getpid()} {memory.fd}".encode()
@@ -201,17 +200,17 @@ class SameHost:
             if self._reserved.pop(memory.number, None) is not None:
                 memory.close()
 
-    def open(self, remote: str, here: int, there: int, address: bytes) -> SharedLane:
+    def open(self, remote: str, here: int, there: int, address: bytes) -> SharedMemoryChannel:
         """See `Fabric.open`."""
         try:
             theirs = Incoming(there, address)
         except (OSError, ValueError) as error:
-            raise LaneRefused(f"its memory cannot be opened: {cause(error)}") from None
-        return SharedLane(remote, self._reserved.pop(here), theirs)
+            raise BulkRefused(f"its memory cannot be opened: {cause(error)}") from None
+        return SharedMemoryChannel(remote, self._reserved.pop(here), theirs)
 
 
-class SharedLane:
-    """A `BulkLane` through shared memory."""
+class SharedMemoryChannel:
+    """A `BulkChannel` through shared memory."""
 
     name = "shm"
     checked = False
@@ -219,72 +218,72 @@ class SharedLane:
 
     def __init__(self, remote: str, ours: Outgoing, theirs: Incoming) -> None:
         self.remote = remote
-        self.on_close: Callable[[LinkLost], None] = nothing
+        self.on_close: Callable[[ConnectionLost], None] = nothing
         self._ours = ours
         self._theirs = theirs
         self._expected: deque[int] = deque()
-        self.lost: LinkLost | None = None
+        self.lost: ConnectionLost | None = None
 
     def __repr__(self) -> str:
-        return f"<SharedLane to {self.remote}>"
+        return f"<SharedMemoryChannel to {self.remote}>"
 
     def goes_ahead(self, size: int) -> bool:
-        """See `BulkLane.goes_ahead`."""
+        """See `BulkChannel.goes_ahead`."""
         return self._ours.has_room(size)
 
     def expect(self, sizes: list[int]) -> None:
-        """See `BulkLane.expect`."""
+        """See `BulkChannel.expect`."""
         self._expected += sizes
 
     async def arrival(self) -> None:
-        """See `BulkLane.arrival`."""
+        """See `BulkChannel.arrival`."""
         await trio.lowlevel.checkpoint()
 
     def take(self) -> memoryview:
-        """See `BulkLane.take`."""
+        """See `BulkChannel.take`."""
         self._check_open()
         try:
             return self._theirs.take(self._expected.popleft())
         except ValueError as error:
-            self.close(LinkLost(f"{self.remote}: closed, it broke the rules: {error}"))
+            self.close(ConnectionLost(f"{self.remote}: closed, it broke the rules: {error}"))
             self._check_open()
             raise
 
     async def send(self, chunk: Chunk) -> None:
-        """See `BulkLane.send`."""
+        """See `BulkChannel.send`."""
         if not self._ours.has_room(len(chunk)):
             await self._room(len(chunk))
         self._check_open()
         self._ours.place(chunk)
 
     async def drained(self) -> None:
-        """See `BulkLane.drained`: what was sent lies there already."""
+        """See `BulkChannel.drained`: what was sent lies there already."""
 
     async def tried(self) -> None:
-        """See `BulkLane.tried`: whoever has opened both directions has tried them."""
+        """See `BulkChannel.tried`: whoever has opened both directions has tried them."""
         await trio.lowlevel.checkpoint()
         self._check_open()
 
-    def close(self, lost: LinkLost) -> None:
-        """See `BulkLane.close`."""
+    def close(self, lost: ConnectionLost) -> None:
+        """See `BulkChannel.close`."""
         if self.lost is not None:
             return
         self.lost = lost
         self._ours.close()
-        on_close, self.on_close = self.on_close, nothing  # of the link, which has this lane: no cycle keeps the memory
+        on_close, self.on_close = self.on_close, nothing  # of the link, which has this: no cycle keeps the memory
         on_close(lost)
 
     async def _room(self, size: int) -> None:
         """Look again and again: the receiver wakes nobody. One that takes nothing is given up."""
-        look_s, taken, since = LOOK_LEAST_S, self._ours.taken, trio.current_time()
+        look_s, taken, since = LOOK_MIN_S, self._ours.taken, trio.current_time()
         while self.lost is None and not self._ours.has_room(size):
             await trio.sleep(look_s)
-            look_s = min(2 * look_s, LOOK_MOST_S)
+            look_s = min(2 * look_s, LOOK_MAX_S)
             if self._ours.taken != taken:
                 taken, since = self._ours.taken, trio.current_time()
             elif trio.current_time() > since + patience_s(UNREAD_BYTES):
-                self.close(LinkLost(f"{self.remote}: closed, it takes nothing in over {self.name}"))
+                self.close(ConnectionLost(f"{self.remote}: closed, it takes nothing in over {self.name}"))
 
     def _check_open(self) -> None:
         if self.lost is not None:
-            raise LinkLost(*self.lost.args)
+            raise ConnectionLost(*self.lost.args)

@@ -11,14 +11,14 @@ from functools import cache
 
 import trio
 
-from peerd.effects import PeerError
-from peerd.messages import Message, SpeedRequest, SpeedSample
-from peerd.transport.link import Link
+from peerd.transport.connection import Connection
+from peerd.transport.errors import PeerError
+from peerd.transport.messages import Message, SpeedRequest, SpeedSample
 
 SAMPLE_BYTES = 1 << 20
 UNDER_WAY = 16  # samples: enough for 1 Gbit/s over 100 ms
 MEASURE_S, MEASURE_BYTES = 2.0, 256 << 20  # whichever is reached first
-SAMPLES_MOST = MEASURE_BYTES // SAMPLE_BYTES + UNDER_WAY
+SAMPLES_MAX = MEASURE_BYTES // SAMPLE_BYTES + UNDER_WAY
 _TURN = trio.Lock()  # one sample at a time: the loop has other things to do
 LOOK_S = 0.01  # on a slow line a sample takes long: what has come of it counts
 
@@ -29,21 +29,21 @@ def _sample() -> SpeedSample:
     return SpeedSample((os.urandom(SAMPLE_BYTES),))
 
 
-async def serve(link: Link) -> Message:
+async def serve(link: Connection) -> Message:
     """Answer requests, if there are some; return the first message that is none. Raises PeerError for too many."""
-    for _ in range(SAMPLES_MOST):
+    for _ in range(SAMPLES_MAX):
         if not isinstance(message := await link.receive(), SpeedRequest):
             return message
         async with _TURN:
             await link.send(_sample())
             await link.flushed()
-    raise PeerError(f"{link.remote}: asked for more than {SAMPLES_MOST} samples")
+    raise PeerError(f"{link.remote}: asked for more than {SAMPLES_MAX} samples")
 
 
-async def measure(link: Link) -> float:
+async def measure(link: Connection) -> float:
     """Return the bytes a second that come from the peer; the link was not greeted and is of no other use.
 
-    The first half of the looks is TCP's to find its pace. Raises LinkLost or PeerError with the link, PeerError when
+    The first half of the looks is TCP's to find its pace. Raises ConnectionLost or PeerError with it, PeerError when
     nothing comes.
     """
     link.payload_limit = SAMPLE_BYTES

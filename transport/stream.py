@@ -4,8 +4,8 @@ Tasks. Receiving is done by the task that calls `receive`. Sending is done by on
 (`run_sender`), which the carrier starts: in the nursery of the transport for a link that was dialled, in the
 connection's own nursery for one that was accepted (`serve`). It ends when the link is closed or lost.
 
-Beside. After an upgrade (transport/upgrade.py) large chunks travel over a `BulkLane`; all the rest, their checksums
-too, stays on the stream, which decides alone whether the link lives.
+Out of band. After an upgrade (transport/upgrade.py) large chunks travel over a `BulkChannel`; all the rest, their
+checksums too, stays on the stream, which decides alone whether the link lives.
 """
 
 from __future__ import annotations
@@ -16,27 +16,25 @@ from typing import Protocol
 
 import trio
 
-from peerd.effects import PeerError
-from peerd.messages import BulkAnswer, BulkOffer, Chunk, Message
 from peerd.transport import upgrade
+from peerd.transport.bulk import BulkChannel, Fabric, patience_s
+from peerd.transport.connection import Connection, ConnectionLost
+from peerd.transport.errors import PeerError
 from peerd.transport.framing import FrameReader
-from peerd.transport.lane import BulkLane, Fabric, patience_s
-from peerd.transport.link import Link, LinkLost
-from peerd.transport.outbox import Beside, Outbox, Piece
+from peerd.transport.messages import BulkAnswer, BulkOffer, Chunk, Message
+from peerd.transport.patience import PATIENCE_S, SLOWEST_RATE
+from peerd.transport.send_queue import OutOfBand, Piece, SendQueue
 
 YIELD_BYTES = 1 << 20  # moved without waiting before other tasks get a turn: with its checksum about 1 ms
 YIELD_UNCHECKED = 16 << 20  # the same of chunks without one, even if all of them are copied
 FLUSH_S = 1.0  # given to what is queued when a link is closed
 NEAR_S = 0.02  # a chunk beside the stream that comes so soon is waited for alone: 7 % less processor time over UCX
 LATE_S = 0.5  # given to a chunk beside the stream when the stream has ended
-MAX_PIECES = 64  # buffers in one call to the socket
-
-PATIENCE_S = 10.0
-SLOWEST_RATE = 64 << 10  # bytes a second; a slower link is given up. Half of 1 Mbit/s, which is to work still
+PIECES_MAX = 64  # buffers in one call to the socket
 
 
 class ByteStream(Protocol):
-    """A connection that never waits by itself: it raises BlockingIOError, or LinkLost when it is gone."""
+    """A connection that never waits by itself: it raises BlockingIOError, or ConnectionLost when it is gone."""
 
     name: str  # of the carrier
     host: str  # where the other end is: an address, never a name
@@ -54,10 +52,10 @@ class ByteStream(Protocol):
         """Wait until `receive_some` may get somewhere; so many bytes are to come at least, so it may wait for more."""
 
     def close(self) -> None:
-        """Close at once; who waits gets LinkLost."""
+        """Close at once; who waits gets ConnectionLost."""
 
 
-class StreamLink:
+class StreamConnection:
     """A `Link` over a `ByteStream`."""
 
     def __init__(
@@ -75,17 +73,17 @@ class StreamLink:
         self.bytes_received = 0
         self._count_admitted = admitted
         self._fabrics = fabrics
-        self._lane: BulkLane | None = None
+        self._channel: BulkChannel | None = None
         self._stream = stream
-        self._outbox = Outbox()
+        self._outbox = SendQueue()
         self._reader = FrameReader()
-        self._lost: LinkLost | None = None
+        self._lost: ConnectionLost | None = None
         self._waited_frame, self._waited_s = -1, 0.0  # how long was waited for the frame under way
         self._unyielded = 0  # bytes received without giving other tasks a turn
         self._waited = False  # for something since the last message
 
     def __repr__(self) -> str:
-        return f"<StreamLink to {self.remote} [{self.bytes_sent} B sent, {self.bytes_received} B received]>"
+        return f"<StreamConnection to {self.remote} [{self.bytes_sent} B sent, {self.bytes_received} B received]>"
 
     @property
     def payload_limit(self) -> int:
@@ -99,7 +97,7 @@ class StreamLink:
     @property
     def carrier(self) -> str:
         """What bulk that is sent from now on travels over."""
-        return self._lane.name if self._lane is not None and self._outbox.beside else self._stream.name
+        return self._channel.name if self._channel is not None and self._outbox.out_of_band else self._stream.name
 
     def admit(self) -> None:
         """See `Link.admit`."""
@@ -113,8 +111,8 @@ class StreamLink:
     async def flushed(self) -> None:
         """See `Link.flushed`."""
         await self._outbox.flushed()
-        if self._lane is not None:
-            await self._lane.drained()
+        if self._channel is not None:
+            await self._channel.drained()
 
     async def receive(self) -> Message:
         """Return the next message; see `Link.receive`."""
@@ -124,32 +122,32 @@ class StreamLink:
                 await self.send(upgrade.answer(self, self._fabrics, message))
             elif not isinstance(message, BulkAnswer):
                 return message
-            elif self._lane is not None:
-                self.widen()  # the dialler has tried it
+            elif self._channel is not None:
+                self.enable_send()  # the dialler has tried it
 
     async def upgrade(self) -> str:
         """See `Link.upgrade`."""
         await trio.lowlevel.checkpoint()
         return await upgrade.ask(self, self._fabrics)
 
-    def adopt(self, lane: BulkLane) -> None:
-        """Let chunks come over `lane` from now on."""
-        assert self._lane is None, "one lane a link"
-        self._lane = lane
-        self._reader.beside, self._reader.beside_checked = True, lane.checked
+    def enable_receive(self, channel: BulkChannel) -> None:
+        """Let chunks come over `channel` from now on."""
+        assert self._channel is None, "one channel a link"
+        self._channel = channel
+        self._reader.out_of_band, self._reader.out_of_band_checked = True, channel.checked
 
-    def widen(self) -> None:
-        """Let large chunks go over the lane from now on; the link lives no longer than it."""
-        assert self._lane is not None, "there is a lane"
-        if self._lane.lost is not None:
-            self.drop(self._lane.lost)
-        self._lane.on_close = self.drop
-        self._outbox.beside, self._outbox.beside_checked = True, self._lane.checked
+    def enable_send(self) -> None:
+        """Let large chunks go over the channel from now on; the link lives no longer than it."""
+        assert self._channel is not None, "there is a channel"
+        if self._channel.lost is not None:
+            self.drop(self._channel.lost)
+        self._channel.on_close = self.drop
+        self._outbox.out_of_band, self._outbox.out_of_band_checked = True, self._channel.checked
 
     @property
-    def has_lane(self) -> bool:
-        """Whether chunks may come over a lane."""
-        return self._lane is not None
+    def has_channel(self) -> bool:
+        """Whether chunks may come over a channel."""
+        return self._channel is not None
 
     async def receive_any(self) -> Message:
         """Return the next message, those between the two ends of the link too."""
@@ -157,16 +155,19 @@ class StreamLink:
             await trio.lowlevel.checkpoint()
         self._waited = False
         if self._lost is not None:
-            raise LinkLost(*self._lost.args)
+            raise ConnectionLost(*self._lost.args)
         try:
             while (message := self._reader.next_message()) is None:
-                if self._lane is not None and (announced := self._reader.take_announced()):
-                    self._lane.expect(announced)
-                await (self._fill_beside(self._lane) if self._lane and self._reader.beside_due else self._fill())
+                if self._channel is not None and (announced := self._reader.take_announced()):
+                    self._channel.expect(announced)
+                if self._channel is not None and self._reader.out_of_band_due:
+                    await self._fill_out_of_band(self._channel)
+                else:
+                    await self._fill()
         except PeerError as error:
-            self.drop(LinkLost(f"{self.remote}: closed, it broke the rules"))
+            self.drop(ConnectionLost(f"{self.remote}: closed, it broke the rules"))
             raise PeerError(f"{self.remote}: {error}") from None
-        except LinkLost as lost:
+        except ConnectionLost as lost:
             raise self._dropped(lost) from None
         return message
 
@@ -177,7 +178,7 @@ class StreamLink:
                 await trio.lowlevel.checkpoint()
                 await self.flushed()
         finally:
-            self.drop(LinkLost(f"{self.remote}: closed here"))
+            self.drop(ConnectionLost(f"{self.remote}: closed here"))
 
     async def run_sender(self) -> None:
         """Send what is queued, until the link is closed or lost. The carrier's business."""
@@ -186,49 +187,51 @@ class StreamLink:
                 with trio.fail_after(_patience_s(sum(map(len, pieces)))):
                     await self._write(pieces)
         except trio.TooSlowError:
-            self.drop(LinkLost(f"{self.remote}: closed, it takes in less than {SLOWEST_RATE} bytes a second"))
-        except LinkLost as lost:
+            self.drop(ConnectionLost(f"{self.remote}: closed, it takes in less than {SLOWEST_RATE} bytes a second"))
+        except ConnectionLost as lost:
             # not closed: what the peer sent before it went, a Refuse perhaps, can still be received
-            self._outbox.close(LinkLost(*lost.args))  # without its traceback, which has the chunks
+            self._outbox.close(ConnectionLost(*lost.args))  # without its traceback, which has the chunks
         except BaseException:
-            self.drop(LinkLost(f"{self.remote}: closed here"))
+            self.drop(ConnectionLost(f"{self.remote}: closed here"))
             raise
 
-    def drop(self, lost: LinkLost) -> None:
+    def drop(self, lost: ConnectionLost) -> None:
         """Close at once, losing what is queued; from now on `send` and `receive` raise the first `lost`."""
         self._dropped(lost)
 
-    def _dropped(self, lost: LinkLost) -> LinkLost:
-        lost = self._lost = self._lost or LinkLost(*lost.args)  # a traceback has the link, and chunks of half a message
+    def _dropped(self, lost: ConnectionLost) -> ConnectionLost:
+        lost = self._lost = self._lost or ConnectionLost(
+            *lost.args
+        )  # a traceback has the link, and chunks of half a message
         self._outbox.close(lost)
-        if self._lane is not None:
-            self._lane.close(lost)
+        if self._channel is not None:
+            self._channel.close(lost)
         self._stream.close()
-        return LinkLost(*lost.args)
+        return ConnectionLost(*lost.args)
 
     async def _write(self, pieces: list[Piece]) -> None:
         ready: list[Chunk] = []  # for one write: what is beside the stream already needs no wake-up of its own
-        beside = 0
+        out_of_band = 0
         for piece in pieces:
-            if isinstance(piece, Beside):
-                assert self._lane is not None, "no chunk travels beside before the upgrade"
-                if not self._lane.goes_ahead(len(piece)):
+            if isinstance(piece, OutOfBand):
+                assert self._channel is not None, "no chunk travels beside before the upgrade"
+                if not self._channel.goes_ahead(len(piece)):
                     await self._write_stream(ready)
                     ready = []
-                await self._lane.send(piece.chunk)
+                await self._channel.send(piece.chunk)
                 self.bytes_sent += len(piece)
-                beside += len(piece)
+                out_of_band += len(piece)
             else:
                 ready.append(piece)
         await self._write_stream(ready)
-        if beside >= YIELD_BYTES:  # it may have been copied
+        if out_of_band >= YIELD_BYTES:  # it may have been copied
             await trio.lowlevel.checkpoint()
 
     async def _write_stream(self, pieces: list[Chunk]) -> None:
         first = unyielded = 0
         while first < len(pieces):
             try:
-                sent = self._stream.send_some(pieces[first : first + MAX_PIECES])
+                sent = self._stream.send_some(pieces[first : first + PIECES_MAX])
             except BlockingIOError:
                 await self._stream.wait_sendable()
                 unyielded = 0
@@ -250,7 +253,7 @@ class StreamLink:
             return
         if not count:
             where = " in the middle of a message" if self._reader.midway else ""
-            raise LinkLost(f"{self.remote}: closed by the peer{where}")
+            raise ConnectionLost(f"{self.remote}: closed by the peer{where}")
         self.bytes_received += count
         self._reader.received(count)
         self._unyielded += count
@@ -274,34 +277,34 @@ class StreamLink:
             with trio.fail_after(max(0.0, patience - self._waited_s)):
                 await wait()
         except trio.TooSlowError:
-            raise LinkLost(f"{self.remote}: closed, it stopped in the middle of a message") from None
+            raise ConnectionLost(f"{self.remote}: closed, it stopped in the middle of a message") from None
         finally:
             self._waited_s += trio.current_time() - began
 
-    async def _fill_beside(self, lane: BulkLane) -> None:
+    async def _fill_out_of_band(self, channel: BulkChannel) -> None:
         """Receive the chunk that is due beside the stream."""
-        if not lane.ready:
+        if not channel.ready:
             with trio.move_on_after(NEAR_S):
-                await lane.arrival()
-        if not lane.ready:
-            await self._wait_midway(partial(self._wait_beside, lane), patience_s(self._reader.beside_due))
-        chunk = lane.take()
+                await channel.arrival()
+        if not channel.ready:
+            await self._wait_midway(partial(self._wait_out_of_band, channel), patience_s(self._reader.out_of_band_due))
+        chunk = channel.take()
         self.bytes_received += len(chunk)
-        self._reader.received_beside(chunk)
+        self._reader.received_out_of_band(chunk)
         self._unyielded += len(chunk)
-        if self._unyielded >= (YIELD_BYTES if lane.checked else YIELD_UNCHECKED):
+        if self._unyielded >= (YIELD_BYTES if channel.checked else YIELD_UNCHECKED):
             await trio.lowlevel.checkpoint()
             self._unyielded = 0
 
-    async def _wait_beside(self, lane: BulkLane) -> None:
+    async def _wait_out_of_band(self, channel: BulkChannel) -> None:
         """Wait for a chunk that is late, and look meanwhile whether the stream lives."""
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._read_ahead, lane)
-            await lane.arrival()
+            nursery.start_soon(self._read_ahead, channel)
+            await channel.arrival()
             nursery.cancel_scope.cancel()
 
-    async def _read_ahead(self, lane: BulkLane) -> None:
-        """Keep what comes in the stream meanwhile, as far as there is room; when it has ended, so has the lane."""
+    async def _read_ahead(self, channel: BulkChannel) -> None:
+        """Keep what comes in the stream meanwhile, as far as there is room; when it has ended, so has the channel."""
         try:
             while len(buffer := self._reader.buffer()):
                 try:
@@ -310,15 +313,15 @@ class StreamLink:
                     await self._stream.wait_receivable()
                     continue
                 if not count:
-                    raise LinkLost(f"{self.remote}: closed by the peer in the middle of a message")
+                    raise ConnectionLost(f"{self.remote}: closed by the peer in the middle of a message")
                 self.bytes_received += count
                 self._reader.received(count)
-        except LinkLost as lost:
+        except ConnectionLost as lost:
             await trio.sleep(LATE_S)  # the other carrier may be slower
-            lane.close(LinkLost(*lost.args))
+            channel.close(ConnectionLost(*lost.args))
 
 
-async def serve(link: StreamLink, accepted: Callable[[Link], Awaitable[None]]) -> None:
+async def serve(link: StreamConnection, accepted: Callable[[Connection], Awaitable[None]]) -> None:
     """Run `accepted` over a link from its first byte to its last; what the peer did wrong ends here."""
     try:
         async with trio.open_nursery() as nursery:
@@ -327,7 +330,7 @@ async def serve(link: StreamLink, accepted: Callable[[Link], Awaitable[None]]) -
                 await accepted(link)
             finally:
                 await link.aclose()
-    except* (PeerError, LinkLost):
+    except* (PeerError, ConnectionLost):
         pass  # `accepted` has logged what is worth it; this link is closed, the daemon goes on
 
 

@@ -14,14 +14,15 @@ from typing import Any
 
 import trio
 
-from peerd.effects import Address, UserError
-from peerd.messages import Chunk
 from peerd.transport.admission import Admission
-from peerd.transport.lane import Fabric
-from peerd.transport.link import Link, LinkLost, shown
-from peerd.transport.stream import StreamLink, serve
+from peerd.transport.bulk import Fabric
+from peerd.transport.connection import Connection, ConnectionLost
+from peerd.transport.errors import UserError
+from peerd.transport.ids import Address, shown
+from peerd.transport.messages import Chunk
+from peerd.transport.patience import DIAL_TIMEOUT_S
+from peerd.transport.stream import StreamConnection, serve
 
-DIAL_TIMEOUT_S = 5.0
 BACKLOG = 128
 PAUSE_S = 1.0  # without accepting, when file descriptors run out
 USER_TIMEOUT_MS = 10_000  # sent data that stays unacknowledged, or a window that stays shut, ends the connection
@@ -91,12 +92,12 @@ class TcpStream:
         try:
             await wait(self._sock)
         except (trio.ClosedResourceError, OSError, ValueError):  # ValueError: it was closed before
-            raise LinkLost(f"{self._remote}: closed here") from None
+            raise ConnectionLost(f"{self._remote}: closed here") from None
 
-    def _lost(self, error: OSError) -> LinkLost:
+    def _lost(self, error: OSError) -> ConnectionLost:
         if error.errno == errno.EBADF:
-            return LinkLost(f"{self._remote}: closed here")
-        return LinkLost(f"{self._remote}: connection lost ({cause(error)})")
+            return ConnectionLost(f"{self._remote}: closed here")
+        return ConnectionLost(f"{self._remote}: connection lost ({cause(error)})")
 
 
 class TcpTransport:
@@ -109,24 +110,24 @@ class TcpTransport:
         self._nursery = nursery
         self._fabrics = fabrics
 
-    async def dial(self, address: Address) -> Link:
+    async def dial(self, address: Address) -> Connection:
         """Connect; see `Transport.dial`."""
         remote = shown(address)
         try:
             with trio.fail_after(DIAL_TIMEOUT_S):
                 sock, host = await _connect(address)
         except trio.TooSlowError:
-            raise LinkLost(f"cannot reach {remote}: no answer within {DIAL_TIMEOUT_S:g} s") from None
+            raise ConnectionLost(f"cannot reach {remote}: no answer within {DIAL_TIMEOUT_S:g} s") from None
         except (OSError, ValueError) as error:  # ValueError: what cannot be a port or a host name
-            raise LinkLost(f"cannot reach {remote}: {cause(error)}") from None
-        link = StreamLink(TcpStream(sock, remote, host), remote, fabrics=self._fabrics)
+            raise ConnectionLost(f"cannot reach {remote}: {cause(error)}") from None
+        link = StreamConnection(TcpStream(sock, remote, host), remote, fabrics=self._fabrics)
         self._nursery.start_soon(link.run_sender)
         return link
 
     async def listen(
         self,
         address: Address,
-        accepted: Callable[[Link], Awaitable[None]],
+        accepted: Callable[[Connection], Awaitable[None]],
         task_status: trio.TaskStatus[Address] = trio.TASK_STATUS_IGNORED,
     ) -> None:
         """Listen; see `Transport.listen`."""
@@ -145,7 +146,7 @@ class _Listener:
     def __init__(
         self,
         sock: socket.socket,
-        accepted: Callable[[Link], Awaitable[None]],
+        accepted: Callable[[Connection], Awaitable[None]],
         nursery: trio.Nursery,
         fabrics: Sequence[Fabric],
     ) -> None:
@@ -170,12 +171,13 @@ class _Listener:
                 await trio.sleep(PAUSE_S if error.errno in _EXHAUSTED else 0)
             else:
                 sock.setblocking(False)
-                if self._admission.enter(peer[0]):
-                    self._nursery.start_soon(self._serve, sock, peer)
+                where = unmapped(peer)
+                if self._admission.enter(where[0]):
+                    self._nursery.start_soon(self._serve, sock, where)
                 else:
                     sock.close()
 
-    async def _serve(self, sock: socket.socket, peer: Any) -> None:
+    async def _serve(self, sock: socket.socket, peer: Address) -> None:
         pending = True
 
         def admitted() -> None:
@@ -185,14 +187,14 @@ class _Listener:
                 self._freed.unpark_all()
             pending = False
 
-        remote = shown((peer[0], peer[1]))
+        remote = shown(peer)
         try:
             try:
                 stream = TcpStream(sock, remote, peer[0])
             except OSError:  # it is gone already
                 sock.close()
                 return
-            await serve(StreamLink(stream, remote, admitted, self._fabrics), self._accepted)
+            await serve(StreamConnection(stream, remote, admitted, self._fabrics), self._accepted)
         finally:
             admitted()
             self._admission.leave()
@@ -223,6 +225,11 @@ async def bound_socket(address: Address, kind: socket.SocketKind) -> socket.sock
     return sock
 
 
+def unmapped(source: Any) -> Address:
+    """Return host and port of a socket address; a host of IPv4 has its own name on a socket of IPv6, too."""
+    return source[0].removeprefix("::ffff:") if "." in source[0] else source[0], source[1]
+
+
 async def resolve(
     address: Address, kind: socket.SocketKind, family: int = 0, flags: int = 0
 ) -> list[tuple[socket.AddressFamily, Any]]:
@@ -230,6 +237,8 @@ async def resolve(
     host, port = address
     if not 0 <= port <= 65535:  # getaddrinfo takes it modulo 65536
         raise ValueError(f"there is no port {port}")
+    if family == socket.AF_INET6:  # its sockets reach IPv4 under these names
+        flags |= socket.AI_V4MAPPED
     found = await trio.socket.getaddrinfo(host, port, family, kind, flags=flags)
     return [(entry[0], entry[4]) for entry in found]
 

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 import socket
 from typing import Any
 
 import trio
 
-from peerd.effects import Address, PeerError
-from peerd.messages import Message
 from peerd.transport import wire
-from peerd.transport.tcp import bound_socket, resolve
+from peerd.transport.errors import PeerError
+from peerd.transport.ids import Address
+from peerd.transport.messages import Message
+from peerd.transport.tcp import bound_socket, resolve, unmapped
 
 RESOLVE_TIMEOUT_S = 2.0
 RESOLVED_S = 60.0  # for how long a host name's address is kept
-MAX_RESOLVED = 1024
+RESOLVED_MAX = 1024
 
 
 class UdpDatagrams:
     """`Datagrams` over a bound non-blocking socket; made by `bind_udp`."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, tag: bytes) -> None:
         host, port = sock.getsockname()[:2]
         self.address: Address = (host, port)
         self.malformed = 0
@@ -28,11 +30,12 @@ class UdpDatagrams:
         self.bytes_sent = 0
         self.bytes_received = 0
         self._sock = sock
+        self._tag = tag
         self._resolved: dict[Address, tuple[float, Any]] = {}
 
     async def send(self, address: Address, message: Message) -> None:
         """Send, or drop and count."""
-        datagram = wire.encode_datagram(message)
+        datagram = self._tag + wire.encode_datagram(message)
         await trio.lowlevel.checkpoint()
         try:
             target = await self._resolve(address)
@@ -46,9 +49,11 @@ class UdpDatagrams:
             await trio.lowlevel.checkpoint()
             try:
                 # one byte more than the limit shows that a datagram is longer
-                datagram, source = self._sock.recvfrom(wire.MAX_DATAGRAM + 1)
+                datagram, source = self._sock.recvfrom(len(self._tag) + wire.DATAGRAM_MAX + 1)
                 self.bytes_received += len(datagram)
-                return wire.decode_datagram(datagram), (source[0], source[1])
+                if not datagram.startswith(self._tag):
+                    raise PeerError("of another swarm")
+                return wire.decode_datagram(datagram[len(self._tag) :]), unmapped(source)
             except BlockingIOError:
                 await trio.lowlevel.wait_readable(self._sock)
             except PeerError:
@@ -69,7 +74,7 @@ class UdpDatagrams:
         now = trio.current_time()
         kept = self._resolved.get(address)
         if kept is None or now >= kept[0]:
-            if len(self._resolved) >= MAX_RESOLVED:
+            if len(self._resolved) >= RESOLVED_MAX:
                 self._resolved.clear()
             # a name that fails is not asked for again at once: peers choose the names, and asking takes time
             self._resolved[address] = kept = (now + RESOLVED_S, None)
@@ -81,6 +86,14 @@ class UdpDatagrams:
         return kept[1]
 
 
-async def bind_udp(address: Address) -> UdpDatagrams:
-    """Return datagrams bound to `address`; raises UserError when that cannot be."""
-    return UdpDatagrams(await bound_socket(address, socket.SOCK_DGRAM))
+def tag_of(swarm: str, run: str) -> bytes:
+    """Return what datagrams of a swarm begin with: an address may change hands, and no greeting goes before them.
+
+    Those of the default swarm have none, and none is the beginning of such a datagram.
+    """
+    return b"" if (swarm, run) == ("peerd", "") else b"\xff" + hashlib.sha256(f"{swarm}\0{run}".encode()).digest()[:3]
+
+
+async def bind_udp(address: Address, tag: bytes = b"") -> UdpDatagrams:
+    """Return datagrams bound to `address`, for those with this tag; raises UserError when that cannot be."""
+    return UdpDatagrams(await bound_socket(address, socket.SOCK_DGRAM), tag)

@@ -1,9 +1,9 @@
 """How do two ends agree that large chunks travel beside their stream? Three messages after the greeting, and a trial.
 
     dialler                                    acceptor
-    BulkOffer: mine is there       ─────▶      opens a lane to it
-    opens a lane to it             ◀─────      BulkAnswer: and mine there, or why not
-                      each sends something over the lane
+    BulkOffer: mine is there       ─────▶      opens a channel to it
+    opens a channel to it          ◀─────      BulkAnswer: and mine there, or why not
+                      each sends something over the channel
     BulkAnswer, empty: it works    ─────▶      from now on its chunks go there too
 
 After a refusal the next best is offered. Whatever goes wrong leaves the link as it was. Addresses are read only from
@@ -17,10 +17,10 @@ from typing import Protocol
 
 import trio
 
-from peerd.effects import PeerError
-from peerd.messages import BulkAnswer, BulkOffer, Message
-from peerd.transport.lane import BulkLane, Fabric, LaneRefused
-from peerd.transport.link import LinkLost
+from peerd.transport.bulk import BulkChannel, BulkRefused, Fabric
+from peerd.transport.connection import ConnectionLost
+from peerd.transport.errors import PeerError
+from peerd.transport.messages import BulkAnswer, BulkOffer, Message
 
 ANSWER_S = 5.0
 PART_BYTES, REASON_BYTES = 512, 256  # the most that a field of bytes, or of text, holds
@@ -35,13 +35,13 @@ class Upgradable(Protocol):
     admitted: bool
 
     @property
-    def has_lane(self) -> bool:
-        """Whether chunks may come over a lane."""
+    def has_channel(self) -> bool:
+        """Whether chunks may come over a channel."""
 
-    def adopt(self, lane: BulkLane) -> None:
-        """Let chunks come over a lane."""
+    def enable_receive(self, channel: BulkChannel) -> None:
+        """Let chunks come over a channel."""
 
-    def widen(self) -> None:
+    def enable_send(self) -> None:
         """Let chunks go over it."""
 
     async def send(self, message: Message) -> None:
@@ -52,7 +52,7 @@ class Upgradable(Protocol):
 
 
 async def ask(link: Upgradable, fabrics: Sequence[Fabric]) -> str:
-    """Offer the acceptor lanes until it takes one; return why there is none, or "". Raises LinkLost or PeerError."""
+    """Offer the acceptor channels until it takes one; return why none, or "". Raises ConnectionLost, PeerError."""
     reasons = []
     for fabric in fabrics:
         if fabric.refuses or not fabric.trusts(link.host):
@@ -60,13 +60,13 @@ async def ask(link: Upgradable, fabrics: Sequence[Fabric]) -> str:
             continue
         try:
             return await _offer(link, fabric)
-        except LaneRefused as refusal:
+        except BulkRefused as refusal:
             reasons.append(str(refusal))
     return "; ".join(filter(None, reasons))
 
 
 async def _offer(link: Upgradable, fabric: Fabric) -> str:
-    """Return why nothing came of it, or "". Raises LaneRefused when there may be another offer."""
+    """Return why nothing came of it, or "". Raises BulkRefused when there may be another offer."""
     with fabric.reserved() as (here, address):
         try:
             with trio.fail_after(ANSWER_S):
@@ -77,35 +77,35 @@ async def _offer(link: Upgradable, fabric: Fabric) -> str:
         if not isinstance(answer, BulkAnswer):
             raise PeerError(f"{link.remote}: a {type(answer).__name__} instead of an answer to an offer")
         if answer.refusal:  # it goes into our log
-            raise LaneRefused(answer.refusal if answer.refusal.isprintable() else repr(answer.refusal))
+            raise BulkRefused(answer.refusal if answer.refusal.isprintable() else repr(answer.refusal))
         try:
-            lane = fabric.open(link.remote, here, answer.lane, _whole(answer.address))
-        except LaneRefused as refusal:
+            channel = fabric.open(link.remote, here, answer.channel, _whole(answer.address))
+        except BulkRefused as refusal:
             return str(refusal)  # the acceptor has its end already
-    link.adopt(lane)
-    return await _trial(link, lane)
+    link.enable_receive(channel)
+    return await _trial(link, channel)
 
 
-async def _trial(link: Upgradable, lane: BulkLane) -> str:
-    """Use the lane from now on if it works; return why it does not, or ""."""
+async def _trial(link: Upgradable, channel: BulkChannel) -> str:
+    """Use the channel from now on if it works; return why it does not, or ""."""
     try:
         with trio.fail_after(ANSWER_S):
-            await lane.tried()
+            await channel.tried()
     except trio.TooSlowError:
-        failure = f"{lane.name}: nothing came through within {ANSWER_S:g} s"
-    except LinkLost as lost:
+        failure = f"{channel.name}: nothing came through within {ANSWER_S:g} s"
+    except ConnectionLost as lost:
         failure = str(lost)
     else:
         await link.send(BulkAnswer("", 0, ()))
-        link.widen()
+        link.enable_send()
         return ""
-    lane.close(LinkLost(failure))
+    channel.close(ConnectionLost(failure))
     return failure
 
 
 def answer(link: Upgradable, fabrics: Sequence[Fabric], offer: BulkOffer) -> BulkAnswer:
-    """Return what the acceptor says to an offer, having opened the lane if it takes it. Raises PeerError."""
-    if not link.admitted or link.has_lane:
+    """Return what the acceptor says to an offer, having opened the channel if it takes it. Raises PeerError."""
+    if not link.admitted or link.has_channel:
         raise PeerError(f"{link.remote}: an offer {'twice' if link.admitted else 'before the greeting'}")
     ours = [fabric for fabric in fabrics if fabric.trusts(link.host)]
     fabric = next((fabric for fabric in ours if fabric.version == offer.version), None)
@@ -114,8 +114,8 @@ def answer(link: Upgradable, fabrics: Sequence[Fabric], offer: BulkOffer) -> Bul
         return _refusal(f"it says: {outside}" if outside else _difference(ours, offer))
     try:
         with fabric.reserved() as (here, address):
-            link.adopt(fabric.open(link.remote, here, offer.lane, _whole(offer.address)))
-    except LaneRefused as refused:
+            link.enable_receive(fabric.open(link.remote, here, offer.channel, _whole(offer.address)))
+    except BulkRefused as refused:
         return _refusal(f"it says: {refused}")
     return BulkAnswer("", here, _parts(address))
 

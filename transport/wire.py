@@ -19,18 +19,18 @@ from typing import Any, cast, get_args, get_origin, get_type_hints
 
 import msgpack
 
-from peerd.effects import PeerError
-from peerd.messages import MESSAGES, Ack, Chunks, Message, Ping, PingRequest
+from peerd.transport.errors import PeerError
+from peerd.transport.messages import MESSAGES, Ack, Chunks, Message, Ping, PingRequest
 
 VERSION = 1
 """Major version of the encoding: another one is refused."""
 
-MAX_HEADER = 64 << 10  # bytes of msgpack
-MAX_CHUNK = 4 << 20  # bytes
-MAX_ITEMS = 1024  # of any array; 1024 chunks are 4 GiB, a float32 model of 10**9 parameters
-MAX_STRING = 256  # bytes of UTF-8
-MAX_BYTES = 512  # the meta of a member
-MAX_DATAGRAM = 1400  # bytes: fits an Ethernet frame with room for a tunnel's headers
+HEADER_MAX = 64 << 10  # bytes of msgpack
+CHUNK_MAX = 4 << 20  # bytes
+ITEMS_MAX = 1024  # of any array; 1024 chunks are 4 GiB, a float32 model of 10**9 parameters
+STRING_MAX = 256  # bytes of UTF-8
+BYTES_MAX = 512  # the meta of a member
+DATAGRAM_MAX = 1400  # bytes: fits an Ethernet frame with room for a tunnel's headers
 
 DATAGRAM_PREFIX = b"pd" + bytes([VERSION])
 FIRST_HANDSHAKE_KIND = 16  # below: membership
@@ -42,10 +42,10 @@ _unpack = partial(
     use_list=False,
     raw=False,
     strict_map_key=True,
-    max_array_len=MAX_ITEMS,
+    max_array_len=ITEMS_MAX,
     max_map_len=64,
-    max_str_len=MAX_STRING,
-    max_bin_len=MAX_BYTES,
+    max_str_len=STRING_MAX,
+    max_bin_len=BYTES_MAX,
     max_ext_len=0,
 )
 
@@ -165,8 +165,8 @@ def _tuple_of(hint: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
         return items if build is None else tuple(map(build, items))
 
     def flatten_all(items: Row) -> Row:
-        if len(items) > MAX_ITEMS:
-            raise ValueError(f"{len(items)} items, more than {MAX_ITEMS}")
+        if len(items) > ITEMS_MAX:
+            raise ValueError(f"{len(items)} items, more than {ITEMS_MAX}")
         row = tuple(items) if flatten is None else tuple(map(flatten, items))
         if not all(type(item) is wire_type for item in row):
             raise ValueError(f"an item is not of type {wire_type.__name__}")
@@ -177,14 +177,14 @@ def _tuple_of(hint: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
 
 def _short_string(text: Any) -> Any:
     # 64 characters never exceed 256 bytes, and nearly all strings are shorter: no need to encode them to know
-    if len(text) > MAX_STRING // 4 and len(text.encode()) > MAX_STRING:
-        raise ValueError(f"a string longer than {MAX_STRING} bytes: {text!r}")
+    if len(text) > STRING_MAX // 4 and len(text.encode()) > STRING_MAX:
+        raise ValueError(f"a string longer than {STRING_MAX} bytes: {text!r}")
     return text
 
 
 def _short_bytes(data: Any) -> Any:
-    if len(data) > MAX_BYTES:
-        raise ValueError(f"{len(data)} bytes, more than {MAX_BYTES}")
+    if len(data) > BYTES_MAX:
+        raise ValueError(f"{len(data)} bytes, more than {BYTES_MAX}")
     return data
 
 
@@ -207,7 +207,15 @@ def _member_of(members: dict[int, IntEnum], value: int) -> IntEnum:
     return members[value]
 
 
-_SCHEMAS: dict[int, _Schema] = {kind: _Schema(message) for kind, message in MESSAGES.items()}
+_schemas: dict[int, _Schema] = {}
+
+
+def _schema(kind: int) -> _Schema:
+    """Compiled when it is needed first: a mode from outside the package may come late with messages of its own."""
+    schema = _schemas.get(kind)
+    if schema is None:
+        schema = _schemas[kind] = _Schema(MESSAGES[kind])
+    return schema
 
 
 # ------------------------------------------------------------------------------------------------------- messages
@@ -215,7 +223,7 @@ _SCHEMAS: dict[int, _Schema] = {kind: _Schema(message) for kind, message in MESS
 
 def is_bulk(kind: int) -> bool:
     """Say whether messages of this kind carry chunks."""
-    return _SCHEMAS[kind].bulk
+    return _schema(kind).bulk
 
 
 def is_urgent(kind: int) -> bool:
@@ -225,27 +233,27 @@ def is_urgent(kind: int) -> bool:
 
 def encode(message: Message) -> tuple[bytes, Chunks]:
     """Return the header of a message and its chunks as flat views of bytes; ValueError when over a limit (our bug)."""
-    schema = _SCHEMAS[message.KIND]
+    schema = _schema(message.KIND)
     row = schema.flatten(message)
     chunks: Chunks = ()
     if schema.bulk:
-        chunks = tuple(map(_flat, message.chunks))  # type: ignore[union-attr]
-        if len(chunks) > MAX_ITEMS or any(len(chunk) > MAX_CHUNK for chunk in chunks):
+        chunks = tuple(map(_flat, cast(Any, message).chunks))
+        if len(chunks) > ITEMS_MAX or any(len(chunk) > CHUNK_MAX for chunk in chunks):
             raise ValueError(f"{len(chunks)} chunks, or one of them, are too many bytes")
         row = (tuple(map(len, chunks)), *row)
     header: bytes = msgpack.packb(row)
-    if len(header) > MAX_HEADER:
-        raise ValueError(f"a header of {len(header)} bytes, more than {MAX_HEADER}: split the {schema.cls.__name__}")
+    if len(header) > HEADER_MAX:
+        raise ValueError(f"a header of {len(header)} bytes, more than {HEADER_MAX}: split the {schema.cls.__name__}")
     return header, chunks
 
 
 def decode(kind: int, header: bytes | bytearray | memoryview, payload_limit: int) -> Head:
     """Return what a header says, checked; any other bytes raise PeerError."""
-    schema = _SCHEMAS.get(kind)
-    if schema is None:
+    if kind not in MESSAGES:
         raise PeerError(f"no message is of kind {kind}")
-    if len(header) > MAX_HEADER:
-        raise PeerError(f"a header of {len(header)} bytes, more than {MAX_HEADER}")
+    schema = _schema(kind)
+    if len(header) > HEADER_MAX:
+        raise PeerError(f"a header of {len(header)} bytes, more than {HEADER_MAX}")
     try:
         row = _unpack(header)
     except (ValueError, msgpack.UnpackException) as error:  # UnicodeDecodeError and StackError are ValueErrors
@@ -258,8 +266,8 @@ def decode(kind: int, header: bytes | bytearray | memoryview, payload_limit: int
 
 
 def _chunk_lengths(lengths: Any, payload_limit: int) -> tuple[int, ...]:
-    if type(lengths) is not tuple or not all(type(length) is int and 0 <= length <= MAX_CHUNK for length in lengths):
-        raise PeerError(f"chunk lengths are not integers up to {MAX_CHUNK}")
+    if type(lengths) is not tuple or not all(type(length) is int and 0 <= length <= CHUNK_MAX for length in lengths):
+        raise PeerError(f"chunk lengths are not integers up to {CHUNK_MAX}")
     if sum(lengths) > payload_limit:
         raise PeerError(f"{sum(lengths)} bytes in one message, more than the limit of {payload_limit}")
     return lengths
@@ -279,16 +287,16 @@ def encode_datagram(message: Message) -> bytes:
         raise ValueError(f"a {type(message).__name__} does not travel in a datagram")
     while True:
         datagram = DATAGRAM_PREFIX + bytes([message.KIND]) + encode(message)[0]
-        if len(datagram) <= MAX_DATAGRAM:
+        if len(datagram) <= DATAGRAM_MAX:
             return datagram
         if not (isinstance(message, Ping | PingRequest | Ack) and message.news):
-            raise ValueError(f"a {type(message).__name__} of {len(datagram)} bytes, more than {MAX_DATAGRAM}")
+            raise ValueError(f"a {type(message).__name__} of {len(datagram)} bytes, more than {DATAGRAM_MAX}")
         message = replace(message, news=message.news[:-1])
 
 
 def decode_datagram(datagram: bytes) -> Message:
     """Return the message in a datagram; any other bytes raise PeerError."""
-    if len(datagram) > MAX_DATAGRAM or len(datagram) <= len(DATAGRAM_PREFIX):
+    if len(datagram) > DATAGRAM_MAX or len(datagram) <= len(DATAGRAM_PREFIX):
         raise PeerError(f"a datagram of {len(datagram)} bytes")
     if not datagram.startswith(DATAGRAM_PREFIX):
         raise PeerError(f"a datagram of another version or program: {datagram[:3]!r}, not {DATAGRAM_PREFIX!r}")

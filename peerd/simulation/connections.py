@@ -1,25 +1,22 @@
 """What do production's connections do? In order, one direction, dialled anew for ever; what breaks on the way is lost.
 
-The rules are those of `peerd.peers` over `transport.tcp`, on virtual time: a dial costs a round trip and the handshake;
-what is queued or under way when a connection breaks is gone, and its sender is told when messages flow again; who
-stands still or cannot be reached holds the stream up, until the sender's patience ends.
+The rules are those of daemon/peers.py over transport/tcp.py, on virtual time: a dial costs a round trip and the
+handshake; what is queued or under way when a connection breaks is gone, and its sender is told when messages flow
+again; who stands still or cannot be reached holds the stream up, until the sender's patience ends.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
-from peerd.effects import NodeId, PeerError
-from peerd.messages import Message
-from peerd.peers import QUEUE_MAX, RETRY_FIRST_S, RETRY_MAX_S, supersedes, what_is_said
 from peerd.simulation.network import Network
 from peerd.simulation.world import Kind, World
-from peerd.transport.hello import DEADLINE_S
-from peerd.transport.stream import PATIENCE_S
-
-Said = tuple[Any, ...]
+from peerd.transport.errors import PeerError
+from peerd.transport.ids import NodeId
+from peerd.transport.messages import Message
+from peerd.transport.patience import GREETING_DEADLINE_S, PATIENCE_S, RETRY_FIRST_S, RETRY_MAX_S
+from peerd.transport.peer_queue import PeerQueue
 
 HANDSHAKE_BYTES = 600  # Hello and Welcome
 LOOK_S = 0.5  # how often a stream that is held up tries again
@@ -60,8 +57,7 @@ class Connection:
         self._source_id = source_id
         self._index = index
         self._reconnected = reconnected
-        self._queue: deque[tuple[Said, bytes, float]] = deque()  # what it says, its frame, bytes on the line
-        self._leaving: Said | None = None  # what is being sent
+        self._queue = PeerQueue[tuple[bytes, float]]()  # frames, and their bytes on the line
         self._closed = False
         self._line = 0  # counts the connections, so that what belongs to a broken one is ignored
         self._connected = self._moving = False
@@ -85,14 +81,7 @@ class Connection:
 
     def send(self, message: Message, frame: bytes, size: float) -> None:
         """Queue; the mode says again what has had no answer, so a full queue drops it, and so does what still waits."""
-        said = what_is_said(message)
-        waiting = next((at for at, (other, _, _) in enumerate(self._queue) if said == other), None)
-        if supersedes(message) and waiting is not None:
-            self._queue[waiting] = (said, frame, size)
-            return
-        heard = waiting is not None or (said == self._leaving and not supersedes(message))
-        if len(self._queue) < QUEUE_MAX and not heard:
-            self._queue.append((said, frame, size))
+        if self._queue.put(message, (frame, size)):
             self._move()
 
     def reset(self) -> None:
@@ -118,7 +107,7 @@ class Connection:
             self._break()
             return
         if not target.running or self._cut():
-            self._world.later(DEADLINE_S, lambda: self._break() if line == self._line else None)
+            self._world.later(GREETING_DEADLINE_S, lambda: self._break() if line == self._line else None)
             return
         self._source.bytes_sent += HANDSHAKE_BYTES
         self._connected, self._life = True, target.life
@@ -137,7 +126,6 @@ class Connection:
             self._world.note(Kind.BROKEN, self._source.index, self._index)
         self._line += 1
         self._connected = self._moving = False
-        self._leaving = None
         self._broken = True
         self._queue.clear()
         self._arrived.clear()
@@ -148,9 +136,9 @@ class Connection:
         self._retry_s = min(2 * self._retry_s, RETRY_MAX_S)
 
     def _move(self) -> None:
-        if not self._connected or self._moving or not self._queue or self._closed:
+        if not self._connected or self._moving or not self._queue.has_waiting or self._closed:
             return
-        self._leaving, frame, size = self._queue.popleft()
+        frame, size = self._queue.take()
         self._moving = True
         line, number = self._line, self._moved
         self._moved += 1
@@ -165,7 +153,8 @@ class Connection:
     def _sent(self, line: int, size: float) -> None:
         if line == self._line:
             self._source.bytes_sent += round(size)
-            self._moving, self._leaving = False, None
+            self._moving = False
+            self._queue.left()
             self._move()
 
     def _arrive(self, line: int, number: int, frame: bytes) -> None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from peerd.effects import UserError
 from peerd.simulation.network import Profile
 from peerd.simulation.swarm import GRACE_S, Swarm
+from peerd.transport.errors import UserError
 
 Fault = Callable[[Swarm, random.Random], None]
 
-LOSS_MOST = 0.05  # what nobody healthy may be declared failed under
+LOSS_MAX = 0.05  # what nobody healthy may be declared failed under
 LONGEST_PARTITION_S = 120.0
 
 
@@ -98,7 +98,7 @@ def weather(swarm: Swarm, rng: random.Random) -> None:
     ends = swarm.set_weather(
         Profile(
             0.0,
-            loss=rng.choice([0.0, 0.01, LOSS_MOST]),
+            loss=rng.choice([0.0, 0.01, LOSS_MAX]),
             duplication=rng.choice([0.0, 0.1]),
             reordering=rng.choice([0.0, 0.2]),
             corruption=rng.choice([0.0, 0.02]),
@@ -154,7 +154,7 @@ def parse_faults(text: str) -> list[str]:
     return names
 
 
-def storm(swarm: Swarm, names: Sequence[str], every_s: float, over: Callable[[], bool]) -> None:
+def inject_faults(swarm: Swarm, names: Sequence[str], every_s: float, over: Callable[[], bool]) -> None:
     """One fault of those named every so many seconds on average, from a stream of its own, until it is `over`."""
     rng = swarm.world.rng("faults")
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from peerd.effects import UserError
 from peerd.simulation.world import World
+from peerd.transport.errors import UserError
 
 BYTES_PER_MBIT = 125_000
 RETRANSMIT_S = 0.2  # the least a stream waits before it repeats a lost packet (RFC 6298 as kernels have it)
@@ -67,6 +67,12 @@ class Topology:
         """The longest, one way."""
         here = max(profile.latency_s for profile in self.profiles)
         return here + max((line.latency_s for line in self.lines.values()), default=0.0)
+
+    @property
+    def flight_s(self) -> float:
+        """The longest that one packet takes, one way, jitter too."""
+        here = max(profile.latency_s + profile.jitter_s for profile in self.profiles)
+        return here + max((line.latency_s + line.jitter_s for line in self.lines.values()), default=0.0)
 
 
 @dataclass(slots=True)
@@ -191,20 +197,20 @@ def uniform(profile: Profile, peers: int) -> Topology:
     return Topology((profile,) * peers, ("",) * peers)
 
 
-_MOST_MS, _LEAST_MBIT, _MOST_MBIT = 60_000.0, 0.001, 1e6
+_MS_MAX, _MIN_MBIT, _MAX_MBIT = 60_000.0, 0.001, 1e6
 _NUMBERS = {  # by key: the field, what to multiply with, the least and the most
-    "latency_ms": ("latency_s", 1e-3, 0.0, _MOST_MS),
-    "jitter_ms": ("jitter_s", 1e-3, 0.0, _MOST_MS),
+    "latency_ms": ("latency_s", 1e-3, 0.0, _MS_MAX),
+    "jitter_ms": ("jitter_s", 1e-3, 0.0, _MS_MAX),
     "loss": ("loss", 1.0, 0.0, 0.9),
-    "uplink_mbit": ("uplink_mbit", 1.0, _LEAST_MBIT, _MOST_MBIT),
-    "downlink_mbit": ("downlink_mbit", 1.0, _LEAST_MBIT, _MOST_MBIT),
-    "mbit": ("mbit", 1.0, _LEAST_MBIT, _MOST_MBIT),
+    "uplink_mbit": ("uplink_mbit", 1.0, _MIN_MBIT, _MAX_MBIT),
+    "downlink_mbit": ("downlink_mbit", 1.0, _MIN_MBIT, _MAX_MBIT),
+    "mbit": ("mbit", 1.0, _MIN_MBIT, _MAX_MBIT),
 }
-_PEERS_MOST = 1_000_000
+_PEERS_MAX = 1_000_000
 
 
 def read_topology(path: Path) -> Topology:
-    """The topology in a TOML file; see README for an example. Raises UserError."""
+    """The topology in a TOML file; see docs/simulation.md for an example. Raises UserError."""
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -220,8 +226,8 @@ def read_topology(path: Path) -> Topology:
             raise UserError(f"{path}: name = {name!r} must be a string")
         if not isinstance(like, str) or like not in PROFILES:
             raise UserError(f"{path}: like = {like!r} is not one of {', '.join(PROFILES)}")
-        if type(peers) is not int or not 1 <= peers <= _PEERS_MOST:
-            raise UserError(f"{path}: every [[site]] needs peers, a whole number from 1 to {_PEERS_MOST}")
+        if type(peers) is not int or not 1 <= peers <= _PEERS_MAX:
+            raise UserError(f"{path}: every [[site]] needs peers, a whole number from 1 to {_PEERS_MAX}")
         if name in sites:
             raise UserError(f"{path}: two sites are called {name!r}")
         profiles += [replace(PROFILES[like], **_numbers(path, row))] * peers

@@ -11,22 +11,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from peerd.effects import Address, Effect, MemberChanged, NodeId, PeerError, PushPull, Send, SendDatagram
-from peerd.membership import Membership
-from peerd.messages import Member, MemberTable, Message, State
+from peerd.membership.core import Membership
+from peerd.membership.effects import MemberChanged, MembershipEffect, PushPull, SendDatagram
+from peerd.membership.table_exchange import PUSH_PULL_DEADLINE_S, TABLE_PART
 from peerd.simulation.checkers import Checkers
 from peerd.simulation.connections import Connection
 from peerd.simulation.network import Network
 from peerd.simulation.problems import Learner
-from peerd.simulation.trainee import NodeSettings, Trainee
+from peerd.simulation.trainee import NodeSettings, SimulatedTrainer
 from peerd.simulation.weight import datagram_bytes, table_bytes
 from peerd.simulation.world import Kind, World
-from peerd.swarm_view import PUSH_PULL_DEADLINE_S, TABLE_PART
-from peerd.training import delta
-from peerd.training.reference import PairedReference
+from peerd.training.codecs import vector
+from peerd.training.effects import Effect, Send
+from peerd.training.pairs.reference import PairedReference
 from peerd.transport import wire
+from peerd.transport.errors import PeerError
 from peerd.transport.framing import FrameReader, frames
-from peerd.transport.tcp import DIAL_TIMEOUT_S
+from peerd.transport.ids import Address, NodeId
+from peerd.transport.messages import Member, MemberTable, Message, State
+from peerd.transport.patience import DIAL_TIMEOUT_S
 
 INBOX_DATAGRAMS = 400  # what the kernel keeps for a stopped process
 DECODED_ONE_IN = 32  # datagrams are decoded and compared; the others arrive as the objects they were
@@ -48,7 +51,7 @@ class Clock:
         return local_s / self.rate
 
 
-class Surroundings(Protocol):
+class Environment(Protocol):
     """What a node sees of the swarm that it is in."""
 
     world: World
@@ -74,7 +77,7 @@ class Node:
 
     def __init__(
         self,
-        swarm: Surroundings,
+        swarm: Environment,
         index: int,
         me: Member,
         seeds: list[Address],
@@ -102,11 +105,11 @@ class Node:
         self._inbox: list[tuple[Message, Address]] = []
         self._missed: list[Callable[[], None]] = []  # what would have happened while it stood still
         self._wakes_at = math.inf
-        self.trainee: Trainee | None = None
+        self.trainee: SimulatedTrainer | None = None
         if learner is not None:
-            self._reader.payload_limit = delta.payload_limit(learner.layout)
+            self._reader.payload_limit = vector.payload_limit(learner.layout)
             partners = {member.id for member in known if member.id != self.id}
-            self.trainee = Trainee(
+            self.trainee = SimulatedTrainer(
                 self, swarm.world, swarm.checkers, swarm.settings, learner, partners,
                 has_seeds=bool(seeds), formed=bool(known), wait_for=wait_for,
             )  # fmt: skip
@@ -187,7 +190,7 @@ class Node:
         """Say goodbye."""
         self.perform(self.membership.leave(self.now))
 
-    def perform(self, effects: list[Effect]) -> None:
+    def perform(self, effects: Sequence[Effect | MembershipEffect]) -> None:
         """Do what a core asks."""
         for effect in effects:
             match effect:
@@ -206,7 +209,7 @@ class Node:
     def _send_datagram(self, effect: SendDatagram) -> None:
         swarm, world = self._swarm, self._world
         message, size = effect.message, datagram_bytes(effect.message)
-        if world.events % DECODED_ONE_IN == 0 or size > wire.MAX_DATAGRAM:
+        if world.events % DECODED_ONE_IN == 0 or size > wire.DATAGRAM_MAX:
             encoded = wire.encode_datagram(message)
             message = wire.decode_datagram(encoded)
             swarm.checkers.same("a datagram", (size, encoded), (len(encoded), wire.encode_datagram(message)))
@@ -374,8 +377,8 @@ def _parts(table: MemberTable) -> list[MemberTable]:
     return [MemberTable(table.sender, rows[start : start + TABLE_PART]) for start in range(0, len(rows), TABLE_PART)]
 
 
-def _tables(node: Node, table: MemberTable) -> list[Effect]:
-    effects: list[Effect] = []
+def _tables(node: Node, table: MemberTable) -> list[MembershipEffect]:
+    effects: list[MembershipEffect] = []
     for part in _parts(table):
         effects += node.membership.on_table(part, node.clock.local(node._world.now))
     return effects

@@ -14,10 +14,11 @@ from typing import Protocol
 
 import numpy as np
 
-from peerd.effects import UserError, Vector
-from peerd.training.delta import Layout
+from peerd.training.codecs.vector import Layout
+from peerd.training.effects import Vector
+from peerd.transport.errors import UserError
 
-STEP_LEAST_S, STEP_MOST_S = 1e-4, 1e6
+STEP_MIN_S, STEP_MAX_S = 1e-4, 1e6
 TRACE_CHARACTERS = 10_000_000  # the most that is read of a file of step times
 SURROGATE_VALUES = 4096  # stand for a large model: a codec's bytes a value are the same on as many
 
@@ -212,7 +213,7 @@ class Compute:
                 case _:
                     raise ValueError(kind)
             seconds = [self._median, *self._trace]
-            in_bounds = all(STEP_LEAST_S <= each < STEP_MOST_S for each in seconds)
+            in_bounds = all(STEP_MIN_S <= each < STEP_MAX_S for each in seconds)
             if not (in_bounds and 0 <= self._sigma <= 3 and self._trace):
                 raise ValueError(text)
         except OSError as error:
@@ -221,7 +222,7 @@ class Compute:
             raise UserError(
                 f"--compute {text}: wanted fixed:SECONDS, lognormal:MEDIAN:SIGMA (at most 3), "
                 "or trace:FILE with one number of seconds a line, "
-                f"each from {STEP_LEAST_S:g} to {STEP_MOST_S:g}, and {TRACE_CHARACTERS:,} characters at most"
+                f"each from {STEP_MIN_S:g} to {STEP_MAX_S:g}, and {TRACE_CHARACTERS:,} characters at most"
             ) from None
 
     def draw(self, rng: random.Random) -> float:

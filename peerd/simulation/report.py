@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from peerd.simulation.scenario import Look, Outcome, Scenario
+from peerd.simulation.scenario import Outcome, Sample, Scenario
 
 STYLE = (
     "body{font:15px sans-serif;margin:2em auto;max-width:1100px}td,th{padding:.15em 1em .15em 0;text-align:left;"
@@ -71,7 +71,7 @@ Curve = tuple[str, str, list[float], list[float]]
 """What the plot says, what is across, and the two."""
 
 
-def _curves(looks: list[Look]) -> list[Curve]:
+def _curves(looks: list[Sample]) -> list[Curve]:
     """What runs are compared by."""
     minutes = [look.at / 60 for look in looks]
     with_loss = [look for look in looks if not math.isnan(look.loss)]

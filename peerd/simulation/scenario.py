@@ -9,24 +9,25 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 
-from peerd.effects import UserError
-from peerd.messages import State
-from peerd.simulation.faults import calm_after_s, parse_faults, storm
+from peerd.membership.timing import LAN, WAN
+from peerd.simulation.faults import calm_after_s, inject_faults, parse_faults
 from peerd.simulation.network import PROFILES, Topology, read_topology, uniform
 from peerd.simulation.problems import BytesOnly, Problem, Quadratic, mean_and_distance
 from peerd.simulation.swarm import Swarm
 from peerd.simulation.world import Violation, World
-from peerd.timing import LAN, WAN
 from peerd.training.codecs import CODECS
-from peerd.training.modes import AUTO, check_options, default_codec, exchanges
+from peerd.training.modes import AUTO, check_given, check_options, class_of, exchanges
+from peerd.training.modes.own_mode import as_told
 from peerd.training.tasks import TASKS
 from peerd.training.trigger import parse_trigger
+from peerd.transport.errors import UserError
+from peerd.transport.messages import State
 
 PROBLEMS = ("members", "consensus", "bytes", *TASKS)
 CONVERGE_S = 120.0  # after the last fault has ended: then all must agree
@@ -73,19 +74,23 @@ class Scenario:
                 raise UserError(f"{option} {wanted}: the swarm has {self.peers} peers")
         if self.join_over is not None and self.minutes is not None and self.join_over > 60 * self.minutes:
             raise UserError(f"--join-over {self.join_over:g}: the run ends after {60 * self.minutes:g} s")
+        check_given(self.mode, [setting.name for setting in fields(self) if self._says(setting)])
 
     def command(self) -> str:
         """The command line that runs this again."""
         words = ["peerd", "simulate"]
         for setting in fields(self):
-            value = getattr(self, setting.name)
-            if value != setting.default or setting.name == "seed":
-                words += ["--" + setting.name.replace("_", "-"), str(value)]
+            if self._says(setting) or setting.name == "seed":
+                value = as_told(self.mode) if setting.name == "mode" else str(getattr(self, setting.name))
+                words += ["--" + setting.name.replace("_", "-"), value]
         return shlex.join(words)
+
+    def _says(self, setting: Field[Any]) -> bool:
+        return bool(getattr(self, setting.name) != setting.default)
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class Sample:
     """The swarm at one moment."""
 
     at: float
@@ -104,11 +109,11 @@ class Outcome:
     """What a run leaves."""
 
     result: dict[str, Any]
-    looks: list[Look] = field(default_factory=list)
+    looks: list[Sample] = field(default_factory=list)
     staleness: Counter[int] = field(default_factory=Counter)
 
 
-Progress = Callable[[float, Look], None]
+Progress = Callable[[float, Sample], None]
 """Told how much of the run is done, and the last look."""
 
 
@@ -130,7 +135,7 @@ class _Run:
             topology=topology,
             timing=WAN if topology.latency_s > 0.03 else LAN,
             mode=scenario.mode,
-            codec=default_codec(scenario.mode) if scenario.codec == AUTO else scenario.codec,
+            codec=class_of(scenario.mode).CODEC if scenario.codec == AUTO else scenario.codec,
             trigger=scenario.trigger,
             view=scenario.view,
             compute=scenario.compute,
@@ -142,7 +147,7 @@ class _Run:
             min_peers=scenario.min_peers,
             replay=scenario.command,
         )
-        self.looks: list[Look] = []
+        self.looks: list[Sample] = []
         self.measured: dict[str, Any] = {}
         self._busy = 0.0
 
@@ -156,7 +161,7 @@ class _Run:
                 swarm.start_formed()
             else:
                 swarm.start_all(scenario.join_over)
-            storm(swarm, self.faults, scenario.fault_every, lambda: bool(self.measured))
+            inject_faults(swarm, self.faults, scenario.fault_every, lambda: bool(self.measured))
             while world.now < self.ends_s and not self._trained():
                 swarm.run(min(every_s, self.ends_s - world.now), self._trained)
                 if world.now >= check_at_s:
@@ -214,11 +219,13 @@ class _Run:
         ends_s = self.world.now + patience_s
         while not (self.swarm.whole() and self.swarm.agreed()):
             if self.world.now >= ends_s:
+                if self.swarm.checkers.too_slow:
+                    break
                 self.swarm.checkers.fail(f"the members still disagree {patience_s:.0f} s after the last fault began")
             self.swarm.run(ASK_EVERY_S)
         self.swarm.look_at_links()
 
-    def _look(self) -> Look:
+    def _look(self) -> Sample:
         swarm = self.swarm
         nodes = list(swarm.nodes.values())
         trainees = list(swarm.trainees)
@@ -229,7 +236,7 @@ class _Run:
         busy_s = sum(pipe.busy_s for pipe in swarm.network.up)
         elapsed_s = self.world.now - (self.looks[-1].at if self.looks else 0.0)
         busy, self._busy = (busy_s - self._busy) / max(1e-9, elapsed_s * swarm.peers), busy_s
-        return Look(
+        return Sample(
             self.world.now,
             sum(losses) / len(losses) if losses else math.nan,
             mean_and_distance(models)[1] if models else 0.0,
@@ -250,6 +257,7 @@ def simulate(scenario: Scenario, trace: TextIO | None = None, progress: Progress
         if trace is not None and trace.seekable():
             trace.truncate(0)  # not before: an older one outlives settings that make no sense
         violations = run.go(progress)
+        run.world.end(len(violations))
     result = {
         "peers": scenario.peers,
         "problem": scenario.problem,

@@ -7,17 +7,20 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from peerd.effects import Address, NodeId, Vector
-from peerd.membership import LAN, Timing
-from peerd.messages import Member, State
+import numpy as np
+
+from peerd.membership.core import LAN, Timing
 from peerd.simulation.checkers import Checkers
 from peerd.simulation.network import PROFILES, Network, Profile, Topology, uniform
 from peerd.simulation.node import Clock, Node
 from peerd.simulation.problems import Compute, Problem
-from peerd.simulation.trainee import READY, NodeSettings, Trainee
+from peerd.simulation.trainee import READY, NodeSettings, SimulatedTrainer
 from peerd.simulation.world import Kind, World
+from peerd.training.effects import Vector
 from peerd.training.modes import ModeSettings
 from peerd.training.trigger import PeriodTrigger, parse_trigger
+from peerd.transport.ids import Address, NodeId
+from peerd.transport.messages import Member, State
 
 GRACE_S = 90.0  # after a fault has gone: until then a suspicion that it began may still become a verdict
 STOP_ASKED_EVERY_S = 0.1
@@ -71,10 +74,11 @@ class Swarm:
         """`peers` places; `start` puts a node on one. Without a problem they are members and nothing else."""
         self.world = world
         self.peers = peers
-        self.network = Network(world, topology or uniform(PROFILES["lan"], peers))
+        topology = topology or uniform(PROFILES["lan"], peers)
+        self.network = Network(world, topology)
         self.nodes: dict[int, Node] = {}  # by place: those whose process is there
         self.latest: dict[NodeId, Node] = {}
-        self.checkers = Checkers(world, self.latest, replay)
+        self.checkers = Checkers(world, self.latest, replay, topology.flight_s)
         self.verdicts: list[tuple[float, NodeId, NodeId]] = []  # when, in whose view, who is FAILED
         self.crashes: dict[NodeId, Crash] = {}
         self.detections_s: list[float] = []
@@ -91,6 +95,7 @@ class Swarm:
         self._gone_bytes = 0
         self._gone_counts: Counter[str] = Counter()
         self._gone_staleness: Counter[int] = Counter()
+        self._gone_received: Vector = np.zeros(())
         self._cuts: list[_Cut] = []
         self._weathers: list[Profile] = []
 
@@ -157,6 +162,8 @@ class Swarm:
         self._gone_counts += node.counts
         if node.trainee is not None:
             self._gone_staleness += node.trainee.staleness
+            if (received := node.trainee.received) is not None:
+                self._gone_received = self._gone_received + received
         self.crashed += 1
         self.network.drop(index)
         node.crash()
@@ -306,7 +313,7 @@ class Swarm:
         return True
 
     @property
-    def trainees(self) -> Iterator[Trainee]:
+    def trainees(self) -> Iterator[SimulatedTrainer]:
         """Of all nodes, if they train."""
         return (node.trainee for node in self.nodes.values() if node.trainee is not None)
 
@@ -332,7 +339,7 @@ class Swarm:
         return bool(self.nodes) and all(trainee.phase == "finished" for trainee in self.trainees)
 
     def look_at_links(self) -> None:
-        """Ask the checkers whether anybody has been silent for too long, and whether every model is what was put in,
+        """Ask the checkers whether anybody has been silent for too long, whether the models sum up to what was put in,
         and whether what a few nodes believe only ever grew."""
         training = {
             node.id: node
@@ -341,9 +348,9 @@ class Swarm:
         }
         if not isinstance(self.settings.mode_settings.trigger, PeriodTrigger):  # which may be silent for any time
             self.checkers.links(training, self.world.now)
-        for node in self.nodes.values():
-            if node.trainee is not None and node.trainee.injected is not None:
-                self.checkers.conserved(node.id, node.trainee.values(), node.trainee.injected)
+        received = [made for trainee in self.trainees if (made := trainee.received) is not None]
+        if received:
+            self.checkers.conserved(sum(received, self._gone_received), self.models())
         for node in list(self.nodes.values())[:VIEWERS]:
             for id in node.membership.members:
                 self.checkers.keys(node, id)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from peerd.effects import Vector
 from peerd.simulation.problems import Learner, Moved
-from peerd.training.delta import Layout
-from peerd.training.flat import FlatModel
+from peerd.training.codecs.vector import Layout
+from peerd.training.effects import Vector
+from peerd.training.model.flat import FlatModel
 from peerd.training.tasks import TASKS
 from peerd.training.tasks.run import Run
 

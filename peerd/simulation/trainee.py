@@ -9,29 +9,42 @@ from __future__ import annotations
 import math
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 
-from peerd.effects import Apply, Effect, NodeId, Proceed, Publish, Resume, StepReport, Vector
-from peerd.messages import Connected, Delta, Member, Message, ModelRequest, ModelSnapshot
-from peerd.roles import About, FetchFrom, OwnModel, is_partner, whose_model
+from peerd.membership.effects import MembershipEffect
+from peerd.membership.timing import Timing
+from peerd.node.donors import SLOWEST_DONOR, DonorChoice
+from peerd.node.meta import FetchFrom, NodeMeta, OwnModel, is_partner, whose_model
 from peerd.simulation.checkers import Checkers, Watched
 from peerd.simulation.problems import Compute, Learner
 from peerd.simulation.world import Kind, World
-from peerd.timing import Timing
-from peerd.training import delta
+from peerd.training.codecs import vector
+from peerd.training.effects import Apply, Effect, Proceed, Publish, Resume, StepReport, Vector
+from peerd.training.mode_core import (
+    ModeBegins,
+    ModeCore,
+    ModeEvent,
+    ModelAsked,
+    PeersChanged,
+    Received,
+    Reconnected,
+    Stepped,
+    TimerDue,
+)
 from peerd.training.modes import Mode, ModeSettings, parse_mode
-from peerd.training.reference import PairedReference
+from peerd.training.modes.gossip import Gossip
+from peerd.training.pairs.reference import PairedReference
+from peerd.transport.ids import NodeId
+from peerd.transport.messages import AS_STARTED, Delta, Member, Message, ModelRequest, ModelSnapshot
 
 SIGNATURE = "simulated"
-READY = About(model=SIGNATURE, ready=True, expects=True)
-SNAPSHOT_CODEC = "float32"
+READY = NodeMeta(model=SIGNATURE, ready=True, expects=True)
 PEERS_EVERY_S = 0.5  # the mode hears of members that came or went at most so often
 LOOK_AGAIN_S = 1.0  # how often a newcomer looks whether somebody has a model
-ASK_AGAIN_S = 10.0
 SETTLE_S = 30.0  # how long an ended run waits for others that train
 PHASES = ("joining", "waiting", "training", "finishing", "finished")
 
@@ -62,7 +75,7 @@ class Shell(Watched, Protocol):
         """In this life only; not before it is resumed."""
         ...
 
-    def perform(self, effects: list[Effect]) -> None:
+    def perform(self, effects: Sequence[Effect | MembershipEffect]) -> None:
         """Do what a core asks."""
         ...
 
@@ -75,7 +88,30 @@ class Shell(Watched, Protocol):
         ...
 
 
-class Trainee:
+class LearnersModel:
+    """The learner's last copy and all corrections since: what production shares between trainer and daemon."""
+
+    def __init__(self, learner: Learner) -> None:
+        self.step = 0
+        self.kept = learner.publish()
+        self._learner = learner
+        self._lent = np.empty_like(self.kept)
+
+    def values(self) -> Vector:
+        """See `Model`."""
+        np.copyto(self._lent, self.kept)
+        return self._lent
+
+    def add(self, correction: Vector) -> None:
+        """See `Model`."""
+        self.kept += correction
+
+    def published(self, copy: int, step: int) -> None:
+        """See `Model`; there is one copy."""
+        self.kept, self.step = self._learner.publish(), step
+
+
+class SimulatedTrainer:
     """What one life of a node trains, from its first model to the end of its run."""
 
     def __init__(
@@ -95,12 +131,13 @@ class Trainee:
         self.learner = learner
         self.phase = "joining"
         self.steps = 0
+        self._kept: LearnersModel | None = None
         self.loss = math.nan
         self.computed_s = 0.0  # by the trainer, in whole steps
         self.trained_from = self.trained_until = math.nan
         self.staleness: Counter[int] = Counter()  # own steps between the two ends of an exchange
-        self.mode: Mode | None = None
-        self.injected: Vector | None = None  # start, own steps and corrections, where exactness is checked
+        self._core = ModeCore()
+        self.own: Vector | None = None  # the model that start and own steps alone would make, where sums are checked
         self._node = node
         self._world = world
         self._checkers = checkers
@@ -109,14 +146,14 @@ class Trainee:
         self._compute_rng = world.rng("compute", node.index, node.life)
         self._has_seeds = has_seeds
         self._wait_for = wait_for
-        self._about = READY if formed else About(expects=True, founder=not has_seeds)
+        self._about = READY if formed else NodeMeta(expects=True, founder=not has_seeds)
         self._partners = partners
         self._partners_due = False
-        self._replica: Vector | None = None  # the last copy and all corrections since
         self._pending: Vector | None = None  # corrections that the learner has not yet taken
         self._asked_publish = False
         self._at_barrier = False
-        self._asked: tuple[NodeId, float] | None = None  # the donor of our first model
+        self._choice = DonorChoice()  # of our first model
+        self._arrived = 0  # bytes of it: a second in which it is on its way counts as fast enough
         self._began: dict[NodeId, int] = {}
 
     def begin(self) -> None:
@@ -128,6 +165,11 @@ class Trainee:
             self._join()
 
     # ---------------------------------------------------------------- what there is to see
+
+    @property
+    def mode(self) -> Mode | None:
+        """Once it has a model."""
+        return self._core.mode
 
     @property
     def references(self) -> Mapping[NodeId, PairedReference]:
@@ -150,6 +192,11 @@ class Trainee:
         until = self._world.now if math.isnan(self.trained_until) else self.trained_until
         return 0.0 if math.isnan(self.trained_from) else until - self.trained_from
 
+    @property
+    def received(self) -> Vector | None:
+        """What the others have made of the model, where a mode of paired exchanges may only hand it around."""
+        return self.values() - self.own if self.own is not None and isinstance(self.mode, Gossip) else None
+
     def values(self) -> Vector:
         """The model, with every correction that has come."""
         values = self.learner.values()
@@ -164,7 +211,7 @@ class Trainee:
 
     def on_timer(self, now: float) -> list[Effect]:
         """The deadline has come."""
-        return self._mode.on_timer(now)
+        return self._core.handle(TimerDue(), now)
 
     def member_changed(self, member: Member) -> None:
         """A member may have become a partner, or is none any more."""
@@ -177,13 +224,13 @@ class Trainee:
     def _tell_partners(self) -> None:
         self._partners_due = False
         if self.mode is not None:
-            self._node.perform(self.mode.on_peers(frozenset(self._partners), self._node.now))
+            self._handle(PeersChanged(frozenset(self._partners)))
             self._maybe_go()
 
     def reconnected(self, peer: NodeId) -> None:
         """Messages to this peer flow again."""
         if self.mode is not None:
-            self._node.later(0.0, lambda: self._node.perform(self._mode.on_message(peer, Connected(), self._node.now)))
+            self._node.later(0.0, lambda: self._handle(Reconnected(peer)))
 
     def sent(self, peer: NodeId, message: Message) -> None:
         """A message has left for the peer."""
@@ -198,7 +245,7 @@ class Trainee:
             case ModelSnapshot():
                 self._take_model(source, message)
             case _ if self.mode is not None:
-                effects = self.mode.on_message(source, message, self._node.now)
+                effects = self._core.handle(Received(source, message), self._node.now)
                 if isinstance(message, Delta):
                     self._checkers.exchanged(self._node, source, message, effects)
                     if any(isinstance(effect, Apply) for effect in effects):
@@ -219,10 +266,8 @@ class Trainee:
             case Proceed() if effect.settled and self.phase == "finishing":
                 self._finish()
 
-    @property
-    def _mode(self) -> Mode:
-        assert self.mode is not None, "asked of a node that has one"
-        return self.mode
+    def _handle(self, event: ModeEvent) -> None:
+        self._node.perform(self._core.handle(event, self._node.now))
 
     def _say_about(self, **changes: Any) -> None:
         self._about = replace(self._about, **changes)
@@ -239,41 +284,41 @@ class Trainee:
                 self._have_model()
                 return
             case FetchFrom(givers):
-                asked, at = self._asked or ("", -math.inf)
-                if asked not in givers or (self._node.now - at >= ASK_AGAIN_S and not self._node.arriving(asked)):
-                    others = [giver for giver in givers if giver != asked] or list(givers)
-                    self._asked = (others[0], self._node.now)
-                    self._node.send(others[0], ModelRequest())
+                if (asked := self._choice.donor) in givers and self._node.arriving(asked):
+                    self._arrived += round(2 * SLOWEST_DONOR * LOOK_AGAIN_S)
+                if (donor := self._choice.ask(givers, self._arrived, self._node.now)) is not None:
+                    self._node.send(donor, ModelRequest())
         self._node.later(LOOK_AGAIN_S, self._join)
 
     def _give_model(self, peer: NodeId) -> None:
-        if self._replica is not None:
-            chunks, _ = delta.encode(SNAPSHOT_CODEC, self.learner.layout, self._replica)
-            self._node.send(peer, ModelSnapshot(self.steps, SNAPSHOT_CODEC, chunks))
+        if self._kept is not None:
+            self._kept.kept, self._kept.step = self.values(), self.steps  # production asks for it, and waits a step
+            self._handle(ModelAsked(peer, self.learner.layout))
 
     def _take_model(self, source: NodeId, message: ModelSnapshot) -> None:
-        if self.phase != "joining" or self._asked is None or self._asked[0] != source:
+        if self.phase != "joining" or self._choice.donor != source:
             return
         values = np.empty(self.learner.layout.total, self.learner.values().dtype)
-        delta.decode(message.codec, self.learner.layout, message.chunks, values)
+        vector.decode(message.codec, self.learner.layout, message.chunks, values)
         self.learner.load(values)
         self.steps = message.step
         self._have_model()
 
     def _have_model(self) -> None:
         learner, settings = self.learner, self._settings
-        self._replica = learner.publish()
-        self._pending = np.zeros_like(self._replica)
-        if self._replica.dtype == np.float64:
-            self.injected = self._replica.copy()
-        buffer = np.empty_like(self._replica)
-
-        def values() -> Vector:
-            assert self._replica is not None, "set above"
-            np.copyto(buffer, self._replica)
-            return buffer
-
-        self.mode = parse_mode(settings.mode)(self._node.id, learner.layout, self._rng, settings.mode_settings, values)
+        self._kept = self._core.model = LearnersModel(learner)
+        self._kept.step = self.steps
+        self._pending = np.zeros_like(self._kept.kept)
+        if self._kept.kept.dtype == np.float64:
+            self.own = self._kept.kept.copy()
+        make = parse_mode(settings.mode)
+        self._handle(
+            ModeBegins(
+                AS_STARTED,
+                frozenset(self._partners),
+                lambda values: make(self._node.id, learner.layout, self._rng, settings.mode_settings, values),
+            )
+        )
         if isinstance(staleness := getattr(self.mode, "staleness", None), Counter):
             self.staleness = staleness
         self._enter("waiting")
@@ -303,39 +348,40 @@ class Trainee:
     def _step(self, seconds: float) -> None:
         learner = self.learner
         self.computed_s += seconds
-        before = learner.values().copy() if self.injected is not None else None
+        before = learner.values().copy() if self.own is not None else None
         moved = learner.step(self.steps)
-        if self.injected is not None and before is not None:
-            self.injected += learner.values() - before
+        if self.own is not None and before is not None:
+            self.own += learner.values() - before
         self.steps += 1
         self.loss = moved.loss
         self._take_corrections()
         change = learner.change()
         ended = self._settings.steps is not None and self.steps >= self._settings.steps
-        barrier = self._mode.barrier
+        barrier = self.mode.barrier if self.mode is not None else 0
         self._at_barrier = not ended and barrier > 0 and self.steps % barrier == 0
-        published = self._asked_publish or ended or self._at_barrier
+        published = self._asked_publish or ended or self._at_barrier or self._wants_copy(change)
         if published:
             self._asked_publish = False
-            self._replica = learner.publish()
         self._world.note(Kind.STEP, self._node.index, self.steps, change)
         report = StepReport(self.steps, change, moved.lr_ratio, published, finishing=ended)
         if ended:
             self._enter("finishing")
             self._node.later(SETTLE_S, self._finish)
         waits = self._at_barrier  # Resume, which may come at once, makes the next step
-        self._node.perform(self._mode.on_step(report, self._node.now))
+        self._handle(Stepped(report, 0 if published else None))
         if not ended and not waits:
             self._next_step()
 
+    def _wants_copy(self, change: float) -> bool:
+        """By the numbers that the mode gives. (A real trainer also copies once a second, for whoever may ask.)"""
+        return self.mode is not None and self.mode.quiet.wants_copy(change, self.steps)
+
     def _apply(self, correction: Vector) -> None:
-        assert self._replica is not None, "a mode runs only on a model"
+        assert self._kept is not None, "a mode runs only on a model"
         assert self._pending is not None, "set with it"
         self._world.note(Kind.APPLY, self._node.index, value=float(zlib.crc32(correction.data)))
-        self._replica += correction
+        self._kept.add(correction)
         self._pending += correction
-        if self.injected is not None:
-            self.injected += correction
         if self.phase not in ("training", "waiting"):
             self._take_corrections()
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
-from peerd.messages import Ack, Member, MemberTable, Message, Ping, PingRequest
-from peerd.swarm_view import TABLE_PART
+from peerd.membership.table_exchange import TABLE_PART
 from peerd.transport import wire
 from peerd.transport.framing import FIXED_SIZE
+from peerd.transport.messages import Ack, Member, MemberTable, Message, Ping, PingRequest
 
 _ARRAY_SHORT = 15  # items of an array whose header is one byte; that of a longer one is three
 

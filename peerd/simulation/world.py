@@ -13,29 +13,30 @@ from typing import TextIO
 
 _ROW = struct.Struct("<dBiid")
 _FLUSH_BYTES = 1 << 16
+END = "end"  # of a trace: one without this line was cut
 
 
 class Kind(IntEnum):
-    """What can happen; the numbers are hashed, so a new kind goes to the end."""
+    """What can happen; the numbers are hashed, so a new kind goes to the end. docs/simulation.md has their fields."""
 
-    START = 0  # node, epoch
+    START = 0
     CRASH = 1
     PAUSE = 2
     RESUME = 3
     CUT = 4
     HEAL = 5
-    DATAGRAM = 6  # from, to, bytes
-    LOST = 7  # from, to, bytes
-    MESSAGE = 8  # to, kind of message, bytes of its frame
-    TABLES = 9  # from, to, bytes
-    STEP = 10  # node, step, change
-    APPLY = 11  # node, checksum of the correction
-    PHASE = 12  # node
-    STATE = 13  # viewer, member, state
-    BROKEN = 14  # a connection: from, to
-    WEATHER = 15  # loss, duplication or reordering changed
-    SLOW = 16  # node, factor
-    FINISHED = 17  # node, step
+    DATAGRAM = 6
+    LOST = 7
+    MESSAGE = 8
+    TABLES = 9
+    STEP = 10
+    APPLY = 11
+    PHASE = 12
+    STATE = 13
+    BROKEN = 14
+    WEATHER = 15
+    SLOW = 16
+    FINISHED = 17
 
 
 class Violation(Exception):
@@ -77,6 +78,12 @@ class World:
             row |= {"other": other} if other >= 0 else {}
             row |= {"value": value} if value else {}
             self._trace.write(json.dumps(row) + "\n")
+
+    def end(self, violations: int) -> None:
+        """The run is over: the last line of the trace says so, with what the others are to add up to."""
+        if self._trace is not None:
+            row = {"t": round(self.now, 6), "event": END, "events": self.events, "violations": violations}
+            self._trace.write(json.dumps({**row, "digest": self.digest}) + "\n")
 
     def run(self, until: float) -> None:
         """Let time pass."""

@@ -15,9 +15,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from peerd.effects import UserError
-from peerd.local_socket import request
-from peerd.supervisor import die_with_parent
+from peerd.daemon.supervisor import die_with_parent
+from peerd.local.local_socket import request
+from peerd.transport.errors import UserError
 
 PATIENCE_S = 60.0  # a bound on waiting, never a measurement: imports of torch take 3 s on an idle machine
 MARK = "MACHINE_OF_PEERD_TESTS"  # an environment variable by which every process of a machine is found again
@@ -62,8 +62,13 @@ class Node:
         """As the function, but ends early when the process does, and shows the log of every node."""
 
         def alive_look() -> T:
-            value = look()
-            assert value or self.process.poll() is None, f"{self.name} ended: {self.machine.logs()}"
+            ended = self.process.poll() is not None  # first: what it did at its end counts
+            try:
+                value = look()
+            except UserError:  # nobody answers
+                assert not ended, f"{self.name} ended: {self.machine.logs()}"
+                raise
+            assert value or not ended, f"{self.name} ended: {self.machine.logs()}"
             return value
 
         return eventually(alive_look, self.machine.logs, patience_s)
@@ -139,6 +144,14 @@ class Machine:
             node.process.wait(PATIENCE_S)
         self._folder.cleanup()
 
+    def end(self) -> None:
+        """Interrupt all that runs, and wait for its end."""
+        for node in self.nodes:
+            if node.process.poll() is None:
+                node.signal(signal.SIGINT)
+        for node in self.nodes:
+            node.end()
+
     @staticmethod
     def free_port() -> int:
         """A port on which nobody listens."""
@@ -152,12 +165,20 @@ class Machine:
         path.write_text(text)
         return path
 
-    def start(self, name: str, *arguments: str | Path, join: Node | str | None = None, **environment: str) -> Node:
-        """`peerd start --name NAME --bind 127.0.0.1:0 ARGUMENTS`."""
+    def start(
+        self,
+        name: str,
+        *arguments: str | Path,
+        join: Node | str | None = None,
+        output: int | None = None,
+        **environment: str,
+    ) -> Node:
+        """`peerd start --name NAME --bind 127.0.0.1:0 ARGUMENTS`; what it says goes to `output` (its own log)."""
         seed = join.address if isinstance(join, Node) else join
         flags = ["--name", name, *(["--join", seed] if seed else []), "--log", "human"]
         flags += [] if "--bind" in arguments else ["--bind", "127.0.0.1:0"]
-        return self.spawn(name, ["-m", "peerd.cli.main", "start", *flags, *map(str, arguments)], **environment)
+        command = ["-m", "peerd.cli.main", "start", *flags, *map(str, arguments)]
+        return self.spawn(name, command, output=output, **environment)
 
     def three(self, script: Path) -> tuple[Node, Node, Node]:
         """Nodes a, b and c, which train together."""
@@ -168,16 +189,17 @@ class Machine:
             node.trains()
         return a, b, c
 
-    def spawn(self, name: str, python: list[str], **environment: str) -> Node:
+    def spawn(self, name: str, python: list[str], *, output: int | None = None, **environment: str) -> Node:
         """A process that goes on."""
         log = self.path / f"{name}.log"
-        with log.open("ab") as output:
+        with log.open("ab") as own:
+            said = own.fileno() if output is None else output
             process = subprocess.Popen(
                 [sys.executable, *python],
                 env={**self.environment, **environment},
                 cwd=self.path,
-                stdout=output,
-                stderr=output,
+                stdout=said,
+                stderr=said,
                 start_new_session=True,
                 preexec_fn=die_with_parent,
             )

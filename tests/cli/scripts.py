@@ -27,6 +27,8 @@ with peerd.attach(model, optimizer) as swarm:
 print("done", flush=True)
 """
 
+QUIET = "\n".join(line for line in TRAIN.splitlines() if "print(" not in line)
+
 # BatchNorm and its integer counter, a tied weight, a frozen layer, bfloat16 and float64 parameters, all in one
 MOTLEY = """\
 import os, time

@@ -6,9 +6,10 @@ import os
 import signal
 import socket
 import struct
+import subprocess
 import sys
+import time
 import zlib
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 
@@ -20,17 +21,12 @@ from machine import PATIENCE_S, Machine, Node
 from scripts import TRAIN
 
 from peerd.cli.main import run
-from peerd.messages import Delta, Hello, LinkOpen, Message, ModelSnapshot
-from peerd.training.squeeze import ZSTD
+from peerd.daemon.node import PROTOCOL
+from peerd.training.codecs.compress import ZSTD
+from peerd.transport.connection import Connection, ConnectionLost
 from peerd.transport.hello import greet
-from peerd.transport.link import Link, LinkLost
+from peerd.transport.messages import Delta, Hello, LinkOpen, Message, ModelSnapshot
 from peerd.transport.tcp import TcpTransport
-
-
-@pytest.fixture
-def machine() -> Iterator[Machine]:
-    with Machine() as machine:
-        yield machine
 
 
 class Terminal:
@@ -59,6 +55,7 @@ class Terminal:
         assert err.count("\n") == 1, err
         assert expected in err
         assert not out
+        assert self._machine.nodes or not (self._machine.state.exists() or list(self._machine.runtime.iterdir()))
 
 
 @pytest.fixture
@@ -75,7 +72,8 @@ START = ("start", "--bind", "127.0.0.1:0")
         ('trigerr = "always"', "unknown key 'trigerr'; did you mean 'trigger'?"),
         ('view = "three"', "view must be a whole number, not 'three'"),
         ("join = 7", "join must be a list of strings, not 7"),
-        ("view = = 3", "Invalid value (at line 1"),
+        ("view = = 3", "Invalid value (at line 1, column 8): view = = 3"),
+        ('mode = "gossip"\n\nview 3 # "', "(at line 3, column 6): view 3 # "),
         ("view = 3\nview = 4", "Cannot overwrite a value"),
     ],
 )
@@ -103,6 +101,8 @@ def test_wrong_configuration(machine: Machine, terminal: Terminal, text: str, ex
         (("demo", "--shard", "nonsense"), "unknown shard 'nonsense': choose iid, sorted or dirichlet:A"),
         (("demo", "--codec", "int9"), "did you mean 'int8'?"),
         (("demo", "--trigger", "never"), "trigger 'never' is not one"),
+        (("demo", "--every", "5"), "every: without effect in mode gossip, which takes codec, trigger, view"),
+        ((*START, "--mode", "diloco", "--servers", "2"), "servers: without effect in mode diloco, which takes codec, "),
         (("demo", "--picture", "p.txt"), "the name must end in .png, .svg or .pdf"),
         (("members",), "no peerd node runs here"),
         (("export", "model.txt"), "export model.txt: the file is written as safetensors; end its name in"),
@@ -115,6 +115,85 @@ def test_wrong_arguments(
     monkeypatch.setattr("tempfile.tempdir", str(machine.path))
     terminal.refuses(expected, *arguments)
     assert not list(machine.path.glob("peerd-demo-*"))  # refused before anything is started
+
+
+def test_a_runtime_folder_that_cannot_be_made(machine: Machine, terminal: Terminal) -> None:
+    runtime = str(machine.script("a_file", ""))
+    terminal.refuses("set XDG_RUNTIME_DIR to a folder", *START, XDG_RUNTIME_DIR=runtime)
+
+
+@pytest.mark.parametrize("arguments", [("version",), ("simulate", "--peers", "2", "--minutes", "0.1"), ("--help",)])
+def test_an_answer_that_cannot_be_written_is_a_line(machine: Machine, arguments: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "peerd.cli.main", *arguments]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=machine.environment)
+    assert (done.returncode, done.stderr.strip()) == (1, "peerd: cannot write the answer: No space left on device")
+
+
+@pytest.mark.parametrize("after_s", [0.06, 0.1, 0.14, 0.2])
+def test_an_interrupt_while_it_begins_is_a_line(machine: Machine, after_s: float) -> None:
+    """Whenever it comes; an interpreter that has not yet come to our code ends as it likes."""
+    code = "from peerd.cli import run; print(end='.', flush=True); run()"
+    command = [sys.executable, "-c", code, "simulate", "--peers", "100", "--minutes", "1000"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=machine.environment
+    ) as begun:
+        assert begun.stdout is not None
+        assert begun.stdout.read(1) == "."
+        time.sleep(after_s)
+        begun.send_signal(signal.SIGINT)
+        _, said = begun.communicate(timeout=PATIENCE_S)
+    assert begun.returncode in (1, 130)
+    assert "Traceback" not in said
+    assert len(said.split("\n")) <= 3, said  # a line, and one that ends what stood there
+
+
+IMPORTER = """
+import os, signal, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == os.environ["INTERRUPTED"]:
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            except BaseException:
+                os.abort()  # as where it passes through C++
+
+sys.meta_path.insert(0, Finder())
+from peerd.cli import run
+run()
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        ("numpy", ("status",)),
+        ("trio", (*START, "--name", "n")),
+        ("torch", ("doctor",)),
+        ("torch", ("simulate", "--problem", "digits", "--steps", "1")),
+    ],
+)
+def test_an_interrupt_inside_an_import_is_a_line(machine: Machine, module: str, arguments: tuple[str, ...]) -> None:
+    command = [sys.executable, "-c", IMPORTER, *arguments]
+    environment = {**machine.environment, "INTERRUPTED": module}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=PATIENCE_S)
+    assert (done.returncode, done.stderr, done.stdout) == (130, "peerd: interrupted\n", "")
+
+
+def test_a_start_that_is_refused_leaves_no_folder(machine: Machine, terminal: Terminal) -> None:
+    a = machine.start("a")
+    state, runtime = machine.path / "s", machine.path / "r"
+    folders = {"XDG_STATE_HOME": str(state), "XDG_RUNTIME_DIR": str(runtime)}
+    runtime.mkdir()
+    port = a.address.rsplit(":")[1]
+    terminal.refuses("port in use: 127.0.0.1:", "start", "--bind", f"127.0.0.1:{port}", **folders)
+    terminal.refuses("no such script: nosuch.py", *START, "nosuch.py", **folders)
+    another = machine.start("b", "--mode", "diloco", join=a, XDG_STATE_HOME=str(state), XDG_RUNTIME_DIR=str(runtime))
+    assert another.end() == 1
+    assert "its mode is 'gossip', ours 'diloco'" in another.log
+    assert not state.exists()
+    assert not list(runtime.iterdir())
 
 
 def test_wrong_places(machine: Machine, terminal: Terminal) -> None:
@@ -162,14 +241,18 @@ def test_a_swarm_is_unharmed(machine: Machine) -> None:
     other_swarm = machine.start("s", "--swarm", "other", join=a)
     assert other_swarm.end() == 1
     assert other_swarm.log.splitlines()[-1] == (
-        f"peerd: {a.address} refused this node: its swarm is 'peerd', ours 'other'"
+        f"peerd: {a.address} refused this node: its swarm is 'peerd', ours 'other'; "
+        "give all nodes the same --swarm, or join a node of your own swarm"
     )
     other_model = machine.start("m", script, join=a, HIDDEN="17")
     sick = machine.start("sick", "--trigger", "period:5", script, join=a, NAN="1", SEED="1")
     assert other_model.end() == 1
     assert other_model.log.splitlines()[-1].endswith(  # either of the two refuses it
-        " refused this node: its model is '0.weight float32 16x4', ours '0.weight float32 17x4'"
+        " refused this node: its model is '0.weight float32 16x4', ours '0.weight float32 17x4'; "
+        "build the model with the same sizes and types on all nodes"
     )
+    for refused in (other_swarm, other_model):
+        assert not (machine.state / "peerd" / refused.name).exists()
 
     # a NaN every 50 steps: rolled back, and never sent on
     sick.says("the model is not finite", times=2)
@@ -268,7 +351,7 @@ async def bomb(node: Node) -> None:
     host, port = node.address.split(":")
     swollen = bytes([ZSTD]) + zstandard.ZstdCompressor(level=19).compress(bytes(2 << 20))
     delta = Delta(7, 1, "sign", 0.1, wants_answer=True, finishing=False, chunks=(swollen,))
-    hello = Hello(1, "peerd", "", "stranger", "stranger", 1, "127.0.0.1", 9, "gossip", "", ())
+    hello = Hello(PROTOCOL, "peerd", "", "stranger", "stranger", 1, "127.0.0.1", 9, "gossip", "", ())
     for message in (
         delta,
         replace(delta, codec="float32"),
@@ -285,12 +368,15 @@ async def bomb(node: Node) -> None:
             await greet(link, hello)
             await offer(link, LinkOpen(7))
             await offer(link, message)
-            with suppress(LinkLost), trio.move_on_after(0.3):  # it may hang up; it never answers on this connection
+            with (
+                suppress(ConnectionLost),
+                trio.move_on_after(0.3),
+            ):  # it may hang up; it never answers on this connection
                 await link.receive()
             await link.aclose()
             nursery.cancel_scope.cancel()
 
 
-async def offer(link: Link, message: Message) -> None:
-    with suppress(LinkLost):
+async def offer(link: Connection, message: Message) -> None:
+    with suppress(ConnectionLost):
         await link.send(message)

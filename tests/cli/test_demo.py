@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from machine import Machine, eventually
 
-from peerd.cli.demo import Kill
+from peerd.cli.demo_figures import counted_in, table
+from peerd.cli.demo_run import Kill
 from peerd.cli.local_swarm import LocalSwarm
-from peerd.effects import UserError
-from peerd.local_socket import request
-
-
-@pytest.fixture
-def machine() -> Iterator[Machine]:
-    with Machine() as machine:
-        yield machine
+from peerd.local.local_socket import request
+from peerd.transport.errors import UserError
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_demo_that_is_killed_leaves_nothing(machine: Machine, number: signal.Signals) -> None:
-    placed = {"PEERD_JOIN": "127.0.0.1:1", "PEERD_STATE_DIR": str(machine.path / "mine")}  # of a node of the user's
+    # of a node of the user's
+    placed: dict[str, Any] = {"PEERD_JOIN": "127.0.0.1:1", "PEERD_STATE_DIR": str(machine.path / "mine")}
     demo = machine.spawn("demo", ["-m", "peerd.cli.main", "demo", "--peers", "2"], TMPDIR=str(machine.path), **placed)
 
     def trains() -> bool:
@@ -66,6 +62,23 @@ def test_a_demo_survives_the_kill_of_a_node(machine: Machine, tmp_path: Path) ->
     assert result["failures"] == []
     assert result["steps"] == 200
     assert result["consensus_distance"] < 0.01
+
+
+@pytest.mark.parametrize(
+    ("mode", "counts", "unit"),
+    [
+        ("gossip", {"exchanges": 7}, "exchanges"),
+        ("allreduce", {"rounds": 7, "attempts": 9}, "rounds"),
+        ("diloco:2", {}, "rounds"),
+        ("async", {"exchanges": 7}, "exchanges"),
+    ],
+)
+def test_the_table_counts_what_the_mode_does(mode: str, counts: dict[str, int], unit: str) -> None:
+    links = [{"exchanges": 1, "last_reason": "change"}]
+    status = {"phase": "training", "trainer": None, "links": links, "counts": counts, "consensus_distance": 0.0}
+    shown = table({"node-0": {**status, "bytes_sent": 0, "bytes_received": 0}}, counted_in(mode))
+    (column,) = [column for column in shown.columns if column.header == unit]
+    assert list(column.cells) == [str(counts.get(unit, 0))]
 
 
 @pytest.mark.parametrize("text", ["1", "1@2", "3@0.5", "-1@0.5", "x@0.5", "1@x", "1@nan"])

@@ -9,51 +9,79 @@ from machine import Machine
 from scripts import TRAIN
 
 
-def test_the_mode_of_a_live_swarm() -> None:
-    with Machine() as machine:
-        script = machine.script("train.py", TRAIN)
-        a = machine.start("a", script)
-        b, c = (machine.start(name, script, join=a, SEED=seed) for name, seed in (("b", "1"), ("c", "2")))
-        for node in (a, b, c):
-            node.trains()
-            node.sees(a="alive", b="alive", c="alive")
-        shown = machine.peerd("mode", "show", "--name", "b").stdout.splitlines()
-        assert shown[0] == "plan 0: mode gossip, as started"
-        assert shown[2] == "3 of 3 members"
+def test_the_mode_of_a_live_swarm(machine: Machine) -> None:
+    script = machine.script("train.py", TRAIN)
+    a = machine.start("a", script)
+    b, c = (machine.start(name, script, join=a, SEED=seed) for name, seed in (("b", "1"), ("c", "2")))
+    for node in (a, b, c):
+        node.trains()
+        node.sees(a="alive", b="alive", c="alive")
+    shown = machine.peerd("mode", "show", "--name", "b").stdout.splitlines()
+    assert shown[0] == "plan 0: mode gossip, as started"
+    assert shown[2] == "3 of 3 members"
 
-        refused = machine.peerd("mode", "set", "gosip", "--name", "b")
-        assert refused.returncode == 1
-        assert refused.stderr.startswith("peerd: mode: 'gosip' is not one of ")
-        assert refused.stderr.endswith("did you mean 'gossip'?\n")
-        assert refused.stderr.count("\n") == 1
-        refused = machine.peerd("mode", "set", "allreduce", "--overlap", "never", "--name", "b")
-        assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
+    refused = machine.peerd("mode", "set", "gosip", "--name", "b")
+    assert refused.returncode == 1
+    assert refused.stderr.startswith("peerd: mode: 'gosip' is not one of ")
+    assert refused.stderr.endswith("did you mean 'gossip'?\n")
+    assert refused.stderr.count("\n") == 1
+    refused = machine.peerd("mode", "set", "allreduce", "--overlap", "never", "--name", "b")
+    assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
 
-        changed = machine.peerd("mode", "set", "allreduce", "--every", "5", "--overlap", "blocking", "--name", "b")
-        assert changed.returncode == 0, changed.stderr
-        assert changed.stdout.startswith("plan 1: mode allreduce; 3 members, ")
-        c.eventually(lambda: c.ask("status")["counts"].get("rounds", 0) > 3)
-        assert "mode: allreduce" in machine.peerd("status", "--name", "c").stdout
+    changed = machine.peerd("mode", "set", "allreduce", "--every", "5", "--overlap", "blocking", "--name", "b")
+    assert changed.returncode == 0, changed.stderr
+    assert changed.stdout.startswith("plan 1: mode allreduce; 3 members, ")
+    c.eventually(lambda: c.ask("status")["counts"].get("rounds", 0) > 3)
+    assert "mode: allreduce" in machine.peerd("status", "--name", "c").stdout
 
-        reached = c.step
-        c.signal(signal.SIGKILL)
-        c.end()
-        c = machine.start("c", script, join=a, SEED="2")
-        c.trains(beyond=reached)
-        c.eventually(lambda: c.ask("status")["counts"].get("rounds", 0) > 1)
-        assert c.ask("status")["plan"] == 1
-        assert {row["mode"] for row in a.ask("members")["members"]} == {"allreduce"}
+    reached = c.step
+    c.signal(signal.SIGKILL)
+    c.end()
+    a.sees(c="failed")
+    changed = machine.peerd("mode", "set", "allreduce", "--every", "5", "--overlap", "blocking", "--name", "b")
+    assert changed.stdout.startswith("plan 2: mode allreduce; 2 members, ")
+    assert changed.stdout.endswith("not c: failed; who comes back comes to it\n")
+    c = machine.start("c", script, join=a, SEED="2")
+    c.trains(beyond=reached)
+    c.eventually(lambda: c.ask("status")["counts"].get("rounds", 0) > 1)
+    assert c.ask("status")["plan"] == 2
+    assert {row["mode"] for row in a.ask("members")["members"]} == {"allreduce"}
 
-        averaged = machine.peerd("average", "--name", "a", "--format", "json")
-        assert averaged.returncode == 0, averaged.stderr
-        answer = json.loads(averaged.stdout)
-        assert answer["members"] == ["a", "b", "c"]
-        assert answer["not_in_it"] == []
-        assert (answer["plan"], answer["mode"]) == (2, "allreduce")
+    averaged = machine.peerd("average", "--name", "a", "--format", "json")
+    assert averaged.returncode == 0, averaged.stderr
+    answer = json.loads(averaged.stdout)
+    assert answer["members"] == ["a", "b", "c"]
+    assert answer["not_in_it"] == []
+    assert (answer["plan"], answer["mode"]) == (3, "allreduce")
 
-        changed = machine.peerd("mode", "set", "gossip", "--name", "c", "--format", "json")
-        assert json.loads(changed.stdout)["plan"] == 3
-        reached = a.step
-        for node in (a, b, c):
-            node.trains(beyond=reached + 20)
-        assert "Traceback" not in machine.logs()
+    changed = machine.peerd("mode", "set", "gossip", "--name", "c", "--format", "json")
+    assert json.loads(changed.stdout)["plan"] == 4
+    reached = a.step
+    for node in (a, b, c):
+        node.trains(beyond=reached + 20)
+    assert "Traceback" not in machine.logs()
+
+
+def test_nodes_that_were_all_killed_come_back_in_the_mode_that_was_set(machine: Machine) -> None:
+    script = machine.script("train.py", TRAIN)
+    a = machine.start("a", script)
+    b = machine.start("b", script, join=a, SEED="1")
+    for node in (a, b):
+        node.trains()
+    assert machine.peerd("mode", "set", "diloco", "--every", "5", "--name", "b").returncode == 0
+    for node in (a, b):
+        node.signal(signal.SIGKILL)
+        node.end()
+    a = machine.start("a", script)
+    b = machine.start("b", script, join=a, SEED="1")
+    for node in (a, b):
+        node.trains()
+        node.says("plan 1 kept in this node's state folder: mode diloco every=5")
+        assert node.ask("mode")["settings"]["every"] == 5
+    for node in (b, a):
+        node.signal(signal.SIGINT)
+        assert node.end() == 0
+    a = machine.start("a", script)
+    a.trains()
+    assert a.ask("status")["mode"] == "gossip", "one that left starts as it is told"
+    assert "Traceback" not in machine.logs()

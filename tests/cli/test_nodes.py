@@ -17,20 +17,16 @@ import peerd
 
 DETECTION_S = 12.0
 SLACK = 3
+A_COPY = 250  # steps of 10 ms and more that a killed trainer may lose: a copy is made every second
 
 
 @pytest.fixture
-def machine() -> Iterator[Machine]:
-    with Machine() as machine:
-        yield machine
-        # not a trace of what ended by itself or was killed, whatever the test did
-        for node in machine.nodes:
-            if node.process.poll() is None:
-                node.signal(signal.SIGINT)
-        for node in machine.nodes:
-            node.end()
-        eventually(lambda: not machine.processes(), machine.logs)
-        assert "Traceback" not in machine.logs()
+def machine(machine: Machine) -> Iterator[Machine]:
+    yield machine
+    # not a trace of what ended by itself or was killed, whatever the test did
+    machine.end()
+    eventually(lambda: not machine.processes(), machine.logs)
+    assert "Traceback" not in machine.logs()
 
 
 def no_trace_of(node: Node) -> None:
@@ -65,7 +61,7 @@ def test_the_life_of_a_swarm(machine: Machine) -> None:
     a.trains(beyond=a.step)
     c.eventually(lambda: c.trainer_pid != killed)
     c.trains()
-    assert c.ask("status")["trainer"]["first_step"] >= reached
+    assert c.ask("status")["trainer"]["first_step"] >= reached - A_COPY
 
     # restarted, it is alive again and begins with the swarm's model
     reached = min(a.step, c.step)  # either may be the one that gives it
@@ -118,7 +114,7 @@ def test_a_killed_founder_comes_back_to_its_swarm(machine: Machine) -> None:
     a.signal(signal.SIGKILL)
     a.end()
     reached = b.step
-    assert not (state / "checkpoints").exists()
+    assert not list((state / "checkpoints").glob("step-*"))
 
     a = machine.start("a", script, "--bind", bind)
     a.trains()
@@ -230,7 +226,7 @@ def test_a_trainer_that_dies_while_it_waits_may_come_again(machine: Machine) -> 
 
 def test_checkpoints_survive_an_interrupt_and_damage(machine: Machine) -> None:
     script = machine.script("train.py", TRAIN)
-    steps = []
+    steps: list[int] = []
     for life in range(2):
         node = machine.start("n", script)
         node.says("ready, in a swarm", times=life + 1)
@@ -239,7 +235,7 @@ def test_checkpoints_survive_an_interrupt_and_damage(machine: Machine) -> None:
         if life == 1:  # the daemon's model is newer than the checkpoint: what comes from where is said
             os.kill(node.trainer_pid, signal.SIGKILL)
             node.says(f"the model is the daemon's; the optimizer's state is from the checkpoint of step {steps[0]}")
-            assert node.trains() >= reached
+            assert node.trains() >= reached - A_COPY
         node.signal(signal.SIGINT)
         assert node.end() == 0
         generations = sorted((machine.state / "peerd" / "n" / "checkpoints").iterdir())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,12 +12,6 @@ from safetensors.torch import load_file
 from scripts import DDP, FSDP
 
 STEPS = 150
-
-
-@pytest.fixture
-def machine() -> Iterator[Machine]:
-    with Machine() as machine:
-        yield machine
 
 
 def torchrun(

@@ -13,8 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from peerd.cli.main import app
-from peerd.effects import UserError
 from peerd.simulation.scenario import Scenario
+from peerd.simulation.swarm import Swarm
+from peerd.transport.errors import UserError
 
 SHORT = ["--peers", "6", "--minutes", "3", "--faults", "all", "--fault-every", "20"]
 
@@ -70,14 +71,32 @@ def test_digits_train_in_virtual_time() -> None:
 def test_a_trace_holds_every_event_and_changes_none(tmp_path: Path) -> None:
     trace, report = tmp_path / "trace.jsonl", tmp_path / "report.html"
     traced = simulate(*SHORT, "--seed", "8", "--trace", str(trace), "--report", str(report))
-    rows = [json.loads(line) for line in trace.read_text().splitlines()]
+    *rows, last = [json.loads(line) for line in trace.read_text().splitlines()]
     assert len(rows) == traced["events"]
+    told = {"event": "end", "violations": 0, **{key: traced[key] for key in ("events", "digest")}}
+    assert {key: last[key] for key in last if key != "t"} == told
+    assert last["t"] >= max(traced["virtual_seconds"], rows[-1]["t"])
     assert {"start", "datagram", "message", "step", "apply"} <= {row["event"] for row in rows}
     assert traced["digest"] == simulate(*SHORT, "--seed", "8")["digest"]
     page = report.read_text()
     assert page.count("<svg") == 1
     assert traced["digest"] in page
     assert not {"<script", "<link", "<img", 'href="http'} & set(page.split()), "the page loads nothing"
+
+
+def test_a_trace_that_was_cut_has_no_last_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(swarm: Swarm, seconds: float, stop: object = None) -> bool:
+        if swarm.world.now > 20:
+            raise KeyboardInterrupt
+        return run(swarm, seconds)
+
+    run, trace = Swarm.run, tmp_path / "trace.jsonl"
+    monkeypatch.setattr(Swarm, "run", interrupted)
+    with pytest.raises(UserError, match="interrupted: no result; a trace holds what was simulated until then"):
+        simulate(*SHORT, "--trace", str(trace))
+    rows = [json.loads(line) for line in trace.read_text().splitlines()]
+    assert rows
+    assert rows[-1]["event"] != "end"
 
 
 def test_people_get_a_summary() -> None:
@@ -97,6 +116,13 @@ def test_modes_are_compared_in_one_run(tmp_path: Path) -> None:
     assert "hardsync" in shown.stdout
 
 
+def test_of_several_modes_each_is_told_what_it_takes() -> None:
+    runs = simulate(*SHORT, "--mode", "gossip,allreduce", "--every", "7")["runs"]
+    assert ["--every 7" in run["replay"] for run in runs] == [False, True]
+    assert runs[0]["digest"] == simulate(*SHORT)["digest"]
+    assert simulate(*runs[1]["replay"].split()[2:])["digest"] == runs[1]["digest"]
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -108,7 +134,7 @@ def test_modes_are_compared_in_one_run(tmp_path: Path) -> None:
         (["--minutes", "1", "--codec", "nope"], "--codec nope"),
         (["--minutes", "1", "--trigger", "nope"], "nope"),
         (["--minutes", "1", "--overlap", "nope"], "overlap 'nope'"),
-        (["--minutes", "1", "--topology", "star"], "star"),
+        (["--minutes", "1", "--mode", "allreduce", "--topology", "star"], "star"),
         (["--minutes", "1", "--faults", "crash,nope"], "'nope' is none of crash"),
         (["--minutes", "1", "--network", "moon"], "--network moon"),
         (["--minutes", "1", "--network", "absent.toml"], "cannot read the topology absent.toml"),
@@ -119,6 +145,8 @@ def test_modes_are_compared_in_one_run(tmp_path: Path) -> None:
         (["--minutes", "1", "--compute", "trace:/dev/zero"], "one number of seconds a line"),
         (["--minutes", "1", "--peers", "4", "--mode", "async", "--servers", "5"], "--servers 5: the swarm has 4 peers"),
         (["--minutes", "1", "--peers", "4", "--min-peers", "9"], "--min-peers 9: the swarm has 4 peers"),
+        (["--minutes", "1", "--every", "5"], "every: without effect in mode gossip, which takes codec, trigger, view"),
+        (["--minutes", "1", "--mode", "gossip,push-sum", "--servers", "2"], "servers: without effect in mode gossip"),
         (["--minutes", "1", "--join-over", "61"], "--join-over 61: the run ends after 60 s"),
         (["--minutes", "1", "--report", "plan.pdf"], "must end in .html"),
         (["--minutes", "1", "--trace", "/nowhere/trace"], "--trace /nowhere/trace"),

@@ -2,16 +2,49 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
+import pytest
+from typer.testing import CliRunner
+
+from peerd.cli.main import app
 from peerd.cli.status import status
 from peerd.training.trigger import TRIGGERS
 
-MODES = Path(__file__).parent.parent.parent / "training" / "modes"
+TRAINING = Path(__file__).parent.parent.parent / "training"
 
 
 def test_the_help_explains_every_trigger_decision() -> None:
-    decisions = {name for path in MODES.glob("*.py") for name in re.findall(r'"trigger_([a-z_]+)"', path.read_text())}
+    decisions = {
+        name for path in TRAINING.rglob("*.py") for name in re.findall(r'"trigger_([a-z_]+)"', path.read_text())
+    }
     assert {"quiet", "finishing"} <= decisions
     assert not {word for word in {*decisions, *TRIGGERS, "silence"} if word not in str(status.__doc__)}
+
+
+ANSWER: dict[str, Any] = {
+    "name": "a", "phase": "training", "mode": "allreduce", "members": {"alive": 2}, "trainer": None,
+    "no_partner_s": None, "consensus_distance": 0.0, "bytes_sent": 0, "bytes_received": 0, "snapshots": 0,
+    "loop_latency_p99_s": 0.0, "staleness": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("counts", "of_link", "unit"),
+    [({"rounds": 7, "attempts": 8}, 7, "rounds"), ({"exchanges": 7}, 7, "exchanges"), ({}, 0, "exchanges")],
+)
+def test_what_is_counted_in_all_is_what_the_table_counts(
+    monkeypatch: pytest.MonkeyPatch, counts: dict[str, int], of_link: int, unit: str
+) -> None:
+    link = {"peer": "b", "exchanges": of_link, "distance": 1.0, "gain": 0.5, "last_reason": ""}
+    answer = {**ANSWER, "exchanges": counts.get("exchanges", 0), "counts": counts, "links": [link]}
+    monkeypatch.setattr("peerd.cli.status.find_node", lambda name: name)
+    monkeypatch.setattr("peerd.cli.status.request", lambda path, verb: json.loads(json.dumps(answer)))
+    shown = CliRunner().invoke(app, ["status"], catch_exceptions=False).stdout
+    assert f"{of_link} {unit} since this mode began" in shown
+    (row,) = (line.split() for line in shown.splitlines() if line.startswith("b "))
+    assert row[1] == str(of_link)
+    assert re.search(rf"^PARTNER +{unit.upper()} ", shown, re.MULTILINE)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,15 +11,9 @@ from machine import Machine, Node, eventually
 from scripts import TRAIN
 from ucx_here import needs_ucx
 
-from peerd.transport import ucx
+from peerd.transport.rdma import ucx
 
 OVER_UCX = ("--transport", "rdma", "--rdma-allow-fallback")
-
-
-@pytest.fixture
-def machine() -> Iterator[Machine]:
-    with Machine() as machine:
-        yield machine
 
 
 def test_no_library_is_one_line(machine: Machine) -> None:

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from peerd.effects import PeerError, Vector
-from peerd.messages import CHUNK_VALUES
 from peerd.training.codecs import CODECS, Codec, NotFinite
+from peerd.training.effects import Vector
+from peerd.transport.errors import PeerError
+from peerd.transport.messages import CHUNK_VALUES
 
 TINY = 1e-30  # below it the contract allows that nothing gets through
 LENGTHS = (0, 1, 2, 7, 255, 256, 257, 70_000, 140_001)  # the last is more than a batch of the encoders

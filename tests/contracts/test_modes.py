@@ -23,28 +23,29 @@ from mode_swarm import ModeSwarm
 from ucx_here import needs_ucx
 from weather import NAMES, Lives, weather_settings
 
-from peerd.effects import Vector
 from peerd.simulation.faults import FAULTS
 from peerd.simulation.problems import Quadratic
 from peerd.simulation.swarm import Swarm
 from peerd.simulation.world import World
 from peerd.training.codecs import CODECS
-from peerd.training.modes import MODES, default_codec, parse_mode
-from peerd.training.modes.allreduce import OVERLAPS, AllReduce
+from peerd.training.effects import Vector
+from peerd.training.mode import OVERLAPS
+from peerd.training.modes import MODES, class_of, parse_mode
+from peerd.training.modes.allreduce import AllReduce
 from peerd.training.modes.parameter_server import ParameterServer
 
 ROUNDED = 1e-6  # relative: what float32 on the wire drops of a float64 model
 AGREED = 0.03  # relative: of a flush by paired links; each accepts 0.01, a centre 0.011 to either side
-LEFT_BEHIND = 0.05  # of a step, in every model: the centre of an elastic swarm keeps most of it
+LEFT_BEHIND = 0.1  # of a step, in every model: an even share is a third, but an elastic centre keeps most of it
 HEEDED = 0.15  # of all steps of a member: an even share is a third, and merging one way is late
 EVERY = 2  # steps between rounds
 LONG = 40  # steps
 
 EXAMPLES = 10  # of each mode's weather
-QUEUE_MOST = 100
+QUEUE_MAX = 100
 FOREVER = 1_000_000  # steps: the run is told later when to end
 STEPS_SIMULATED = 240  # a second each: the last fault begins after 54 s, and may last for 120
-SIMULATED_MOST_S = 1500.0
+SIMULATED_MAX_S = 1500.0
 
 Row = tuple[str, dict[str, Any]]
 
@@ -80,7 +81,8 @@ def swarm_of(row: Row, names: str = "abc", **settings: Any) -> ModeSwarm:
 
 def mark(name: str) -> Vector:
     """The step of this member, and of no other: where it is in a model, that member took part."""
-    return np.eye(12)[ord(name) - ord("a")]
+    values: Vector = np.eye(12)[ord(name) - ord("a")]
+    return values
 
 
 def tolerance(row: Row) -> float:
@@ -127,8 +129,8 @@ def test_who_joins_midway_takes_part(row: Row) -> None:
 
 @pytest.mark.parametrize("leaver", "abc")
 def test_who_leaves_in_good_order_leaves_its_steps_behind(row: Row, leaver: str) -> None:
-    """The leader, the centre and the server, too."""
-    swarm = swarm_of(row)
+    """The leader, the centre and the server, too. A codec of one bit would leave less, for a reason of its own."""
+    swarm = swarm_of(row, codec="float32")
     swarm.train(2 * EVERY)
     node = swarm.nodes[leaver]
 
@@ -290,7 +292,7 @@ class AnyMode(Lives):
     @invariant()
     def nothing_waits_without_bound(self) -> None:
         if hasattr(self, "swarm"):
-            assert all(len(queue) <= QUEUE_MOST for queue in self.swarm.queues.values())
+            assert all(len(queue) <= QUEUE_MAX for queue in self.swarm.queues.values())
 
     def teardown(self) -> None:
         if not hasattr(self, "swarm"):
@@ -304,7 +306,7 @@ class AnyMode(Lives):
 
 def in_any_weather(row: Row, examples: int) -> None:
     machine = type("AnyMode", (AnyMode,), {"row": row})
-    run_state_machine_as_test(machine, settings=weather_settings(examples))  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(machine, settings=weather_settings(examples))
 
 
 def test_in_any_weather(row: Row) -> None:
@@ -380,7 +382,7 @@ def simulated(row: Row, seed: int) -> None:
     options = {"topology_of_rounds" if key == "topology" else key: value for key, value in told.items()}
     world = World(seed)
     swarm = Swarm(
-        world, 4, Quadratic(seed, values=16), mode=mode, codec=default_codec(mode), compute="lognormal:1:0.2",
+        world, 4, Quadratic(seed, values=16), mode=mode, codec=class_of(mode).CODEC, compute="lognormal:1:0.2",
         steps=STEPS_SIMULATED, every=2 * EVERY, replay=lambda: f"simulated({row}, {seed})", **options,
     )  # fmt: skip
     swarm.start_formed()
@@ -389,7 +391,7 @@ def simulated(row: Row, seed: int) -> None:
         world.later(6.0 * index, partial(fault, swarm, rng))
     while not swarm.run(10.0, swarm.finished):
         swarm.look_at_links()
-        assert world.now < SIMULATED_MOST_S, f"seed {seed}: hangs"
+        assert world.now < SIMULATED_MAX_S, f"seed {seed}: hangs"
     assert swarm.crashed == 1
     check_that_all_agree(row, swarm.models())
 

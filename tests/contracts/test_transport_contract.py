@@ -1,8 +1,12 @@
-"""What every carrier promises: `Transport` and `Link` over one table, `Datagrams` over another."""
+"""What every carrier promises: `Transport` and `Connection` over one table, `Datagrams` over another.
+
+The first holds whatever `--transport` takes (`CARRIERS`), and what no user chooses.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -10,18 +14,25 @@ from functools import partial
 import pytest
 import trio
 import trio.testing
+from links import close_at_once, nobody, receive_a
 from ucx_here import needs_ucx, upgrade
 
-from peerd.effects import PeerError, UserError
-from peerd.messages import (
+from peerd.carriers import CARRIERS, CarrierSettings
+from peerd.transport.connection import Connection, ConnectionLost, Datagrams, Transport
+from peerd.transport.errors import PeerError, UserError
+from peerd.transport.framing import HANDSHAKE_PAYLOAD_LIMIT
+from peerd.transport.hello import Refused, answer, first_difference, greet
+from peerd.transport.ids import Address
+from peerd.transport.memory import MemoryNetwork
+from peerd.transport.messages import (
     MESSAGES,
     Ack,
     Applied,
     BulkAnswer,
     BulkOffer,
     CentreIs,
-    Claim,
     Delta,
+    DeltaTaken,
     Finished,
     Hello,
     LinkClose,
@@ -30,6 +41,7 @@ from peerd.messages import (
     LinkSnapshot,
     Member,
     MemberTable,
+    Message,
     ModelRequest,
     ModelSnapshot,
     Nack,
@@ -40,18 +52,19 @@ from peerd.messages import (
     Ping,
     PingRequest,
     Plan,
+    Prepare,
+    Promise,
     Pull,
     Push,
     Pushed,
     PushForgotten,
     Refuse,
-    Replica,
     RoundBegin,
     RoundCommit,
     RoundPhase,
     RoundPieces,
     RoundReport,
-    Serves,
+    ShardLeader,
     ShardPull,
     ShardPush,
     ShardSum,
@@ -61,15 +74,13 @@ from peerd.messages import (
     SumTaken,
     Weights,
     Welcome,
-)  # fmt: skip
-from peerd.transport import ucx
-from peerd.transport.hello import Refused, answer, first_difference, greet
-from peerd.transport.link import HANDSHAKE_PAYLOAD_LIMIT, Link, LinkLost, Transport
-from peerd.transport.memory import MemoryNetwork
-from peerd.transport.rdma import UcxFabric
-from peerd.transport.same_host import SameHost
+)
+from peerd.transport.rdma import ucx
+from peerd.transport.rdma.fabric import UcxFabric
 from peerd.transport.tcp import TcpTransport
 from peerd.transport.udp import bind_udp
+
+pytestmark = pytest.mark.trio(limit_s=30)
 
 MEMBER = Member("id", "name", "10.0.0.1", 7946, 1, 2, State.SUSPECT, "accuser", b"\0meta")
 HELLO = Hello(1, "swarm", "run", "id", "name", 3, "10.0.0.1", 7946, "gossip", "ab12", ("w f32 2x2",))
@@ -79,7 +90,7 @@ SAMPLES = [
     MemberTable("me", (MEMBER,) * 99), HELLO, Welcome("id", "naïve", 4), Refuse("run", "a", "b"), ModelRequest(),
     SpeedRequest(), SpeedSample((b"any",)),
     ModelSnapshot(-5, "float32", (b"abcd", b"", bytes(40_000))), LinkOpen(6), LinkSnapshot(6, "int8", ()),
-    Delta(6, 7, "sign", 0.25, True, False, (b"x" * 100,)), LinkClose(6, 7), LinkClosed(6),
+    Delta(6, 7, "sign", 0.25, True, False, (b"x" * 100,)), LinkClose(6, 7), LinkClosed(6, 7), DeltaTaken(6, 7),
     Push(1, 2, "sign", 0.5, 0.25, True, False, (b"p" * 99,)), Pushed(1, 2, 2, 0.125, False), PushForgotten(1, 2),
     Pull(1, 0, True),
     BulkOffer("1.22", 5, (b"there",)), BulkAnswer("no", 0, ()), Plan(1, "id", False, "gossip"),
@@ -87,9 +98,9 @@ SAMPLES = [
     RoundBegin(1, 2**40, "float32", "tree:2", True, False, ("a", "b"), (1, 2**61)),
     RoundPieces(1, 2, (3, 4), (b"r" * 9, b"s")), PiecesTaken(1, 2, (3, 4)), RoundCommit(1, 2),
     ShardPush(0, 1, 2**61, 1, -1, "int8", True, False, (b"s" * 7,)),
-    ShardPull(0, 1, 2, True, False), Claim(0, 1, -1), Replica(0, 1, 5, 2, (), ()), SumTaken(0, 1, "a", 2),
+    ShardPull(0, 1, 2, True, False), Prepare(0, 1, -1), Promise(0, 1, 5, 2, (), ()), SumTaken(0, 1, "a", 2),
     Weights(0, 1, "a", 2, (Applied("w", 1, 3),), False, (Applied("w", 1, 2),), (b"w" * 8,)),
-    Serves(0, 1, "a", True, 2, (Applied("a", 1, 2), Applied("b", 3, 0))),
+    ShardLeader(0, 1, "a", True, 2, (Applied("a", 1, 2), Applied("b", 3, 0))),
     ShardSum(0, 1, "a", 2, -1, "float32", False, (Applied("w", 1, 2),), (b"s" * 7,)),
     Finished(), CentreIs("a", 3), PairInvite(1), PairAnswer(1, False),
     PairHalf(1, "bfloat16", True, (b"h" * 4,)),
@@ -97,13 +108,13 @@ SAMPLES = [
 MIB = 1 << 20
 
 
-def test_there_is_a_sample_of_every_message():
+def test_there_is_a_sample_of_every_message() -> None:
     assert {type(sample) for sample in SAMPLES} == set(MESSAGES.values())
 
 
 @dataclass
-class Carrier:
-    """What a test needs of one: a transport at each end, and where to listen."""
+class Ends:
+    """What a test needs of a carrier: a transport at each end, and where to listen."""
 
     near: Transport
     far: Transport
@@ -111,49 +122,56 @@ class Carrier:
     upgraded: str = ""  # what the carrier of an upgraded link begins with; "" where there is nothing to upgrade to
 
 
-async def memory(nursery: trio.Nursery) -> Carrier:
+UPGRADED = {"tcp": "shm", "rdma": "ucx", "auto": "shm"}  # to what links within one host are
+
+
+async def of_peerd(nursery: trio.Nursery, name: str) -> Ends:
+    near, far = (CARRIERS[name](CarrierSettings(rdma_allow_fallback=True)) for _ in range(2))
+    bind = await far.resolve(("127.0.0.1", 0))
+    return Ends(await near.start(nursery), await far.start(nursery), bind, UPGRADED.get(name, ""))
+
+
+async def memory(nursery: trio.Nursery) -> Ends:
     network = MemoryNetwork(nursery)
-    return Carrier(network.transport("a"), network.transport("b"), ("b", 0))
+    return Ends(network.transport("a"), network.transport("b"), ("b", 0))
 
 
-async def tcp(nursery: trio.Nursery) -> Carrier:
-    return Carrier(TcpTransport(nursery), TcpTransport(nursery), ("127.0.0.1", 0))
+async def tcp_alone(nursery: trio.Nursery) -> Ends:
+    return Ends(TcpTransport(nursery), TcpTransport(nursery), ("127.0.0.1", 0))
 
 
-async def over_ucx(nursery: trio.Nursery, transports: str) -> Carrier:
+async def over_ucx(nursery: trio.Nursery, transports: str) -> Ends:
     fabrics = [UcxFabric(ucx.load(), transports, without_rdma=True) for _ in range(2)]
     for fabric in fabrics:
         await nursery.start(fabric.run)
     near, far = (TcpTransport(nursery, fabric) for fabric in fabrics)
-    return Carrier(near, far, ("127.0.0.1", 0), "ucx")
+    return Ends(near, far, ("127.0.0.1", 0), "ucx")
 
 
-async def shm(nursery: trio.Nursery) -> Carrier:
-    near, far = (TcpTransport(nursery, SameHost()) for _ in range(2))
-    return Carrier(near, far, ("127.0.0.1", 0), "shm")
-
-
-CARRIERS = {
+MakeEnds = Callable[[trio.Nursery], Awaitable[Ends]]
+ENDS: dict[str, MakeEnds] = {
+    **{name: partial(of_peerd, name=name) for name in CARRIERS},
     "memory": memory,
-    "tcp": tcp,
-    "shm": shm,
+    "tcp-alone": tcp_alone,
     "rdma-over-tcp": partial(over_ucx, transports="tcp"),
     "rdma-over-shm": partial(over_ucx, transports="posix,sysv,cma"),
 }
 carriers = pytest.mark.parametrize(
     "carrier",
-    [pytest.param(carrier, id=name, marks=needs_ucx if "rdma" in name else ()) for name, carrier in CARRIERS.items()],
+    [pytest.param(make, id=name, marks=needs_ucx if "rdma" in name else ()) for name, make in ENDS.items()],
 )
 
 
 @asynccontextmanager
-async def listening(carrier):
+async def listening(
+    carrier: MakeEnds,
+) -> AsyncIterator[tuple[Ends, Address, trio.MemoryReceiveChannel[Connection]]]:
     """Yield a carrier, the address at its far end, and a channel of the links accepted there."""
     async with trio.open_nursery() as nursery:
         made = await carrier(nursery)
-        give, taken = trio.open_memory_channel(99)
+        give, taken = trio.open_memory_channel[Connection](99)
 
-        async def accepted(link: Link) -> None:
+        async def accepted(link: Connection) -> None:
             await give.send(link)
             await trio.sleep_forever()
 
@@ -163,7 +181,7 @@ async def listening(carrier):
 
 
 @asynccontextmanager
-async def linked(carrier, payload_limit=64 * MIB):
+async def linked(carrier: MakeEnds, payload_limit: int = 64 * MIB) -> AsyncIterator[tuple[Connection, Connection]]:
     """Yield the two ends of a link."""
     async with listening(carrier) as (made, address, taken):
         near = await made.near.dial(address)
@@ -176,19 +194,11 @@ async def linked(carrier, payload_limit=64 * MIB):
         yield near, far
 
 
-def run(main, *args):
-    async def limited():
-        with trio.fail_after(30):
-            await main(*args)
-
-    trio.run(limited)
-
-
-def bulk(size, step=0):
+def bulk(size: int, step: int = 0) -> ModelSnapshot:
     return ModelSnapshot(step, "float32", tuple(bytes(4 * MIB) for _ in range(size // (4 * MIB))))
 
 
-async def started(link):
+async def started(link: Connection) -> None:
     """Wait until the link has begun to send."""
     while not link.bytes_sent:
         await trio.sleep(0.001)
@@ -198,333 +208,297 @@ async def started(link):
 
 
 @carriers
-def test_every_message_arrives_as_it_was_sent_in_both_directions(carrier):
-    async def main():
-        async with linked(carrier) as (near, far):
-            for one, other in ((near, far), (far, near)):
-                for sample in SAMPLES:
-                    if isinstance(sample, BulkOffer | BulkAnswer):
-                        continue  # the link's own
-                    await one.send(sample)
-                    assert await other.receive() == sample
-
-    run(main)
+async def test_every_message_arrives_as_it_was_sent_in_both_directions(carrier: MakeEnds) -> None:
+    async with linked(carrier) as (near, far):
+        for one, other in ((near, far), (far, near)):
+            for sample in SAMPLES:
+                if isinstance(sample, BulkOffer | BulkAnswer):
+                    continue  # the link's own
+                await one.send(sample)
+                assert await other.receive() == sample
 
 
 @carriers
-def test_messages_of_a_lane_arrive_in_order(carrier):
-    async def main():
-        async with linked(carrier) as (near, far):
-            sent = []
-            for number in range(300):
-                size = 5000 if number % 7 == 0 else 0
-                sent.append(Delta(1, number, "c", 0.5, True, False, (bytes(size),)) if size else LinkClosed(number))
+async def test_messages_of_a_queue_arrive_in_order(carrier: MakeEnds) -> None:
+    async with linked(carrier) as (near, far):
+        sent = []
+        for number in range(300):
+            size = 5000 if number % 7 == 0 else 0
+            sent.append(Delta(1, number, "c", 0.5, True, False, (bytes(size),)) if size else LinkClosed(number))
 
-            async def send_all():
-                for message in sent:
-                    await near.send(message)
-
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(send_all)
-                assert [await far.receive() for _ in sent] == sent
-
-    run(main)
-
-
-@carriers
-def test_many_links_at_once(carrier):
-    async def main():
-        async with listening(carrier) as (made, address, taken):
-            links = []
-            for number in range(20):
-                near = await made.near.dial(address)
-                far = await taken.receive()
-                far.admit()
-                links.append((near, far))
-                await near.send(LinkOpen(number))
-            for number, (near, far) in enumerate(links):
-                await far.send(LinkClosed(number))
-                assert await far.receive() == LinkOpen(number)
-                assert await near.receive() == LinkClosed(number)
-
-    run(main)
-
-
-@carriers
-def test_bulk_arrives_whole(carrier):
-    async def main():
-        async with linked(carrier) as (near, far):
-            message = ModelSnapshot(1, "c", tuple(bytes([number]) * (4 * MIB) for number in range(5)))
-            before = near.bytes_sent
-            await near.send(message)
-            found = await far.receive()
-            assert found == message
-            assert all(isinstance(chunk, memoryview | bytearray) for chunk in found.chunks)
-            frames = 32 * 6 + 40
-            assert 20 * MIB < near.bytes_sent - before <= 20 * MIB + frames
-            assert far.bytes_received == near.bytes_sent
-
-    run(main)
-
-
-@carriers
-def test_membership_overtakes_bulk_and_the_rest_does_not(carrier):
-    async def main():
-        async with linked(carrier) as (near, far):
-            for message in (bulk(20 * MIB), LinkClosed(1)):
+        async def send_all() -> None:
+            for message in sent:
                 await near.send(message)
-            await started(near)
-            await near.send(PING)
-            kinds = [type(await far.receive()) for _ in range(3)]
-            assert kinds == [Ping, ModelSnapshot, LinkClosed]
 
-    run(main)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(send_all)
+            assert [await far.receive() for _ in sent] == sent
+
+
+@carriers
+async def test_many_links_at_once(carrier: MakeEnds) -> None:
+    async with listening(carrier) as (made, address, taken):
+        links = []
+        for number in range(20):
+            near = await made.near.dial(address)
+            far = await taken.receive()
+            far.admit()
+            links.append((near, far))
+            await near.send(LinkOpen(number))
+        for number, (near, far) in enumerate(links):
+            await far.send(LinkClosed(number))
+            assert await far.receive() == LinkOpen(number)
+            assert await near.receive() == LinkClosed(number)
+
+
+@carriers
+async def test_bulk_arrives_whole(carrier: MakeEnds) -> None:
+    async with linked(carrier) as (near, far):
+        message = ModelSnapshot(1, "c", tuple(bytes([number]) * (4 * MIB) for number in range(5)))
+        before = near.bytes_sent
+        await near.send(message)
+        found = await receive_a(ModelSnapshot, far)
+        assert found == message
+        assert all(isinstance(chunk, memoryview | bytearray) for chunk in found.chunks)
+        frames = 32 * 6 + 40
+        assert 20 * MIB < near.bytes_sent - before <= 20 * MIB + frames
+        assert far.bytes_received == near.bytes_sent
+
+
+@carriers
+async def test_membership_overtakes_bulk_and_the_rest_does_not(carrier: MakeEnds) -> None:
+    async with linked(carrier) as (near, far):
+        for message in (bulk(20 * MIB), LinkClosed(1)):
+            await near.send(message)
+        await started(near)
+        await near.send(PING)
+        kinds = [type(await far.receive()) for _ in range(3)]
+        assert kinds == [Ping, ModelSnapshot, LinkClosed]
 
 
 # ---------------------------------------------------------------------------------------------------- limits
 
 
 @carriers
-def test_a_stopped_reader_stops_the_sender(carrier):
-    async def main():
-        async with linked(carrier) as (near, far):
-            sent = []
+async def test_a_stopped_reader_stops_the_sender(carrier: MakeEnds) -> None:
+    async with linked(carrier) as (near, far):
+        sent = []
 
-            async def send_all():
-                for step in range(9):
-                    await near.send(bulk(20 * MIB, step))
-                    sent.append(step)
+        async def send_all() -> None:
+            for step in range(9):
+                await near.send(bulk(20 * MIB, step))
+                sent.append(step)
 
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(send_all)
-                await started(near)
-                await trio.sleep(0.3)
-                assert sent == [0, 1], "one message is being sent, one waits"
-                assert near.bytes_sent < 20 * MIB
-                for step in range(9):
-                    assert (await far.receive()).step == step
-
-    run(main)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(send_all)
+            await started(near)
+            await trio.sleep(0.3)
+            assert sent == [0, 1], "one message is being sent, one waits"
+            assert near.bytes_sent < 20 * MIB
+            for step in range(9):
+                assert (await receive_a(ModelSnapshot, far)).step == step
 
 
 @carriers
-def test_small_messages_stop_the_sender_too(carrier):
-    async def main():
-        async with linked(carrier) as (near, far):
-            sent = 0
+async def test_small_messages_stop_the_sender_too(carrier: MakeEnds) -> None:
+    async with linked(carrier) as (near, far):
+        sent = 0
 
-            async def send_all():
-                nonlocal sent
-                await near.send(bulk(20 * MIB))
-                for number in range(200):
-                    await near.send(LinkClosed(number))
-                    sent += 1
+        async def send_all() -> None:
+            nonlocal sent
+            await near.send(bulk(20 * MIB))
+            for number in range(200):
+                await near.send(LinkClosed(number))
+                sent += 1
 
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(send_all)
-                await started(near)
-                await trio.sleep(0.2)
-                assert sent == 64
-                await far.receive()
-                assert [(await far.receive()).link for _ in range(200)] == list(range(200))
-
-    run(main)
-
-
-@carriers
-def test_a_new_link_takes_little_and_the_limit_can_be_raised(carrier):
-    async def main():
-        async with linked(carrier, payload_limit=HANDSHAKE_PAYLOAD_LIMIT) as (near, far):
-            fits = ModelSnapshot(1, "c", (bytes(HANDSHAKE_PAYLOAD_LIMIT),))
-            await near.send(fits)
-            assert await far.receive() == fits
-            far.payload_limit = 4 * MIB
-            await near.send(bulk(4 * MIB))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(send_all)
+            await started(near)
+            await trio.sleep(0.2)
+            assert sent == 64
             await far.receive()
-            await near.send(ModelSnapshot(1, "c", (bytes(4 * MIB), b"x")))
-            with pytest.raises(PeerError, match=f"{4 * MIB + 1} bytes in one message"):
-                await far.receive()
-            with pytest.raises(LinkLost, match="broke the rules"):
-                await far.receive()
-            with pytest.raises(LinkLost):
-                await near.receive()
+            assert [(await receive_a(LinkClosed, far)).link for _ in range(200)] == list(range(200))
 
-    run(main)
+
+@carriers
+async def test_a_new_link_takes_little_and_the_limit_can_be_raised(carrier: MakeEnds) -> None:
+    async with linked(carrier, payload_limit=HANDSHAKE_PAYLOAD_LIMIT) as (near, far):
+        fits = ModelSnapshot(1, "c", (bytes(HANDSHAKE_PAYLOAD_LIMIT),))
+        await near.send(fits)
+        assert await far.receive() == fits
+        far.payload_limit = 4 * MIB
+        await near.send(bulk(4 * MIB))
+        await far.receive()
+        await near.send(ModelSnapshot(1, "c", (bytes(4 * MIB), b"x")))
+        with pytest.raises(PeerError, match=f"{4 * MIB + 1} bytes in one message"):
+            await far.receive()
+        with pytest.raises(ConnectionLost, match="broke the rules"):
+            await far.receive()
+        with pytest.raises(ConnectionLost):
+            await near.receive()
 
 
 # ------------------------------------------------------------------------------------------------------- ends
 
 
 @carriers
-def test_what_was_sent_before_closing_arrives(carrier):
-    async def main():
-        async with linked(carrier) as (near, far):
-            for number in range(50):
-                await near.send(LinkClosed(number))
-            await near.aclose()
-            assert [(await far.receive()).link for _ in range(50)] == list(range(50))
-            with pytest.raises(LinkLost, match=r"closed by the peer$"):
-                await far.receive()
-
-    run(main)
+async def test_what_was_sent_before_closing_arrives(carrier: MakeEnds) -> None:
+    async with linked(carrier) as (near, far):
+        for number in range(50):
+            await near.send(LinkClosed(number))
+        await near.aclose()
+        assert [(await receive_a(LinkClosed, far)).link for _ in range(50)] == list(range(50))
+        with pytest.raises(ConnectionLost, match=r"closed by the peer$"):
+            await far.receive()
 
 
 @carriers
-def test_a_peer_that_closes_in_the_middle_is_lost(carrier):
-    async def main():
-        async with linked(carrier) as (near, far):
-            await near.send(bulk(20 * MIB))
-            await started(near)
-            await trio.aclose_forcefully(near)
-            with pytest.raises(LinkLost, match="closed by the peer in the middle of a message"):
-                await far.receive()
-
-    run(main)
+async def test_a_peer_that_closes_in_the_middle_is_lost(carrier: MakeEnds) -> None:
+    async with linked(carrier) as (near, far):
+        await near.send(bulk(20 * MIB))
+        await started(near)
+        await close_at_once(near)
+        with pytest.raises(ConnectionLost, match="closed by the peer in the middle of a message"):
+            await far.receive()
 
 
 @carriers
-def test_closing_wakes_those_who_wait(carrier):
-    async def main():
-        async with linked(carrier) as (near, _):
-            lost = []
+async def test_closing_wakes_those_who_wait(carrier: MakeEnds) -> None:
+    async with linked(carrier) as (near, _):
+        lost = []
 
-            async def waiting():
-                if near.carrier == "shm":  # who waits for room there looks again and again
-                    await trio.sleep(0.05)
-                else:
-                    await trio.testing.wait_all_tasks_blocked(0.05)
+        async def waiting() -> None:
+            if near.carrier == "shm":  # who waits for room there looks again and again
+                await trio.sleep(0.05)
+            else:
+                await trio.testing.wait_all_tasks_blocked(0.05)
 
-            async def lose(use, *args):
-                with pytest.raises(LinkLost, match="closed here"):
-                    await use(*args)
-                lost.append(use)
+        async def lose(use: Callable[..., Awaitable[object]], *args: object) -> None:
+            with pytest.raises(ConnectionLost, match="closed here"):
+                await use(*args)
+            lost.append(use)
 
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(lose, near.receive)
-                for _ in range(2):
-                    await near.send(bulk(20 * MIB))
-                nursery.start_soon(lose, near.send, bulk(20 * MIB))
-                await waiting()
-                nursery.start_soon(lose, near.send, LinkClosed(1))  # waits behind that
-                await waiting()
-                await trio.aclose_forcefully(near)
-            assert len(lost) == 3
-            await lose(near.send, PING)
-            await lose(near.receive)
-            await near.aclose()
-
-    run(main)
-
-
-@carriers
-def test_a_cancelled_receive_loses_nothing(carrier):
-    async def main():
-        async with linked(carrier) as (near, far):
-            for message in (bulk(20 * MIB), LinkClosed(1)):
-                await near.send(message)
-            found = []
-            while len(found) < 2:
-                with trio.move_on_after(0.0005):
-                    found.append(await far.receive())
-            assert found == [bulk(20 * MIB), LinkClosed(1)]
-
-    run(main)
-
-
-@carriers
-def test_an_accepted_link_closes_with_its_task_and_errors_end_that_link_only(carrier):
-    async def main():
         async with trio.open_nursery() as nursery:
-            made = await carrier(nursery)
+            nursery.start_soon(lose, near.receive)
+            for _ in range(2):
+                await near.send(bulk(20 * MIB))
+            nursery.start_soon(lose, near.send, bulk(20 * MIB))
+            await waiting()
+            nursery.start_soon(lose, near.send, LinkClosed(1))  # waits behind that
+            await waiting()
+            await close_at_once(near)
+        assert len(lost) == 3
+        await lose(near.send, PING)
+        await lose(near.receive)
+        await near.aclose()
 
-            async def accepted(link):
-                request = await link.receive()
-                if request == LinkOpen(1):
-                    raise PeerError("no")
-                if request == LinkOpen(2):
-                    raise LinkLost("no")
-                await link.send(LinkClosed(3))
 
-            address = await nursery.start(made.far.listen, made.bind, accepted)
-            for number in (1, 2, 3):
-                near = await made.near.dial(address)
-                await near.send(LinkOpen(number))
-                if number == 3:
-                    assert await near.receive() == LinkClosed(3)
-                with pytest.raises(LinkLost, match="closed by the peer"):
-                    await near.receive()
-            nursery.cancel_scope.cancel()
+@carriers
+async def test_a_cancelled_receive_loses_nothing(carrier: MakeEnds) -> None:
+    async with linked(carrier) as (near, far):
+        for message in (bulk(20 * MIB), LinkClosed(1)):
+            await near.send(message)
+        found: list[Message] = []
+        while len(found) < 2:
+            with trio.move_on_after(0.0005):
+                found.append(await far.receive())
+        assert found == [bulk(20 * MIB), LinkClosed(1)]
 
-    run(main)
+
+@carriers
+async def test_an_accepted_link_closes_with_its_task_and_errors_end_that_link_only(carrier: MakeEnds) -> None:
+    async with trio.open_nursery() as nursery:
+        made = await carrier(nursery)
+
+        async def accepted(link: Connection) -> None:
+            request = await link.receive()
+            if request == LinkOpen(1):
+                raise PeerError("no")
+            if request == LinkOpen(2):
+                raise ConnectionLost("no")
+            await link.send(LinkClosed(3))
+
+        address = await nursery.start(made.far.listen, made.bind, accepted)
+        for number in (1, 2, 3):
+            near = await made.near.dial(address)
+            await near.send(LinkOpen(number))
+            if number == 3:
+                assert await near.receive() == LinkClosed(3)
+            with pytest.raises(ConnectionLost, match="closed by the peer"):
+                await near.receive()
+        nursery.cancel_scope.cancel()
 
 
 # -------------------------------------------------------------------------------------------------- addresses
 
 
 @carriers
-def test_dialling_nobody_says_whom_and_why(carrier):
-    async def main():
+async def test_dialling_nobody_says_whom_and_why(carrier: MakeEnds) -> None:
+    async with trio.open_nursery() as nursery:
+        made = await carrier(nursery)
+        host = made.bind[0]
+        with pytest.raises(ConnectionLost, match="(?i)" + re.escape(f"cannot reach {host}:1: connection refused")):
+            await made.near.dial((host, 1))
+        nursery.cancel_scope.cancel()
+
+
+@carriers
+async def test_a_port_in_use_says_what_to_do(carrier: MakeEnds) -> None:
+    async with listening(carrier) as (made, address, _):
+        cure = re.escape(f"port in use: {address[0]}:{address[1]} (--bind {address[0]}:0 picks a free one)")
+        with pytest.raises(UserError, match=cure):
+            await made.far.listen(address, nobody)
+
+
+@carriers
+async def test_a_refusal_names_the_field_at_both_ends(carrier: MakeEnds) -> None:
+    async with linked(carrier) as (near, far):
+        other = Hello(1, "swarm", "run", "id2", "", 1, "", 1, "gossip", "cd34", ("w f32 2x3",))
+        refused = []
+
+        async def refuse(side: Callable[..., Awaitable[object]], *args: object) -> None:
+            with pytest.raises(Refused, match=r"its model is 'w f32 2x[23]', ours 'w f32 2x[23]'") as caught:
+                await side(*args)
+            refused.append((caught.value.field, caught.value.here, caught.value.there))
+
         async with trio.open_nursery() as nursery:
-            made = await carrier(nursery)
-            host = made.bind[0]
-            with pytest.raises(LinkLost, match="(?i)" + re.escape(f"cannot reach {host}:1: connection refused")):
-                await made.near.dial((host, 1))
-            nursery.cancel_scope.cancel()
-
-    run(main)
-
-
-@carriers
-def test_a_port_in_use_says_what_to_do(carrier):
-    async def main():
-        async with listening(carrier) as (made, address, _):
-            cure = re.escape(f"port in use: {address[0]}:{address[1]} (--bind {address[0]}:0 picks a free one)")
-            with pytest.raises(UserError, match=cure):
-                await made.far.listen(address, greet)
-
-    run(main)
-
-
-@carriers
-def test_a_refusal_names_the_field_at_both_ends(carrier):
-    async def main():
-        async with linked(carrier) as (near, far):
-            other = Hello(1, "swarm", "run", "id2", "", 1, "", 1, "gossip", "cd34", ("w f32 2x3",))
-            refused = []
-
-            async def refuse(side, *args):
-                with pytest.raises(Refused, match=r"its model is 'w f32 2x[23]', ours 'w f32 2x[23]'") as caught:
-                    await side(*args)
-                refused.append((caught.value.field, caught.value.here, caught.value.there))
-
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(refuse, greet, near, HELLO)
-                nursery.start_soon(
-                    refuse, answer, far, lambda hello: first_difference(other, hello), Welcome("id2", "", 1)
-                )
-            assert refused == [("model", "w f32 2x3", "w f32 2x2")] * 2
-
-    run(main)
+            nursery.start_soon(refuse, greet, near, HELLO)
+            nursery.start_soon(refuse, answer, far, lambda hello: first_difference(other, hello), Welcome("id2", "", 1))
+        assert refused == [("model", "w f32 2x3", "w f32 2x2")] * 2
 
 
 # -------------------------------------------------------------------------------------------------- datagrams
 
 
-async def memory_datagrams(nursery):
+Bind = Callable[[Address], Awaitable[Datagrams]]
+DatagramEnds = tuple[Bind, Bind, Address, Address]  # how each end is bound, and where
+MakeDatagrams = Callable[[trio.Nursery], Awaitable[DatagramEnds]]
+
+
+async def datagrams_of_peerd(_: trio.Nursery, name: str) -> DatagramEnds:
+    one, other = (CARRIERS[name](CarrierSettings()) for _ in range(2))
+    return one.bind, other.bind, ("127.0.0.1", 0), ("127.0.0.1", 0)
+
+
+async def memory_datagrams(nursery: trio.Nursery) -> DatagramEnds:
     network = MemoryNetwork(nursery)
     return network.bind, network.bind, ("a", 0), ("b", 0)
 
 
-async def udp_datagrams(_):
+async def udp_datagrams(_: trio.Nursery) -> DatagramEnds:
     return bind_udp, bind_udp, ("127.0.0.1", 0), ("127.0.0.1", 0)
 
 
-DATAGRAMS = {"memory": memory_datagrams, "udp": udp_datagrams}
+DATAGRAMS: dict[str, MakeDatagrams] = {
+    **{name: partial(datagrams_of_peerd, name=name) for name in CARRIERS},
+    "memory": memory_datagrams,
+    "udp": udp_datagrams,
+}
 datagrams = pytest.mark.parametrize("carrier", DATAGRAMS.values(), ids=DATAGRAMS.keys())
 
 
 @asynccontextmanager
-async def bound(carrier):
+async def bound(carrier: MakeDatagrams) -> AsyncIterator[tuple[Datagrams, Datagrams]]:
     async with trio.open_nursery() as nursery:
         bind_one, bind_other, here, there = await carrier(nursery)
         one, other = await bind_one(here), await bind_other(there)
@@ -534,46 +508,37 @@ async def bound(carrier):
 
 
 @datagrams
-def test_datagrams_arrive_with_their_source(carrier):
-    async def main():
-        async with bound(carrier) as (one, other):
-            for sample in SAMPLES[:4]:
-                await one.send(other.address, sample)
-                assert await other.receive() == (sample, one.address)
-            assert one.bytes_sent == other.bytes_received > 0
-            assert one.unsendable == other.malformed == 0
-
-    run(main)
+async def test_datagrams_arrive_with_their_source(carrier: MakeDatagrams) -> None:
+    async with bound(carrier) as (one, other):
+        for sample in SAMPLES[:4]:
+            await one.send(other.address, sample)
+            assert await other.receive() == (sample, one.address)
+        assert one.bytes_sent == other.bytes_received > 0
+        assert one.unsendable == other.malformed == 0
 
 
 @datagrams
-def test_an_address_in_use_says_what_to_do(carrier):
-    async def main():
+async def test_an_address_in_use_says_what_to_do(carrier: MakeDatagrams) -> None:
+    async with trio.open_nursery() as nursery:
+        bind, _, here, _ = await carrier(nursery)
+        first = await bind(here)
+        with pytest.raises(UserError, match=r"port in use: .*picks a free one"):
+            await bind(first.address)
+        await first.aclose()
+        await (await bind(first.address)).aclose()
+
+
+@datagrams
+async def test_closing_wakes_who_waits_for_a_datagram(carrier: MakeDatagrams) -> None:
+    async with bound(carrier) as (one, _):
         async with trio.open_nursery() as nursery:
-            bind, _, here, _ = await carrier(nursery)
-            first = await bind(here)
-            with pytest.raises(UserError, match=r"port in use: .*picks a free one"):
-                await bind(first.address)
-            await first.aclose()
-            await (await bind(first.address)).aclose()
 
-    run(main)
+            @nursery.start_soon
+            async def wait() -> None:
+                with pytest.raises(trio.ClosedResourceError):
+                    await one.receive()
 
-
-@datagrams
-def test_closing_wakes_who_waits_for_a_datagram(carrier):
-    async def main():
-        async with bound(carrier) as (one, _):
-            async with trio.open_nursery() as nursery:
-
-                @nursery.start_soon
-                async def wait():
-                    with pytest.raises(trio.ClosedResourceError):
-                        await one.receive()
-
-                await trio.testing.wait_all_tasks_blocked()
-                await one.aclose()
-            with pytest.raises(trio.ClosedResourceError):
-                await one.receive()
-
-    run(main)
+            await trio.testing.wait_all_tasks_blocked()
+            await one.aclose()
+        with pytest.raises(trio.ClosedResourceError):
+            await one.receive()

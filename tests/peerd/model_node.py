@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import socket
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import trio
 
-from peerd.control import LocalConnection
-from peerd.effects import NodeId
-from peerd.messages import Member, Message, State
-from peerd.model_side import ModelSide
-from peerd.roles import About
+from peerd.daemon.control import LocalConnection
+from peerd.daemon.trainer_service import TrainerService
+from peerd.local.shared_memory import SharedMemory
+from peerd.node.meta import NodeMeta
 from peerd.settings import Settings
-from peerd.shared_memory import SharedMemory
+from peerd.transport.ids import NodeId
+from peerd.transport.messages import Member, Message, State
 
 TENSORS = ["weight float32 2x2", "bias float32 2"]
 SIGNATURE = "5" * 64
@@ -32,19 +34,19 @@ class Node:
         self.sent: list[tuple[NodeId, Message]] = []
         self.members: dict[NodeId, Member] = {}
         told = Settings(**{"name": "me", "state_dir": str(folder), "codec": "float32", "trigger": "always", **settings})
-        self.side = ModelSide("me", told, self, lambda: dict(self.members), self._say, random.Random(1))  # type: ignore[arg-type]
+        self.side = TrainerService("me", told, self, lambda: dict(self.members), self._say, random.Random(1))  # type: ignore[arg-type]
         self.member("me", self.side.about)
 
     @property
     def attached(self) -> bool:
         """Whether there is a trainer."""
-        return self.side._exchanges.session is not None
+        return self.side._runner.session is not None
 
-    def member(self, id: NodeId, about: About) -> None:
+    def member(self, id: NodeId, about: NodeMeta) -> None:
         self.members[id] = Member(id, id, "h", 1, 1, 0, State.ALIVE, "", about.pack())
         self.side.on_members()
 
-    async def _say(self, about: About) -> None:
+    async def _say(self, about: NodeMeta) -> None:
         await trio.lowlevel.checkpoint()
         self.member("me", about)
 
@@ -75,6 +77,9 @@ class Script:
         self._connection = LocalConnection(self._socket)
         self.daemons_end = LocalConnection(trio.socket.from_stdlib_socket(theirs))
         self._their_socket = theirs
+        self.samples = 0
+        self.lr_max = 0.0
+        self.loss = math.nan
         self.heard: list[dict[str, Any]] = []
         self.served = trio.Event()
         self.attach = {
@@ -95,7 +100,21 @@ class Script:
     async def say(self, kind: str, **content: Any) -> None:
         await self._connection.send({"kind": kind, **content})
 
-    async def step(self, step: int, *, lr: float = 0.1, published: int | None = None, **rest: Any) -> None:
+    async def step(
+        self,
+        step: int,
+        *,
+        lr: float = 0.1,
+        published: int | None = None,
+        loss: float = math.nan,
+        samples: int = 0,
+        metrics: Mapping[str, float] | None = None,
+        **rest: Any,
+    ) -> None:
+        self.samples += samples
+        self.loss = loss if math.isfinite(loss) else self.loss
+        self.lr_max = max(lr, self.lr_max)
+        self.memory.board.note(step, self.samples, time.monotonic(), self.loss, lr, self.lr_max, metrics or {})
         report = {"step": step, "change": 0.5, "lr": lr, "lr_ratio": 1.0, "published": published}
         await self.say("step", **report, **rest)
 
@@ -119,9 +138,10 @@ class Script:
         return start
 
     async def asked_to_publish(self) -> int:
-        """The slot; it may have been named before."""
-        asked = [message for message in self.heard if message["kind"] == "publish"] or [await self.hear("publish")]
-        return int(asked[0]["slot"])
+        """Wait for it, if it has not come already; the copy to write."""
+        if not any(message["kind"] == "publish" for message in self.heard):
+            await self.hear("publish")
+        return 1 - self.memory.board.current
 
     async def silent(self) -> bool:
         """Whether nothing more comes for a moment."""

@@ -11,7 +11,7 @@ import pytest
 FAULTS = """
 import resource, sys
 import numpy as np
-from peerd.allocator import keep_freed_chunks
+from peerd.process.allocator import keep_freed_chunks
 if sys.argv[1] == "keep":
     keep_freed_chunks()
 for turn in range(60):

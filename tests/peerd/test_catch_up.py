@@ -13,18 +13,21 @@ import pytest
 import trio
 import trio.testing
 
-from peerd.catch_up import ASK_AGAIN_S, ASK_SOON_S, ASKS_MAX, SLOWEST_DONOR, CatchUp
-from peerd.effects import Address, NodeId
-from peerd.messages import Member, Message, ModelRequest, ModelSnapshot, State
-from peerd.roles import About
-from peerd.training import delta
-from peerd.training.delta import Layout
+from peerd.daemon.catch_up import CatchUp
+from peerd.node.donors import ASK_AGAIN_S, ASK_SOON_S, ASKS_MAX, SLOWEST_DONOR
+from peerd.node.meta import NodeMeta
+from peerd.training.codecs import vector
+from peerd.training.codecs.vector import Layout
+from peerd.transport.ids import Address, NodeId
+from peerd.transport.messages import Member, Message, ModelRequest, ModelSnapshot, State
+
+pytestmark = pytest.mark.trio(clock="autojump")
 
 T = TypeVar("T")
 FAR = ("far", 1)
 LAYOUT = Layout(5, 5)
 MODEL = np.arange(5, dtype=np.float32)
-CHUNKS = tuple(bytes(chunk) for chunk in delta.encode("float32", LAYOUT, MODEL)[0])
+CHUNKS = tuple(bytes(chunk) for chunk in vector.encode("float32", LAYOUT, MODEL)[0])
 PATIENCE_S = 11.0
 SNAPSHOT = ModelSnapshot(7, "float32", CHUNKS)
 
@@ -45,7 +48,7 @@ class Swarm:
         self.member("me")
 
     def member(self, id: NodeId, state: State = State.ALIVE, **about: bool | str) -> None:
-        self.members[id] = Member(id, f"node-{id}", "h", 1, 1, 0, state, "", About(**about).pack())  # type: ignore[arg-type]
+        self.members[id] = Member(id, f"node-{id}", "h", 1, 1, 0, state, "", NodeMeta(**about).pack())  # type: ignore[arg-type]
         self.catch_up.on_members()
 
     def send(self, peer: NodeId, message: Message) -> None:
@@ -75,10 +78,6 @@ async def swarm(*, has_seeds: bool = True, awaited: tuple[Address, ...] = ()) ->
         nursery.cancel_scope.cancel()
 
 
-def virtually(body: Callable[[], Awaitable[None]]) -> None:
-    trio.run(body, clock=trio.testing.MockClock(autojump_threshold=0))
-
-
 async def unfinished(work: Callable[[], Awaitable[T]], for_s: float) -> bool:
     """Whether `work` still goes on after so long."""
     with trio.move_on_after(for_s) as scope:
@@ -86,25 +85,18 @@ async def unfinished(work: Callable[[], Awaitable[T]], for_s: float) -> bool:
     return scope.cancelled_caught
 
 
-def test_a_founder_starts_from_its_own_model() -> None:
-    async def body() -> None:
-        async with swarm(has_seeds=False) as there:
-            assert not await there.fetched()
-            assert there.asked == []
-
-    virtually(body)
+async def test_a_founder_starts_from_its_own_model() -> None:
+    async with swarm(has_seeds=False) as there:
+        assert not await there.fetched()
+        assert there.asked == []
 
 
-def test_a_founder_asks_those_it_knew_before_and_then_goes_on_alone(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_founder_asks_those_it_knew_before_and_then_goes_on_alone(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-
-    async def body() -> None:
-        async with swarm(has_seeds=False, awaited=(FAR,)) as there:
-            assert await unfinished(there.fetched, PATIENCE_S - 1)
-            assert not await unfinished(there.fetched, 2)
-            assert there.asked == []
-
-    virtually(body)
+    async with swarm(has_seeds=False, awaited=(FAR,)) as there:
+        assert await unfinished(there.fetched, PATIENCE_S - 1)
+        assert not await unfinished(there.fetched, 2)
+        assert there.asked == []
     assert {record.message for record in caplog.records} == {
         "the trainer waits: members known before the restart may still answer",
         "no member known before the restart answers: this node goes on alone",
@@ -112,59 +104,46 @@ def test_a_founder_asks_those_it_knew_before_and_then_goes_on_alone(caplog: pyte
     assert len(caplog.records) == 3
 
 
-def test_a_founder_takes_the_model_of_those_it_knew_before(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_founder_takes_the_model_of_those_it_knew_before(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-
-    async def body() -> None:
-        async with swarm(has_seeds=False, awaited=(FAR,)) as there:
-            there.gives("a")
-            assert await unfinished(there.fetched, PATIENCE_S - 1)
-            there.member("a", ready=True)
-            assert await there.fetched()
-
-    virtually(body)
+    async with swarm(has_seeds=False, awaited=(FAR,)) as there:
+        there.gives("a")
+        assert await unfinished(there.fetched, PATIENCE_S - 1)
+        there.member("a", ready=True)
+        assert await there.fetched()
     assert not caplog.records
 
 
-def test_a_founder_in_company_goes_on_without_those_who_are_still_silent(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_founder_in_company_goes_on_without_those_who_are_still_silent(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.WARNING)
-
-    async def body() -> None:
-        async with swarm(has_seeds=False, awaited=(FAR,)) as there:
-            there.member("me", expects=True, founder=True)
-            there.member("a", expects=True)
-            assert await unfinished(there.fetched, PATIENCE_S - 1)
-            assert not await there.fetched()
-
-    virtually(body)
+    async with swarm(has_seeds=False, awaited=(FAR,)) as there:
+        there.member("me", expects=True, founder=True)
+        there.member("a", expects=True)
+        assert await unfinished(there.fetched, PATIENCE_S - 1)
+        assert not await there.fetched()
     assert not caplog.records
 
 
-def test_a_newcomer_that_knew_others_waits_for_ever_all_the_same() -> None:
-    async def body() -> None:
-        async with swarm(awaited=(FAR,)) as there:
-            assert await unfinished(there.fetched, 10 * PATIENCE_S)
-
-    virtually(body)
+async def test_a_newcomer_that_knew_others_waits_for_ever_all_the_same() -> None:
+    async with swarm(awaited=(FAR,)) as there:
+        assert await unfinished(there.fetched, 10 * PATIENCE_S)
 
 
-def test_a_newcomer_waits_until_somebody_has_a_model(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_newcomer_waits_until_somebody_has_a_model(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-
-    async def body() -> None:
-        async with swarm() as there:
-            there.gives("a")
-            assert await unfinished(there.fetched, 35)
-            there.member("a", expects=True, founder=True)
-            assert await unfinished(there.fetched, 5)
-            there.nursery.start_soon(there.fetched)
-            await trio.sleep(5)
-            assert there.asked == []
-            there.member("a", expects=True, founder=True, ready=True)
-            await there.done.wait()
-            assert there.asked == ["a"]
-
-    virtually(body)
+    async with swarm() as there:
+        there.gives("a")
+        assert await unfinished(there.fetched, 35)
+        there.member("a", expects=True, founder=True)
+        assert await unfinished(there.fetched, 5)
+        there.nursery.start_soon(there.fetched)
+        await trio.sleep(5)
+        assert there.asked == []
+        there.member("a", expects=True, founder=True, ready=True)
+        await there.done.wait()
+        assert there.asked == ["a"]
     assert [record.message for record in caplog.records] == [
         *["the trainer waits: no node of the swarm has answered yet"] * 4,
         *["the trainer waits: no member has a model yet; node-a goes first"] * 2,
@@ -172,123 +151,102 @@ def test_a_newcomer_waits_until_somebody_has_a_model(caplog: pytest.LogCaptureFi
     ]
 
 
-def test_a_donor_that_goes_away_is_replaced_by_another() -> None:
-    async def body() -> None:
-        async with swarm() as there:
-            for donor in "ab":
-                there.member(donor, ready=True)
+async def test_a_donor_that_goes_away_is_replaced_by_another() -> None:
+    async with swarm() as there:
+        for donor in "ab":
+            there.member(donor, ready=True)
 
-            def asked(peer: NodeId) -> None:
-                if len(there.asked) == 1:
-                    there.member(peer, State.FAILED, ready=True)
-                else:
-                    there.catch_up.on_snapshot(peer, SNAPSHOT)
+        def asked(peer: NodeId) -> None:
+            if len(there.asked) == 1:
+                there.member(peer, State.FAILED, ready=True)
+            else:
+                there.catch_up.on_snapshot(peer, SNAPSHOT)
 
-            there.on_asked = asked
-            assert await there.fetched()
-            assert sorted(there.asked) == ["a", "b"]
-
-    virtually(body)
+        there.on_asked = asked
+        assert await there.fetched()
+        assert sorted(there.asked) == ["a", "b"]
 
 
-def test_a_silent_donor_is_asked_again_and_then_another_one() -> None:
-    async def body() -> None:
-        async with swarm() as there:
-            for donor in "ab":
-                there.member(donor, ready=True)
-            there.nursery.start_soon(there.fetched)
-            await trio.sleep(ASK_SOON_S / 2)
-            (first,) = there.asked
-            await trio.sleep(2 * ASK_SOON_S)
-            assert there.asked == [first, first], "its first answer may have been lost"
-            second = {"a": "b", "b": "a"}[first]
-            there.gives(second)
-            await there.done.wait()
-            assert there.asked == [first] * ASKS_MAX + [second]
-
-    virtually(body)
+async def test_a_silent_donor_is_asked_again_and_then_another_one() -> None:
+    async with swarm() as there:
+        for donor in "ab":
+            there.member(donor, ready=True)
+        there.nursery.start_soon(there.fetched)
+        await trio.sleep(ASK_SOON_S / 2)
+        (first,) = there.asked
+        await trio.sleep(2 * ASK_SOON_S)
+        assert there.asked == [first, first], "its first answer may have been lost"
+        second = {"a": "b", "b": "a"}[first]
+        there.gives(second)
+        await there.done.wait()
+        assert there.asked == [first] * ASKS_MAX + [second]
 
 
-def test_all_silent_donors_are_asked_in_turns() -> None:
-    async def body() -> None:
-        async with swarm() as there:
-            for donor in "ab":
-                there.member(donor, ready=True)
-            assert await unfinished(there.fetched, 20 * ASKS_MAX * ASK_AGAIN_S)
-            assert there.asked.count("a") > 2 * ASKS_MAX
-            assert there.asked.count("b") > 2 * ASKS_MAX
-
-    virtually(body)
+async def test_all_silent_donors_are_asked_in_turns() -> None:
+    async with swarm() as there:
+        for donor in "ab":
+            there.member(donor, ready=True)
+        assert await unfinished(there.fetched, 20 * ASKS_MAX * ASK_AGAIN_S)
+        assert there.asked.count("a") > 2 * ASKS_MAX
+        assert there.asked.count("b") > 2 * ASKS_MAX
 
 
-def test_a_donor_whose_model_is_on_its_way_is_left_in_peace() -> None:
-    async def body() -> None:
-        async with swarm() as there:
-            there.member("a", ready=True)
-            there.member("b", ready=True)
-            there.nursery.start_soon(there.fetched)
-            await trio.sleep(ASK_SOON_S / 2)
-            (donor,) = there.asked
-            for _ in range(100):
-                there.bytes_received += 2 * SLOWEST_DONOR
-                await trio.sleep(1)
-            assert there.asked == [donor], "a large model over a slow network takes its time"
-            there.catch_up.on_snapshot(donor, SNAPSHOT)
-            await there.done.wait()
-            assert there.asked == [donor]
-
-    virtually(body)
+async def test_a_donor_whose_model_is_on_its_way_is_left_in_peace() -> None:
+    async with swarm() as there:
+        there.member("a", ready=True)
+        there.member("b", ready=True)
+        there.nursery.start_soon(there.fetched)
+        await trio.sleep(ASK_SOON_S / 2)
+        (donor,) = there.asked
+        for _ in range(100):
+            there.bytes_received += 2 * SLOWEST_DONOR
+            await trio.sleep(1)
+        assert there.asked == [donor], "a large model over a slow network takes its time"
+        there.catch_up.on_snapshot(donor, SNAPSHOT)
+        await there.done.wait()
+        assert there.asked == [donor]
 
 
 @pytest.mark.parametrize(
     "bad", [ModelSnapshot(1, "float32", ()), ModelSnapshot(1, "zip", CHUNKS), ModelSnapshot(1, "float32", (b"x",))]
 )
-def test_a_damaged_model_is_asked_of_another(bad: ModelSnapshot, caplog: pytest.LogCaptureFixture) -> None:
-    async def body() -> None:
-        async with swarm() as there:
-            for donor in "ab":
-                there.member(donor, ready=True)
-            there.on_asked = lambda peer: there.catch_up.on_snapshot(peer, bad if len(there.asked) == 1 else SNAPSHOT)
-            assert await there.fetched()
-            assert sorted(there.asked) == ["a", "b"]
-
-    virtually(body)
+async def test_a_damaged_model_is_asked_of_another(bad: ModelSnapshot, caplog: pytest.LogCaptureFixture) -> None:
+    async with swarm() as there:
+        for donor in "ab":
+            there.member(donor, ready=True)
+        there.on_asked = lambda peer: there.catch_up.on_snapshot(peer, bad if len(there.asked) == 1 else SNAPSHOT)
+        assert await there.fetched()
+        assert sorted(there.asked) == ["a", "b"]
     (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert warning.endswith("; asking another member")
 
 
-def test_a_model_that_nobody_asked_for_is_dropped() -> None:
-    async def body() -> None:
-        async with swarm() as there:
-            there.member("a", ready=True)
-            stranger = ModelSnapshot(99, "float32", CHUNKS)
-            there.catch_up.on_snapshot("a", stranger)
+async def test_a_model_that_nobody_asked_for_is_dropped() -> None:
+    async with swarm() as there:
+        there.member("a", ready=True)
+        stranger = ModelSnapshot(99, "float32", CHUNKS)
+        there.catch_up.on_snapshot("a", stranger)
 
-            def asked(peer: NodeId) -> None:
-                there.catch_up.on_snapshot("b", stranger)
-                there.catch_up.on_snapshot(peer, SNAPSHOT)
-                there.catch_up.on_snapshot("b", stranger)
+        def asked(peer: NodeId) -> None:
+            there.catch_up.on_snapshot("b", stranger)
+            there.catch_up.on_snapshot(peer, SNAPSHOT)
+            there.catch_up.on_snapshot("b", stranger)
 
-            there.on_asked = asked
-            assert await there.fetched()
-
-    virtually(body)
+        there.on_asked = asked
+        assert await there.fetched()
 
 
-def test_the_first_step_waits_for_enough_members_with_the_same_model(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_first_step_waits_for_enough_members_with_the_same_model(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-
-    async def body() -> None:
-        async with swarm() as there:
-            there.member("a", ready=True, model="m")
-            await there.catch_up.enough_members(2, "m")
-            there.member("b", ready=True, model="another")
-            there.member("c", ready=False, model="m")
-            there.member("d", State.FAILED, ready=True, model="m")
-            enough = partial(there.catch_up.enough_members, 3, "m")
-            assert await unfinished(enough, 15)
-            there.member("c", ready=True, model="m")
-            assert not await unfinished(enough, 1)
-
-    virtually(body)
-    assert [record.message for record in caplog.records] == ["the trainer waits: 2 of 3 members are ready"] * 2
+    async with swarm() as there:
+        there.member("a", ready=True, model="m")
+        await there.catch_up.enough_members(2, "m")
+        there.member("b", ready=True, model="another")
+        there.member("c", ready=False, model="m")
+        there.member("d", State.FAILED, ready=True, model="m")
+        enough = partial(there.catch_up.enough_members, 3, "m")
+        assert await unfinished(enough, 15)
+        there.member("c", ready=True, model="m")
+        assert not await unfinished(enough, 1)
+    line = "the trainer waits: 2 of 3 members are ready; others join with peerd start --join h:1"
+    assert [record.message for record in caplog.records] == [line] * 2

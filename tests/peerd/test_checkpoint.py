@@ -16,10 +16,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors import SafetensorError
 from torch import nn
 
-from peerd import checkpoint
-from peerd.checkpoint import Damaged, Generation, capture, newest, restore, save
+from peerd.trainer import checkpoint
+from peerd.trainer.checkpoint import EXTRA_BYTES_MAX, Damaged, Generation, capture, newest, not_kept, restore, save
+from peerd.trainer.optimizers import Several, as_one
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "plain sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
@@ -27,6 +29,13 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.8, 0.9)),
     "adam in two groups": lambda model: torch.optim.Adam(
         [{"params": [p], "lr": 0.1**index} for index, p in enumerate(model.parameters(), 1)], amsgrad=True
+    ),
+    "tensor lr": lambda model: torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1), foreach=False),
+    "two as one": lambda model: as_one(
+        [
+            torch.optim.Adam(list(model.parameters())[:2], lr=0.01),
+            torch.optim.SGD(list(model.parameters())[2:], lr=0.1, momentum=0.9),
+        ]
     ),
 }
 
@@ -51,8 +60,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: 
     for step in range(first, last):
         inputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(step))
         model(inputs).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        for part in optimizer.parts if isinstance(optimizer, Several) else [optimizer]:
+            part.step()
+            part.zero_grad()
 
 
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -139,12 +149,87 @@ def test_another_grouping_of_parameters_starts_afresh() -> None:
 
 def test_an_optimizer_with_values_that_are_not_plain_is_left_out(tmp_path: Path) -> None:
     model = Net()
-    optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1), capturable=False, foreach=False)
+    optimizer = OPTIMIZERS["sgd"](model)
+    optimizer.param_groups[0]["callback"] = print
     save(tmp_path, capture(model, optimizer, 1, "s"))
     found = newest(tmp_path, "s", silent)
     assert found is not None
     assert found.optimizer is None
     assert restore(found, model, optimizer) is False
+
+
+def test_a_checkpoint_of_before_is_loaded_with_its_frozen_parameters(tmp_path: Path) -> None:
+    """It had them all, and no word of extra state."""
+    model, again = Net(), Net()
+    folder = save(tmp_path, capture(model, OPTIMIZERS["sgd"](model), 1, "s"))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["sha256"], manifest["extra"]
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "sha256": checkpoint._digest(manifest)}))
+    again.first.requires_grad_(False)
+    found = newest(tmp_path, "s", silent)
+    assert found is not None
+    assert restore(found, again, OPTIMIZERS["sgd"](again))
+    assert torch.equal(again.first.weight, model.first.weight)
+    assert torch.equal(again.norm.weight, model.norm.weight)
+
+
+class Counted(nn.Linear):
+    """Its extra state is what it was made with, until another is set."""
+
+    def __init__(self, extra: Any) -> None:
+        super().__init__(2, 2)
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(plain)
+def test_plain_extra_state_comes_back_as_it_is(tmp_path: Path, extra: Any) -> None:
+    model, again = nn.Sequential(Counted(extra)), nn.Sequential(Counted("nothing"))
+    assert not_kept(model) == []
+    save(tmp_path, capture(model, OPTIMIZERS["sgd"](model), 1, "s"))
+    found = newest(tmp_path, "s", silent)
+    assert found is not None
+    assert restore(found, again, OPTIMIZERS["sgd"](again))
+    assert repr(again[0].extra) == repr(extra)
+
+
+@pytest.mark.parametrize("extra", [(1, 2), {1: 2}, object(), {1}, b"x", float("nan"), "x" * EXTRA_BYTES_MAX], ids=type)
+def test_other_extra_state_is_left_out_and_told(tmp_path: Path, extra: Any) -> None:
+    mine, own = Counted(extra), Counted("its own")
+    model, again = nn.Sequential(mine), nn.Sequential(own)
+    (line,) = not_kept(model)
+    assert line.startswith(f"0._extra_state is no plain data ({type(extra).__name__}): ")
+    save(tmp_path, capture(model, OPTIMIZERS["sgd"](model), 1, "s"))
+    found = newest(tmp_path, "s", silent)
+    assert found is not None
+    assert restore(found, again, OPTIMIZERS["sgd"](again))
+    assert own.extra == "its own"
+    assert torch.equal(own.weight, mine.weight)
+
+
+def test_a_frozen_parameter_that_was_left_out_stays_and_another_is_missed() -> None:
+    model, again = Net(), Net()
+    taken = capture(model, OPTIMIZERS["sgd"](model), 1, "s", left_out={"norm.weight"})
+    assert "model.norm.weight" not in taken.tensors
+    with pytest.raises(Damaged, match=r"does not fit this model: it lacks norm.weight"):
+        restore(taken, again, OPTIMIZERS["sgd"](again))
+    again.norm.weight.requires_grad_(False).fill_(7.0)
+    restore(taken, again, OPTIMIZERS["sgd"](again))
+    assert again.norm.weight.tolist() == [7.0] * 3
+    assert torch.equal(again.first.weight, model.first.weight)
 
 
 def test_a_model_that_does_not_fit_is_damaged() -> None:
@@ -336,8 +421,8 @@ class Disk:
         self._act = act
         for owner, name in WATCHED:
             patch.setattr(owner, name, self._watched(name, getattr(owner, name)))
-        for owner, name in WRITERS:
-            patch.setattr(owner, name, self._writer(name, getattr(owner, name)))
+        for kind, name in WRITERS:
+            patch.setattr(kind, name, self._writer(name, getattr(kind, name)))
 
     def _count(self, name: str) -> None:
         self.calls += 1
@@ -445,7 +530,7 @@ def test_an_error_of_the_disk_at_any_call_keeps_what_there_is(
 ) -> None:
     def fail(_: Disk, name: str) -> None:
         if name == "save_file":
-            raise checkpoint.SafetensorError(f"I/O error: {os.strerror(number)}")
+            raise SafetensorError(f"I/O error: {os.strerror(number)}")
         raise OSError(number, os.strerror(number))
 
     for stop_at in every_call():

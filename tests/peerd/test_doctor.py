@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import queue
@@ -10,24 +11,28 @@ import socket
 import subprocess
 import sys
 import threading
-from functools import partial
+from pathlib import Path
 
 import pytest
 import trio
 from ucx_here import needs_ucx
 
 from peerd import doctor
-from peerd.effects import UserError
+from peerd.carriers import Finding, rdma_check
 from peerd.settings import Settings
-from peerd.transport import hello, speed, ucx
+from peerd.transport import hello, speed
+from peerd.transport.connection import Connection
+from peerd.transport.errors import UserError
+from peerd.transport.messages import Welcome
+from peerd.transport.rdma import ucx
 from peerd.transport.tcp import TcpTransport
 
 
-def found(settings: Settings, check: str) -> list[doctor.Finding]:
+def found(settings: Settings, check: str) -> list[Finding]:
     return [finding for finding in doctor.examine(settings) if finding.check == check]
 
 
-def test_every_failure_has_a_cure_and_fails_the_whole():
+def test_every_failure_has_a_cure_and_fails_the_whole() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         taken_port = taken.getsockname()[1]
         findings = doctor.examine(Settings(bind=f"127.0.0.1:{taken_port}", join=("127.0.0.1:1",)))
@@ -38,7 +43,32 @@ def test_every_failure_has_a_cure_and_fails_the_whole():
         doctor.check(findings)
 
 
-def test_what_only_listens_is_timed_and_nothing_more(monkeypatch):
+@pytest.mark.parametrize(
+    ("bound", "whose", "state"),
+    [
+        ("127.0.0.1:0", "is that of the node mine, which runs here", "note"),
+        ("localhost", "is that of the node mine, which runs here", "note"),
+        ("0.0.0.0", "is that of the node mine, which runs here", "note"),
+        ("192.0.2.1", "cannot listen on", "fail"),
+    ],
+)
+def test_a_port_that_a_node_of_this_host_holds_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch, bound: str, whose: str, state: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        info = {"address": f"{bound.split(':')[0]}:{port}", "settings": {"bind": bound}}
+        monkeypatch.setattr(doctor, "running_nodes", lambda: ["other", "mine"])
+        monkeypatch.setattr(doctor, "socket_path", lambda name: name)
+        others = {"address": f"127.0.0.1:{port + 1}", "settings": {"bind": "127.0.0.1"}}
+        monkeypatch.setattr(doctor, "request", lambda path, verb: info if path == "mine" else others, raising=False)
+        tcp, udp = found(Settings(bind=f"127.0.0.1:{port}"), "port")
+    assert (tcp.state, udp.state) == (state, "ok")
+    assert whose in tcp.found
+    assert tcp.cure
+
+
+def test_what_only_listens_is_timed_and_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "MEASURE_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as there:
         timed, measured = found(Settings(join=(f"127.0.0.1:{there.getsockname()[1]}",)), "peer")
@@ -48,18 +78,24 @@ def test_what_only_listens_is_timed_and_nothing_more(monkeypatch):
     assert measured.cure
 
 
-def test_a_name_that_cannot_be_one_is_refused_in_a_line():
+def test_a_name_that_cannot_be_one_is_refused_in_a_line() -> None:
     (peer,) = found(Settings(bind=f"{'x' * 64}:0", join=("x..y:1",)), "peer")
     assert (peer.state, bool(peer.cure)) == ("fail", True)
 
 
-def test_the_speed_of_the_line_from_a_node(monkeypatch):
+@pytest.mark.parametrize("is_loopback", [True, False])
+def test_the_speed_of_the_line_from_a_node(monkeypatch: pytest.MonkeyPatch, is_loopback: bool) -> None:
     monkeypatch.setattr(speed, "MEASURE_S", 0.1)
-    give, taken = queue.SimpleQueue(), threading.Event()
+    monkeypatch.setattr(ipaddress.IPv4Address, "is_loopback", is_loopback)  # a listener is stricter with other hosts
+    give: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
+    taken = threading.Event()
 
-    async def node():
+    async def node() -> None:
         async with trio.open_nursery() as nursery:
-            answered = partial(hello.answer, check=None, me=None)
+
+            async def answered(link: Connection) -> None:
+                await hello.answer(link, lambda _: None, Welcome("id", "name", 1))
+
             give.put(await nursery.start(TcpTransport(nursery).listen, ("127.0.0.1", 0), answered))
             await trio.to_thread.run_sync(taken.wait)
             nursery.cancel_scope.cancel()
@@ -73,11 +109,13 @@ def test_the_speed_of_the_line_from_a_node(monkeypatch):
         taken.set()
         thread.join()
     assert measured.state == "ok"
-    assert float(re.search(r"([0-9.e+]+) Mbit/s", measured.found)[1]) > 0
+    rate = re.search(r"([0-9.e+]+) Mbit/s", measured.found)
+    assert rate is not None
+    assert float(rate[1]) > 0
 
 
-def test_no_ucx_harms_only_who_wants_rdma(monkeypatch):
-    def none():
+def test_no_ucx_harms_only_who_wants_rdma(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> None:
         raise ucx.UcxError("no UCX library: none")
 
     monkeypatch.setattr(ucx, "load", none)
@@ -99,7 +137,9 @@ def test_no_ucx_harms_only_who_wants_rdma(monkeypatch):
     ],
 )
 @needs_ucx
-def test_the_cure_names_the_variable_that_is_at_fault(variables, said, cure, monkeypatch):
+def test_the_cure_names_the_variable_that_is_at_fault(
+    variables: dict[str, str], said: str, cure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for key, value in variables.items():
         monkeypatch.setenv(key, value)
     (finding,) = [finding for finding in found(Settings(transport="rdma"), "ucx") if finding.state == "fail"]
@@ -120,13 +160,15 @@ def library(source: str) -> ucx.Library:
         (["class/mlx5_0", "dev/uverbs0"], "system", "makes nothing of mlx5_0", "UCX_TLS"),
     ],
 )
-def test_why_there_is_no_rdma(files, source, said, cure, monkeypatch, tmp_path):
+def test_why_there_is_no_rdma(
+    files: list[str], source: str, said: str, cure: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     for name in files:
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.touch()
-    monkeypatch.setattr(doctor, "INFINIBAND", tmp_path / "class")
-    monkeypatch.setattr(doctor, "VERBS", tmp_path / "dev")
+    monkeypatch.setattr(rdma_check, "INFINIBAND", tmp_path / "class")
+    monkeypatch.setattr(rdma_check, "VERBS", tmp_path / "dev")
     monkeypatch.setattr(ucx, "load", lambda: library(source))
     monkeypatch.setattr(ucx, "resources", lambda _: ["tcp/lo"])
     (finding,) = found(Settings(), "rdma")
@@ -137,9 +179,9 @@ def test_why_there_is_no_rdma(files, source, said, cure, monkeypatch, tmp_path):
 
 @needs_ucx
 @pytest.mark.parametrize("locked", [True, False])
-def test_rdma_that_works_if_its_memory_can_be_locked(locked, monkeypatch):
+def test_rdma_that_works_if_its_memory_can_be_locked(locked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ucx, "resources", lambda _: ["tcp/lo", "rc_mlx5/mlx5_0:1"])
-    monkeypatch.setattr(doctor, "RDMA_ONLY", "tcp")
+    monkeypatch.setattr(rdma_check, "RDMA_ONLY", "tcp")
     if not locked:
         monkeypatch.setattr(ucx.Context, "map", refuse_to_register)
     usable, *lacking = found(Settings(transport="rdma"), "rdma")
@@ -147,11 +189,11 @@ def test_rdma_that_works_if_its_memory_can_be_locked(locked, monkeypatch):
     assert [(one.state, "ulimit" in one.cure) for one in lacking] == ([] if locked else [("fail", True)])
 
 
-def refuse_to_register(*_):
+def refuse_to_register(*_: object) -> None:
     raise ucx.UcxError("ucp_mem_map: Input/output error")
 
 
-def test_the_verb_speaks_json_and_exits_with_what_it_found():
+def test_the_verb_speaks_json_and_exits_with_what_it_found() -> None:
     flags = ["--bind", "127.0.0.1:0", "--join", "127.0.0.1:1", "--format", "json"]
     command = [sys.executable, "-m", "peerd.cli.main", "doctor", *flags]
     environment = {**os.environ, "PEERD_UCX_LIBRARY": "/nowhere"}

@@ -7,7 +7,7 @@ import os
 import random
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -17,17 +17,26 @@ import pytest
 import trio
 import trio.testing
 
-from peerd.effects import Apply, Effect, Log, NodeId, PeerError, Proceed, Publish, Send, StepReport
-from peerd.exchanges import EXCHANGE_SHARE, HAND_OVER_LEAST_S, WIND_UP_LEAST_S, WIND_UP_LOOK_S, Exchanges
-from peerd.messages import AS_STARTED, Connected, Delta, LinkOpen, Message, ModelSnapshot, Plan
-from peerd.replica import Replica
-from peerd.shared_memory import SharedMemory
-from peerd.training import delta
-from peerd.training.delta import Layout, NotFinite
+from peerd.daemon.mode_runner import EXCHANGE_SHARE, HAND_OVER_MIN_S, WIND_UP_LOOK_S, WIND_UP_MIN_S, ModeRunner
+from peerd.daemon.trainer_session import TrainerStatus
+from peerd.local.shared_memory import SharedMemory
+from peerd.node.core import Nothing
+from peerd.node.model_copy import ModelCopy
+from peerd.protocol.trainer import Said, encoded
+from peerd.training.codecs import vector
+from peerd.training.codecs.vector import Layout, NotFinite
+from peerd.training.effects import Apply, Effect, Log, Proceed, Publish, Send, StepReport
+from peerd.training.mode_core import Reconnected
+from peerd.training.modes import EVERY_STEP, Quiet
+from peerd.transport.errors import PeerError
+from peerd.transport.ids import NodeId
+from peerd.transport.messages import AS_STARTED, Connected, Delta, LinkOpen, Message, ModelSnapshot, Plan
+
+pytestmark = pytest.mark.trio(clock="still")  # the compute thread takes no time
 
 LAYOUT = Layout(2, 2)
 HALF = Delta(1, 1, "sign", 0.5, True, False, ())
-ONE = np.float32([1, 1])
+ONE = np.array([1, 1], np.float32)
 
 
 def report(step: int, *, published: bool = False, finishing: bool = False) -> StepReport:
@@ -61,6 +70,10 @@ class Mode:
         self.deadline = float("inf")
         return self._hear("timer")
 
+    @property
+    def quiet(self) -> Quiet:
+        return EVERY_STEP
+
     def end(self) -> npt.NDArray[np.float32] | None:
         return self.left
 
@@ -75,13 +88,15 @@ class There:
         self.clock = trio.lowlevel.current_clock()
         self.sent: list[tuple[NodeId, Message]] = []
         self.drained_after: list[tuple[NodeId, Message]] | None = None
-        self.told: list[tuple[str, int]] = []
-        self.memory, self.replica = memory_and_replica()
+        self.told: list[tuple[Any, ...]] = []
+        self.memory, self.model_copy = memory_and_replica()
+        self.board = self.model_copy._memory.board
         self.mode = Mode()
-        self.exchanges = Exchanges(self)  # type: ignore[arg-type]  # it is its peers, too
-        self.exchanges.lane.replica = self.replica
-        self.exchanges.lane.mode = self.mode  # type: ignore[assignment]
-        self.exchanges.session = self  # type: ignore[assignment]  # and its trainer
+        self.facts = TrainerStatus(1)
+        self.runner = ModeRunner(self)  # type: ignore[arg-type]  # it is its peers, too
+        self.runner.core.model = self.model_copy
+        self.runner.core.mode = self.mode  # type: ignore[assignment]
+        self.runner.session = self  # type: ignore[assignment]  # and its trainer
 
     def send(self, peer: NodeId, message: Message) -> None:
         self.sent.append((peer, message))
@@ -90,14 +105,14 @@ class There:
         self.drained_after = list(self.sent)
         await trio.lowlevel.checkpoint()
 
-    async def tell(self, kind: str, **content: int) -> None:
+    async def tell(self, said: Said) -> None:
         await trio.lowlevel.checkpoint()
-        self.told += [(kind, value) for value in content.values()]
+        self.told.append(tuple(encoded(said).values()))
 
     async def worked(self) -> None:
         """All that was posted so far is done."""
         await trio.testing.wait_all_tasks_blocked()
-        await self.exchanges.lane.call(lambda _: [])
+        await self.runner.compute.call(Nothing())
 
     async def later(self, seconds: float) -> None:
         """So much time has passed, and what was due then is done."""
@@ -106,323 +121,280 @@ class There:
         self.clock.jump(seconds)
         await self.worked()
 
+    def asks_after(self, gate: threading.Event) -> None:
+        """The mode stands until then, and asks for nothing."""
+
+        def stand(_: Any) -> list[Effect]:
+            assert gate.wait(60)
+            return []
+
+        self.mode.answer = stand
+
     def asks(self, *effects: Effect) -> None:
         """The mode asks for these, whatever comes."""
         self.mode.answer = lambda _: list(effects)
 
 
-def memory_and_replica() -> tuple[SharedMemory, Replica]:
+def memory_and_replica() -> tuple[SharedMemory, ModelCopy]:
     memory = SharedMemory.create(2)
     other = SharedMemory(os.dup(memory.fd), 2)
     memory.close_fd()
     other.close_fd()
-    return memory, Replica(other)
+    return memory, ModelCopy(other)
 
 
 @asynccontextmanager
 async def there() -> AsyncIterator[There]:
     async with trio.open_nursery() as nursery:
         made = There(nursery)
-        nursery.start_soon(made.exchanges.run)
+        nursery.start_soon(made.runner.run)
         yield made
         nursery.cancel_scope.cancel()
 
 
-def run(body: Callable[[], Awaitable[None]]) -> None:
-    """Time passes only where the test says so: the lane's thread takes none of it."""
-    trio.run(body, clock=trio.testing.MockClock())
+async def test_before_there_is_a_mode_nothing_is_told() -> None:
+    async with there() as it:
+        it.runner.core.mode = None
+        it.runner.on_reconnected("a")
+        await it.runner.on_message("a", HALF)
+        await it.worked()
+        assert it.mode.told == []
 
 
-def test_before_there_is_a_mode_nothing_is_told() -> None:
-    async def body() -> None:
-        async with there() as it:
-            it.exchanges.lane.mode = None
-            it.exchanges.on_reconnected("a")
-            await it.exchanges.on_message("a", HALF)
-            await it.worked()
-            assert it.mode.told == []
-
-    run(body)
-
-
-def test_events_reach_the_mode_in_order() -> None:
-    async def body() -> None:
-        async with there() as it:
-            it.exchanges.on_partners(frozenset("ab"))
-            it.exchanges.on_report(report(1, published=True), 1)
-            await it.exchanges.on_message("a", HALF)
-            it.exchanges.on_reconnected("b")
-            it.exchanges.on_report(report(2, finishing=True), None)
-            await it.worked()
-            assert it.mode.told == [
-                frozenset("ab"),
-                report(1, published=True),
-                ("a", HALF),
-                ("b", Connected()),
-                report(2, finishing=True),
-            ]
-
-    run(body)
+async def test_events_reach_the_mode_in_order() -> None:
+    async with there() as it:
+        it.runner.on_partners(frozenset("ab"))
+        it.runner.on_report(report(1, published=True), 1)
+        await it.runner.on_message("a", HALF)
+        it.runner.on_reconnected("b")
+        it.runner.on_report(report(2, finishing=True), None)
+        await it.worked()
+        assert it.mode.told == [
+            frozenset("ab"),
+            report(1, published=True),
+            ("a", HALF),
+            ("b", Connected()),
+            report(2, finishing=True),
+        ]
 
 
-def test_a_peers_mistake_is_raised_where_its_message_came_in() -> None:
-    async def body() -> None:
-        async with there() as it:
+async def test_a_peers_mistake_is_raised_where_its_message_came_in() -> None:
+    async with there() as it:
 
-            def wrong(_: Any) -> list[Effect]:
-                raise PeerError("a bad payload")
+        def wrong(_: Any) -> list[Effect]:
+            raise PeerError("a bad payload")
 
-            it.mode.answer = wrong
-            with pytest.raises(PeerError, match="a bad payload"):
-                await it.exchanges.on_message("a", HALF)
-            it.asks()
-            await it.exchanges.on_message("a", HALF)
-
-    run(body)
+        it.mode.answer = wrong
+        with pytest.raises(PeerError, match="a bad payload"):
+            await it.runner.on_message("a", HALF)
+        it.asks()
+        await it.runner.on_message("a", HALF)
 
 
-def test_reports_that_wait_for_the_lane_are_replaced_by_the_newest() -> None:
-    async def body() -> None:
-        async with there() as it:
-            gate = threading.Event()
-
-            def busy(_: float) -> list[Effect]:
-                assert gate.wait(60)
-                return []
-
-            it.exchanges.lane.post(busy)
-            for step in range(1, 5):
-                it.exchanges.on_report(report(step), None)
-            it.exchanges.on_report(report(5, published=True), 1)  # this one says more than how far the model moved
-            it.exchanges.on_report(report(6), None)
-            gate.set()
-            await it.worked()
-            assert it.mode.told == [report(6), report(5, published=True)]
-            it.exchanges.on_report(report(7), None)
-            await it.worked()
-            assert it.mode.told[2:] == [report(7)]
-
-    run(body)
+async def test_reports_that_wait_for_the_thread_are_replaced_by_the_newest() -> None:
+    async with there() as it:
+        gate = threading.Event()
+        it.asks_after(gate)
+        it.runner.compute.post(Reconnected("a"))
+        for step in range(1, 5):
+            it.runner.on_report(report(step), None)
+        it.runner.on_report(report(5, published=True), 1)  # this one says more than how far the model moved
+        it.runner.on_report(report(6), None)
+        gate.set()
+        await it.worked()
+        assert it.mode.told[1:] == [report(4), report(5, published=True), report(6)]
+        it.runner.on_report(report(7), None)
+        await it.worked()
+        assert it.mode.told[4:] == [report(7)]
 
 
-def test_a_publish_is_asked_once_until_it_comes() -> None:
-    async def body() -> None:
-        async with there() as it:
-            it.asks(Publish())
-            it.exchanges.on_report(report(1), None)
-            await it.worked()
-            it.exchanges.on_report(report(2), None)
-            it.exchanges.ask_publish()
-            await it.worked()
-            assert it.told == [("publish", 1)]
-            it.asks()
-            it.memory.copies[1][:] = 7
-            it.exchanges.on_report(report(3, published=True), 1)
-            it.exchanges.ask_publish()
-            await it.worked()
-            assert it.told == [("publish", 1), ("publish", 0)], "into the copy that is not the model now"
-            assert (await it.exchanges.values()).tolist() == [7, 7]
-
-    run(body)
-
-
-def test_corrections_are_handed_over_until_taken() -> None:
-    async def body() -> None:
-        async with there() as it:
-            it.asks(Apply(ONE), Send("a", HALF))
-            await it.exchanges.on_message("a", HALF)
-            await it.exchanges.on_message("a", HALF)
-            assert it.sent == [("a", HALF)] * 2
-            assert it.told == [("corrections", 0)], "the trainer has one half at a time"
-            assert not it.exchanges.all_taken
-            it.exchanges.on_taken(0)
-            await it.worked()
-            assert it.told == [("corrections", 0), ("corrections", 1)]
-            it.exchanges.on_taken(1)
-            await it.worked()
-            assert it.exchanges.all_taken
-            assert (await it.exchanges.values()).tolist() == [2, 2]
-
-    run(body)
+async def test_a_publish_is_asked_once_until_it_comes() -> None:
+    async with there() as it:
+        it.asks(Publish())
+        it.runner.on_report(report(1), None)
+        await it.worked()
+        it.runner.on_report(report(2), None)
+        it.runner.ask_publish()
+        await it.worked()
+        assert it.told == [("publish",)]
+        it.asks()
+        it.memory.copies[1][:] = 7
+        it.runner.on_report(report(3, published=True), 1)
+        it.runner.ask_publish()
+        await it.worked()
+        assert it.told == [("publish",), ("publish",)]
+        values, step = await it.runner.values()
+        assert (values.tolist(), step) == ([7, 7], 3)
+        assert it.memory.board.current == 1, "the trainer may write the other one now"
 
 
-def test_without_a_trainer_corrections_are_the_models_at_once() -> None:
-    async def body() -> None:
-        async with there() as it:
-            it.asks(Apply(ONE), Publish())
-            await it.exchanges.on_message("a", HALF)
-            it.told.clear()
-            it.exchanges.on_trainer_gone()
-            await it.worked()
-            assert (await it.exchanges.values()).tolist() == [1, 1], "what it had not taken is not lost"
-            await it.exchanges.on_message("a", HALF)
-            assert it.told == []
-            assert it.exchanges.all_taken
-            assert (await it.exchanges.values()).tolist() == [2, 2]
-
-            # the next trainer gets the model in its own memory, and is asked to publish anew
-            memory, fresh = memory_and_replica()
-            await it.exchanges.move(fresh)
-            it.exchanges.session = it  # type: ignore[assignment]
-            assert memory.copies[0].tolist() == [2, 2]
-            it.exchanges.ask_publish()
-            await it.worked()
-            assert it.told == [("publish", 1)]
-
-    run(body)
+async def test_corrections_are_handed_over_until_taken() -> None:
+    async with there() as it:
+        it.asks(Apply(ONE), Send("a", HALF))
+        await it.runner.on_message("a", HALF)
+        await it.runner.on_message("a", HALF)
+        assert it.sent == [("a", HALF)] * 2
+        assert it.told == [("corrections", 0)], "the trainer has one half at a time"
+        taken = [it.runner.all_taken]
+        it.runner.on_taken(0)
+        await it.worked()
+        assert it.told == [("corrections", 0), ("corrections", 1)]
+        it.runner.on_taken(1)
+        await it.worked()
+        assert [*taken, it.runner.all_taken] == [False, True]
+        assert (await it.runner.values())[0].tolist() == [2, 2]
 
 
-def test_a_trainer_that_comes_before_the_last_one_is_tidied_away_keeps_its_corrections() -> None:
-    async def body() -> None:
-        async with there() as it:
-            it.exchanges.on_trainer_gone()
-            it.exchanges.session = it  # type: ignore[assignment]
-            await it.worked()
-            it.asks(Apply(ONE))
-            await it.exchanges.on_message("a", HALF)
-            assert it.told == [("corrections", 0)]
+async def test_without_a_trainer_corrections_are_the_models_at_once() -> None:
+    async with there() as it:
+        it.asks(Apply(ONE), Publish())
+        await it.runner.on_message("a", HALF)
+        it.told.clear()
+        it.runner.on_trainer_gone()
+        await it.worked()
+        assert (await it.runner.values())[0].tolist() == [1, 1], "what it had not taken is not lost"
+        await it.runner.on_message("a", HALF)
+        assert it.told == []
+        assert it.runner.all_taken
+        assert (await it.runner.values())[0].tolist() == [2, 2]
 
-    run(body)
-
-
-def test_the_model_is_given_bit_for_bit_unless_it_is_not_finite() -> None:
-    async def body() -> None:
-        async with there() as it:
-            model = np.float32([1 / 3, 1e-30])
-            it.memory.copies[0][:] = model
-            await it.exchanges.give_model("a", LAYOUT, 9)
-            ((peer, message),) = it.sent
-            assert isinstance(message, ModelSnapshot)
-            assert (peer, message.step) == ("a", 9)
-            found = np.empty(2, np.float32)
-            delta.decode(message.codec, LAYOUT, message.chunks, found)
-            assert found.tobytes() == model.tobytes()
-            it.memory.copies[0][1] = np.nan
-            with pytest.raises(NotFinite):
-                await it.exchanges.give_model("a", LAYOUT, 9)
-            assert len(it.sent) == 1
-
-    run(body)
+        # the next trainer gets the model in its own memory, and is asked to publish anew
+        memory, fresh = memory_and_replica()
+        await it.runner.move(fresh)
+        it.runner.session = it  # type: ignore[assignment]
+        assert memory.copies[0].tolist() == [2, 2]
+        it.runner.ask_publish()
+        await it.worked()
+        assert it.told == [("publish",)]
 
 
-def test_the_mode_is_woken_at_its_deadline() -> None:
-    async def body() -> None:
-        async with there() as it:
-            it.mode.deadline = 40.0
-            await it.later(39)
-            assert it.mode.told == []
-            await it.later(2)
-            assert it.mode.told == ["timer"]
+async def test_a_trainer_that_comes_before_the_last_one_is_tidied_away_keeps_its_corrections() -> None:
+    async with there() as it:
+        it.asks(Apply(ONE))
+        await it.runner.on_message("a", HALF)
+        it.runner.on_trainer_gone()
+        it.runner.session = it  # type: ignore[assignment]
+        await it.runner.on_message("a", HALF)
+        _, fresh = memory_and_replica()
+        await it.runner.go_on_from(fresh, 3)
+        assert (await it.runner.values())[0].tolist() == [2, 2]
 
-    run(body)
+
+async def test_the_model_is_given_bit_for_bit_unless_it_is_not_finite() -> None:
+    async with there() as it:
+        model = np.array([1 / 3, 1e-30], np.float32)
+        it.memory.copies[0][:] = model
+        it.model_copy.step = 9
+        await it.runner.give_model("a", LAYOUT)
+        ((peer, message),) = it.sent
+        assert isinstance(message, ModelSnapshot)
+        assert (peer, message.step) == ("a", 9)
+        found = np.empty(2, np.float32)
+        vector.decode(message.codec, LAYOUT, message.chunks, found)
+        assert found.tobytes() == model.tobytes()
+        it.memory.copies[0][1] = np.nan
+        with pytest.raises(NotFinite):
+            await it.runner.give_model("a", LAYOUT)
+        assert len(it.sent) == 1
 
 
-def test_what_the_mode_says_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    async def body() -> None:
-        async with there() as it:
-            it.asks(Log("warning", "the model is not finite"))
-            await it.exchanges.on_message("a", HALF)
+async def test_the_mode_is_woken_at_its_deadline() -> None:
+    async with there() as it:
+        it.mode.deadline = 40.0
+        await it.later(39)
+        assert it.mode.told == []
+        await it.later(2)
+        assert it.mode.told == ["timer"]
 
-    run(body)
+
+async def test_what_the_mode_says_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async with there() as it:
+        it.asks(Log("warning", "the model is not finite"))
+        await it.runner.on_message("a", HALF)
     assert [(record.levelno, record.message) for record in caplog.records] == [
         (logging.WARNING, "the model is not finite")
     ]
 
 
-def test_proceed_says_what_is_done() -> None:
-    async def body() -> None:
-        async with there() as it:
-            it.exchanges.on_report(report(1, finishing=True), None)
-            settled = it.exchanges.settled
-            it.asks(Proceed(settled=False))
-            await it.exchanges.on_message("a", HALF)
-            assert not settled.is_set()
-            it.asks(Proceed(settled=True))
-            await it.exchanges.on_message("a", HALF)
-            assert settled.is_set()
-            it.exchanges.on_report(report(1, finishing=True), None)
-            assert it.exchanges.settled.is_set(), "without a step the mode has nothing more to say"
-            it.exchanges.on_report(report(2), None)
-            assert not it.exchanges.settled.is_set(), "a new run ends anew"
-
-    run(body)
+async def test_proceed_says_what_is_done() -> None:
+    async with there() as it:
+        it.runner.on_report(report(1, finishing=True), None)
+        settled = it.runner.settled
+        it.asks(Proceed(settled=False))
+        await it.runner.on_message("a", HALF)
+        assert not settled.is_set()
+        it.asks(Proceed(settled=True))
+        await it.runner.on_message("a", HALF)
+        assert settled.is_set()
+        it.runner.on_report(report(1, finishing=True), None)
+        assert it.runner.settled.is_set(), "without a step the mode has nothing more to say"
+        it.runner.on_report(report(2), None)
+        assert not it.runner.settled.is_set(), "a new run ends anew"
 
 
 END = StepReport(12, 0.0, 1.0, published=False, finishing=True)
 
 
-def test_a_leaving_node_waits_until_its_partners_have_all(caplog: pytest.LogCaptureFixture) -> None:
-    async def body() -> None:
-        async with there() as it:
-            it.mode.answer = lambda event: [Proceed(settled=False)] if event == END else []
-            await it.exchanges.hand_over(12)
-            assert it.mode.told == [END]
-
-    run(body)
+async def test_a_leaving_node_waits_until_its_partners_have_all(caplog: pytest.LogCaptureFixture) -> None:
+    async with there() as it:
+        it.mode.answer = lambda event: [Proceed(settled=False)] if event == END else []
+        await it.runner.hand_over(12)
+        assert it.mode.told == [END]
     assert not caplog.records
 
 
-def test_a_node_that_leaves_in_its_second_run_waits_for_this_runs_change() -> None:
-    async def body() -> None:
-        async with there() as it:
-            it.asks(Proceed(settled=False), Proceed(settled=True))
-            it.exchanges.on_report(report(1, finishing=True), None)
-            await it.worked()
-            it.asks()
-            it.exchanges.on_report(report(2), None)
-            it.nursery.start_soon(it.exchanges.hand_over, 12)
-            await it.worked()
-            assert it.mode.told[-1] == END
-            it.asks(Send("a", HALF), Proceed(settled=False))
-            await it.exchanges.on_message("a", HALF)
-            await it.worked()
-            assert it.drained_after == [("a", HALF)]
-
-    run(body)
+async def test_a_node_that_leaves_in_its_second_run_waits_for_this_runs_change() -> None:
+    async with there() as it:
+        it.asks(Proceed(settled=False), Proceed(settled=True))
+        it.runner.on_report(report(1, finishing=True), None)
+        await it.worked()
+        it.asks()
+        it.runner.on_report(report(2), None)
+        it.nursery.start_soon(it.runner.hand_over, 12)
+        await it.worked()
+        assert it.mode.told[-1] == END
+        it.asks(Send("a", HALF), Proceed(settled=False))
+        await it.runner.on_message("a", HALF)
+        await it.worked()
+        assert it.drained_after == [("a", HALF)]
 
 
-def test_halves_that_cross_are_no_slow_exchange(caplog: pytest.LogCaptureFixture) -> None:
-    async def body() -> None:
-        async with there() as it:
-            it.mode.answer = lambda event: [Send("a", HALF)] if isinstance(event, StepReport) else []
-            it.exchanges.on_report(report(1), None)
-            await it.exchanges.on_message("a", HALF)  # it is here before the lane has begun ours
-            await it.later(1000)
-            await it.exchanges.on_message("a", HALF)
-            it.nursery.start_soon(it.exchanges.hand_over, 12)
-            await it.later(HAND_OVER_LEAST_S + 1)
-
-    run(body)
+async def test_halves_that_cross_are_no_slow_exchange(caplog: pytest.LogCaptureFixture) -> None:
+    async with there() as it:
+        it.mode.answer = lambda event: [Send("a", HALF)] if isinstance(event, StepReport) else []
+        it.runner.on_report(report(1), None)
+        await it.runner.on_message("a", HALF)  # it is here before the compute thread has begun ours
+        await it.later(1000)
+        await it.runner.on_message("a", HALF)
+        it.nursery.start_soon(it.runner.hand_over, 12)
+        await it.later(HAND_OVER_MIN_S + 1)
     assert [record.message for record in caplog.records] == ["not every partner took what this node had not yet sent"]
 
 
 @pytest.mark.parametrize("slowest_s", [0, 30])
 @pytest.mark.parametrize("how", ["answered", "reconnected", "gone"])
-def test_a_leaving_node_waits_as_its_slowest_exchange_suggests(
+async def test_a_leaving_node_waits_as_its_slowest_exchange_suggests(
     how: str, slowest_s: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def body() -> None:
-        async with there() as it:
-            it.asks(Send("a", HALF), Send("b", LinkOpen(1)))
-            await it.exchanges.on_message("c", LinkOpen(2))
-            it.asks()
-            await it.later(slowest_s)
-            match how:
-                case "reconnected":  # what is said again is another exchange
-                    it.exchanges.on_reconnected("a")
-                case "gone":
-                    it.exchanges.on_partners(frozenset("bc"))
-            await it.exchanges.on_message("a", HALF)
-            await it.exchanges.on_message("b", HALF)  # no exchange, so it took no time
-            await it.later(1000)
-            await it.exchanges.on_message("a", HALF)  # nor is the next one that it begins ours
-            it.nursery.start_soon(it.exchanges.hand_over, 12)
-            patience_s = EXCHANGE_SHARE * slowest_s if how == "answered" else 0
-            await it.later(max(patience_s, HAND_OVER_LEAST_S) - 1)
-            assert not caplog.records
-            await it.later(2)
-
-    run(body)
+    async with there() as it:
+        it.asks(Send("a", HALF), Send("b", LinkOpen(1)))
+        await it.runner.on_message("c", LinkOpen(2))
+        it.asks()
+        await it.later(slowest_s)
+        match how:
+            case "reconnected":  # what is said again is another exchange
+                it.runner.on_reconnected("a")
+            case "gone":
+                it.runner.on_partners(frozenset("bc"))
+        await it.runner.on_message("a", HALF)
+        await it.runner.on_message("b", HALF)  # no exchange, so it took no time
+        await it.later(1000)
+        await it.runner.on_message("a", HALF)  # nor is the next one that it begins ours
+        it.nursery.start_soon(it.runner.hand_over, 12)
+        patience_s = EXCHANGE_SHARE * slowest_s if how == "answered" else 0
+        await it.later(max(patience_s, HAND_OVER_MIN_S) - 1)
+        assert not caplog.records
+        await it.later(2)
     assert [record.message for record in caplog.records] == ["not every partner took what this node had not yet sent"]
 
 
@@ -442,161 +414,134 @@ async def begin(it: There, plan: Plan = PLAN) -> Busy:
     """The mode of another plan, which the exchanges now have."""
     made = Busy()
     it.mode = made
-    await it.exchanges.begin(plan, frozenset("ab"), lambda *_: made, "me", LAYOUT, random.Random(1), None)  # type: ignore
+    await it.runner.begin(plan, frozenset("ab"), lambda *_: made, "me", LAYOUT, random.Random(1), None)  # type: ignore
     assert made.told.pop() == frozenset("ab")
     return made
 
 
-def test_each_mode_hears_only_what_was_meant_for_it() -> None:
-    async def body() -> None:
-        async with there() as it:
-            before = it.mode
-            await it.exchanges.on_message("a", HALF, PLAN)
-            await it.exchanges.on_message("a", HALF)
-            after = await begin(it)
-            await it.exchanges.on_message("b", HALF)
-            await it.exchanges.on_message("b", HALF, PLAN)
-            await it.exchanges.on_message("b", HALF, Plan(1, "b", True, "gossip"))
-            assert (before.told, after.told) == ([("a", HALF)], [("b", HALF)])
-
-    run(body)
+async def test_each_mode_hears_only_what_was_meant_for_it() -> None:
+    async with there() as it:
+        before = it.mode
+        await it.runner.on_message("a", HALF, PLAN)
+        await it.runner.on_message("a", HALF)
+        after = await begin(it)
+        await it.runner.on_message("b", HALF)
+        await it.runner.on_message("b", HALF, PLAN)
+        await it.runner.on_message("b", HALF, Plan(1, "b", True, "gossip"))
+        assert (before.told, after.told) == ([("a", HALF)], [("b", HALF)])
 
 
-def test_what_is_sent_belongs_to_the_mode_that_sends_it() -> None:
-    async def body() -> None:
-        async with there() as it:
-            assert it.plan == AS_STARTED
-            await begin(it)
-            assert it.plan == PLAN
-
-    run(body)
+async def test_what_is_sent_belongs_to_the_mode_that_sends_it() -> None:
+    async with there() as it:
+        assert it.plan == AS_STARTED
+        await begin(it)
+        assert it.plan == PLAN
 
 
-def test_a_trainer_is_told_the_barrier_and_until_it_knows_its_steps_are_not_the_modes() -> None:
-    async def body() -> None:
-        async with there() as it:
-            await begin(it)
-            assert it.told == [("barrier", 3)]
-            it.memory.copies[1][:] = 5
-            it.exchanges.on_report(report(1, published=True), 1)
-            it.exchanges.on_report(report(2), None)
-            await it.worked()
-            assert it.mode.told == []
-            assert (await it.exchanges.values()).tolist() == [5, 5], "though the model is known"
-            await begin(it, Plan(2, "a"))
-            it.exchanges.on_told()
-            it.exchanges.on_report(report(3), None)
-            await it.worked()
-            assert it.mode.told == [], "it knows of the change before"
-            it.exchanges.on_told()
-            it.exchanges.on_report(report(4), None)
-            it.exchanges.on_report(report(5, finishing=True), None)
-            await it.worked()
-            assert it.mode.told == [report(4), report(5, finishing=True)]
-
-    run(body)
+async def test_a_trainer_is_told_the_barrier_and_until_it_knows_its_steps_are_not_the_modes() -> None:
+    async with there() as it:
+        await begin(it)
+        assert it.told == [("barrier", 3)]
+        it.memory.copies[1][:] = 5
+        it.runner.on_report(report(1, published=True), 1)
+        it.runner.on_report(report(2), None)
+        await it.worked()
+        assert it.mode.told == []
+        assert (await it.runner.values())[0].tolist() == [5, 5], "though the model is known"
+        await begin(it, Plan(2, "a"))
+        it.runner.on_told()
+        it.runner.on_report(report(3), None)
+        await it.worked()
+        assert it.mode.told == [], "it knows of the change before"
+        it.runner.on_told()
+        it.runner.on_report(report(4), None)
+        it.runner.on_report(report(5, finishing=True), None)
+        await it.worked()
+        assert it.mode.told == [report(4), report(5, finishing=True)]
 
 
-def test_a_trainer_that_does_not_know_the_barrier_yet_is_not_told_another() -> None:
-    async def body() -> None:
-        async with there() as it:
-            it.started = False
-            await begin(it)
-            assert it.told == []
-            it.exchanges.on_report(report(1), None)
-            await it.worked()
-            assert it.mode.told == [report(1)]
-
-    run(body)
+async def test_a_trainer_that_does_not_know_the_barrier_yet_is_not_told_another() -> None:
+    async with there() as it:
+        it.started = False
+        await begin(it)
+        assert it.told == []
+        it.runner.on_report(report(1), None)
+        await it.worked()
+        assert it.mode.told == [report(1)]
 
 
-def test_a_run_that_ended_before_the_change_is_still_ended_after_it() -> None:
-    async def body() -> None:
-        async with there() as it:
-            it.exchanges.on_report(report(7, finishing=True), None)
-            await begin(it)
-            it.exchanges.go_on_finishing(7, stands=False)
-            await it.worked()
-            assert it.mode.told == [report(7, finishing=True)]
-
-    run(body)
+async def test_a_run_that_ended_before_the_change_is_still_ended_after_it() -> None:
+    async with there() as it:
+        it.runner.on_report(report(7, finishing=True), None)
+        await begin(it)
+        it.runner.go_on_finishing(7, stands=False)
+        await it.worked()
+        assert it.mode.told == [report(7, finishing=True)]
 
 
 @pytest.mark.parametrize("stands", [False, True])
-def test_a_node_that_does_not_train_says_so_where_all_wait_for_it(stands: bool) -> None:
-    async def body() -> None:
-        async with there() as it:
-            it.exchanges.on_report(report(7), None)
-            await it.worked()
-            await begin(it)
-            it.exchanges.go_on_finishing(7, stands=stands)
-            await it.worked()
-            assert [said.step for said in it.mode.told] == [7] * stands
-            assert all(said.finishing for said in it.mode.told)
-
-    run(body)
+async def test_a_node_that_does_not_train_says_so_where_all_wait_for_it(stands: bool) -> None:
+    async with there() as it:
+        it.runner.on_report(report(7), None)
+        await it.worked()
+        await begin(it)
+        it.runner.go_on_finishing(7, stands=stands)
+        await it.worked()
+        assert [said.step for said in it.mode.told] == [7] * stands
+        assert all(said.finishing for said in it.mode.told)
 
 
-def test_before_a_change_what_is_under_way_comes_to_its_end_and_nothing_new_begins() -> None:
-    async def body() -> None:
-        async with there() as it:
-            mode = await begin(it)
-            it.exchanges.on_told()
-            wound_up = trio.Event()
+async def test_before_a_change_what_is_under_way_comes_to_its_end_and_nothing_new_begins() -> None:
+    async with there() as it:
+        mode = await begin(it)
+        it.runner.on_told()
+        wound_up = trio.Event()
 
-            async def wind_up() -> None:
-                await it.exchanges.wind_up()
-                wound_up.set()
+        async def wind_up() -> None:
+            await it.runner.wind_up()
+            wound_up.set()
 
-            it.nursery.start_soon(wind_up)
-            await it.later(WIND_UP_LEAST_S / 2)
-            it.exchanges.on_report(report(1), None)
-            await it.exchanges.on_message("a", HALF, PLAN)
-            assert mode.told == [("a", HALF)]
-            assert not wound_up.is_set()
-            mode.under_way = False
-            await it.later(WIND_UP_LOOK_S)
-            await it.later(WIND_UP_LOOK_S)
-            assert wound_up.is_set()
+        it.nursery.start_soon(wind_up)
+        await it.later(WIND_UP_MIN_S / 2)
+        it.runner.on_report(report(1), None)
+        await it.runner.on_message("a", HALF, PLAN)
+        assert mode.told == [("a", HALF)]
+        assert not wound_up.is_set()
+        mode.under_way = False
+        await it.later(WIND_UP_LOOK_S)
+        await it.later(WIND_UP_LOOK_S)
+        assert wound_up.is_set()
 
-            mode = await begin(it, Plan(2, "a"))
-            it.exchanges.on_told()
-            it.exchanges.on_report(report(2), None)
-            await it.worked()
-            assert mode.told == [report(2)]
-            wound_up = trio.Event()
-            it.nursery.start_soon(wind_up)
-            await it.worked()
-            await it.later(WIND_UP_LEAST_S)
-            assert wound_up.is_set(), "whoever does not answer is not waited for"
-
-    run(body)
+        mode = await begin(it, Plan(2, "a"))
+        it.runner.on_told()
+        it.runner.on_report(report(2), None)
+        await it.worked()
+        assert mode.told == [report(2)]
+        wound_up = trio.Event()
+        it.nursery.start_soon(wind_up)
+        await it.worked()
+        await it.later(WIND_UP_MIN_S)
+        assert wound_up.is_set(), "whoever does not answer is not waited for"
 
 
-def test_what_a_mode_still_held_is_the_models_before_another_takes_over() -> None:
-    async def body() -> None:
-        async with there() as it:
-            it.mode.left = ONE
-            made = await begin(it)
-            assert (await it.exchanges.values()).tolist() == [1, 1]
-            assert ("corrections", 0) in it.told, "the trainer gets it, too"
-            assert made.told == []
-
-    run(body)
+async def test_what_a_mode_still_held_is_the_models_before_another_takes_over() -> None:
+    async with there() as it:
+        it.mode.left = ONE
+        made = await begin(it)
+        assert (await it.runner.values())[0].tolist() == [1, 1]
+        assert ("corrections", 0) in it.told, "the trainer gets it, too"
+        assert made.told == []
 
 
-def test_an_average_is_no_end_of_a_run() -> None:
-    async def body() -> None:
-        async with there() as it:
-            await begin(it, Plan(1, "a", False))
-            it.asks(Proceed(settled=False))
-            await it.exchanges.on_message("a", HALF, Plan(1, "a", False))
-            assert not it.exchanges.averaged.is_set()
-            it.asks(Proceed(settled=True))
-            await it.exchanges.on_message("a", HALF, Plan(1, "a", False))
-            assert it.exchanges.averaged.is_set()
-            assert not it.exchanges.settled.is_set()
-            await begin(it, Plan(2, "a"))
-            assert not it.exchanges.averaged.is_set()
-
-    run(body)
+async def test_an_average_is_no_end_of_a_run() -> None:
+    async with there() as it:
+        await begin(it, Plan(1, "a", False))
+        it.asks(Proceed(settled=False))
+        await it.runner.on_message("a", HALF, Plan(1, "a", False))
+        assert not it.runner.averaged.is_set()
+        it.asks(Proceed(settled=True))
+        await it.runner.on_message("a", HALF, Plan(1, "a", False))
+        assert it.runner.averaged.is_set()
+        assert not it.runner.settled.is_set()
+        await begin(it, Plan(2, "a"))
+        assert not it.runner.averaged.is_set()

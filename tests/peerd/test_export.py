@@ -7,6 +7,7 @@ import resource
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -15,9 +16,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from peerd.effects import UserError
-from peerd.export import write_safetensors
-from peerd.training.flat import FlatModel
+from peerd.local.export import write_safetensors
+from peerd.training.model.flat import FlatModel
+from peerd.transport.errors import UserError
 
 
 class Net(nn.Module):
@@ -53,11 +54,42 @@ def test_every_trained_tensor_comes_back(tmp_path: Path) -> None:
         assert opened.metadata() == {"format": "pt"}
 
 
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_who_may_read_it_is_for_the_umask_to_say(tmp_path: Path, mask: int, mode: int) -> None:
+    flat = FlatModel(nn.Linear(2, 1))
+    path = tmp_path / "model.safetensors"
+    before = os.umask(mask)
+    try:
+        write_safetensors(path, flat.gather().numpy(), flat.tensors)
+        assert path.stat().st_mode & 0o777 == mode
+        path.chmod(0o640)
+        write_safetensors(path, flat.gather().numpy(), flat.tensors)
+        assert path.stat().st_mode & 0o777 == 0o640  # a file that is written again stays as its owner made it
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_is_followed(tmp_path: Path, there: bool) -> None:
+    flat = FlatModel(nn.Linear(2, 1))
+    (tmp_path / "elsewhere").mkdir()
+    target, link = tmp_path / "elsewhere" / "kept.safetensors", tmp_path / "model.safetensors"
+    if there:
+        target.write_text("old")
+    link.symlink_to("elsewhere/kept.safetensors")
+    write_safetensors(link, flat.gather().numpy(), flat.tensors)
+    assert link.is_symlink()
+    assert load_file(target).keys() == {"weight", "bias"}
+    assert os.listdir(target.parent) == [target.name]
+
+
 @settings(max_examples=30, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.lists(st.integers(0, 3), max_size=3), st.booleans()), min_size=1, max_size=5))
 def test_any_shapes_in_any_order(tmp_path: Path, shapes: list[tuple[list[int], bool]]) -> None:
     """Buffers come after the parameters in the vector, wherever their lines are."""
-    lines, parameters, buffers = [], {}, {}
+    lines: list[str] = []
+    parameters: dict[str, npt.NDArray[np.float32]] = {}
+    buffers: dict[str, npt.NDArray[np.float32]] = {}
     for index, (shape, is_buffer) in enumerate(shapes):
         text = "x".join(map(str, shape)) or "scalar"
         lines.append(f"t{index} float32 {text}" + (" buffer" if is_buffer else ""))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -10,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from peerd import identity
-from peerd.effects import UserError
+from peerd.local import identity
+from peerd.transport.errors import UserError
 
 FILE = "identity.json"
 
@@ -41,6 +42,23 @@ def test_only_one_process_has_a_folder(tmp_path: Path) -> None:
     assert json.loads((tmp_path / FILE).read_text())["epoch"] == 1, "the refused start is no epoch"
     os.close(held.lock)
     assert live_once(tmp_path).epoch == 2
+
+
+def test_a_folder_that_cannot_be_is_refused_in_a_line(tmp_path: Path) -> None:
+    for folder in (tmp_path / ("y" * 300), tmp_path / "a\0b"):
+        with pytest.raises(UserError, match="choose another with state_dir"), identity.taken(folder, tmp_path / "run"):
+            raise AssertionError("it is taken")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("peerd.local.durable.flush", full)
+    with pytest.raises(UserError, match="No space left"), identity.taken(tmp_path / "a" / "b", tmp_path / "run"):
+        raise AssertionError("it is taken")
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_lock_is_not_inherited(tmp_path: Path) -> None:
@@ -100,3 +118,38 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"state folder .*file/state: Not a directory; choose another with state_dir"):
         identity.take(tmp_path / "file" / "state")
+
+
+def refused(state: Path, runtime: Path, *made: Path) -> None:
+    """A start that comes to make these folders, and fails."""
+    with identity.taken(state, runtime):
+        for folder in made:
+            folder.mkdir()
+        raise UserError("refused")
+
+
+def test_what_fails_leaves_no_folder_that_it_made(tmp_path: Path) -> None:
+    state, runtime = tmp_path / "new" / "state", tmp_path / "run" / "peerd"
+    runtime.parent.mkdir()
+    with pytest.raises(UserError):
+        refused(state, runtime, runtime)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert not runtime.exists()
+
+
+@pytest.mark.parametrize("kept", ["checkpoints", "members.json", None])
+def test_what_fails_leaves_what_was_there_or_is_worth_keeping(tmp_path: Path, kept: str | None) -> None:
+    if kept is None:
+        live_once(tmp_path / "state")
+    with pytest.raises(UserError):
+        refused(tmp_path / "state", tmp_path / "run", *([tmp_path / "state" / kept] if kept else []))
+    assert json.loads((tmp_path / "state" / FILE).read_text())["epoch"] == (1 if kept else 2)
+
+
+def test_a_second_start_takes_nothing_from_the_first(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    with identity.taken(folder, tmp_path / "run") as held:
+        with pytest.raises(UserError, match="already runs"), identity.taken(folder, tmp_path / "run"):
+            raise AssertionError("not reached")
+        assert json.loads((folder / FILE).read_text())["id"] == held.id
+        os.close(held.lock)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,12 @@ import trio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from peerd import known_members
-from peerd.effects import Address
-from peerd.known_members import KNOWN_MAX, forget, keep, known, read, write
-from peerd.messages import Member, State
+from peerd.daemon import known_members
+from peerd.daemon.known_members import KNOWN_MAX, forget, keep, known, read, read_plan, write, write_plan
+from peerd.protocol.plan import NUMBER_MAX
 from peerd.settings import Settings
+from peerd.transport.ids import Address
+from peerd.transport.messages import AS_STARTED, Member, Plan, State
 
 A, B, C = [("10.0.0.1", 7946), ("10.0.0.2", 7946), ("fd00::3", 1)]
 FILE = "members.json"
@@ -41,6 +44,11 @@ def members(*rows: Member) -> dict[str, Member]:
 def test_what_was_written_is_read(tmp_path: Path, addresses: list[Address]) -> None:
     write(told(tmp_path), tuple(addresses))
     assert read(told(tmp_path)) == tuple(addresses)
+
+
+def test_a_plan_that_comes_when_the_node_leaves_is_not_kept(tmp_path: Path) -> None:
+    write_plan(told(tmp_path), PLAN, lambda: True)
+    assert read_plan(told(tmp_path)) == AS_STARTED
 
 
 @pytest.mark.parametrize("rest", [{"swarm": "other"}, {"run": "2"}], ids=str)
@@ -99,6 +107,76 @@ def test_a_folder_in_its_place_is_no_file(tmp_path: Path, caplog: pytest.LogCapt
     ]
 
 
+# ------------------------------------------------------------------------------------------------------------ the plan
+
+PLAN = Plan(3, "0123456789abcdef", True, "diloco every=5")
+
+
+@pytest.mark.parametrize("plan", [PLAN, Plan(NUMBER_MAX, "i" * 128, True, "hardsync"), Plan(1, "", True, "")])
+def test_the_plan_that_was_written_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture, plan: Plan) -> None:
+    assert read_plan(told(tmp_path)) == AS_STARTED
+    write_plan(told(tmp_path), plan, lambda: False)
+    assert read_plan(told(tmp_path)) == plan
+    assert not caplog.records
+    forget(told(tmp_path))
+    assert read_plan(told(tmp_path)) == AS_STARTED
+
+
+@pytest.mark.parametrize("rest", [{"swarm": "other"}, {"run": "2"}], ids=str)
+def test_a_plan_is_of_one_swarm_and_run(tmp_path: Path, rest: dict[str, str]) -> None:
+    write_plan(told(tmp_path), PLAN, lambda: False)
+    assert read_plan(told(tmp_path, **rest)) == AS_STARTED
+
+
+@pytest.mark.parametrize("rest", [{"mode": "allreduce"}, {"codec": "int8"}, {"trigger": "always"}], ids=str)
+def test_other_flags_are_a_later_decision(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, rest: dict[str, str]
+) -> None:
+    caplog.set_level("INFO")
+    write_plan(told(tmp_path), PLAN, lambda: False)
+    assert read_plan(told(tmp_path, **rest)) == AS_STARTED
+    (said,) = [record.message for record in caplog.records]
+    assert said.startswith("plan 3 of the last run (mode diloco every=5) is not taken up")
+    assert read_plan(told(tmp_path, log="json")) == PLAN, "what no plan changes has no say"
+
+
+@settings(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.binary(max_size=60)
+    | JSON.map(lambda kept: json.dumps(kept).encode())
+    | JSON.map(lambda kept: json.dumps({"swarm": "peerd", "run": "", "started": {}, "plan": kept}).encode())
+    | st.just(b"[" * 100_000)
+)
+def test_a_damaged_plan_is_told_in_a_line_and_ignored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes
+) -> None:
+    (tmp_path / "plan.json").write_bytes(content)
+    caplog.clear()
+    assert read_plan(told(tmp_path)) == AS_STARTED
+    (said,) = [record.message for record in caplog.records]
+    assert said.startswith(f"{tmp_path / 'plan.json'} is damaged: it is ignored")
+    assert "\n" not in said
+
+
+def test_a_plan_of_another_version_is_no_plan(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Proposed, it would hide the swarm's own from a node that cannot follow it."""
+    write_plan(told(tmp_path), replace(PLAN, text="gossip newer_setting=3"), lambda: False)
+    assert read_plan(told(tmp_path)) == AS_STARTED
+    assert "unknown setting 'newer_setting'" in caplog.text
+
+
+def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "plan.json")
+    os.mkfifo(tmp_path / "members.json")
+    assert read_plan(told(tmp_path)) == AS_STARTED
+    assert read(told(tmp_path)) == ()
+
+
+def test_an_average_is_not_kept_as_a_plan(tmp_path: Path) -> None:
+    write_plan(told(tmp_path), replace(PLAN, done=False), lambda: False)
+    assert read_plan(told(tmp_path)) == AS_STARTED
+
+
 # -------------------------------------------------------------------------------------------------------- who is known
 
 
@@ -132,36 +210,32 @@ def test_a_member_that_took_the_place_of_one_that_left_is_known() -> None:
 # ------------------------------------------------------------------------------------------------------- while it runs
 
 
-def test_the_file_follows_the_members_and_is_written_no_more_often(
+async def test_the_file_follows_the_members_and_is_written_no_more_often(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[tuple[Address, ...]] = []
     monkeypatch.setattr(known_members, "LOOK_EVERY_S", 0.001)
     monkeypatch.setattr(known_members, "write", lambda _, addresses: written.append(addresses))
-
-    async def body() -> None:
-        rows, leaving = members(), trio.Event()
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(keep, told(tmp_path), "me", lambda: rows, (), leaving)
-            for row, addresses in (
-                (member("a", A), (A,)),
-                (member("a", A, State.SUSPECT), (A,)),
-                (member("b", B), (A, B)),
-                (member("a", A, State.FAILED), (B,)),
-                (member("b", B, State.LEFT), ()),
-            ):
-                rows[row.id] = row
-                with trio.fail_after(60):
-                    while not written or written[-1] != addresses:
-                        await trio.sleep(0.001)
-                await trio.sleep(0.01)
-            leaving.set()
-
-    trio.run(body)
+    rows, leaving = members(), trio.Event()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(keep, told(tmp_path), "me", lambda: rows, (), leaving)
+        for row, addresses in (
+            (member("a", A), (A,)),
+            (member("a", A, State.SUSPECT), (A,)),
+            (member("b", B), (A, B)),
+            (member("a", A, State.FAILED), (B,)),
+            (member("b", B, State.LEFT), ()),
+        ):
+            rows[row.id] = row
+            with trio.fail_after(60):
+                while not written or written[-1] != addresses:
+                    await trio.sleep(0.001)
+            await trio.sleep(0.01)
+        leaving.set()
     assert written == [(A,), (A, B), (B,), ()]
 
 
-def test_a_disk_that_is_full_is_told_and_ends_nothing(
+async def test_a_disk_that_is_full_is_told_and_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(*_: Any) -> None:
@@ -170,7 +244,7 @@ def test_a_disk_that_is_full_is_told_and_ends_nothing(
 
     leaving = trio.Event()
     monkeypatch.setattr(known_members, "replace", full)
-    trio.run(keep, told(tmp_path), "me", lambda: members(member("a", A)), (), leaving)
+    await keep(told(tmp_path), "me", lambda: members(member("a", A)), (), leaving)
     assert [record.message for record in caplog.records] == [
         f"{tmp_path / FILE}: No space left on device; after a crash this node may not find its swarm"
     ]

@@ -15,9 +15,9 @@ import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peerd import control, local_socket
-from peerd.effects import UserError
-from peerd.local_socket import (
+from peerd.daemon import control
+from peerd.local import local_socket
+from peerd.local.local_socket import (
     MESSAGE_BYTES_MAX,
     LocalSocket,
     find_node,
@@ -27,6 +27,7 @@ from peerd.local_socket import (
     socket_path,
     take,
 )
+from peerd.transport.errors import UserError
 
 PRINTED = settings(deadline=None, print_blob=True)
 
@@ -131,6 +132,8 @@ def test_nodes_are_found_by_whether_they_answer(runtime: Path) -> None:
         assert find_node(None) == find_node("one") == runtime / "peerd" / "one.sock"
         with pytest.raises(UserError, match="no node called 'dead' runs here; running: one"):
             find_node("dead")
+        with pytest.raises(UserError, match="the node's name is empty: give --name or PEERD_NAME one"):
+            find_node("")
         with listen("two"), pytest.raises(UserError, match="several nodes run here: one, two"):
             find_node(None)
 
@@ -158,16 +161,16 @@ def test_a_node_that_is_stopped_is_told_from_one_that_takes_its_time(runtime: Pa
         stopped.communicate()
 
 
-def test_an_answer_may_take_its_time(runtime: Path, monkeypatch: Any) -> None:
+async def test_an_answer_may_take_its_time(runtime: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(local_socket, "LOOK_EVERY_S", 0.01)
     path = socket_path("node")
-    serving(path, lambda: request(path, "slow"))
+    await serving(path, lambda: request(path, "slow"))
 
 
 # ------------------------------------------------------------------------------------------- both ends, in one process
 
 
-def serving(path: Path, ask: Any, attach: Any = None) -> None:
+async def serving(path: Path, ask: Any, attach: Any = None) -> None:
     """Run the blocking function `ask` against a control socket at `path`."""
 
     async def echo(message: dict[str, Any]) -> dict[str, Any]:
@@ -185,19 +188,15 @@ def serving(path: Path, ask: Any, attach: Any = None) -> None:
 
     verbs: dict[str, control.Verb] = {"echo": echo, "unhappy": unhappy, "broken": broken, "slow": slow}
 
-    async def main() -> None:
-        with trio.fail_after(60):
-            async with trio.open_nursery() as nursery:
-                await nursery.start(control.serve, path, verbs, attach)
-                assert path.stat().st_mode & 0o777 == 0o600
-                await trio.to_thread.run_sync(ask)
-                nursery.cancel_scope.cancel()
-
-    trio.run(main)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(control.serve, path, verbs, attach)
+        assert path.stat().st_mode & 0o777 == 0o600
+        await trio.to_thread.run_sync(ask)
+        nursery.cancel_scope.cancel()
     assert not path.exists()
 
 
-def test_a_request_gets_its_answer_or_one_line(runtime: Path) -> None:
+async def test_a_request_gets_its_answer_or_one_line(runtime: Path) -> None:
     path = socket_path("node")
 
     def ask() -> None:
@@ -209,10 +208,10 @@ def test_a_request_gets_its_answer_or_one_line(runtime: Path) -> None:
         with pytest.raises(UserError, match="does not know 'dance'"):
             request(path, "dance")
 
-    serving(path, ask)
+    await serving(path, ask)
 
 
-def test_several_requests_in_any_pieces_on_one_connection(runtime: Path) -> None:
+async def test_several_requests_in_any_pieces_on_one_connection(runtime: Path) -> None:
     path = socket_path("node")
 
     def ask() -> None:
@@ -226,34 +225,30 @@ def test_several_requests_in_any_pieces_on_one_connection(runtime: Path) -> None
         client.close()
         client.close()
 
-    serving(path, ask)
+    await serving(path, ask)
 
 
-def test_an_answer_goes_out_although_the_verb_ends_the_daemon(runtime: Path) -> None:
+async def test_an_answer_goes_out_although_the_verb_ends_the_daemon(runtime: Path) -> None:
     """`peerd leave` of a node that has nothing to hand over."""
     path = socket_path("node")
     answers: list[dict[str, Any]] = []
+    with trio.fail_after(60):
+        async with trio.open_nursery() as nursery:
 
-    async def main() -> None:
-        with trio.fail_after(60):
-            async with trio.open_nursery() as nursery:
+            async def leave(_: dict[str, Any]) -> dict[str, Any]:
+                nursery.cancel_scope.cancel()
+                return {"leaving": "node"}
 
-                async def leave(_: dict[str, Any]) -> dict[str, Any]:
-                    nursery.cancel_scope.cancel()
-                    return {"leaving": "node"}
+            def ask() -> None:
+                answers.append(request(path, "leave"))
 
-                def ask() -> None:
-                    answers.append(request(path, "leave"))
-
-                await nursery.start(control.serve, path, {"leave": leave}, None)
-                with trio.CancelScope(shield=True):
-                    await trio.to_thread.run_sync(ask)
-
-    trio.run(main)
+            await nursery.start(control.serve, path, {"leave": leave}, None)
+            with trio.CancelScope(shield=True):
+                await trio.to_thread.run_sync(ask)
     assert answers == [{"leaving": "node"}]
 
 
-def test_a_connection_outlives_the_serving_and_ends_with_the_process(runtime: Path) -> None:
+async def test_a_connection_outlives_the_serving_and_ends_with_the_process(runtime: Path) -> None:
     """`peerd leave` waits for it; that the process's end closes it, the nodes' tests show."""
     path = socket_path("node")
     clients: list[LocalSocket] = []
@@ -262,12 +257,12 @@ def test_a_connection_outlives_the_serving_and_ends_with_the_process(runtime: Pa
         clients.append(LocalSocket(path))
         assert clients[0].ask("echo") == {"kind": "echo"}
 
-    serving(path, ask)
+    await serving(path, ask)
     assert not clients[0].ends(timeout_s=0.1)
     clients[0].close()
 
 
-def test_garbage_ends_its_connection_only(runtime: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_garbage_ends_its_connection_only(runtime: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = socket_path("node")
 
     def ask() -> None:
@@ -278,10 +273,10 @@ def test_garbage_ends_its_connection_only(runtime: Path, caplog: pytest.LogCaptu
         client.close()
         assert request(path, "echo") == {"kind": "echo"}
 
-    serving(path, ask)
+    await serving(path, ask)
 
 
-def test_descriptors_travel_with_an_attach_and_are_closed(runtime: Path) -> None:
+async def test_descriptors_travel_with_an_attach_and_are_closed(runtime: Path) -> None:
     path = socket_path("node")
     seen: list[tuple[dict[str, Any], bytes]] = []
     given: list[int] = []
@@ -305,7 +300,7 @@ def test_descriptors_travel_with_an_attach_and_are_closed(runtime: Path) -> None
             client.receive()
         client.close()
 
-    serving(path, ask, attach)
+    await serving(path, ask, attach)
     assert seen == [({"kind": "attach", "tensors": ["t" * 300] * 1000}, b"shared")]
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(given[0])
@@ -332,8 +327,8 @@ def test_an_answer_that_ends_the_connection_is_read_however_soon_it_comes(
         client.close()
 
 
-def test_a_folder_of_another_user_is_refused(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_folder_of_another_user_is_refused(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     with pytest.raises((UserError, ExceptionGroup)) as failure:
-        serving(socket_path("node"), lambda: None)
+        await serving(socket_path("node"), lambda: None)
     assert "belongs to another user" in repr(failure.value)

@@ -9,7 +9,7 @@ import trio.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peerd.metrics import SAMPLE_EVERY_S, SAMPLES, LoopLatency
+from peerd.daemon.metrics import SAMPLE_EVERY_S, SAMPLES, LoopLatency
 
 EXACT = 1e-6
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from peerd.metrics import exposition
+from peerd.daemon.metrics import exposition
 
 
 def status(**changes: Any) -> dict[str, Any]:
@@ -41,6 +41,7 @@ def test_a_node_without_a_trainer() -> None:
     assert found["peerd_received_bytes_total", ()] == 20
     assert found["peerd_consensus_distance_ratio", ()] == 0.25
     assert ("peerd_steps_total", ()) not in found
+    assert ("peerd_consensus_distance_ratio", ()) not in samples(exposition(status(no_partner_s=1.0)))
 
 
 def test_members_are_counted_by_state() -> None:
@@ -51,11 +52,13 @@ def test_members_are_counted_by_state() -> None:
 
 def test_a_node_that_trains() -> None:
     trainer = {"step": 7, "samples": 70, "loss": 0.5, "metrics": {"accuracy": 0.75, 'odd "name"\n': 1.0}}
+    trainer["last_step_s_ago"] = 3.0
     counts = {"trigger_quiet": 3, "trigger_change": 4, "exchanges": 5}
     found = samples(exposition(status(trainer=trainer, counts=counts)))
     assert found["peerd_steps_total", ()] == 7
     assert found["peerd_samples_total", ()] == 70
     assert found["peerd_loss", ()] == 0.5
+    assert found["peerd_last_step_age_seconds", ()] == 3.0
     assert found["peerd_trainer_metric", ("accuracy",)] == 0.75
     assert found["peerd_trainer_metric", ('odd "name"\n',)] == 1
     assert found["peerd_trigger_decisions_total", ("quiet",)] == 3

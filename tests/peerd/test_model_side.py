@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,16 @@ import pytest
 import trio
 from model_node import SIGNATURE, TENSORS, Node, Script, running, until
 
-from peerd import model_side
-from peerd.effects import PeerError, UserError
-from peerd.messages import LinkOpen, ModelRequest, ModelSnapshot
-from peerd.roles import About
-from peerd.training import delta
-from peerd.training.delta import Layout
+from peerd.daemon import trainer_service, trainer_session
+from peerd.node.meta import NodeMeta
+from peerd.training.codecs import vector
+from peerd.training.codecs.vector import Layout
+from peerd.transport.errors import PeerError, UserError
+from peerd.transport.messages import LinkOpen, ModelRequest, ModelSnapshot
 
 LAYOUT = Layout(6, 6)
 MODEL = np.arange(6, dtype=np.float32)
-READY = About(model=SIGNATURE, ready=True, expects=True)
+READY = NodeMeta(model=SIGNATURE, ready=True, expects=True)
 
 
 @contextmanager
@@ -36,12 +36,8 @@ def script(**attach: Any) -> Iterator[Script]:
         made.close()
 
 
-def run(body: Callable[[], Awaitable[None]]) -> None:
-    trio.run(body)
-
-
 def snapshot(step: int) -> ModelSnapshot:
-    return ModelSnapshot(step, "float32", delta.encode("float32", LAYOUT, MODEL)[0])
+    return ModelSnapshot(step, "float32", vector.encode("float32", LAYOUT, MODEL)[0])
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -51,188 +47,210 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 # ------------------------------------------------------------------------------------------------------- a whole life
 
 
-def test_a_run_from_the_attach_to_the_end(tmp_path: Path) -> None:
-    async def body() -> None:
-        node = Node(tmp_path, checkpoint_every_s=30)
-        with script() as trainer:
-            async with running(node) as nursery:
-                nursery.start_soon(trainer.serve, node)
-                welcome = await trainer.hear("welcome")
-                assert welcome["checkpoints"] == str(tmp_path / "checkpoints")
-                assert welcome["checkpoint_every_s"] == 30
-                assert node.side.about.expects
-                assert not node.side.about.ready
-                trainer.memory.copies[0][:] = MODEL
-                await trainer.say("ready", step=3)
-                assert await trainer.hear("start") == {
-                    "kind": "start",
-                    "load": None,
-                    "step": 3,
-                    "lr_most": 0.0,
-                    "barrier": 0,
-                }
-                assert node.side.about.ready
-                await trainer.hear("go")
-                assert (await node.side.model_values()).tolist() == MODEL.tolist()
-                assert trainer.daemons_end.fds == []
-
-                await trainer.step(4, loss=0.5, samples=8, metrics={"accuracy": 0.9})
-                await trainer.step(5, lr=0.05, samples=8, rolled_back=True)
-                facts = node.side.facts
-                assert facts is not None
-                await until(lambda: facts.step == 5)
-                assert (facts.pid, facts.phase, facts.first_step, facts.samples) == (1234, "training", 3, 16)
-                assert (facts.loss, facts.lr, facts.metrics, facts.rollbacks) == (0.5, 0.05, {"accuracy": 0.9}, 1)
-
-                await trainer.say("slot")
-                slot = await trainer.asked_to_publish()
-                trainer.memory.copies[slot][:] = 2 * MODEL
-                await trainer.step(6, published=slot, finishing=True)
-                await trainer.hear("finished")
-                assert facts.phase == "finished"
-                trainer.leave()
-                await until(lambda: not node.attached)
-                assert facts.phase == "finished"
-                assert (await node.side.model_values()).tolist() == (2 * MODEL).tolist()
-
-    run(body)
-
-
-def test_a_trainer_that_comes_back_goes_on_with_the_daemons_model(tmp_path: Path) -> None:
-    async def body() -> None:
-        node = Node(tmp_path)
+async def test_a_run_from_the_attach_to_the_end(tmp_path: Path) -> None:
+    node = Node(tmp_path, checkpoint_every_s=30)
+    with script() as trainer:
         async with running(node) as nursery:
-            with script() as first:
-                nursery.start_soon(first.serve, node)
-                first.memory.copies[0][:] = MODEL
-                await first.trains()
-                await first.step(9, lr=0.4)
-                await until(lambda: node.side.facts is not None and node.side.facts.step == 9)
-                first.leave()  # it died
-                await until(lambda: not node.attached)
-                assert node.side.facts is not None
-                assert node.side.facts.phase == "gone"
-            with script() as second:
-                nursery.start_soon(second.serve, node)
-                start = await second.trains(step=4)
-                assert start == {"kind": "start", "load": 0, "step": 9, "lr_most": 0.4, "barrier": 0}
-                assert second.memory.copies[0].tolist() == MODEL.tolist()
-                assert node.side.attaches == 2
-                nursery.cancel_scope.cancel()
+            nursery.start_soon(trainer.serve, node)
+            welcome = await trainer.hear("welcome")
+            assert welcome["checkpoints"] == str(tmp_path / "checkpoints")
+            assert welcome["checkpoint_every_s"] == 30
+            ready = [node.side.about.ready]
+            assert node.side.about.expects
+            trainer.memory.copies[0][:] = MODEL
+            await trainer.say("ready", step=3)
+            assert await trainer.hear("start") == {
+                "kind": "start",
+                "load": None,
+                "step": 3,
+                "lr_max": 0.0,
+                "barrier": 0,
+            }
+            assert [*ready, node.side.about.ready] == [False, True]
+            await trainer.hear("go")
+            assert (await node.side.model_values())[0].tolist() == MODEL.tolist()
+            assert trainer.daemons_end.fds == []
 
-    run(body)
+            await trainer.step(4, loss=0.5, samples=8, metrics={"accuracy": 0.9})
+            await trainer.step(5, lr=0.05, samples=8, rolled_back=True)
+            facts = node.side.facts
+            assert facts is not None
+            await until(lambda: facts.rollbacks == 1)
+            assert node.side.facts is facts
+            assert (facts.pid, facts.phase, facts.step, facts.first_step, facts.samples) == (
+                1234,
+                "training",
+                5,
+                3,
+                16,
+            )
+            assert (facts.loss, facts.lr, facts.metrics, facts.rollbacks) == (0.5, 0.05, {"accuracy": 0.9}, 1)
+
+            await trainer.say("spare")
+            await trainer.hear("spare")
+            slot = 1 - trainer.memory.board.current
+            trainer.memory.copies[slot][:] = 2 * MODEL
+            await trainer.step(6, published=slot, finishing=True)
+            await trainer.hear("finished")
+            assert facts.phase == "finished"
+            trainer.leave()
+            await until(lambda: not node.attached)
+            assert facts.phase == "finished"
+            assert (await node.side.model_values())[0].tolist() == (2 * MODEL).tolist()
+
+
+@pytest.mark.parametrize(("kept", "load", "goes_on_at"), [(4, 0, 9), (9, 0, 9), (11, None, 11)])
+async def test_a_trainer_that_comes_back_goes_on_from_what_is_newer(
+    tmp_path: Path, kept: int, load: int | None, goes_on_at: int
+) -> None:
+    """Its checkpoint, or the copy that it last published here; of the same step the copy, which has all corrections."""
+    node = Node(tmp_path)
+    async with running(node) as nursery:
+        with script() as first:
+            nursery.start_soon(first.serve, node)
+            first.memory.copies[0][:] = MODEL
+            await first.trains()
+            first.memory.copies[1][:] = 2 * MODEL
+            await first.step(9, lr=0.4, published=1)
+            await first.step(12, lr=0.1)
+            await until(lambda: node.side._runner.step == 9)
+            assert node.side.facts is not None
+            assert node.side.facts.step == 12
+            first.leave()  # it died
+            await until(lambda: not node.attached)
+            assert node.side.facts is not None
+            assert node.side.facts.phase == "gone"
+        with script() as second:
+            nursery.start_soon(second.serve, node)
+            second.memory.copies[0][:] = 3 * MODEL
+            start = await second.trains(step=kept)
+            assert start == {"kind": "start", "load": load, "step": goes_on_at, "lr_max": 0.4, "barrier": 0}
+            expected = (2 if load is not None else 3) * MODEL
+            assert second.memory.copies[0].tolist() == expected.tolist()
+            values, step = await node.side.model_values()
+            assert (values.tolist(), step) == (expected.tolist(), goes_on_at)
+            assert node.side.attaches == 2
+            nursery.cancel_scope.cancel()
 
 
 # ----------------------------------------------------------------------------------------------------- the first model
 
 
 @pytest.mark.parametrize(("kept", "step"), [(2, 7), (20, 20)], ids=["behind", "ahead"])
-def test_a_newcomer_starts_from_the_swarms_model(tmp_path: Path, kept: int, step: int) -> None:
-    async def body() -> None:
-        node = Node(tmp_path, join=("10.0.0.1",))
-        node.member("donor", READY)
-        with script() as trainer:
-            async with running(node) as nursery:
-                nursery.start_soon(trainer.serve, node)
-                await trainer.hear("welcome")
-                await trainer.say("ready", step=kept)
-                await node.sent_to("donor", ModelRequest)
-                assert not node.side.about.ready
-                await node.side.on_message("another", ModelRequest())  # it has none to give yet
-                assert len(node.sent) == 1
-                await node.side.on_message("donor", LinkOpen(1))  # too early for the mode: there is none
-                await node.side.on_message("donor", snapshot(7))
-                start = await trainer.hear("start")
-                assert (start["load"], start["step"]) == (0, step)
-                assert trainer.memory.copies[0].tolist() == MODEL.tolist()
-                await trainer.hear("go")
-                await node.sent_to("donor", LinkOpen)
-
-    run(body)
+async def test_a_newcomer_starts_from_the_swarms_model(tmp_path: Path, kept: int, step: int) -> None:
+    node = Node(tmp_path, join=("10.0.0.1",))
+    node.member("donor", READY)
+    with script() as trainer:
+        async with running(node) as nursery:
+            nursery.start_soon(trainer.serve, node)
+            await trainer.hear("welcome")
+            await trainer.say("ready", step=kept)
+            await node.sent_to("donor", ModelRequest)
+            assert not node.side.about.ready
+            await node.side.on_message("another", ModelRequest())  # it has none to give yet
+            assert len(node.sent) == 1
+            await node.side.on_message("donor", LinkOpen(1))  # too early for the mode: there is none
+            await node.side.on_message("donor", snapshot(7))
+            start = await trainer.hear("start")
+            assert (start["load"], start["step"]) == (0, step)
+            assert trainer.memory.copies[0].tolist() == MODEL.tolist()
+            await trainer.hear("go")
+            await node.sent_to("donor", LinkOpen)
 
 
 @pytest.mark.parametrize("how", ["it dies", "it talks", "it babbles"])
-def test_a_trainer_may_go_while_it_waits_and_another_come(
+async def test_a_trainer_may_go_while_it_waits_and_another_come(
     tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-
-    async def body() -> None:
-        node = Node(tmp_path, join=("10.0.0.1",))
-        async with running(node) as nursery:
-            for _ in range(2):
-                with script() as trainer:
-                    nursery.start_soon(trainer.serve, node)
-                    await trainer.hear("welcome")
-                    await trainer.say("ready", step=0)
-                    await until(lambda: "the trainer waits: no node of the swarm has answered yet" in lines(caplog))
-                    match how:
-                        case "it dies":
-                            trainer.leave()
-                        case "it talks":
-                            await trainer.step(1)
-                        case _:
-                            await trainer.say_bytes(b"\xff" * 9)
-                    await until(lambda: not node.attached)
-                    assert "the trainer went away before its first step" in lines(caplog)
-                    caplog.clear()
-            assert node.sent == []
-
-    run(body)
-
-
-def test_the_model_is_given_to_newcomers_once_there_is_one(tmp_path: Path) -> None:
-    async def body() -> None:
-        node = Node(tmp_path)
-        with script() as trainer:
-            async with running(node) as nursery:
-                await node.side.on_message("newcomer", ModelRequest())
-                assert node.sent == []
-                nursery.start_soon(trainer.serve, node)
-                trainer.memory.copies[0][:] = MODEL
-                await trainer.trains(step=5)
-                await node.side.on_message("newcomer", ModelRequest())
-                given = await node.sent_to("newcomer", ModelSnapshot)
-                assert isinstance(given, ModelSnapshot)
-                found = np.empty(6, np.float32)
-                delta.decode(given.codec, LAYOUT, given.chunks, found)
-                assert (given.step, found.tolist()) == (5, MODEL.tolist())
-                assert node.side.snapshots == 1
-
-    run(body)
-
-
-def test_the_first_step_waits_for_other_members(tmp_path: Path) -> None:
-    async def body() -> None:
-        node = Node(tmp_path, wait_for=2)
-        with script() as trainer:
-            async with running(node) as nursery:
+    node = Node(tmp_path, join=("10.0.0.1",))
+    async with running(node) as nursery:
+        for _ in range(2):
+            with script() as trainer:
                 nursery.start_soon(trainer.serve, node)
                 await trainer.hear("welcome")
                 await trainer.say("ready", step=0)
-                await trainer.hear("start")
-                await trainer.hear("publish")
-                assert await trainer.silent()
-                node.member("other", READY)
-                await trainer.hear("go")
+                await until(lambda: "the trainer waits: no node of the swarm has answered yet" in lines(caplog))
+                match how:
+                    case "it dies":
+                        trainer.leave()
+                    case "it talks":
+                        await trainer.step(1)
+                    case _:
+                        await trainer.say_bytes(b"\xff" * 9)
+                await until(lambda: not node.attached)
+                assert "the trainer went away before its first step" in lines(caplog)
+                caplog.clear()
+        assert node.sent == []
 
-    run(body)
 
-
-def test_a_trainer_may_go_while_it_waits_for_others_and_another_come(tmp_path: Path) -> None:
-    async def body() -> None:
-        node = Node(tmp_path, wait_for=2)
+async def test_the_model_is_given_to_newcomers_once_there_is_one(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    with script() as trainer:
         async with running(node) as nursery:
-            for _ in range(2):
-                with script() as trainer:
-                    nursery.start_soon(trainer.serve, node)
-                    await trainer.hear("welcome")
-                    await trainer.say("ready", step=0)
-                    await trainer.hear("publish")
-                    trainer.leave()
-                    await trainer.served.wait()
+            await node.side.on_message("newcomer", ModelRequest())
+            assert node.sent == []
+            nursery.start_soon(trainer.serve, node)
+            trainer.memory.copies[0][:] = MODEL
+            await trainer.trains(step=5)
+            await node.side.on_message("newcomer", ModelRequest())
+            given = await node.sent_to("newcomer", ModelSnapshot)
+            assert isinstance(given, ModelSnapshot)
+            found = np.empty(6, np.float32)
+            vector.decode(given.codec, LAYOUT, given.chunks, found)
+            assert (given.step, found.tolist()) == (5, MODEL.tolist())
+            assert node.side.snapshots == 1
 
-    run(body)
+
+async def test_a_donor_gives_the_model_of_its_next_step_once_however_often_it_is_asked(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    with script() as trainer:
+        async with running(node) as nursery:
+            nursery.start_soon(trainer.serve, node)
+            trainer.memory.copies[0][:] = MODEL
+            await trainer.trains(step=5)
+            await trainer.step(1005)
+            for _ in range(3):
+                await node.side.on_message("newcomer", ModelRequest())
+            copy = await trainer.asked_to_publish()
+            assert node.sent == [], "the copy of step 5 is not the model"
+            trainer.memory.copies[copy][:] = 3 * MODEL
+            await trainer.step(1006, published=copy)
+            given = await node.sent_to("newcomer", ModelSnapshot)
+            assert isinstance(given, ModelSnapshot)
+            found = np.empty(6, np.float32)
+            vector.decode(given.codec, LAYOUT, given.chunks, found)
+            assert (given.step, found.tolist()) == (1006, (3 * MODEL).tolist())
+            assert len(node.sent) == 1
+            values, step = await node.side.model_values()
+            assert (step, values.tolist()) == (1006, (3 * MODEL).tolist()), "it stands: there is no later step"
+
+
+async def test_the_first_step_waits_for_other_members(tmp_path: Path) -> None:
+    node = Node(tmp_path, wait_for=2)
+    with script() as trainer:
+        async with running(node) as nursery:
+            nursery.start_soon(trainer.serve, node)
+            await trainer.hear("welcome")
+            await trainer.say("ready", step=0)
+            await trainer.hear("start")
+            await trainer.hear("publish")
+            assert await trainer.silent()
+            node.member("other", READY)
+            await trainer.hear("go")
+
+
+async def test_a_trainer_may_go_while_it_waits_for_others_and_another_come(tmp_path: Path) -> None:
+    node = Node(tmp_path, wait_for=2)
+    async with running(node) as nursery:
+        for _ in range(2):
+            with script() as trainer:
+                nursery.start_soon(trainer.serve, node)
+                await trainer.hear("welcome")
+                await trainer.say("ready", step=0)
+                await trainer.hear("publish")
+                trainer.leave()
+                await trainer.served.wait()
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
@@ -253,67 +271,59 @@ def test_a_trainer_may_go_while_it_waits_for_others_and_another_come(tmp_path: P
     ],
     ids=str,
 )
-def test_an_attach_that_cannot_be_is_refused_with_the_cause(tmp_path: Path, attach: dict[str, Any], why: str) -> None:
-    async def body() -> None:
-        node = Node(tmp_path)
-        with script(**attach) as trainer:
-            async with running(node) as nursery:
-                nursery.start_soon(trainer.serve, node)
-                assert why in (await trainer.hear("error"))["error"]
-                with pytest.raises(EOFError):
-                    await trainer.hear("anything")
-                assert node.side.facts is None
-                assert not node.side.about.expects
-
-    run(body)
-
-
-def test_an_attach_without_memory_is_refused(tmp_path: Path) -> None:
-    async def body() -> None:
-        node = Node(tmp_path)
-        with script() as trainer:
-            await node.side.attach(trainer.daemons_end, trainer.attach)
-            assert "do not understand each other" in (await trainer.hear("error"))["error"]
-
-    run(body)
-
-
-def test_a_second_trainer_is_refused_while_there_is_one(tmp_path: Path) -> None:
-    async def body() -> None:
-        node = Node(tmp_path)
-        with script() as first, script() as second:
-            async with running(node) as nursery:
-                nursery.start_soon(first.serve, node)
-                await first.hear("welcome")
-                nursery.start_soon(second.serve, node)
-                refusal = (await second.hear("error"))["error"]
-                assert refusal == "a trainer (pid 1234) is attached to this node already"
-                await first.say("ready", step=0)
-                await first.hear("go")
-
-    run(body)
-
-
-def test_another_model_than_before_is_refused_with_the_tensor(tmp_path: Path) -> None:
-    async def body() -> None:
-        node = Node(tmp_path)
+async def test_an_attach_that_cannot_be_is_refused_with_the_cause(
+    tmp_path: Path, attach: dict[str, Any], why: str
+) -> None:
+    node = Node(tmp_path)
+    with script(**attach) as trainer:
         async with running(node) as nursery:
-            with script() as first:
-                nursery.start_soon(first.serve, node)
-                await first.trains()
-                first.leave()
-                await until(lambda: not node.attached)
-            for tensors, differing in (
-                ([TENSORS[0], "bias float32 3"], "bias float32 2 here, bias float32 3 in the script"),
-                ([*TENSORS, "more float32 1"], "nothing here, more float32 1 in the script"),
-                ([TENSORS[0]], "bias float32 2 here, nothing in the script"),
-            ):
-                with script(signature="6" * 64, tensors=tensors) as other:
-                    nursery.start_soon(other.serve, node)
-                    refusal = (await other.hear("error"))["error"]
-                    assert refusal == f"this node holds another model: {differing}"
+            nursery.start_soon(trainer.serve, node)
+            assert why in (await trainer.hear("error"))["error"]
+            with pytest.raises(EOFError):
+                await trainer.hear("anything")
+            assert node.side.facts is None
+            assert not node.side.about.expects
 
-    run(body)
+
+async def test_an_attach_without_memory_is_refused(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    with script() as trainer:
+        await node.side.attach(trainer.daemons_end, trainer.attach)
+        assert "do not understand each other" in (await trainer.hear("error"))["error"]
+
+
+async def test_a_second_trainer_is_refused_while_there_is_one(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    with script() as first, script() as second:
+        async with running(node) as nursery:
+            nursery.start_soon(first.serve, node)
+            await first.hear("welcome")
+            nursery.start_soon(second.serve, node)
+            refusal = (await second.hear("error"))["error"]
+            assert refusal == "a trainer (pid 1234) is attached to this node already"
+            await first.say("ready", step=0)
+            await first.hear("go")
+
+
+async def test_another_model_than_before_is_refused_with_the_tensor(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    async with running(node) as nursery:
+        with script() as first:
+            nursery.start_soon(first.serve, node)
+            await first.trains()
+            first.leave()
+            await until(lambda: not node.attached)
+        for tensors, differing, cure in (
+            ([TENSORS[0], "bias float32 3"], "bias float32 2 here, bias float32 3 in the script", "the same sizes"),
+            ([*TENSORS, "more float32 1"], "nothing here, more float32 1 in the script", "the same exclude="),
+            ([TENSORS[0]], "bias float32 2 here, nothing in the script", "the same exclude="),
+        ):
+            with script(signature="6" * 64, tensors=tensors) as other:
+                nursery.start_soon(other.serve, node)
+                refusal = (await other.hear("error"))["error"]
+                assert refusal.startswith(f"this node holds another model: {differing}; ")
+                assert cure in refusal
+                assert refusal.endswith(", or peerd leave and start this node anew")
 
 
 NONSENSE: list[dict[str, Any]] = [
@@ -324,8 +334,6 @@ NONSENSE: list[dict[str, Any]] = [
     {"kind": "step", "step": 1, "change": None, "lr": 0.1, "lr_ratio": 1.0, "published": None},
     {"kind": "step", "step": 1, "change": 0.0, "lr": 0.1, "lr_ratio": 1.0, "published": 2},
     {"kind": "step", "step": 1, "change": 0.0, "lr": 0.1, "lr_ratio": 1.0, "published": 1.0},
-    {"kind": "step", "step": 1, "change": 0.0, "lr": 0.1, "lr_ratio": 1.0, "published": None, "metrics": 3},
-    {"kind": "step", "step": 1, "change": 0.0, "lr": 0.1, "lr_ratio": 1.0, "published": None, "samples": "x"},
     {"kind": "taken", "half": 2},
     {"kind": "taken", "half": 0.0},
     {"kind": "taken"},
@@ -334,148 +342,128 @@ NONSENSE: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("before", ["ready", "training"])
 @pytest.mark.parametrize("said", NONSENSE, ids=str)
-def test_a_trainer_that_talks_nonsense_is_cut_off(
+async def test_a_trainer_that_talks_nonsense_is_cut_off(
     tmp_path: Path, said: dict[str, Any], before: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def body() -> None:
-        node = Node(tmp_path)
-        with script() as trainer:
-            async with running(node) as nursery:
-                nursery.start_soon(trainer.serve, node)
-                await (trainer.hear("welcome") if before == "ready" else trainer.trains())
-                await trainer.say(**said)
-                with pytest.raises(EOFError):
-                    await trainer.hear("anything")
-                assert node.side.facts is not None
-                assert node.side.facts.phase == "gone"
-
-    run(body)
-    assert lines(caplog) == ["the trainer said what this daemon does not understand: cut off"]
+    node = Node(tmp_path)
+    with script() as trainer:
+        async with running(node) as nursery:
+            nursery.start_soon(trainer.serve, node)
+            await (trainer.hear("welcome") if before == "ready" else trainer.trains())
+            await trainer.say(**said)
+            with pytest.raises(EOFError):
+                await trainer.hear("anything")
+            assert node.side.facts is not None
+            assert node.side.facts.phase == "gone"
+    (line,) = lines(caplog)
+    assert line.startswith("the trainer said what this daemon does not understand: cut off (")
 
 
-def test_bytes_that_are_no_message_cut_the_trainer_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async def body() -> None:
-        node = Node(tmp_path)
-        with script() as trainer:
-            async with running(node) as nursery:
-                nursery.start_soon(trainer.serve, node)
-                await trainer.trains()
-                await trainer.say_bytes(b"\xff" * 9)
-                with pytest.raises(EOFError):
-                    await trainer.hear("anything")
-
-    run(body)
+async def test_bytes_that_are_no_message_cut_the_trainer_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    node = Node(tmp_path)
+    with script() as trainer:
+        async with running(node) as nursery:
+            nursery.start_soon(trainer.serve, node)
+            await trainer.trains()
+            await trainer.say_bytes(b"\xff" * 9)
+            with pytest.raises(EOFError):
+                await trainer.hear("anything")
     assert [line.split(":")[0] for line in lines(caplog)] == ["the trainer was cut off"]
 
 
-def test_a_refusal_by_peers_is_fatal_for_a_newcomer_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async def body() -> None:
-        node = Node(tmp_path)
-        node.side.on_refused(PeerError("one of many"), newcomer=False)
-        assert node.side.fatal is None
-        node.side.on_refused(PeerError("the first"), newcomer=True)
-        node.side.on_refused(PeerError("the second"), newcomer=True)
-        assert node.side.fatal == "the first"
-        assert node.side.failed.is_set()
+async def test_a_refusal_by_peers_is_fatal_for_a_newcomer_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = Node(tmp_path)
+    node.side.on_refused(PeerError("one of many"), newcomer=False)
+    fatal = [node.side.fatal]
+    node.side.on_refused(PeerError("the first"), newcomer=True)
+    node.side.on_refused(PeerError("the second"), newcomer=True)
+    assert [*fatal, node.side.fatal] == [None, "the first"]
+    assert node.side.failed.is_set()
 
-        member = Node(tmp_path)
-        with script() as trainer:
-            async with running(member) as nursery:
-                nursery.start_soon(trainer.serve, member)
-                await trainer.trains()
-                member.side.on_refused(PeerError("one that came later"), newcomer=True)
-                assert member.side.fatal is None
-
-    run(body)
+    member = Node(tmp_path)
+    with script() as trainer:
+        async with running(member) as nursery:
+            nursery.start_soon(trainer.serve, member)
+            await trainer.trains()
+            member.side.on_refused(PeerError("one that came later"), newcomer=True)
+            assert member.side.fatal is None
     assert lines(caplog) == ["one of many", "one that came later"]
 
 
 # -------------------------------------------------------------------------------------------------------- ends of runs
 
 
-def test_an_end_does_not_wait_for_ever_for_those_who_train_on(
+async def test_an_end_does_not_wait_for_ever_for_those_who_train_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(model_side, "SETTLE_LEAST_S", 0.05)
-    monkeypatch.setattr(model_side, "SETTLE_SHARE", 0.0)
-
-    async def body() -> None:
-        node = Node(tmp_path)
-        with script() as trainer:
-            async with running(node) as nursery:
-                nursery.start_soon(trainer.serve, node)
-                await trainer.trains()
-                node.member("other", READY)  # it never answers
-                await node.sent_to("other", LinkOpen)
-                await trainer.step(1, published=1, finishing=True)
-                await trainer.hear("finished")
-
-    run(body)
+    monkeypatch.setattr(trainer_service, "SETTLE_MIN_S", 0.05)
+    monkeypatch.setattr(trainer_service, "SETTLE_SHARE", 0.0)
+    node = Node(tmp_path)
+    with script() as trainer:
+        async with running(node) as nursery:
+            nursery.start_soon(trainer.serve, node)
+            await trainer.trains()
+            node.member("other", READY)  # it never answers
+            await node.sent_to("other", LinkOpen)
+            await trainer.step(1, published=1, finishing=True)
+            await trainer.hear("finished")
     assert "other members still train after 0 s: this run ends with the model as it is" in lines(caplog)
 
 
-def test_a_node_that_leaves_has_its_trainer_end_and_publish(tmp_path: Path) -> None:
-    async def body() -> None:
-        node = Node(tmp_path)
-        with script() as trainer:
-            async with running(node) as nursery:
-                nursery.start_soon(trainer.serve, node)
-                await trainer.trains()
-                left = trio.Event()
+async def test_a_node_that_leaves_has_its_trainer_end_and_publish(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    with script() as trainer:
+        async with running(node) as nursery:
+            nursery.start_soon(trainer.serve, node)
+            await trainer.trains()
+            left = trio.Event()
 
-                async def leave() -> None:
-                    await node.side.hand_over()
-                    left.set()
+            async def leave() -> None:
+                await node.side.hand_over()
+                left.set()
 
-                nursery.start_soon(leave)
-                await trainer.hear("stop")
-                assert not left.is_set()
-                trainer.memory.copies[1][:] = MODEL
-                await trainer.step(1, published=1, finishing=True)
-                await left.wait()
-                assert (await node.side.model_values()).tolist() == MODEL.tolist()
-
-    run(body)
+            nursery.start_soon(leave)
+            await trainer.hear("stop")
+            assert not left.is_set()
+            trainer.memory.copies[1][:] = MODEL
+            await trainer.step(1, published=1, finishing=True)
+            await left.wait()
+            assert (await node.side.model_values())[0].tolist() == MODEL.tolist()
 
 
 @pytest.mark.parametrize(("how", "patience_s"), [("hangs", 0.01), ("dies", 3600)])
-def test_a_node_that_leaves_does_not_wait_for_a_trainer_that_will_not_answer(
+async def test_a_node_that_leaves_does_not_wait_for_a_trainer_that_will_not_answer(
     tmp_path: Path, how: str, patience_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_side, "STOP_LEAST_S", patience_s)
-    monkeypatch.setattr(model_side, "STOP_STEPS", 0)
-
-    async def body() -> None:
-        node = Node(tmp_path)
-        with script() as trainer:
-            async with running(node) as nursery:
-                nursery.start_soon(trainer.serve, node)
-                await trainer.trains()
-                async with trio.open_nursery() as leaving:
-                    leaving.start_soon(node.side.hand_over)
-                    await trainer.hear("stop")
-                    if how == "dies":
-                        trainer.leave()
-
-    run(body)
+    monkeypatch.setattr(trainer_session, "PATIENCE_MIN_S", patience_s)
+    monkeypatch.setattr(trainer_session, "PATIENCE_STEPS", 0)
+    node = Node(tmp_path)
+    with script() as trainer:
+        async with running(node) as nursery:
+            nursery.start_soon(trainer.serve, node)
+            await trainer.trains()
+            async with trio.open_nursery() as leaving:
+                leaving.start_soon(node.side.hand_over)
+                await trainer.hear("stop")
+                if how == "dies":
+                    trainer.leave()
 
 
-def test_a_node_without_a_model_has_nothing_to_hand_over_nor_to_export(tmp_path: Path) -> None:
-    async def body() -> None:
-        node = Node(tmp_path)
-        await node.side.hand_over()
-        with pytest.raises(UserError, match="this node has no model yet"):
-            await node.side.model_values()
-        await node.side.expect_none()
-        assert not node.side.about.expects
-        assert node.sent == []
-
-    run(body)
+async def test_a_node_without_a_model_has_nothing_to_hand_over_nor_to_export(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    await node.side.hand_over()
+    with pytest.raises(UserError, match="this node has no model yet"):
+        await node.side.model_values()
+    await node.side.expect_none()
+    assert not node.side.about.expects
+    assert node.sent == []
 
 
 @pytest.mark.parametrize("total", [6, 7], ids=["attached", "refused"])
-def test_no_descriptor_is_left_open(tmp_path: Path, total: int) -> None:
+async def test_no_descriptor_is_left_open(tmp_path: Path, total: int) -> None:
     async def come_and_go(node: Node, nursery: trio.Nursery) -> None:
         with script(total=total) as trainer:
             nursery.start_soon(trainer.serve, node)
@@ -483,11 +471,8 @@ def test_no_descriptor_is_left_open(tmp_path: Path, total: int) -> None:
             trainer.leave()
             await until(lambda: not node.attached)
 
-    async def body() -> None:
-        node = Node(tmp_path)
-        async with running(node) as nursery:
-            before = len(os.listdir("/proc/self/fd"))
-            await come_and_go(node, nursery)
-            await until(lambda: len(os.listdir("/proc/self/fd")) <= before)
-
-    run(body)
+    node = Node(tmp_path)
+    async with running(node) as nursery:
+        before = len(os.listdir("/proc/self/fd"))
+        await come_and_go(node, nursery)
+        await until(lambda: len(os.listdir("/proc/self/fd")) <= before)

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
 import trio
 import trio.testing
 
-from peerd.effects import Address, NodeId
-from peerd.messages import Hello, LinkOpen, Message, ModelSnapshot, Plan, Refuse, RoundPhase, RoundReport, Welcome
-from peerd.peers import IDLE_S, QUEUE_MAX, REFUSED_RETRY_S, RETRY_MAX_S, Peers
+from peerd.daemon.peers import IDLE_S, REFUSED_RETRY_S, Peers
+from peerd.transport.connection import Connection
 from peerd.transport.hello import Refused, answer
-from peerd.transport.link import Link
+from peerd.transport.ids import Address, NodeId
 from peerd.transport.memory import MemoryNetwork
+from peerd.transport.messages import (
+    Hello,
+    LinkOpen,
+    Message,
+    ModelSnapshot,
+    Plan,
+    Refuse,
+    RoundPhase,
+    RoundReport,
+    Welcome,
+)
+from peerd.transport.patience import RETRY_MAX_S
+from peerd.transport.peer_queue import QUEUE_MAX
+
+pytestmark = pytest.mark.trio(clock="autojump")
 
 FAR: Address = ("far", 1)
 BULK = ModelSnapshot(1, "float32", (bytes(1 << 20),))
@@ -27,11 +41,11 @@ class FarNode:
     def __init__(self, id: NodeId) -> None:
         self.id = id
         self.heard: list[Message] = []
-        self.links: list[Link] = []
+        self.links: list[Connection] = []
         self.closed = 0
         self.refuses = False
 
-    async def accept(self, link: Link) -> None:
+    async def accept(self, link: Connection) -> None:
         await answer(link, self._check, Welcome(self.id, self.id, 1))
         link.payload_limit = 1 << 30
         self.links.append(link)
@@ -85,230 +99,192 @@ async def setting() -> AsyncIterator[Setting]:
         nursery.cancel_scope.cancel()
 
 
-def virtually(body: Callable[[], Awaitable[None]]) -> None:
-    trio.run(body, clock=trio.testing.MockClock(autojump_threshold=0))
-
-
 def opens(*numbers: int) -> list[Message]:
     return [LinkOpen(number) for number in numbers]
 
 
-def test_messages_arrive_in_order_over_one_connection() -> None:
-    async def body() -> None:
-        async with setting() as there:
-            await there.listen(there.far)
-            for message in (*opens(1), BULK, *opens(2)):
-                there.peers.send("far", message)
-            await trio.sleep(1)
-            there.peers.send("far", LinkOpen(3))
-            await there.peers.drain()
-            await trio.sleep(1)
-            assert [type(message) for message in there.far.heard] == [LinkOpen, ModelSnapshot, LinkOpen, LinkOpen]
-            assert len(there.far.links) == 1
-            assert there.reconnected == [], "a first connection is no reconnection"
-            assert there.peers.bytes_sent > 1 << 20
-
-    virtually(body)
+async def test_messages_arrive_in_order_over_one_connection() -> None:
+    async with setting() as there:
+        await there.listen(there.far)
+        for message in (*opens(1), BULK, *opens(2)):
+            there.peers.send("far", message)
+        await trio.sleep(1)
+        there.peers.send("far", LinkOpen(3))
+        await there.peers.drain()
+        await trio.sleep(1)
+        assert [type(message) for message in there.far.heard] == [LinkOpen, ModelSnapshot, LinkOpen, LinkOpen]
+        assert len(there.far.links) == 1
+        assert there.reconnected == [], "a first connection is no reconnection"
+        assert there.peers.bytes_sent > 1 << 20
 
 
-def test_a_queue_is_bounded() -> None:
-    async def body() -> None:
-        async with setting() as there:
-            await there.listen(there.far)
-            for number in range(QUEUE_MAX + 9):
-                there.peers.send("far", LinkOpen(number))
-            await trio.sleep(1)
-            assert there.far.heard == opens(*range(QUEUE_MAX))
-
-    virtually(body)
+async def test_a_queue_is_bounded() -> None:
+    async with setting() as there:
+        await there.listen(there.far)
+        for number in range(QUEUE_MAX + 9):
+            there.peers.send("far", LinkOpen(number))
+        await trio.sleep(1)
+        assert there.far.heard == opens(*range(QUEUE_MAX))
 
 
-def test_a_connection_says_under_which_plan_its_messages_were_meant() -> None:
-    async def body() -> None:
-        async with setting() as there:
-            await there.listen(there.far)
-            there.peers.send("far", LinkOpen(1))  # as started: nothing need be said
-            first, second = Plan(1, "here", True, "allreduce"), Plan(2, "far", False, "gossip")
-            there.peers.plan = first
-            for message in opens(2, 3, 3):
-                there.peers.send("far", message)
-            there.peers.plan = second
-            there.peers.send("far", LinkOpen(3))  # to another mode it is no repetition
-            await trio.sleep(1)
-            assert there.far.heard == [*opens(1), first, *opens(2, 3), second, *opens(3)]
+async def test_a_connection_says_under_which_plan_its_messages_were_meant() -> None:
+    async with setting() as there:
+        await there.listen(there.far)
+        there.peers.send("far", LinkOpen(1))  # as started: nothing need be said
+        first, second = Plan(1, "here", True, "allreduce"), Plan(2, "far", False, "gossip")
+        there.peers.plan = first
+        for message in opens(2, 3, 3):
+            there.peers.send("far", message)
+        there.peers.plan = second
+        there.peers.send("far", LinkOpen(3))  # to another mode it is no repetition
+        await trio.sleep(1)
+        assert there.far.heard == [*opens(1), first, *opens(2, 3), second, *opens(3)]
 
-            there.network.cut("here", "far")
-            await trio.sleep(1)
-            there.network.heal("here", "far")
-            await trio.sleep(RETRY_MAX_S)
-            there.peers.send("far", LinkOpen(4))
-            await trio.sleep(1)
-            assert there.far.heard[-2:] == [second, *opens(4)], "a new connection knows nothing yet"
-
-    virtually(body)
+        there.network.cut("here", "far")
+        await trio.sleep(1)
+        there.network.heal("here", "far")
+        await trio.sleep(RETRY_MAX_S)
+        there.peers.send("far", LinkOpen(4))
+        await trio.sleep(1)
+        assert there.far.heard[-2:] == [second, *opens(4)], "a new connection knows nothing yet"
 
 
-def test_after_a_cut_what_was_queued_is_dropped_and_the_mode_is_told() -> None:
-    async def body() -> None:
-        async with setting() as there:
-            await there.listen(there.far)
-            there.peers.send("far", LinkOpen(1))
-            await trio.sleep(1)
-            sent = there.peers.bytes_sent
-            there.network.cut("here", "far")
-            await trio.sleep(0)
-            there.peers.send("far", LinkOpen(2))
-            await trio.sleep(10 * RETRY_MAX_S)
-            assert there.reconnected == []
-            with trio.fail_after(1):
-                await there.peers.drain()  # a node that leaves does not wait for who is out of reach
-            there.peers.send("far", LinkOpen(3))  # a later exchange must not overtake what is said again
-            there.network.heal("here", "far")
-            await trio.sleep(RETRY_MAX_S)
-            assert there.reconnected == ["far"]
-            there.peers.send("far", LinkOpen(4))
-            await trio.sleep(1)
-            assert there.far.heard == opens(1, 4)
-            assert len(there.far.links) == 2
-            assert there.peers.bytes_sent > sent, "those of the broken connection still count"
-
-    virtually(body)
+async def test_after_a_cut_what_was_queued_is_dropped_and_the_mode_is_told() -> None:
+    async with setting() as there:
+        await there.listen(there.far)
+        there.peers.send("far", LinkOpen(1))
+        await trio.sleep(1)
+        sent = there.peers.bytes_sent
+        there.network.cut("here", "far")
+        await trio.sleep(0)
+        there.peers.send("far", LinkOpen(2))
+        await trio.sleep(10 * RETRY_MAX_S)
+        assert there.reconnected == []
+        with trio.fail_after(1):
+            await there.peers.drain()  # a node that leaves does not wait for who is out of reach
+        there.peers.send("far", LinkOpen(3))  # a later exchange must not overtake what is said again
+        there.network.heal("here", "far")
+        await trio.sleep(RETRY_MAX_S)
+        assert there.reconnected == ["far"]
+        there.peers.send("far", LinkOpen(4))
+        await trio.sleep(1)
+        assert there.far.heard == opens(1, 4)
+        assert len(there.far.links) == 2
+        assert there.peers.bytes_sent > sent, "those of the broken connection still count"
 
 
-def test_another_node_at_the_address_hears_nothing(caplog: pytest.LogCaptureFixture) -> None:
+async def test_another_node_at_the_address_hears_nothing(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-
-    async def body() -> None:
-        async with setting() as there:
-            stranger = FarNode("stranger")
-            scope = await there.listen(stranger)
-            there.peers.send("far", LinkOpen(1))
-            await trio.sleep(10 * RETRY_MAX_S)
-            assert len(stranger.links) > 5, "it is tried again and again"
-            assert stranger.heard == []
-            scope.cancel()
-            await trio.sleep(0)
-            await there.listen(there.far)
-            await trio.sleep(RETRY_MAX_S)
-            there.peers.send("far", LinkOpen(2))
-            await trio.sleep(1)
-            assert there.far.heard == opens(2)
-            assert there.reconnected == ["far"]
-
-    virtually(body)
+    async with setting() as there:
+        stranger = FarNode("stranger")
+        scope = await there.listen(stranger)
+        there.peers.send("far", LinkOpen(1))
+        await trio.sleep(10 * RETRY_MAX_S)
+        assert len(stranger.links) > 5, "it is tried again and again"
+        assert stranger.heard == []
+        scope.cancel()
+        await trio.sleep(0)
+        await there.listen(there.far)
+        await trio.sleep(RETRY_MAX_S)
+        there.peers.send("far", LinkOpen(2))
+        await trio.sleep(1)
+        assert there.far.heard == opens(2)
+        assert there.reconnected == ["far"]
     assert [record.message for record in caplog.records].count("another node answers at far:1") == 1
 
 
-def test_who_refuses_is_asked_again_later() -> None:
-    async def body() -> None:
-        async with setting() as there:
-            await there.listen(there.far)
-            there.far.refuses = True
-            there.peers.send("far", LinkOpen(1))
-            await trio.sleep(REFUSED_RETRY_S / 2)
-            (refusal,) = there.refusals
-            assert (refusal.field, refusal.here, refusal.there) == ("swarm", "theirs", "swarm")
-            there.far.refuses = False  # it was restarted with the right model
-            await trio.sleep(REFUSED_RETRY_S)
-            assert len(there.refusals) == 1
-            assert there.reconnected == ["far"]
-            there.peers.send("far", LinkOpen(2))
-            await trio.sleep(1)
-            assert there.far.heard == opens(2)
-
-    virtually(body)
+async def test_who_refuses_is_asked_again_later() -> None:
+    async with setting() as there:
+        await there.listen(there.far)
+        there.far.refuses = True
+        there.peers.send("far", LinkOpen(1))
+        await trio.sleep(REFUSED_RETRY_S / 2)
+        (refusal,) = there.refusals
+        assert (refusal.field, refusal.here, refusal.there) == ("swarm", "theirs", "swarm")
+        there.far.refuses = False  # it was restarted with the right model
+        await trio.sleep(REFUSED_RETRY_S)
+        assert len(there.refusals) == 1
+        assert there.reconnected == ["far"]
+        there.peers.send("far", LinkOpen(2))
+        await trio.sleep(1)
+        assert there.far.heard == opens(2)
 
 
-def test_an_idle_connection_is_closed_and_made_anew() -> None:
-    async def body() -> None:
-        async with setting() as there:
-            await there.listen(there.far)
-            there.peers.send("far", LinkOpen(1))
-            await trio.sleep(IDLE_S / 2)
-            there.peers.send("far", LinkOpen(2))
-            await trio.sleep(IDLE_S * 0.9)
-            assert len(there.far.links) == 1, "a message puts it off"
-            await trio.sleep(IDLE_S)
-            assert there.far.closed == 1
-            there.peers.send("far", LinkOpen(3))
-            await trio.sleep(1)
-            assert there.far.heard == opens(1, 2, 3)
-            assert len(there.far.links) == 2
-            assert there.reconnected == [], "nothing was lost"
-
-    virtually(body)
+async def test_an_idle_connection_is_closed_and_made_anew() -> None:
+    async with setting() as there:
+        await there.listen(there.far)
+        there.peers.send("far", LinkOpen(1))
+        await trio.sleep(IDLE_S / 2)
+        there.peers.send("far", LinkOpen(2))
+        await trio.sleep(IDLE_S * 0.9)
+        assert len(there.far.links) == 1, "a message puts it off"
+        await trio.sleep(IDLE_S)
+        assert there.far.closed == 1
+        there.peers.send("far", LinkOpen(3))
+        await trio.sleep(1)
+        assert there.far.heard == opens(1, 2, 3)
+        assert len(there.far.links) == 2
+        assert there.reconnected == [], "nothing was lost"
 
 
-def test_a_peer_that_answers_on_our_connection_is_cut_off() -> None:
-    async def body() -> None:
-        async with setting() as there:
-            await there.listen(there.far)
-            there.peers.send("far", LinkOpen(1))
-            await trio.sleep(1)
-            await there.far.links[0].send(LinkOpen(9))
-            await trio.sleep(RETRY_MAX_S)
-            assert len(there.far.links) == 2
-            assert there.reconnected == ["far"]
-
-    virtually(body)
+async def test_a_peer_that_answers_on_our_connection_is_cut_off() -> None:
+    async with setting() as there:
+        await there.listen(there.far)
+        there.peers.send("far", LinkOpen(1))
+        await trio.sleep(1)
+        await there.far.links[0].send(LinkOpen(9))
+        await trio.sleep(RETRY_MAX_S)
+        assert len(there.far.links) == 2
+        assert there.reconnected == ["far"]
 
 
 @pytest.mark.parametrize("how", ["forgotten", "without an address"])
-def test_a_peer_that_is_gone_is_no_longer_dialled(how: str) -> None:
-    async def body() -> None:
-        async with setting() as there:
-            scope = await there.listen(there.far)
-            there.peers.send("far", LinkOpen(1))
-            await trio.sleep(1)
-            address = there.addresses.pop("far")
-            if how == "forgotten":
-                there.peers.forget("far")
-                there.peers.forget("far")
-            else:
-                scope.cancel()
-            await trio.sleep(RETRY_MAX_S)
-            assert there.far.closed == 1
-            if how == "without an address":
-                await there.listen(there.far)
-            await trio.sleep(10 * RETRY_MAX_S)
-            assert len(there.far.links) == 1
-            there.addresses["far"] = address  # it is back: the next message finds it
-            there.peers.send("far", LinkOpen(2))
-            await trio.sleep(1)
-            assert there.far.heard == opens(1, 2)
-
-    virtually(body)
-
-
-def test_what_has_not_left_is_not_queued_again() -> None:
-    async def body() -> None:
-        async with setting() as there:
+async def test_a_peer_that_is_gone_is_no_longer_dialled(how: str) -> None:
+    async with setting() as there:
+        scope = await there.listen(there.far)
+        there.peers.send("far", LinkOpen(1))
+        await trio.sleep(1)
+        address = there.addresses.pop("far")
+        if how == "forgotten":
+            there.peers.forget("far")
+            there.peers.forget("far")
+        else:
+            scope.cancel()
+        await trio.sleep(RETRY_MAX_S)
+        assert there.far.closed == 1
+        if how == "without an address":
             await there.listen(there.far)
-            for message in opens(1, 1, 2):
-                there.peers.send("far", message)
-            await trio.sleep(1)
-            assert there.far.heard == opens(1, 2)
-            there.peers.send("far", LinkOpen(1))
-            await trio.sleep(1)
-            assert there.far.heard == opens(1, 2, 1)
-
-    virtually(body)
+        await trio.sleep(10 * RETRY_MAX_S)
+        assert len(there.far.links) == 1
+        there.addresses["far"] = address  # it is back: the next message finds it
+        there.peers.send("far", LinkOpen(2))
+        await trio.sleep(1)
+        assert there.far.heard == opens(1, 2)
 
 
-def test_a_report_that_waits_makes_way_for_a_newer_one() -> None:
+async def test_what_has_not_left_is_not_queued_again() -> None:
+    async with setting() as there:
+        await there.listen(there.far)
+        for message in opens(1, 1, 2):
+            there.peers.send("far", message)
+        await trio.sleep(1)
+        assert there.far.heard == opens(1, 2)
+        there.peers.send("far", LinkOpen(1))
+        await trio.sleep(1)
+        assert there.far.heard == opens(1, 2, 1)
+
+
+async def test_a_report_that_waits_makes_way_for_a_newer_one() -> None:
     def report(progress: int) -> RoundReport:
         return RoundReport(1, RoundPhase.RUNNING, 0, 0, 1, progress, False, False, False)
 
-    async def body() -> None:
-        async with setting() as there:
-            await there.listen(there.far)
-            for message in (LinkOpen(1), report(1), LinkOpen(2), report(2), report(3)):
-                there.peers.send("far", message)
-            await trio.sleep(1)
-            assert there.far.heard == [LinkOpen(1), report(3), LinkOpen(2)]
-            for progress in range(4, 7):  # the first may be leaving already
-                there.peers.send("far", report(progress))
-            await trio.sleep(1)
-            assert there.far.heard[3:] == [report(4), report(6)]
-
-    virtually(body)
+    async with setting() as there:
+        await there.listen(there.far)
+        for message in (LinkOpen(1), report(1), LinkOpen(2), report(2), report(3)):
+            there.peers.send("far", message)
+        await trio.sleep(1)
+        assert there.far.heard == [LinkOpen(1), report(3), LinkOpen(2)]
+        for progress in range(4, 7):
+            there.peers.send("far", report(progress))
+        await trio.sleep(1)
+        assert there.far.heard[3:] == [report(6)]

@@ -14,12 +14,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from peerd.effects import Vector
-from peerd.replica import Replica
-from peerd.shared_memory import SharedMemory
+from peerd.local.shared_memory import SharedMemory
+from peerd.node.model_copy import ModelCopy
+from peerd.training.effects import Vector
+from peerd.training.modes import Quiet
 
 SIZE = 3
-vectors = st.lists(st.integers(-50, 50), min_size=SIZE, max_size=SIZE).map(np.float32)
+vectors = st.lists(st.integers(-50, 50), min_size=SIZE, max_size=SIZE).map(lambda values: np.array(values, np.float32))
 
 
 def two_mappings(total: int) -> tuple[SharedMemory, SharedMemory]:
@@ -32,13 +33,14 @@ def two_mappings(total: int) -> tuple[SharedMemory, SharedMemory]:
 
 
 class Trainer:
-    """What peerd/trainer.py does with the memory; its words to the daemon wait in `said`, in order."""
+    """What peerd/trainer/session.py does with the memory; its words to the daemon wait in `said`, in order."""
 
     def __init__(self, memory: SharedMemory, model: Vector) -> None:
         self.memory = memory
         self.model = model.copy()
         self.handed: deque[int] = deque()  # "corrections" messages on their way here
         self.said: deque[tuple[str, int]] = deque()  # "taken" and "published" on their way there
+        self.published_to = 0
         memory.copies[0][:] = model
 
     def take(self) -> None:
@@ -46,7 +48,12 @@ class Trainer:
         self.model += self.memory.corrections[half]
         self.said.append(("taken", half))
 
-    def publish(self, copy: int) -> None:
+    @property
+    def has_spare(self) -> bool:
+        return self.memory.board.current == self.published_to
+
+    def publish(self) -> None:
+        self.published_to = copy = 1 - self.published_to
         self.memory.copies[copy][:] = self.model
         self.said.append(("published", copy))
 
@@ -62,7 +69,7 @@ class Exchange(RuleBasedStateMachine):
     def attach_first(self, model: Vector) -> None:
         mine, theirs = two_mappings(SIZE)
         self.trainer: Trainer | None = Trainer(mine, model)
-        self.replica = Replica(theirs)
+        self.model_copy = ModelCopy(theirs)
         self.known = model.copy()  # what the trainer held when it last published, as far as the daemon has heard
         self.corrected = np.zeros(SIZE, np.float32)  # by the swarm since the beginning
         self.in_known = self.corrected.copy()  # the part of it in `known`
@@ -70,13 +77,18 @@ class Exchange(RuleBasedStateMachine):
         self.asked = False
         self.taken_total = np.zeros(SIZE, np.float32)
 
+    @property
+    def attached(self) -> Trainer:
+        assert self.trainer is not None
+        return self.trainer
+
     @rule(corrections=st.lists(vectors, max_size=2))
     def the_swarm_corrects(self, corrections: list[Vector]) -> None:
-        """One job of the lane, which hands over at its end."""
+        """One job of the compute thread, which hands over at its end."""
         for correction in corrections:
-            self.replica.add(correction)
+            self.model_copy.add(correction)
             self.corrected += correction
-        half = self.replica.hand_over()
+        half = self.model_copy.drain()
         if half is not None:
             assert self.trainer is not None, "handed to nobody"
             assert not self.trainer.handed, "two halves under way"
@@ -86,37 +98,40 @@ class Exchange(RuleBasedStateMachine):
     @rule(step=vectors)
     def trainer_steps(self, step: Vector) -> None:
         """And takes what waits, between two steps."""
-        self.trainer.model += step
-        before = self.trainer.model.copy()
-        if self.trainer.handed:
-            self.trainer.take()
-        self.taken_total += self.trainer.model - before
+        self.attached.model += step
+        before = self.attached.model.copy()
+        if self.attached.handed:
+            self.attached.take()
+        self.taken_total += self.attached.model - before
 
-    @precondition(lambda self: self.trainer and not self.asked)
+    @precondition(lambda self: self.trainer and self.trainer.has_spare)
     @rule()
     def trainer_publishes(self) -> None:
-        self.asked = True  # one at a time, as the session asks
-        self.trainer.publish(self.replica.spare_copy)
-        self.publishing.append((self.trainer.model.copy(), self.taken_total.copy()))
+        self.attached.publish()
+        self.publishing.append((self.attached.model.copy(), self.taken_total.copy()))
+
+    @precondition(lambda self: self.trainer)
+    @rule()
+    def daemon_lets_go_of_what_it_read(self) -> None:
+        self.model_copy.be_quiet(Quiet(0.0))
 
     @precondition(lambda self: self.trainer and self.trainer.said)
     @rule()
     def daemon_hears(self) -> None:
-        word, number = self.trainer.said.popleft()
+        word, number = self.attached.said.popleft()
         if word == "taken":
-            self.replica.taken(number)
+            self.model_copy.taken(number)
         else:
-            self.asked = False
-            self.replica.published(number)
+            self.model_copy.published(number, 1)
             self.known, self.in_known = self.publishing.popleft()
 
     @precondition(lambda self: self.trainer)
     @rule()
     def trainer_dies(self) -> None:
         """What it said still arrives: the socket delivers before it ends."""
-        while self.trainer.said:
+        while self.attached.said:
             self.daemon_hears()
-        self.replica.owned_here()
+        self.model_copy.owned_here()
         self.trainer = None
         self.asked = False
 
@@ -126,28 +141,28 @@ class Exchange(RuleBasedStateMachine):
         """It publishes its own model and is told to load the daemon's."""
         mine, theirs = two_mappings(SIZE)
         trainer = Trainer(mine, model)
-        fresh = Replica(theirs)
-        copy = fresh.load(self.replica.values())
+        fresh = ModelCopy(theirs)
+        copy = fresh.load(self.model_copy.values(), self.model_copy.step)
         trainer.model[:] = mine.copies[copy]
-        self.trainer, self.replica = trainer, fresh
+        self.trainer, self.model_copy = trainer, fresh
         self.known, self.in_known = trainer.model.copy(), self.corrected.copy()
         self.taken_total = self.corrected.copy()
 
     @invariant()
     def the_daemon_knows_the_published_model_and_every_correction(self) -> None:
-        if hasattr(self, "replica"):
+        if hasattr(self, "model_copy"):
             expected = self.known + (self.corrected - self.in_known)
-            np.testing.assert_array_equal(self.replica.values(), expected)
+            np.testing.assert_array_equal(self.model_copy.values(), expected)
 
     @invariant()
     def the_trainer_lacks_only_what_waits_for_it(self) -> None:
         if not getattr(self, "trainer", None):
             return
         waiting = self.corrected - self.taken_total
-        if not self.replica.has_corrections:
+        if not self.model_copy.has_corrections:
             assert not waiting.any()
-        if not (self.publishing or self.trainer.said):
-            halves = self.trainer.memory.corrections
+        if not (self.publishing or self.attached.said):
+            halves = self.attached.memory.corrections
             np.testing.assert_array_equal(halves[0] + halves[1], waiting)
 
 
@@ -155,29 +170,52 @@ TestExchange = Exchange.TestCase
 TestExchange.settings = settings(max_examples=120, stateful_step_count=25, deadline=None, print_blob=True)
 
 
+def test_a_trainers_own_model_gets_what_came_since_the_last_trainer_took_something() -> None:
+    """A checkpoint is newer than the copy here: what others gave meanwhile is not in it, but their models have paid."""
+    theirs, daemons = two_mappings(SIZE)
+    theirs.copies[0][:] = 1
+    model_copy = ModelCopy(daemons)
+    for correction in (1, 10, 100, 1000):  # taken, told of, not told of, and after the trainer's end
+        if correction == 1000:
+            model_copy.owned_here()
+            model_copy.owned_here()  # said again, it changes nothing
+        model_copy.add(np.full(SIZE, correction, np.float32))
+        half = model_copy.drain()
+        if correction == 1:
+            assert half is not None
+            model_copy.taken(half)
+    assert model_copy.values().tolist() == [1112] * SIZE
+    comes, next_one = two_mappings(SIZE)
+    comes.copies[0][:] = 5
+    fresh = ModelCopy(next_one)
+    fresh.take_over(model_copy)
+    assert fresh.values().tolist() == [1115] * SIZE
+    assert fresh.has_corrections, "the trainer will take them as any others"
+
+
 def test_values_is_no_view_of_the_memory() -> None:
     trainers, daemons = two_mappings(SIZE)
-    replica = Replica(daemons)
-    values = replica.values()
+    model_copy = ModelCopy(daemons)
+    values = model_copy.values()
     values += 1
     trainers.copies[1][:] = 7
-    assert not replica.values().any()
-    assert replica.spare_copy == 1
+    assert not model_copy.values().any()
+    assert daemons.board.current == 0
 
 
 def test_a_half_is_handed_over_once_and_a_stranger_is_ignored() -> None:
-    replica = Replica(two_mappings(SIZE)[1])
-    assert replica.hand_over() is None
-    replica.add(np.ones(SIZE, np.float32))
-    half = replica.hand_over()
+    model_copy = ModelCopy(two_mappings(SIZE)[1])
+    assert model_copy.drain() is None
+    model_copy.add(np.ones(SIZE, np.float32))
+    half = model_copy.drain()
     assert half is not None
-    assert replica.hand_over() is None
-    replica.taken(1 - half)
-    np.testing.assert_array_equal(replica.values(), np.ones(SIZE))
-    replica.taken(half)
-    replica.taken(half)
-    np.testing.assert_array_equal(replica.values(), np.ones(SIZE))
-    assert not replica.has_corrections
+    assert model_copy.drain() is None
+    model_copy.taken(1 - half)
+    np.testing.assert_array_equal(model_copy.values(), np.ones(SIZE))
+    model_copy.taken(half)
+    model_copy.taken(half)
+    np.testing.assert_array_equal(model_copy.values(), np.ones(SIZE))
+    assert not model_copy.has_corrections
 
 
 @pytest.mark.parametrize("total", [0, 1, 1000])
@@ -195,7 +233,7 @@ def test_shared_memory_is_seen_from_both_sides(total: int) -> None:
 
 def test_shared_memory_of_another_size_or_without_seals_is_refused() -> None:
     memory = SharedMemory.create(10)
-    with pytest.raises(ValueError, match="not a sealed file of 176 bytes"):
+    with pytest.raises(ValueError, match="not a sealed file of 4272 bytes"):
         SharedMemory(memory.fd, 11)
     with pytest.raises(OSError, match="not permitted"):
         os.ftruncate(memory.fd, 0)  # so that no process can make another's access fault

@@ -16,10 +16,10 @@ import thin
 import trio
 from thin import PORT, Swarm, WatchedDaemon, simulate
 
-from peerd.effects import Address
-from peerd.known_members import known
-from peerd.messages import Member, State
-from peerd.roles import About
+from peerd.daemon.known_members import known
+from peerd.node.meta import NodeMeta
+from peerd.transport.ids import Address
+from peerd.transport.messages import Member, State
 
 ALIVE = State.ALIVE
 STEPS = 10**6  # nobody finishes
@@ -38,7 +38,7 @@ class Node(thin.Node):
 
     async def _live(self, task_status: trio.TaskStatus[None]) -> None:
         network, host = self._swarm.network, self.name
-        about = About(expects=True, founder=not self._settings.join).pack()
+        about = NodeMeta(expects=True, founder=not self._settings.join).pack()
         me = Member(self.name, self.name, host, PORT, self.epoch, 0, ALIVE, "", about)
         with self._scope:
             async with aclosing(await network.bind((host, PORT))) as datagrams, trio.open_nursery() as nursery:
@@ -66,9 +66,15 @@ async def formed(swarm: Swarm, names: str) -> None:
     assert started_anew(swarm) == [names[0]]
 
 
+def node_of(swarm: Swarm, name: str) -> Node:
+    found = swarm.nodes[name]
+    assert isinstance(found, Node)
+    return found
+
+
 def started_anew(swarm: Swarm) -> list[str]:
     """Who trains on a model of its own."""
-    running = [node for node in swarm.nodes.values() if node.runs]
+    running = [node_of(swarm, name) for name, node in swarm.nodes.items() if node.runs]
     given = sum(node.daemon.model.snapshots for node in running)
     own = [node.name for node in running if node.trains and node.trainer.first_step == 0]
     assert len(own) == sum(node.trains for node in running) - given
@@ -93,7 +99,7 @@ async def restart(swarm: Swarm, delays_s: dict[str, float]) -> None:
 
 
 def all_train(swarm: Swarm, names: str) -> Callable[[], bool]:
-    return lambda: all(swarm.nodes[name].trains for name in names)
+    return lambda: all(node_of(swarm, name).trains for name in names)
 
 
 def said(caplog: pytest.LogCaptureFixture, text: str) -> int:
@@ -119,6 +125,7 @@ def test_a_founder_waits_for_a_network_that_is_not_up_yet(caplog: pytest.LogCapt
     async def scenario(swarm: Swarm) -> None:
         await formed(swarm, "abc")
         await swarm.nodes["a"].crash()
+        assert isinstance(swarm.network, thin.Memory)
         for other in "bc":
             swarm.network.cut("a", other)
         await swarm.nodes["a"].start(STEPS)
@@ -155,7 +162,7 @@ def test_members_find_each_other_without_the_one_they_joined_through() -> None:
         await crash(swarm, "abc")
         await swarm.nodes["b"].start(STEPS)
         await trio.sleep(10 * PATIENCE_S)
-        assert not swarm.nodes["b"].trains, "alone, it waits for a seed for ever"
+        assert not node_of(swarm, "b").trains, "alone, it waits for a seed for ever"
         await swarm.nodes["c"].start(STEPS)
         await swarm.eventually(all_train(swarm, "bc"))
         await swarm.nodes["a"].start(STEPS)

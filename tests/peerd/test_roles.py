@@ -5,24 +5,24 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peerd.messages import Member, State
-from peerd.roles import About, FetchFrom, OwnModel, WaitFor, donors, partners, whose_model
-from peerd.transport.wire import MAX_BYTES
+from peerd.node.meta import FetchFrom, NodeMeta, OwnModel, WaitFor, donors, partners, whose_model
+from peerd.transport.messages import Member, State
+from peerd.transport.wire import BYTES_MAX
 
 MODELS = ("a" * 64, "b" * 64, "")
 PRINTED = settings(deadline=None, print_blob=True)
 
-abouts = st.builds(About, st.sampled_from(MODELS), ready=st.booleans(), expects=st.booleans(), founder=st.booleans())
-not_ready = st.builds(About, st.just(""), ready=st.just(False), expects=st.booleans(), founder=st.booleans())
+abouts = st.builds(NodeMeta, st.sampled_from(MODELS), ready=st.booleans(), expects=st.booleans(), founder=st.booleans())
+not_ready = st.builds(NodeMeta, st.just(""), ready=st.just(False), expects=st.booleans(), founder=st.booleans())
 states = st.sampled_from(State)
 
 
-def member(id: str, about: About | bytes, state: State = State.ALIVE) -> Member:
+def member(id: str, about: NodeMeta | bytes, state: State = State.ALIVE) -> Member:
     meta = about if isinstance(about, bytes) else about.pack()
     return Member(id, f"name of {id}", "host", 1, 1, 0, state, "", meta)
 
 
-def swarms(about: st.SearchStrategy[About | bytes]) -> st.SearchStrategy[dict[str, Member]]:
+def swarms(about: st.SearchStrategy[NodeMeta | bytes]) -> st.SearchStrategy[dict[str, Member]]:
     ids = st.text("abcdef0123456789", min_size=1, max_size=4)
     rows = st.dictionaries(ids, st.tuples(about, states), min_size=1, max_size=8)
     return rows.map(lambda table: {id: member(id, about, state) for id, (about, state) in table.items()})
@@ -33,7 +33,7 @@ def live(members: dict[str, Member]) -> list[str]:
 
 
 def trainers(members: dict[str, Member]) -> list[str]:
-    return [id for id in live(members) if About.unpack(members[id].meta).expects]
+    return [id for id in live(members) if NodeMeta.unpack(members[id].meta).expects]
 
 
 @PRINTED
@@ -62,7 +62,7 @@ def test_whoever_goes_first_stays_first_when_others_stop(members: dict[str, Memb
 @given(swarms(abouts))
 def test_nobody_starts_from_its_own_model_while_another_has_one(members: dict[str, Member]) -> None:
     for id in live(members):
-        ready = [other for other in live(members) if other != id and About.unpack(members[other].meta).ready]
+        ready = [other for other in live(members) if other != id and NodeMeta.unpack(members[other].meta).ready]
         decision = whose_model(members, id, has_seeds=True)
         assert isinstance(decision, FetchFrom) == bool(ready)
         if isinstance(decision, FetchFrom):
@@ -70,7 +70,7 @@ def test_nobody_starts_from_its_own_model_while_another_has_one(members: dict[st
 
 
 def test_a_node_with_seeds_does_not_go_first_alone() -> None:
-    members = {"a": member("a", About(expects=True, founder=True))}
+    members = {"a": member("a", NodeMeta(expects=True, founder=True))}
     assert whose_model(members, "a", has_seeds=False) == OwnModel()
     assert whose_model(members, "a", has_seeds=True) == WaitFor("no node of the swarm has answered yet")
 
@@ -93,23 +93,23 @@ def test_nobody_goes_first_while_those_known_before_may_answer(members: dict[str
 
 
 def test_a_failed_member_has_not_answered() -> None:
-    me = Member("a", "a", "host", 2, 1, 0, State.ALIVE, "", About(expects=True, founder=True).pack())
-    members = {"a": me, "b": member("b", About(ready=True), State.FAILED)}
+    me = Member("a", "a", "host", 2, 1, 0, State.ALIVE, "", NodeMeta(expects=True, founder=True).pack())
+    members = {"a": me, "b": member("b", NodeMeta(ready=True), State.FAILED)}
     assert isinstance(whose_model(members, "a", has_seeds=False, awaited=[WHERE]), WaitFor)
     assert whose_model(members, "a", has_seeds=False) == OwnModel()
 
 
 def test_a_founder_goes_before_a_smaller_id() -> None:
-    members = {"a": member("a", About(expects=True)), "b": member("b", About(expects=True, founder=True))}
+    members = {"a": member("a", NodeMeta(expects=True)), "b": member("b", NodeMeta(expects=True, founder=True))}
     assert whose_model(members, "b", has_seeds=False) == OwnModel()
     assert isinstance(whose_model(members, "a", has_seeds=True), WaitFor)
 
 
 def test_newcomers_spread_over_the_donors() -> None:
-    members = {id: member(id, About(ready=True)) for id in "abcd"}
+    members = {id: member(id, NodeMeta(ready=True)) for id in "abcd"}
     asked = set()
     for newcomer in ("e", "f", "g", "h"):
-        decision = whose_model({**members, newcomer: member(newcomer, About())}, newcomer, has_seeds=True)
+        decision = whose_model({**members, newcomer: member(newcomer, NodeMeta())}, newcomer, has_seeds=True)
         assert isinstance(decision, FetchFrom)
         asked.add(decision.donors[0])
     assert asked == set("abcd")
@@ -123,33 +123,33 @@ def test_partners_are_live_ready_and_of_the_same_model(members: dict[str, Member
         assert me not in found
         assert found <= set(live(members)) & set(donors(members, me))
         for id in found:
-            assert About.unpack(members[id].meta).model == model[:16]
+            assert NodeMeta.unpack(members[id].meta).model == model[:16]
 
 
 def test_a_ready_member_of_another_model_is_asked_and_is_no_partner() -> None:
     """Asking it brings the refusal that names what differs; skipping it left a newcomer looking for ever."""
-    members = {"a": member("a", About("x", expects=True)), "b": member("b", About("y", ready=True))}
+    members = {"a": member("a", NodeMeta("x", expects=True)), "b": member("b", NodeMeta("y", ready=True))}
     assert whose_model(members, "a", has_seeds=True) == FetchFrom(("b",))
     assert donors(members, "a") == ["b"]
     assert not partners(members, "a", "x")
 
 
 @PRINTED
-@given(st.text("0123456789abcdef", max_size=64), st.booleans(), st.booleans(), st.booleans())
-def test_about_round_trip(model: str, ready: bool, expects: bool, founder: bool) -> None:
-    packed = About(model, ready, expects, founder).pack()
-    assert len(packed) <= 64 <= MAX_BYTES
-    assert About.unpack(packed) == About(model[:16], ready, expects, founder)
+@given(st.text("0123456789abcdef", max_size=64), st.booleans(), st.booleans(), st.booleans(), st.booleans())
+def test_about_round_trip(model: str, ready: bool, expects: bool, founder: bool, stalled: bool) -> None:
+    packed = NodeMeta(model, ready, expects, founder, stalled=stalled).pack()
+    assert len(packed) <= 64 <= BYTES_MAX
+    assert NodeMeta.unpack(packed) == NodeMeta(model[:16], ready, expects, founder, stalled=stalled)
 
 
 @PRINTED
-@given(st.binary(max_size=MAX_BYTES))
+@given(st.binary(max_size=BYTES_MAX))
 def test_any_bytes_are_something_said(meta: bytes) -> None:
-    about = About.unpack(meta)
+    about = NodeMeta.unpack(meta)
     assert isinstance(about.model, str)
     assert {type(about.ready), type(about.expects), type(about.founder)} == {bool}
 
 
 def test_later_versions_may_say_more() -> None:
-    packed = About("m", ready=True).pack()
-    assert About.unpack(bytes([packed[0] + 1]) + packed[1:] + b"\xa3new") == About("m", ready=True)
+    packed = NodeMeta("m", ready=True).pack()
+    assert NodeMeta.unpack(bytes([packed[0] + 1]) + packed[1:] + b"\xa3new") == NodeMeta("m", ready=True)

@@ -13,10 +13,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from peerd.effects import UserError
+from peerd.carriers import CARRIERS
 from peerd.settings import DEFAULT_PORT, Settings, load, parse_address, unknown_variables
 from peerd.training.codecs import CODECS
-from peerd.training.modes import MODES
+from peerd.training.modes import MODES, ModeSettings, class_of, heeds
+from peerd.transport.errors import UserError
 
 ROOT = Path(__file__).parent.parent.parent
 PRINTED = settings(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -28,7 +29,7 @@ GOOD: dict[str, tuple[Any, Any, Any]] = {
     "join": (("h:1",), ("h:2", "i:3"), ("[::1]",)),
     "swarm": ("s1", "s2", ""),
     "run": ("r1", "r2", "r3"),
-    "mode": tuple((list(MODES) * 3)[:3]),  # type: ignore[dict-item]
+    "mode": ("diloco", "gossip", "allreduce"),
     "codec": tuple((list(CODECS) * 3)[:3]),  # type: ignore[dict-item]
     "trigger": ("change:0.1", "period:3", "always"),
     "view": (1, 2, 9),
@@ -39,7 +40,7 @@ GOOD: dict[str, tuple[Any, Any, Any]] = {
     "min_peers": (1, 2, 9),
     "wait_for": (1, 2, 9),
     "network": ("lan", "wan", "lan"),
-    "transport": ("tcp", "rdma", "auto"),
+    "transport": tuple((list(CARRIERS) * 3)[:3]),  # type: ignore[dict-item]
     "rdma_subnets": (("10.1.0.0/16",), ("fd00::/8", "10.0.0.1"), ()),
     "rdma_allow_fallback": (True, False, True),
     "checkpoint_every_s": (1.0, 0.5, 3600.0),
@@ -71,6 +72,11 @@ keys = st.sets(st.sampled_from(sorted(GOOD)))
 def test_flags_win_over_variables_over_the_file_over_defaults(
     tmp_path: Path, in_file: set[str], in_environment: set[str], as_flag: set[str]
 ) -> None:
+    mode = GOOD["mode"][2] if "mode" in as_flag else GOOD["mode"][1] if "mode" in in_environment else None
+    mode = mode or (GOOD["mode"][0] if "mode" in in_file else Settings().mode)
+    in_file, in_environment, as_flag = (
+        {key for key in source if heeds(mode, key)} for source in (in_file, in_environment, as_flag)
+    )
     file = tmp_path / "peerd.toml"
     file.write_text(as_toml({key: GOOD[key][0] for key in in_file}))
     environment = {f"PEERD_{key.upper()}": as_text(GOOD[key][1]) for key in in_environment}
@@ -84,6 +90,34 @@ def test_flags_win_over_variables_over_the_file_over_defaults(
             else getattr(Settings(), key)
         )  # fmt: skip
         assert getattr(loaded, key) == expected
+
+
+MODE_SETTINGS = tuple(item.name for item in fields(ModeSettings))
+A_TOPOLOGY = {"hardsync": "adv:2", "softsync:3": "adv:2", "async": "adv:2"}
+
+
+@pytest.mark.parametrize("mode", [*MODES, "softsync:3", "diloco:4", "elastic:pairwise:0.1"])
+@pytest.mark.parametrize("key", MODE_SETTINGS)
+def test_what_has_no_effect_in_the_mode_is_refused_wherever_it_is_given(tmp_path: Path, mode: str, key: str) -> None:
+    value = A_TOPOLOGY.get(mode, "auto") if key == "topology" else GOOD[key][1]
+    (tmp_path / "peerd.toml").write_text(as_toml({key: value}))
+    sources: list[Any] = [
+        ({"mode": mode, key: value}, {}, None),
+        ({"mode": mode}, {f"PEERD_{key.upper()}": as_text(value)}, None),
+        ({"mode": mode}, {}, tmp_path / "peerd.toml"),
+    ]
+    for source in sources:
+        if key in class_of(mode).TAKES:
+            assert getattr(load(*source), key) == value
+        else:
+            with pytest.raises(UserError, match=f"^{key}: without effect in mode {mode}, which takes codec, "):
+                load(*source)
+
+
+def test_it_is_known_of_every_mode_what_has_an_effect() -> None:
+    assert {key for mode in MODES.values() for key in mode.TAKES} == set(MODE_SETTINGS)
+    assert heeds("gossip", "name")
+    assert heeds("nonsense", "every"), "the mode itself is refused, by another line"
 
 
 @pytest.mark.parametrize(
@@ -141,7 +175,7 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
         ("PEERD_BIND", "host:99999", "bind: 'host:99999' is not HOST:PORT"),
         ("PEERD_RDMA_SUBNETS", "10.1.0.0/16,10.1.2.3/8", "rdma_subnets: 10.1.2.3/8 has host bits set; an example is"),
         ("PEERD_JOIN", "a:1, :2", "join: ':2' is not HOST:PORT"),
-        ("PEERD_NAME", "", "name: '' must be 1 to 64 letters"),
+        ("PEERD_NAME", "", "name: it is empty; leave --name and PEERD_NAME out"),
         ("PEERD_NAME", "..", "name: '..' must be"),
         ("PEERD_NAME", "a/b", "name: 'a/b' must be"),
     ],
@@ -215,12 +249,20 @@ def test_a_good_name_is_one_folder_below_the_state(name: str) -> None:
         ("host:0", ("host", 0)),
         ("[::1]", ("::1", DEFAULT_PORT)),
         ("[::1]:9", ("::1", 9)),
+        ("::1", ("::1", DEFAULT_PORT)),
+        ("::", ("::", DEFAULT_PORT)),
+        ("fd00::2", ("fd00::2", DEFAULT_PORT)),
     ],
 )
 def test_addresses(text: str, address: tuple[str, int]) -> None:
     assert parse_address(text, "bind") == address
     assert Settings(bind=text).bind_address == address
     assert Settings(join=(text, text)).seeds == (address, address)
+
+
+def test_an_address_that_may_have_a_port_or_not_needs_brackets() -> None:
+    with pytest.raises(UserError, match=re.escape("bind: '::1:7946' needs brackets: [::1]:7946")):
+        parse_address("::1:7946", "bind")
 
 
 def test_the_state_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

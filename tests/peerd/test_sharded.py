@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from peerd.sharded import has_shards
+from peerd.trainer.sharded import has_shards
 
 PROGRAM = """
 import sys
@@ -21,10 +21,10 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from peerd import checkpoint
-from peerd.ranks import Ranks, Word
-from peerd.sharded import ShardedModel, has_shards
-from peerd.training.flat import FlatModel
+from peerd.trainer import checkpoint
+from peerd.trainer.ranks import RankCommand, Ranks
+from peerd.trainer.sharded import ShardedModel, has_shards
+from peerd.training.model.flat import FlatModel
 
 distributed.init_process_group("gloo")
 ranks = Ranks()
@@ -59,7 +59,7 @@ def compare(folder, dtype):
     expected = FlatModel(plain)
     if ranks.leads:
         assert has_shards(model) and not has_shards(plain)
-        ranks.say(Word.COMES)
+        ranks.say(RankCommand.COMES)
         found = ShardedModel(model, optimizers[1], ranks)
         assert (found.total, found.parameters) == (expected.total, expected.parameters)
         assert (found.tensors, found.signature) == (expected.tensors, expected.signature)
@@ -72,7 +72,7 @@ def compare(folder, dtype):
         rng = np.random.default_rng(0)
         same()
         def both(count):
-            ranks.say(Word.GO_ON, count)
+            ranks.say(RankCommand.GO_ON, count)
             steps(model, optimizers[1], count)
             steps(plain, optimizers[0], count)
 
@@ -113,17 +113,17 @@ def compare(folder, dtype):
         found.restore()
         found.about_to_capture()  # no rank has a state of the optimizer now
         assert not any("optimizer" in name for name in checkpoint.capture(model, optimizers[1], 8, "").tensors)
-        ranks.say(Word.STOP)
+        ranks.say(RankCommand.STOP)
         print("equal", dtype)
     else:
         shards = None
         while True:
-            word, count = ranks.say(Word.GO_ON)
-            if word == Word.STOP:
+            word, count = ranks.say(RankCommand.GO_ON)
+            if word == RankCommand.STOP:
                 break
-            if word == Word.GO_ON:
+            if word == RankCommand.GO_ON:
                 steps(model, optimizers[1], count)
-            elif word == Word.COMES:
+            elif word == RankCommand.COMES:
                 shards = ShardedModel(model, optimizers[1], ranks)
             else:
                 shards.take_part(word, count)

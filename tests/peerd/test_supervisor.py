@@ -8,24 +8,24 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
 import trio.testing
 
-from peerd import supervisor
-from peerd.effects import UserError
-from peerd.supervisor import Supervisor
+from peerd.daemon import supervisor
+from peerd.daemon.supervisor import Supervisor
+from peerd.daemon.trainer_session import TrainerStatus
+from peerd.transport.errors import UserError
+
+# the waits between restarts take no time; processes do
+pytestmark = pytest.mark.trio(clock="autojump")
 
 PID = 'echo $$ > "$FOLDER/pid"; '
 COUNT = 'echo x >> "$FOLDER/starts"; '
-
-
-def virtually(body: Callable[[], Awaitable[None]]) -> None:
-    """The waits between restarts take no time; processes do."""
-    trio.run(body, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
 @pytest.fixture
@@ -38,6 +38,11 @@ def shell(folder: Path, script: str, *, attached: bool = True) -> Supervisor:
     made = Supervisor(["sh", "-c", script], {"FOLDER": str(folder)})
     made.attached = attached
     return made
+
+
+def another_each_time(**facts: Any) -> Callable[[], TrainerStatus]:
+    """A trainer that came, trained and went, in each life."""
+    return lambda: TrainerStatus(1, **{"step": 9, "phase": "gone", "began": 1.0, **facts})
 
 
 def starts(folder: Path) -> int:
@@ -59,59 +64,100 @@ async def written(path: Path) -> int:
     return int(path.read_text())
 
 
-def test_a_script_that_ends_well_is_not_started_again(folder: Path) -> None:
-    virtually(shell(folder, COUNT, attached=False).run)
+async def test_a_script_that_ends_well_is_not_started_again(folder: Path) -> None:
+    await shell(folder, COUNT, attached=False).run()
     assert starts(folder) == 1
 
 
 @pytest.mark.parametrize(
     ("end", "how"), [("exit 3", "exited with code 3"), ("kill -9 $$", "was killed by SIGKILL")], ids=["exit", "kill"]
 )
-def test_a_script_that_dies_before_it_attaches_is_not_started_again(folder: Path, end: str, how: str) -> None:
+async def test_a_script_that_dies_before_it_attaches_is_not_started_again(folder: Path, end: str, how: str) -> None:
     with pytest.raises(UserError, match=f"^sh {how} before it called peerd.attach; its own output above says why$"):
-        virtually(shell(folder, COUNT + end, attached=False).run)
+        await shell(folder, COUNT + end, attached=False).run()
     assert starts(folder) == 1
 
 
-def test_a_python_script_that_dies_at_import(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+async def test_a_python_script_that_dies_at_import(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = folder / "train.py"
     script.write_text("import no_such_module\n")
     with pytest.raises(UserError, match=r"^train.py exited with code 1 before it called peerd.attach"):
-        virtually(Supervisor([str(script)], {}).run)
+        await Supervisor([str(script)], {}).run()
     assert "No module named 'no_such_module'" in capfd.readouterr().err
 
 
-def test_a_script_that_keeps_dying_is_started_ever_later_and_then_given_up(
+async def test_a_script_that_keeps_dying_is_started_ever_later_and_then_given_up(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(UserError, match=r"^sh exited with code 3, 5 times within \d+ s: giving up$"):
-        virtually(shell(folder, COUNT + "exit 3").run)
+        await shell(folder, COUNT + "exit 3").run(another_each_time())
     assert starts(folder) == 5
     assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == [
         f"sh exited with code 3; starting it again in {delay} s" for delay in (1, 2, 4, 8)
     ]
 
 
-def test_crashes_long_ago_do_not_count(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "facts",
+    [lambda: None, another_each_time(phase="gone", began=0.0), another_each_time(step=4, first_step=4)],
+    ids=["refused", "in its first wait", "in its first step"],
+)
+async def test_the_same_error_before_the_first_step_comes_again(folder: Path, facts: Callable[[], Any]) -> None:
+    why = "^sh exited with code 1 twice before its first step: giving up; its own output above says why$"
+    with pytest.raises(UserError, match=why):
+        await shell(folder, COUNT + "exit 1").run(facts)
+    assert starts(folder) == 2
+
+
+@pytest.mark.parametrize("end", ["kill -9 $$", 'exit $(wc -l < "$FOLDER/starts")'], ids=["killed", "another code"])
+async def test_other_ends_before_the_first_step_may_be_chance(folder: Path, end: str) -> None:
+    with pytest.raises(UserError, match=r", 5 times within \d+ s: giving up$"):
+        await shell(folder, COUNT + end).run()
+    assert starts(folder) == 5
+
+
+@pytest.mark.parametrize("end", ["exit 1", "kill -9 $$"])
+async def test_what_fails_after_its_model_was_finished_is_not_started_again(
+    folder: Path, end: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    await shell(folder, COUNT + end).run(another_each_time(phase="finished"))
+    assert starts(folder) == 1
+    (line,) = (record.message for record in caplog.records if record.levelno == logging.WARNING)
+    assert line.endswith(" after its model was finished: it is not started again")
+
+
+async def test_a_model_that_an_earlier_life_finished_does_not_count(folder: Path) -> None:
+    finished = TrainerStatus(1, step=9, phase="finished", began=1.0)
+    with pytest.raises(UserError, match="twice before its first step"):
+        await shell(folder, COUNT + "exit 1").run(lambda: finished)
+
+
+async def test_an_exit_code_decides_where_only_the_interpreters_end_finished_the_model(folder: Path) -> None:
+    script = COUNT + 'test $(wc -l < "$FOLDER/starts") -ge 3'
+    await shell(folder, script).run(another_each_time(phase="finished", at_exit=True))
+    assert starts(folder) == 3
+
+
+async def test_crashes_long_ago_do_not_count(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "CRASH_WINDOW_S", 0.5)  # each restart is a second after the crash
-    virtually(shell(folder, COUNT + 'test $(wc -l < "$FOLDER/starts") -ge 9').run)
+    await shell(folder, COUNT + 'test $(wc -l < "$FOLDER/starts") -ge 9').run(another_each_time())
     assert starts(folder) == 9
 
 
-def test_the_script_gets_what_the_daemon_tells_it_beside_its_own_environment(folder: Path) -> None:
+async def test_the_script_gets_what_the_daemon_tells_it_beside_its_own_environment(folder: Path) -> None:
     made = Supervisor(
         ["sh", "-c", 'echo "$PATH $PEERD_NAME" > "$FOLDER/told"'], {"FOLDER": str(folder), "PEERD_NAME": "n"}
     )
-    virtually(made.run)
+    await made.run()
     assert (folder / "told").read_text() == f"{os.environ['PATH']} n\n"
 
 
-def test_what_cannot_be_started_is_the_users_to_mend(folder: Path) -> None:
+async def test_what_cannot_be_started_is_the_users_to_mend(folder: Path) -> None:
     broken = folder / "broken"
     broken.write_text("#!/no/such/interpreter\n")
     broken.chmod(0o755)
     with pytest.raises(UserError, match=r"^cannot start broken: No such file or directory$"):
-        virtually(Supervisor([str(broken)], {}).run)
+        await Supervisor([str(broken)], {}).run()
 
 
 @pytest.mark.parametrize(
@@ -135,42 +181,42 @@ def test_tasks_start_by_name() -> None:
 # ----------------------------------------------------------------------------------------------------------- the end
 
 
-def stopped(made: Supervisor, folder: Path, grace_s: float) -> None:
+async def stopped(made: Supervisor, folder: Path, grace_s: float) -> None:
     """Start, wait until the script has written its pid, stop; in real time, for so a process ends."""
-
-    async def body() -> None:
-        with trio.fail_after(60):
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(made.run)
-                await written(folder / "pid")
-                await made.stop(grace_s)
-
     try:
-        trio.run(body)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(made.run)
+            await written(folder / "pid")
+            await made.stop(grace_s)
     finally:
         made.kill()
 
 
-def test_a_script_that_ends_by_itself_is_given_the_time(folder: Path) -> None:
+@pytest.mark.trio(clock="real")
+async def test_a_script_that_ends_by_itself_is_given_the_time(folder: Path) -> None:
     made = shell(folder, 'trap "echo asked > $FOLDER/asked" TERM; ' + PID + 'sleep 0.2; echo done > "$FOLDER/done"')
-    stopped(made, folder, grace_s=30)
+    await stopped(made, folder, grace_s=30)
     assert (folder / "done").exists()
     assert not (folder / "asked").exists()
 
 
-def test_a_script_that_goes_on_is_asked_to_end(folder: Path) -> None:
+@pytest.mark.trio(clock="real")
+async def test_a_script_that_goes_on_is_asked_to_end(folder: Path) -> None:
     made = shell(folder, f'trap "echo asked > $FOLDER/asked; exit 5" TERM; {PID} {COUNT} while :; do sleep 0.05; done')
-    stopped(made, folder, grace_s=0.05)
+    await stopped(made, folder, grace_s=0.05)
     assert (folder / "asked").exists()
     assert starts(folder) == 1, "an end that was asked for is no crash"
 
 
-def test_a_script_that_will_not_end_is_killed_with_its_children(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.trio(clock="real")
+async def test_a_script_that_will_not_end_is_killed_with_its_children(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(supervisor, "TERMINATE_GRACE_S", 0.2)
     (folder / "child.sh").write_text('trap "" TERM; echo $$ > "$FOLDER/child"; while :; do sleep 0.05; done')
     both = 'sh "$FOLDER/child.sh" & until [ -s "$FOLDER/child" ]; do sleep 0.01; done; '
     made = shell(folder, 'trap "" TERM; ' + both + PID + "while :; do sleep 0.05; done")
-    stopped(made, folder, grace_s=0.05)
+    await stopped(made, folder, grace_s=0.05)
     pids = [int((folder / name).read_text()) for name in ("pid", "child")]
     deadline = time.monotonic() + 30
     while not all(map(gone, pids)) and time.monotonic() < deadline:
@@ -178,31 +224,27 @@ def test_a_script_that_will_not_end_is_killed_with_its_children(folder: Path, mo
     assert all(map(gone, pids))
 
 
-def test_a_kill_is_at_once(folder: Path) -> None:
+@pytest.mark.trio(clock="real")
+async def test_a_kill_is_at_once(folder: Path) -> None:
     made = shell(folder, 'trap "" TERM; ' + PID + "while :; do sleep 0.05; done")
-
-    async def body() -> None:
-        with trio.fail_after(60):
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(made.run)
-                pid = await written(folder / "pid")
-                made.kill()
-            assert gone(pid)
-
-    trio.run(body)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(made.run)
+        pid = await written(folder / "pid")
+        made.kill()
+    assert gone(pid)
     made.kill()
 
 
-def test_nothing_is_stopped_before_anything_was_started(folder: Path) -> None:
+async def test_nothing_is_stopped_before_anything_was_started(folder: Path) -> None:
     made = shell(folder, PID)
-    virtually(lambda: made.stop(grace_s=1))
+    await made.stop(grace_s=1)
     made.kill()
     assert made.stopping
 
 
 def test_a_script_dies_with_its_daemon(folder: Path) -> None:
     program = (
-        "import os; from subprocess import DEVNULL, Popen; from peerd.supervisor import die_with_parent; "
+        "import os; from subprocess import DEVNULL, Popen; from peerd.daemon.supervisor import die_with_parent; "
         "child = Popen(['sleep', '99'], preexec_fn=die_with_parent, stdout=DEVNULL, stderr=DEVNULL); "
         "print(child.pid, flush=True); os.kill(os.getpid(), 9)"
     )

@@ -10,10 +10,13 @@ import pytest
 import torch
 import trio
 from model_node import Node, running, until
+from safetensors.torch import load_file
 from torch import nn
 
 import peerd
-from peerd import control, local_socket, trainer
+from peerd.daemon import control
+from peerd.local import local_socket
+from peerd.trainer import session
 
 
 @pytest.fixture
@@ -45,7 +48,7 @@ def with_daemon(
     return trio.run(main)
 
 
-def normed() -> tuple[nn.Module, torch.optim.Optimizer]:
+def normed() -> tuple[nn.Sequential, torch.optim.Optimizer]:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     return model, torch.optim.Adam(model.parameters(), lr=0.01)
@@ -99,13 +102,13 @@ def test_spoilt_statistics_are_rolled_back(path: Path, capfd: pytest.CaptureFixt
     def script() -> None:
         model, optimizer = normed()
         with peerd.attach(model, optimizer) as swarm:
-            weights = model[0].weight.detach().clone()
+            weights = model.get_parameter("0.weight").detach().clone()
             model(torch.full((8, 3), float("nan")))  # and no step, as an AMP scaler does: no parameter is touched
-            assert not torch.isfinite(model[1].running_mean).all()
+            assert not torch.isfinite(model.get_buffer("1.running_mean")).all()
             swarm.step()
-            assert torch.isfinite(model[1].running_mean).all()
-            assert torch.equal(model[0].weight, weights)
-            for _ in range(2 * trainer.ROLLBACKS_MAX):
+            assert torch.isfinite(model.get_buffer("1.running_mean")).all()
+            assert torch.equal(model.get_parameter("0.weight"), weights)
+            for _ in range(2 * session.ROLLBACKS_MAX):
                 swarm.step()
 
     facts = with_daemon(path, script).side.facts
@@ -120,7 +123,7 @@ def test_a_model_that_stays_spoilt_ends_the_script(path: Path) -> None:
         with peerd.attach(model, optimizer) as swarm:
             while True:
                 with torch.no_grad():
-                    model[0].weight.fill_(float("inf"))
+                    model.get_parameter("0.weight").fill_(float("inf"))
                 swarm.step()
 
     def script() -> None:
@@ -129,7 +132,28 @@ def test_a_model_that_stays_spoilt_ends_the_script(path: Path) -> None:
 
     facts = with_daemon(path, script).side.facts
     assert facts is not None
-    assert facts.rollbacks == trainer.ROLLBACKS_MAX
+    assert facts.rollbacks == session.ROLLBACKS_MAX
+
+
+def test_no_checkpoint_holds_a_model_that_is_not_finite(path: Path) -> None:
+    """Though no loss tells of it and nothing else has the model looked at."""
+
+    def script() -> None:
+        model, optimizer = normed()
+        with peerd.attach(model, optimizer) as swarm:
+            for step in range(1, 200):
+                if step % 7 == 0:
+                    with torch.no_grad():
+                        model.get_parameter("2.weight").fill_(float("nan"))
+                swarm.step()
+
+    with_daemon(path, script, trigger="change:1000", checkpoint_every_s=1e-6)
+    kept = sorted((path.parent / "state" / "checkpoints").glob("step-*/*.safetensors"))
+    assert kept
+    for file in kept:
+        assert all(
+            bool(torch.isfinite(tensor).all()) for tensor in load_file(file).values() if tensor.is_floating_point()
+        )
 
 
 @pytest.mark.parametrize("count", [3, 300])

@@ -6,17 +6,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peerd.effects import NodeId, PeerError
-from peerd.messages import LinkOpen, RoundPhase, RoundReport
-from peerd.peers import QUEUE_MAX, RETRY_MAX_S
 from peerd.simulation.connections import Connection
 from peerd.simulation.network import Network, Profile, uniform
 from peerd.simulation.world import World
-from peerd.transport.hello import DEADLINE_S
-from peerd.transport.stream import PATIENCE_S
+from peerd.transport.errors import PeerError
+from peerd.transport.ids import NodeId
+from peerd.transport.messages import LinkOpen, RoundPhase, RoundReport
+from peerd.transport.patience import GREETING_DEADLINE_S, PATIENCE_S, RETRY_MAX_S
+from peerd.transport.peer_queue import QUEUE_MAX
 
 LATENCY_S = 0.05
-AGAIN_S = RETRY_MAX_S + DEADLINE_S + 1.0  # the longest until a peer that is back has been dialled
+AGAIN_S = RETRY_MAX_S + GREETING_DEADLINE_S + 1.0  # the longest until a peer that is back has been dialled
 
 
 class Process:
@@ -41,13 +41,18 @@ class Pair:
     def __init__(self, seed: int = 0, profile: Profile | None = None, says_again: bytes = b"") -> None:
         self.world = World(seed)
         self.network = Network(self.world, uniform(profile or Profile(LATENCY_S), 2))
-        self.target: Process | None = Process(1)
+        self._target: Process | None = Process(1)
         self.reconnected_at: list[float] = []
         self.connection = Connection(
-            self.world, self.network, Process(0), lambda: self.target, "n0", 1, self._reconnected
+            self.world, self.network, Process(0), lambda: self._target, "n0", 1, self._reconnected
         )
         self._says_again = says_again
         self._said = 0
+
+    @property
+    def target(self) -> Process:
+        assert self._target is not None, "it has crashed"
+        return self._target
 
     def _reconnected(self) -> None:
         self.reconnected_at.append(self.world.now)
@@ -63,18 +68,18 @@ class Pair:
         self.world.run(self.world.now + seconds)
 
     def crash(self) -> None:
-        self.target = None
+        self._target = None
 
     def restart(self, life: int) -> Process:
-        self.target = Process(1, life)
-        return self.target
+        self._target = Process(1, life)
+        return self._target
 
 
 def numbered(count: int) -> list[bytes]:
     return [b"%d" % number for number in range(count)]
 
 
-def test_a_message_comes_after_the_dial_and_its_own_flight():
+def test_a_message_comes_after_the_dial_and_its_own_flight() -> None:
     pair = Pair()
     pair.send(b"first")
     pair.run(3 * LATENCY_S - 0.001)
@@ -91,7 +96,7 @@ def test_a_message_comes_after_the_dial_and_its_own_flight():
     st.floats(0.0, 0.5),
 )
 @settings(deadline=None, print_blob=True)
-def test_everything_comes_once_and_in_order(seed, sizes, loss, jitter_s):
+def test_everything_comes_once_and_in_order(seed: int, sizes: list[float], loss: float, jitter_s: float) -> None:
     pair = Pair(seed, Profile(LATENCY_S, jitter_s=jitter_s, loss=loss, uplink_mbit=100.0))
     frames = numbered(len(sizes))
     for frame, size in zip(frames, sizes, strict=True):
@@ -100,7 +105,7 @@ def test_everything_comes_once_and_in_order(seed, sizes, loss, jitter_s):
     assert pair.target.received == frames, f"seed {seed}"
 
 
-def test_messages_that_overtake_on_the_line_wait_for_those_before():
+def test_messages_that_overtake_on_the_line_wait_for_those_before() -> None:
     """Each message of one packet is repeated by itself, up to eight times."""
     seed = 3
     pair = Pair(seed, Profile(LATENCY_S, loss=0.5))
@@ -110,7 +115,7 @@ def test_messages_that_overtake_on_the_line_wait_for_those_before():
     assert pair.target.received == numbered(QUEUE_MAX), f"seed {seed}"
 
 
-def test_the_queue_is_bounded_and_drops_what_comes_last():
+def test_the_queue_is_bounded_and_drops_what_comes_last() -> None:
     pair = Pair()
     pair.send(*numbered(QUEUE_MAX + 10))
     assert pair.connection.queued == QUEUE_MAX
@@ -119,7 +124,7 @@ def test_the_queue_is_bounded_and_drops_what_comes_last():
     assert pair.target.received == numbered(QUEUE_MAX)
 
 
-def test_what_was_on_the_way_to_a_crashed_process_is_lost():
+def test_what_was_on_the_way_to_a_crashed_process_is_lost() -> None:
     pair = Pair()
     pair.run(1.0)
     pair.send(b"1", b"2", b"3", size=1e5)
@@ -135,7 +140,7 @@ def test_what_was_on_the_way_to_a_crashed_process_is_lost():
     assert again.received == [b"4"]
 
 
-def test_a_process_that_came_back_unnoticed_gets_nothing_meant_for_the_former():
+def test_a_process_that_came_back_unnoticed_gets_nothing_meant_for_the_former() -> None:
     pair = Pair()
     pair.run(1.0)
     again = pair.restart(life=2)
@@ -145,7 +150,7 @@ def test_a_process_that_came_back_unnoticed_gets_nothing_meant_for_the_former():
     assert len(pair.reconnected_at) == 1
 
 
-def test_what_was_queued_before_a_reconnect_must_not_overtake_what_is_said_again():
+def test_what_was_queued_before_a_reconnect_must_not_overtake_what_is_said_again() -> None:
     pair = Pair(says_again=b"said again")
     pair.crash()
     pair.run(1.0)
@@ -155,7 +160,7 @@ def test_what_was_queued_before_a_reconnect_must_not_overtake_what_is_said_again
     assert again.received == [b"said again"]
 
 
-def test_a_peer_that_was_away_for_an_hour_is_found_within_seconds():
+def test_a_peer_that_was_away_for_an_hour_is_found_within_seconds() -> None:
     pair = Pair()
     pair.crash()
     pair.run(3600.0)
@@ -166,7 +171,7 @@ def test_a_peer_that_was_away_for_an_hour_is_found_within_seconds():
     assert found_at - back_at <= RETRY_MAX_S + 2 * LATENCY_S
 
 
-def test_a_damaged_message_breaks_the_connection_and_those_behind_it_are_lost():
+def test_a_damaged_message_breaks_the_connection_and_those_behind_it_are_lost() -> None:
     pair = Pair()
     pair.send(b"1", b"bad", b"3")
     pair.run(5.0)
@@ -178,7 +183,7 @@ def test_a_damaged_message_breaks_the_connection_and_those_behind_it_are_lost():
 
 
 @pytest.mark.parametrize("kind", ["stopped", "cut"])
-def test_a_short_stop_or_cut_delays_and_loses_nothing(kind):
+def test_a_short_stop_or_cut_delays_and_loses_nothing(kind: str) -> None:
     pair = Pair()
     pair.run(1.0)
     hold(pair, kind, True)
@@ -192,7 +197,7 @@ def test_a_short_stop_or_cut_delays_and_loses_nothing(kind):
 
 
 @pytest.mark.parametrize("kind", ["stopped", "cut"])
-def test_a_long_stop_or_cut_breaks_the_connection(kind):
+def test_a_long_stop_or_cut_breaks_the_connection(kind: str) -> None:
     pair = Pair()
     pair.run(1.0)
     hold(pair, kind, True)
@@ -212,7 +217,7 @@ def hold(pair: Pair, kind: str, held: bool) -> None:
 
 
 @pytest.mark.parametrize("after_s", [0.01, 1.0, 1.03])
-def test_nothing_comes_out_of_a_closed_connection(after_s):
+def test_nothing_comes_out_of_a_closed_connection(after_s: float) -> None:
     """Closed while it dials, when it is idle, and with a message on the way."""
     pair = Pair()
     pair.run(min(after_s, 1.0))
@@ -229,9 +234,9 @@ def test_nothing_comes_out_of_a_closed_connection(after_s):
 def test_a_process_that_is_gone_is_noticed_without_a_message() -> None:
     pair = Pair(seed=1)
     pair.world.run(1.0)
-    pair.target = None
+    pair.crash()
     pair.connection.reset()
-    pair.target = Process(1, life=2)
+    pair.restart(life=2)
     pair.world.run(3.0)
     assert pair.reconnected_at, "the sender was not told"
 
@@ -242,7 +247,6 @@ def test_what_has_not_left_is_not_queued_again() -> None:
     for _ in range(3):
         pair.connection.send(LinkOpen(7), b"once", 1e6)
     pair.world.run(100.0)
-    assert pair.target is not None
     assert pair.target.received == [b"once"]
     pair.connection.send(LinkOpen(7), b"again", 1e6)
     pair.world.run(200.0)
@@ -256,5 +260,4 @@ def test_a_report_that_waits_makes_way_for_a_newer_one() -> None:
         report = RoundReport(1, RoundPhase.RUNNING, 0, 0, 1, progress, False, False, False)
         pair.connection.send(report, b"%d" % progress, 1e6)
     pair.world.run(100.0)
-    assert pair.target is not None
     assert pair.target.received == [b"0", b"3"], "the first was leaving"

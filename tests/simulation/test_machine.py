@@ -135,7 +135,7 @@ class FaultySwarm(RuleBasedStateMachine):
 def _run(examples: int, steps: int, *, same: bool) -> None:
     """`same` draws the same examples each time: whether a few dozen reach every state is luck otherwise."""
     REACHED.clear()
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(
         FaultySwarm,
         settings=settings(
             max_examples=examples, stateful_step_count=steps, deadline=None, print_blob=True,

@@ -9,15 +9,16 @@ from __future__ import annotations
 import io
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
-from peerd.effects import NodeId
-from peerd.messages import State
 from peerd.simulation.network import Profile, uniform
 from peerd.simulation.node import Clock, Node
 from peerd.simulation.swarm import GRACE_S, Swarm
 from peerd.simulation.world import Violation, World
+from peerd.transport.ids import NodeId
+from peerd.transport.messages import State
 
 NEAR = Profile(latency_s=0.005, jitter_s=0.01)
 
@@ -161,7 +162,7 @@ def test_stopped_processes_accuse_nobody_who_was_not(seed: int, stop_s: float) -
         swarm.world.later(stop_s, lambda: stop(index))
 
     for index in range(8):
-        swarm.world.later(rng.random() * 2 * stop_s, lambda index=index: stop(index))
+        swarm.world.later(rng.random() * 2 * stop_s, partial(stop, index))
     culprits = {swarm.nodes[index].id for index in range(8)}
     swarm.run(200)
     healthy = [verdict for verdict in swarm.verdicts if verdict[2] not in culprits]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.effects import UserError
 from peerd.simulation.network import (
     BYTES_PER_MBIT,
     PROFILES,
@@ -21,7 +21,9 @@ from peerd.simulation.network import (
     read_topology,
     uniform,
 )
+from peerd.simulation.scenario import Scenario, simulate
 from peerd.simulation.world import World
+from peerd.transport.errors import UserError
 
 QUIET = Profile(latency_s=0.01, uplink_mbit=8.0, downlink_mbit=80.0)  # 1 and 10 MB/s
 Flow = tuple[int, int, float, float]  # from, to, bytes, when
@@ -45,7 +47,7 @@ def arrivals(topology: Topology, flows: Sequence[Flow], seed: int = 0) -> list[f
         network.stream(source, target, size, lambda: None, arrived)
 
     for number, flow in enumerate(flows):
-        world.later(flow[3], lambda number=number: begin(number))
+        world.later(flow[3], partial(begin, number))
     world.run(1e12)
     assert min(found) >= 0.0, f"seed {seed}: {found}"
     return found
@@ -59,14 +61,16 @@ def approximately(seconds: float) -> object:
 
 
 @given(sizes, rates, rates, st.floats(0.0, 2.0))
-def test_a_flow_alone_takes_its_size_over_the_narrowest_rate_and_the_latency(size, up, down, latency_s):
+def test_a_flow_alone_takes_its_size_over_the_narrowest_rate_and_the_latency(
+    size: float, up: float, down: float, latency_s: float
+) -> None:
     topology = uniform(Profile(latency_s, uplink_mbit=up, downlink_mbit=down), 2)
     (found,) = arrivals(topology, [(0, 1, size, 0.0)])
     assert found == approximately(latency_s + size / (min(up, down) * BYTES_PER_MBIT))
 
 
 @given(sizes, rates, rates, rates)
-def test_a_thin_line_between_sites_is_the_narrowest_rate_too(size, up, down, line):
+def test_a_thin_line_between_sites_is_the_narrowest_rate_too(size: float, up: float, down: float, line: float) -> None:
     profile = Profile(0.002, uplink_mbit=up, downlink_mbit=down)
     topology = Topology((profile,) * 2, ("a", "b"), {("a", "b"): Between(0.05, mbit=line)})
     (found,) = arrivals(topology, [(0, 1, size, 0.0)])
@@ -74,7 +78,7 @@ def test_a_thin_line_between_sites_is_the_narrowest_rate_too(size, up, down, lin
 
 
 @given(sizes, sizes)
-def test_two_flows_into_one_downlink_take_as_long_as_both_together(first, second):
+def test_two_flows_into_one_downlink_take_as_long_as_both_together(first: float, second: float) -> None:
     topology = uniform(Profile(0.01, uplink_mbit=1e4, downlink_mbit=8.0), 3)
     found = arrivals(topology, [(0, 2, first, 0.0), (1, 2, second, 0.0)])
     own = [topology.profiles[0].latency_s + size / (1e4 * BYTES_PER_MBIT) for size in (first, second)]
@@ -83,7 +87,7 @@ def test_two_flows_into_one_downlink_take_as_long_as_both_together(first, second
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), sizes, st.floats(0.0, 30.0)), min_size=1, max_size=8), rates)
-def test_no_pipe_ever_carries_more_than_its_rate(flows, up):
+def test_no_pipe_ever_carries_more_than_its_rate(flows: list[tuple[int, float, float]], up: float) -> None:
     """All that has arrived by any moment was carried since the first began."""
     topology = uniform(Profile(0.0, uplink_mbit=up, downlink_mbit=8.0), 5)
     found = arrivals(topology, [(source, 0, size, at) for source, size, at in flows])
@@ -93,7 +97,7 @@ def test_no_pipe_ever_carries_more_than_its_rate(flows, up):
         assert carried <= (now - began) * 1e6 * (1 + 1e-9) + 1e-3
 
 
-def test_what_trickles_in_leaves_the_downlink_to_others():
+def test_what_trickles_in_leaves_the_downlink_to_others() -> None:
     slow, fast = replace(QUIET, uplink_mbit=0.08), replace(QUIET, uplink_mbit=800.0)
     topology = Topology((slow, fast, QUIET), ("",) * 3)
     trickle, burst = arrivals(topology, [(0, 2, 1e6, 0.0), (1, 2, 1e7, 0.5)])
@@ -101,17 +105,17 @@ def test_what_trickles_in_leaves_the_downlink_to_others():
     assert burst < 3.0
 
 
-def test_an_uplink_sends_one_after_the_other():
+def test_an_uplink_sends_one_after_the_other() -> None:
     first, second = arrivals(uniform(QUIET, 3), [(0, 1, 1e6, 0.0), (0, 2, 1e6, 0.0)])
     assert (first, second) == (approximately(1.01), approximately(2.01))
 
 
-def test_both_directions_of_a_node_are_apart():
+def test_both_directions_of_a_node_are_apart() -> None:
     there, back = arrivals(uniform(QUIET, 2), [(0, 1, 1e6, 0.0), (1, 0, 1e6, 0.0)])
     assert there == back == approximately(1.01)
 
 
-def test_all_flows_of_one_direction_share_the_line_between_two_sites():
+def test_all_flows_of_one_direction_share_the_line_between_two_sites() -> None:
     profile = Profile(0.0, uplink_mbit=1e6, downlink_mbit=1e6)
     topology = Topology(
         (profile,) * 4, ("a", "a", "b", "b"), {("a", "b"): Between(0.1, mbit=8.0), ("b", "a"): Between(0.1, mbit=8.0)}
@@ -121,7 +125,7 @@ def test_all_flows_of_one_direction_share_the_line_between_two_sites():
     assert found[2] == pytest.approx(1.1, abs=1e-3)
 
 
-def test_the_next_message_may_follow_when_the_last_byte_has_left():
+def test_the_next_message_may_follow_when_the_last_byte_has_left() -> None:
     world = World(0)
     network = Network(world, uniform(QUIET, 2))
     sent: list[float] = []
@@ -130,7 +134,7 @@ def test_the_next_message_may_follow_when_the_last_byte_has_left():
     assert sent == [approximately(1.0)]
 
 
-def test_a_node_slowed_down_is_slower_both_ways_until_it_is_not():
+def test_a_node_slowed_down_is_slower_both_ways_until_it_is_not() -> None:
     network = Network(World(0), uniform(QUIET, 2))
 
     def rates() -> tuple[float, float]:
@@ -145,7 +149,7 @@ def test_a_node_slowed_down_is_slower_both_ways_until_it_is_not():
     assert rates() == before
 
 
-def test_lost_packets_make_a_stream_late_and_never_lose_it():
+def test_lost_packets_make_a_stream_late_and_never_lose_it() -> None:
     seed, lossy = 5, uniform(replace(QUIET, loss=0.3), 2)
     found = [arrivals(lossy, [(0, 1, 1400.0, 0.0)], seed + run)[0] for run in range(50)]
     alone = 0.01 + 1400 / 1e6
@@ -158,7 +162,7 @@ def test_lost_packets_make_a_stream_late_and_never_lose_it():
 
 
 @given(st.floats(0.0, 0.5), st.floats(1.0, 1e8), st.integers(1, 1400))
-def test_a_datagram_waits_behind_bulk_for_no_longer_than_the_queue(queue_s, bulk, size):
+def test_a_datagram_waits_behind_bulk_for_no_longer_than_the_queue(queue_s: float, bulk: float, size: int) -> None:
     world = World(0)
     network = Network(world, uniform(replace(QUIET, queue_s=queue_s), 2))
     network.stream(0, 1, bulk, lambda: None, lambda: None)
@@ -167,7 +171,7 @@ def test_a_datagram_waits_behind_bulk_for_no_longer_than_the_queue(queue_s, bulk
 
 
 @pytest.mark.parametrize(("seed", "loss"), [(1, 0.01), (2, 0.05), (3, 0.5)])
-def test_as_many_datagrams_are_lost_as_were_to_be(seed, loss):
+def test_as_many_datagrams_are_lost_as_were_to_be(seed: int, loss: float) -> None:
     network = Network(World(seed), Topology((replace(QUIET, loss=loss), QUIET), ("", "")))
     count = 20_000
     lost = sum(not network.datagram(0, 1, 100) for _ in range(count))
@@ -175,7 +179,7 @@ def test_as_many_datagrams_are_lost_as_were_to_be(seed, loss):
     assert abs(lost - count * loss) < 4 * deviation, f"seed {seed}: {lost} of {count}"
 
 
-def test_losses_of_places_lines_and_weather_multiply():
+def test_losses_of_places_lines_and_weather_multiply() -> None:
     profiles = (replace(QUIET, loss=0.1), QUIET)
     network = Network(World(0), Topology(profiles, ("a", "b"), {("a", "b"): Between(0.1, loss=0.2)}))
     network.weather = Profile(0.0, loss=0.5)
@@ -183,7 +187,7 @@ def test_losses_of_places_lines_and_weather_multiply():
     assert network.loss(1, 0) == approximately(1 - 0.9 * 0.5), "the line back has no loss of its own"
 
 
-def test_weather_duplicates_and_reorders_datagrams():
+def test_weather_duplicates_and_reorders_datagrams() -> None:
     seed, count = 4, 5000
     network = Network(World(seed), uniform(QUIET, 2))
     network.weather = Profile(0.0, duplication=0.1, reordering=0.2)
@@ -193,7 +197,7 @@ def test_weather_duplicates_and_reorders_datagrams():
     assert 0.17 < late / count < 0.23, f"seed {seed}: {late} late"
 
 
-def test_a_cut_loses_one_direction_and_no_other():
+def test_a_cut_loses_one_direction_and_no_other() -> None:
     network = Network(World(0), uniform(QUIET, 3))
     network.cut = lambda source, target: (source, target) == (0, 1)
     assert network.datagram(0, 1, 100) == []
@@ -201,7 +205,7 @@ def test_a_cut_loses_one_direction_and_no_other():
 
 
 @given(st.binary(min_size=1, max_size=100), st.integers(0, 1000))
-def test_bad_weather_changes_one_bit_of_a_frame(frame, seed):
+def test_bad_weather_changes_one_bit_of_a_frame(frame: bytes, seed: int) -> None:
     network = Network(World(seed), uniform(QUIET, 2))
     assert network.weathered(frame) == frame
     network.weather = Profile(0.0, corruption=1.0)
@@ -210,7 +214,7 @@ def test_bad_weather_changes_one_bit_of_a_frame(frame, seed):
     assert sum((a ^ b).bit_count() for a, b in zip(frame, damaged, strict=True)) == 1
 
 
-def test_between_places_the_line_counts_and_half_of_either_end():
+def test_between_places_the_line_counts_and_half_of_either_end() -> None:
     profiles = (replace(QUIET, latency_s=0.01), replace(QUIET, latency_s=0.03), replace(QUIET, latency_s=0.05))
     network = Network(World(0), Topology(profiles, ("a", "b", "b"), {("a", "b"): Between(0.1)}))
     assert network.flight_s(0, 1) == approximately(0.1 + 0.02)
@@ -251,7 +255,7 @@ latency_ms = 125
 """
 
 
-def test_three_sites_are_read(tmp_path: Path):
+def test_three_sites_are_read(tmp_path: Path) -> None:
     path = tmp_path / "sites.toml"
     path.write_text(THREE_SITES)
     topology = read_topology(path)
@@ -305,7 +309,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("text", "message"), BAD.values(), ids=BAD.keys())
-def test_a_bad_topology_gives_one_line_that_names_the_file(tmp_path: Path, text: str | bytes, message: str):
+def test_a_bad_topology_gives_one_line_that_names_the_file(tmp_path: Path, text: str | bytes, message: str) -> None:
     path = tmp_path / "sites.toml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(UserError, match=message) as raised:
@@ -314,6 +318,23 @@ def test_a_bad_topology_gives_one_line_that_names_the_file(tmp_path: Path, text:
     assert "\n" not in str(raised.value)
 
 
-def test_a_topology_that_is_not_there_is_said(tmp_path: Path):
+def test_a_topology_that_is_not_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="No such file"):
         read_topology(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize("faults", ["none", "all"])
+def test_a_network_too_slow_for_membership_has_false_deaths_and_no_violation(tmp_path: Path, faults: str) -> None:
+    """A packet takes a minute: nobody can answer before it is taken for dead."""
+    path = tmp_path / "sites.toml"
+    path.write_text("[[site]]\npeers = 4\nlatency_ms = 60000\n")
+    result = simulate(Scenario(peers=4, minutes=30, network=str(path), faults=faults)).result
+    assert result["violations"] == []
+    assert result["false_deaths"] > 0
+
+
+def test_who_is_healthy_is_declared_failed_on_no_network_that_is_fast_enough(tmp_path: Path) -> None:
+    path = tmp_path / "sites.toml"
+    path.write_text("[[site]]\npeers = 4\nlatency_ms = 2400\njitter_ms = 100\n")
+    result = simulate(Scenario(peers=4, minutes=15, network=str(path), faults="none")).result
+    assert (result["false_deaths"], result["violations"]) == (0, [])

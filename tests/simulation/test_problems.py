@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.effects import UserError
 from peerd.simulation.problems import SURROGATE_VALUES, BytesOnly, Compute, Problem, Quadratic, mean_and_distance
+from peerd.transport.errors import UserError
 
 BAD = [
     "", "fixed", "fixed:", "fixed:x", "fixed:0", "fixed:-1", "fixed:inf", "fixed:nan", "fixed:1:2", "fixed:1e6",
@@ -32,14 +32,14 @@ def refused(text: str) -> str:
 
 
 @pytest.mark.parametrize("text", BAD)
-def test_what_is_no_compute_time_is_said_in_one_line(text: str):
+def test_what_is_no_compute_time_is_said_in_one_line(text: str) -> None:
     said = refused(text)
     assert said.startswith(f"--compute {text}: wanted fixed:SECONDS, lognormal:MEDIAN:SIGMA")
     assert "\n" not in said
 
 
 @pytest.mark.parametrize("lines", BAD_TRACES)
-def test_a_trace_holds_positive_seconds(tmp_path: Path, lines: str | bytes):
+def test_a_trace_holds_positive_seconds(tmp_path: Path, lines: str | bytes) -> None:
     path = tmp_path / "steps"
     path.write_bytes(lines if isinstance(lines, bytes) else lines.encode())
     said = refused(f"trace:{path}")
@@ -47,7 +47,7 @@ def test_a_trace_holds_positive_seconds(tmp_path: Path, lines: str | bytes):
     assert "\n" not in said
 
 
-def test_a_trace_that_is_too_long_is_refused_not_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_trace_that_is_too_long_is_refused_not_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("peerd.simulation.problems.TRACE_CHARACTERS", 6)
     (tmp_path / "steps").write_text("1\n2\n3\n")
     assert Compute(f"trace:{tmp_path}/steps").draw(random.Random(0)) in (1.0, 2.0, 3.0)
@@ -55,7 +55,7 @@ def test_a_trace_that_is_too_long_is_refused_not_cut(tmp_path: Path, monkeypatch
     assert "6 characters at most" in refused(f"trace:{tmp_path}/steps")
 
 
-def test_a_trace_that_cannot_be_read_is_said(tmp_path: Path):
+def test_a_trace_that_cannot_be_read_is_said(tmp_path: Path) -> None:
     assert refused(f"trace:{tmp_path}/none").endswith("none: No such file or directory")
     assert refused(f"trace:{tmp_path}").endswith("Is a directory")
 
@@ -63,7 +63,7 @@ def test_a_trace_that_cannot_be_read_is_said(tmp_path: Path):
 @given(
     st.text(st.characters(codec="ascii", categories=("L", "N", "P")), max_size=20).filter(lambda t: "trace" not in t)
 )
-def test_any_text_is_a_compute_time_or_a_user_error(text):
+def test_any_text_is_a_compute_time_or_a_user_error(text: str) -> None:
     try:
         compute = Compute(text)
     except UserError:
@@ -72,11 +72,11 @@ def test_any_text_is_a_compute_time_or_a_user_error(text):
 
 
 @given(st.floats(1e-4, 999_999.0), st.integers(0, 1000))
-def test_a_fixed_time_is_always_the_same(seconds, seed):
+def test_a_fixed_time_is_always_the_same(seconds: float, seed: int) -> None:
     assert Compute(f"fixed:{seconds!r}").draw(random.Random(seed)) == seconds
 
 
-def test_a_lognormal_time_has_its_median_and_spread():
+def test_a_lognormal_time_has_its_median_and_spread() -> None:
     seed, rng = 11, random.Random(11)
     compute = Compute("lognormal:2:0.5")
     logs = [np.log(compute.draw(rng)) for _ in range(4000)]
@@ -84,7 +84,7 @@ def test_a_lognormal_time_has_its_median_and_spread():
     assert abs(statistics.stdev(logs) - 0.5) < 0.03, f"seed {seed}"
 
 
-def test_a_trace_is_drawn_from(tmp_path: Path):
+def test_a_trace_is_drawn_from(tmp_path: Path) -> None:
     path = tmp_path / "steps"
     path.write_text("0.5\n\n 2 \n8\n")
     rng = random.Random(1)
@@ -95,7 +95,7 @@ def test_a_trace_is_drawn_from(tmp_path: Path):
 
 
 @problems
-def test_all_start_from_one_model_and_go_their_own_ways(problem: Problem):
+def test_all_start_from_one_model_and_go_their_own_ways(problem: Problem) -> None:
     first, second, again = problem.learner(0), problem.learner(1), problem.learner(0)
     assert np.array_equal(first.values(), second.values())
     for number in range(3):
@@ -106,7 +106,7 @@ def test_all_start_from_one_model_and_go_their_own_ways(problem: Problem):
 
 
 @problems
-def test_the_change_is_of_own_steps_alone(problem: Problem):
+def test_the_change_is_of_own_steps_alone(problem: Problem) -> None:
     learner = problem.learner(0)
     base = learner.publish()
     assert learner.change() == 0.0
@@ -121,7 +121,7 @@ def test_the_change_is_of_own_steps_alone(problem: Problem):
 
 
 @problems
-def test_what_was_published_does_not_move(problem: Problem):
+def test_what_was_published_does_not_move(problem: Problem) -> None:
     learner = problem.learner(0)
     published = learner.publish()
     kept = published.copy()
@@ -130,7 +130,7 @@ def test_what_was_published_does_not_move(problem: Problem):
     assert np.array_equal(published, kept)
 
 
-def test_a_quadratic_is_learnt():
+def test_a_quadratic_is_learnt() -> None:
     problem = Quadratic(seed=3)
     learner = problem.learner(0)
     before = problem.score([learner.values()])["error"]
@@ -139,7 +139,7 @@ def test_a_quadratic_is_learnt():
     assert problem.score([learner.values()])["error"] < before / 2, "seed 3"
 
 
-def test_a_walk_becomes_shorter_towards_its_end():
+def test_a_walk_becomes_shorter_towards_its_end() -> None:
     learner = BytesOnly(seed=3, parameters=10**9, steps=100).learner(0)
     moves = []
     for number in range(100):
@@ -152,13 +152,13 @@ def test_a_walk_becomes_shorter_towards_its_end():
     assert [ratio for _, ratio in moves] == sorted((ratio for _, ratio in moves), reverse=True)
 
 
-def test_a_model_smaller_than_what_stands_for_it_is_refused():
+def test_a_model_smaller_than_what_stands_for_it_is_refused() -> None:
     with pytest.raises(UserError, match=f"--parameters 10: at least {SURROGATE_VALUES}"):
         BytesOnly(0, 10, steps=1)
     assert BytesOnly(0, SURROGATE_VALUES, steps=1).size_scale == 1.0
 
 
-def test_the_distance_is_relative_to_the_mean():
+def test_the_distance_is_relative_to_the_mean() -> None:
     mean, distance = mean_and_distance([np.array([1.0, 0.0]), np.array([3.0, 0.0])])
     assert mean.tolist() == [2.0, 0.0]
     assert distance == pytest.approx(0.5)

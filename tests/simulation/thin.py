@@ -11,6 +11,7 @@ import random
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,18 +20,21 @@ import pytest
 import trio
 import trio.testing
 
-from peerd.control import LocalConnection
-from peerd.daemon import Daemon
-from peerd.effects import Address, NodeId
-from peerd.local_socket import pack, take
-from peerd.messages import AS_STARTED, Delta, Member, Message, Plan, State
-from peerd.roles import About
+from peerd.daemon.control import LocalConnection
+from peerd.daemon.node import Daemon
+from peerd.daemon.verbs import Verbs
+from peerd.local.local_socket import pack, take
+from peerd.local.shared_memory import SharedMemory
+from peerd.node.meta import NodeMeta
+from peerd.protocol import trainer as protocol
 from peerd.settings import Settings
-from peerd.shared_memory import SharedMemory
-from peerd.transport import framing, ucx
-from peerd.transport.link import Transport
+from peerd.transport import framing
+from peerd.transport.connection import Transport
+from peerd.transport.ids import Address, NodeId
 from peerd.transport.memory import MemoryNetwork
-from peerd.transport.rdma import UcxFabric
+from peerd.transport.messages import AS_STARTED, Delta, Member, Message, Plan, State
+from peerd.transport.rdma import ucx
+from peerd.transport.rdma.fabric import UcxFabric
 from peerd.transport.same_host import SameHost
 from peerd.transport.tcp import TcpTransport
 from peerd.transport.udp import bind_udp
@@ -67,6 +71,10 @@ class Connection(LocalConnection):
         except trio.BrokenResourceError:
             return
 
+    def has_lost_its_process(self) -> bool:
+        """It has none of its own."""
+        return False
+
     def close(self) -> None:
         """As the control socket does when a session is over."""
         self.close_fds()
@@ -74,8 +82,11 @@ class Connection(LocalConnection):
         self._heard.close()
 
 
+Expected = TypeVar("Expected", bound=protocol.Said)
+
+
 class Trainer:
-    """A trainer's side of a session, as peerd/trainer.py says it, for a model that is drawn to a target of its own."""
+    """A trainer's side of a session, as peerd/trainer/swarm.py says it, for a model that has a target of its own."""
 
     def __init__(self, name: str, steps: int, step_s: float) -> None:
         self.step = self.first_step = 0
@@ -86,11 +97,9 @@ class Trainer:
         self._step_s = step_s
         self.target = targets(name)
         self._random = np.random.default_rng(list(name.encode()))
-        self._model = np.float32(1 + self._random.normal(size=VALUES))
+        self._model = (1 + self._random.normal(size=VALUES)).astype(np.float32)
         self._base = self._model.copy()
-        self._publish_to: int | None = None
-        self._go = self._stop = self._resumed = False
-        self._barrier = 0
+        self._client = protocol.TrainerClient()
 
     async def run(self, daemon: Daemon) -> None:
         """Attach, train, take part in the flush, and go."""
@@ -98,105 +107,97 @@ class Trainer:
         connection = Connection(os.dup(self._memory.fd))
         self._memory.close_fd()
         self._tell, self._told = connection.to_daemon, connection.from_daemon
-        about = {"parameters": VALUES, "total": VALUES, "signature": "thin", "tensors": [f"x float32 {VALUES}"]}
+        comes = protocol.Attach(1, "thin", VALUES, VALUES, [f"x float32 {VALUES}"], [])
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._session)
-                await daemon.model.attach(connection, {"kind": "attach", "pid": 1, **about})
+                await daemon.model.attach(connection, protocol.encoded(comes))
                 nursery.cancel_scope.cancel()
         finally:
             connection.close()
 
     async def _session(self) -> None:
         with self._tell, self._told:
-            await self._expect("welcome")
+            await self._expect(protocol.Welcome)
             self._publish(0)
-            await self._say(kind="ready", step=0)
-            start = await self._expect("start")
-            self._barrier = start["barrier"]
-            if start["load"] is not None:
-                self._model = self._memory.copies[start["load"]].copy()
+            await self._say(protocol.Ready(0))
+            start = await self._expect(protocol.Start)
+            self._client.hear(start)
+            if start.load is not None:
+                self._model = self._memory.copies[start.load].copy()
                 self._base = self._model.copy()
-                self.step = self.first_step = start["step"]
-            while not self._go:
+                self.step = self.first_step = start.step
+            while not self._client.go:
                 await self._obey(await self._next())
-            while self.step < self.steps and not self._stop:
+            while self.step < self.steps and not self._client.stop:
                 self.step += 1
                 noise = self._random.normal(size=VALUES)
                 if self.learns:
                     self._model += np.float32(0.03 * (self.target - self._model) + 0.01 * noise)
                 await self._obey_all()
-                at_barrier = self._barrier > 0 and self.step % self._barrier == 0
+                at_barrier = self._client.stands_at(self.step)
                 if at_barrier:
-                    self._resumed = False
-                    await self._wait_for_slot()
-                await self._report()
-                while at_barrier and not self._resumed and not self._stop:
+                    self._client.resumed = False
+                    await self._wait_for_spare()
+                await self._report(copies=at_barrier)
+                while at_barrier and not self._client.resumed and not self._client.stop:
                     await self._obey(await self._next())
                 await trio.sleep(self._step_s)
                 while self.rests:
                     await trio.sleep(self._step_s)
-            await self._wait_for_slot()
-            await self._report(finishing=True)
-            while not self.finished.is_set() and not self._stop:
+            await self._wait_for_spare()
+            await self._report(copies=True, finishing=True)
+            while not self._client.finished and not self._client.stop:
                 await self._obey(await self._next())
 
-    async def _wait_for_slot(self) -> None:
-        if self._publish_to is None:
-            await self._say(kind="slot")
-            while self._publish_to is None:
-                await self._obey(await self._next())
+    async def _wait_for_spare(self) -> None:
+        """Asked, not looked at: when a thread writes the board is not the seed's to decide."""
+        await self._say(protocol.SpareWanted())
+        await self._expect(protocol.Spare)
 
-    async def _report(self, *, finishing: bool = False) -> None:
+    async def _report(self, *, copies: bool, finishing: bool = False) -> None:
         change = float(np.linalg.norm(self._model - self._base))
-        slot, self._publish_to = self._publish_to, None
-        if slot is not None:
-            self._publish(slot)
-        rates = {"change": change, "lr": 0.03, "lr_ratio": 1.0}
-        await self._say(kind="step", step=self.step, published=slot, finishing=finishing, **rates)
+        self._memory.board.note(self.step, 0, 0.0, math.nan, 0.03, 0.03, {})
+        copy = None
+        board = self._memory.board
+        may_copy = board.current == self._client.published_to
+        if copies or (may_copy and (self._client.copy_asked or board.quiet.wants_copy(change, self.step))):
+            copy = self._client.next_copy
+            self._publish(copy)
+        await self._say(protocol.Stepped(self.step, change, 1.0, copy, finishing=finishing))
 
-    def _publish(self, slot: int) -> None:
-        np.copyto(self._memory.copies[slot], self._model)
+    def _publish(self, copy: int) -> None:
+        self._client.published(copy)
+        np.copyto(self._memory.copies[copy], self._model)
         self._base = self._model.copy()
 
     async def _obey_all(self) -> None:
         while self._told.statistics().current_buffer_used:
             await self._obey(await self._next())
 
-    async def _obey(self, message: dict[str, Any]) -> None:
-        match message["kind"]:
-            case "corrections":
-                correction = self._memory.corrections[message["half"]]
-                self._model += correction
-                self._base += correction
-                await self._say(kind="taken", half=message["half"])
-            case "publish":
-                self._publish_to = message["slot"]
-            case "go":
-                self._go = True
-            case "resume":
-                self._resumed = True
-            case "barrier":
-                self._barrier, self._resumed = message["barrier"], True
-                await self._say(kind="barrier")
-            case "finished":
-                self.finished.set()
-            case "stop":
-                self._stop = True
+    async def _obey(self, said: protocol.Said) -> None:
+        if isinstance(said, protocol.Corrections):
+            correction = self._memory.corrections[said.half]
+            self._model += correction
+            self._base += correction
+        if (answer := self._client.hear(said)) is not None:
+            await self._say(answer)
+        if self._client.finished:
+            self.finished.set()
 
-    async def _expect(self, kind: str) -> dict[str, Any]:
-        while (message := await self._next())["kind"] != kind:
-            await self._obey(message)
-        return message
+    async def _expect(self, kind: type[Expected]) -> Expected:
+        while not isinstance(said := await self._next(), kind):
+            await self._obey(said)
+        return said
 
-    async def _next(self) -> dict[str, Any]:
+    async def _next(self) -> protocol.Said:
         message = take(await self._told.receive())
         assert message is not None
         assert "error" not in message, message
-        return message
+        return protocol.decoded(message, protocol.FROM_DAEMON)
 
-    async def _say(self, **message: Any) -> None:
-        await self._tell.send(bytearray(pack(message)))
+    async def _say(self, said: protocol.Said) -> None:
+        await self._tell.send(bytearray(pack(protocol.encoded(said))))
 
 
 def targets(name: str) -> Model:
@@ -216,8 +217,8 @@ class WatchedDaemon(Daemon):
 
     def _on_members(self) -> None:
         super()._on_members()
-        for id, member in self._members().items():
-            ready = "ready" if About.unpack(member.meta).ready else "without a model"
+        for id, member in self.members().items():
+            ready = "ready" if NodeMeta.unpack(member.meta).ready else "without a model"
             known = f"{id} in life {member.epoch} is {member.state.name}, {ready}"
             if self._known.get(id) != known:
                 self._known[id] = known
@@ -241,6 +242,9 @@ class Node:
         self.epoch = 0
         self.address = swarm.network.place(name)
         self._swarm = swarm
+        if "state_dir" in settings:
+            settings["state_dir"] = f"{settings['state_dir']}/{name}"
+            Path(settings["state_dir"]).mkdir()
         self._settings = Settings(name=name, join=(f"{join[0]}:{join[1]}",) if join else (), **settings)
 
     async def start(self, steps: int) -> None:
@@ -262,12 +266,14 @@ class Node:
 
     async def _live(self, task_status: trio.TaskStatus[None]) -> None:
         network, (host, port) = self._swarm.network, self.address
-        about = About(expects=True, founder=not self._settings.join).pack()
+        about = NodeMeta(expects=True, founder=not self._settings.join).pack()
         me = Member(self.name, self.name, host, port, self.epoch, 0, State.ALIVE, "", about)
         with self._scope:
             async with aclosing(await network.bind(self.address)) as datagrams, trio.open_nursery() as nursery:
                 carriers = nursery, network.carrier(nursery, host), datagrams
                 self.daemon = WatchedDaemon(self._note, self._settings, me, *carriers)
+                if self._settings.state_dir:
+                    self.daemon.model.plans.keep(trio.Event())
                 await self.daemon.start()
                 task_status.started()
                 nursery.start_soon(self.trainer.run, self.daemon)
@@ -297,7 +303,7 @@ class Node:
 
     async def ask(self, verb: str, **arguments: Any) -> dict[str, Any]:
         """A verb of the control socket."""
-        answer: dict[str, Any] = await self.daemon.verbs()[verb](arguments)
+        answer: dict[str, Any] = await Verbs(self.daemon).table()[verb](arguments)
         return answer
 
     async def carriers(self) -> set[str]:
@@ -307,7 +313,7 @@ class Node:
 
     async def counts(self) -> dict[str, int]:
         """What its status counts."""
-        counts: dict[str, int] = (await self.daemon.verbs()["status"]({}))["counts"]
+        counts: dict[str, int] = (await self.ask("status"))["counts"]
         return counts
 
 
@@ -403,7 +409,7 @@ class Swarm:
         with trio.fail_after(self.network.patience_s):
             for node in running.values():
                 await node.trainer.finished.wait()
-        return {name: await node.daemon.model.model_values() for name, node in running.items()}
+        return {name: (await node.daemon.model.model_values())[0] for name, node in running.items()}
 
     async def eventually(self, condition: Callable[[], bool]) -> None:
         """Wait until it holds."""
@@ -417,7 +423,7 @@ def simulate(seed: int, scenario: Callable[[Swarm], Awaitable[T]]) -> T:
     with pytest.MonkeyPatch.context() as patch:
         # under an autojump clock a thread counts as idle: time would run away while it works
         patch.setattr(trio.to_thread, "run_sync", _run_inline)
-        patch.setattr(os, "setpriority", lambda *_: None)  # the lane's thread is this one, which must not turn nice
+        patch.setattr(os, "setpriority", lambda *_: None)  # the compute thread is this one, which must not turn nice
         patch.setattr(trio._core._run, "_ALLOW_DETERMINISTIC_SCHEDULING", True)
         patch.setattr(trio._core._run, "_r", random.Random(seed))
         return trio.run(_within, scenario, Memory, clock=trio.testing.MockClock(autojump_threshold=0))
@@ -431,14 +437,14 @@ def live(scenario: Callable[[Swarm], Awaitable[T]]) -> T:
 def live_over_shm(scenario: Callable[[Swarm], Awaitable[T]]) -> T:
     """The same through shared memory, however small a chunk is."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(framing, "BESIDE_LEAST", 1)
+        patch.setattr(framing, "OUT_OF_BAND_MIN", 1)
         return trio.run(_within, scenario, lambda _: LoopbackShared())
 
 
 def live_over_ucx(scenario: Callable[[Swarm], Awaitable[T]]) -> T:
     """The same over UCX, however small a chunk is."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(framing, "BESIDE_LEAST", 1)
+        patch.setattr(framing, "OUT_OF_BAND_MIN", 1)
         network = LoopbackUcx()
         result = trio.run(_within, scenario, lambda _: network)
         assert sum(fabric.chunks for fabric in network.fabrics) > 0

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from mode_swarm import ModeSwarm
+from mode_swarm import Core, ModeSwarm
 
-from peerd.effects import Effect, Vector
+from peerd.training.effects import Effect, Vector
 from peerd.training.trigger import parse_trigger
 
 
 class GossipSwarm(ModeSwarm):
-    """`count` nodes, named by letters. Their trainers never wait, publish as soon as they are asked, and train on."""
+    """`count` nodes, named by letters. Their trainers never wait nor rest, and publish as soon as they are asked."""
 
     def __init__(
         self, count: int, size: int, codec: str, trigger: str = "always", view: int = 3, seed: int = 0,
-        buffers: int = 0, mode: str = "gossip", dtype: str = "float64", every: int = 1,
+        buffers: int = 0, mode: str = "gossip", dtype: str = "float64", every: int = 1, make: Core | None = None,
     ) -> None:  # fmt: skip
         names = "abcdefghijklmnop"[:count]
         settings: dict[str, Any] = {"trigger": parse_trigger(trigger), "view": view, "every": every}
-        super().__init__(mode, names, size, buffers=buffers, dtype=dtype, seed=seed, codec=codec, **settings)
-        self.initial_sum = sum(node.x for node in self.nodes.values())
+        super().__init__(mode, names, size, buffers=buffers, dtype=dtype, seed=seed, codec=codec, make=make, **settings)
+        first, *others = (node.x for node in self.nodes.values())
+        self.initial_sum: Vector = sum(others, first)
         self.injected = np.zeros(size)
 
     def first_model(self) -> Vector:
@@ -38,7 +40,8 @@ class GossipSwarm(ModeSwarm):
             self.injected += change * getattr(node.core, "weight", 1.0)
             node.steps += 1
         node.finishing = finishing
-        self.report(name, published=finishing)
+        restless = replace(node.core.quiet, rest_until=-1)
+        self.report(name, published=finishing or restless.wants_copy(node.change(), node.steps))
 
     def perform(self, name: str, effects: list[Effect]) -> None:
         super().perform(name, effects)
@@ -63,7 +66,7 @@ class GossipSwarm(ModeSwarm):
         """How far the sum of all models is from what was put in, over its norm."""
         expected = self.initial_sum + self.injected
         total = sum(node.x.astype(np.float64) * getattr(node.core, "weight", 1.0) for node in self.nodes.values())
-        total = total + sum(self.centres())
+        total = sum(self.centres(), total)
         return float(np.abs(total - expected).max() / max(1.0, np.abs(expected).max()))
 
     def centres(self) -> list[Vector]:
@@ -76,7 +79,7 @@ def assert_references_agree(swarm: GossipSwarm) -> None:
     """Both ends of a link at one version hold the same bits."""
     for a, node in swarm.nodes.items():
         for b, mine in node.core.references().items():
-            theirs = swarm.nodes[b].core.references().get(a)
+            theirs = swarm.nodes[b].core.references().get(a) if b in swarm.nodes else None
             if theirs is None or theirs.link != mine.link:
                 continue
             if mine.version == theirs.version:

@@ -14,16 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from peerd.effects import Apply, Effect, Proceed, Publish, Resume, Send, StepReport, Vector
-from peerd.messages import Connected, Message
-from peerd.training.delta import Layout
-from peerd.training.modes import Mode, ModeSettings, default_codec, parse_mode
+from peerd.training.codecs.vector import Layout
+from peerd.training.effects import Apply, Effect, Proceed, Publish, Resume, Send, StepReport, Vector
+from peerd.training.modes import Mode, ModeSettings, class_of, parse_mode
 from peerd.training.trigger import parse_trigger
 from peerd.transport.framing import FrameReader, frames
+from peerd.transport.messages import Connected, Message
 
 SETTINGS = ModeSettings("float32", parse_trigger("always"), view=3)
-MESSAGES_MOST = 20_000  # until a swarm of a few nodes must be at rest
-ROUNDS_MOST = 100  # of everybody's next thing
+MESSAGES_MAX = 20_000  # until a swarm of a few nodes must be at rest
+ROUNDS_MAX = 100  # of everybody's next thing
 PATIENCE_S = 4000.0  # of time that the test itself lets pass: whatever takes longer does not come
 
 Core = Callable[[str, Layout, random.Random, Callable[[], Vector]], Mode]
@@ -62,18 +62,48 @@ class Life:
         np.copyto(self._buffer, self.x)
         return self._buffer
 
+    def move(self, move: Vector | float) -> None:
+        """The optimizer's step."""
+        self.x = self.x + np.asarray(move, self.x.dtype)
+
+    def change(self) -> float:
+        """How far the model has moved since it was published."""
+        return float(np.linalg.norm(self.x - self.base))
+
+    def publish(self) -> None:
+        """The core may see the model as it is now."""
+        self.base = self.x.copy()
+
+    def proceed(self, settled: bool) -> None:
+        """Its run, which is over, may go."""
+        assert self.finishing
+        self.proceeded.append(settled)
+
+    def correct(self, correction: Vector) -> None:
+        """Apply what the core asks for."""
+        self.x = self.x + correction
+        self.base = self.base + correction
+        self._buffer.fill(np.nan)  # nobody may look at it again, nor at the correction, which is lent
+
 
 class ModeSwarm:
     """Members whose messages wait in one queue a direction until `deliver`."""
 
+    life: Callable[..., Life] = Life
+
     def __init__(
         self, mode: str, names: str, size: int = 12, *, buffers: int = 0, dtype: str = "float64", seed: int = 0,
-        codec: str | None = None, make: Core | None = None, **settings: Any,
+        codec: str | None = None, make: Core | None = None, variances: tuple[tuple[int, int], ...] = (),
+        **settings: Any,
     ) -> None:  # fmt: skip
         """All start from one model; nobody has heard of anybody."""
-        self.layout = Layout(size - buffers, size)
-        self.settings = replace(SETTINGS, codec=codec or default_codec(mode), **settings)
-        self.make: Core = make or (lambda *about: parse_mode(mode)(*about[:3], self.settings, about[3]))
+        self.layout = Layout(size - buffers, size, variances)
+        self.settings = replace(SETTINGS, codec=codec or class_of(mode).CODEC, **settings)
+
+        def made(name: str, layout: Layout, rng: random.Random, values: Callable[[], Vector]) -> Mode:
+            return parse_mode(mode)(name, layout, rng, self.settings, values)
+
+        self.make: Core = make or made
         self.rng = np.random.default_rng(seed)
         self.start = self.rng.normal(size=size).astype(dtype)
         self.now = 0.0
@@ -93,7 +123,7 @@ class ModeSwarm:
     def live(self, name: str, model: Vector) -> None:
         """A new life, which has heard of nobody."""
         self.lives += 1
-        self.nodes[name] = Life(name, model.copy(), self.layout, self.lives, self.make)
+        self.nodes[name] = self.life(name, model.copy(), self.layout, self.lives, self.make)
 
     def die(self, name: str) -> None:
         """What was on its way to it, and from it, is lost; who knows it hears so later."""
@@ -118,6 +148,12 @@ class ModeSwarm:
         node.heard = frozenset(alive - {name})
         self.perform(name, node.core.on_peers(node.heard, self.now))
 
+    def declare_dead(self, name: str, others: set[str]) -> None:
+        """It believes these dead, and closes its connections to them."""
+        for other in others:
+            self.lose(name, other)
+        self.peers(name, {*self.nodes[name].heard} - others)
+
     def hear(self, name: str) -> None:
         """It learns who is there now."""
         self.peers(name, set(self.nodes))
@@ -134,7 +170,7 @@ class ModeSwarm:
         node = self.nodes[name]
         if node.waits or node.finishing:
             return
-        node.x = node.x + np.asarray(move, node.x.dtype)
+        node.move(move)
         node.steps += 1
         barrier = node.core.barrier
         node.waits = barrier > 0 and node.steps % barrier == 0
@@ -155,10 +191,16 @@ class ModeSwarm:
     def report(self, name: str, *, published: bool) -> None:
         """Its trainer says where it is."""
         node = self.nodes[name]
-        change = float(np.linalg.norm(node.x - node.base))
+        change, quiet = node.change(), node.core.quiet
+        published |= not node.finishing and quiet.wants_copy(change, node.steps)
         if published:
             node.asked = False
-            node.base = node.x.copy()
+            node.publish()
+        if not (published or node.finishing or quiet.wants_report(node.steps)):
+            if node.steps % 2:
+                return  # no report, as in production; of those that come all the same nothing may follow
+            assert node.core.on_step(StepReport(node.steps, change, 1.0, False, False), self.now) == []
+            return
         report = StepReport(node.steps, change, 1.0, published, node.finishing)
         self.perform(name, node.core.on_step(report, self.now))
 
@@ -170,11 +212,9 @@ class ModeSwarm:
                 case Apply():
                     assert np.isfinite(effect.correction).all()
                     assert effect.correction.dtype == node.x.dtype
-                    node.x = node.x + effect.correction
-                    node.base = node.base + effect.correction
+                    node.correct(effect.correction)
                     node.applied += 1
-                    effect.correction.fill(np.nan)  # lent until the next event: nobody may look at it again
-                    node._buffer.fill(np.nan)
+                    effect.correction.fill(np.nan)
                 case Send():
                     assert effect.peer != name
                     self.queues[name, effect.peer].append(framed(effect.message))
@@ -184,8 +224,7 @@ class ModeSwarm:
                     assert node.waits, "nobody waits"
                     node.waits = False
                 case Proceed():
-                    assert node.finishing
-                    node.proceeded.append(effect.settled)
+                    node.proceed(effect.settled)
 
     # ---------------------------------------------------------------- connections
 
@@ -213,9 +252,9 @@ class ModeSwarm:
         self.queues[source, target].clear()
 
     def cut(self, source: str, target: str) -> None:
-        """The connection breaks and is made again: what was on it is lost."""
+        """The connection breaks and is made again, be it to one that nobody has named: what was on it is lost."""
         self.lose(source, target)
-        if source in self.nodes and target in self.nodes[source].heard:
+        if source in self.nodes and source != target:
             self.perform(source, self.nodes[source].core.on_message(target, Connected(), self.now))
 
     def settle(self) -> int:
@@ -224,7 +263,7 @@ class ModeSwarm:
         while links := self.waiting():
             for source, target in links:
                 while self.deliver(source, target):
-                    assert self.messages - before < MESSAGES_MOST, "messages without end"
+                    assert self.messages - before < MESSAGES_MAX, "messages without end"
         return self.messages - before
 
     # ---------------------------------------------------------------- time, and an end
@@ -239,7 +278,7 @@ class ModeSwarm:
     def come_to(self, goal: Callable[[str], bool], then: Callable[[str], None]) -> None:
         """Let each member do its next thing, and messages come, and timers when nothing does, until all are there."""
         until = self.now + PATIENCE_S
-        for _ in range(ROUNDS_MOST):
+        for _ in range(ROUNDS_MAX):
             for name in sorted(self.nodes):
                 then(name)
             moved = self.settle()

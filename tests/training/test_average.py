@@ -46,8 +46,8 @@ def test_all_models_become_their_mean(order: list[str], train: list[bool], count
     for name, trains in zip(order[:count], train, strict=False):
         node = swarm.nodes[name]
         assert (node.x == mean).all(), "in float32, whatever the codec of the mode that was"
-        assert node.waiting == trains, "a trainer that has come stands still"
-        assert len(node.applied) == 1
+        assert node.waits == trains, "a trainer that has come stands still"
+        assert len(node.rounds) == 1
 
 
 @given(orders, st.integers(0, 99), st.integers(0, 60))

@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from peerd.effects import PeerError, Vector
 from peerd.training.codecs import CODECS, planes
 from peerd.training.codecs.bfloat16 import from_bits, to_bits
 from peerd.training.codecs.blocks import BLOCK
 from peerd.training.codecs.gaps import from_gaps, gaps_limit, to_gaps
 from peerd.training.codecs.top_k import TopK, largest, pack_nibbles, quantise, unpack_nibbles
+from peerd.training.effects import Vector
+from peerd.transport.errors import PeerError
 
 finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
 vectors = arrays(np.float32, st.integers(1, 600), elements=finite)

@@ -13,9 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.effects import PeerError, UserError
 from peerd.training.codecs import CODECS
-from peerd.training.collectives import Collective, choose, collective, parse_topology
+from peerd.training.codecs.vector import PIECE_VALUES
+from peerd.training.rounds import collective
+from peerd.training.rounds.collective import Collective
+from peerd.training.rounds.topology import choose, parse_topology
+from peerd.transport.errors import PeerError, UserError
 
 TOPOLOGIES = ["ring", "tree", "tree:3", "tree:5", "halving"]
 
@@ -64,7 +67,7 @@ def run(ranks: list[Collective], seed: int, *, twice: bool = False) -> list[int]
     def post(source: int, pieces: list[Any]) -> None:
         for piece in pieces:
             sent[source] += len(piece.payload)
-            assert len(piece.payload) <= collective.PIECE_VALUES or isinstance(piece.payload, bytes)
+            assert len(piece.payload) <= PIECE_VALUES or isinstance(piece.payload, bytes)
             links.setdefault((source, piece.to), deque()).extend([piece] * (1 + twice))
 
     for rank, machine in enumerate(ranks):
@@ -144,7 +147,8 @@ def test_every_rank_is_given_each_sum_once(name: str, size: int) -> None:
     topology = parse_topology(name)
     for segment in range(topology.segments(size)):
         (root,) = (rank for rank in range(size) if topology.parent(segment, rank, size) is None)
-        given, reached = [(root, None)], []
+        given: list[tuple[int, int | None]] = [(root, None)]
+        reached = []
         while given:
             rank, giver = given.pop()
             assert topology.giver(segment, rank, size) == giver

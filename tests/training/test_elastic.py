@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
 from weather import NAMES, Connections, weather_settings
 
-from peerd.effects import PeerError
-from peerd.messages import CentreIs, LinkOpen, PairInvite
 from peerd.training.codecs import CODECS
 from peerd.training.modes.elastic import BETA
+from peerd.transport.errors import PeerError
+from peerd.transport.messages import CentreIs, LinkOpen, PairInvite
 
 
 def elastic_swarm(count: int, size: int, codec: str, **settings: object) -> GossipSwarm:
@@ -21,7 +21,7 @@ def elastic_swarm(count: int, size: int, codec: str, **settings: object) -> Goss
     swarm = GossipSwarm(count, size, codec, mode="elastic", **settings)  # type: ignore[arg-type]
     swarm.everyone_alive()
     swarm.settle()
-    swarm.initial_sum = swarm.initial_sum + sum(swarm.centres())
+    swarm.initial_sum = sum(swarm.centres(), swarm.initial_sum)
     return swarm
 
 
@@ -66,7 +66,8 @@ class Upheaval(Weather):
         assert len(centres_of(self.swarm)) == len(self.swarm.centres()) == 1
         (centre,) = centres_of(self.swarm)
         assert {link.peer for link in self.swarm.nodes[centre].core.links()} == set(NAMES)
-        self.swarm.initial_sum = sum(node.x for node in self.swarm.nodes.values()) + sum(self.swarm.centres())
+        first, *others = (node.x for node in self.swarm.nodes.values())
+        self.swarm.initial_sum = sum([*others, *self.swarm.centres()], first)
         self.swarm.injected[:] = 0.0
         for name in NAMES:
             self.swarm.step(name, finishing=True)

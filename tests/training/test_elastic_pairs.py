@@ -8,9 +8,9 @@ from gossip_swarm import GossipSwarm, assert_references_agree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peerd.effects import UserError
 from peerd.training.codecs import CODECS
-from peerd.training.modes import default_codec, parse_mode
+from peerd.training.modes import class_of, parse_mode
+from peerd.transport.errors import UserError
 
 
 def pair(mode: str, codec: str, seed: int = 0) -> GossipSwarm:
@@ -72,4 +72,4 @@ def test_a_bad_force_is_the_users_error(argument: str) -> None:
 
 
 def test_pairs_use_the_codec_of_what_is_paired() -> None:
-    assert default_codec("elastic:pairwise:0.1") == default_codec("gossip") == "sign"
+    assert class_of("elastic:pairwise:0.1").CODEC == class_of("gossip").CODEC == "sign"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from peerd.training.flat import FlatModel
+from peerd.training.model.flat import FlatModel
 
 PRINTED = settings(deadline=None, print_blob=True)
 BF16_ULP_AT_ONE = 2.0**-7
@@ -61,13 +64,13 @@ def test_tensors_describe_what_travels_and_what_must_agree() -> None:
 
 def test_integer_buffers_and_frozen_parameters_are_left_alone() -> None:
     model = Mixed()
-    model.norm.num_batches_tracked.fill_(5)
+    model.norm.get_buffer("num_batches_tracked").fill_(5)
     flat = FlatModel(model)
     flat.gather()
     flat.add(vector(flat, 1))
     flat.load(vector(flat, 2))
     flat.restore()
-    assert int(model.norm.num_batches_tracked) == 5
+    assert int(model.norm.get_buffer("num_batches_tracked")) == 5
     assert torch.equal(model.frozen, torch.arange(6.0))
 
 
@@ -76,8 +79,8 @@ def test_batch_norm_statistics_are_averaged() -> None:
     flat = FlatModel(model)
     flat.gather()
     flat.add(np.ones(flat.total, np.float32))
-    assert torch.equal(model.norm.running_mean, torch.ones(4))
-    assert torch.equal(model.norm.running_var, torch.full((4,), 2.0))
+    assert torch.equal(model.norm.get_buffer("running_mean"), torch.ones(4))
+    assert torch.equal(model.norm.get_buffer("running_var"), torch.full((4,), 2.0))
 
 
 def test_a_model_with_nothing_to_train_is_refused() -> None:
@@ -105,15 +108,15 @@ def test_a_scalar_parameter_is_one_value() -> None:
 # ------------------------------------------------------------------------------------------------------- signature
 
 
-def signature(**changes: object) -> str:
+def signature(**changes: Any) -> str:
     """Of a model with one trainable and one frozen tensor, and these changes."""
     model = nn.Module()
     dtype = changes.get("dtype", torch.float32)
-    weight = nn.Parameter(torch.zeros(changes.get("shape", (2, 3)), dtype=dtype))  # type: ignore[call-overload]
+    weight = nn.Parameter(torch.zeros(changes.get("shape", (2, 3)), dtype=dtype))
     model.register_parameter(str(changes.get("name", "weight")), weight)
     frozen = torch.tensor(changes.get("frozen", [1.0, 2.0, 3.0]))
     model.base = nn.Parameter(frozen, requires_grad=bool(changes.get("thawed", False)))
-    model.register_buffer("mean", torch.zeros(2, dtype=changes.get("buffer", torch.float32)))  # type: ignore[arg-type]
+    model.register_buffer("mean", torch.zeros(2, dtype=changes.get("buffer", torch.float32)))
     return FlatModel(model).signature
 
 
@@ -143,10 +146,10 @@ def test_the_signature_does_not_see_trainable_values() -> None:
 
 @PRINTED
 @given(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=20), st.randoms(use_true_random=False))
-def test_the_signature_tells_any_two_frozen_tensors_apart(values: list[float], rng: object) -> None:
+def test_the_signature_tells_any_two_frozen_tensors_apart(values: list[float], rng: random.Random) -> None:
     shuffled = list(values)
-    rng.shuffle(shuffled)  # type: ignore[attr-defined]
-    same_bits = np.float32(values).tobytes() == np.float32(shuffled).tobytes()
+    rng.shuffle(shuffled)
+    same_bits = np.array(values, np.float32).tobytes() == np.array(shuffled, np.float32).tobytes()
     assert (signature(frozen=values) == signature(frozen=shuffled)) == same_bits
 
 
@@ -184,12 +187,12 @@ def test_a_buffer_that_is_spoilt_counts_and_is_restored(bad: float) -> None:
     model = Mixed()
     flat = FlatModel(model)
     flat.gather()
-    model.norm.running_var[1] = 1e38  # many of them would overflow a sum
+    model.norm.get_buffer("running_var")[1] = 1e38  # many of them would overflow a sum
     assert float(flat.change()) == 0
-    model.norm.running_mean[2] = bad
+    model.norm.get_buffer("running_mean")[2] = bad
     assert not np.isfinite(float(flat.change()))
     flat.restore()
-    assert torch.equal(model.norm.running_mean, torch.zeros(4))
+    assert torch.equal(model.norm.get_buffer("running_mean"), torch.zeros(4))
     assert float(flat.change()) == 0
 
 
@@ -203,7 +206,7 @@ def test_a_buffer_that_is_infinite_on_purpose_is_left_alone() -> None:
     assert torch.isfinite(flat.gather()).all(), "or nothing of this model would ever be sent"
     assert float(flat.change()) == 0
     flat.add(vector(flat, 1))
-    assert model.mask[0, 1] == float("-inf")
+    assert model.get_buffer("mask")[0, 1] == float("-inf")
 
 
 @PRINTED
@@ -225,7 +228,7 @@ def test_small_corrections_of_a_bfloat16_weight_add_up() -> None:
     flat = FlatModel(model)
     flat.gather()
     for _ in range(1000):
-        flat.add(np.float32([1e-4]))  # a 78th of what bfloat16 resolves at 1.0
+        flat.add(np.array([1e-4], np.float32))  # a 78th of what bfloat16 resolves at 1.0
     assert abs(float(model.weight.detach()) - 1.1) <= BF16_ULP_AT_ONE
     assert float(flat.gather()) == pytest.approx(1.1, abs=1e-5)
 
@@ -263,7 +266,7 @@ def test_an_optimizer_keeps_working_on_the_same_tensors() -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     flat = FlatModel(model)
-    flat.load(np.float32([1, 2, 3]))
+    flat.load(np.array([1, 2, 3], np.float32))
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     assert flat.gather().tolist() == [0.5, 1.5, 2.5]

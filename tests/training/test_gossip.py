@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from gossip_swarm import GossipSwarm, assert_references_agree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
-from weather import Connections, weather_settings
+from weather import Connections, Partings, weather_settings
 
-from peerd.effects import PeerError
-from peerd.messages import Connected, Delta, LinkClosed, LinkOpen, LinkSnapshot
 from peerd.training.codecs import CODECS
 from peerd.training.trigger import WAKE_AFTER_S
+from peerd.transport.errors import PeerError
+from peerd.transport.messages import Connected, Delta, LinkClosed, LinkOpen, LinkSnapshot
 
 
 class Weather(Connections):
@@ -37,12 +39,112 @@ class Weather(Connections):
         assert self.swarm.drift() < 1e-12
         assert_references_agree(self.swarm)
         for node in self.swarm.nodes.values():
-            for reference in node.core.references().values():
-                assert reference.under_way is None, "an exchange was left unfinished"
+            assert not node.core.under_way, "an exchange was left unfinished"
+            assert not node.core.counts["exchanges_cut"], "nobody crashed"
 
 
+class NarrowView(Partings, Weather):
+    """As few links as there can be, and members that lose sight of each other: links are forgotten at any moment."""
+
+    @initialize(codec=st.sampled_from(sorted(CODECS)), seed=st.integers(0, 2**16))
+    def start(self, codec: str, seed: int) -> None:
+        super().start(codec, seed, view=1)
+
+
+for machine in (Weather, NarrowView):
+    machine.TestCase.settings = weather_settings(60)
 TestWeather = Weather.TestCase
-TestWeather.settings = weather_settings(100)
+TestNarrowView = NarrowView.TestCase
+
+
+@pytest.mark.parametrize(("codec", "seed"), [("bfloat16", 4), ("float32", 4), ("sign", 4)])
+def test_a_link_that_is_forgotten_while_its_answer_is_on_its_way_keeps_the_mean(codec: str, seed: int) -> None:
+    """The first of these failed in a plain run of the tests, by 0.47 of the sum."""
+    swarm = GossipSwarm(4, 40, codec, seed=seed, view=1, buffers=7)
+    swarm.everyone_alive()
+    swarm.settle()
+    swarm.step("a", np.zeros(40))
+    swarm.step("c", np.zeros(40))
+    swarm.declare_dead("a", {"c"})
+    swarm.settle()
+    swarm.declare_dead("a", {"b"})
+    swarm.calm()
+    assert swarm.drift() < 1e-12
+    assert not any(node.core.counts["exchanges_cut"] for node in swarm.nodes.values())
+
+
+def crossed_and_one_lost(swarm: GossipSwarm) -> None:
+    swarm.step("b", np.ones(10))
+    swarm.deliver("a", "b")
+
+
+HALFWAY: dict[str, Callable[[GossipSwarm], object]] = {
+    "nothing came": lambda swarm: None,
+    "one half came, and its answer is lost": lambda swarm: swarm.deliver("a", "b"),
+    "the word that it was taken is lost": lambda swarm: [swarm.deliver(*link) for link in ("ab", "ba")],
+    "the halves crossed, and one is lost": crossed_and_one_lost,
+    "the halves crossed, and both are lost": lambda swarm: swarm.step("b", np.ones(10)),
+}
+
+
+@pytest.mark.parametrize("ends", ["a", "b", "ab", "ba"])
+@pytest.mark.parametrize("halfway", HALFWAY)
+@pytest.mark.parametrize("codec", ["float32", "sign"])
+def test_however_a_link_ends_an_exchange_is_applied_on_both_ends_or_on_neither(
+    codec: str, halfway: str, ends: str
+) -> None:
+    swarm = GossipSwarm(2, 10, codec, view=1)
+    swarm.everyone_alive()
+    for _ in range(2):  # one exchange that is whole, and one that is not
+        swarm.settle()
+        swarm.step("a", np.ones(10))
+    HALFWAY[halfway](swarm)
+    swarm.lose("a", "b")
+    swarm.lose("b", "a")
+    for name in ends:
+        other = "b" if name == "a" else "a"
+        swarm.perform(name, swarm.nodes[name].core._links.end(other, swarm.now))
+        swarm.lose(name, other)  # nor does that arrive
+    swarm.calm()
+    assert swarm.drift() < 1e-12
+    assert_references_agree(swarm)
+    for node in swarm.nodes.values():
+        assert not node.core.under_way
+        assert not node.core._links.remnants
+        assert not node.core.counts["exchanges_cut"]
+
+
+@pytest.mark.parametrize("dies", ["a", "b"])
+def test_what_a_crash_takes_of_an_exchange_is_counted(dies: str) -> None:
+    swarm = GossipSwarm(2, 10, "float32", view=1)
+    swarm.everyone_alive()
+    swarm.settle()
+    swarm.step("a", np.ones(10))
+    swarm.deliver("a", "b")
+    swarm.restart(dies, swarm.start)
+    swarm.calm()
+    (other,) = {"a", "b"} - {dies}
+    assert swarm.nodes[other].core.counts["exchanges_cut"] == 1
+    swarm.restart(dies, swarm.start)  # the next time nothing was halfway
+    swarm.calm()
+    assert swarm.nodes[other].core.counts["exchanges_cut"] == 1
+
+
+def test_what_is_left_of_links_is_bounded_and_what_makes_room_is_counted() -> None:
+    swarm = GossipSwarm(12, 400, "sign", view=1)
+    core = swarm.nodes["a"].core
+    others = "bcdefghijkl"
+    for other in others:
+        swarm.peers("a", {"a", other})
+        swarm.peers(other, {"a", other})
+        swarm.settle()
+        swarm.step("a", np.ones(400))
+        swarm.lose("a", other)
+        swarm.peers("a", {"a"})
+    models = sum(remnant.unfinished.models for remnant in core._links.remnants.values())
+    assert len(core.references()) <= 2, "a view's worth, and the link that was the last"
+    assert models <= 8, "twice what a view's worth of links takes"
+    assert core.counts["exchanges_cut"] == len(others) - len(core.references()) - len(core._links.remnants)
 
 
 @settings(max_examples=40, deadline=None, print_blob=True)
@@ -95,7 +197,9 @@ def test_a_flush_ends_with_one_model_and_lets_every_trainer_go() -> None:
         swarm.step(name, finishing=True)
     swarm.messages = 0
     swarm.quiesce()
-    assert swarm.messages <= 4 * 12, "two rounds of three links, and a margin"
+    assert swarm.messages <= 2 * 4 * 12, (
+        "two rounds of three links, and a margin; for each half a word that it is taken"
+    )
     assert swarm.spread() < 0.01
     assert swarm.drift() < 1e-12
     for node in swarm.nodes.values():
@@ -109,25 +213,6 @@ def test_a_leaver_hands_over_to_partners_that_train_on() -> None:
     swarm.step("a", finishing=True)
     swarm.settle()
     assert swarm.nodes["a"].proceeded == [False], "handed over, but nobody else has finished"
-
-
-def test_a_lone_node_is_let_go_at_once() -> None:
-    swarm = GossipSwarm(1, 10, "sign")
-    swarm.step("a", finishing=True)
-    assert swarm.nodes["a"].proceeded == [False, True]
-
-
-def test_a_quiet_node_sends_nothing() -> None:
-    swarm = GossipSwarm(3, 600, "sign", trigger="change:0.05")
-    swarm.everyone_alive()
-    swarm.settle()
-    sent = swarm.messages
-    for _ in range(50):
-        for name in swarm.nodes:
-            swarm.step(name)
-    swarm.settle()
-    assert swarm.messages == sent
-    assert swarm.nodes["a"].core.counts["trigger_quiet"] == 50
 
 
 def test_silence_ends() -> None:
@@ -219,9 +304,9 @@ def test_a_payload_that_is_damaged_changes_nothing() -> None:
 
 def test_messages_of_unknown_links_are_declined() -> None:
     core = GossipSwarm(2, 10, "sign").nodes["a"].core
-    assert [e.message for e in core.on_message("b", LinkSnapshot(9, "bfloat16", ()), 0.0)] == [LinkClosed(9)]
+    assert [e.message for e in core.on_message("b", LinkSnapshot(9, "bfloat16", ()), 0.0)] == [LinkClosed(9, -1)]
     stray = Delta(9, 1, "sign", 0.5, True, False, ())
-    assert [e.message for e in core.on_message("b", stray, 0.0)] == [LinkClosed(9)]
+    assert [e.message for e in core.on_message("b", stray, 0.0)] == [LinkClosed(9, -1)]
 
 
 def test_a_peer_that_membership_does_not_know_takes_no_place() -> None:
@@ -267,3 +352,35 @@ def test_an_overdue_link_that_its_trigger_declines_is_not_looked_at_for_ever() -
     node = swarm.nodes["a"].core
     swarm.perform("a", node.on_timer(swarm.now))
     assert node.deadline > swarm.now + 1
+
+
+def test_a_half_that_came_too_early_is_not_waited_for() -> None:
+    """Without a timer: the peer that lacks an answer asks again, and gets what came too early with it."""
+    swarm = GossipSwarm(2, 10, "float32", view=1)
+    swarm.everyone_alive()
+    swarm.settle()
+    swarm.step("b", np.ones(10))
+    swarm.deliver("b", "a")
+    swarm.queues["a", "b"].clear()  # the answer is lost, and no connection breaks
+    swarm.step("a", np.ones(10))
+    swarm.settle()
+    for name, other in ("ab", "ba"):
+        reference = swarm.nodes[name].core.references()[other]
+        assert (reference.version, reference.under_way) == (2, None)
+    assert swarm.drift() < 1e-12
+
+
+def test_a_link_that_one_end_never_got_leaves_no_exchange_waiting() -> None:
+    """Its snapshot was lost, an exchange began, and the link was let go of: the half that is awaited never comes."""
+    swarm = GossipSwarm(2, 10, "float32", view=1)
+    swarm.peers("b", {"a"})
+    swarm.deliver("b", "a")
+    swarm.peers("a", {"b"})
+    swarm.lose("a", "b")
+    swarm.step("a", np.ones(10))
+    holder = swarm.nodes["a"].core
+    swarm.perform("a", holder._links.end("b", swarm.now))
+    assert holder.under_way
+    swarm.calm()
+    assert not holder.under_way
+    assert swarm.drift() < 1e-12

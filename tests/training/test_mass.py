@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from peerd.training.mass import Inflow, Outflow, Purse
+from peerd.training.one_way.mass import Inflow, Outflow, WeightAccount
 
 NODES = range(3)
 SIZE = 2
@@ -28,7 +28,7 @@ class Masses(RuleBasedStateMachine):
     @initialize(values=st.lists(fractions, min_size=len(NODES) * SIZE, max_size=len(NODES) * SIZE))
     def start(self, values: list[Fraction]) -> None:
         self.z = [vector(*values[SIZE * node : SIZE * (node + 1)]) for node in NODES]
-        self.purses = [Purse(Fraction(1)) for _ in NODES]
+        self.purses = [WeightAccount(Fraction(1)) for _ in NODES]
         self.put_in = sum(self.z)
         pairs = [(a, b) for a in NODES for b in NODES if a != b]
         self.out = {pair: Outflow(Fraction(0)) for pair in pairs}
@@ -113,7 +113,7 @@ TestMasses.settings = settings(max_examples=50, stateful_step_count=40, deadline
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.floats(0.03, 0.5), min_size=1, max_size=200))
 def test_with_floats_both_ends_count_the_same_weight(shares: list[float]) -> None:
-    purse, outflow, inflow = Purse(1.0), Outflow(0.0), Inflow(0.0)
+    purse, outflow, inflow = WeightAccount(1.0), Outflow(0.0), Inflow(0.0)
     for share in shares:
         part = outflow.send(purse.weight * share)
         assert inflow.part(outflow.total) == part

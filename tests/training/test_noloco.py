@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
 from weather import NAMES, Connections, weather_settings
 
-from peerd.effects import PeerError, Vector
-from peerd.messages import CentreIs, PairAnswer, PairHalf, PairInvite
-from peerd.training.outer import ETA, MU
+from peerd.training.effects import Vector
+from peerd.training.pairs.outer import ETA, MU
+from peerd.transport.errors import PeerError
+from peerd.transport.messages import CentreIs, PairAnswer, PairHalf, PairInvite
 
 H = 3
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from server_swarm import ServerSwarm
+from weather import weather_settings
 
-from peerd.effects import PeerError, UserError, Vector
-from peerd.messages import Applied, Claim, Delta, Message, Serves, ShardPull, ShardPush, Weights
 from peerd.training.codecs import CODECS
+from peerd.training.effects import Vector
 from peerd.training.modes import parse_mode
-from peerd.training.modes.shard_server import ShardServer
-from peerd.training.modes.worker import NEVER
+from peerd.training.parameter_server.shard_server import ShardServer
+from peerd.training.parameter_server.worker import NEVER
+from peerd.transport.errors import PeerError, UserError
+from peerd.transport.messages import Applied, Delta, Message, Prepare, ShardLeader, ShardPull, ShardPush, Weights
 
 NAMES = "abcd"
 PUSHES = 32
@@ -34,6 +36,7 @@ class Storm(RuleBasedStateMachine):
     @initialize(mode=st.sampled_from(MODES), servers=st.sampled_from([1, 3]))
     def start(self, mode: str, servers: int) -> None:
         self.patch = pytest.MonkeyPatch()
+        self.mode = mode
         self.dropped: set[tuple[int, float]] = set()
         update, take = ShardServer._update, ShardServer.take
 
@@ -75,8 +78,7 @@ class Storm(RuleBasedStateMachine):
 
     @rule(one=st.integers(0, 7), other=st.integers(0, 7), count=st.integers(1, 3))
     def deliver(self, one: int, other: int, count: int) -> None:
-        pairs = sorted(pair for pair, queue in self.swarm.queues.items() if queue)
-        if pairs:
+        if pairs := self.swarm.waiting():
             pair = pairs[(8 * one + other) % len(pairs)]
             for _ in range(count):
                 self.swarm.deliver(*pair)
@@ -92,13 +94,12 @@ class Storm(RuleBasedStateMachine):
     @rule(one=st.integers(0, 7), other=st.integers(0, 7))
     def lose(self, one: int, other: int) -> None:
         """What comes next overtakes the word that messages flow again."""
-        self.swarm.queues.get((self.some(one), self.some(other)), []).clear()  # type: ignore[union-attr]
+        self.swarm.lose(self.some(one), self.some(other))
 
     @rule(one=st.integers(0, 7), other=st.integers(0, 7))
     def double(self, one: int, other: int) -> None:
         """The next message comes twice."""
-        if queue := self.swarm.queues.get((self.some(one), self.some(other))):
-            queue.appendleft(queue[0])
+        self.swarm.duplicate(self.some(one), self.some(other), late=False)
 
     @precondition(lambda self: len(self.swarm.nodes) > 2)
     @rule(index=st.integers(0, 7))
@@ -112,11 +113,11 @@ class Storm(RuleBasedStateMachine):
 
     @rule(index=st.integers(0, 7))
     def learns_who_lives(self, index: int) -> None:
-        self.swarm.peers(self.some(index), set(self.swarm.nodes))
+        self.swarm.hear(self.some(index))
 
     @rule()
     def timers(self) -> None:
-        self.swarm.timers(15.0)
+        self.swarm.pass_time(15.0)
 
     def teardown(self) -> None:
         if not hasattr(self, "swarm"):
@@ -131,11 +132,11 @@ class Storm(RuleBasedStateMachine):
         swarm.heal()
         for _ in range(3):
             for name in sorted(swarm.nodes):
-                assert not swarm.nodes[name].waits or "hardsync" in swarm.mode, f"{name} hangs"
+                assert not swarm.nodes[name].waits or self.mode == "hardsync", f"{name} hangs"
                 if not swarm.nodes[name].waits:
                     swarm.step(name, 0.0)
             swarm.settle()
-            swarm.timers()
+            swarm.pass_time(3600.0)
             swarm.settle()
         for name in swarm.nodes:
             assert not swarm.nodes[name].waits, f"{name} hangs"
@@ -153,13 +154,7 @@ class Storm(RuleBasedStateMachine):
 
 
 TestStorm = Storm.TestCase
-TestStorm.settings = settings(
-    max_examples=100,
-    stateful_step_count=30,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    print_blob=True,
-)
+TestStorm.settings = weather_settings(100)
 
 
 @settings(max_examples=20, deadline=None)
@@ -196,8 +191,7 @@ def test_a_death_moves_only_its_own_shards() -> None:
     before = [swarm.serving(shard) for shard in range(16)]
     (victim,) = max(before, key=before.count)
     swarm.die(victim)
-    for name in swarm.nodes:
-        swarm.peers(name, set(swarm.nodes))
+    swarm.all_hear()
     swarm.settle()
     for shard, servers in enumerate(before):
         after = swarm.serving(shard)
@@ -242,9 +236,8 @@ def test_who_serves_and_who_claims_do_not_argue_without_end() -> None:
     swarm = ServerSwarm("hardsync", NAMES, servers=3)
     for name in "wxyz":
         swarm.join(name, "a")
-    swarm.queues["y", "c"].clear()
-    for name in swarm.nodes:
-        swarm.peers(name, set(swarm.nodes))
+    swarm.lose("y", "c")
+    swarm.all_hear()
     swarm.settle()
     assert [len(swarm.serving(shard)) for shard in range(3)] == [1, 1, 1]
 
@@ -297,8 +290,7 @@ def test_a_server_that_is_back_before_it_is_missed_serves_again() -> None:
     swarm = ServerSwarm("hardsync", "abcd")
     (first,) = swarm.serving()
     swarm.die(first)
-    for name in swarm.nodes:
-        swarm.peers(name, set(swarm.nodes))
+    swarm.all_hear()
     swarm.settle()
     (server,) = swarm.serving()
     donor = next(name for name in swarm.nodes if name != server)
@@ -320,8 +312,7 @@ def test_who_comes_back_after_all_have_ended_ends_too(late: str) -> None:
     swarm.settle()
     donor = next(name for name in "abc" if name != late)
     swarm.die(late)
-    for name in swarm.nodes:
-        swarm.peers(name, set(swarm.nodes))
+    swarm.all_hear()
     swarm.join(late, donor)
     for name in "abc":
         swarm.peers(name, set("abc"))
@@ -351,11 +342,11 @@ def test_a_lone_node_trains_and_ends() -> None:
         ShardPush(0, 1, 1, 1, 0, "nope", True, False, (b"",)),
         Weights(0, 1 << 60, "b", 0, (Applied("a", 0, 0),), False, (), (b"",)),
         Weights(0, 9, "b", 9, (Applied("a", 0, 0),), False, (), (b"short",)),
-        Claim(0, 1 << 63, 0),
-        Serves(3, 1, "b", True, 0, ()),
-        Serves(0, 9, "b", True, 2, (Applied("a", 1, 1),)),
-        Serves(0, 9, "b", True, 0, (Applied("b", 1, 1),)),
-        Serves(0, 9, "b", True, 2, (Applied("b", 1, 1), Applied("b", 1, 1))),
+        Prepare(0, 1 << 63, 0),
+        ShardLeader(3, 1, "b", True, 0, ()),
+        ShardLeader(0, 9, "b", True, 2, (Applied("a", 1, 1),)),
+        ShardLeader(0, 9, "b", True, 0, (Applied("b", 1, 1),)),
+        ShardLeader(0, 9, "b", True, 2, (Applied("b", 1, 1), Applied("b", 1, 1))),
     ],
 )
 def test_what_breaks_the_rules_is_refused(message: Message) -> None:

@@ -11,15 +11,15 @@ from gossip_swarm import GossipSwarm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peerd.effects import PeerError
-from peerd.messages import Push
 from peerd.training.codecs import CODECS
-from peerd.training.modes import one_way
-from peerd.training.modes.push_sum import WEIGHT_LEAST
+from peerd.training.modes.push_sum import WEIGHT_MIN
+from peerd.training.one_way import core as one_way_core
+from peerd.transport.errors import PeerError
+from peerd.transport.messages import Push
 
 
 def total_weight(swarm: GossipSwarm) -> float:
-    return sum(node.core.weight for node in swarm.nodes.values())
+    return float(sum(node.core.weight for node in swarm.nodes.values()))
 
 
 @settings(max_examples=40, deadline=None, print_blob=True)
@@ -102,22 +102,49 @@ def test_what_a_codec_drops_does_not_grow(codec: str) -> None:
     assert max(np.abs(node.x).max() for node in swarm.nodes.values()) < 1.5 * largest
 
 
-def test_what_a_dead_peer_never_took_is_taken_back() -> None:
+@pytest.mark.parametrize("lives_on", [True, False])
+@pytest.mark.parametrize("arrived", [True, False])
+def test_a_push_to_a_peer_that_went_waits_for_it(arrived: bool, lives_on: bool) -> None:
+    """It is there once: with the peer that comes back, or with the giver if that is another life."""
     swarm = GossipSwarm(2, 50, "sign", mode="push-sum")
     swarm.everyone_alive()
-    before = swarm.nodes["a"].x.copy()
-    swarm.step("a", np.zeros(50))
-    assert swarm.nodes["a"].core.weight < 1
-    swarm.queues["a", "b"].clear()
+    weights = []
+    for _ in range(2):  # a first push, which any life would take, and the one that waits
+        swarm.settle()
+        swarm.step("a", np.zeros(50))
+        weights.append(swarm.nodes["a"].core.weight)
+    if arrived:
+        swarm.deliver("a", "b")
+    swarm.lose("a", "b")
+    swarm.lose("b", "a")
     swarm.peers("a", {"a"})
-    assert swarm.nodes["a"].core.weight == 1
-    assert np.allclose(swarm.nodes["a"].x, before, rtol=0, atol=1e-12)
+    swarm.peers("b", {"b"})
+    assert swarm.nodes["a"].core.weight == weights[1]
+    if not lives_on:
+        swarm.restart("b", swarm.start)
+    swarm.all_hear()
+    swarm.settle()
+    assert not any(node.core.under_way for node in swarm.nodes.values())
+    assert abs(total_weight(swarm) - (2 if lives_on else 1 + weights[0])) < 1e-12
+    assert swarm.drift() < 1e-12 or not lives_on
+
+
+def test_of_pushes_to_peers_that_went_the_oldest_are_taken_back_and_counted() -> None:
+    swarm = GossipSwarm(8, 50, "sign", view=1, mode="push-sum")
+    core = swarm.nodes["a"].core
+    for other in "bcdefgh":
+        swarm.peers("a", {"a", other})
+        swarm.step("a", np.zeros(50))  # nothing is ever delivered
+        swarm.peers("a", {"a"})
+    assert len(core._copies.outgoing) <= 4, "two for the living, two for those who went"
+    assert core.counts["exchanges_cut"] > 0
+    assert abs(core.weight + sum(flow.under_way for flow in core._outflows.values()) - 1) < 1e-12
 
 
 @pytest.fixture
 def keeping(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who stands still keeps what it gets."""
-    monkeypatch.setattr(one_way, "STILL_AFTER", math.inf)
+    monkeypatch.setattr(one_way_core, "STILL_AFTER", math.inf)
 
 
 @pytest.mark.usefixtures("keeping")
@@ -128,7 +155,7 @@ def test_a_node_that_gave_nearly_all_away_waits() -> None:
         swarm.step("a", np.ones(50))
         swarm.settle()
     node = swarm.nodes["a"].core
-    assert WEIGHT_LEAST / 3 < node.weight < WEIGHT_LEAST
+    assert WEIGHT_MIN / 3 < node.weight < WEIGHT_MIN
     assert node.counts["trigger_light"] > 50
 
 

@@ -9,8 +9,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.messages import Applied
-from peerd.training.modes.shard_server import Rule, ShardServer
+from peerd.training.parameter_server.shard_server import Rule, ShardServer
+from peerd.transport.messages import Applied
 
 WORKERS = "abcdef"
 
@@ -61,7 +61,7 @@ def test_softsync_follows_the_plain_rule(n: int, rate: str, pushes: list[tuple[s
             divisor = {"staleness": max(1, tau), "mean": n, "constant": 1}[rate]
             waiting.append(Fraction(update, divisor))
         if waiting and len(waiting) == max(1, len(WORKERS) // n):
-            weights, clock, waiting = weights + sum(waiting) / len(waiting), clock + 1, []
+            weights, clock, waiting = weights + sum(waiting, Fraction(0)) / len(waiting), clock + 1, []
         pulled[worker] = clock
 
         assert served.clock == clock

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peerd.effects import UserError
 from peerd.training.tasks.shards import Indices, Labels, Split, batches, parse, shard
+from peerd.transport.errors import UserError
 
 SPLITS = st.one_of(
     st.sampled_from(["iid", "sorted"]),

@@ -12,8 +12,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peerd.effects import PeerError
-from peerd.training.squeeze import MAGIC, RAW, ZSTD, Squeezer, unpack
+from peerd.training.codecs.compress import MAGIC, RAW, ZSTD, Compressor, unpack
+from peerd.transport.errors import PeerError
 
 LIMIT = 1 << 20
 BLOCK = 128 << 10
@@ -76,7 +76,7 @@ def test_bad_frames_cost_no_memory() -> None:
     script = """
 import sys; sys.path[:0] = ["tests/training"]
 from test_squeeze import BAD, GOOD, LIMIT, ZSTD, unpack
-from peerd.effects import PeerError
+from peerd.transport.errors import PeerError
 def peak():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
 unpack(bytes([ZSTD]) + GOOD, LIMIT)
@@ -115,7 +115,7 @@ def test_any_chunk_is_a_bounded_body_or_a_peer_error(chunk: bytes) -> None:
 @given(bodies=st.lists(st.binary(max_size=300) | st.integers(0, 5000).map(bytes), max_size=4))
 @settings(deadline=None)
 def test_bodies_come_back(bodies: list[bytes]) -> None:
-    squeezer = Squeezer()
+    squeezer = Compressor()
     for body in bodies:
         chunk = squeezer.pack(body)
         assert len(chunk) <= 1 + len(body)
@@ -125,14 +125,14 @@ def test_bodies_come_back(bodies: list[bytes]) -> None:
 def test_zstd_is_used_where_it_pays_and_the_first_answer_stands() -> None:
     random = np.random.default_rng(1).bytes(10_000)
     plain = bytes(10_000)
-    pays, pays_not = Squeezer(), Squeezer()
+    pays, pays_not = Compressor(), Compressor()
     assert [pays.pack(body)[0] for body in (plain, plain, random, plain)] == [ZSTD, ZSTD, RAW, ZSTD]
     assert [pays_not.pack(body)[0] for body in (random, plain, plain)] == [RAW, RAW, RAW]
 
 
 def test_a_chunk_is_a_copy() -> None:
     memory = bytearray(range(100))
-    chunk = Squeezer().pack(memoryview(memory))
+    chunk = Compressor().pack(memoryview(memory))
     memory[0] = 99
     assert unpack(chunk, 100)[0] == 0
 

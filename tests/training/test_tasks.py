@@ -20,8 +20,8 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 import peerd
-from peerd.effects import UserError
 from peerd.training.tasks import TASKS, arguments, data, digits, fashion_mnist, schedule, script, shakespeare
+from peerd.transport.errors import UserError
 
 NAMES = sorted(TASKS)
 

@@ -8,22 +8,24 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from server_swarm import ServerSwarm
 from test_parameter_server import Storm
+from weather import weather_settings
 
-from peerd.effects import Send, UserError
-from peerd.messages import Applied, Serves, ShardPush, ShardSum, SumTaken, Weights
-from peerd.training import delta
-from peerd.training.delta import Layout
+from peerd.training.codecs import vector
+from peerd.training.codecs.vector import Layout
+from peerd.training.effects import Send
 from peerd.training.modes import check_options
-from peerd.training.modes.aggregator import Aggregator
-from peerd.training.modes.branches import Branches
-from peerd.training.modes.seat import Members, Seat
-from peerd.training.modes.shard_server import Rule, ShardServer
-from peerd.training.modes.tree import Tree
-from peerd.training.modes.worker import Worker
+from peerd.training.parameter_server.aggregator import Aggregator
+from peerd.training.parameter_server.shard_server import Rule, ShardServer
+from peerd.training.parameter_server.shard_state import Members, ShardState
+from peerd.training.parameter_server.tree import Tree
+from peerd.training.parameter_server.tree_node import TreeRelay
+from peerd.training.parameter_server.worker import Worker
+from peerd.transport.errors import UserError
+from peerd.transport.messages import Applied, ShardLeader, ShardPush, ShardSum, SumTaken, Weights
 
 NAMES = "abcdefghij"
 
@@ -77,7 +79,7 @@ def test_sums_hold_each_push_once_by_clock_and_in_the_workers_order(
         seqs[worker] += 1
         value = 1 << (len(wanted) % 20)
         wanted[clock] = wanted.get(clock, 0) + value
-        chunks, _ = delta.encode("float32", layout, np.array([float(value)]))
+        chunks, _ = vector.encode("float32", layout, np.array([float(value)]))
         if worker == "n1":
             push = ShardPush(0, seqs[worker], life, 0, clock, "float32", True, False, chunks)
             assert core.take_push(push)
@@ -96,7 +98,7 @@ def test_sums_hold_each_push_once_by_clock_and_in_the_workers_order(
     found: dict[int, float] = {}
     for each in sent:
         values = np.zeros(1)
-        delta.decode(each.codec, layout, each.chunks, values)
+        vector.decode(each.codec, layout, each.chunks, values)
         found[each.clock] = found.get(each.clock, 0) + values[0]
     assert found == wanted
     for worker, last in seqs.items():
@@ -228,20 +230,21 @@ def test_a_sum_that_comes_before_the_news_of_its_tree_waits_for_it() -> None:
     (leaf,) = seat.tree.below(middle)
     core, term = swarm.nodes[middle].core, seat.leader[0] + 1
     life = swarm.nodes[leaf].core._worker.life
-    chunks, _ = delta.encode("float32", Layout(8, 8), np.ones(8))
+    chunks, _ = vector.encode("float32", Layout(8, 8), np.ones(8))
     early = ShardSum(0, term, root, 1, 0, "float32", False, (Applied(leaf, life, 1),), chunks)
     assert core.on_message(leaf, early, 0.0) == []
-    said = core.on_message(root, Serves(0, term, root, True, 2, seat.tree.members), 0.0)
+    said = core.on_message(root, ShardLeader(0, term, root, True, 2, seat.tree.members), 0.0)
     assert Send(leaf, SumTaken(0, term, root, 1)) in said
-    assert [each.message.parts for each in said if isinstance(each, Send) and each.peer == root] == [early.parts]
+    (sent,) = [each.message for each in said if isinstance(each, Send) and each.peer == root]
+    assert isinstance(sent, ShardSum)
+    assert sent.parts == early.parts
 
 
 def test_newcomers_are_in_the_tree_before_long() -> None:
     swarm = ServerSwarm("async", "ab", topology="adv:2")
     for name in NAMES[2:]:
         swarm.join(name, "a")
-        for other in swarm.nodes:
-            swarm.peers(other, set(swarm.nodes))
+        swarm.all_hear()
         swarm.settle()
     (root,) = swarm.serving()
     tree = swarm.nodes[root].core._seats.all[0].tree
@@ -261,13 +264,7 @@ class TreeStorm(Storm):
 
 
 TestTreeStorm = TreeStorm.TestCase
-TestTreeStorm.settings = settings(
-    max_examples=40,
-    stateful_step_count=40,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    print_blob=True,
-)
+TestTreeStorm.settings = weather_settings(40, 40)
 
 
 @pytest.mark.parametrize("topology", ["ring", "adv", "adv:1", "adv:65", "adv:x", "tree:2"])
@@ -286,9 +283,9 @@ def test_an_early_sum_that_cannot_be_is_not_held_against_the_server() -> None:
     layout = Layout(8, 8)
     worker = Worker("b", 1, layout, 1, "float32", np.zeros(8, np.float32))
     said: list[tuple[str, Any]] = []
-    branches = Branches(Members("b"), worker, lambda to, message: said.append((to, message)), Counter(), waits=False)
-    seat = Seat(worker.parts[0], leader=(1, "a"), announced=True)
-    chunks = delta.encode("float32", layout, np.ones(8, np.float32))[0]
+    branches = TreeRelay(Members("b"), worker, lambda to, message: said.append((to, message)), Counter(), waits=False)
+    seat = ShardState(worker.parts[0], leader=(1, "a"), announced=True)
+    chunks = vector.encode("float32", layout, np.ones(8, np.float32))[0]
 
     def a_sum(sender: str, of: str) -> tuple[str, ShardSum]:
         return sender, ShardSum(0, 1, "a", 1, 0, "float32", False, (Applied(of, 1, 1),), chunks)

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.effects import UserError
 from peerd.training.trigger import (
-    MAX_SILENCE_S,
+    SILENCE_MAX_S,
     TRIGGERS,
     AlwaysTrigger,
     ChangeTrigger,
@@ -21,6 +20,7 @@ from peerd.training.trigger import (
     Trigger,
     parse_trigger,
 )
+from peerd.transport.errors import UserError
 
 amounts = st.floats(0, 1e30)
 thresholds = st.floats(0, 10)
@@ -54,7 +54,7 @@ def test_a_lower_threshold_fires_too(low: float, high: float, link: LinkChange) 
 
 @given(threshold=thresholds, link=links, extra=st.floats(0, 1e6))
 def test_silence_always_ends(threshold: float, link: LinkChange, extra: float) -> None:
-    assert ChangeTrigger(threshold).fires(replace(link, silence_s=MAX_SILENCE_S + extra))
+    assert ChangeTrigger(threshold).fires(replace(link, silence_s=SILENCE_MAX_S + extra))
 
 
 @given(period=st.integers(1, 1000), link=links)

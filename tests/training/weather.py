@@ -61,8 +61,7 @@ class Connections(RuleBasedStateMachine):
     @rule(one=names, other=names)
     def one_declares_other_dead(self, one: str, other: str) -> None:
         if one in self.swarm.nodes and other in self.may_seem_dead:
-            self.swarm.lose(one, other)
-            self.swarm.peers(one, {*self.swarm.nodes[one].heard} - {other})
+            self.swarm.declare_dead(one, {other})
 
     @rule(one=names, other=names)
     def one_finds_other_again(self, one: str, other: str) -> None:
@@ -77,6 +76,30 @@ class Connections(RuleBasedStateMachine):
     def timer(self, name: str) -> None:
         if name in self.swarm.nodes:
             self.swarm.perform(name, self.swarm.nodes[name].core.on_timer(self.swarm.now))
+
+
+class Partings(Connections):
+    """Members lose sight of each other far more often than connections break."""
+
+    @rule(one=names, others=st.permutations(NAMES), count=st.integers(0, 3))
+    def one_loses_sight_of_one_after_another(self, one: str, others: list[str], count: int) -> None:
+        """Each time in the middle of what a step of each began."""
+        for other in others:
+            self.swarm.step(one, self.rng.normal(size=self.swarm.layout.total))
+            self.swarm.step(other, self.rng.normal(size=self.swarm.layout.total))
+            for _ in range(count):
+                self.swarm.deliver(one, other)
+            self.swarm.declare_dead(one, {other} - {one})
+            self.swarm.settle()
+
+    @rule(side=st.sets(names, min_size=1, max_size=2))
+    def two_sides_part(self, side: set[str]) -> None:
+        for name in NAMES:
+            self.swarm.declare_dead(name, set(NAMES) - side if name in side else side)
+
+    @rule(name=names)
+    def one_finds_all_again(self, name: str) -> None:
+        self.swarm.hear(name)
 
 
 class Lives(Connections):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from peerd.transport.admission import ACCEPTS_PER_S, BURST, MAX_ACCEPTED, MAX_PENDING, Admission
+from peerd.transport.admission import ACCEPTED_MAX, ACCEPTS_PER_S, BURST, PENDING_MAX, Admission
 
 
-def test_a_burst_then_a_steady_rate():
+def test_a_burst_then_a_steady_rate() -> None:
     admission = Admission(now=100.0)
     for _ in range(int(BURST)):
         assert admission.delay_s(100.0) == 0.0
@@ -17,7 +17,7 @@ def test_a_burst_then_a_steady_rate():
     assert admission.delay_s(1000.0) == 0.0
 
 
-def test_one_host_has_four_in_their_handshake():
+def test_one_host_has_four_in_their_handshake() -> None:
     admission = Admission(now=0.0)
     assert [admission.enter("10.0.0.1") for _ in range(5)] == [True] * 4 + [False]
     assert admission.enter("10.0.0.2")
@@ -26,9 +26,9 @@ def test_one_host_has_four_in_their_handshake():
     assert admission.refused == 1
 
 
-def test_loopback_is_exempt_up_to_the_total():
+def test_loopback_is_exempt_up_to_the_total() -> None:
     admission = Admission(now=0.0)
-    for host in ("127.0.0.1", "::1") * (MAX_PENDING // 2):
+    for host in ("127.0.0.1", "::1") * (PENDING_MAX // 2):
         assert not admission.full
         assert admission.enter(host)
     assert admission.full
@@ -36,9 +36,9 @@ def test_loopback_is_exempt_up_to_the_total():
     assert not admission.full
 
 
-def test_the_admitted_are_counted_until_they_leave():
+def test_the_admitted_are_counted_until_they_leave() -> None:
     admission = Admission(now=0.0)
-    for _ in range(MAX_ACCEPTED):
+    for _ in range(ACCEPTED_MAX):
         admission.enter("10.0.0.1")
         admission.admit("10.0.0.1")
     assert admission.pending == 0

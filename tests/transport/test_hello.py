@@ -2,163 +2,165 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import trio
 import trio.testing
+from links import met, receive_a
 
-from peerd.effects import PeerError
-from peerd.messages import Hello, Ping, Refuse, SpeedRequest, SpeedSample, Welcome
-from peerd.transport import hello as handshake
-from peerd.transport import speed
+from peerd.transport import patience, speed
+from peerd.transport.connection import Connection, ConnectionLost
+from peerd.transport.errors import PeerError
 from peerd.transport.hello import Refused, answer, first_difference, greet
-from peerd.transport.link import LinkLost
 from peerd.transport.memory import MemoryNetwork
+from peerd.transport.messages import Hello, Message, Ping, Refuse, SpeedRequest, SpeedSample, Welcome
+
+pytestmark = pytest.mark.trio(clock="autojump")
 
 TENSORS = ("embed f32 16x8", "head f32 8x4")
 HELLO = Hello(1, "swarm", "run", "id", "name", 1, "10.0.0.1", 7946, "gossip", "ab12", TENSORS)
 WELCOME = Welcome("id2", "name2", 1)
+Side = Callable[[Connection], Awaitable[object]]
+Check = Callable[[Hello], Refuse | None]
 
 
 @asynccontextmanager
-async def linked():
+async def linked() -> AsyncIterator[tuple[Connection, Connection]]:
     """Yield both ends of a link."""
     async with trio.open_nursery() as nursery:
         network = MemoryNetwork(nursery)
-        give, taken = trio.open_memory_channel(1)
-
-        async def accepted(link):
-            await give.send(link)
-            await trio.sleep_forever()
-
-        address = await nursery.start(network.transport("b").listen, ("b", 1), accepted)
-        near = await network.transport("a").dial(address)
-        yield near, await taken.receive()
+        async with met(network.transport("a"), network.transport("b"), ("b", 1)) as ends:
+            yield ends
         nursery.cancel_scope.cancel()
 
 
-def meet(dialler, acceptor):
-    """Run both sides over one link, in virtual time; return what each returned or raised."""
-    found = {}
+async def note_incarnation(dialler: Side, acceptor: Side) -> tuple[object, object]:
+    """Run both sides over one link, return what each returned or raised."""
+    found: dict[str, object] = {}
 
-    async def keep(name, side, link):
+    async def keep(name: str, side: Side, link: Connection) -> None:
         try:
             found[name] = await side(link)
-        except (PeerError, LinkLost) as error:
+        except (PeerError, ConnectionLost) as error:
             found[name] = error
 
-    async def main():
-        async with linked() as (near, far):
-            async with trio.open_nursery() as both:
-                both.start_soon(keep, "near", dialler, near)
-                both.start_soon(keep, "far", acceptor, far)
-
-    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    async with linked() as (near, far):
+        async with trio.open_nursery() as both:
+            both.start_soon(keep, "near", dialler, near)
+            both.start_soon(keep, "far", acceptor, far)
     return found["near"], found["far"]
 
 
-async def nothing(link):
+async def nothing(link: Connection) -> Message | str:
     try:
         return await link.receive()
-    except LinkLost:
+    except ConnectionLost:
         return "closed"
 
 
-def greeting(hello):
+def greeting(hello: Hello) -> Side:
     return lambda link: greet(link, hello)
 
 
-def answering(check):
+def answering(check: Check) -> Side:
     return lambda link: answer(link, check, WELCOME)
 
 
-def test_the_welcome_and_the_hello_arrive():
-    assert meet(greeting(HELLO), answering(lambda hello: None)) == (WELCOME, HELLO)
+async def test_the_welcome_and_the_hello_arrive() -> None:
+    assert await note_incarnation(greeting(HELLO), answering(lambda hello: None)) == (WELCOME, HELLO)
 
 
-def test_a_refusal_names_the_field_on_both_sides():
+async def test_a_refusal_names_the_field_on_both_sides() -> None:
     theirs = replace(HELLO, run="other")
-    near, far = meet(greeting(HELLO), answering(lambda hello: first_difference(theirs, hello)))
+    near, far = await note_incarnation(greeting(HELLO), answering(lambda hello: first_difference(theirs, hello)))
     for error in (near, far):
         assert isinstance(error, Refused)
         assert (error.field, error.here, error.there) == ("run", "other", "run")
+    assert isinstance(near, Refused)
     assert str(near) == "b:1 refused this node: its run is 'other', ours 'run'"
-    assert "its run is 'run', ours 'other'" in str(far)
+    assert str(far).endswith("its run is 'run', ours 'other'")
 
 
-def test_a_silent_dialler_is_cut_off():
-    near, far = meet(nothing, answering(lambda hello: None))
+async def test_a_silent_dialler_is_cut_off() -> None:
+    near, far = await note_incarnation(nothing, answering(lambda hello: None))
     assert near == "closed"
     assert isinstance(far, PeerError)
     assert "no greeting within 5 s" in str(far)
 
 
-def test_a_silent_acceptor_is_cut_off():
-    near, far = meet(greeting(HELLO), lambda link: trio.sleep(20))
+async def test_a_silent_acceptor_is_cut_off() -> None:
+    near, far = await note_incarnation(greeting(HELLO), lambda link: trio.sleep(20))
     assert isinstance(near, PeerError)
     assert "no greeting" in str(near)
     assert far is None
 
 
-async def ping(link):
+async def ping(link: Connection) -> Message | str:
     await link.send(Ping(1, "a", "b", ()))
     return await nothing(link)
 
 
-def test_another_first_message_is_refused():
-    near, far = meet(ping, answering(lambda hello: None))
+async def test_another_first_message_is_refused() -> None:
+    near, far = await note_incarnation(ping, answering(lambda hello: None))
     assert near == "closed"
     assert isinstance(far, PeerError)
     assert "a Ping instead of a greeting" in str(far)
 
 
-def test_another_answer_is_refused():
-    near, far = meet(greeting(HELLO), lambda link: ping(link))
+async def test_another_answer_is_refused() -> None:
+    near, far = await note_incarnation(greeting(HELLO), lambda link: ping(link))
     assert isinstance(near, PeerError)
     assert "a Ping instead" in str(near)
     assert far == HELLO
 
 
-def test_a_dialler_that_leaves_is_lost_not_at_fault():
-    _, far = meet(lambda link: link.aclose(), answering(lambda hello: None))
-    assert isinstance(far, LinkLost)
+async def test_a_dialler_that_leaves_is_lost_not_at_fault() -> None:
+    _, far = await note_incarnation(lambda link: link.aclose(), answering(lambda hello: None))
+    assert isinstance(far, ConnectionLost)
 
 
-def test_a_hello_has_limited_tensors():
+async def test_a_hello_has_limited_tensors() -> None:
     names = tuple(f"{index:0>250}" for index in range(200))
-    _, far = meet(greeting(replace(HELLO, tensors=names)), answering(lambda hello: None))
+    _, far = await note_incarnation(greeting(replace(HELLO, tensors=names)), answering(lambda hello: None))
     assert isinstance(far, PeerError)
     assert "50000 bytes of tensors" in str(far)
-    near, _ = meet(greeting(replace(HELLO, tensors=names[:190])), answering(lambda hello: None))
+    near, _ = await note_incarnation(greeting(replace(HELLO, tensors=names[:190])), answering(lambda hello: None))
     assert near == WELCOME
 
 
-def test_only_a_greeted_link_is_admitted():
-    admitted = []
+async def test_only_a_greeted_link_is_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    admitted: list[Check] = []
 
-    async def main(check):
+    async def main(check: Check) -> None:
         async with linked() as (near, far):
-            far.admit = lambda: admitted.append(check)
+            monkeypatch.setattr(far, "admit", lambda: admitted.append(check))
             async with trio.open_nursery() as both:
                 both.start_soon(swallow, greet, near, HELLO)
                 both.start_soon(swallow, answer, far, check, WELCOME)
 
-    async def swallow(side, *args):
+    async def swallow(side: Callable[..., Awaitable[object]], *args: object) -> None:
         with suppress(PeerError):
             await side(*args)
 
-    fine, refusing = (lambda hello: None), (lambda hello: Refuse("run", "a", "b"))
+    def fine(_: Hello) -> None:
+        return None
+
+    def refusing(_: Hello) -> Refuse:
+        return Refuse("run", "a", "b")
+
     for check in (fine, refusing):
-        trio.run(main, check)
+        await main(check)
     assert admitted == [fine]
-    assert handshake.DEADLINE_S == 5.0
+    assert patience.GREETING_DEADLINE_S == 5.0
 
 
 # --------------------------------------------------------------------------------------------- first difference
 
-DIFFERENCES = {
+DIFFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any], Refuse | None]] = {
     "nothing": ({}, {}, None),
     "names do not matter": ({}, {"node": "x", "name": "x", "epoch": 9, "host": "x", "port": 1}, None),
     "protocol first": ({}, {"protocol": 2, "swarm": "x"}, Refuse("protocol", "1", "2")),
@@ -175,39 +177,39 @@ DIFFERENCES = {
 
 
 @pytest.mark.parametrize(("mine", "theirs", "expected"), DIFFERENCES.values(), ids=DIFFERENCES.keys())
-def test_the_first_difference(mine, theirs, expected):
+def test_the_first_difference(mine: dict[str, Any], theirs: dict[str, Any], expected: Refuse | None) -> None:
     assert first_difference(replace(HELLO, **mine), replace(HELLO, **theirs)) == expected
 
 
-def test_who_only_measures_is_cut_off_in_the_time_of_a_greeting():
-    async def dialler(link):
+async def test_who_only_measures_is_cut_off_in_the_time_of_a_greeting() -> None:
+    async def dialler(link: Connection) -> None:
         link.payload_limit = speed.SAMPLE_BYTES
         await link.send(SpeedRequest())
-        assert len((await link.receive()).chunks[0]) == speed.SAMPLE_BYTES
-        while trio.current_time() < 10 * handshake.DEADLINE_S:
+        assert len((await receive_a(SpeedSample, link)).chunks[0]) == speed.SAMPLE_BYTES
+        while trio.current_time() < 10 * patience.GREETING_DEADLINE_S:
             await link.send(SpeedRequest())
             await link.receive()
             await trio.sleep(0.1)
 
-    near, far = meet(dialler, lambda link: answer(link, lambda _: None, WELCOME))
-    assert isinstance(near, LinkLost)
+    near, far = await note_incarnation(dialler, lambda link: answer(link, lambda _: None, WELCOME))
+    assert isinstance(near, ConnectionLost)
     assert isinstance(far, PeerError)
     assert "no greeting" in str(far)
 
 
-def test_one_connection_has_as_many_samples_as_a_measurement_takes():
-    async def dialler(link):
+async def test_one_connection_has_as_many_samples_as_a_measurement_takes() -> None:
+    async def dialler(link: Connection) -> None:
         link.payload_limit = speed.SAMPLE_BYTES
-        for _ in range(speed.SAMPLES_MOST + 1):
+        for _ in range(speed.SAMPLES_MAX + 1):
             await link.send(SpeedRequest())
             await link.receive()
 
-    _, far = meet(dialler, lambda link: answer(link, lambda _: None, WELCOME))
+    _, far = await note_incarnation(dialler, lambda link: answer(link, lambda _: None, WELCOME))
     assert "more than" in str(far)
 
 
-def closing(side):
-    async def closed(link):
+def closing(side: Side) -> Side:
+    async def closed(link: Connection) -> object:
         try:
             return await side(link)
         finally:
@@ -216,17 +218,17 @@ def closing(side):
     return closed
 
 
-def test_a_line_is_measured_by_what_comes_in():
-    async def slow(link):
+async def test_a_line_is_measured_by_what_comes_in() -> None:
+    async def slow(link: Connection) -> None:
         while True:
             assert isinstance(await link.receive(), SpeedRequest)
             await trio.sleep(0.1)
             await link.send(SpeedSample((bytes(speed.SAMPLE_BYTES),)))
 
-    rate, _ = meet(closing(speed.measure), slow)
+    rate, _ = await note_incarnation(closing(speed.measure), slow)
     assert rate == pytest.approx(10 * speed.SAMPLE_BYTES, rel=0.15)
-    other, _ = meet(speed.measure, lambda link: link.send(SpeedRequest()))
+    other, _ = await note_incarnation(speed.measure, lambda link: link.send(SpeedRequest()))
     assert "no sample" in str(other)
-    silent, _ = meet(speed.measure, lambda link: trio.sleep(5))
+    silent, _ = await note_incarnation(speed.measure, lambda link: trio.sleep(5))
     assert isinstance(silent, PeerError)
     assert "does not answer" in str(silent)

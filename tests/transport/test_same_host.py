@@ -10,23 +10,24 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
 import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from links import joined
+from links import joined, receive_a
 from ucx_here import upgrade
 
-from peerd import sealed_file
-from peerd.messages import BulkOffer, ModelSnapshot
-from peerd.transport import lane, same_host, stream
-from peerd.transport.lane import KEPT, LaneRefused
-from peerd.transport.link import LinkLost
+from peerd.transport import bulk, same_host, sealed_file, stream
+from peerd.transport.bulk import ZERO_COPY_CHUNKS_MAX, BulkRefused, Fabric
+from peerd.transport.connection import ConnectionLost
+from peerd.transport.messages import BulkAnswer, BulkOffer, ModelSnapshot
 from peerd.transport.same_host import SLOTS, UNREAD_BYTES, Incoming, Outgoing, SameHost
+from peerd.transport.stream import StreamConnection
 from peerd.transport.tcp import TcpTransport
 
 MIB = 1 << 20
@@ -62,7 +63,8 @@ def taken_bytes(ours: Outgoing) -> int:
 @given(st.data())
 def test_a_chunk_stays_as_it_was_sent_until_its_last_view_is_gone(data: st.DataObject) -> None:
     with pair() as (ours, theirs):
-        sent, taken = [], 0
+        sent: list[int] = []
+        taken = 0
         held: dict[int, memoryview] = {}
         for _ in range(data.draw(st.integers(1, 60), "steps")):
             step = data.draw(st.sampled_from(["place", "take", "drop", "part"]))
@@ -77,7 +79,7 @@ def test_a_chunk_stays_as_it_was_sent_until_its_last_view_is_gone(data: st.DataO
                 del held[data.draw(st.sampled_from(sorted(held)))]
             elif step == "part" and held:  # a view of a part keeps the whole, through numpy too
                 count = data.draw(st.sampled_from(sorted(held)))
-                held[count] = memoryview(np.frombuffer(held[count], np.uint8))[:]
+                held[count] = np.frombuffer(held[count], np.uint8).data[:]
             for count, view in held.items():
                 assert view == chunk(count, sent[count])
 
@@ -108,7 +110,7 @@ def test_small_chunks_have_room_beside_many_that_are_kept() -> None:
         while ours.has_room(70_000):
             ours.place(bytes(70_000))
             placed += 1
-        assert placed >= SLOTS - KEPT
+        assert placed >= SLOTS - ZERO_COPY_CHUNKS_MAX
 
 
 def test_the_longest_chunk_has_room_where_nothing_lies() -> None:
@@ -161,7 +163,7 @@ def test_an_address_that_is_none_is_refused(address: bytes) -> None:
         Incoming(1, address)
 
 
-def test_another_file_is_not_opened_or_not_mapped(tmp_path) -> None:
+def test_another_file_is_not_opened_or_not_mapped(tmp_path: Path) -> None:
     read_end, write_end = os.pipe()
     plain = (tmp_path / "plain").open("wb+")
     os.truncate(plain.fileno(), same_host._SIZE)
@@ -174,7 +176,7 @@ def test_another_file_is_not_opened_or_not_mapped(tmp_path) -> None:
     plain.close()
 
 
-def test_memory_of_another_user_is_not_mapped(monkeypatch) -> None:
+def test_memory_of_another_user_is_not_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
     with pair() as (ours, _):
         monkeypatch.setattr(os, "geteuid", lambda: 4711)
         with pytest.raises(ValueError, match="not memory of this user"):
@@ -191,7 +193,9 @@ def test_addresses_of_this_host_and_of_others() -> None:
 
 
 @asynccontextmanager
-async def linked(near_fabrics, far_fabrics):
+async def linked(
+    near_fabrics: Sequence[Fabric], far_fabrics: Sequence[Fabric]
+) -> AsyncIterator[tuple[StreamConnection, StreamConnection]]:
     """Yield both ends of a link."""
     async with trio.open_nursery() as nursery:
         near, far = TcpTransport(nursery, *near_fabrics), TcpTransport(nursery, *far_fabrics)
@@ -200,21 +204,13 @@ async def linked(near_fabrics, far_fabrics):
         nursery.cancel_scope.cancel()
 
 
-async def answered(near, far) -> str:
+async def answered(near: StreamConnection, far: StreamConnection) -> str:
     """Offer, while the other end receives."""
     async with trio.open_nursery() as nursery:
         nursery.start_soon(far.receive)
         why_not = await near.upgrade()
         nursery.cancel_scope.cancel()
     return why_not
-
-
-def run(main: Callable, limit_s: float = 60) -> None:
-    async def limited() -> None:
-        with trio.fail_after(limit_s):
-            await main()
-
-    trio.run(limited)
 
 
 def open_files() -> int:
@@ -226,190 +222,161 @@ def mapped_memories() -> int:
         return sum("memfd:peerd" in line for line in maps)
 
 
-def test_a_message_longer_than_what_may_lie_unread_arrives_whole() -> None:
-    async def main():
+async def test_a_message_longer_than_what_may_lie_unread_arrives_whole() -> None:
+    async with linked([SameHost()], [SameHost()]) as (near, far):
+        await upgrade(near, far)
+        message = ModelSnapshot(1, "c", tuple(chunk(count, 4 * MIB) for count in range(24)))
+        await near.send(message)
+        assert await far.receive() == message
+        assert far.bytes_received == near.bytes_sent > 96 * MIB
+
+
+async def test_closed_links_leave_neither_files_nor_memory() -> None:
+    async def one() -> None:
         async with linked([SameHost()], [SameHost()]) as (near, far):
             await upgrade(near, far)
-            message = ModelSnapshot(1, "c", tuple(chunk(count, 4 * MIB) for count in range(24)))
-            await near.send(message)
-            assert await far.receive() == message
-            assert far.bytes_received == near.bytes_sent > 96 * MIB
+            await near.send(ModelSnapshot(1, "c", (bytes(MIB),)))
+            await far.receive()
 
-    run(main)
-
-
-def test_closed_links_leave_neither_files_nor_memory() -> None:
-    async def main():
-        async def one():
-            async with linked([SameHost()], [SameHost()]) as (near, far):
-                await upgrade(near, far)
-                await near.send(ModelSnapshot(1, "c", (bytes(MIB),)))
-                await far.receive()
-
+    await one()
+    before = open_files(), mapped_memories()
+    for _ in range(10):
         await one()
-        before = open_files(), mapped_memories()
-        for _ in range(10):
-            await one()
-        assert (open_files(), mapped_memories()) == before
-
-    run(main)
+    assert (open_files(), mapped_memories()) == before
 
 
-def test_nodes_that_do_not_share_all_stay_on_tcp_and_keep_no_memory() -> None:
-    async def main():
-        elsewhere = SameHost()
-        elsewhere.version = "shm 1 elsewhere"
-        for theirs, says in (
-            ([elsewhere], "it is of another user, or in other namespaces"),
-            ([], "it has nothing beside"),
-        ):
-            async with linked([SameHost()], theirs) as (near, far):
-                before = open_files(), mapped_memories()
-                assert says in await answered(near, far)
-                assert near.carrier == far.carrier == "tcp"
-                assert (open_files(), mapped_memories()) == before
-
-    run(main)
+async def test_nodes_that_do_not_share_all_stay_on_tcp_and_keep_no_memory() -> None:
+    elsewhere = SameHost()
+    elsewhere.version = "shm 1 elsewhere"
+    for theirs, says in (
+        ([elsewhere], "it is of another user, or in other namespaces"),
+        ([], "it has nothing beside"),
+    ):
+        async with linked([SameHost()], theirs) as (near, far):
+            before = open_files(), mapped_memories()
+            assert says in await answered(near, far)
+            assert near.carrier == far.carrier == "tcp"
+            assert (open_files(), mapped_memories()) == before
 
 
-def test_another_host_is_offered_nothing_and_nothing_is_said(monkeypatch) -> None:
+async def test_another_host_is_offered_nothing_and_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SameHost, "trusts", lambda *_: False)
-
-    async def main():
-        async with linked([SameHost()], [SameHost()]) as (near, _):
-            assert await near.upgrade() == ""
-            assert near.carrier == "tcp"
-
-    run(main)
+    async with linked([SameHost()], [SameHost()]) as (near, _):
+        assert await near.upgrade() == ""
+        assert near.carrier == "tcp"
 
 
-def test_after_a_refusal_the_next_is_offered() -> None:
-    async def main():
-        elsewhere = SameHost()
-        elsewhere.version = "shm 1 elsewhere"
-        async with linked([elsewhere, SameHost()], [SameHost()]) as (near, far):
-            await upgrade(near, far)
-            assert near.carrier == far.carrier == "shm"
-
-    run(main)
+async def test_after_a_refusal_the_next_is_offered() -> None:
+    elsewhere = SameHost()
+    elsewhere.version = "shm 1 elsewhere"
+    async with linked([elsewhere, SameHost()], [SameHost()]) as (near, far):
+        await upgrade(near, far)
+        assert near.carrier == far.carrier == "shm"
 
 
 @pytest.mark.parametrize("whose", ["near", "far"])
-def test_who_cannot_open_the_other_s_memory_stays_on_tcp(whose, monkeypatch) -> None:
-    async def main():
-        near_fabric, far_fabric = SameHost(), SameHost()
-        unlucky = near_fabric if whose == "near" else far_fabric
+async def test_who_cannot_open_the_other_s_memory_stays_on_tcp(whose: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    near_fabric, far_fabric = SameHost(), SameHost()
+    unlucky = near_fabric if whose == "near" else far_fabric
 
-        def refuse(*_):
-            raise LaneRefused("its memory cannot be opened: no")
+    def refuse(*_: object) -> None:
+        raise BulkRefused("its memory cannot be opened: no")
 
-        monkeypatch.setattr(unlucky, "open", refuse)
-        async with linked([near_fabric, SameHost()], [far_fabric]) as (near, far):
-            assert "cannot be opened" in await answered(near, far)
-            await near.send(ModelSnapshot(1, "c", (bytes(MIB),)))
-            assert (await far.receive()).chunks == (bytes(MIB),)
-            assert near.carrier == "tcp"
-            assert not near_fabric._reserved
-            assert not far_fabric._reserved
-
-    run(main)
+    monkeypatch.setattr(unlucky, "open", refuse)
+    async with linked([near_fabric, SameHost()], [far_fabric]) as (near, far):
+        assert "cannot be opened" in await answered(near, far)
+        await near.send(ModelSnapshot(1, "c", (bytes(MIB),)))
+        assert (await receive_a(ModelSnapshot, far)).chunks == (bytes(MIB),)
+        assert near.carrier == "tcp"
+        assert not near_fabric._reserved
+        assert not far_fabric._reserved
 
 
 @pytest.mark.parametrize("free", range(8))
-def test_without_descriptors_links_stay_on_tcp(free: int) -> None:
-    async def main():
-        async with linked([SameHost()], [SameHost()]) as (near, far):
-            before = open_files()
-            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-            highest = max(map(int, os.listdir("/proc/self/fd")))
-            fillers = [os.open("/dev/null", os.O_RDONLY) for _ in range(highest + 1 - before)]  # no gaps below
-            resource.setrlimit(resource.RLIMIT_NOFILE, (open_files() - 1 + free, hard))
-            try:
-                why_not = await answered(near, far)
-            finally:
-                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-                for fd in fillers:
-                    os.close(fd)
-            await near.send(ModelSnapshot(1, "c", (bytes(MIB),)))
-            assert (await far.receive()).chunks == (bytes(MIB),)
-            if near.carrier == "tcp":
-                assert open_files() <= before + 3, "the acceptor may have its end already"
-                assert free < 7 or why_not
-            else:
-                assert why_not == ""
-                assert free > 3
-
-    run(main)
+async def test_without_descriptors_links_stay_on_tcp(free: int) -> None:
+    async with linked([SameHost()], [SameHost()]) as (near, far):
+        before = open_files()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        highest = max(map(int, os.listdir("/proc/self/fd")))
+        fillers = [os.open("/dev/null", os.O_RDONLY) for _ in range(highest + 1 - before)]  # no gaps below
+        resource.setrlimit(resource.RLIMIT_NOFILE, (open_files() - 1 + free, hard))
+        try:
+            why_not = await answered(near, far)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for fd in fillers:
+                os.close(fd)
+        await near.send(ModelSnapshot(1, "c", (bytes(MIB),)))
+        assert (await receive_a(ModelSnapshot, far)).chunks == (bytes(MIB),)
+        if near.carrier == "tcp":
+            assert open_files() <= before + 3, "the acceptor may have its end already"
+            assert free < 7 or why_not
+        else:
+            assert why_not == ""
+            assert free > 3
 
 
-def test_without_room_to_map_links_stay_on_tcp_and_leave_nothing(monkeypatch) -> None:
-    async def main():
-        async with linked([SameHost()], [SameHost()]) as (near, far):
-            before = open_files()
+async def test_without_room_to_map_links_stay_on_tcp_and_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with linked([SameHost()], [SameHost()]) as (near, far):
+        before = open_files()
 
-            def full(*_):
-                raise OSError(12, "Cannot allocate memory")
+        def full(*_: object) -> None:
+            raise OSError(12, "Cannot allocate memory")
 
-            monkeypatch.setattr(sealed_file, "mapped", full)
-            assert await answered(near, far) == "no shared memory: Cannot allocate memory"
-            assert near.carrier == "tcp"
-            assert open_files() == before
-
-    run(main)
+        monkeypatch.setattr(sealed_file, "mapped", full)
+        assert await answered(near, far) == "no shared memory: Cannot allocate memory"
+        assert near.carrier == "tcp"
+        assert open_files() == before
 
 
 @pytest.mark.parametrize("theirs", [[], [SameHost]], ids=["nothing", "shm"])
-def test_an_offer_of_any_version_is_answered(theirs) -> None:
-    async def main():
-        async with linked([], [make() for make in theirs]) as (near, far):
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(far.receive)
-                for version in ("", "shm", "shm 1", "\0", "中" * 85):
-                    await near.send(BulkOffer(version, 1, ()))
-                    assert (await near.receive_any()).refusal
-                nursery.cancel_scope.cancel()
+async def test_an_offer_of_any_version_is_answered(theirs: list[type[SameHost]]) -> None:
+    async with linked([], [make() for make in theirs]) as (near, far):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(far.receive)
+            for version in ("", "shm", "shm 1", "\0", "中" * 85):
+                await near.send(BulkOffer(version, 1, ()))
+                answer = await near.receive_any()
+                assert isinstance(answer, BulkAnswer)
+                assert answer.refusal
+            nursery.cancel_scope.cancel()
 
-    run(main)
 
-
-def test_a_host_that_is_not_trusted_is_not_told_what_there_is(monkeypatch) -> None:
+async def test_a_host_that_is_not_trusted_is_not_told_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SameHost, "trusts", lambda *_: False)
-
-    async def main():
-        fabric = SameHost()
-        async with linked([], [fabric]) as (near, far):
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(far.receive)
-                for version in ("UCX 1.22", fabric.version):
-                    await near.send(BulkOffer(version, 1, ()))
-                    assert "shm" not in (await near.receive_any()).refusal
-                nursery.cancel_scope.cancel()
-
-    run(main)
+    fabric = SameHost()
+    async with linked([], [fabric]) as (near, far):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(far.receive)
+            for version in ("UCX 1.22", fabric.version):
+                await near.send(BulkOffer(version, 1, ()))
+                answer = await near.receive_any()
+                assert isinstance(answer, BulkAnswer)
+                assert "shm" not in answer.refusal
+            nursery.cancel_scope.cancel()
 
 
 @pytest.mark.parametrize("chunks", [12, 600])
-def test_a_receiver_that_holds_one_message_while_the_next_comes_stops_nobody(chunks: int) -> None:
-    async def main():
-        async with linked([SameHost()], [SameHost()]) as (near, far):
-            await upgrade(near, far)
-            held = []
-            for number in range(4):
-                message = ModelSnapshot(number, "c", (bytes([number]) * (64 << 10),) * chunks)
-                await near.send(message)
-                held.append(await far.receive())
-            for number, message in enumerate(held):
-                assert all(each == bytes([number]) * (64 << 10) for each in message.chunks)
-
-    run(main, limit_s=9)
+@pytest.mark.trio(limit_s=9)
+async def test_a_receiver_that_holds_one_message_while_the_next_comes_stops_nobody(chunks: int) -> None:
+    async with linked([SameHost()], [SameHost()]) as (near, far):
+        await upgrade(near, far)
+        held = []
+        for number in range(4):
+            message = ModelSnapshot(number, "c", (bytes([number]) * (64 << 10),) * chunks)
+            await near.send(message)
+            held.append(await receive_a(ModelSnapshot, far))
+        for number, message in enumerate(held):
+            assert all(each == bytes([number]) * (64 << 10) for each in message.chunks)
 
 
 # --------------------------------------------------------------------------------- a peer in a process of its own
 
 PEER = """
 import sys, trio
-from peerd.messages import ModelSnapshot
+from peerd.transport.messages import ModelSnapshot
 from peerd.transport.same_host import SameHost
+from peerd.transport.stream import StreamConnection
 from peerd.transport.tcp import TcpTransport
 
 async def main(sends):
@@ -455,26 +422,30 @@ def intact(message: ModelSnapshot) -> bool:
 @pytest.mark.parametrize("does", ["sends", "receives"])
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize("seed", [1, 2])
-def test_a_peer_that_dies_or_stands_still_is_lost_and_what_came_stays(does, end, seed, monkeypatch) -> None:
-    monkeypatch.setattr(lane, "PATIENCE_S", 0.5)
+async def test_a_peer_that_dies_or_stands_still_is_lost_and_what_came_stays(
+    does: str, end: signal.Signals, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bulk, "PATIENCE_S", 0.5)
     monkeypatch.setattr(stream, "PATIENCE_S", 0.5)
 
-    async def meet(process, port, kept, lost):
+    async def note_incarnation(
+        process: subprocess.Popen[str], port: int, kept: list[ModelSnapshot | None], lost: list[ConnectionLost]
+    ) -> None:
         async with trio.open_nursery() as nursery:
             link = await TcpTransport(nursery, SameHost()).dial(("127.0.0.1", port))
             link.payload_limit = 64 * MIB
             assert await link.upgrade() == ""
             assert link.carrier == "shm"
 
-            async def use():
+            async def use() -> None:
                 try:
                     while True:
                         if does == "sends":
-                            kept[:] = [*kept[-1:], await link.receive()]
+                            kept[:] = [*kept[-1:], await receive_a(ModelSnapshot, link)]
                         else:
                             await link.send(ModelSnapshot(0, "c", (bytes(4 * MIB),) * 5))
                             kept.append(None)
-                except LinkLost as error:
+                except ConnectionLost as error:
                     lost.append(error)
 
             async with trio.open_nursery() as users:
@@ -491,15 +462,13 @@ def test_a_peer_that_dies_or_stands_still_is_lost_and_what_came_stays(does, end,
             await link.aclose()
             nursery.cancel_scope.cancel()
 
-    async def main():
-        gc.collect()  # what earlier tests have left
-        before = open_files(), mapped_memories()
-        kept, lost = [], []
-        with peer(does) as (process, port):
-            await meet(process, port, kept, lost)
-        for each in (kept, lost):
-            each.clear()
-        gc.collect()  # tracebacks
-        assert (open_files(), mapped_memories()) == before
-
-    run(main)
+    gc.collect()  # what earlier tests have left
+    before = open_files(), mapped_memories()
+    kept: list[ModelSnapshot | None] = []
+    lost: list[ConnectionLost] = []
+    with peer(does) as (process, port):
+        await note_incarnation(process, port, kept, lost)
+    kept.clear()
+    lost.clear()
+    gc.collect()  # tracebacks
+    assert (open_files(), mapped_memories()) == before

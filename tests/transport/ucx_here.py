@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import trio
 
-from peerd.transport import ucx
+from peerd.transport.connection import Connection
+from peerd.transport.rdma import ucx
 
 
 def why_not() -> str:
@@ -21,7 +20,7 @@ def why_not() -> str:
 needs_ucx = pytest.mark.skipif(bool(why_not()), reason=f"no UCX here: {why_not()}")
 
 
-async def upgrade(near: Any, far: Any) -> None:
+async def upgrade(near: Connection, far: Connection) -> None:
     """Move the bulk of a link to what its two ends have, if they have something."""
     async with trio.open_nursery() as nursery:
         nursery.start_soon(far.receive)

@@ -8,9 +8,9 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from hypothesis import strategies as st
 
-from peerd.messages import MESSAGES, Chunk, Message
+from peerd.transport.messages import MESSAGES, Chunk, Message
 
-texts = st.text(st.characters(exclude_categories=("Cs",)), max_size=64)  # at most 256 bytes
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=64)  # at most 256 bytes
 chunks = st.lists(st.binary(max_size=64), max_size=4).map(tuple)
 
 

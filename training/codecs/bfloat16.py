@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from peerd.effects import PeerError, Vector
 from peerd.training.codecs import planes
 from peerd.training.codecs.codec import Float32s, batches, field, finite_float32, require_length
+from peerd.training.effects import Vector
+from peerd.transport.errors import PeerError
 
 LARGEST = float(np.uint32(0x7F7F0000).view(np.float32))
 """3.39e38, the largest finite bfloat16: beyond it, rounding to nearest would give an infinity."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from peerd.effects import Vector
 from peerd.training.codecs.codec import Float32s
+from peerd.training.effects import Vector
 
 BLOCK = 256
 """Values a scale covers: a float32 scale then costs 1/8 bit a value, and layers of differing size keep their own."""

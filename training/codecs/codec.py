@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from peerd.effects import PeerError, Vector
+from peerd.training.effects import Vector
+from peerd.transport.errors import PeerError
 
 BATCH = 1 << 17
 """Values an encoder takes at a time: malloc keeps 512 KiB of scratch, and a cache holds it. With 4 MiB, float32 and

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from peerd.effects import PeerError, Vector
 from peerd.training.codecs import planes
 from peerd.training.codecs.codec import batches, field, finite_float32, require_length
+from peerd.training.effects import Vector
+from peerd.transport.errors import PeerError
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from peerd.effects import PeerError
 from peerd.training.codecs.codec import Bytes
+from peerd.transport.errors import PeerError
 
 Indices = npt.NDArray[np.intp]
 SKIP = 255

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from peerd.effects import PeerError, Vector
 from peerd.training.codecs.blocks import BLOCK, as_blocks, block_count, deliver, room_for_blocks
 from peerd.training.codecs.codec import BATCH, Float32s, batches, field, finite_float32, require_length
+from peerd.training.effects import Vector
+from peerd.transport.errors import PeerError
 
 LEVELS = 127
 SMALLEST = np.finfo(np.float32).smallest_subnormal

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from peerd.effects import PeerError, Vector
 from peerd.training.codecs.bfloat16 import scales_from_bits, to_bits
 from peerd.training.codecs.blocks import BLOCK, as_blocks, block_count, deliver, room_for_blocks, sizes
 from peerd.training.codecs.codec import BATCH, Float32s, batches, field, finite_float32, require_length
+from peerd.training.effects import Vector
+from peerd.transport.errors import PeerError
 
 _EVERY_BYTE = np.arange(256, dtype=np.uint8)[:, None]
 SIGNS: Float32s = np.float32(1.0) - np.float32(2.0) * np.unpackbits(_EVERY_BYTE, axis=1).astype(np.float32)

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from peerd.effects import PeerError, Vector
 from peerd.training.codecs.bfloat16 import scales_from_bits, to_bits
 from peerd.training.codecs.codec import Bytes, Float32s, batches, field, finite_float32
 from peerd.training.codecs.gaps import Indices, from_gaps, gaps_limit, to_gaps
+from peerd.training.effects import Vector
+from peerd.transport.errors import PeerError
 
 MAGNITUDES = 8
 HEADER = 4 + 2 * MAGNITUDES

@@ -1,121 +1,101 @@
 """How do the nodes of a swarm combine what they learn? One file a mode, one line in the table.
 
-A mode is a core: events and `now` come in, effects and a deadline come out. It does no I/O and reads no clock.
+A mode is a core: events and `now` come in, effects and a deadline come out. It does no I/O and reads no clock. Its
+class says all that there is to know of it (`ModeClass`): settings, help and checks are made from that.
 """
 
 from __future__ import annotations
 
-import math
-from functools import partial
+from collections.abc import Iterable
 
-from peerd.effects import UserError
-from peerd.training.collectives import parse_topology
-from peerd.training.delta import GAIN_MOST
-from peerd.training.modes.allreduce import OVERLAPS, AllReduce
-from peerd.training.modes.diloco import FRAGMENTS_MOST, DiLoCo
+from peerd.training.mode import AUTO, LinkStatus, Mode, ModeClass, ModeMaker, ModeSettings
+from peerd.training.model.quiet import EVERY_STEP, Quiet
+from peerd.training.modes.allreduce import AllReduce
+from peerd.training.modes.diloco import DiLoCo
 from peerd.training.modes.elastic import Elastic
-from peerd.training.modes.elastic_pairs import ALPHA, ElasticPairs
 from peerd.training.modes.gossip import Gossip
 from peerd.training.modes.gossip_pull import GossipPull
 from peerd.training.modes.gossip_push import GossipPush
-from peerd.training.modes.mode import LinkStatus, Mode, ModeMaker, ModeSettings
 from peerd.training.modes.noloco import NoLoCo
-from peerd.training.modes.parameter_server import ParameterServer
+from peerd.training.modes.parameter_server import Async, HardSync, SoftSync
 from peerd.training.modes.push_sum import PushSum
-from peerd.training.modes.shard_server import RATES, Rule
-from peerd.training.modes.tree import parse_arity
+from peerd.transport.errors import UserError
 
 __all__ = [
     "AUTO",
+    "EVERY_STEP",
     "MODES",
     "LinkStatus",
     "Mode",
+    "ModeClass",
     "ModeMaker",
     "ModeSettings",
+    "Quiet",
+    "check_given",
     "check_options",
-    "default_codec",
+    "class_of",
+    "exchanges",
+    "heeds",
     "parse_mode",
 ]
 
-AUTO = "auto"
-"""As a codec: the mode's own."""
-
-MODES: dict[str, ModeMaker] = {
-    "gossip": Gossip,
-    "gossip-push": GossipPush,
-    "gossip-pull": GossipPull,
-    "push-sum": PushSum,
-    "elastic": Elastic,
-    "noloco": NoLoCo,
-    "allreduce": AllReduce,
-    "diloco": DiLoCo,
-    "hardsync": partial(ParameterServer, rule=Rule(n=0)),
-    "softsync": partial(ParameterServer, rule=Rule(n=1)),
-    "async": partial(ParameterServer, rule=Rule(n=None)),
+MODES: dict[str, type[ModeClass]] = {
+    mode.NAME: mode
+    for mode in (
+        Gossip,
+        GossipPush,
+        GossipPull,
+        PushSum,
+        Elastic,
+        NoLoCo,
+        AllReduce,
+        DiLoCo,
+        HardSync,
+        SoftSync,
+        Async,
+    )
 }
-"""By name; a name may carry an argument after a colon (`parse_mode`)."""
+"""By name; those of a user's own file join them when `--mode FILE.py:CLASS` names it (`own_mode.py`)."""
 
 
-ARGUMENTS = (
-    f"softsync:N[:RATE] with N >= 1 and RATE of {', '.join(RATES)}; diloco:P with P from 1 to {FRAGMENTS_MOST}; "
-    f"elastic:pairwise[:ALPHA] with ALPHA above 0 and up to {GAIN_MOST}"
-)
-
-
-SERVED = ("hardsync", "softsync", "async")
-"""Modes with a parameter server."""
+def class_of(mode: str) -> type[ModeClass]:
+    """Of a mode's name, with or without an argument. Raises UserError."""
+    name = mode.partition(":")[0]
+    if name not in MODES:
+        raise UserError(f"--mode {mode}: {name!r} is not one of {', '.join(MODES)}")
+    return MODES[name]
 
 
 def parse_mode(text: str) -> ModeMaker:
-    """A name in MODES, or one with an argument, as ARGUMENTS says. Raises UserError."""
-    if text in MODES:
-        return MODES[text]
-    name, _, argument = text.partition(":")
-    if name not in MODES:
-        raise UserError(f"--mode {text}: {name!r} is not one of {', '.join(MODES)}")
-    first, _, rest = argument.partition(":")
-    number = int(first[:9]) if first.isascii() and first.isdigit() else 0
-    if name == "softsync" and number >= 1 and rest in ("", *RATES):
-        return partial(ParameterServer, rule=Rule(number, rest or RATES[0]))
-    if name == "diloco" and 1 <= number <= FRAGMENTS_MOST and argument == first:
-        return partial(DiLoCo, fragments=number)
-    if name == "elastic" and first == "pairwise":
-        alpha = _number(rest) if ":" in argument else ALPHA
-        if 0 < alpha <= GAIN_MOST:
-            return partial(ElasticPairs, alpha=alpha)
-    raise UserError(f"--mode {text}: what takes an argument is {ARGUMENTS}")
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
+    """NAME, or NAME:ARGUMENT as its class says. Raises UserError."""
+    mode, argument = class_of(text), text.partition(":")[2]
+    if argument or not text.endswith(":"):
+        maker = mode.of(argument)
+        if maker is not None:
+            return maker
+    arguments = ", ".join(f"{name}:{one.ARGUMENT}" for name, one in MODES.items() if one.ARGUMENT)
+    raise UserError(f"--mode {text}: what takes an argument is {arguments}")
 
 
 def check_options(mode: str, overlap: str, topology: str) -> None:
     """What a mode is told must fit it, and be there at all. Raises UserError."""
     parse_mode(mode)
-    if overlap not in OVERLAPS:
-        raise UserError(f"overlap {overlap!r}: not one of {', '.join(OVERLAPS)}")
-    if mode.startswith("diloco:") and overlap == "hpsgd":
-        raise UserError("overlap hpsgd: not with diloco:P, it would roll a fragment back that has no round for long")
-    if _is_served(mode):
-        parse_arity(topology)
-    elif topology != AUTO:
-        parse_topology(topology)
+    class_of(mode).check(mode.partition(":")[2], overlap, topology)
+
+
+def heeds(mode: str, setting: str) -> bool:
+    """Whether a setting has an effect in this mode; what is no setting of modes, or no mode, is not ours to judge."""
+    known = MODES.get(mode.partition(":")[0])
+    return known is None or setting in known.TAKES or all(setting not in other.TAKES for other in MODES.values())
+
+
+def check_given(mode: str, given: Iterable[str]) -> None:
+    """What a user gives, defaults aside, must have an effect in the mode. Raises UserError."""
+    if idle := [setting for setting in given if not heeds(mode, setting)]:
+        takes = ", ".join(class_of(mode).TAKES)
+        raise UserError(f"{', '.join(idle)}: without effect in mode {mode}, which takes {takes}; leave it out")
 
 
 def exchanges(mode: str, counted: int) -> int:
-    """How many there were, by what all nodes counted: both ends of one do, but with servers the worker alone."""
-    return counted if _is_served(mode) else counted // 2
-
-
-def _is_served(mode: str) -> bool:
-    return mode.partition(":")[0] in SERVED
-
-
-def default_codec(mode: str) -> str:
-    """Where links keep what the other end knows, one bit a value is enough; elsewhere nothing is lost unless told."""
-    name = mode.partition(":")[0]
-    return "sign" if name in ("gossip", "gossip-push", "gossip-pull", "push-sum", "elastic") else "float32"
+    """How many there were, by what all nodes counted."""
+    return counted // class_of(mode).ENDS_THAT_COUNT

@@ -7,7 +7,9 @@ that differ are averaged by the same linear rule, and the models never see anyth
 What training does meanwhile, `overlap`:
 
     blocking  the trainer waits at its step; then x += average - x
-    delayed   it goes on: x += average - contribution, its progress since then stays; one round at most is under way
+    delayed   it goes on: x += average - contribution, its progress since then stays; one round at most is under way,
+              and unless `every` says otherwise 20 steps lie between one and the next: meanwhile each optimizer has
+              pulled against what differed, and must have lost that momentum before the difference is taken again
     hpsgd     it goes on from the model of a window's beginning. At the window's end x becomes the agreed model, which
               now holds the progress of one window before; that of this window is rolled back and is the next
               contribution (HPSGD, arXiv:2009.02701). A window ends with a commit: its number is the same for all
@@ -25,21 +27,29 @@ from collections.abc import Callable
 
 import numpy as np
 
-from peerd.effects import Apply, Effect, Log, NodeId, Proceed, Publish, Resume, StepReport, UserError, Vector
-from peerd.messages import Connected, Message, RoundPhase
-from peerd.training.collectives import parse_topology
-from peerd.training.delta import Layout
-from peerd.training.modes.attempt import EXACT_CODEC
-from peerd.training.modes.mode import LinkStatus, ModeSettings
-from peerd.training.modes.rounds import Committed, Outcome, Rounds, Withdrawn
-from peerd.training.reference import norm_of_difference
+from peerd.training.codecs.difference import norm_of_difference
+from peerd.training.codecs.vector import Layout
+from peerd.training.effects import Apply, Effect, Proceed, Resume, StepReport, Vector
+from peerd.training.mode import AUTO, LAND_AGAIN_S, OVERLAPS, LinkStatus, ModeClass, ModeSettings, not_finite
+from peerd.training.model.quiet import EVERY_STEP, NEVER, Quiet
+from peerd.training.rounds.attempt import EXACT_CODEC
+from peerd.training.rounds.member import Committed, Outcome, Rounds, Withdrawn
+from peerd.training.rounds.topology import parse_topology
+from peerd.transport.errors import UserError
+from peerd.transport.ids import NodeId
+from peerd.transport.messages import Connected, Message, RoundPhase
 
-OVERLAPS = ("blocking", "delayed", "hpsgd")
-LAND_AGAIN_S = 0.1  # a correction is rounded: whether the model is the average to the bit is seen when it is applied
+SETTLE_STEPS = 20
+"""From a correction to the next contribution. What differs between two members swings under SGD with momentum; taken
+away half a period late it doubles. With a momentum m none grows if 2 / (1 - m) steps lie between; this is for 0.9."""
+LANDS_WITHIN = 2  # steps: a correction comes between two of them, and the trainer may have begun the next
 
 
-class AllReduce:
+class AllReduce(ModeClass):
     """The mode's core for one node."""
+
+    NAME = "allreduce"
+    TAKES = ("codec", "every", "overlap", "topology", "min_peers")
 
     EVERY = 1  # steps between rounds, unless the settings say otherwise
     DIFFERENCES = False  # whether a round needs an agreed model even without loss
@@ -64,6 +74,7 @@ class AllReduce:
         self.deadline = float("inf")
         self._every = max(1, (settings.every if settings.every > 1 else self.EVERY) // fragments)
         self._overlap = settings.overlap
+        self._settles = settings.overlap == "delayed" and settings.every == 1 and fragments == 1
         self.barrier = self._every if settings.overlap == "blocking" else 0
         self._layout = layout
         self._values = values
@@ -84,10 +95,19 @@ class AllReduce:
         self._due = False  # a round should begin
         self._step = 0
         self._taken_at = 0  # the step of the last contribution
+        self._settled_at = 0  # the step from which there may be another
+        self._lands = False  # a correction is on its way to the trainer, whose next report tells the step
         self._waits = False  # the trainer is at its barrier
         self._distance = 0.0
         self._norm = 0.0
         self._partners: list[NodeId] = []
+
+    @classmethod
+    def check(cls, argument: str, overlap: str, topology: str) -> None:
+        """See `ModeClass`."""
+        super().check(argument, overlap, topology)
+        if topology != AUTO:
+            parse_topology(topology)
 
     # ---------------------------------------------------------------- events
 
@@ -101,11 +121,15 @@ class AllReduce:
             outcomes += self._rounds.finish(False, now)
             self._landing = None
         self._waits = bool(self.barrier) and report.step % self.barrier == 0
+        if report.step < self._step:  # another trainer went on from an earlier one
+            self._settled_at = self._taken_at = 0
+            self._lands = False
         self._step = report.step
+        if self._lands:
+            self._lands, self._settled_at = False, report.step + LANDS_WITHIN + SETTLE_STEPS
         self._due |= report.step % self._every == 0
         if report.published and self._due and self._free_in() <= 0:
             outcomes += self._take(now)
-        outcomes += self._ask()
         return self._perform(outcomes, now)
 
     def on_message(self, sender: NodeId, message: Message | Connected, now: float) -> list[Effect]:
@@ -130,6 +154,20 @@ class AllReduce:
         share = 1 / (1 + len(self._partners))
         said = f"round {self._rounds.round}"
         return [LinkStatus(peer, self.counts["rounds"], self._distance, share, said) for peer in self._partners]
+
+    @property
+    def quiet(self) -> Quiet:
+        """Until the next round's step, which brings the copy for it."""
+        if self._rounds.finished:
+            return EVERY_STEP
+        free_in = math.inf if self._waits else self._free_in()
+        due = self._step + 1 if self._due else (self._step // self._every + 1) * self._every
+        copy_step = NEVER if free_in == math.inf else max(due, self._step + int(free_in))
+        if self._overlap == "hpsgd":
+            return Quiet(copy_step=copy_step, step=0)  # a window's end is counted in steps
+        if self._settles and (self._lands or self._rounds.phase != RoundPhase.IDLE):
+            return Quiet(step=0)  # the step of the commit must be known
+        return Quiet(copy_step=copy_step, step=copy_step if self._due else due)
 
     def end(self) -> Vector | None:
         """What was rolled back for a round, or has come of it, and what our encoding dropped."""
@@ -160,12 +198,9 @@ class AllReduce:
         """Steps until there may be a contribution; one round at a time."""
         if self._rounds.phase != RoundPhase.IDLE:
             return math.inf
-        return self._taken_at + self._every - self._step if self._merge is not None else 0
-
-    def _ask(self) -> list[Effect]:
-        """Have the model published at the step that contributes it, which is known one step ahead."""
-        soon = self._due or (self._step + 1) % self._every == 0
-        return [Publish()] if soon and self._free_in() <= 1 and not self._waits else []
+        if self._merge is not None:
+            return self._taken_at + self._every - self._step
+        return math.inf if self._lands else max(0, self._settled_at - self._step)
 
     def _take(self, now: float) -> list[Outcome]:
         values = self._current()
@@ -215,7 +250,7 @@ class AllReduce:
                 case Committed():
                     effects += self._on_committed(outcome)
                 case Withdrawn():
-                    effects += self._on_withdrawn()
+                    effects += [*not_finite(self.counts), *self._resume()]
                 case _:
                     effects.append(outcome)
         self.deadline = max(now, self._rounds.deadline())
@@ -224,8 +259,7 @@ class AllReduce:
         return effects
 
     def _on_committed(self, committed: Committed) -> list[Effect]:
-        begin, where, mean = committed.begin, committed.where, committed.total
-        mean /= len(begin.roster)
+        begin, where, mean = committed.begin, committed.where, committed.mean
         assert self._taken is not None, "nobody is in a round without a contribution"
         taken = self._taken[where]
         target = self._agree(mean, where, whole=begin.whole)
@@ -247,9 +281,10 @@ class AllReduce:
             start = self._origin if self._overlap == "hpsgd" else taken
             assert start is not None, "set with the first contribution"
             effects.append(self._apply(self._with(None, where, target - start)))
+            self._lands = self._settles
         if self._rounds.given:
             effects.append(Proceed(settled=False))
-        return [*effects, *self._resume(), *(self._ask() if not self._rounds.finished else [])]
+        return [*effects, *self._resume()]
 
     def _agree(self, mean: Vector, where: slice, *, whole: bool) -> Vector:
         """What all members now hold there, from the mean of the contributions."""
@@ -265,11 +300,6 @@ class AllReduce:
         held = np.zeros(self._layout.total, part.dtype) if held is None else held
         held[where] = part
         return held
-
-    def _on_withdrawn(self) -> list[Effect]:
-        self.counts["withdrawn"] += 1
-        said = Log("warning", "the model holds a value that is not finite: nothing of it is sent")
-        return [*([said] if self.counts["withdrawn"] == 1 else []), *self._resume()]
 
     def _resume(self) -> list[Effect]:
         waited, self._waits = self._waits, False

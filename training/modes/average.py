@@ -12,12 +12,13 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
-from peerd.effects import Effect, NodeId, StepReport, Vector
-from peerd.training.delta import Layout
+from peerd.training.codecs.vector import Layout
+from peerd.training.effects import Effect, StepReport, Vector
+from peerd.training.mode import ModeSettings
 from peerd.training.modes.allreduce import AllReduce
-from peerd.training.modes.attempt import EXACT_CODEC
-from peerd.training.modes.mode import ModeSettings
-from peerd.training.modes.rounds import Committed
+from peerd.training.rounds.attempt import EXACT_CODEC
+from peerd.training.rounds.member import Committed
+from peerd.transport.ids import NodeId
 
 
 class Average(AllReduce):
@@ -28,6 +29,11 @@ class Average(AllReduce):
     ) -> None:
         exact = replace(settings, codec=EXACT_CODEC, overlap="blocking", every=1, min_peers=1)
         super().__init__(me, layout, rng, exact, values)
+
+    @property
+    def stands(self) -> bool:
+        """Whether this member's model is its part: only others are waited for."""
+        return self._rounds.finished
 
     def on_step(self, report: StepReport, now: float) -> list[Effect]:
         """The trainer stands at the barrier, or does not train."""

@@ -5,6 +5,8 @@ through Nesterov momentum; all members hold the same agreed model and momentum, 
 The first round of a swarm, and one with a member that was away or is new, averages whole models instead and begins the
 momentum anew: only then do all have the same again. A round comes every 50 steps unless `every` is set above 1.
 
+Float buffers take the mean of the contributions: they have no gradient, and momentum would make variances negative.
+
 `diloco:P` streams (Douillard et al. 2025, arXiv:2501.18512): the model is cut into P fragments, and a round comes P
 times as often with a P-th of the bytes. Round r is of fragment r mod P, with that fragment's outer step; the progress
 of the others stays where it is until their turn. The number says it all, so no member keeps a schedule, and members
@@ -15,22 +17,46 @@ contiguous in the flat model, so that all rounds cost the same bytes and a core 
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
-from peerd.effects import Vector
+from peerd.training.effects import Vector
+from peerd.training.mode import ModeMaker
 from peerd.training.modes.allreduce import AllReduce
+from peerd.transport.errors import UserError
 
 OUTER_LR = 0.7  # the paper's
 OUTER_MOMENTUM = 0.9
-FRAGMENTS_MOST = 1024
+FRAGMENTS_MAX = 1024
 
 
 class DiLoCo(AllReduce):
     """The mode's core for one node."""
 
+    NAME = "diloco"
+    ARGUMENT = f"P with P from 1 to {FRAGMENTS_MAX}"
+
     EVERY = 50
     DIFFERENCES = True
     _momentum: Vector | None = None
+
+    @classmethod
+    def of(cls, argument: str) -> ModeMaker | None:
+        """See `ModeClass`."""
+        if not argument:
+            return super().of(argument)
+        count = int(argument[:9]) if argument.isascii() and argument.isdigit() else 0
+        return partial(cls, fragments=count) if 1 <= count <= FRAGMENTS_MAX and len(argument) < 9 else None
+
+    @classmethod
+    def check(cls, argument: str, overlap: str, topology: str) -> None:
+        """See `ModeClass`."""
+        super().check(argument, overlap, topology)
+        if argument and overlap == "hpsgd":
+            raise UserError(
+                "overlap hpsgd: not with diloco:P, it would roll a fragment back that has no round for long"
+            )
 
     def _agree(self, mean: Vector, where: slice, *, whole: bool) -> Vector:
         """The outer step."""
@@ -44,4 +70,6 @@ class DiLoCo(AllReduce):
         momentum *= OUTER_MOMENTUM
         momentum += gradient
         agreed: Vector = self._agreed[where] - OUTER_LR * (gradient + OUTER_MOMENTUM * momentum)
+        buffers = slice(max(0, self._layout.parameters - where.start), None)
+        agreed[buffers] = mean[buffers] + self._agreed[where][buffers]
         return agreed

@@ -22,17 +22,33 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
-from peerd.effects import Apply, Effect, NodeId, PeerError, Proceed, Send, StepReport, Vector
-from peerd.messages import CentreIs, Connected, Delta, LinkClose, LinkClosed, LinkOpen, LinkSnapshot, Message
-from peerd.training.delta import GAIN_MOST, Layout
-from peerd.training.modes.gossip import FLUSH_TOLERANCE, Gossip
-from peerd.training.modes.links import Link
-from peerd.training.modes.mode import LinkStatus, ModeSettings
-from peerd.training.reference import PairedReference
+from peerd.training.codecs.vector import GAIN_MAX, Layout
+from peerd.training.effects import Apply, Effect, Proceed, Send, StepReport, Vector
+from peerd.training.flush import FLUSH_TOLERANCE
+from peerd.training.mode import LinkedMode, LinkStatus, ModeMaker, ModeSettings
+from peerd.training.model.quiet import EVERY_STEP, Quiet
+from peerd.training.modes.elastic_pairs import ALPHA, ElasticPairs
+from peerd.training.modes.gossip import Gossip
+from peerd.training.pairs.links import PairLink
+from peerd.training.pairs.reference import PairedReference
 from peerd.training.trigger import ONLY_FINISHING
+from peerd.transport.errors import PeerError
+from peerd.transport.ids import NodeId
+from peerd.transport.messages import (
+    CentreIs,
+    Connected,
+    Delta,
+    DeltaTaken,
+    LinkClose,
+    LinkClosed,
+    LinkOpen,
+    LinkSnapshot,
+    Message,
+)
 
 BETA = 0.9  # the moving rate times the number of workers (Zhang et al. 2015)
 
@@ -42,7 +58,7 @@ class _Worker(Gossip):
 
     tolerance = 1.1 * FLUSH_TOLERANCE  # the two ends' norms differ by the tolerance: it accepts what the centre does
 
-    def _round(self, live: list[Link]) -> list[Link]:
+    def _round(self, live: list[PairLink]) -> list[PairLink]:
         return [link for link in live if not link.flushed]
 
 
@@ -56,7 +72,7 @@ class _Centre(Gossip):
     _members: frozenset[NodeId] = frozenset()
     _half_way = False
 
-    def _round(self, live: list[Link]) -> list[Link]:
+    def _round(self, live: list[PairLink]) -> list[PairLink]:
         links = [link for link in live if link.peer_finishing or not link.flushed]
         if all(self._agrees(link) for link in links):
             return []
@@ -66,13 +82,25 @@ class _Centre(Gossip):
         return links
 
     def _flush_limit(self) -> float:
-        return GAIN_MOST if self._half_way else 1 / (1 + max(1, len(self._members)))
+        return GAIN_MAX if self._half_way else 1 / (1 + max(1, len(self._members)))
 
 
-class Elastic:
+class Elastic(LinkedMode):
     """The mode's core for one node."""
 
+    NAME = "elastic"
+    ARGUMENT = f"pairwise[:ALPHA] with ALPHA above 0 and up to {GAIN_MAX}"
+
     barrier = 0
+
+    @classmethod
+    def of(cls, argument: str) -> ModeMaker | None:
+        """See `ModeClass`."""
+        if not argument:
+            return super().of(argument)
+        how, colon, text = argument.partition(":")
+        alpha = _number(text) if colon else ALPHA
+        return partial(ElasticPairs, alpha=alpha) if how == "pairwise" and 0 < alpha <= GAIN_MAX else None
 
     def __init__(
         self, me: NodeId, layout: Layout, rng: random.Random, settings: ModeSettings, values: Callable[[], Vector]
@@ -124,7 +152,7 @@ class Elastic:
                 effects = [effect for core in self._cores() for effect in self._tell(core, sender, message, now)]
                 if self._centre is not None and sender in self._alive:
                     effects.append(Send(sender, CentreIs(self._me, self._age)))
-            case LinkOpen() | LinkSnapshot() | Delta() | LinkClose() | LinkClosed():
+            case LinkOpen() | LinkSnapshot() | Delta() | DeltaTaken() | LinkClose() | LinkClosed():
                 is_centres = isinstance(message, LinkOpen) or (
                     self._centre is not None and self._centre.holds(sender, message.link)
                 )
@@ -139,7 +167,7 @@ class Elastic:
         self._reclaim()
         came, self._alive = alive - self._alive, alive
         for core in self._cores():
-            core.gain_limit = min(GAIN_MOST, BETA / (1 + len(alive)))
+            core.gain_limit = min(GAIN_MAX, BETA / (1 + len(alive)))
         effects: list[Effect] = []
         if self.centre is None or self.centre not in alive | {self._me}:
             named = self._named if self._named in alive else None
@@ -165,6 +193,11 @@ class Elastic:
         """As in gossip; not what this node's own two sides know of each other."""
         found = (self._centre or self._worker).references()
         return {peer: reference for peer, reference in found.items() if peer != self._me}
+
+    @property
+    def quiet(self) -> Quiet:
+        """As its worker's; the centre answers."""
+        return EVERY_STEP if self._report.finishing or self._handed_over else self._worker.quiet
 
     def end(self) -> Vector | None:
         """The models have it all; the centre, which lies among them, goes."""
@@ -292,3 +325,10 @@ class Elastic:
                 effects.append(Proceed(settled=True))
         self.deadline = min(core.deadline for core in cores)
         return effects
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

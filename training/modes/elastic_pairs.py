@@ -15,10 +15,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from peerd.effects import NodeId, Vector
-from peerd.training.delta import Layout
+from peerd.training.codecs.vector import Layout
+from peerd.training.effects import Vector
+from peerd.training.mode import ModeSettings
 from peerd.training.modes.gossip import Gossip
-from peerd.training.modes.mode import ModeSettings
+from peerd.transport.ids import NodeId
 
 ALPHA = 0.25
 """Half of the way to the mean: half of a pair's distance is left."""

@@ -1,8 +1,9 @@
 """Whom do I tell of my change, and when? Paired-reference gossip, the default mode.
 
-After each step one random partner of a small view is drawn, and the trigger decides whether the model has changed
-enough since the last exchange with that partner. The decision is made twice: first on a bound that the trainer
-measures where the model lives (a quiet node copies nothing), then, if that fires, on the exact change of a fresh copy.
+One random partner of a small view is drawn, and the trigger decides whether the model has changed enough since the last
+exchange with that partner. The decision is made twice: first on a bound, by the trainer, which measures where the model
+lives (a quiet node copies nothing and says nothing), then, if that fires, here, on the exact change of the copy that
+comes with the trainer's word.
 
 How links to partners come and go is links.py's. A run ends with a flush: exchanges with a fine codec until every
 partner that has also ended agrees.
@@ -16,26 +17,32 @@ from collections.abc import Callable
 
 import numpy as np
 
-from peerd.effects import Apply, Effect, Log, NodeId, PeerError, Proceed, Publish, Send, StepReport, Vector
-from peerd.messages import Connected, Delta, LinkClose, LinkClosed, LinkOpen, LinkSnapshot, Message
-from peerd.training.delta import GAIN_MOST, Gain, Layout, NotFinite
-from peerd.training.modes.deciding import Decider, distance_from_mean
-from peerd.training.modes.links import Link, Links
-from peerd.training.modes.mode import LinkStatus, ModeSettings
-from peerd.training.reference import Half, LinkMismatch, PairedReference, norm_of_difference
-from peerd.training.scratch import Scratch
-from peerd.training.trigger import MAX_SILENCE_S, WAKE_AFTER_S
+from peerd.training.codecs.difference import norm_of_difference
+from peerd.training.codecs.vector import Layout, NotFinite
+from peerd.training.effects import Apply, Effect, Send, Vector
+from peerd.training.flush import FLUSH_CODEC, ROTATE_AFTER_EXCHANGES
+from peerd.training.mode import ModeSettings, not_finite
+from peerd.training.pairs.links import PairLink, PairLinks
+from peerd.training.pairs.reference import ExchangeHalf, LinkMismatch, PairedReference
+from peerd.training.partnered import PartneredMode
+from peerd.transport.errors import PeerError
+from peerd.transport.ids import NodeId
+from peerd.transport.messages import (
+    Connected,
+    Delta,
+    DeltaTaken,
+    LinkClose,
+    LinkClosed,
+    LinkOpen,
+    LinkSnapshot,
+    Message,
+)
 
-FLUSH_CODEC = "int8"  # its contraction is above 0.999, so a handful of exchanges reach agreement
-FLUSH_TOLERANCE = 1e-2  # relative distance at which two models count as one; a test accuracy does not resolve it
-ROTATE_AFTER_EXCHANGES = 64  # a new link costs a bfloat16 snapshot, about 16 one-bit deltas: a quarter on top at most
 
-
-class Gossip:
+class Gossip(PartneredMode[PairLink]):
     """The mode's core for one node."""
 
-    barrier = 0
-    tolerance = FLUSH_TOLERANCE
+    NAME = "gossip"
 
     def __init__(
         self,
@@ -49,46 +56,10 @@ class Gossip:
         counts: Counter[str] | None = None,
     ) -> None:
         """The last two are for modes that are made of this one: whether it looks for partners, where it counts."""
-        self.counts: Counter[str] = Counter() if counts is None else counts
-        self.gain_limit = GAIN_MOST  # of an exchange while this node trains
-        self.handed_over = False  # at the end of a run: every partner has what this node had not yet sent
-        self.settled = False  # and all models agree
-        self.deadline = float("inf")
-        self._layout = layout
-        self._settings = settings
-        self._values = values
-        self._scratch = Scratch()
-        self._links = Links(me, layout, rng, settings.view, values, self._scratch, self.counts, opens=opens)
-        self._unapplied: Vector | None = None  # the correction that this event's effects will bring
-        self._lent: list[Vector] = []  # corrections in the effects of the last event: applied by the next one
-        self._gains: dict[str, Gain] = {}
-        self._report = StepReport(0, 0.0, 1.0, published=False, finishing=False)
-        self._decider = Decider(layout, rng, settings.trigger, self.counts)
-        self._wanted: Link | None = None  # for whose sake a publish was asked
-        self._warned_not_finite = False
+        super().__init__(layout, rng, settings, values, counts)
+        self._links = PairLinks(me, layout, rng, settings.view, values, self._scratch, self.counts, opens=opens)
 
     # ---------------------------------------------------------------- events
-
-    def on_step(self, report: StepReport, now: float) -> list[Effect]:
-        """Draw a partner, decide, and perhaps begin an exchange."""
-        self._reclaim()
-        self._report = report
-        if report.published:
-            for link in self._links.held.values():
-                link.moved += report.change  # the triangle inequality: exact only for the partner decided on below
-        if report.finishing:
-            return self._rearm(self._flush(now), now)
-        if self.handed_over:  # a new run follows a flush
-            self.handed_over = self.settled = False
-            for link in self._links.held.values():
-                link.flushed = False
-        wanted = self._wanted
-        if wanted is None or self._links.held.get(wanted.peer) is not wanted:
-            return self._rearm(self._draw(now), now)
-        if not report.published:
-            return []
-        self._wanted = None
-        return self._rearm(self._decide(wanted, now) if wanted.idle else [], now)
 
     def on_message(self, sender: NodeId, message: Message | Connected, now: float) -> list[Effect]:
         """One event of one link."""
@@ -103,84 +74,61 @@ class Gossip:
             case LinkClose():
                 effects = self._links.on_close(sender, message, now)
             case LinkClosed():
-                effects = self._links.on_closed(sender, message.link, now) + self._flush(now)
+                effects = self._links.on_closed(sender, message, now) + self._flush(now)
+            case DeltaTaken():
+                effects = self._links.on_taken(sender, message.link, message.seq)
             case Connected():
                 effects = self._links.repeat(sender, now)
             case _:
                 raise PeerError(f"{type(message).__name__} has no meaning in gossip")
-        return self._rearm(effects, now)
+        self._rearm(now)
+        return effects
 
     def on_peers(self, alive: frozenset[NodeId], now: float) -> list[Effect]:
         """Peers came or went."""
         self._reclaim()
-        return self._rearm(self._links.on_peers(alive, now) + self._flush(now), now)
-
-    def on_timer(self, now: float) -> list[Effect]:
-        """Never silence: repeat what has had no answer for long, and send what the trigger calls overdue."""
-        self._reclaim()
-        effects = self._links.on_timer(now)
-        if not self._report.finishing:
-            for link in self._links.idle():
-                if now - max(link.last_exchange, link.declined_at) >= MAX_SILENCE_S:
-                    link.declined_at = now
-                    effects += self._decide(link, now)
-        return self._rearm(effects, now)
+        effects = self._links.on_peers(alive, now) + self._flush(now)
+        self._rearm(now)
+        return effects
 
     def seek_partners(self, seek: bool, now: float) -> list[Effect]:
         """From now on look for partners, or no more."""
         self._links.opens = seek
-        return self._rearm(self._links.fill_view(now), now)
+        effects = self._links.fill_view(now)
+        self._rearm(now)
+        return effects
 
     # ---------------------------------------------------------------- what there is to see
 
-    def links(self) -> list[LinkStatus]:
-        """One row a live link."""
-        gain = min(self._gains.get(self._codec(), Gain()).value, self.gain_limit)
-        return [
-            LinkStatus(link.peer, link.exchanges, link.distance, gain, link.last_reason)
-            for link in self._shown()
-            if link.active
-        ]
-
     def references(self) -> dict[NodeId, PairedReference]:
         """What each partner knows of this model, and this node of its; absent partners too."""
-        return {link.peer: link.reference for link in self._shown()}
+        return {link.peer: link.reference for link in self._held()}
 
     def holds(self, peer: NodeId, link: int) -> bool:
-        """Whether there is a link of this number with `peer`."""
-        held = self._links.held.get(peer)
-        return held is not None and held.reference.link == link
-
-    def end(self) -> Vector | None:
-        """References only say who knows what of the model."""
-        return None
+        """Whether there is a link of this number with `peer`, or was."""
+        return self._links.knows(peer, link)
 
     @property
     def under_way(self) -> bool:
-        """Whether an exchange is."""
-        return any(link.reference.under_way is not None for link in self._shown() if link.active)
+        """Whether an exchange is, or may be for a living peer that has not told of its end."""
+        return self._links.unsettled
 
-    @property
-    def consensus_distance(self) -> float:
-        """See `distance_from_mean`."""
-        return distance_from_mean([link for link in self._shown() if link.active])
+    # ---------------------------------------------------------------- partners
 
-    def _shown(self) -> list[Link]:
-        return list(self._links.held.values())  # a copy: the lane's thread may change it meanwhile
+    def _held(self) -> list[PairLink]:
+        return list(self._links.held.values())
 
-    # ---------------------------------------------------------------- deciding
+    def _live(self) -> list[PairLink]:
+        return [link for link in self._held() if link.active]
 
-    def _draw(self, now: float) -> list[Effect]:
-        self._wanted = self._decider.draw(self._links.idle(), self._report, now)
-        return [Publish()] if self._wanted is not None else []
+    def _idle(self) -> list[PairLink]:
+        return self._links.idle()
 
-    def _decide(self, link: Link, now: float) -> list[Effect]:
-        values = self._current()
-        reason = self._decider.reason(link, values, self._report, now)
-        if reason is None:
-            return []
-        self.counts[f"trigger_{reason}"] += 1
-        return self._begin(link, values, reason, now)
+    def _say_again(self, now: float) -> list[Effect]:
+        return self._links.on_timer(now)
+
+    def _say_again_at(self, now: float) -> float:
+        return self._links.deadline(now)
 
     # ---------------------------------------------------------------- exchanges
 
@@ -188,14 +136,14 @@ class Gossip:
         try:
             return self._links.on_open(sender, number, now)
         except NotFinite:
-            return [*self._not_finite(), Send(sender, LinkClosed(number))]
+            return [*not_finite(self.counts), Send(sender, LinkClosed(number, 0))]
 
-    def _begin(self, link: Link, values: Vector, reason: str, now: float) -> list[Effect]:
+    def _begin(self, link: PairLink, values: Vector, reason: str, now: float) -> list[Effect]:
         half = self._half(flush=self._report.finishing)
         try:
             message = link.reference.begin(values, half)
         except NotFinite:
-            return self._not_finite()
+            return not_finite(self.counts)
         self._decider.began_step = self._report.step
         link.sent_at = now
         link.last_reason = reason
@@ -204,29 +152,30 @@ class Gossip:
     def _on_delta(self, sender: NodeId, message: Delta, now: float) -> list[Effect]:
         link = self._links.held.get(sender)
         if link is None or link.reference.link != message.link:
-            # while our own LinkOpen is under way the peer's half is early, not wrong: it will be repeated
-            return [] if sender in self._links.opening else [Send(sender, LinkClosed(message.link))]
+            return self._on_late(sender, message, now)
         half = self._half(flush=message.finishing)  # a peer that trains on comes back; one that ends needs it all now
         values = self._current()
         try:
             outcome = link.reference.receive(message, values, half)
         except LinkMismatch:
             self.counts["link_mismatches"] += 1
-            self._links.drop(sender)
-            return [Send(sender, LinkClosed(message.link)), *self._links.fill_view(now)]
+            return [*self._links.end(sender, now), *self._links.fill_view(now)]
         except NotFinite:
-            self._links.drop(sender)
-            return [*self._not_finite(), Send(sender, LinkClosed(message.link))]
+            return [*not_finite(self.counts), *self._links.end(sender, now)]
         effects: list[Effect] = []
         if outcome.reply is not None:
             effects.append(Send(sender, outcome.reply))
+            link.sent_at = now
+        under_way = link.reference.under_way
+        if message.seq == link.reference.version and message.wants_answer and under_way is not None:
+            effects.append(Send(sender, under_way))  # it came too early for a peer that lacked our last half
         if outcome.correction is not None:
             effects += self._completed(link, message, values, outcome.correction, now)
         if link.closing:
             effects.append(Send(sender, LinkClose(link.reference.link, link.reference.version)))
         return effects + self._flush(now)
 
-    def _completed(self, link: Link, theirs: Delta, values: Vector, correction: Vector, now: float) -> list[Effect]:
+    def _completed(self, link: PairLink, theirs: Delta, values: Vector, correction: Vector, now: float) -> list[Effect]:
         parameters = self._layout.parameters
         np.add(values, correction, out=link.anchor)
         link.anchor_norm = norm_of_difference(link.anchor[:parameters])
@@ -237,51 +186,30 @@ class Gossip:
         link.peer_finishing = theirs.finishing
         ours = link.reference.answered
         link.flushed |= self._report.finishing and ours is not None and ours.codec == FLUSH_CODEC
-        shift = norm_of_difference(correction[:parameters])
-        for other in self._links.held.values():
-            if other is not link:
-                other.moved += shift
         self.counts["exchanges"] += 1
-        self._unapplied = correction
-        self._lent.append(correction)
+        self._lend(correction, link)
         effects: list[Effect] = [Apply(correction)]
         if self.counts["exchanges"] % ROTATE_AFTER_EXCHANGES == 0 and not self._report.finishing:
             effects += self._links.rotate(now)
         return effects
 
-    def _current(self) -> Vector:
-        values = self._values()
-        if self._unapplied is not None:
-            np.add(values, self._unapplied, out=values)
-        return values
+    def _on_late(self, sender: NodeId, message: Delta, now: float) -> list[Effect]:
+        """A half of a link that we do not hold (any more)."""
+        correction, effects = self._links.on_late(sender, message, now)
+        if correction is None:
+            return effects
+        self.counts["exchanges"] += 1
+        self._lend(correction)
+        return [*effects, Apply(correction), *self._flush(now)]
 
-    def _reclaim(self) -> None:
-        """Take back the corrections of the last event, which its shell has applied by now."""
-        for correction in self._lent:
-            self._scratch.give(correction)
-        self._lent.clear()
-
-    def _half(self, *, flush: bool) -> Half:
+    def _half(self, *, flush: bool) -> ExchangeHalf:
         codec = FLUSH_CODEC if flush else self._settings.codec
         if self._report.finishing:
             limit = self._flush_limit()
         else:
             overlapping = sum(link.reference.under_way is not None for link in self._links.live())
             limit = min(self.gain_limit, 1 / (2 + overlapping))
-        return Half(codec, self._gain(codec), limit, self._report.finishing)
-
-    def _codec(self) -> str:
-        return FLUSH_CODEC if self._report.finishing else self._settings.codec
-
-    def _gain(self, codec: str) -> Gain:
-        return self._gains.setdefault(codec, Gain())
-
-    def _not_finite(self) -> list[Effect]:
-        self.counts["not_finite"] += 1
-        if self._warned_not_finite:
-            return []
-        self._warned_not_finite = True
-        return [Log("warning", "the model holds a value that is not finite: nothing of it is sent")]
+        return ExchangeHalf(codec, self._gain(codec), limit, self._report.finishing)
 
     # ---------------------------------------------------------------- the final flush
 
@@ -291,37 +219,17 @@ class Gossip:
             return []
         effects: list[Effect] = []
         live = [link for link in self._links.live() if not link.closing]
-        unsettled = [link for link in live if not self._agrees(link)]
         under_way = any(link.reference.under_way is not None for link in live)
         if not under_way:  # then with all at once: a round
             for link in self._round(sorted(live, key=lambda link: link.peer)):
                 effects += self._begin(link, self._current(), "finishing", now)
                 self.counts["trigger_finishing"] += 1
-        if not self.handed_over and not self._links.opening and all(link.flushed for link in live):
-            self.handed_over = True
-            effects.append(Proceed(settled=False))
-        if not self.settled and self.handed_over and not unsettled and not under_way:
-            self.settled = True
-            effects.append(Proceed(settled=True))
-        return effects
+        return effects + self._proceed(live, expects_more=bool(self._links.opening), under_way=under_way)
 
-    def _round(self, live: list[Link]) -> list[Link]:
+    def _round(self, live: list[PairLink]) -> list[PairLink]:
         """Who is exchanged with next: a partner still training gets our model once, and comes back when it ends too."""
         return [link for link in live if not self._agrees(link) and (link.peer_finishing or not link.flushed)]
 
     def _flush_limit(self) -> float:
         """Metropolis weights: all links at once still contract (Xiao, Boyd 2004)."""
         return 1 / (1 + max(1, len(self._links.live())))
-
-    def _agrees(self, link: Link) -> bool:
-        close = link.distance + link.moved <= self.tolerance * link.anchor_norm
-        return link.flushed and link.peer_finishing and close
-
-    def _rearm(self, effects: list[Effect], now: float) -> list[Effect]:
-        self._unapplied = None
-        silences = (
-            [] if self._report.finishing else [max(link.last_exchange, link.declined_at) for link in self._links.idle()]
-        )
-        overdue = min(silences, default=float("inf")) + WAKE_AFTER_S
-        self.deadline = max(now, min(overdue, self._links.deadline(now)))
-        return effects

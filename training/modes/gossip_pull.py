@@ -9,16 +9,19 @@ whoever asks it: it makes no steps at which it would ask, and would hold those w
 
 from __future__ import annotations
 
-from peerd.effects import Effect, NodeId, Send, Vector
-from peerd.messages import Connected, Message, Pull
+from peerd.training.effects import Effect, Send, Vector
 from peerd.training.modes.gossip_push import GossipPush
-from peerd.training.modes.partners import Partner
+from peerd.training.one_way.partners import Partner
+from peerd.transport.ids import NodeId
+from peerd.transport.messages import Connected, Message, Pull
 
 
 class GossipPull(GossipPush):
     """The mode's core for one node."""
 
-    def _fired(self, partner: Partner, values: Vector, reason: str, now: float) -> list[Effect]:
+    NAME = "gossip-pull"
+
+    def _begin(self, partner: Partner, values: Vector, reason: str, now: float) -> list[Effect]:
         partner.asked_at = now
         self._began(partner, values, reason, now)
         return [self._request(partner.peer)]

@@ -11,27 +11,30 @@ from __future__ import annotations
 
 import numpy as np
 
-from peerd.effects import Effect, PeerError, Vector
-from peerd.messages import Push
-from peerd.training.delta import GAIN_MOST
-from peerd.training.modes.one_way import OneWay
-from peerd.training.modes.partners import Partner
-from peerd.training.public_copy import Incoming
+from peerd.training.codecs.vector import GAIN_MAX
+from peerd.training.effects import Effect, Vector
+from peerd.training.one_way.core import OneWay
+from peerd.training.one_way.partners import Partner
+from peerd.training.one_way.public_copy import Incoming
+from peerd.transport.errors import PeerError
+from peerd.transport.messages import Push
 
-MEAN_OF_MOST = 4  # pushes since the last own step that all weigh alike
+MEAN_OF_MAX = 4  # pushes since the last own step that all weigh alike
 
 
 class GossipPush(OneWay):
     """The mode's core for one node."""
 
-    def _fired(self, partner: Partner, values: Vector, reason: str, now: float) -> list[Effect]:
+    NAME = "gossip-push"
+
+    def _begin(self, partner: Partner, values: Vector, reason: str, now: float) -> list[Effect]:
         return self._push(partner.peer, values, now, partner, reason)
 
     def _correction(self, incoming: Incoming, push: Push, came: Vector, values: Vector) -> Vector:
-        if not 0 < push.gain <= GAIN_MOST:
-            raise PeerError(f"a gain of {push.gain} is outside (0, {GAIN_MOST}]")
+        if not 0 < push.gain <= GAIN_MAX:
+            raise PeerError(f"a gain of {push.gain} is outside (0, {GAIN_MAX}]")
         correction = self._scratch.take(came)
         np.subtract(came, values, out=correction)
-        received = self._received if push.finishing else min(self._received, MEAN_OF_MOST)
+        received = self._received if push.finishing else min(self._received, MEAN_OF_MAX)
         correction *= min(push.gain, 1 / (2 + received))
         return correction

@@ -28,14 +28,17 @@ from enum import Enum, auto
 
 import numpy as np
 
-from peerd.effects import Apply, Effect, Log, NodeId, Publish, Send, StepReport, Vector
-from peerd.messages import Connected, Message, PairAnswer, PairHalf, PairInvite
-from peerd.training.delta import Layout, NotFinite
+from peerd.training.codecs.difference import norm_of_difference
+from peerd.training.codecs.vector import Layout, NotFinite
+from peerd.training.effects import Apply, Effect, Log, Send, StepReport, Vector
+from peerd.training.mode import LinkStatus, ModeClass, ModeSettings, not_finite
+from peerd.training.model.quiet import EVERY_STEP, Quiet
 from peerd.training.modes.gossip import Gossip
-from peerd.training.modes.mode import LinkStatus, ModeSettings
-from peerd.training.outer import ETA, WHOLE_MODEL_CODECS, Contribution, Outer
-from peerd.training.reference import PairedReference, norm_of_difference
-from peerd.training.trigger import MAX_SILENCE_S, ONLY_FINISHING, WAKE_AFTER_S
+from peerd.training.pairs.outer import ETA, WHOLE_MODEL_CODECS, Contribution, Outer
+from peerd.training.pairs.reference import PairedReference
+from peerd.training.trigger import ONLY_FINISHING, SILENCE_MAX_S, WAKE_AFTER_S
+from peerd.transport.ids import NodeId
+from peerd.transport.messages import Connected, Message, PairAnswer, PairHalf, PairInvite
 
 STEPS = 50  # H, NoLoCo's own
 PATIENCE_STEPS = 5  # of an invitation: nothing is promised yet, so another partner may be asked
@@ -61,8 +64,11 @@ class _Pair:
     contribution: Contribution | None = None  # from SENT on
 
 
-class NoLoCo:
+class NoLoCo(ModeClass):
     """The mode's core for one node."""
+
+    NAME = "noloco"
+    TAKES = ("codec", "view", "every")
 
     barrier = 0
 
@@ -93,7 +99,7 @@ class NoLoCo:
         self._flushing = False
         self._correction: Vector | None = None  # in this event's effects
         self._met: dict[NodeId, LinkStatus] = {}
-        self._warned: set[str] = set()
+        self._warned = False  # of a codec that is not used
         flush_settings = replace(settings, trigger=ONLY_FINISHING)
         self._flush = Gossip(me, layout, rng, flush_settings, self._model, opens=False, counts=self.counts)
 
@@ -106,19 +112,17 @@ class NoLoCo:
         if report.finishing:
             return self._rearm(self._flush.on_step(report, now) if self._flushing else self._finish(now))
         effects: list[Effect] = []
-        if (codec := self._outer.codec) != self._settings.codec:
-            effects += self._warn(f"noloco sends whole models: {codec}, as {self._settings.codec} drops too much")
+        if (codec := self._outer.codec) != self._settings.codec and not self._warned:
+            self._warned = True
+            text = f"noloco sends whole models: {codec}, as {self._settings.codec} drops too much"
+            effects.append(Log("warning", text))
         if self._flushing:
             self._flushing = False
             self._flush.seek_partners(False, now)
             effects += self._flush.on_step(report, now)
         if self._due is None or was_finishing:
             self._due = report.step - 1 + self._every
-        if report.step < self._due:
-            self.counts["trigger_quiet"] += 1
-        elif not (self._ready or report.published):
-            effects.append(Publish())
-        else:
+        if report.step >= self._due and (self._ready or report.published):
             if not self._ready:
                 self.counts["trigger_period"] += 1
             self._ready = True
@@ -162,7 +166,7 @@ class NoLoCo:
         """Say again what has had no answer for long."""
         self._correction = None
         effects = self._flush.on_timer(now)
-        if self._pair is not None and now - self._pair.said_at >= MAX_SILENCE_S:
+        if self._pair is not None and now - self._pair.said_at >= SILENCE_MAX_S:
             self.counts["repeats"] += 1
             effects += self._repeat(self._pair.peer, now)
         return self._rearm(effects)
@@ -176,6 +180,13 @@ class NoLoCo:
     def references(self) -> dict[NodeId, PairedReference]:
         """Of the flush's links."""
         return self._flush.references()
+
+    @property
+    def quiet(self) -> Quiet:
+        """Until the local steps are made; then each step is a chance to find a partner."""
+        if self._due is None or self._report.finishing or self._flushing or self._ready:
+            return EVERY_STEP
+        return Quiet(copy_step=self._due)
 
     def end(self) -> Vector | None:
         """The outer model lies behind the model, and its momentum goes."""
@@ -336,15 +347,8 @@ class NoLoCo:
         return values
 
     def _not_finite(self) -> list[Effect]:
-        self.counts["not_finite"] += 1
         self._ready = False
-        return self._warn("the model holds a value that is not finite: nothing of it is sent")
-
-    def _warn(self, text: str) -> list[Effect]:
-        if text in self._warned:
-            return []
-        self._warned.add(text)
-        return [Log("warning", text)]
+        return not_finite(self.counts)
 
     def _rearm(self, effects: list[Effect]) -> list[Effect]:
         silence = math.inf if self._pair is None else self._pair.said_at + WAKE_AFTER_S

@@ -17,44 +17,66 @@ servers send the final weights to all.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
+from typing import ClassVar
 
 import numpy as np
 
-from peerd.effects import Apply, Effect, Log, NodeId, PeerError, Proceed, Resume, Send, StepReport, Vector
-from peerd.messages import (
+from peerd.training.codecs import vector
+from peerd.training.codecs.vector import Layout
+from peerd.training.effects import Apply, Effect, Proceed, Resume, Send, StepReport, Vector
+from peerd.training.mode import LAND_AGAIN_S, LinkStatus, ModeClass, ModeMaker, ModeSettings, not_finite
+from peerd.training.model.quiet import EVERY_STEP, Quiet
+from peerd.training.parameter_server.leadership import Leadership
+from peerd.training.parameter_server.shard_server import RATES, Rule, ShardServer
+from peerd.training.parameter_server.shard_state import WEIGHTS_CODEC, Members, ShardState, exact
+from peerd.training.parameter_server.tree import parse_arity
+from peerd.training.parameter_server.tree_node import TreeRelay
+from peerd.training.parameter_server.worker import NEVER, Part, Worker
+from peerd.transport.errors import PeerError
+from peerd.transport.ids import NodeId
+from peerd.transport.messages import (
     Applied,
-    Claim,
     Connected,
     Finished,
     Message,
-    Replica,
-    Serves,
+    Prepare,
+    Promise,
+    ShardLeader,
     ShardPull,
     ShardPush,
     ShardSum,
     SumTaken,
     Weights,
 )
-from peerd.training import delta
-from peerd.training.delta import Layout
-from peerd.training.modes.branches import Branches
-from peerd.training.modes.mode import LinkStatus, ModeSettings
-from peerd.training.modes.seat import WEIGHTS_CODEC, Members, Seat, exact
-from peerd.training.modes.seats import Seats
-from peerd.training.modes.shard_server import Rule, ShardServer
-from peerd.training.modes.tree import parse_arity
-from peerd.training.modes.worker import NEVER, Part, Worker
 
-REPEAT_LEAST_S = 10.0  # a connection that breaks is told of; this is for what else may be lost
+REPEAT_MIN_S = 10.0  # a connection that breaks is told of; this is for what else may be lost
 REPEAT_SHARE = 4  # times the slowest answer of late: how long one may take
 SLOWEST_KEPT = 0.9  # of the slowest, at each answer that came sooner
 
 
-class ParameterServer:
+class ParameterServer(ModeClass):
     """The mode's core for one node."""
+
+    RULE: ClassVar[Rule]
+    """Unless an argument says another one."""
+    TAKES = ("codec", "topology", "servers")
+    ENDS_THAT_COUNT = 1  # the worker's
+
+    @classmethod
+    def of(cls, argument: str) -> ModeMaker | None:
+        """See `ModeClass`."""
+        return partial(ParameterServer, rule=cls.RULE) if not argument else None
+
+    @classmethod
+    def check(cls, argument: str, overlap: str, topology: str) -> None:
+        """See `ModeClass`."""
+        super().check(argument, overlap, topology)
+        parse_arity(topology)
 
     barrier = 1
 
@@ -77,8 +99,8 @@ class ParameterServer:
         life = rng.getrandbits(31)
         self._worker = Worker(me, life, layout, settings.servers, settings.codec, values().copy())
         self._members = Members(me)
-        self._branches = Branches(self._members, self._worker, self._send, self.counts, waits=rule.n == 0)
-        self._seats = Seats(
+        self._branches = TreeRelay(self._members, self._worker, self._send, self.counts, waits=rule.n == 0)
+        self._seats = Leadership(
             self._members, self._branches, rule, self._worker, self._send, self._answered_here, self.counts,
             self.staleness, parse_arity(settings.topology),
         )  # fmt: skip
@@ -89,11 +111,13 @@ class ParameterServer:
         self._slowest_s = 0.0
         self._waits = False  # the trainer, at the barrier or at its end
         self._pulled = False  # weights that the model has not become yet
+        self._landing = False  # it may have become them in part, as a variance does (variances.py): look again
+        self._land_at = 0.0
+        self._bounds = bool(layout.variances)
         self._pushed_step = -1
         self._finishing = False
         self._handed_over = False
         self._settled = False
-        self._warned_not_finite = False
 
     # ---------------------------------------------------------------- events
 
@@ -131,6 +155,10 @@ class ParameterServer:
     def on_timer(self, now: float) -> list[Effect]:
         """Remind of what has had no answer for long."""
         self._now = now
+        if self._landing and now >= self._land_at and not self._worker.awaiting:
+            left = self._worker.base - self._values()
+            self._landing = bool(np.isfinite(left).all() and left.any())
+            self._pulled |= self._landing
         late = [seat for seat in self._seats.all if seat.part.awaiting and now >= self._repeat_at(seat.part)]
         for seat in late:
             seat.part.asked_at = now
@@ -156,11 +184,11 @@ class ParameterServer:
                 seats.on_pull(sender, message)
             case Weights():
                 self._on_weights(sender, message)
-            case Claim():
+            case Prepare():
                 seats.on_claim(sender, message, now)
-            case Replica():
+            case Promise():
                 seats.on_replica(sender, message, now)
-            case Serves():
+            case ShardLeader():
                 if seats.on_serves(sender, message, now):
                     self._tell(seats.seat(message.shard))
             case ShardSum():
@@ -195,6 +223,11 @@ class ParameterServer:
             if peer != self._me
         ]
 
+    @property
+    def quiet(self) -> Quiet:
+        """Each step is pushed."""
+        return EVERY_STEP
+
     def end(self) -> Vector | None:
         """The model is the weights and the last step."""
         return None
@@ -213,16 +246,11 @@ class ParameterServer:
 
     def _push(self) -> None:
         if not self._worker.step(self._values(), self._now):
-            self.counts["not_finite"] += 1
-            if not self._warned_not_finite:
-                self._warned_not_finite = True
-                self._effects.append(
-                    Log("warning", "the model holds a value that is not finite: nothing of it is sent")
-                )
+            self._effects += not_finite(self.counts)
         for seat in self._seats.all:
             self._tell(seat)
 
-    def _tell(self, seat: Seat, after: int | None = None) -> None:
+    def _tell(self, seat: ShardState, after: int | None = None) -> None:
         """Say to the server what it has not been told; before there is one, nothing."""
         if seat.announced:
             finishing, held = self._handed_over, self._branches.held(seat)
@@ -236,16 +264,18 @@ class ParameterServer:
             return
         seat = self._seats.seat(message.shard, answer.seq)
         weights = np.empty_like(self._worker.base[seat.part.where])
-        delta.decode(WEIGHTS_CODEC, exact(seat), message.chunks, weights)
+        vector.decode(WEIGHTS_CODEC, exact(seat), message.chunks, weights)
         seq = answer.seq if answer.life == self._worker.life else 0
         self._take(seat, message.clock, seq, message.applied, weights, message.final)
 
-    def _answered_here(self, seat: Seat, server: ShardServer, final: bool) -> None:
+    def _answered_here(self, seat: ShardState, server: ShardServer, final: bool) -> None:
         """Our own worker's answer needs no bytes."""
         seq = server.last_of(self._me, self._worker.life)
         self._take(seat, server.clock, seq, server.applied.values(), server.weights, final)
 
-    def _take(self, seat: Seat, clock: int, seq: int, applied: Iterable[Applied], weights: Vector, final: bool) -> None:
+    def _take(
+        self, seat: ShardState, clock: int, seq: int, applied: Iterable[Applied], weights: Vector, final: bool
+    ) -> None:
         part = seat.part
         awaited = part.awaiting
         taken = self._worker.take(part, clock, seq, applied, weights, final and self._finishing)
@@ -280,7 +310,12 @@ class ParameterServer:
             self._become()
         elif shift is not None and shift.any():
             self._effects.append(Apply(shift))
-        if self._handed_over and not self._settled and all(seat.part.final for seat in self._seats.all):
+        if (
+            self._handed_over
+            and not self._settled
+            and not self._landing
+            and all(seat.part.final for seat in self._seats.all)
+        ):
             self._settled = True
             self._effects.append(Proceed(settled=True))
         self.deadline = max(self._now, self._deadline())
@@ -298,6 +333,7 @@ class ParameterServer:
     def _become(self) -> None:
         """x = what was pulled."""
         self._pulled = False
+        self._landing, self._land_at = self._finishing and self._bounds, self._now + LAND_AGAIN_S
         values = self._values()
         self._correction = np.subtract(self._worker.base, values, out=values)
         if np.isfinite(self._correction).all():
@@ -314,11 +350,45 @@ class ParameterServer:
 
     @property
     def _repeat_s(self) -> float:
-        return max(REPEAT_LEAST_S, REPEAT_SHARE * self._slowest_s)
+        return max(REPEAT_MIN_S, REPEAT_SHARE * self._slowest_s)
 
     def _repeat_at(self, part: Part) -> float:
         return part.asked_at + self._repeat_s * float(1 << min(part.repeats, 10))
 
     def _deadline(self) -> float:
         waiting = [self._repeat_at(seat.part) for seat in self._seats.all if seat.part.awaiting]
-        return min([*waiting, self._seats.deadline(self._repeat_s)])
+        land_at = self._land_at if self._landing and not waiting else math.inf
+        return min([*waiting, self._seats.deadline(self._repeat_s), land_at])
+
+
+class HardSync(ParameterServer):
+    """The server waits for a push of every worker."""
+
+    NAME = "hardsync"
+    RULE = Rule(n=0)
+
+
+class SoftSync(ParameterServer):
+    """The server waits for pushes of a part of the workers: of one of N."""
+
+    NAME = "softsync"
+    RULE = Rule(n=1)
+    ARGUMENT = f"N[:RATE] with N >= 1 and RATE of {', '.join(RATES)}"
+
+    @classmethod
+    def of(cls, argument: str) -> ModeMaker | None:
+        """See `ModeClass`."""
+        if not argument:
+            return super().of(argument)
+        first, _, rate = argument.partition(":")
+        number = int(first) if first.isascii() and first.isdigit() and len(first) < 9 else 0
+        return (
+            partial(ParameterServer, rule=Rule(number, rate or RATES[0])) if number and rate in ("", *RATES) else None
+        )
+
+
+class Async(ParameterServer):
+    """The server waits for nobody."""
+
+    NAME = "async"
+    RULE = Rule(n=None)

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from peerd.effects import UserError
+from peerd.transport.errors import UserError
 
 FASHION_FOLDER = Path("/usr/share/datasets/fashion-mnist")  # where Debian's dataset-fashion-mnist puts its files
 IDX_UNSIGNED_BYTES = 8  # the idx format's code for the only element type these files use

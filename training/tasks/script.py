@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from peerd.effects import UserError
+from peerd.transport.errors import UserError
 
 
 def run(main: Callable[[], None]) -> None:

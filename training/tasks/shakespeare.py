@@ -12,10 +12,10 @@ from torch.nn import functional
 from torch.optim import AdamW
 
 import peerd
-from peerd.effects import UserError
 from peerd.training.tasks import arguments, data, scores, script
 from peerd.training.tasks.arguments import Arguments
 from peerd.training.tasks.run import Run
+from peerd.transport.errors import UserError
 
 STEPS, LR, BATCH = 400, 6e-3, 16  # 4 peers averaged every 25 steps: validation loss 2.02, iid
 WARMUP = 20  # steps: Adam's second moments are noise at first

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from peerd.effects import UserError
+from peerd.transport.errors import UserError
 
 Indices = npt.NDArray[np.int64]
 Labels = npt.NDArray[np.integer[Any]]

@@ -1,0 +1,118 @@
+"""What does a trainer wait for before its first step? The swarm's model, and enough members to train with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import numpy as np
+import trio
+
+from peerd.daemon.peers import Peers
+from peerd.node.donors import DonorChoice
+from peerd.node.meta import FetchFrom, OwnModel, WaitFor, partners, whose_model
+from peerd.process.logs import LOGGER
+from peerd.training.codecs import vector
+from peerd.training.codecs.vector import Layout
+from peerd.training.effects import Vector
+from peerd.transport.errors import PeerError
+from peerd.transport.ids import Address, NodeId, shown
+from peerd.transport.messages import Member, ModelRequest, ModelSnapshot, State
+
+WAIT_TOLD_EVERY_S = 10.0
+
+
+class CatchUp:
+    """A newcomer's way into the swarm's training."""
+
+    def __init__(
+        self,
+        me: NodeId,
+        peers: Peers,
+        members: Callable[[], dict[NodeId, Member]],
+        *,
+        has_seeds: bool,
+        awaited: Collection[Address] = (),
+        awaited_until: float = 0.0,
+    ) -> None:
+        """`awaited` are members known before a restart: they have until then to answer."""
+        self._me = me
+        self._peers = peers
+        self._members = members
+        self._has_seeds = has_seeds
+        self._awaited = awaited
+        self._awaited_until = awaited_until
+        self._news = trio.Event()
+        self._choice = DonorChoice()
+        self._snapshot: tuple[NodeId, ModelSnapshot] | None = None  # and who sent it
+
+    def on_members(self) -> None:
+        """The membership changed."""
+        self._news.set()
+        self._news = trio.Event()
+
+    def on_snapshot(self, sender: NodeId, snapshot: ModelSnapshot) -> None:
+        """A model came; one that was not asked for is dropped."""
+        if sender == self._choice.donor:
+            self._snapshot = sender, snapshot
+            self._news.set()
+            self._news = trio.Event()
+
+    async def enough_members(self, count: int, model: str) -> None:
+        """Wait until so many members, this one among them, hold `model` and can exchange."""
+        told_at = -WAIT_TOLD_EVERY_S
+        me = self._members()[self._me]
+        joined = f"others join with peerd start --join {shown((me.host, me.port))}"
+        while (ready := 1 + len(partners(self._members(), self._me, model))) < count:
+            told_at = await self._wait(f"{ready} of {count} members are ready; {joined}", told_at)
+
+    async def fetch(self, layout: Layout) -> tuple[Vector, int] | None:
+        """The swarm's current model and its step, or None to start from the trainer's own."""
+        told_at = -WAIT_TOLD_EVERY_S
+        try:
+            while True:
+                awaited = self._awaited if trio.current_time() < self._awaited_until else ()
+                match whose_model(self._members(), self._me, has_seeds=self._has_seeds, awaited=awaited):
+                    case OwnModel():
+                        if self._awaited and self._alone():
+                            LOGGER.warning("no member known before the restart answers: this node goes on alone")
+                        return None
+                    case FetchFrom(givers):  # of another model, too: it refuses, saying what differs
+                        donor = self._choice.ask(givers, self._peers.bytes_received, trio.current_time())
+                        if donor is not None:
+                            self._peers.send(donor, ModelRequest())
+                        if (fetched := await self._received(layout)) is not None:
+                            return fetched
+                    case WaitFor(reason):
+                        told_at = await self._wait(reason, told_at)
+        finally:
+            self._choice, self._snapshot = DonorChoice(), None
+
+    def _alone(self) -> bool:
+        return all(member.state > State.SUSPECT for id, member in self._members().items() if id != self._me)
+
+    async def _wait(self, reason: str, told_at: float) -> float:
+        """Until a member changes; `reason` is told now and then. Returns when it was last told."""
+        if trio.current_time() - told_at >= WAIT_TOLD_EVERY_S:
+            told_at = trio.current_time()
+            LOGGER.info("the trainer waits: %s", reason)
+        with trio.move_on_after(1.0):
+            await self._news.wait()
+        return told_at
+
+    async def _received(self, layout: Layout) -> tuple[Vector, int] | None:
+        """Wait for a second; the model that has come by then, and its step."""
+        with trio.move_on_after(1.0):
+            await self._news.wait()
+        came, self._snapshot = self._snapshot, None
+        if came is None:
+            return None
+        donor, snapshot = came
+        try:
+            values = np.empty(layout.total, np.float32)
+            await trio.to_thread.run_sync(vector.decode, snapshot.codec, layout, snapshot.chunks, values)
+        except PeerError as error:
+            LOGGER.warning("the model from %s: %s; asking another member", donor, error)
+            self._choice.pass_over()
+            return None
+        LOGGER.info("the model of step %d came from %s", snapshot.step, self._members()[donor].name)
+        return values, snapshot.step

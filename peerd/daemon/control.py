@@ -1,0 +1,197 @@
+"""How do the command line and the trainer reach the daemon? The server side of the node's Unix socket.
+
+The socket is private to the user (0600, and the peer's uid is checked), for whoever can write to it owns the model.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from peerd.local.local_socket import credentials, pack, process_fields, running_nodes, take
+from peerd.process.logs import LOGGER
+from peerd.transport.errors import UserError
+
+ANSWER_S = 3.0  # for an answer to be taken: a command line reads at once, one that is stopped must not hold the end up
+
+Answer = dict[str, Any]
+Verb = Callable[[dict[str, Any]], Awaitable[Answer]]
+
+
+class LocalConnection:
+    """One accepted connection."""
+
+    def __init__(self, connection: trio.socket.SocketType) -> None:
+        """Wrap an accepted socket."""
+        self._socket = connection
+        self._buffer = bytearray()
+        self._sending = trio.Lock()
+        self._pid = credentials(connection)[0]
+        self._began = _began(self._pid)
+        self.fds: list[int] = []
+
+    def has_lost_its_process(self) -> bool:
+        """Whether the one that connected is gone: a helper that it forked may keep the connection open."""
+        return self._began is not None and _began(self._pid) != self._began
+
+    def cut(self) -> None:
+        """End it for all who hold it; `receive` then finds the end."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    async def receive(self) -> dict[str, Any] | None:
+        """The next message; None at the end. Raises ValueError for bytes that are no message."""
+        while (message := take(self._buffer)) is None:
+            try:
+                data, ancillary, _, _ = await self._socket.recvmsg(1 << 16, socket.CMSG_SPACE(4 * 4))
+            except OSError:
+                return None
+            for level, kind, content in ancillary:
+                if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                    fds = array.array("i")
+                    fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
+                    self.fds.extend(fds)
+            if not data:
+                return None
+            self._buffer += data
+        return message
+
+    async def send(self, message: dict[str, Any]) -> None:
+        """Send; a connection that is gone shows itself in `receive`."""
+        data = memoryview(pack(message))
+        async with self._sending:
+            try:
+                while data:
+                    data = data[await self._socket.send(data) :]
+            except OSError:
+                return
+
+    def close_fds(self) -> None:
+        """Close descriptors that nobody took."""
+        for fd in self.fds:
+            os.close(fd)
+        self.fds.clear()
+
+
+async def serve(
+    path: Path,
+    verbs: dict[str, Verb],
+    attach: Callable[[LocalConnection, dict[str, Any]], Awaitable[None]],
+    task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """Answer requests on the socket at `path` until cancelled; the path is removed at the end. Raises UserError."""
+    listener = await _listen(path)
+    try:
+        async with trio.open_nursery() as nursery:
+            task_status.started()
+            while True:
+                connection, _ = await listener.accept()
+                nursery.start_soon(_converse, connection, verbs, attach, nursery)
+    finally:
+        listener.close()
+        path.unlink(missing_ok=True)
+
+
+async def _listen(path: Path) -> trio.socket.SocketType:
+    listener = trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if path.parent.stat().st_uid != os.getuid():
+            raise UserError(f"{path.parent} belongs to another user; set XDG_RUNTIME_DIR to a folder of your own")
+        if path.stem in running_nodes():  # with another state folder, whose lock it holds
+            raise UserError(f"a node called {path.stem!r} runs here already; give this one another --name")
+        path.unlink(missing_ok=True)
+        mask = os.umask(0o177)
+        try:
+            await listener.bind(str(path))
+        finally:
+            os.umask(mask)
+        listener.listen(64)
+    except OSError as error:
+        listener.close()
+        cure = "set XDG_RUNTIME_DIR to a folder that you may write to"
+        raise UserError(f"control socket {path}: {error.strerror or error}; {cure}") from None
+    except UserError:
+        listener.close()
+        raise
+    return listener
+
+
+async def _converse(
+    connection: trio.socket.SocketType,
+    verbs: dict[str, Verb],
+    attach: Callable[[LocalConnection, dict[str, Any]], Awaitable[None]],
+    nursery: trio.Nursery,
+) -> None:
+    local = LocalConnection(connection)
+    try:
+        if _uid(connection) not in (0, os.getuid()):
+            return
+        while (message := await local.receive()) is not None:
+            if message.get("kind") == "attach":
+                await attach(local, message)
+                return
+            watch = trio.CancelScope()
+            with trio.CancelScope() as asked:
+                nursery.start_soon(_watch_asker, connection, asked, watch)
+                try:
+                    said = await _answer(verbs, message)
+                finally:
+                    watch.cancel()
+            if asked.cancelled_caught:
+                return
+            with trio.move_on_after(ANSWER_S, shield=True) as patience:  # a lone node has left before this task runs
+                await local.send(said)
+            if patience.cancelled_caught:
+                return
+    except ValueError as error:
+        LOGGER.warning("a local process was cut off: %s", error)
+    except trio.Cancelled:
+        # left open, for the kernel to close with the process: `peerd leave` waits for that, not for a promise of it
+        connection.detach()
+        raise
+    finally:
+        local.close_fds()
+        connection.close()
+
+
+async def _watch_asker(connection: trio.socket.SocketType, asked: trio.CancelScope, watch: trio.CancelScope) -> None:
+    """Cancel what is `asked` when the connection ends before the answer, until `watch` is cancelled."""
+    with watch:
+        await trio.lowlevel.checkpoint_if_cancelled()
+        try:
+            more = await connection.recv(1, socket.MSG_PEEK)
+        except OSError:
+            more = b""
+        if not more:
+            asked.cancel()
+
+
+async def _answer(verbs: dict[str, Verb], message: dict[str, Any]) -> Answer:
+    verb = verbs.get(str(message.get("kind")))
+    if verb is None:
+        return {"error": f"this daemon does not know {message.get('kind')!r}"}
+    try:
+        return await verb(message)
+    except UserError as error:
+        return {"error": str(error)}
+    except Exception as error:  # a bug in a question must not end the training that it asks about
+        LOGGER.exception("the verb %s failed", message["kind"])
+        return {"error": f"the daemon failed to answer: {error!r}; its log has the details"}
+
+
+def _uid(connection: trio.socket.SocketType) -> int:
+    return credentials(connection)[1]
+
+
+def _began(pid: int) -> bytes | None:
+    """When a process was started, which tells it from a later one of its number; None for none and for zombies."""
+    fields = process_fields(pid)
+    return fields[19] if fields and fields[0] not in (b"Z", b"X") else None

@@ -1,0 +1,35 @@
+"""What mends a refusal? The handshake (transport/hello.py) says what differs, this what a user does about it."""
+
+from __future__ import annotations
+
+from peerd.transport.hello import Refused
+
+CURES = {
+    "protocol": "install one version of peerd on all nodes",
+    "swarm": "give all nodes the same --swarm, or join a node of your own swarm",
+    "run": "give all nodes the same run (PEERD_RUN, or in the file of --config)",
+    "mode": "start all nodes with the same --mode; peerd mode set changes it later",
+    "node": "a state folder belongs to one node: give this one another --name",
+}
+
+
+def cured(failure: Exception) -> str:
+    """What a user is told of it: a refusal with its cure, where there is one."""
+    if not isinstance(failure, Refused):
+        return str(failure)
+    model = failure.field == "model"
+    cure = cure_of_model(failure.here, failure.there) if model else CURES.get(failure.field)
+    return f"{failure}; {cure}" if cure is not None else str(failure)
+
+
+def cure_of_model(one: str, other: str) -> str:
+    """What to do where two models first differ in these lines of theirs; a line that is none: the other has no more."""
+    (tensor, frozen, _), (other_tensor, other_frozen, _) = one.partition(" frozen "), other.partition(" frozen ")
+    if tensor == other_tensor and frozen and other_frozen:
+        return "its frozen values differ: load the same base on all nodes before peerd.attach"
+    if tensor == other_tensor:
+        return "freeze the same tensors (requires_grad) on all nodes before peerd.attach"
+    if tensor.split(" ")[0] == other_tensor.split(" ")[0]:
+        return "build the model with the same sizes and types on all nodes"
+    frozen = ", frozen base" if " " not in one + other else ""  # only the whole signatures are known to differ
+    return f"all nodes need the same layers under the same names{frozen}, and the same exclude= in peerd.attach"

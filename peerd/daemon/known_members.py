@@ -1,0 +1,152 @@
+"""What did this node know of its swarm when it last ran? Its members' addresses, and the plan in force.
+
+Both are files in the state folder until the node leaves: one that was killed finds its swarm by them, and when all were
+killed at once, the swarm comes back in its mode.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import trio
+
+from peerd.local.durable import replace
+from peerd.process.logs import LOGGER
+from peerd.protocol.plan import pack, unpack
+from peerd.settings import PLANNED, Settings, planned
+from peerd.transport.errors import UserError
+from peerd.transport.ids import Address, NodeId
+from peerd.transport.messages import AS_STARTED, Member, Plan, State
+
+KNOWN_MAX = 16
+TEXT_MAX = 1 << 16  # characters of a file
+LOOK_EVERY_S = 1.0  # the members of a swarm that forms come in crowds: one writing for each crowd
+_FILE = "members.json"
+_PLAN_FILE = "plan.json"
+_ONE_AT_A_TIME = Lock()  # a plan that is being written in a thread when the node leaves must not come after the end
+
+
+def read(settings: Settings) -> tuple[Address, ...]:
+    """The addresses kept; none when their file is damaged, or of another swarm or run."""
+    try:
+        kept = json.loads(_text(settings.state_path / _FILE))
+        same_swarm = _is_of(settings, kept)
+        addresses = tuple((host, port) for host, port in kept["members"])
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return ()
+    whole = all(type(host) is str and type(port) is int and 0 <= port < 65536 for host, port in addresses)
+    return addresses[:KNOWN_MAX] if whole and same_swarm else ()
+
+
+def write(settings: Settings, addresses: tuple[Address, ...]) -> None:
+    """Keep these addresses. Raises OSError."""
+    kept = {**_swarm(settings), "members": addresses}
+    replace(settings.state_path / _FILE, json.dumps(kept))
+
+
+def read_plan(settings: Settings) -> Plan:
+    """The plan kept; AS_STARTED when there is none, or the node is told something else now.
+
+    Whoever starts it with another mode, or other settings of it, than it had under the plan has decided anew.
+    """
+    path = settings.state_path / _PLAN_FILE
+    if not os.path.lexists(path):
+        return AS_STARTED
+    try:
+        kept = json.loads(_text(path))
+        same_swarm = _is_of(settings, kept)
+        plan, same_flags = unpack(kept["plan"]), kept["started"] == _started(settings)
+        mode = plan.text or str(kept["started"]["mode"])
+        planned(settings, plan.text)
+    except (UserError, OSError) as error:  # of another version of peerd, or not to be read
+        cause = error.strerror if isinstance(error, OSError) else error
+        LOGGER.warning("%s: %s; this node starts in the mode that it is told", path, cause)
+        return AS_STARTED
+    except (ValueError, LookupError, TypeError, RecursionError):
+        plan = AS_STARTED
+    if plan == AS_STARTED or plan.once:
+        LOGGER.warning("%s is damaged: it is ignored, and this node starts in the mode that it is told", path)
+        return AS_STARTED
+    if same_swarm and not same_flags:
+        said = "plan %d of the last run (mode %s) is not taken up: this node is started with another mode or settings"
+        LOGGER.info(said, plan.number, mode)
+    return plan if same_swarm and same_flags else AS_STARTED
+
+
+def _text(path: Path) -> str:
+    """The beginning of a plain file. Raises OSError, and ValueError when it is no text."""
+    if not path.is_file():
+        raise FileNotFoundError(errno.ENOENT, "not a file")
+    with path.open() as file:
+        return file.read(TEXT_MAX)
+
+
+def write_plan(settings: Settings, plan: Plan, leaves: Callable[[], bool]) -> None:
+    """Keep this one, under which a node that was started so works, unless the node leaves. Raises OSError."""
+    kept = {**_swarm(settings), "started": _started(settings), "plan": pack(plan)}
+    with _ONE_AT_A_TIME:
+        if not leaves():
+            replace(settings.state_path / _PLAN_FILE, json.dumps(kept))
+
+
+def _swarm(settings: Settings) -> dict[str, str]:
+    return {"swarm": settings.swarm, "run": settings.run}
+
+
+def _is_of(settings: Settings, kept: dict[str, Any]) -> bool:
+    """Whether it was kept in this swarm and run."""
+    return {key: kept[key] for key in ("swarm", "run")} == _swarm(settings)
+
+
+def _started(settings: Settings) -> dict[str, str | int]:
+    return {key: getattr(settings, key) for key in ("mode", *PLANNED)}
+
+
+def forget(settings: Settings) -> None:
+    """Keep nothing."""
+    with _ONE_AT_A_TIME:
+        for file, consequence in ((_FILE, "asks the members named there"), (_PLAN_FILE, "takes up the plan there")):
+            path = settings.state_path / file
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                LOGGER.warning("%s: %s; the next start %s", path, error.strerror, consequence)
+
+
+def known(members: Mapping[NodeId, Member], me: NodeId, before: tuple[Address, ...]) -> tuple[Address, ...]:
+    """Some of the living others, those known before first.
+
+    While none lives, all known before but those who left: when the power goes, some see the others die first.
+    """
+    others = [member for id, member in members.items() if id != me]
+    live = dict.fromkeys((member.host, member.port) for member in others if member.state <= State.SUSPECT)
+    if live:
+        return tuple(dict.fromkeys([*(where for where in before if where in live), *live]))[:KNOWN_MAX]
+    left = {(member.host, member.port) for member in others if member.state == State.LEFT}
+    return tuple(where for where in before if where not in left)
+
+
+async def keep(
+    settings: Settings,
+    me: NodeId,
+    members: Callable[[], Mapping[NodeId, Member]],
+    kept: tuple[Address, ...],
+    leaving: trio.Event,
+) -> None:
+    """Have the members' file, which holds `kept`, follow the members until the node leaves."""
+    while not leaving.is_set():
+        if (found := known(members(), me, kept)) != kept:
+            kept = found
+            try:
+                await trio.to_thread.run_sync(write, settings, kept)
+            except OSError as error:
+                cause = f"{settings.state_path / _FILE}: {error.strerror}"
+                LOGGER.warning("%s; after a crash this node may not find its swarm", cause)
+        with trio.move_on_after(LOOK_EVERY_S):
+            await leaving.wait()

@@ -1,0 +1,188 @@
+"""The life of a daemon's process, from its identity to the exit code: script, signals, control socket, end."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from peerd.daemon import known_members
+from peerd.daemon.control import LocalConnection, Verb, serve
+from peerd.daemon.node import Daemon, running
+from peerd.daemon.supervisor import Supervisor
+from peerd.daemon.trainer_watch import TrainerWatch
+from peerd.daemon.verbs import Verbs
+from peerd.local import identity
+from peerd.local.local_socket import socket_path
+from peerd.process.allocator import keep_freed_chunks
+from peerd.process.logs import LOGGER, configure
+from peerd.settings import Settings, unknown_variables
+from peerd.transport.errors import UserError
+from peerd.transport.ids import Address, shown
+
+SCRIPT_ENDS_S = 15.0  # for a script that was told to end: ranks part, and torchrun looks after them now and then
+SCRIPT_MIN_S = 0.5  # for one that does not know of us
+LOOK_AT_TRAINER_S = 1.0
+LOOPBACK = ("127.", "::1", "localhost")
+
+
+async def run(settings: Settings, mine: identity.Identity, command: list[str]) -> int:
+    """The life of a daemon; returns the exit code. Raises UserError for what the user can mend."""
+    configure(settings.name, settings.run, settings.log)
+    keep_freed_chunks()
+    if (ignored := unknown_variables(os.environ)) is not None:
+        LOGGER.warning("%s", ignored)
+    kept = known_members.read(settings)
+    path = socket_path(settings.name)
+    supervisor = Supervisor(command, {"PEERD_SOCKET": str(path), "PEERD_NAME": settings.name}) if command else None
+    async with running(settings, mine, expects=bool(command), kept=kept) as (daemon, address):
+        start_soon = daemon.nursery.start_soon
+        verbs = {**Verbs(daemon).table(), "refused": _refusal_hook(supervisor)}
+        await daemon.nursery.start(serve, path, verbs, _attach_hook(daemon, supervisor))
+        _announce(settings, address, (daemon.me.host, address[1]), command)
+        start_soon(_watch_signals, daemon, supervisor, path)
+        if supervisor is not None:
+            start_soon(_supervise, daemon, supervisor)
+        start_soon(_watch_failure, daemon)
+        start_soon(_watch_trainer, daemon)
+        start_soon(_keep_known_members, daemon, kept)
+        await daemon.leaving.wait()
+        await _end(daemon, supervisor)
+    if daemon.model.fatal is not None:
+        raise UserError(daemon.model.fatal)
+    return 0
+
+
+async def _end(daemon: Daemon, supervisor: Supervisor | None) -> None:
+    """Leave the swarm in good order, and see the script to its end."""
+    if supervisor is not None:
+        supervisor.stopping = True  # no further start while it hands over
+    LOGGER.info("leaving the swarm")
+    if supervisor is not None and _trainer_waits(daemon):
+        await supervisor.stop(0)
+    await daemon.leave()
+    if supervisor is not None:
+        await supervisor.stop(SCRIPT_ENDS_S if supervisor.attached else SCRIPT_MIN_S)
+
+
+def _trainer_waits(daemon: Daemon) -> bool:
+    """Whether the trainer has made no step yet: it has nothing to give, and nothing to write down."""
+    facts = daemon.model.facts
+    return daemon.model.fatal is not None if facts is None else facts.phase == "starting"
+
+
+# -------------------------------------------------------------------------------------------------------- the script
+
+
+def _attach_hook(
+    daemon: Daemon, supervisor: Supervisor | None
+) -> Callable[[LocalConnection, dict[str, Any]], Awaitable[None]]:
+    async def attach(connection: LocalConnection, message: dict[str, Any]) -> None:
+        if supervisor is not None:
+            supervisor.attached = True
+        await daemon.model.attach(connection, message)
+
+    return attach
+
+
+def _refusal_hook(supervisor: Supervisor | None) -> Verb:
+    """The script came to peerd.attach, which did not take what it gave, and has said so."""
+
+    async def refused(_: dict[str, Any]) -> dict[str, Any]:
+        if supervisor is not None:
+            supervisor.attached = True
+        return {}
+
+    return refused
+
+
+async def _supervise(daemon: Daemon, supervisor: Supervisor) -> None:
+    try:
+        await supervisor.run(lambda: daemon.model.facts)
+        if not supervisor.attached and not supervisor.stopping:
+            LOGGER.warning("%s ended without calling peerd.attach: this node trains nothing", supervisor.name)
+            await daemon.model.expect_none()
+    except UserError as error:
+        daemon.fail(str(error))
+
+
+async def _watch_trainer(daemon: Daemon) -> None:
+    """Say, here and to the others, when the trainer makes no step for long."""
+    watch: TrainerWatch | None = None
+    told = False
+    while True:
+        await trio.sleep(LOOK_AT_TRAINER_S)
+        if (facts := daemon.model.facts) is None:
+            continue
+        if watch is None or watch.facts is not facts:
+            watch = TrainerWatch(facts)
+        watch.look(trio.current_time())
+        if watch.stalled == told:
+            continue
+        told = watch.stalled
+        if told:
+            silent_s = trio.current_time() - (facts.last_step_at or 0.0)
+            text = "the trainer (pid %d) made its last step %.0f s ago, and its slowest took %.1f s: does it hang?"
+            LOGGER.warning(text, facts.pid, silent_s, watch.slowest_s)
+        elif facts.phase == "training":
+            LOGGER.info("the trainer steps again")
+        await daemon.model.tell_stalled(told)
+
+
+# ----------------------------------------------------------------------------------------------------------- the end
+
+
+async def _watch_failure(daemon: Daemon) -> None:
+    await daemon.model.failed.wait()
+    daemon.leaving.set()
+
+
+async def _keep_known_members(daemon: Daemon, kept: tuple[Address, ...]) -> None:
+    """Until it leaves: a node that left on purpose starts from its flags, one that was killed looks for its swarm."""
+    membership = daemon.view.membership
+    try:
+        await known_members.keep(daemon.settings, membership.me.id, lambda: membership.members, kept, daemon.leaving)
+    finally:
+        never_in_it = not kept and not daemon.model.about.ready
+        if daemon.leaving.is_set() and (daemon.model.fatal is None or never_in_it):
+            known_members.forget(daemon.settings)
+
+
+async def _watch_signals(daemon: Daemon, supervisor: Supervisor | None, path: Path) -> None:
+    """The first SIGINT or SIGTERM leaves in good order; the second ends at once, with the script and the socket.
+
+    So does the first SIGHUP, unless whoever started this (nohup) ignores it; a terminal that ends often sends two.
+    """
+    wanted = [signal.SIGINT, signal.SIGTERM]
+    wanted += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []
+    with trio.open_signal_receiver(*wanted) as signals:
+        async for number in signals:
+            if daemon.leaving.is_set() and number != signal.SIGHUP:
+                if supervisor is not None:
+                    supervisor.kill()
+                path.unlink(missing_ok=True)
+                os._exit(128 + number)
+            daemon.leaving.set()
+
+
+# ----------------------------------------------------------------------------------------------------------- the log
+
+
+def _announce(settings: Settings, bound: Address, reached: Address, command: list[str]) -> None:
+    where, local = shown(reached), reached[0].startswith(LOOPBACK)
+    if settings.join:  # whoever joined through this node before it is a member would wait with it, or found a swarm
+        LOGGER.info("listening on %s; joining through %s", shown(bound), ", ".join(map(shown, settings.seeds)))
+    else:
+        options = ["--join", where] if local else ["--join", where, "--bind", "THEIR_ADDRESS"]
+        options += ["--swarm", settings.swarm] if settings.swarm != Settings().swarm else []
+        options += ["--transport", settings.transport] if settings.transport != Settings().transport else []
+        options += ["--rdma-allow-fallback"] if settings.rdma_allow_fallback else []
+        words = [*command, *options] if len(command) <= 1 else [*options, "--", *command]
+        LOGGER.info("listening on %s; others join with: peerd start %s", shown(bound), shlex.join(words))
+    if not local:
+        LOGGER.warning("connections are neither encrypted nor authenticated yet: use a network that you trust")

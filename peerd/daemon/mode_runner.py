@@ -1,0 +1,269 @@
+"""How do the mode's decisions become deeds? Events go to the core in its thread, effects to peers and trainer."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+
+import numpy as np
+import numpy.typing as npt
+import trio
+
+from peerd.daemon.compute_thread import ComputeThread
+from peerd.daemon.peers import Peers
+from peerd.daemon.trainer_session import TrainerSession
+from peerd.node.core import (
+    BufferTaken,
+    CopyRead,
+    ModelComes,
+    ModelIs,
+    ModelMoves,
+    ModelWanted,
+    NodeCore,
+    NodeEffect,
+    NodeEvent,
+    Nothing,
+    TakeBuffer,
+    TrainerGone,
+)
+from peerd.node.model_copy import ModelCopy
+from peerd.process.logs import LOGGER
+from peerd.protocol import trainer as protocol
+from peerd.training.codecs.vector import Layout
+from peerd.training.effects import Log, Proceed, Publish, Resume, Send, StepReport
+from peerd.training.mode import ModeMaker, ModeSettings
+from peerd.training.mode_core import (
+    BarrierKnown,
+    CopyWanted,
+    ModeBegins,
+    ModeEnds,
+    ModelAsked,
+    NodeLeaves,
+    PeersChanged,
+    Received,
+    Reconnected,
+    RunStands,
+    Stepped,
+    TimerDue,
+)
+from peerd.transport.ids import NodeId
+from peerd.transport.messages import AS_STARTED, Message, Plan
+
+EXCHANGE_SHARE = 4  # times the slowest exchange so far: how long a leaving node's hand-over may take
+HAND_OVER_MIN_S = 3.0
+WIND_UP_MIN_S, WIND_UP_MAX_S = 3.0, 60.0  # the same for what is under way when the mode changes
+WIND_UP_LOOK_S = 0.02
+GIVE_WITHIN_S = 5.0  # to a newcomer, who else asks another
+LOOK_MIN_S, LOOK_MAX_S = 0.05, 0.5  # how often the mode's deadline is looked at, which every event may move
+
+
+class ModeRunner:
+    """The shell around one node's mode and its copy of the model."""
+
+    def __init__(self, peers: Peers) -> None:
+        self.core = NodeCore()
+        self.compute: ComputeThread[NodeEvent, list[NodeEffect]] = ComputeThread(self.core.handle_all, self._perform)
+        self.next_copy = trio.Event()  # a copy has come, or none will
+        self.averaged = trio.Event()  # the model is the average with which the plan begins
+        self.session: TrainerSession | None = None
+        self.settled = trio.Event()  # all models agree
+        self._told_plan = AS_STARTED
+        self._handed_over = trio.Event()  # every partner has what this node had not yet sent
+        self._peers = peers
+        self._publish_asked = False
+        self._resume_asked = False
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.compute.run)
+            while True:
+                mode = self.core.mode
+                deadline = mode.deadline if mode is not None else math.inf
+                await trio.sleep(min(LOOK_MAX_S, max(LOOK_MIN_S, deadline - trio.current_time())))
+                if mode is not None and trio.current_time() >= mode.deadline:
+                    await self.compute.call(TimerDue())
+
+    async def begin(
+        self,
+        plan: Plan,
+        alive: frozenset[NodeId],
+        make: ModeMaker,
+        me: NodeId,
+        layout: Layout,
+        rng: random.Random,
+        settings: ModeSettings,
+    ) -> None:
+        """From now on there is this mode, on the model that the node has."""
+        await self.compute.call(ModeBegins(plan, alive, lambda values: make(me, layout, rng, settings, values)))
+
+    async def wind_up(self) -> None:
+        """Have the mode begin nothing new, and wait for the end of what is under way, if that comes soon."""
+        if self.core.mode is None:
+            return
+        with trio.move_on_after(min(WIND_UP_MAX_S, max(WIND_UP_MIN_S, EXCHANGE_SHARE * self.core.slowest_s))):
+            while True:
+                await self.compute.call(ModeEnds())
+                if self.core.wound_up:
+                    return
+                await trio.sleep(WIND_UP_LOOK_S)
+
+    # ---------------------------------------------------------------- from the swarm
+
+    def on_partners(self, alive: frozenset[NodeId]) -> None:
+        """These members, and no others, can exchange."""
+        self.compute.post(PeersChanged(alive))
+
+    def on_reconnected(self, peer: NodeId) -> None:
+        """Messages to this peer flow again."""
+        self.compute.post(Reconnected(peer))
+
+    async def on_message(self, sender: NodeId, message: Message, plan: Plan = AS_STARTED) -> None:
+        """A peer's message to the mode, meant under this plan. Raises PeerError."""
+        if self.core.mode is not None:
+            await self.compute.call(Received(sender, message, plan))
+
+    async def give_model(self, peer: NodeId, layout: Layout) -> None:
+        """Send the whole model as it stands, with the step that it is of. Raises NotFinite."""
+        await self.catch_up(GIVE_WITHIN_S)
+        await self.compute.call(ModelAsked(peer, layout))
+
+    # ---------------------------------------------------------------- from the trainer
+
+    def on_report(self, report: StepReport, copy: int | None) -> None:
+        """The optimizer moved, or the run ended; `copy` is the one that was published."""
+        if not report.finishing and self._handed_over.is_set():  # the mode says it again only after a new run's steps
+            self.settled, self._handed_over = trio.Event(), trio.Event()
+        self.compute.post(Stepped(report, copy))
+        if report.published or report.finishing:
+            self._copy_came()
+
+    def _copy_came(self) -> None:
+        """Whatever the compute thread does from now on knows it."""
+        self.next_copy.set()
+        self.next_copy = trio.Event()
+
+    def on_taken(self, buffer: int) -> None:
+        """The trainer has added this buffer of corrections."""
+        self.compute.post(BufferTaken(buffer))
+
+    def on_told(self) -> None:
+        """The trainer knows of a change of the mode."""
+        self.compute.post(BarrierKnown())
+
+    def go_on_finishing(self, step: int, *, stands: bool) -> None:
+        """Tell a new mode that the run ended under the one before; or that no trainer trains, if it `stands` still."""
+        self.compute.post(RunStands(step, stands))
+
+    def ask_publish(self) -> None:
+        """Have the trainer publish a copy at its next step."""
+        self.compute.post(CopyWanted())
+
+    async def catch_up(self, at_most_s: float = math.inf) -> None:
+        """Have a copy of the trainer's model as it is after its next step.
+
+        One that makes no step is waited for as long as some steps take it, then the last copy stands.
+        """
+        session = self.session
+        if session is None or self.core.model is None or session.facts.phase != "training":
+            return
+        session.look()
+        if session.facts.step == self.core.model.step:
+            return
+        patience_s = min(at_most_s, session.patience_s)
+        with trio.move_on_after(patience_s) as patience:
+            next_copy = self.next_copy
+            self.ask_publish()
+            await next_copy.wait()
+        if patience.cancelled_caught:
+            LOGGER.info("no new copy from the trainer within %.0f s: that of step %d stands", patience_s, self.step)
+
+    @property
+    def step(self) -> int:
+        """Which step of the trainer the model is of."""
+        return self.core.model.step if self.core.model is not None else 0
+
+    async def say_spare(self) -> None:
+        """Tell the trainer when its last copy has been taken in: it may write the other one."""
+        await self.compute.call(Nothing())
+        if self.session is not None:
+            await self.session.tell(protocol.Spare())
+
+    def on_trainer_gone(self) -> None:
+        """The session is over."""
+        self.session = None
+        self._copy_came()
+        self._publish_asked = self._resume_asked = False
+        self.compute.post(TrainerGone())
+
+    async def move(self, fresh: ModelCopy) -> None:
+        """Go on with the same model in another trainer's memory."""
+        await self.compute.call(ModelMoves(fresh))
+
+    async def go_on_from(self, fresh: ModelCopy, step: int) -> None:
+        """Go on with the model that another trainer brings, which is of a later step."""
+        await self.compute.call(ModelComes(fresh, step))
+
+    @property
+    def all_taken(self) -> bool:
+        """Whether the trainer has every correction so far."""
+        return self.core.model is None or not self.core.model.has_corrections
+
+    # ---------------------------------------------------------------- what the mode asks
+
+    async def _perform(self, effects: list[NodeEffect]) -> None:
+        if self.core.plan != self._told_plan:
+            await self._tell_change()
+        session = self.session
+        for effect in effects:
+            match effect:
+                case Send(peer, message):
+                    self.core.sent(peer, message, trio.current_time())
+                    self._peers.send(peer, message)
+                case TakeBuffer(buffer) if session is not None and self._shares_memory_with(session):
+                    await session.tell(protocol.Corrections(buffer))
+                case CopyRead():
+                    self._publish_asked = False
+                case Publish() if session is not None and not self._publish_asked:
+                    self._publish_asked = True
+                    await session.tell(protocol.Publish())
+                case Resume():
+                    self._resume_asked = True
+                case Proceed(settled):
+                    self._handed_over.set()
+                    if settled:
+                        (self.averaged if self.core.plan.once else self.settled).set()
+                case Log(level, text):
+                    LOGGER.log(logging.getLevelNamesMapping()[level.upper()], "%s", text)
+        if self._resume_asked and self.session is not None and self.all_taken:
+            self._resume_asked = False
+            await self.session.tell(protocol.Resume())
+
+    def _shares_memory_with(self, session: TrainerSession) -> bool:
+        return self.core.model is not None and self.core.model.is_shared_with(session.board)
+
+    async def _tell_change(self) -> None:
+        """To whoever sends for the mode, and to a trainer that trains: one that waits at the old barrier goes on."""
+        self._peers.plan = self._told_plan = self.core.plan
+        self.averaged = trio.Event()
+        self._resume_asked = False
+        if self.session is not None and self.session.started and self.core.mode is not None:
+            self.core.untold += 1
+            await self.session.tell(protocol.BarrierIs(self.core.mode.barrier))
+
+    # ---------------------------------------------------------------- for who leaves or looks
+
+    async def hand_over(self, step: int) -> None:
+        """Give every partner what it has not yet seen."""
+        self.compute.post(NodeLeaves(step))
+        with trio.move_on_after(max(HAND_OVER_MIN_S, EXCHANGE_SHARE * self.core.slowest_s)) as patience:
+            await self._handed_over.wait()
+            await self._peers.drain()
+        if patience.cancelled_caught:
+            LOGGER.warning("not every partner took what this node had not yet sent")
+
+    async def values(self) -> tuple[npt.NDArray[np.float32], int]:
+        """A copy of the model as it stands, shape (total,), and the step that it is of."""
+        (found,) = [each for each in await self.compute.call(ModelWanted()) if isinstance(each, ModelIs)]
+        return found.values, found.step

@@ -1,0 +1,184 @@
+"""How does a message reach a peer? One connection a direction: a node sends only on connections that it dialled.
+
+So two nodes that dial each other at once need no tie-break, and an answer never waits behind the other end's bulk. A
+peer's queue holds what its mode has under way (one exchange a link), so it is bounded by the mode. What is queued or in
+flight when a connection breaks is dropped; `reconnected` then tells the mode to say it again. A message belongs to the
+plan (plan.py) under which it was queued: the connection says so before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import trio
+
+from peerd.process.logs import LOGGER
+from peerd.transport.connection import Connection, ConnectionLost, Transport
+from peerd.transport.errors import PeerError
+from peerd.transport.hello import Refused, greet
+from peerd.transport.ids import Address, NodeId
+from peerd.transport.messages import AS_STARTED, Hello, Message, Plan
+from peerd.transport.patience import RETRY_FIRST_S, RETRY_MAX_S
+from peerd.transport.peer_queue import PeerQueue
+
+IDLE_S = 300.0  # a connection to a former partner is closed; the trigger's longest silence is 60 s
+REFUSED_RETRY_S = 30.0  # it may have been restarted with the right model
+
+
+@dataclass(slots=True, eq=False)
+class _Outgoing:
+    """The way to one peer."""
+
+    scope: trio.CancelScope
+    queue: PeerQueue[tuple[Plan, Message]] = field(default_factory=PeerQueue)
+    filled: trio.Event = field(default_factory=trio.Event)
+
+
+class Peers:
+    """The outgoing connections of one node."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        hello: Callable[[], Hello],
+        address_of: Callable[[NodeId], Address | None],
+        reconnected: Callable[[NodeId], None],
+        refused: Callable[[Refused], None],
+    ) -> None:
+        """`hello` is asked anew for every connection: the model may have become known meanwhile."""
+        self.plan = AS_STARTED  # of what is sent from now on
+        self._transport = transport
+        self._hello = hello
+        self._address_of = address_of
+        self._reconnected = reconnected
+        self._refused = refused
+        self._boxes: dict[NodeId, _Outgoing] = {}
+        self._open: set[Connection] = set()
+        self._links: dict[NodeId, Connection] = {}  # those we dialled that are greeted
+        self._closed_sent = 0
+        self._closed_received = 0
+        self._nursery: trio.Nursery | None = None
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Own the connections until cancelled."""
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            task_status.started()
+            await trio.sleep_forever()
+
+    def send(self, peer: NodeId, message: Message) -> None:
+        """Queue for `peer`, dialling it if need be."""
+        assert self._nursery is not None, "send before run"
+        box = self._boxes.get(peer)
+        if box is None:
+            box = self._boxes[peer] = _Outgoing(trio.CancelScope())
+            self._nursery.start_soon(self._keep_connected, peer, box)
+        if box.queue.put(message, (self.plan, message), self.plan):
+            box.filled.set()
+
+    def forget(self, peer: NodeId) -> None:
+        """Close the connection to a peer that is gone; what is queued is dropped."""
+        if box := self._boxes.pop(peer, None):
+            box.scope.cancel()
+
+    async def drain(self) -> None:
+        """Wait until nothing is queued."""
+        while any(box.queue for box in self._boxes.values()):
+            await trio.sleep(0.01)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Written to the sockets of all connections seen by `count`."""
+        return self._closed_sent + sum(link.bytes_sent for link in self._open)
+
+    @property
+    def bytes_received(self) -> int:
+        """Read from the sockets of all connections seen by `count`."""
+        return self._closed_received + sum(link.bytes_received for link in self._open)
+
+    def carrier(self, peer: NodeId) -> str:
+        """What bulk to `peer` travels over; "" where there is no connection."""
+        return self._links[peer].carrier if peer in self._links else ""
+
+    def count(self, link: Connection) -> None:
+        """Have the link's bytes counted; accepted links too."""
+        self._open.add(link)
+
+    async def close(self, link: Connection) -> None:
+        """Close a counted link."""
+        try:
+            await link.aclose()
+        finally:
+            self._open.discard(link)
+            self._closed_sent += link.bytes_sent
+            self._closed_received += link.bytes_received
+
+    async def _keep_connected(self, peer: NodeId, box: _Outgoing) -> None:
+        delay_s, broken, said, stays = RETRY_FIRST_S, False, "", ""
+        with box.scope:
+            while (address := self._address_of(peer)) is not None:
+                try:
+                    link = await self._transport.dial(address)
+                    self.count(link)
+                    try:
+                        if (await greet(link, self._hello())).node != peer:
+                            raise ConnectionLost(f"another node answers at {link.remote}")
+                        if (why_not := await link.upgrade()) and why_not != stays:
+                            stays = why_not
+                            LOGGER.info("bulk to %s stays on %s: %s", link.remote, link.carrier, why_not)
+                        self._links[peer] = link
+                        if broken:
+                            box.queue.clear()  # a later exchange must not overtake what is said again now
+                            self._reconnected(peer)
+                        delay_s = RETRY_FIRST_S
+                        await self._write(peer, link, box)
+                    finally:
+                        self._links.pop(peer, None)
+                        await self.close(link)
+                except Refused as refusal:
+                    self._refused(refusal)
+                    delay_s = REFUSED_RETRY_S
+                except (ConnectionLost, PeerError) as error:
+                    if str(error) != said:
+                        said = str(error)
+                        LOGGER.info("%s", said)
+                broken = True
+                box.queue.clear()
+                await trio.sleep(delay_s)
+                delay_s = min(2 * delay_s, RETRY_MAX_S)
+        if self._boxes.get(peer) is box:
+            del self._boxes[peer]
+
+    async def _write(self, peer: NodeId, link: Connection, box: _Outgoing) -> None:
+        """Send what is queued, while watching for the end of the connection. Raises ConnectionLost or PeerError."""
+        ended: Exception | None = None
+        said = AS_STARTED
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(_watch, link)
+                while True:
+                    while box.queue.has_waiting:
+                        plan, message = box.queue.take()
+                        if plan != said:
+                            await link.send(plan)
+                            said = plan
+                        await link.send(message)
+                        await link.flushed()  # until then it waits, and need not be said again
+                        box.queue.left()
+                    box.filled = trio.Event()
+                    with trio.move_on_after(IDLE_S) as idle:
+                        await box.filled.wait()
+                    if idle.cancelled_caught and not box.queue:
+                        box.scope.cancel()
+                        if self._boxes.get(peer) is box:
+                            del self._boxes[peer]  # what is sent from now on dials anew
+        except* (ConnectionLost, PeerError) as group:
+            ended = group.exceptions[0]  # the watcher or the writer: whoever saw it first
+        assert ended is not None, "the writer only ends with its connection"
+        raise ended
+
+
+async def _watch(link: Connection) -> None:
+    await link.receive()
+    raise PeerError(f"{link.remote} answered on a connection that only we write to")

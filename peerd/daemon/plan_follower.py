@@ -1,0 +1,193 @@
+"""How does a node come from one plan to the next? It hears of a greater one, winds up its mode, and begins the other.
+
+What a plan is, and which one wins, is plan.py's. A node whose trainer has not come yet only takes note. The change
+needs no round of messages: each node makes it when it hears of it, at a boundary of its own (what it has under way is
+finished first, where that is quick), and exchanges from then on with those that have made it, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import trio
+
+from peerd.daemon import known_members
+from peerd.daemon.mode_runner import ModeRunner
+from peerd.node.meta import NodeMeta, partners
+from peerd.process.logs import LOGGER
+from peerd.protocol.plan import after, is_over, newest, proposal
+from peerd.settings import Settings, planned
+from peerd.training.modes.average import Average as ExactAverage
+from peerd.transport.errors import UserError
+from peerd.transport.ids import NodeId
+from peerd.transport.messages import AS_STARTED, Member, Plan, State
+
+LOOK_S = 0.02  # while an average is under way, in which trainers stand still
+LINGER_S = 15.0  # how long we are there for the others after our own part of an average; a death is known after 11 s
+ONCE_MAX_S = 400.0  # of an average: its leader's patience with a trainer that does not come (300 s), and the round
+
+
+@dataclass(frozen=True, slots=True)
+class Average:
+    """What an average was, seen from one of its members."""
+
+    plan: Plan
+    members: tuple[NodeId, ...]  # the others in it
+    distance: float  # of this member's model from the mean before, relative
+
+
+class PlanFollower:
+    """The plan of one node."""
+
+    def __init__(
+        self,
+        me: NodeId,
+        started: Settings,
+        runner: ModeRunner,
+        members: Callable[[], dict[NodeId, Member]],
+        change: Callable[[Plan], Awaitable[None]],
+        say: Callable[..., Awaitable[None]],
+    ) -> None:
+        """`change` begins the mode of a plan and spreads the word, `say` what is new of this member (NodeMeta)."""
+        self.plan = AS_STARTED
+        self.settings = started  # with what the plan changes
+        self.average: Average | None = None  # the last one
+        self._me = me
+        self._started = started
+        self._runner = runner
+        self._members = members
+        self._change = change
+        self._say = say
+        self._proposed = AS_STARTED
+        self._kept = AS_STARTED  # in the state folder
+        self._keeps_until: trio.Event | None = None
+        self._unusable = AS_STARTED
+        self._news = trio.Event()
+
+    def keep(self, until: trio.Event) -> None:
+        """Take up the plan that the state folder has, and have it follow the plan in force until this event.
+
+        It is a proposal like any: the swarm's own beats it if that is newer.
+        """
+        self._kept = self._proposed = known_members.read_plan(self._started)
+        self._keeps_until = until
+
+    async def run(self) -> None:
+        """Follow the swarm until cancelled."""
+        while True:
+            if (wanted := self._newest()) > self.plan:
+                await self._follow_to(wanted)
+            elif self.plan.once:
+                await self._while_averaging()
+                await self._follow_to(max(after(self.plan), self._newest()))
+            else:
+                await self._news.wait()
+
+    def on_members(self) -> None:
+        """Somebody may have said something new."""
+        self._news.set()
+        self._news = trio.Event()
+
+    def propose(self, text: str, *, once: bool = False) -> Plan:
+        """Have the swarm work under this from now on. Raises UserError."""
+        planned(self._started, text)
+        self._proposed = proposal(newest([self.plan, self._newest(), self._unusable]), self._me, text, once=once)
+        self.on_members()
+        return self._proposed
+
+    async def average_all(self) -> Average:
+        """Propose one exact average of all models; what it was, when it is over. Raises UserError.
+
+        Cancelled, for nobody waits for it any more, it is taken back: the swarm goes on in the mode that was.
+        """
+        if self._runner.core.mode is None:
+            raise UserError("this node has no model yet: no trainer has attached")
+        if self.plan.once or self._newest().once:
+            raise UserError("an average is under way already")
+        plan = self.propose(self._newest().text, once=True)
+        try:
+            while self.plan <= plan:
+                await trio.sleep(LOOK_S)
+        except trio.Cancelled:
+            if self._newest() == plan:
+                LOGGER.warning("whoever asked for the average has gone: it is taken back")
+                self.propose(plan.text)
+            raise
+        if self.average is None or self.average.plan != plan:
+            raise UserError("this node is not in the average: its trainer did not come to it, or another plan did")
+        return self.average
+
+    async def none_averages(self) -> None:
+        """A newcomer brings nothing to an average: wait for its end."""
+        while self.plan.once or self._newest().once:
+            await trio.sleep(LOOK_S)
+
+    def said(self) -> dict[Member, NodeMeta]:
+        """What each living member says of itself."""
+        live = (member for member in self._members().values() if member.state <= State.SUSPECT)
+        return {member: NodeMeta.unpack(member.meta) for member in live}
+
+    # ---------------------------------------------------------------- following
+
+    def _newest(self) -> Plan:
+        """The greatest plan that anyone has told of, those too who are gone."""
+        said = newest(NodeMeta.unpack(member.meta).plan for member in self._members().values())
+        wanted = newest([said, self._proposed])
+        return self.plan if wanted == self._unusable else wanted
+
+    async def _follow_to(self, plan: Plan) -> None:
+        try:
+            settings = planned(self._started, plan.text)
+        except UserError as error:  # of another version of peerd: it asks for what this one does not know
+            self._unusable = plan
+            LOGGER.warning("the swarm's plan %d cannot be followed: %s; this node stays as it is", plan.number, error)
+            return
+        await self._runner.wind_up()
+        self.plan, self.settings = plan, settings
+        what = "one exact average of all models" if plan.once else f"mode {plan.text or settings.mode}"
+        whose = "kept in this node's state folder" if plan == self._kept else "of the swarm"
+        await self._write(plan)
+        await self._change(plan)
+        LOGGER.info("plan %d %s: %s", plan.number, whose, what)
+
+    async def _write(self, plan: Plan) -> None:
+        """Before anybody hears that this node works under it. An average is over when all have ended."""
+        kept = plan == self._kept or plan.once
+        if kept or self._keeps_until is None or self._keeps_until.is_set():
+            return
+        try:
+            await trio.to_thread.run_sync(known_members.write_plan, self._started, plan, self._keeps_until.is_set)
+        except OSError as error:
+            cause = f"the plan cannot be kept in {self._started.state_path}: {error.strerror}"
+            LOGGER.warning("%s; if all nodes crash, this one starts again in the mode that it is told", cause)
+        else:
+            self._kept = plan
+
+    async def _while_averaging(self) -> None:
+        """Until all who live have the average, or some other plan is on."""
+        plan, until, said, stands = self.plan, trio.current_time() + ONCE_MAX_S, False, False
+        while trio.current_time() < until and self._newest() == plan:
+            mode = self._runner.core.mode
+            if not stands and isinstance(mode, ExactAverage) and mode.stands:
+                stands = True
+                await self._say(stands=True)
+            if not said and self._runner.averaged.is_set() and self._runner.all_taken:
+                said, until = True, trio.current_time() + LINGER_S
+                self._note(plan)
+                await self._say(averaged=True)
+            if said and is_over(plan, self._others()):
+                return
+            await trio.sleep(LOOK_S)
+
+    def _others(self) -> list[tuple[Plan, bool]]:
+        """Those who hold the model and live."""
+        members = self._members()
+        model = NodeMeta.unpack(members[self._me].meta).model
+        abouts = [NodeMeta.unpack(members[id].meta) for id in partners(members, self._me, model)]
+        return [(about.plan, about.averaged) for about in abouts]
+
+    def _note(self, plan: Plan) -> None:
+        mode = self._runner.core.mode
+        assert mode is not None, "an average is its mode's"
+        self.average = Average(plan, tuple(link.peer for link in mode.links()), mode.consensus_distance)

@@ -1,0 +1,140 @@
+"""Who keeps the training script running? The daemon launches it, restarts it when it dies, and outlives it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import trio
+
+from peerd.daemon.trainer_session import TrainerStatus
+from peerd.process.logs import LOGGER
+from peerd.training.tasks import TASKS
+from peerd.transport.errors import UserError
+
+CRASHES_MAX = 5  # within CRASH_WINDOW_S: a script that keeps dying will not mend itself
+CRASH_WINDOW_S = 600.0
+BACKOFF_MAX_S = 60.0
+TERMINATE_GRACE_S = 5.0
+LAST_WORDS_S = 1.0  # what a script said before its end is read by then
+OOM_SCORE = "500"  # when memory runs out the kernel takes the trainer, not the daemon
+OUTPUT_ABOVE = "its own output above says why"
+_PR_SET_PDEATHSIG = 1
+
+
+class Supervisor:
+    """One script and its restarts."""
+
+    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
+        """`command` as given to `peerd start`. Raises UserError when there is no such script."""
+        self.command = _argv(command)
+        self.name = Path(command[0]).name
+        self.attached = False  # the session sets it: the script got as far as peerd.attach
+        self.stopping = False
+        self._environment = {**os.environ, **environment}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    async def run(self, facts: Callable[[], TrainerStatus | None] = lambda: None) -> None:
+        """Until the script ends well, or after its model was finished; `facts` are of the trainer that came last.
+
+        Raises UserError when it cannot be kept running.
+        """
+        crashes: deque[float] = deque()
+        hopeless: int | None = None  # the exit code of a script that has just failed before its first step
+        while not self.stopping:
+            before = facts()
+            code = await self._run_once()
+            if code == 0 or self.stopping:
+                return
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+            with trio.move_on_after(LAST_WORDS_S):
+                while (found := facts()) is not None and found.phase not in ("finished", "gone"):
+                    await trio.sleep(0.01)
+            after = found if found is not before else None
+            if after is not None and after.phase == "finished" and not after.at_exit:
+                LOGGER.warning("%s %s after its model was finished: it is not started again", self.name, how)
+                return
+            if not self.attached:
+                raise UserError(f"{self.name} {how} before it called peerd.attach; {OUTPUT_ABOVE}")
+            fruitless = code > 0 and (after is None or not after.has_stepped)
+            if fruitless and code == hopeless:
+                raise UserError(f"{self.name} {how} twice before its first step: giving up; {OUTPUT_ABOVE}")
+            hopeless = code if fruitless else None
+            now = trio.current_time()
+            crashes.append(now)
+            while now - crashes[0] > CRASH_WINDOW_S:
+                crashes.popleft()
+            if len(crashes) >= CRASHES_MAX:
+                raise UserError(f"{self.name} {how}, {len(crashes)} times within {now - crashes[0]:.0f} s: giving up")
+            delay = min(2.0 ** (len(crashes) - 1), BACKOFF_MAX_S)
+            LOGGER.warning("%s %s; starting it again in %.0f s", self.name, how, delay)
+            await trio.sleep(delay)
+
+    async def stop(self, grace_s: float) -> None:
+        """Give the script `grace_s` to end by itself, then end it."""
+        self.stopping = True
+        for ask, wait_s in ((None, grace_s), (signal.SIGTERM, TERMINATE_GRACE_S), (signal.SIGKILL, TERMINATE_GRACE_S)):
+            if self._process is None or self._process.poll() is not None:
+                return
+            if ask is not None:
+                _signal_group(self._process.pid, ask)
+            with trio.move_on_after(wait_s):
+                while self._process.poll() is None:
+                    await trio.sleep(0.02)
+
+    def kill(self) -> None:
+        """At once."""
+        self.stopping = True
+        if self._process is not None and self._process.poll() is None:
+            _signal_group(self._process.pid, signal.SIGKILL)
+
+    async def _run_once(self) -> int:
+        # a session of its own: Ctrl-C in the terminal reaches the daemon alone, which ends the script in good order
+        try:
+            self._process = subprocess.Popen(
+                self.command, env=self._environment, start_new_session=True, preexec_fn=die_with_parent
+            )
+        except OSError as error:
+            raise UserError(f"cannot start {self.name}: {error.strerror or error}") from None
+        try:
+            Path(f"/proc/{self._process.pid}/oom_score_adj").write_text(OOM_SCORE)
+        except OSError:
+            LOGGER.info("the kernel does not let the trainer's out-of-memory score be raised")
+        return await trio.to_thread.run_sync(self._process.wait, abandon_on_cancel=True)
+
+
+def _argv(command: list[str]) -> list[str]:
+    script = command[0]
+    if script in TASKS:
+        return [sys.executable, "-u", "-m", TASKS[script].module, *command[1:]]
+    if script.startswith("-"):
+        raise UserError(f"{script} is neither an option of peerd start nor a script; see peerd start --help")
+    if not script.endswith(".py"):
+        if shutil.which(script) is None:
+            raise UserError(f"no such command or task: {script}; built-in tasks: {', '.join(TASKS)}")
+        return command  # torchrun, python -m ..., a shell script
+    if not Path(script).is_file():
+        raise UserError(f"no such script: {script}")
+    return [sys.executable, "-u", *command]
+
+
+def _signal_group(pid: int, number: signal.Signals) -> None:
+    try:
+        os.killpg(pid, number)
+    except ProcessLookupError:
+        return
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent() -> None:
+    """For `preexec_fn`: the child gets SIGTERM when its parent dies, however that happens."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,366 @@
+"""The half of a daemon that has a model: how a trainer comes, trains with the swarm, and goes.
+
+What a trainer waits for is catch_up.py's, what it says trainer_session.py's, what the mode does mode_runner.py's,
+and how one mode follows another plan_follower.py's.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import trio
+
+from peerd.daemon.catch_up import CatchUp
+from peerd.daemon.control import LocalConnection
+from peerd.daemon.cures import cure_of_model
+from peerd.daemon.mode_runner import ModeRunner
+from peerd.daemon.peers import Peers
+from peerd.daemon.plan_follower import PlanFollower
+from peerd.daemon.trainer_session import TrainerGone, TrainerSession, TrainerStatus, report_of
+from peerd.local.shared_memory import SharedMemory
+from peerd.node.meta import NodeMeta, partners
+from peerd.node.model_copy import ModelCopy
+from peerd.process import host_memory
+from peerd.process.logs import LOGGER
+from peerd.protocol import trainer as protocol
+from peerd.protocol.trainer import FROM_TRAINER, Attach, Said, Stepped, decoded
+from peerd.settings import Settings
+from peerd.training.codecs import vector
+from peerd.training.codecs.vector import Layout, NotFinite
+from peerd.training.modes import Mode, parse_mode
+from peerd.training.modes.average import Average
+from peerd.transport.errors import PeerError, UserError
+from peerd.transport.ids import Address, NodeId
+from peerd.transport.messages import AS_STARTED, Member, Message, ModelRequest, ModelSnapshot, Plan
+
+SETTLE_SHARE = 0.1  # of the run's own duration: how long its end waits for members that still train
+SETTLE_MIN_S = 10.0
+VALUES_MAX = 1000 * vector.PIECE_VALUES  # a message has at most 1024 chunks
+
+
+class TrainerService:
+    """See the module; one a daemon."""
+
+    def __init__(
+        self,
+        me: NodeId,
+        settings: Settings,
+        peers: Peers,
+        members: Callable[[], dict[NodeId, Member]],
+        say_about: Callable[[NodeMeta], Awaitable[None]],
+        rng: random.Random,
+        awaited: Collection[Address] = (),
+        awaited_until: float = 0.0,
+    ) -> None:
+        """`say_about` spreads what this node says of itself; for the awaited see catch_up.py."""
+        self.about = NodeMeta(founder=not settings.join)
+        self.signature = ""
+        self.tensors: list[str] = []
+        self.layout: Layout | None = None
+        self._facts: TrainerStatus | None = None
+        self.fatal: str | None = None  # why this node cannot be part of its swarm
+        self.failed = trio.Event()
+        self.snapshots = 0
+        self.attaches = 0
+        self._me = me
+        self._settings = settings
+        self._members = members
+        self._say_about = say_about
+        self._rng = rng
+        self._runner = ModeRunner(peers)
+        self._catch_up = CatchUp(
+            me, peers, members, has_seeds=bool(settings.join), awaited=awaited, awaited_until=awaited_until
+        )
+        self.plans = PlanFollower(me, settings, self._runner, members, self._change_plan, self._tell)
+        self._nursery: trio.Nursery | None = None  # while it runs
+        self._giving: set[NodeId] = set()  # members to whom the model is about to be sent
+        self._leaving = False
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._runner.run)
+            nursery.start_soon(self.plans.run)
+            self._nursery = nursery
+
+    @property
+    def facts(self) -> TrainerStatus | None:
+        """What is known of the trainer, the last one if there is none."""
+        if self._runner.session is not None:
+            self._runner.session.look()
+        return self._facts
+
+    @property
+    def mode(self) -> Mode | None:
+        """How models are combined, once there is one."""
+        return self._runner.core.mode
+
+    # ---------------------------------------------------------------- from the swarm
+
+    def on_members(self) -> None:
+        """The membership changed: the mode's partners may have."""
+        self._catch_up.on_members()
+        self.plans.on_members()
+        if self.mode is not None:
+            plan = self._runner.core.plan
+            self._runner.on_partners(partners(self._members(), self._me, self.signature, plan))
+
+    def on_reconnected(self, peer: NodeId) -> None:
+        """Messages to this peer flow again."""
+        self._runner.on_reconnected(peer)
+
+    async def on_message(self, sender: NodeId, message: Message, plan: Plan = AS_STARTED) -> None:
+        """A peer's message, of the mode under this plan or about a whole model. Raises PeerError."""
+        match message:
+            case ModelRequest():
+                if self._nursery is not None and sender not in self._giving:  # else it asks again meanwhile
+                    self._giving.add(sender)
+                    self._nursery.start_soon(self._give_model, sender)
+            case ModelSnapshot():
+                self._catch_up.on_snapshot(sender, message)
+            case _:
+                await self._runner.on_message(sender, message, plan)
+
+    def on_refused(self, refusal: PeerError, *, newcomer: bool) -> None:
+        """A peer will not have us. Before we are part of the swarm that is our own failure."""
+        if self.about.ready or not newcomer:
+            LOGGER.warning("%s", refusal)
+        elif self.fatal is None:
+            self.fatal = str(refusal)
+            self.failed.set()
+
+    async def _give_model(self, sender: NodeId) -> None:
+        try:
+            if self.about.ready and self.layout is not None:
+                await self._runner.give_model(sender, self.layout)
+                self.snapshots += 1
+        except NotFinite:
+            LOGGER.warning("a newcomer asked for the model, but it holds a value that is not finite")
+        finally:
+            self._giving.remove(sender)
+
+    # ---------------------------------------------------------------- a trainer comes
+
+    async def attach(self, connection: LocalConnection, message: dict[str, Any]) -> None:
+        """Serve one trainer until it is gone."""
+        earlier = self._runner.session
+        if earlier is not None and earlier.cut_if_dead():
+            while self._runner.session is earlier:
+                await trio.sleep(0.01)
+        try:
+            comes = decoded({"variances": [], **message}, FROM_TRAINER)
+        except ValueError:
+            comes = None
+        refusal = self._refuse(comes, connection)
+        if not isinstance(comes, Attach) or refusal is not None:
+            await connection.send({"error": refusal})
+            return
+        self._tell_memory(comes.total)
+        try:
+            memory = SharedMemory(connection.fds[0], comes.total)
+        except (OSError, ValueError) as error:
+            await connection.send({"error": f"the daemon cannot map the script's memory: {error}"})
+            return
+        connection.close_fds()  # the mapping stays; the connection closes them itself when the memory is refused
+        before = self.facts or TrainerStatus(0)
+        facts = self._facts = TrainerStatus(pid=comes.pid, step=before.step, lr_max=before.lr_max)
+        session = self._runner.session = TrainerSession(connection, facts, memory.board)
+        self.attaches += 1
+        try:
+            await self._start(session, comes, memory)
+            await self._serve(session)
+        except TrainerGone:
+            if not self._leaving:
+                LOGGER.info("the trainer went away before its first step")
+        finally:
+            session.look()
+            self._runner.on_trainer_gone()
+            session.ended.set()
+            facts.phase = "finished" if facts.phase == "finished" else "gone"
+            self._join_average()
+
+    def _tell_memory(self, values: int) -> None:
+        plan = self.plans.settings
+        if (told := host_memory.told(plan.mode, plan.view, values)) is not None:
+            line, warns = told
+            LOGGER.log(logging.WARNING if warns else logging.INFO, "%s", line)
+
+    def _refuse(self, comes: Said | None, connection: LocalConnection) -> str | None:
+        if self._runner.session is not None:
+            return f"a trainer (pid {self._runner.session.facts.pid}) is attached to this node already"
+        if not isinstance(comes, Attach) or not connection.fds:
+            return "the script's peerd and the daemon's do not understand each other: are they of one version?"
+        if comes.total > VALUES_MAX:
+            return f"the model has {comes.total:,} values; peerd takes at most {VALUES_MAX:,}"
+        if self.signature and comes.signature != self.signature:
+            theirs, ours = comes.tensors, self.tensors
+            differing = next((a, b) for a, b in zip([*theirs, "nothing"], [*ours, "nothing"], strict=False) if a != b)
+            cure = f"{cure_of_model(*differing)}, or peerd leave and start this node anew"
+            return f"this node holds another model: {differing[1]} here, {differing[0]} in the script; {cure}"
+        return None
+
+    async def _start(self, session: TrainerSession, comes: Attach, memory: SharedMemory) -> None:
+        """From the attach to a trainer that holds the swarm's model. Raises TrainerGone."""
+        settings, facts = self._settings, session.facts
+        self.signature, self.tensors = comes.signature, list(comes.tensors)
+        variances = tuple((start, stop) for start, stop in comes.variances)
+        self.layout = Layout(comes.parameters, comes.total, variances)
+        await self._tell(model=self.signature, expects=True)
+        await session.tell(protocol.Welcome(str(settings.state_path / "checkpoints"), settings.checkpoint_every_s))
+        ready = await session.receive()
+        if not isinstance(ready, protocol.Ready):
+            raise TrainerGone
+        LOGGER.info("a trainer attached: %s values in %d tensors", f"{self.layout.total:,}", len(self.tensors))
+        if self.mode is None:
+            await session.attended(self.plans.none_averages)
+        model_copy = ModelCopy(memory, variances)
+        load, step = await self._first_model(session, self.layout, model_copy, ready.step)
+        facts.step = facts.first_step = step
+        if self.mode is None:
+            await self._begin_mode()
+        await self._tell(ready=True)
+        self.on_members()
+        self._join_average()
+        barrier = self.mode.barrier if self.mode is not None else 0
+        session.started = True
+        await session.tell(protocol.Start(load, step, facts.lr_max, barrier))
+        self._runner.ask_publish()  # the mode may still wait for a copy from the trainer before this one
+
+    async def _first_model(
+        self, session: TrainerSession, layout: Layout, fresh: ModelCopy, step: int
+    ) -> tuple[int | None, int]:
+        """Which copy the trainer must load, and the step to start from. The replica is ready afterwards."""
+        if self._runner.core.model is not None:  # a trainer that came back: the daemon went on with its model
+            if step > self._runner.step:
+                newer = (
+                    "the trainer goes on from its checkpoint of step %d, as the copy here is of step %d, and with what "
+                    "came since it ended; what it took from others between that checkpoint and its end is lost"
+                )
+                LOGGER.info(newer, step, self._runner.step)
+                await self._runner.go_on_from(fresh, step)
+                return None, step
+            await self._runner.move(fresh)
+            return 0, self._runner.step
+        fetched = await session.attended(lambda: self._catch_up.fetch(layout))
+        self._runner.core.model = fresh
+        if fetched is None:
+            fresh.step = step
+            return None, step
+        values, donor_step = fetched
+        start = max(step, donor_step)
+        return await trio.to_thread.run_sync(fresh.load, values, start), start
+
+    # ---------------------------------------------------------------- a trainer trains, and ends
+
+    async def _serve(self, session: TrainerSession) -> None:
+        """Do what the trainer's messages say until it is gone."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._release, session)
+            while (said := await session.receive()) is not None:
+                match said:
+                    case Stepped():
+                        session.facts.note(said)
+                        self._runner.on_report(report_of(said), said.published)
+                        if said.finishing:
+                            session.ended.set()
+                            if not self._leaving:
+                                nursery.start_soon(self._end_run, session)
+                    case protocol.Added(half):
+                        self._runner.on_taken(half)
+                    case protocol.SpareWanted():
+                        await self._runner.say_spare()
+                    case protocol.BarrierHeard():
+                        self._runner.on_told()
+            nursery.cancel_scope.cancel()
+
+    async def _release(self, session: TrainerSession) -> None:
+        """Let the trainer make its first step once enough members can join in."""
+        await self._catch_up.enough_members(self._settings.wait_for, self.signature)
+        await self.plans.none_averages()
+        session.facts.phase, session.facts.began = "training", trio.current_time()
+        LOGGER.info("training from step %d", session.facts.step)
+        await session.tell(protocol.Go())
+
+    async def _end_run(self, session: TrainerSession) -> None:
+        """Let a finishing trainer go when all agree, or when the others take much longer than this run did."""
+        facts = session.facts
+        patience_s = max(SETTLE_MIN_S, SETTLE_SHARE * (trio.current_time() - facts.began))
+        with trio.move_on_after(patience_s) as patience:
+            await self._runner.settled.wait()
+        if patience.cancelled_caught:
+            LOGGER.info("other members still train after %.0f s: this run ends with the model as it is", patience_s)
+        while not self._runner.all_taken:
+            await trio.sleep(0.01)
+        facts.phase = "finished"
+        await session.tell(protocol.Finished())
+        LOGGER.info("training finished at step %d; still a member, with the model", facts.step)
+
+    async def hand_over(self) -> None:
+        """For a node that leaves: have the trainer publish once more and end, then give what is not yet given."""
+        self._leaving = True
+        session, facts = self._runner.session, self.facts
+        if self.mode is None or facts is None or (facts.phase == "starting" and self.attaches == 1):
+            return  # there is nothing that the others do not have
+        if session is not None and session.cut_if_dead():
+            await session.ended.wait()
+        if session is not None and facts.phase in ("training", "finishing"):
+            await session.tell(protocol.Stop())
+            with trio.move_on_after(session.patience_s):
+                await session.ended.wait()
+        if facts.phase != "finished":
+            await self._runner.hand_over(facts.step)
+
+    async def expect_none(self) -> None:
+        """No trainer comes: members without a model need not wait for this one to go first."""
+        await self._tell(expects=False)
+
+    async def tell_stalled(self, stalled: bool) -> None:
+        """Whether the trainer has made no step for long."""
+        await self._tell(stalled=stalled)
+
+    async def _tell(self, **changes: Any) -> None:
+        self.about = replace(self.about, **changes)
+        await self._say_about(self.about)
+
+    # ---------------------------------------------------------------- the mode
+
+    async def _begin_mode(self) -> None:
+        """That of the plan in force, which may change meanwhile."""
+        while self.mode is None or self._runner.core.plan != self.plans.plan:
+            assert self.layout is not None, "known once a trainer has attached"
+            plan, settings = self.plans.plan, self.plans.settings
+            make = Average if plan.once else parse_mode(settings.mode)
+            known = self._members() if self.about.ready else {}  # a newcomer hears of the others once it may exchange
+            alive = partners(known, self._me, self.signature, plan)
+            await self._runner.begin(plan, alive, make, self._me, self.layout, self._rng, settings.mode_settings)
+
+    async def _change_plan(self, plan: Plan) -> None:
+        """Another plan is in force."""
+        if self.mode is not None:
+            await self._begin_mode()
+        await self._tell(plan=plan, averaged=False, stands=False)
+        self.on_members()
+        if self.mode is not None:
+            self._runner.go_on_finishing(self.facts.step if self.facts else 0, stands=False)
+        self._join_average()
+
+    def _join_average(self) -> None:
+        """Where no trainer trains, none will come to the barrier: the model as it stands is this node's part."""
+        trains = self.facts is not None and self.facts.phase == "training"
+        if self._runner.core.plan.once and self.mode is not None and not trains:
+            self._runner.go_on_finishing(self.facts.step if self.facts else 0, stands=True)
+
+    # ---------------------------------------------------------------- for the export
+
+    async def model_values(self) -> tuple[npt.NDArray[np.float32], int]:
+        """The model as it stands, shape (total,), and the step that it is of. Raises UserError when there is none."""
+        if self._runner.core.model is None:
+            raise UserError("this node has no model yet: no trainer has attached")
+        await self._runner.catch_up()
+        return await self._runner.values()

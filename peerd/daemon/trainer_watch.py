@@ -1,0 +1,40 @@
+"""Does the trainer still step? Judged beside its own steps: nobody else knows how long one takes.
+
+It reads no clock: `now` comes in, on that of the facts.
+"""
+
+from __future__ import annotations
+
+from peerd.daemon.trainer_session import TrainerStatus
+
+STALL_MIN_S = 10.0
+STALL_SHARE = 10.0  # times its slowest step so far: an evaluation now and then is none, if it was seen before
+
+
+class TrainerWatch:
+    """What is known of the pace of one trainer."""
+
+    def __init__(self, facts: TrainerStatus) -> None:
+        self.facts = facts
+        self.slowest_s = 0.0  # of its steps so far, but for the first, in which things are compiled and loaded
+        self.stalled = False
+        self._stepped_at: float | None = None
+        self._began: float | None = None  # of the step that it is in
+
+    def look(self, now: float) -> None:
+        """Once a second or so, however many steps that is: all that were between two looks count as one."""
+        stepped_at, began = self.facts.last_step_at, computes_since(self.facts)
+        if stepped_at is not None and stepped_at != self._stepped_at:
+            if self._stepped_at is not None and self._began is not None:
+                self.slowest_s = max(self.slowest_s, stepped_at - self._began)
+            self._stepped_at = stepped_at
+        self._began = began
+        limit_s = max(STALL_MIN_S, STALL_SHARE * self.slowest_s)
+        self.stalled = began is not None and self.slowest_s > 0 and now - began > limit_s
+
+
+def computes_since(facts: TrainerStatus) -> float | None:
+    """Since when the trainer is in a step of its own; None: in none so far, or it has ended or waits for the swarm."""
+    if facts.phase != "training" or facts.last_step_at is None or facts.waits:
+        return None
+    return max(facts.last_step_at, facts.released_at)

@@ -1,0 +1,28 @@
+"""When is a file or a folder on the disk? After this, whatever the power does."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def flush(path: Path) -> None:
+    """Wait until the disk has the content of a file, or the names in a folder. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def replace(path: Path, text: str) -> None:
+    """Give a file new content, all of it or none, on the disk when this returns. Raises OSError."""
+    temporary = path.with_suffix(".tmp")
+    try:
+        temporary.write_text(text)
+        flush(temporary)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    flush(path.parent)

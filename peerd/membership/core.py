@@ -1,0 +1,369 @@
+"""Who is in the swarm, and who is alive: SWIM with Lifeguard, as a pure core.
+
+SWIM: Das, Gupta and Motivala 2002. Lifeguard: Dadgar, Phillips and Currey 2018, arXiv:1707.00788.
+
+How this works. What is believed of a member moves along
+
+    ALIVE --a probe failed--> SUSPECT --its time is up--> FAILED          LEFT: said by the member itself
+      ^-----------------------'---------------------------'----------------'
+         the member itself speaks with a higher incarnation, or comes back with a higher epoch
+
+`roster` says which record wins, `dissemination` what rides on the next datagram, `suspicion` when a suspicion becomes a
+verdict, `probing` who is probed and whether the trouble is ours, `table_exchange` whom whole tables are exchanged with,
+`timing` every interval. This file joins them: it merges what is heard, speaks for this node, and minds the clock.
+
+News without a probe to ride on travels in an `Ack` numbered 0, which answers nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+
+from peerd.membership.dissemination import DATAGRAM_BYTES, ENVELOPE_BYTES, News, record_bytes
+from peerd.membership.effects import MemberChanged, MembershipEffect, PushPull, SendDatagram
+from peerd.membership.probing import Prober
+from peerd.membership.roster import INCARNATION_JUMP, META_BYTES, TABLE_MEMBERS, Roster, address, order
+from peerd.membership.suspicion import Suspicions
+from peerd.membership.table_exchange import FOLLOW_UP_S, TableExchange
+from peerd.membership.timing import LAN, WAN, Timing
+from peerd.training.effects import Log
+from peerd.transport.ids import Address, NodeId, shown
+from peerd.transport.messages import Ack, Member, MemberTable, Message, Nack, Ping, PingRequest, State
+
+__all__ = ["LAN", "WAN", "Membership", "Timing"]
+
+NEWS_SEQ = 0
+"""The number of an Ack that answers no probe and only carries news."""
+
+_WATCH_S = 0.5  # while someone is suspected, wake at least this often: a stall between two timers must not go unseen
+_LONG_STALL_S = 5.0  # longer than this, others may have buried us: fetch what we missed
+
+
+class Membership:
+    """One node's view of the swarm. Every method takes the time and returns what to do; `deadline` asks to be woken."""
+
+    def __init__(
+        self,
+        me: Member,
+        seeds: Sequence[Address],
+        rng: random.Random,
+        now: float,
+        timing: Timing = LAN,
+        known: Sequence[Member] = (),
+    ) -> None:
+        """`known` are live members that everybody knows already: none of them is news."""
+        self.counts: Counter[str] = Counter()
+        self._rng = rng
+        self._timing = timing
+        self._roster = Roster(me)
+        self.members: Mapping[NodeId, Member] = MappingProxyType(self._roster.rows)
+        self._news = News()
+        self._suspicions = Suspicions(timing)
+        self._prober = Prober(self._roster, self._carry, self.counts, rng, timing, now)
+        self._exchange = TableExchange(self._roster, seeds, self.counts, rng, timing, now)
+        self._leaving = False
+        self._started = False
+        self._conflict_epoch = -1  # the highest epoch of another life of ours that was reported
+        self._gossip_at = math.inf
+        self._gossiped = -math.inf
+        self.deadline = now
+        for member in known:
+            if member.id != me.id:
+                self._roster.put(member)
+                self._prober.welcome(member.id)
+        if self._roster.live:
+            self._exchange.company_changed(now)
+
+    @property
+    def me(self) -> Member:
+        """Our own record."""
+        return self._roster.me
+
+    @property
+    def awareness(self) -> int:
+        """Lifeguard's local health score: 0 is well."""
+        return self._prober.awareness
+
+    @property
+    def left_spread(self) -> bool:
+        """Whether our leaving was told often enough (or there is nobody to tell)."""
+        return self._leaving and (not self._roster.live or not self._news.about(self.me.id))
+
+    def table(self) -> MemberTable:
+        """Our side of a push-pull. Build it after `on_table` of the other side where possible: it then refutes."""
+        return MemberTable(self.me.id, tuple(self._roster.rows.values()))
+
+    # What happens -----------------------------------------------------------------------------------------------------
+
+    def on_timer(self, now: float) -> list[MembershipEffect]:
+        """Do whatever is due."""
+        effects = self._notice_stall(now)
+        self._started = True
+        if not self._leaving:
+            probes, accused = self._prober.on_timer(now)
+            effects += probes
+            if accused is not None:
+                self._accuse(accused, now, effects)
+            for id in self._suspicions.last_words(now):
+                self.counts["last_words"] += 1
+                effects.append(PushPull(address(self._roster.rows[id])))
+            for id in self._suspicions.expired(now):
+                self._declare_failed(id, now, effects)
+            effects += self._exchange.on_timer(now)
+        if now >= self._gossip_at:
+            effects += self._gossip(now)
+        return self._ask_wake(now, effects)
+
+    def on_datagram(self, message: Message, source: Address, now: float) -> list[MembershipEffect]:
+        """Take in one datagram."""
+        effects = self._notice_stall(now)
+        if isinstance(message, Ping):
+            self._hear_news(message.news, now, effects)
+            effects += self._prober.on_ping(message, source)
+        elif isinstance(message, Ack):
+            self._hear_news(message.news, now, effects)
+            if message.seq != NEWS_SEQ:
+                effects += self._prober.on_ack(message, now)
+        elif isinstance(message, PingRequest):
+            self._hear_news(message.news, now, effects)
+            effects += self._prober.on_ping_request(message, source, now)
+        elif isinstance(message, Nack):
+            self._prober.on_nack(message)
+        else:
+            self.counts["unexpected_datagrams"] += 1
+        return self._ask_wake(now, effects)
+
+    def on_table(self, table: MemberTable, now: float) -> list[MembershipEffect]:
+        """Take in the other side of a push-pull."""
+        effects = self._notice_stall(now)
+        if len(table.members) > TABLE_MEMBERS:
+            self.counts["oversized_tables"] += 1
+            return self._ask_wake(now, effects)
+        self.counts["tables"] += 1
+        self._suspicions.spoke(table.sender, now)
+        differ = False
+        for record in table.members:
+            if self._roster.rows.get(record.id) is not record:
+                differ |= self._hear_told(record, table.sender, now, effects)
+        if differ:
+            self._exchange.disagreed(table.sender, now)
+        else:
+            self._exchange.agreed()
+        return self._ask_wake(now, effects)
+
+    def on_unreachable(self, where: Address, now: float) -> list[MembershipEffect]:
+        """A push-pull dial failed; the retries go on by themselves."""
+        effects = self._notice_stall(now)
+        effects += self._exchange.on_unreachable(where)
+        for id in self._suspicions.asked():
+            if address(self._roster.rows[id]) == where:
+                self._suspicions.clear(id)
+                self._declare_failed(id, now, effects)
+        return self._ask_wake(now, effects)
+
+    def drop_seed(self, where: Address) -> None:
+        """This seed is not of our swarm."""
+        self._exchange.drop_seed(where)
+
+    def set_meta(self, meta: bytes, now: float) -> list[MembershipEffect]:
+        """Say something else of ourselves."""
+        assert len(meta) <= META_BYTES, len(meta)
+        effects = self._notice_stall(now)
+        if meta != self.me.meta:
+            self._speak(replace(self.me, meta=meta, incarnation=self.me.incarnation + 1), now)
+            effects.append(MemberChanged(self.me.id))
+        return self._ask_wake(now, effects)
+
+    def leave(self, now: float) -> list[MembershipEffect]:
+        """Say goodbye; on_timer goes on telling it until `left_spread`."""
+        effects = self._notice_stall(now)
+        if not self._leaving:
+            self._leaving = True
+            self._prober.abandon(now)
+            self._speak(replace(self.me, state=State.LEFT), now)
+            effects.append(MemberChanged(self.me.id))
+        return self._ask_wake(now, effects)
+
+    # Merging ----------------------------------------------------------------------------------------------------------
+
+    def _hear_news(self, news: tuple[Member, ...], now: float, effects: list[MembershipEffect]) -> None:
+        for record in news:
+            self._hear(record, now, effects)
+
+    def _hear(self, record: Member, now: float, effects: list[MembershipEffect]) -> None:
+        """Merge one record."""
+        roster = self._roster
+        known = roster.rows.get(record.id)
+        if known is record or known == record:
+            return
+        if record.id == self.me.id:
+            self._hear_of_self(record, now, effects)
+            return
+        again = known is not None and order(known)[:3] == order(record)[:3]
+        wins = known is None or order(record) > order(known)
+        if not wins and not (again and record.state == State.SUSPECT):
+            return
+        reason = roster.refusal(record)
+        if reason:
+            self.counts[reason] += 1
+            return
+        if wins:
+            self._accept(record, known, again, now, effects)
+        if again and record.state == State.SUSPECT and self._suspicions.confirm(record.id, record.accuser):
+            self._tell(record, now)
+
+    def _accept(
+        self, record: Member, known: Member | None, again: bool, now: float, effects: list[MembershipEffect]
+    ) -> None:
+        """Store a winning record; `again` if it says nothing new but how a tie is broken."""
+        roster = self._roster
+        had_company, was_live = bool(roster.live), roster.is_live(record.id)
+        roster.put(record)
+        if known is None or _appearance(known) != _appearance(record):
+            effects.append(MemberChanged(record.id))
+        if again:
+            return
+        self._tell(record, now)
+        self._suspicions.clear(record.id)
+        if record.state == State.SUSPECT:
+            self._suspicions.begin(record.id, record.accuser, roster.population, now)
+        if not was_live and roster.is_live(record.id):
+            self._prober.welcome(record.id)
+        if had_company != bool(roster.live):
+            self._exchange.company_changed(now)
+
+    def _hear_told(self, record: Member, teller: NodeId, now: float, effects: list[MembershipEffect]) -> bool:
+        """Merge a row of someone's table; True if we and they differ about whether the member lives.
+
+        A death we missed is heard as a suspicion. After a partition either side holds the other dead, and its own
+        healthy half is told so: as a verdict this would empty every view until the refutations are through.
+        """
+        known = self._roster.rows.get(record.id)
+        if known is None or record.id == self.me.id:
+            self._hear(record, now, effects)
+            return record.state == State.FAILED and known is not None
+        told, held = order(record)[:2], order(known)[:2]
+        if record.state == State.FAILED and known.state < State.FAILED and told >= held:
+            self._hear(replace(record, state=State.SUSPECT, accuser=record.accuser or teller), now, effects)
+            self._suspicions.confirm(record.id, teller)  # who tells it believes it
+            return True
+        self._hear(record, now, effects)
+        return record.state < State.FAILED and known.state == State.FAILED and told == held
+
+    def _hear_of_self(self, record: Member, now: float, effects: list[MembershipEffect]) -> None:
+        """Nobody but us speaks for us: outbid whatever beats our own record (refutation, SWIM section 4.2)."""
+        me = self.me
+        twin = record.epoch == me.epoch and address(record) > address(me)
+        if record.epoch > me.epoch or twin:
+            self.counts["identity_conflict"] += 1
+            if record.epoch > self._conflict_epoch:
+                self._conflict_epoch = record.epoch
+                where = f"{shown(address(record))}, epoch {record.epoch}"
+                effects.append(Log("warning", f"another node runs under our identity ({where}; ours is {me.epoch})"))
+            return
+        if order(record) <= order(me):
+            return
+        if record.incarnation - me.incarnation > INCARNATION_JUMP:
+            self.counts["incarnation_jump"] += 1
+            return
+        self.counts["refutations"] += 1
+        self._prober.adjust_awareness(+1)
+        self._speak(replace(me, incarnation=record.incarnation + 1), now)
+        if record.state >= State.FAILED and not self._leaving:
+            effects.append(Log("warning", f"we were declared {record.state.name} by {record.accuser!r}: refuting"))
+            self._exchange.hasten(now + FOLLOW_UP_S)
+
+    def _accuse(self, id: NodeId, now: float, effects: list[MembershipEffect]) -> None:
+        """Our probe of this member failed."""
+        if self._roster.is_live(id):
+            self.counts["suspicions"] += 1
+            accusation = replace(self._roster.rows[id], state=State.SUSPECT, accuser=self.me.id)
+            self._hear(accusation, now, effects)
+
+    def _declare_failed(self, id: NodeId, now: float, effects: list[MembershipEffect]) -> None:
+        """The suspicion was never refuted. The record keeps its accuser, so that most verdicts read alike."""
+        suspect = self._roster.rows[id]
+        self.counts["failures"] += 1
+        self._accept(replace(suspect, state=State.FAILED), suspect, False, now, effects)
+
+    # Telling ----------------------------------------------------------------------------------------------------------
+
+    def _speak(self, record: Member, now: float) -> None:
+        """Change our own record."""
+        self._roster.put(record)
+        self._tell(record, now)
+
+    def _tell(self, record: Member, now: float) -> None:
+        self._news.add(record)
+        if self._gossip_at == math.inf:  # at once after a pause: the first wave crosses the swarm in a few latencies
+            self._gossip_at = max(now, self._gossiped + self._timing.gossip_interval_s)
+
+    def _carry(self, ids_bytes: int, id: NodeId, where: Address) -> tuple[Member, ...]:
+        """News to ride on a message to member `id` at `where`.
+
+        It hears first what is held against it (Lifeguard's buddy system), or that another node goes by its name.
+        """
+        space = DATAGRAM_BYTES - ENVELOPE_BYTES - ids_bytes
+        row = self._roster.rows.get(id)
+        lead: tuple[Member, ...] = ()
+        amiss = row is not None and (row.state != State.ALIVE or address(row) != where)
+        if row is not None and amiss and record_bytes(row) <= space:
+            lead = (row,)
+            space -= record_bytes(row)
+        if not self._news:
+            return lead
+        news = self._news.take(space, self._timing.retransmissions(self._roster.population))
+        return lead + news if lead else news
+
+    def _gossip(self, now: float) -> list[MembershipEffect]:
+        """One round: the news to a few members at random, to each its own selection."""
+        effects: list[MembershipEffect] = []
+        self._gossiped = now
+        me = self.me.id
+        for member in self._roster.pick(self._timing.gossip_fanout, self._rng):
+            news = self._carry(len(me), member.id, address(member))
+            if news:
+                effects.append(SendDatagram(address(member), Ack(NEWS_SEQ, me, news)))
+        self.counts["gossips"] += len(effects)
+        more = len(self._news) > 0 and bool(self._roster.live)
+        self._gossip_at = now + self._timing.gossip_interval_s if more else math.inf
+        return effects
+
+    # Time -------------------------------------------------------------------------------------------------------------
+
+    def _notice_stall(self, now: float) -> list[MembershipEffect]:
+        """Lifeguard's blind spot: a node that stood still accuses healthy members when it wakes.
+
+        In a toy of 128 nodes, a quarter of them stopped for 2 s every 4 s, Lifeguard alone declared healthy members
+        dead 81 times and with this rule never.
+        """
+        late_s = now - self.deadline
+        if late_s <= self._timing.stall_s or not self._started:
+            return []
+        self.counts["stalls"] += 1
+        self._prober.abandon(now)
+        self._suspicions.postpone(now)
+        if late_s <= _LONG_STALL_S:
+            return []
+        self._exchange.hasten(now + self._rng.random())
+        return [Log("warning", f"stood still for {late_s:.1f} s")]
+
+    def _ask_wake(self, now: float, effects: list[MembershipEffect]) -> list[MembershipEffect]:
+        """Every entry ends here: never ask for the past, so that lateness always means a stall."""
+        due = self._gossip_at
+        if not self._leaving:
+            due = min(due, self._prober.deadline, self._exchange.deadline)
+            if self._suspicions:
+                due = min(due, self._suspicions.deadline, now + _WATCH_S)
+        self.deadline = max(now, due)
+        return effects
+
+
+def _appearance(record: Member) -> tuple[object, ...]:
+    """What the rest of the daemon sees of a member."""
+    return record.epoch, record.state, record.name, record.host, record.port, record.meta

@@ -1,0 +1,141 @@
+"""Who wins when two records of a member differ, and the bounded table of the winners.
+
+Records of a member are totally ordered: by epoch, incarnation and state first (SWIM, Das, Gupta and Motivala 2002, with
+the epoch in front so that a restart supersedes everything said of the previous life), then by the other fields, so that
+ties end the same way everywhere. The table keeps the greatest record heard of each member. Taking a maximum is
+commutative, associative and idempotent: the order of messages and their duplicates do not matter.
+"""
+
+from __future__ import annotations
+
+import random
+
+from peerd.transport.ids import Address, NodeId
+from peerd.transport.messages import Member, State
+
+TABLE_MEMBERS = 4096
+META_BYTES = 512
+NAME_BYTES = 128  # ids, names and accusers; with META_BYTES and HOST_BYTES a record always fits into a datagram
+HOST_BYTES = 255
+INCARNATION_JUMP = 1 << 20
+"""A record further ahead than this is a lie: 2**20 refutations at one per second take 12 days."""
+
+Order = tuple[int, int, int, str, str, str, int, bytes]
+
+
+def order(record: Member) -> Order:
+    """The total order of one member's records; the first three fields are what protocols speak about."""
+    return (
+        record.epoch, record.incarnation, record.state,
+        record.accuser, record.name, record.host, record.port, record.meta,
+    )  # fmt: skip
+
+
+def text_bytes(text: str) -> int:
+    """The length of a string on the wire."""
+    return len(text) if text.isascii() else len(text.encode(errors="replace"))
+
+
+def address(record: Member) -> Address:
+    """Where the member listens."""
+    return record.host, record.port
+
+
+class Roster:
+    """The greatest record of each member, and O(1) picks among those believed to live (ALIVE or SUSPECT)."""
+
+    def __init__(self, me: Member) -> None:
+        assert not fault(me), fault(me)
+        self.me = me
+        self.rows: dict[NodeId, Member] = {me.id: me}
+        self.live: list[NodeId] = []  # without me; in no particular order
+        self._at: dict[NodeId, int] = {}  # where in `live`
+        self._gone: dict[NodeId, None] = {}  # FAILED and LEFT, the longest gone first
+
+    @property
+    def population(self) -> int:
+        """N: the live members, oneself included."""
+        return len(self.live) + 1
+
+    def is_live(self, id: NodeId) -> bool:
+        """Whether the member is another one and believed to live."""
+        return id in self._at
+
+    def refusal(self, record: Member) -> str:
+        """Why the record may not enter the table (a name to count it under), or ""."""
+        known = self.rows.get(record.id)
+        reason = fault(record)
+        if reason:
+            return reason
+        reached = known.incarnation if known is not None and known.epoch == record.epoch else 0
+        if record.incarnation - reached > INCARNATION_JUMP:
+            return "incarnation_jump"
+        if known is None and len(self.rows) >= TABLE_MEMBERS and (not self._gone or record.state >= State.FAILED):
+            return "table_full"
+        return ""
+
+    def put(self, record: Member) -> None:
+        """Store a record that was not refused and supersedes the known one."""
+        if record.id == self.me.id:
+            self.me = record
+            self.rows[record.id] = record
+            return
+        if record.id not in self.rows and len(self.rows) >= TABLE_MEMBERS:
+            oldest = next(iter(self._gone))
+            del self._gone[oldest], self.rows[oldest]
+        self.rows[record.id] = record
+        if record.state < State.FAILED:
+            self._gone.pop(record.id, None)
+            self._enter(record.id)
+        else:
+            self._exit(record.id)
+            self._gone.setdefault(record.id)
+
+    def pick(self, count: int, rng: random.Random, without: NodeId = "", alive_only: bool = False) -> list[Member]:
+        """Up to `count` distinct live members at random. O(count): a few unlucky draws may return fewer."""
+        picked: dict[NodeId, Member] = {}
+        size = len(self.live)
+        if size <= count:
+            picked = {id: self.rows[id] for id in self.live}
+        else:
+            for _ in range(4 * count):
+                id = self.live[int(rng.random() * size)]
+                if id != without and not (alive_only and self.rows[id].state != State.ALIVE):
+                    picked[id] = self.rows[id]
+                if len(picked) == count:
+                    break
+        return [m for m in picked.values() if m.id != without and not (alive_only and m.state != State.ALIVE)]
+
+    def failed(self) -> list[Member]:
+        """The failed members, the longest gone first. O(gone)."""
+        return [self.rows[id] for id in self._gone if self.rows[id].state == State.FAILED]
+
+    def live_addresses(self) -> set[Address]:
+        """Where live members listen, oneself included. O(N)."""
+        return {address(self.rows[id]) for id in self.live} | {address(self.me)}
+
+    def _enter(self, id: NodeId) -> None:
+        if id not in self._at:
+            self._at[id] = len(self.live)
+            self.live.append(id)
+
+    def _exit(self, id: NodeId) -> None:
+        at = self._at.pop(id, None)
+        if at is None:
+            return
+        last = self.live.pop()
+        if last != id:  # the last one fills the hole, so that removal is O(1)
+            self.live[at] = last
+            self._at[last] = at
+
+
+def fault(record: Member) -> str:
+    """What is wrong with a record whatever the table holds (a name to count it under), or ""."""
+    if len(record.meta) > META_BYTES:
+        return "meta_too_long"
+    longest = max(text_bytes(record.id), text_bytes(record.name), text_bytes(record.accuser))
+    if not record.id or longest > NAME_BYTES or text_bytes(record.host) > HOST_BYTES:
+        return "malformed"
+    if record.epoch < 0 or record.incarnation < 0 or not 0 <= record.port < 65536:
+        return "malformed"
+    return ""

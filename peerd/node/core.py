@@ -1,0 +1,126 @@
+"""What becomes of an event in the daemon: the mode's events, and those of the copy that it shares with its trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from peerd.node.model_copy import ModelCopy
+from peerd.training.effects import Apply, Effect
+from peerd.training.mode_core import ModeCore, ModeEvent, Stepped
+
+
+@dataclass(frozen=True, slots=True)
+class BufferTaken:
+    """The trainer has added this buffer of corrections to its model."""
+
+    buffer: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerGone:
+    """The session is over: the daemon owns the model now."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMoves:
+    """The same model goes on in another trainer's memory."""
+
+    fresh: ModelCopy
+
+
+@dataclass(frozen=True, slots=True)
+class ModelComes:
+    """Another trainer brings the model, which is of a later step."""
+
+    fresh: ModelCopy
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWanted:
+    """Somebody looks at the model as it stands."""
+
+
+@dataclass(frozen=True, slots=True)
+class Nothing:
+    """Whoever waits for it knows that all earlier events have been handled."""
+
+
+NodeEvent = ModeEvent | BufferTaken | TrainerGone | ModelMoves | ModelComes | ModelWanted | Nothing
+
+
+@dataclass(frozen=True, slots=True)
+class TakeBuffer:
+    """The trainer should add this buffer of corrections."""
+
+    buffer: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRead:
+    """The copy that the trainer was asked for is here."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelIs:
+    """A copy of the model, shape (total,), and the step that it is of."""
+
+    values: npt.NDArray[np.float32]
+    step: int
+
+
+NodeEffect = Effect | TakeBuffer | CopyRead | ModelIs
+
+
+class NodeCore(ModeCore):
+    """The mode of a node and its copy of the trainer's model. Used by one thread at a time."""
+
+    model: ModelCopy | None
+
+    def handle_all(self, event: NodeEvent, now: float) -> list[NodeEffect]:
+        """`handle`, corrections applied; the trainer is told until when it has nothing to report."""
+        effects: list[NodeEffect] = []
+        for effect in self._follow(event, now):
+            if isinstance(effect, Apply):
+                if self.model is not None:
+                    self.model.add(effect.correction)
+            else:
+                effects.append(effect)
+        if self.model is None:
+            return effects
+        if self.mode is not None:
+            self.model.be_quiet(self.mode.quiet)
+        buffer = self.model.drain()
+        return effects if buffer is None else [*effects, TakeBuffer(buffer)]
+
+    def _follow(self, event: NodeEvent, now: float) -> Sequence[NodeEffect]:
+        model = self.model
+        match event:
+            case BufferTaken(buffer) if model is not None:
+                model.taken(buffer)
+            case TrainerGone():
+                self.untold = 0
+                if model is not None:
+                    model.owned_here()
+            case ModelMoves(fresh) if model is not None:
+                fresh.load(model.values(), model.step)
+                self.model = fresh
+            case ModelComes(fresh, step) if model is not None:
+                fresh.step = step
+                fresh.take_over(model)
+                self.model = fresh
+            case ModelWanted() if model is not None:
+                return [ModelIs(model.values().astype(np.float32), model.step)]
+            case Stepped(_, copy) if copy is not None:
+                return [CopyRead(), *self.handle(event, now)]
+            case Nothing():
+                pass
+            case BufferTaken() | ModelMoves() | ModelComes() | ModelWanted():
+                raise AssertionError("said of a model that there is")
+            case _:
+                return self.handle(event, now)
+        return []

@@ -1,0 +1,50 @@
+"""Whom does a newcomer ask for the swarm's model, and when again? Donors in turns, each until it is surely silent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from peerd.transport.ids import NodeId
+
+ASK_SOON_S = 1.0  # the first answer is lost if the donor has not yet heard of us, or still dials our former life
+ASK_AGAIN_S = 10.0  # a donor from which nothing has come for so long is asked again,
+ASKS_MAX = 4  # so many times; then another one is
+SLOWEST_DONOR = 1000  # bytes a second: fewer are probes and tables, not a model
+
+
+class DonorChoice:
+    """The requests of one newcomer, from the first until it has a model."""
+
+    def __init__(self) -> None:
+        self.donor: NodeId | None = None  # who was asked last: a model of anybody else was not asked for
+        self._silent: set[NodeId] = set()  # those passed over in this turn
+        self._asks = 0  # of this donor
+        self._looked_at, self._received = 0.0, 0  # when it was last asked, or seen to send, and the bytes by then
+
+    def ask(self, givers: Sequence[NodeId], received: int, now: float) -> NodeId | None:
+        """Return to whom a request is to be sent now; None: wait, and ask again in a second or so.
+
+        `givers` are the live members that have a model, whom to prefer first; `received` counts all bytes that came.
+        """
+        if self.donor is not None and self.donor in givers:
+            waited_s = now - self._looked_at
+            if waited_s < (ASK_SOON_S if self._asks == 1 else ASK_AGAIN_S):
+                return None
+            if received - self._received > waited_s * SLOWEST_DONOR:
+                self._looked_at, self._received = now, received
+                return None
+        if self.donor is not None and (self.donor not in givers or self._asks == ASKS_MAX):
+            self.pass_over()
+        if self.donor is None:
+            if self._silent.issuperset(givers):
+                self._silent.clear()
+            self.donor, self._asks = next(giver for giver in givers if giver not in self._silent), 0
+        self._asks += 1
+        self._looked_at, self._received = now, received
+        return self.donor
+
+    def pass_over(self) -> None:
+        """Ask another one next: this one is silent or gone, or what it sent was no model."""
+        if self.donor is not None:
+            self._silent.add(self.donor)
+        self.donor = None

@@ -1,0 +1,115 @@
+"""Who may exchange with whom, and whose model does a newcomer start from? Decided from what members say."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import msgpack
+
+from peerd.protocol import plan as plans
+from peerd.transport.ids import Address, NodeId
+from peerd.transport.messages import AS_STARTED, Member, Plan, State
+
+_NOTHING_LATER = [*plans.pack(AS_STARTED), False, False, False]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeMeta:
+    """What a member says of itself in its `meta`."""
+
+    model: str = ""  # signature of its model, shortened; "" before a trainer has attached
+    ready: bool = False  # it holds the swarm's model: it can give it, and exchange
+    expects: bool = False  # a trainer is attached or on its way
+    founder: bool = False  # it was started without a node to join
+    plan: Plan = AS_STARTED  # how it combines models (plan.py)
+    averaged: bool = False  # its model is the average with which that plan begins
+    stands: bool = False  # its model is in that average: it waits for the others'
+    stalled: bool = False  # its trainer has made no step for long
+
+    def pack(self) -> bytes:
+        """At most 64 bytes while each node works as it was started, else at most 400."""
+        later = [*plans.pack(self.plan), self.averaged, self.stands, self.stalled]
+        changed = [] if later == _NOTHING_LATER else later
+        packed: bytes = msgpack.packb([self.model[:16], self.ready, self.expects, self.founder, *changed])
+        return packed
+
+    @classmethod
+    @functools.lru_cache(maxsize=1024)
+    def unpack(cls, meta: bytes) -> NodeMeta:
+        """Anything unreadable is a member that offers nothing."""
+        try:
+            said = msgpack.unpackb(meta, max_array_len=16, max_str_len=256)
+        except (ValueError, TypeError, msgpack.UnpackException):
+            return cls()
+        if not isinstance(said, list) or len(said) < 4 or not isinstance(said[0], str):
+            return cls()
+        model, ready, expects, founder = said[:4]
+        averaged, stands, stalled = (said[at : at + 1] == [True] for at in (8, 9, 10))
+        plan = plans.unpack(said[4:8])
+        return cls(model, ready is True, expects is True, founder is True, plan, averaged, stands, stalled)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnModel:
+    """Start from the model that the trainer brought."""
+
+
+@dataclass(frozen=True, slots=True)
+class FetchFrom:
+    """Ask these members, in this order."""
+
+    donors: tuple[NodeId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WaitFor:
+    """Wait until a member has a model, and say why."""
+
+    reason: str
+
+
+def partners(members: Mapping[NodeId, Member], me: NodeId, model: str, plan: Plan | None = None) -> frozenset[NodeId]:
+    """Live members that hold the same model and can exchange: under `plan`, where one is given."""
+    return frozenset(id for id, member in members.items() if id != me and is_partner(member, model, plan))
+
+
+def is_partner(member: Member, model: str, plan: Plan | None = None) -> bool:
+    """Whether this member lives, holds the same model and can exchange."""
+    about = NodeMeta.unpack(member.meta)
+    holds = member.state <= State.SUSPECT and about.ready and about.model == model[:16]
+    return holds and (plan is None or plans.works_with(plan, about.plan))
+
+
+def donors(members: Mapping[NodeId, Member], me: NodeId) -> list[NodeId]:
+    """Other live members that have a model to give, whichever it is: asking one of another model says what differs."""
+    others = ((id, member) for id, member in members.items() if id != me and member.state <= State.SUSPECT)
+    return sorted(id for id, member in others if NodeMeta.unpack(member.meta).ready)
+
+
+def whose_model(
+    members: Mapping[NodeId, Member], me: NodeId, *, has_seeds: bool, awaited: Collection[Address] = ()
+) -> OwnModel | FetchFrom | WaitFor:
+    """Where a newcomer's model comes from.
+
+    A member that has one gives it. While none has, exactly one goes first: a founder that trains, else the member with
+    the smallest id among those that do. All others wait for it, so a swarm never starts from two models. Nor does
+    anyone go first while members may still answer whom it knew before a restart: `awaited`, for a bounded time.
+    """
+    live = {id: NodeMeta.unpack(m.meta) for id, m in members.items() if m.state <= State.SUSPECT}
+    if givers := donors(members, me):
+        start = sum(me.encode()) % len(givers)  # newcomers spread over the donors
+        return FetchFrom(tuple(givers[start:] + givers[:start]))
+    if len(live) == 1 and has_seeds:
+        return WaitFor("no node of the swarm has answered yet")
+    candidates = sorted(id for id, about in live.items() if about.expects or id == me)
+    if not candidates:
+        return WaitFor("this node is leaving")
+    founders = [id for id in candidates if live[id].founder]
+    first = (founders or candidates)[0]
+    if first != me:
+        return WaitFor(f"no member has a model yet; {members[first].name} goes first")
+    if set(awaited) - {(members[id].host, members[id].port) for id in live}:
+        return WaitFor("members known before the restart may still answer")
+    return OwnModel()

@@ -1,0 +1,127 @@
+"""What does the daemon know of its node's model? The last published copy, and the corrections not yet in it.
+
+The trainer owns the model while it runs; afterwards the daemon does, and goes on as a member with it. Everything here
+is called from the compute thread, one call at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from peerd.local.board import Board
+from peerd.local.shared_memory import SharedMemory
+from peerd.training.effects import Vector
+from peerd.training.model.quiet import Quiet
+from peerd.training.model.variances import bounded
+
+
+class ModelCopy:
+    """The model as it stands, read and corrected through the shared memory."""
+
+    def __init__(self, memory: SharedMemory, variances: Iterable[tuple[int, int]] = ()) -> None:
+        """Begin with what the trainer published to copies[0].
+
+        `variances` says where running variances are, as start and stop: a correction leaves a tenth of them at least,
+        here as in the trainer (training/model/variances.py).
+        """
+        self.step = 0
+        """Of the last published copy: the trainer may be further."""
+        self._memory = memory
+        self._variances = [slice(start, stop) for start, stop in variances]
+        self._values = np.empty(memory.total, np.float32)
+        self._current = 0
+        self._handed: int | None = None  # the buffer that the trainer was told to take
+        self._filling = 0
+        self._filled = False
+        self._owned_here = False  # no trainer (any more): corrections go straight into the copy
+
+    @property
+    def has_corrections(self) -> bool:
+        """Whether the trainer has not yet taken all of them."""
+        return self._filled or self._handed is not None
+
+    def values(self) -> Vector:
+        """The model with every correction so far, shape (total,); the array is used again by the next call."""
+        values = self._values
+        np.copyto(values, self._memory.copies[self._current])
+        if self._handed is not None:
+            self._correct(values, self._memory.corrections[self._handed])
+        if self._filled:
+            self._correct(values, self._memory.corrections[self._filling])
+        return values
+
+    def add(self, correction: Vector) -> None:
+        """Have the model corrected."""
+        if self._owned_here:
+            self._correct(self._memory.copies[self._current], correction)
+            np.add(self._untaken, correction, out=self._untaken)
+        else:
+            filling = self._memory.corrections[self._filling]
+            np.add(filling, correction, out=filling)
+            self._filled = True
+
+    def drain(self) -> int | None:
+        """The buffer that the trainer should take now; None when it has one or there is none."""
+        if self._owned_here or not self._filled or self._handed is not None:
+            return None
+        self._handed, self._filling, self._filled = self._filling, 1 - self._filling, False
+        return self._handed
+
+    def taken(self, buffer: int) -> None:
+        """The trainer has added `buffer`; the last published copy gets it too, to stay the model's past."""
+        if buffer != self._handed:
+            return
+        corrections = self._memory.corrections[buffer]
+        self._correct(self._memory.copies[self._current], corrections)
+        corrections[:] = 0
+        self._handed = None
+
+    def published(self, copy: int, step: int) -> None:
+        """The trainer's model after `step`, with all it has taken, is now in `copy`."""
+        self._current, self.step = copy, step
+
+    def is_shared_with(self, board: Board) -> bool:
+        """Whether the trainer behind this board has the same memory: it may be another's, who has only just come."""
+        return self._memory.board is board
+
+    def be_quiet(self, quiet: Quiet) -> None:
+        """Tell the trainer which steps are news, and then that it may write the other copy: never by older numbers."""
+        self._memory.board.be_quiet(quiet)
+        self._memory.board.reads(self._current)
+
+    def owned_here(self) -> None:
+        """The trainer is gone: the copy and what it had not taken are the model now."""
+        if self._owned_here:
+            return
+        self._untaken[:] = 0
+        for half in (self._handed, self._filling if self._filled else None):
+            if half is not None:
+                self._correct(self._memory.copies[self._current], self._memory.corrections[half])
+                np.add(self._untaken, self._memory.corrections[half], out=self._untaken)
+                self._memory.corrections[half][:] = 0
+        self._handed, self._filled, self._owned_here = None, False, True
+
+    def take_over(self, before: ModelCopy) -> None:
+        """Go on from the trainer's own model, with what came since the last trainer took something."""
+        if before._owned_here and before._untaken.any():
+            self.add(before._untaken)
+
+    @property
+    def _untaken(self) -> npt.NDArray[np.float32]:
+        """The other copy: nobody writes it once the trainer is gone."""
+        return self._memory.copies[1 - self._current]
+
+    def load(self, values: Vector, step: int) -> int:
+        """Replace the model by `values`, of this step; returns the copy that the trainer must load."""
+        np.copyto(self._memory.copies[self._current], values)
+        self.step = step
+        return self._current
+
+    def _correct(self, model: npt.NDArray[np.float32], correction: Vector) -> None:
+        before = [model[where].copy() for where in self._variances]
+        np.add(model, correction, out=model)
+        for where, values in zip(self._variances, before, strict=True):
+            model[where] = bounded(values, model[where])

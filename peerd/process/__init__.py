@@ -1,0 +1,1 @@
+"""What any process of peerd needs of its host: logs, memory, niceness."""

@@ -1,0 +1,79 @@
+"""How are models combined from now on? The plan of a swarm: a register that the last proposal wins.
+
+Every member says in its `meta` under which plan it works, and takes over the greatest that anyone says: the highest
+number, then author and the rest, so that of two proposals made at once the same one wins everywhere. Taking a maximum
+is commutative, associative and idempotent, so the order of the news does not matter, and nobody ever goes back.
+
+A mode's messages mean something under one plan only. Each member exchanges with those that say they work under the
+same, and each connection says which plan its messages were meant under (it sends the Plan itself, before the first
+message and after every change; none for number 0); those of another plan are dropped.
+
+A plan that is `once` begins with one exact average of all models, those of members that have not heard of it yet too.
+Each member whose model is the average says so, and goes on by itself, under the same number, when all have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from peerd.transport.ids import NodeId
+from peerd.transport.messages import AS_STARTED, Plan
+
+NUMBER_MAX = 1 << 32  # of proposals that people make
+AUTHOR_BYTES = 128
+TEXT_BYTES = 200  # with the rest of what a member says of itself under the 512 bytes of its meta
+
+
+def newest(plans: Iterable[Plan]) -> Plan:
+    """The one that a member who has heard of these works under."""
+    return max(plans, default=AS_STARTED)
+
+
+def proposal(known: Plan, author: NodeId, text: str, *, once: bool = False) -> Plan:
+    """A plan that beats `known`."""
+    return Plan(known.number + 1, author, not once, text)
+
+
+def after(plan: Plan) -> Plan:
+    """What follows the average: the same for all who took part, so that nobody need tell another.
+
+    Nothing lies between the two, so whatever was proposed beside the average beats both or neither.
+    """
+    assert plan.once, "any other plan is for good"
+    return replace(plan, done=True)
+
+
+def works_with(mine: Plan, theirs: Plan) -> bool:
+    """Whether a member under `mine` exchanges with one under `theirs`, or will once it has heard of mine."""
+    return theirs == mine or (mine.once and theirs < mine)
+
+
+def is_over(plan: Plan, others: Iterable[tuple[Plan, bool]]) -> bool:
+    """Whether no other member needs us for the average any more, from each one's plan and whether it has averaged."""
+    return all(theirs > plan or (theirs == plan and averaged) for theirs, averaged in others)
+
+
+def text_of(mode: str, changes: Mapping[str, object]) -> str:
+    """How a plan says it; a change of None is none."""
+    return " ".join([mode, *(f"{key}={value}" for key, value in changes.items() if value is not None)])
+
+
+def parts(text: str) -> tuple[str, dict[str, str]]:
+    """The mode and the changes."""
+    mode, *changes = text.split() or [""]
+    return mode, {key: value for key, _, value in (change.partition("=") for change in changes)}
+
+
+def pack(plan: Plan) -> list[int | str | bool]:
+    """For the meta."""
+    return [plan.number, plan.author, plan.done, plan.text]
+
+
+def unpack(said: list[object]) -> Plan:
+    """Whatever is no plan is what each node was started with."""
+    match said:
+        case [int(number), str(author), bool(done), str(text)] if 0 < number <= NUMBER_MAX:
+            fits = len(author.encode()) <= AUTHOR_BYTES and len(text.encode()) <= TEXT_BYTES
+            return Plan(number, author, done, text) if fits else AS_STARTED
+    return AS_STARTED

@@ -1,0 +1,301 @@
+"""What do a trainer and its daemon say to each other? Maps over a Unix socket, each one of these dataclasses.
+
+trainer                                       daemon
+Attach, with the shared memory        ->
+                                      <-      Welcome: where checkpoints are     (or an error: refused)
+(loads one; publishes copy 0) Ready   ->
+                                      <-      Start: which copy to load, the barrier
+                                      <-      Go: enough members are ready
+each step beyond what the board says,
+    with a copy: Stepped(published)   ->
+                                      <-      Publish: a copy at your next step, please (a newcomer waits for it)
+SpareWanted                           ->      (is the other copy free?)
+                                      <-      Spare: it is, as the board says
+                                      <-      Corrections: add this buffer
+Added                                 ->
+at a barrier it stands after Stepped  ->
+                                      <-      Resume, once it has taken every correction
+                                      <-      BarrierIs: the mode has changed, nobody waits at the old one's
+BarrierHeard                          ->
+Stepped(finishing=True)               ->
+                                      <-      Finished: all models agree; or Stop, at any time: the node leaves
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from types import UnionType
+from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """One of them; KIND is its name on the socket."""
+
+    KIND: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        """Raises ValueError: a field is not of its type, or out of its range."""
+        for name, hint in _hints(type(self)).items():
+            if not _fits(getattr(self, name), hint):
+                raise ValueError(f"{self.KIND}: {name} is {getattr(self, name)!r:.40}")
+        self.check()
+
+    def check(self) -> None:
+        """What types do not say. Raises ValueError."""
+
+
+# ---------------------------------------------------------------- from the trainer
+
+
+@dataclass(frozen=True, slots=True)
+class Attach(Said):
+    """A trainer comes: `tensors` as "name dtype shape", `variances` as starts and stops in the vector."""
+
+    KIND = "attach"
+    pid: int
+    signature: str
+    parameters: int
+    total: int
+    tensors: list[str]
+    variances: list[Any]
+
+    def check(self) -> None:
+        """See `Said`."""
+        if not 0 < self.parameters <= self.total:
+            raise ValueError(f"attach: {self.parameters} parameters of {self.total} values")
+        for each in self.variances:
+            if not (isinstance(each, list | tuple) and len(each) == 2 and all(type(one) is int for one in each)):
+                raise ValueError("attach: a range of variances is no pair of numbers")
+            if not 0 <= each[0] <= each[1] <= self.total:
+                raise ValueError("attach: a range of variances lies outside of the model")
+
+
+@dataclass(frozen=True, slots=True)
+class Ready(Said):
+    """Copy 0 is the model that the trainer has, after this step."""
+
+    KIND = "ready"
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped(Said):
+    """The optimizer moved, or the run ended. `change` is the L2 norm since the last copy, over the parameters."""
+
+    KIND = "step"
+    step: int
+    change: float
+    lr_ratio: float
+    published: int | None = None  # the copy that was written
+    rolled_back: bool = False
+    finishing: bool = False
+    at_exit: bool = False  # only because the interpreter ends
+
+    def check(self) -> None:
+        """See `Said`."""
+        if self.published not in (None, 0, 1):
+            raise ValueError(f"step: there is no copy {self.published}")
+
+
+@dataclass(frozen=True, slots=True)
+class Added(Said):
+    """This buffer of corrections is in the model now."""
+
+    KIND = "taken"
+    half: int
+
+    def check(self) -> None:
+        """See `Said`."""
+        if self.half not in (0, 1):
+            raise ValueError(f"taken: there is no buffer {self.half}")
+
+
+@dataclass(frozen=True, slots=True)
+class SpareWanted(Said):
+    """Tell me when I may write the other copy."""
+
+    KIND = "spare"
+
+
+@dataclass(frozen=True, slots=True)
+class BarrierHeard(Said):
+    """I know the new barrier."""
+
+    KIND = "barrier"
+
+
+# ---------------------------------------------------------------- from the daemon
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome(Said):
+    """The node takes this model."""
+
+    KIND = "welcome"
+    checkpoints: str
+    checkpoint_every_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Start(Said):
+    """Train from here."""
+
+    KIND = "start"
+    load: int | None  # the copy to load; None: what the trainer has
+    step: int
+    lr_max: float
+    barrier: int
+
+
+@dataclass(frozen=True, slots=True)
+class Go(Said):
+    """Enough members are ready for the first step."""
+
+    KIND = "go"
+
+
+@dataclass(frozen=True, slots=True)
+class Publish(Said):
+    """Write a copy at your next step."""
+
+    KIND = "publish"
+
+
+@dataclass(frozen=True, slots=True)
+class Spare(Said):
+    """Your last copy has been read."""
+
+    KIND = "spare"
+
+
+@dataclass(frozen=True, slots=True)
+class Corrections(Said):
+    """Add this buffer to the model."""
+
+    KIND = "corrections"
+    half: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resume(Said):
+    """Go on after the barrier's step."""
+
+    KIND = "resume"
+
+
+@dataclass(frozen=True, slots=True)
+class BarrierIs(Said):
+    """Steps that are multiples of this wait; 0: none does."""
+
+    KIND = "barrier"
+    barrier: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished(Said):
+    """The end of the run is known to all."""
+
+    KIND = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class Stop(Said):
+    """The node leaves: publish once more, and end."""
+
+    KIND = "stop"
+
+
+FROM_TRAINER: dict[str, type[Said]] = {
+    each.KIND: each for each in (Attach, Ready, Stepped, Added, SpareWanted, BarrierHeard)
+}
+FROM_DAEMON: dict[str, type[Said]] = {
+    each.KIND: each for each in (Welcome, Start, Go, Publish, Spare, Corrections, Resume, BarrierIs, Finished, Stop)
+}
+
+
+def encoded(said: Said) -> dict[str, Any]:
+    """The map that travels."""
+    return {"kind": said.KIND, **{item.name: getattr(said, item.name) for item in fields(said)}}
+
+
+def decoded(message: Mapping[str, Any], known: Mapping[str, type[Said]]) -> Said:
+    """What a map says; fields that are not known are left out. Raises ValueError with what is wrong."""
+    kind = message.get("kind")
+    cls = known.get(kind) if isinstance(kind, str) else None
+    if cls is None:
+        raise ValueError(f"{kind!r:.40} is nothing that is said here")
+    names = {item.name for item in fields(cls)}
+    try:
+        return cls(**{name: value for name, value in message.items() if name in names})
+    except TypeError:
+        raise ValueError(f"{kind}: it lacks a field") from None
+
+
+class TrainerClient:
+    """The trainer's end, without I/O: what the daemon has said so far."""
+
+    def __init__(self) -> None:
+        self.heard = 0  # messages
+        self.go = self.resumed = self.finished = self.stop = False
+        self.barrier = 0
+        self.copy_asked = False
+        self.published_to = 0  # the copy that was written last
+
+    @property
+    def next_copy(self) -> int:
+        """The one that may be written when the daemon reads the other."""
+        return 1 - self.published_to
+
+    def published(self, copy: int) -> None:
+        """This copy has been written."""
+        self.published_to, self.copy_asked = copy, False
+
+    def stands_at(self, step: int) -> bool:
+        """Whether the trainer waits for the swarm after this step."""
+        return self.barrier > 0 and step % self.barrier == 0
+
+    def hear(self, said: Said) -> Said | None:
+        """Note it; returns what to answer, to `Corrections` once they have been added."""
+        match said:
+            case Start(barrier=barrier):
+                self.barrier = barrier
+            case Corrections(half):
+                return Added(half)
+            case Publish():
+                self.copy_asked = True
+            case Go():
+                self.go = True
+            case Resume():
+                self.resumed = True
+            case BarrierIs(barrier):
+                self.barrier, self.resumed = barrier, True
+                return BarrierHeard()
+            case Finished():
+                self.finished = True
+            case Stop():
+                self.stop = True
+        return None
+
+
+_known_hints: dict[type, dict[str, Any]] = {}
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    if cls not in _known_hints:
+        hints = get_type_hints(cls)
+        _known_hints[cls] = {item.name: hints[item.name] for item in fields(cls)}
+    return _known_hints[cls]
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether it is of the type; a bool is no number, an int is a float."""
+    if get_origin(hint) in (Union, UnionType):
+        return any(_fits(value, one) for one in get_args(hint))
+    if get_origin(hint) is list:
+        (inner,) = get_args(hint)  # a large model has 200,000 names: no look at the hint for each
+        return isinstance(value, list | tuple) and (inner is Any or all(type(one) is inner for one in value))
+    if hint is float:
+        return isinstance(value, float | int) and not isinstance(value, bool)
+    return type(value) is hint

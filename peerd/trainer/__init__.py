@@ -1,0 +1,1 @@
+"""The trainer's side: `peerd.attach`, the session with the daemon, checkpoints."""

@@ -1,0 +1,320 @@
+"""How does a run survive a crash? Generations of model, optimizer and step, each one folder that appears at once.
+
+    step-00000120/model.safetensors   model.* and optimizer.* tensors
+    step-00000120/manifest.json       step, sizes, SHA-256 of the file and of itself, and the plain values of both
+
+A generation is written to a temporary folder, every file and the folder are flushed to the disk, then it is renamed and
+the parent flushed: after a crash at any point the newest folder is whole, or is not there. When a step is saved again
+(the end of a run, after its last checkpoint) the earlier one moves to step-00000120.old first, and counts as long as
+it is there. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from peerd.local.durable import flush
+from peerd.trainer.optimizers import kind
+from peerd.training.model.shards import taken_apart, whole
+
+KEEP_GENERATIONS = 2
+MANIFEST_BYTES_MAX = 16 << 20
+EXTRA_BYTES_MAX = 1 << 20  # of a module's extra state as JSON: a manifest over its limit would be read by nobody
+EXTRA_STATE = "_extra_state"  # torch's name for what `get_extra_state` gives
+_TENSORS = "model.safetensors"
+_MANIFEST = "manifest.json"
+_NAME = re.compile(r"step-(\d{8,18})(\.old)?")
+
+
+class Damaged(Exception):
+    """This generation is not what was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A copy of everything a run needs to go on, taken between two steps."""
+
+    step: int
+    signature: str
+    tensors: dict[str, torch.Tensor]
+    optimizer: dict[str, Any] | None  # plain values: class, param_groups, and the state that is no tensor
+    extra: dict[str, Any] = field(default_factory=dict)  # of modules that have an extra state: plain values by name
+
+
+def capture(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    signature: str,
+    left_out: Collection[str] = (),
+) -> Generation:
+    """Copy model and optimizer to host memory, but for the parameters `left_out`: the script makes them again."""
+    of_model, of_optimizer = _kept(model, left_out), _state_of(optimizer)
+    tensors = {name: _copy(value) for name, value in _tensors(of_model, of_optimizer)}
+    extra = {name: value for name, value in of_model.items() if name not in tensors and _is_exact(value)}
+    if of_optimizer is None:
+        return Generation(step, signature, tensors, None, extra)
+    groups = [{key: _untensored(value) for key, value in group.items()} for group in of_optimizer["param_groups"]]
+    plain: dict[str, Any] = {"class": kind(optimizer), "param_groups": groups, "state": {}}
+    for index, entries in of_optimizer["state"].items():
+        plain["state"][str(index)] = {
+            key: value for key, value in entries.items() if not isinstance(value, torch.Tensor)
+        }
+    return Generation(step, signature, tensors, plain if _is_plain(plain) else None, extra)
+
+
+def help_capture(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Give this rank's shards to the one that captures."""
+    for _, value in _tensors(_kept(model, ()), _state_of(optimizer)):
+        whole(value)
+
+
+def not_kept(model: nn.Module) -> list[str]:
+    """One line for each module whose extra state is neither a tensor nor plain data."""
+    lines = []
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            value = module.get_extra_state()
+            if not isinstance(value, torch.Tensor) and not _is_exact(value):
+                key = f"{name}.{EXTRA_STATE}".removeprefix(".")
+                lines.append(f"{key} is no plain data ({type(value).__name__}): checkpoints are written without it")
+    return lines
+
+
+def _kept(model: nn.Module, left_out: Collection[str]) -> dict[str, Any]:
+    """The entries of the model's state: without those `left_out`, and what a quantized one has beside it."""
+    state: dict[str, Any] = {f"model.{name}": value for name, value in model.state_dict().items()}
+    with_them = tuple(f"model.{name}." for name in left_out)
+    return {
+        name: value
+        for name, value in state.items()
+        if name.removeprefix("model.") not in left_out and not name.startswith(with_them)
+    }
+
+
+def _state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+    """Its state, when it has the form of torch's own."""
+    found = optimizer.state_dict()
+    state, groups = found.get("state"), found.get("param_groups")
+    usual = isinstance(state, dict) and isinstance(groups, list) and all(isinstance(i, int) for i in state)
+    return found if usual and all(isinstance(entries, dict) for entries in found["state"].values()) else None
+
+
+def _tensors(of_model: dict[str, Any], of_optimizer: dict[str, Any] | None) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in of_model.items():
+        if isinstance(value, torch.Tensor):
+            yield name, value
+    for index, entries in of_optimizer["state"].items() if of_optimizer is not None else ():
+        for key, value in entries.items():
+            if isinstance(value, torch.Tensor):
+                yield f"optimizer.{index}.{key}", value
+
+
+def _untensored(value: Any) -> Any:
+    """A learning rate may be a tensor; JSON has numbers, which hold every float exactly."""
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def restore(generation: Generation, model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+    """Load a generation; returns whether the optimizer's state came along: that of another optimizer stays behind.
+
+    A frozen parameter that it does not have stays as the script made it. Raises Damaged when the model's tensors do not
+    fit.
+    """
+    weights = {name[6:]: value for name, value in generation.tensors.items() if name.startswith("model.")}
+    for name, held in model.state_dict().items():
+        if name in weights and isinstance(held, torch.Tensor) and weights[name].shape == held.shape:
+            weights[name] = taken_apart(weights[name], held)
+    weights |= {name[6:]: value for name, value in generation.extra.items()}
+    may_lack = {name for name, held in model.named_parameters(remove_duplicate=False) if not held.requires_grad}
+    try:
+        missing, unknown = model.load_state_dict(weights, strict=False)
+    except RuntimeError as error:
+        raise Damaged(f"does not fit this model: {str(error).splitlines()[0]}") from None
+    frozen = tuple(f"{name}." for name in may_lack)
+    lacks = [
+        name
+        for name in missing
+        if name not in may_lack and not name.startswith(frozen) and name.rpartition(".")[2] != EXTRA_STATE
+    ]
+    if lacks or unknown:
+        cause = f"it lacks {lacks[0]}" if lacks else f"it has {unknown[0]}, which the model has not"
+        raise Damaged(f"does not fit this model: {cause}")
+    plain = generation.optimizer
+    if plain is None or plain["class"] != kind(optimizer):
+        return False
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state: dict[int, dict[str, Any]] = {int(index): dict(entries) for index, entries in plain["state"].items()}
+    for name, value in generation.tensors.items():
+        if name.startswith("optimizer."):
+            _, index, key = name.split(".", 2)
+            held = parameters[int(index)] if int(index) < len(parameters) else value
+            state.setdefault(int(index), {})[key] = taken_apart(value, held) if value.shape == held.shape else value
+    groups = [_as_before(group, had) for group, had in zip(plain["param_groups"], optimizer.param_groups, strict=False)]
+    groups += plain["param_groups"][len(groups) :]
+    try:
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+    except ValueError:  # it groups the parameters in another way
+        return False
+    return True
+
+
+def _as_before(group: dict[str, Any], had: dict[str, Any]) -> dict[str, Any]:
+    """With tensors where the optimizer has tensors of one value."""
+    return {
+        key: torch.full_like(old, value)
+        if isinstance(old := had.get(key), torch.Tensor) and isinstance(value, int | float)
+        else value
+        for key, value in group.items()
+    }
+
+
+def save(folder: Path, generation: Generation) -> Path:
+    """Write one generation; returns its folder. Raises OSError, and then leaves the older generations as they were."""
+    folder.mkdir(parents=True, exist_ok=True)
+    final = folder / f"step-{generation.step:08d}"
+    replaced = final.with_suffix(".old")
+    temporary = folder / f"tmp-{os.getpid()}-{generation.step}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir()
+        tensors = temporary / _TENSORS
+        save_file(generation.tensors, tensors)
+        flush(tensors)
+        (temporary / _MANIFEST).write_text(_manifest(generation, tensors))
+        flush(temporary / _MANIFEST)
+        flush(temporary)
+        if final.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            final.rename(replaced)
+        temporary.rename(final)
+        flush(folder)
+    except SafetensorError as error:  # it wraps what the disk said
+        raise OSError(str(error)) from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    shutil.rmtree(replaced, ignore_errors=True)
+    # later steps are of a past that was refused, or of another model: they must not push out what is written now
+    passed = [path for path in _generations(folder) if _step(path) <= generation.step]
+    for old in passed[KEEP_GENERATIONS:]:
+        shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def newest(folder: Path, signature: str, warn: Callable[[str], None]) -> Generation | None:
+    """The newest whole generation of this model; `warn` gets one line for each that is refused.
+
+    For the trainer, which writes in this folder: what a crash has left half written goes.
+    """
+    for leftover in folder.glob("tmp-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    return read_newest(folder, signature, warn)
+
+
+def read_newest(folder: Path, signature: str, warn: Callable[[str], None]) -> Generation | None:
+    """The same for one that only reads, while a trainer may write."""
+    for path in _generations(folder):
+        try:
+            return _load(path, signature)
+        except Damaged as error:
+            warn(f"checkpoint {path} refused: {error}; trying the one before it")
+    return None
+
+
+def _load(path: Path, signature: str) -> Generation:
+    tensors_path = path / _TENSORS
+    try:
+        if (path / _MANIFEST).stat().st_size > MANIFEST_BYTES_MAX:
+            raise Damaged(f"{_MANIFEST} is over {MANIFEST_BYTES_MAX} bytes")
+        manifest = json.loads((path / _MANIFEST).read_text())
+        if manifest.pop("sha256") != _digest(manifest):
+            raise Damaged(f"{_MANIFEST} does not match its own SHA-256")
+        entry = manifest["files"][_TENSORS]
+        step, optimizer, written_for = int(manifest["step"]), manifest["optimizer"], manifest["signature"]
+        extra = dict(manifest.get("extra", {}))
+        size = tensors_path.stat().st_size
+        if size != entry["bytes"]:
+            raise Damaged(f"{_TENSORS} has {size} bytes, its manifest says {entry['bytes']}")
+        if _sha256(tensors_path) != entry["sha256"]:
+            raise Damaged(f"{_TENSORS} does not match the SHA-256 of its manifest")
+        if written_for != signature:
+            raise Damaged("it was written for another model")
+        return Generation(step, signature, load_file(tensors_path), optimizer, extra)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
+        raise Damaged(f"{type(error).__name__}: {error}") from None
+
+
+def _manifest(generation: Generation, tensors: Path) -> str:
+    manifest = {
+        "step": generation.step,
+        "signature": generation.signature,
+        "files": {_TENSORS: {"bytes": tensors.stat().st_size, "sha256": _sha256(tensors)}},
+        "optimizer": generation.optimizer,
+        "extra": generation.extra,
+    }
+    return json.dumps({**manifest, "sha256": _digest(manifest)})
+
+
+def _digest(manifest: dict[str, Any]) -> str:
+    """Of what JSON gives back, however it was spaced: a flipped bit in a learning rate is damage, too."""
+    return hashlib.sha256(json.dumps(json.loads(json.dumps(manifest)), sort_keys=True).encode()).hexdigest()
+
+
+def _generations(folder: Path) -> list[Path]:
+    """Newest first; of two at one step, the one that replaces the other."""
+    found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)]
+    return sorted(found, key=lambda path: (_step(path), path.suffix == ""), reverse=True)
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-").removesuffix(".old"))
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return whole(tensor).to("cpu", copy=True).contiguous()
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _is_exact(value: Any) -> bool:
+    """Whether JSON gives it back as it is: not a tuple, nor numbers as keys."""
+    try:
+        text = json.dumps(value, allow_nan=False)
+        return len(text) <= EXTRA_BYTES_MAX and _same(json.loads(text), value)
+    except (TypeError, ValueError, RecursionError):
+        return False
+
+
+def _same(a: Any, b: Any) -> bool:
+    """As ==, but 1, 1.0 and True differ."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return bool(a == b)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

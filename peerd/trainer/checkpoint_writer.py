@@ -1,0 +1,81 @@
+"""When is a checkpoint written, and by whom? A thread that yields to the training, at most a fiftieth of the time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from peerd.process.niceness import yield_to_others
+from peerd.trainer import checkpoint
+from peerd.trainer.rest import Rest
+from peerd.trainer.say import say
+
+COST_MAX = 1 / 50
+"""Of the time: the copy holds the training up, and what writes it takes a processor's time."""
+
+
+class CheckpointWriter:
+    """Keeps a run in its folder. One file is written at a time; none that fails ends the training."""
+
+    def __init__(
+        self, folder: Path, every_s: float, rest: Rest, capture: Callable[[int], checkpoint.Generation]
+    ) -> None:
+        """`every_s`: seconds from one checkpoint to the next, or more where they cost more than `COST_MAX`.
+
+        `rest` is written at once: what the model has beside its trained tensors. `capture` copies the model as it is
+        after a step.
+        """
+        self._folder = folder
+        self._capture = capture
+        self._every_s = every_s
+        self._began = time.monotonic()
+        self._cost_s = 0.0
+        self._start(lambda: _keep(folder, rest))
+
+    def due(self, now: float) -> bool:
+        """Whether the next one should be written at `now`, a time of `time.monotonic`."""
+        waited = now - self._began
+        return waited >= self._every_s and not self._thread.is_alive() and waited >= self._cost_s / COST_MAX
+
+    def write(self, step: int) -> None:
+        """Copy now, write in a thread: training goes on meanwhile."""
+        self._began = time.monotonic()
+        generation = self._capture(step)
+        copying_s = time.monotonic() - self._began
+
+        def work() -> None:
+            _save(self._folder, generation)
+            self._cost_s = copying_s + time.thread_time()  # not what it waited for a core or a disk
+
+        self._start(work)
+
+    def write_last(self, step: int) -> None:
+        """Without a thread: an interpreter that exits starts none."""
+        self._thread.join()
+        _save(self._folder, self._capture(step))
+
+    def _start(self, work: Callable[[], None]) -> None:
+        def run() -> None:
+            yield_to_others()
+            work()
+
+        self._thread = threading.Thread(target=run, name="peerd-checkpoint")
+        self._thread.start()
+
+
+def _save(folder: Path, generation: checkpoint.Generation) -> None:
+    try:
+        checkpoint.save(folder, generation)
+    except Exception as error:  # of odd tensors, too: it is no reason to end the training
+        say(f"no checkpoint written at step {generation.step}: {error}; training goes on, the older ones are kept")
+
+
+def _keep(folder: Path, rest: Rest) -> None:
+    try:
+        rest.write(folder)
+    except Exception as error:  # as above
+        say(
+            f"what the model has beside its trained tensors is not on the disk: {error}; export --complete will miss it"
+        )

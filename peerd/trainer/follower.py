@@ -1,0 +1,72 @@
+"""What does any rank but 0 do in place of talking to the daemon? What rank 0 says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+from torch import nn
+from torch.optim import Optimizer
+
+from peerd.trainer import checkpoint
+from peerd.trainer.optimizers import forget
+from peerd.trainer.ranks import RankCommand, Ranks
+from peerd.trainer.sharded import ShardedModel
+from peerd.training.model.flat import FlatModel
+
+
+class Follower:
+    """Any rank but 0, in place of a session with the daemon."""
+
+    def __init__(self, ranks: Ranks, model: nn.Module, optimizer: Optimizer, exclude: Sequence[str] = ()) -> None:
+        """Waits for rank 0 to attach. Ends the script when the daemon refused it."""
+        self._ranks = ranks
+        self._model = model
+        self._optimizer = optimizer
+        self._exclude = exclude
+        self._shards: ShardedModel | None = None
+        word, self.step = self._take_part()
+        if word == RankCommand.STOP:
+            raise SystemExit(1)
+        self.alone = word == RankCommand.ALONE
+        if self.alone or self._shards is not None:
+            return
+        self._flat = FlatModel(model, optimizer, exclude)
+        folder = ranks.share_path(None)
+        generation = checkpoint.newest(folder, self._flat.signature, lambda _: None) if folder is not None else None
+        if generation is not None:
+            with suppress(checkpoint.Damaged):  # rank 0 says so, and shares its model anyway
+                checkpoint.restore(generation, model, optimizer)
+                self._flat.loaded()
+        ranks.share(self._flat)
+
+    def finish(self) -> None:
+        """Go through the final flush; nothing is said after it."""
+        self.follow()
+        self.alone = True
+
+    def follow(self) -> None:
+        """Go through what rank 0 went through in its last step."""
+        if self.alone:
+            return
+        word, step = self._take_part()
+        happened = step if word == RankCommand.ALONE else word
+        if happened in (RankCommand.CHANGED, RankCommand.ROLLED_BACK) and self._shards is None:
+            self._ranks.share(self._flat)
+        if happened == RankCommand.ROLLED_BACK:
+            forget(self._optimizer)
+        self.alone = word in (RankCommand.ALONE, RankCommand.STOP)
+        if word == RankCommand.STOP:
+            raise SystemExit(0)
+
+    def _take_part(self) -> tuple[RankCommand, int]:
+        """Return the word with which rank 0 ends its step, and the step."""
+        while True:
+            word, step = self._ranks.say(RankCommand.GO_ON)
+            if word < RankCommand.COMES:
+                return word, step
+            if word == RankCommand.COMES:
+                with suppress(ValueError):  # rank 0 raises it, too, says so, and has all stop
+                    self._shards = ShardedModel(self._model, self._optimizer, self._ranks, self._exclude)
+            elif self._shards is not None:
+                self._shards.take_part(word, step)

@@ -1,0 +1,107 @@
+"""What is a training's optimizer to peerd? One of torch's, the one within a wrapper, or several that act as one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from torch.optim import Optimizer
+
+from peerd.trainer.figures import one_number
+
+WRAPPERS_MAX = 8  # one around the other; none is deeper that does not contain itself
+
+
+Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
+
+
+def as_one(given: Any) -> Optimizer:
+    """The optimizer to read learning rates from and to keep the state of; a list or a map is several that act as one.
+
+    Raises ValueError with half a sentence on what to give instead.
+    """
+    if isinstance(given, Mapping):
+        given = list(given.values())
+    if isinstance(given, list | tuple):
+        if not given:
+            raise ValueError("the list of optimizers is empty: give those that update the model")
+        parts = [as_one(each) for each in given]
+        return parts[0] if len(parts) == 1 else cast(Optimizer, Several(parts))
+    inner = given
+    for _ in range(WRAPPERS_MAX):
+        if isinstance(inner, Optimizer):
+            return inner
+        if all(hasattr(inner, name) for name in ("param_groups", "state_dict", "load_state_dict")):
+            return cast(Optimizer, inner)
+        inner = getattr(inner, "optimizer", None)  # as Accelerate's, Lightning's and learning rate schedulers have it
+    raise ValueError(f"{type(given).__name__} is no optimizer: give the one that updates the model")
+
+
+def learning_rates(optimizer: Optimizer, key: str = "lr") -> list[float]:
+    """Those that its groups have, all finite and >= 0; some optimizers have none, or None. Never raises."""
+    found = [one_number(group.get(key)) for group in optimizer.param_groups]
+    return [rate for rate in found if rate is not None and math.isfinite(rate) and rate >= 0]
+
+
+def kind(optimizer: Any) -> str:
+    """Its class's name: the state of another kind does not fit."""
+    return "+".join(map(kind, optimizer.parts)) if isinstance(optimizer, Several) else type(optimizer).__name__
+
+
+def forget(optimizer: Any) -> None:
+    """Let its state go, as if it had not stepped yet; one that has no such thing keeps what it has."""
+    for part in optimizer.parts if isinstance(optimizer, Several) else ():
+        forget(part)
+    if (state := getattr(optimizer, "state", None)) is not None:
+        state.clear()
+
+
+class Several:
+    """Some optimizers, seen as one that is never stepped: groups and parameters are counted through all of them."""
+
+    def __init__(self, parts: list[Optimizer]) -> None:
+        self.parts = parts
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of all."""
+        return [group for part in self.parts for group in part.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of one optimizer that has the groups of all."""
+        state: dict[int, Any] = {}
+        groups: list[dict[str, Any]] = []
+        first = 0
+        for part in self.parts:
+            own = part.state_dict()
+            state |= {first + index: entries for index, entries in own["state"].items()}
+            groups += [
+                {**group, "params": [first + index for index in group["params"]]} for group in own["param_groups"]
+            ]
+            first += _count(part)
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, whole: dict[str, Any]) -> None:
+        """What `state_dict` gave. Raises ValueError, before anything is loaded, when it does not fit."""
+        sizes = [len(group["params"]) for group in whole["param_groups"]]
+        if sizes != [len(group["params"]) for group in self.param_groups]:
+            raise ValueError("loaded state dict has other parameter groups")
+        first = group_at = 0
+        for part in self.parts:
+            groups = whole["param_groups"][group_at : group_at + len(part.param_groups)]
+            count = _count(part)
+            part.load_state_dict(
+                {
+                    "state": {
+                        i - first: entries for i, entries in whole["state"].items() if first <= i < first + count
+                    },
+                    "param_groups": [{**g, "params": [i - first for i in g["params"]]} for g in groups],
+                }
+            )
+            first += count
+            group_at += len(groups)
+
+
+def _count(optimizer: Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)

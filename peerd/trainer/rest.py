@@ -1,0 +1,160 @@
+"""What has a model beside what nodes share? Frozen parameters, integer buffers, second names of tied tensors.
+
+    rest-0123456789abcdef.safetensors    one for a model (its signature), beside the checkpoints
+
+It is written once, when a trainer attaches. Checkpoints then leave out a frozen base, which the script makes again, and
+`peerd export --complete` puts the model together: what is shared from the node, the rest from the newest checkpoint
+that has it, else from here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from peerd.training.model.flat import Piece
+from peerd.training.model.shards import is_sharded
+
+SHARED, REST, UNKNOWN = "shared", "rest", "unknown"
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Incomplete(Exception):
+    """The model cannot be put together; the text says why."""
+
+
+class FrozenBase:
+    """Which parameters nobody trains: frozen when the trainer attached, and still the same bits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """One pass over the frozen parameters. Of a sharded model none: its ranks would have to agree."""
+        named = dict(model.named_parameters(remove_duplicate=False))
+        sharded = any(map(is_sharded, named.values()))
+        self._sums = {name: _sum(p) for name, p in named.items() if not p.requires_grad and not sharded}
+
+    def unchanged(self, model: nn.Module) -> set[str]:
+        """Their names now. A momentum encoder, say, is frozen, too, but its script moves it."""
+        if not self._sums:
+            return set()
+        named = dict(model.named_parameters(remove_duplicate=False))
+        return {
+            name
+            for name, at_first in self._sums.items()
+            if at_first is not None
+            and (now := named.get(name)) is not None
+            and not now.requires_grad
+            and _sum(now) == at_first
+        }
+
+
+@torch.no_grad()
+def _sum(tensor: torch.Tensor) -> int | None:
+    """Of its bits, as integers: no training step keeps it. None for what has no plain bits.
+
+    Signatures have a checksum that misses nothing, but it copies all from the GPU: once an attach, not each checkpoint.
+    """
+    try:
+        return int(tensor.contiguous().view(_SAME_SIZE[tensor.element_size()]).sum())
+    except (RuntimeError, KeyError, NotImplementedError):
+        return None
+
+
+class Rest:
+    """What is to be written of one model."""
+
+    def __init__(self, model: nn.Module, pieces: Iterable[Piece], signature: str) -> None:
+        """Buffers are copied now, frozen parameters are read when it is written."""
+        shared = {id(piece.held): piece.name for piece in pieces}
+        parameters = {id(p) for p in model.parameters()}
+        buffers = {id(b) for b in model.buffers()}
+        self._signature = signature
+        self._sources: dict[str, tuple[str, str, str]] = {}  # by name: whence, under which name there, dtype
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._no_tensors: list[str] = []
+        first: dict[int, str] = {}
+        for name, value in model.state_dict(keep_vars=True).items():
+            if not isinstance(value, torch.Tensor):
+                self._no_tensors.append(name)
+                continue
+            source = UNKNOWN, name
+            if id(value) in shared:
+                source = SHARED, shared[id(value)]
+            elif (id(value) in parameters or id(value) in buffers) and not is_sharded(value):
+                source = REST, first.setdefault(id(value), name)
+                if source[1] == name:
+                    self._tensors[name] = value.detach().clone() if id(value) in buffers else value.detach()
+            self._sources[name] = (*source, str(value.dtype).removeprefix("torch."))
+
+    def write(self, folder: Path) -> None:
+        """Unless it is there; that of an earlier model goes. Raises OSError."""
+        path = _path(folder, self._signature)
+        if path.exists():
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        for leftover in folder.glob(".rest-*.tmp"):
+            leftover.unlink(missing_ok=True)
+        temporary = folder / f".rest-{os.getpid()}.tmp"  # not as checkpoints have it: other ranks clear those away
+        about = {"signature": self._signature, "sources": self._sources, "no_tensors": self._no_tensors}
+        try:
+            tensors = {name: value.cpu().contiguous() for name, value in self._tensors.items()}
+            save_file(tensors, temporary, metadata={"rest": json.dumps(about)})
+            for other in folder.glob("rest-*.safetensors"):
+                other.unlink()
+            temporary.replace(path)
+        except SafetensorError as error:  # it wraps what the disk said
+            raise OSError(str(error)) from None
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What was written."""
+
+    signature: str
+    tensors: dict[str, torch.Tensor]
+    sources: dict[str, tuple[str, str, str]]
+    no_tensors: list[str]
+    """Names of what is in the model's state and is no tensor."""
+
+    def complete(self, shared: dict[str, torch.Tensor], kept: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The whole state under all its names, in its own types.
+
+        `shared` is the node's model, `kept` the model's tensors in the newest checkpoint, if there is one. Raises
+        Incomplete.
+        """
+        found: dict[str, torch.Tensor] = {}
+        for name, (whence, where, dtype) in self.sources.items():
+            held = shared if whence == SHARED else {where: kept.get(name, kept.get(where, self.tensors.get(where)))}
+            if (value := held.get(where)) is None:
+                raise Incomplete(f"{name} is in no file of this node: only its script has it")
+            found[name] = value.to(getattr(torch, dtype)).clone()
+        return found
+
+
+def read(folder: Path, signature: str) -> Kept:
+    """That of this model, of whose signature the beginning is enough. Raises Incomplete."""
+    path = _path(folder, signature)
+    try:
+        with safe_open(path, "pt") as file:
+            about: dict[str, Any] = json.loads(file.metadata()["rest"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no dict
+        sources = {str(name): (str(a), str(b), str(c)) for name, (a, b, c) in about["sources"].items()}
+        return Kept(str(about["signature"]), tensors, sources, list(map(str, about["no_tensors"])))
+    except FileNotFoundError:
+        raise Incomplete(f"{path} is missing: frozen tensors and second names stand there alone") from None
+    except (OSError, SafetensorError, LookupError, ValueError, TypeError, AttributeError) as error:
+        raise Incomplete(f"{path} cannot be read: {error}") from None
+
+
+def _path(folder: Path, signature: str) -> Path:
+    return folder / f"rest-{signature[:16]}.safetensors"

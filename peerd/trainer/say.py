@@ -1,0 +1,13 @@
+"""What peerd says in the terminal of a user's script: one line, marked as its own."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+
+
+def say(text: str) -> None:
+    """Write one line to stderr. Where that cannot be (a closed pipe, a full disk, no stderr) it is lost, no more."""
+    with suppress(OSError, ValueError, AttributeError):
+        sys.stderr.write(f"peerd: {text}\n")
+        sys.stderr.flush()

@@ -1,0 +1,358 @@
+"""The trainer's end of one connection to the daemon: what each says, and what is done to the model between steps."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from peerd.local.local_socket import LocalSocket
+from peerd.local.shared_memory import SharedMemory
+from peerd.protocol.trainer import (
+    FROM_DAEMON,
+    Attach,
+    Corrections,
+    Ready,
+    Said,
+    SpareWanted,
+    Start,
+    Stepped,
+    TrainerClient,
+    Welcome,
+    decoded,
+    encoded,
+)
+from peerd.trainer import checkpoint
+from peerd.trainer.checkpoint_writer import CheckpointWriter
+from peerd.trainer.figures import SAMPLES_MAX
+from peerd.trainer.optimizers import forget, learning_rates
+from peerd.trainer.ranks import RankCommand, Ranks
+from peerd.trainer.rest import FrozenBase, Rest
+from peerd.trainer.say import say
+from peerd.trainer.sharded import ShardedModel, has_shards
+from peerd.training.model.flat import FlatModel, pin
+from peerd.training.model.watch import ChangeWatch
+
+LR_RATIO_MIN = 1e-3  # a schedule that ends at 0 must not make what rounding moves worth an exchange
+ROLLBACKS_MAX = 3  # in a row: a model that is not finite again at once will not mend itself
+LISTEN_EVERY_S = 1.0  # to a daemon that says nothing: it may be gone
+RATIO_TOLD = 1.1  # the learning rate changes by this factor before the daemon hears of it
+COPY_EVERY = 200  # times what a copy takes: how old the daemon's may be, as it is all that is left of a killed trainer
+COPY_EVERY_MIN_S = 1.0
+
+
+Expected = TypeVar("Expected", bound=Said)
+
+
+class Refused(Exception):
+    """The daemon will not have this model; the text says why."""
+
+
+class Session:
+    """A connection to the daemon, the memory shared with it, and the model's flat view."""
+
+    def __init__(
+        self,
+        link: LocalSocket,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        ranks: Ranks | None,
+        exclude: Sequence[str] = (),
+    ) -> None:
+        self._link = link
+        self._model = model
+        self._optimizer = optimizer
+        self.flat: FlatModel | ShardedModel
+        try:
+            if has_shards(model) and ranks is not None:
+                ranks.say(RankCommand.COMES)
+                self.flat = ShardedModel(model, optimizer, ranks, exclude)
+            else:
+                self.flat = FlatModel(model, optimizer, exclude)
+        except (ValueError, RuntimeError, NotImplementedError, TypeError) as error:  # torch's own, of odd tensors
+            raise Refused(str(error).splitlines()[0]) from None
+        self._frozen = FrozenBase(model)  # before a checkpoint changes what the script made
+        self._memory = SharedMemory.create(self.flat.total)
+        if self.flat.on_cuda and not pin(self._memory.vectors):
+            say("CUDA does not pin the shared memory: copies of the model will be slower")
+        self._board = self._memory.board
+        self._watch = ChangeWatch()
+        self._samples = 0
+        self._loss = math.nan  # none was said yet
+        self._lr_max = 0.0
+        self._told_ratio = 1.0  # of the learning rate to the largest, in the last report
+        self._rollbacks = 0
+        self._client = TrainerClient()
+        self._copied_at = 0.0
+        self._copy_cost_s = 0.0
+        self._heard_at = 0.0
+        self._early: list[Said] = []  # requests that came before the start
+        self.step = 0
+        self.restored_from: Path | None = None
+        self._word = RankCommand.GO_ON
+        self._attach()
+
+    # ---------------------------------------------------------------- coming
+
+    def _attach(self) -> None:
+        flat = self.flat
+        variances = [list(each) for each in flat.variances]
+        try:
+            comes = Attach(os.getpid(), flat.signature, flat.parameters, flat.total, list(flat.tensors), variances)
+        except ValueError as error:
+            raise Refused(f"the model has nothing to share ({error})") from None
+        try:
+            self._link.send(encoded(comes), fds=(self._memory.fd,))
+        except ValueError as error:
+            cause = f"the names of the model's {len(flat.tensors):,} tensors are too long together"
+            raise Refused(f"{cause} ({error}); join small parameters into larger ones") from None
+        self._memory.close_fd()
+        welcome = self._expect(Welcome)
+        self._checkpoints = Path(welcome.checkpoints)
+        restored = self._restore()
+        self._publish(0)
+        self._say(Ready(self.step))
+        start = self._expect(Start)
+        self._lr_max = start.lr_max
+        self._client.hear(start)
+        if start.load is not None:
+            flat.load(self._memory.copies[start.load])
+            self.step = max(self.step, start.step)
+        if restored is not None:
+            _say_restored(*restored, model_too=start.load is None)
+        for message in self._early:
+            self._obey(message)
+        self._watch.copied()
+        while not self._client.go and not self._client.stop:
+            self._poll(timeout_s=None)
+        rest = Rest(self._model, flat.pieces, flat.signature)
+        self._writer = CheckpointWriter(self._checkpoints, welcome.checkpoint_every_s, rest, self._capture)
+
+    def _restore(self) -> tuple[int, bool] | None:
+        """Load the newest good checkpoint: its step, and whether it had a state that fits the optimizer."""
+        generation = checkpoint.newest(self._checkpoints, self.flat.signature, say)
+        if generation is None:
+            return None
+        self.restored_from = self._checkpoints
+        if isinstance(self.flat, ShardedModel):
+            self.flat.about_to_resume(self._checkpoints, generation.step)
+        try:
+            whole = checkpoint.restore(generation, self._model, self._optimizer)
+        except checkpoint.Damaged as error:
+            say(f"checkpoint of step {generation.step} refused: {error}")
+            return None
+        self.flat.loaded()
+        self.step = generation.step
+        return generation.step, whole
+
+    def _expect(self, kind: type[Expected]) -> Expected:
+        while True:
+            said = self._receive(None)
+            assert said is not None, "a receive without a timeout returns a message or raises"
+            if isinstance(said, kind):
+                return said
+            self._early.append(said)  # the daemon goes on exchanging while this trainer comes
+
+    def _say(self, said: Said) -> None:
+        self._link.send(encoded(said))
+
+    # ---------------------------------------------------------------- training
+
+    def on_step(self, step: int, loss: float | None, samples: int, metrics: dict[str, float]) -> None:
+        """Between two optimizer steps: the only moment at which the model is touched.
+
+        Where the daemon wants nothing of it, a step costs the figures on the board, whatever the size of the model.
+        """
+        now = time.monotonic()
+        lr, ratio = self._note(step, now, loss, samples, metrics)
+        if self._board.sent != self._client.heard or now - self._heard_at >= LISTEN_EVERY_S:
+            self._poll(timeout_s=0)
+        at_barrier = self._client.stands_at(step)
+        must_copy = at_barrier or self._client.stop
+        may_copy = must_copy or self._has_spare
+        quiet = self._board.quiet.at_rate(ratio / self._told_ratio)
+        is_old = now - self._copied_at >= max(COPY_EVERY_MIN_S, COPY_EVERY * self._copy_cost_s)
+        asked = self._client.copy_asked or is_old
+        due = self._watch.step(quiet.change if self._watch.change <= quiet.change else math.inf, lr, now)
+        rolled_back = False
+        keeps = self._writer.due(now)
+        looks = due or keeps or must_copy or (may_copy and (asked or quiet.wants_copy(self._watch.change, step)))
+        if looks or (loss is not None and not math.isfinite(loss)):
+            rolled_back = not self._look(step)
+        if self._client.stop:
+            self._report_last(step, ratio, rolled_back=rolled_back)
+            self._end(step)
+        if at_barrier:
+            self._client.resumed = False
+            self._wait_for_spare()
+        wants_copy = asked or quiet.wants_copy(self._watch.change, step)
+        copies = at_barrier or (may_copy and wants_copy and not rolled_back)
+        told = max(ratio, self._told_ratio) <= RATIO_TOLD * min(ratio, self._told_ratio)
+        if copies or rolled_back or quiet.wants_report(step) or not told:
+            self._report(step, ratio, copies=copies, rolled_back=rolled_back)
+        while at_barrier and not self._client.resumed and not self._client.stop:
+            self._poll(timeout_s=None)
+        if keeps and not rolled_back:
+            self._writer.write(step)
+
+    def finish(self, step: int, *, at_exit: bool = False) -> None:
+        """Publish the last model, take what comes until the daemon says that the flush is done.
+
+        `at_exit`: the interpreter ends, and only its exit code will say whether the script did well.
+        """
+        self._poll(timeout_s=0)
+        _, ratio = self._rates()
+        rolled_back = not self._look(step)
+        self._report_last(step, ratio, rolled_back=rolled_back, at_exit=at_exit)
+        while not self._client.finished and not self._client.stop:
+            self._poll(timeout_s=None)
+        if self._client.stop:
+            self._end(step)
+        self._writer.write_last(step)
+
+    def _end(self, step: int) -> None:
+        self._writer.write_last(step)
+        raise SystemExit(0)
+
+    def take_word(self) -> RankCommand:
+        """What happened to the model since this was asked last."""
+        word, self._word = self._word, RankCommand.GO_ON
+        return word
+
+    def close(self) -> None:
+        """Let go of the daemon."""
+        self._link.close()
+
+    def _note(
+        self, step: int, now: float, loss: float | None, samples: int, metrics: dict[str, float]
+    ) -> tuple[float, float]:
+        """The figures, for whoever looks; returns the learning rate, and its ratio to the largest so far."""
+        lr, ratio = self._rates()
+        self._samples = min(self._samples + samples, SAMPLES_MAX)
+        if loss is not None and math.isfinite(loss):
+            self._loss = loss
+        self._board.note(step, self._samples, now, self._loss, lr, self._lr_max, metrics)
+        return lr, ratio
+
+    def _rates(self) -> tuple[float, float]:
+        rates = learning_rates(self._optimizer)
+        lr = max(rates, default=1.0)  # of an optimizer that has none it is always the same
+        if not self._lr_max:  # a schedule's rates are known from its first step
+            self._lr_max = max([lr, *learning_rates(self._optimizer, "initial_lr")])
+        self._lr_max = max(self._lr_max, lr)
+        return lr, max(lr / self._lr_max, LR_RATIO_MIN) if self._lr_max > 0 else 1.0
+
+    def _look(self, step: int) -> bool:
+        """See how far the model has moved; one that is not finite goes back to its last copy. Whether it was finite."""
+        began = time.monotonic()
+        change = float(self.flat.change())
+        self._watch.looked(change, began, time.monotonic())
+        if math.isfinite(change):
+            self._rollbacks = 0
+            return True
+        self._refuse_beyond_float32()
+        self._roll_back(step)
+        self._watch.copied()
+        return False
+
+    @property
+    def _has_spare(self) -> bool:
+        """Whether there is a copy that the daemon does not read."""
+        return self._board.current == self._client.published_to
+
+    def _wait_for_spare(self) -> None:
+        if not self._has_spare:
+            self._say(SpareWanted())
+            while not self._has_spare:
+                self._poll(timeout_s=None)
+
+    def _report_last(self, step: int, ratio: float, *, rolled_back: bool, at_exit: bool = False) -> None:
+        """Publish the model that no further step will change."""
+        self._wait_for_spare()
+        self._report(step, ratio, copies=True, rolled_back=rolled_back, finishing=True, at_exit=at_exit)
+
+    def _report(self, step: int, ratio: float, *, copies: bool, rolled_back: bool, **rest: bool) -> None:
+        change = self._watch.change
+        copy = self._publish(self._client.next_copy) if copies else None
+        self._told_ratio = ratio
+        self._say(Stepped(step, change, ratio, copy, rolled_back, **rest))
+
+    def _publish(self, copy: int) -> int:
+        began = time.monotonic()
+        torch.from_numpy(self._memory.copies[copy]).copy_(self.flat.gather())
+        self._watch.copied()
+        self._client.published(copy)
+        self._copied_at = time.monotonic()
+        self._copy_cost_s = self._copied_at - began
+        for line in self.flat.unshared():
+            say(line)
+        return copy
+
+    def _poll(self, timeout_s: float | None) -> None:
+        """Do what the daemon asks; with no timeout, wait for one request."""
+        self._heard_at = time.monotonic()
+        while (message := self._receive(timeout_s)) is not None:
+            self._obey(message)
+            if timeout_s is None:
+                return
+
+    def _receive(self, timeout_s: float | None) -> Said | None:
+        message = self._link.receive(timeout_s)
+        if message is None:
+            return None
+        self._client.heard += 1
+        if "error" in message:
+            raise Refused(message["error"])
+        try:
+            return decoded(message, FROM_DAEMON)
+        except ValueError as error:  # a daemon of another version: gone, as far as this script can tell
+            raise EOFError(f"the script's peerd and the daemon's do not understand each other ({error})") from None
+
+    def _obey(self, said: Said) -> None:
+        if isinstance(said, Corrections):
+            self.flat.add(self._memory.corrections[said.half])
+            self._word = max(self._word, RankCommand.CHANGED)
+        if (answer := self._client.hear(said)) is not None:
+            self._say(answer)
+
+    def _refuse_beyond_float32(self) -> None:
+        if (name := self.flat.beyond_float32()) is not None:
+            raise SystemExit(
+                f"peerd: {name} holds a float64 beyond what float32 can, in which models are shared: scale it down, or "
+                f"keep it private with exclude=[{name!r}]"
+            )
+
+    def _roll_back(self, step: int) -> None:
+        self._rollbacks += 1
+        if self._rollbacks > ROLLBACKS_MAX:
+            raise SystemExit(
+                f"peerd: the model is not finite at step {step}, again after {ROLLBACKS_MAX} returns to its last "
+                "published copy; lower the learning rate or look at the data"
+            )
+        say(f"the model is not finite at step {step}: back to its last published copy, optimizer state cleared")
+        self.flat.restore()
+        forget(self._optimizer)
+        self._word = RankCommand.ROLLED_BACK
+
+    def _capture(self, step: int) -> checkpoint.Generation:
+        if isinstance(self.flat, ShardedModel):
+            self.flat.about_to_capture()
+        frozen = self._frozen.unchanged(self._model)
+        return checkpoint.capture(self._model, self._optimizer, step, self.flat.signature, frozen)
+
+
+def _say_restored(step: int, whole: bool, *, model_too: bool) -> None:
+    """Said once it is known whose model the training starts from: the daemon may have a later one."""
+    found = f"the checkpoint of step {step}"
+    if model_too:
+        say(f"resumed from {found}" if whole else f"resumed from {found}, which has no state that fits the optimizer")
+    elif whole:
+        say(f"the model is the daemon's; the optimizer's state is from {found}")
+    else:
+        say(f"the model is the daemon's; {found} has no state that fits the optimizer")

@@ -1,0 +1,258 @@
+"""The trainer's side: three lines around any PyTorch loop.
+
+    with peerd.attach(model, optimizer) as swarm:
+        for batch in loader:
+            ...; loss.backward(); optimizer.step(); optimizer.zero_grad()
+            swarm.step(loss=loss.item(), samples=len(batch))
+
+`step` adds the corrections that the daemon has ready, looks how far the model has moved where that may matter, and
+publishes a copy when that is far enough, when the daemon asks, or when its last one is old. It waits for the network
+only where the mode has a barrier. Leaving the block waits for the swarm's final flush.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import SupportsFloat
+
+import torch
+from torch import nn
+
+from peerd.local.local_socket import LocalSocket, find_node
+from peerd.trainer import checkpoint
+from peerd.trainer.figures import clean
+from peerd.trainer.follower import Follower
+from peerd.trainer.optimizers import Optimizers, as_one
+from peerd.trainer.ranks import RankCommand, Ranks, of_this_job
+from peerd.trainer.say import say
+from peerd.trainer.session import Refused, Session
+from peerd.training.model.flat import FlatModel
+from peerd.training.model.together import Models, one_model
+from peerd.transport.errors import UserError
+
+
+def attach(model: Models, optimizer: Optimizers, *, exclude: Sequence[str] = ()) -> Swarm:
+    """Join `model` to the swarm of the daemon that started this script, or of the node that runs here.
+
+    Several models, optimizers or both, in a list or by name, are shared as one: attach([g, d], [og, od]). Tensors that
+    `exclude` names, or fits as a pattern ("head.*"), stay private: they are neither shared nor compared.
+
+    Blocks until the swarm's current model is loaded, when there is one. Without a daemon it says so once and the
+    script trains alone. Ends the script with one line when the daemon refuses the model. Several optimizers come as a
+    list; a wrapper that has an `optimizer` or `param_groups`, and so a learning rate scheduler, is as good as what it
+    wraps.
+    """
+    exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
+    ranks = of_this_job()
+    try:
+        model, optimizer = one_model(model), as_one(optimizer)
+    except ValueError as error:  # on every rank
+        if (ranks is None or ranks.leads) and (link := _connect()) is not None:
+            _give_up(link)
+        raise SystemExit(f"peerd: {error}") from None
+    if ranks is not None and not ranks.leads:
+        return Swarm(None, ranks, Follower(ranks, model, optimizer, exclude))
+    session = None
+    try:
+        session = _open(model, optimizer, ranks, exclude)
+    except Refused as refusal:
+        if ranks is not None:
+            ranks.say(RankCommand.STOP)
+        raise SystemExit(f"peerd: {refusal}") from None
+    if ranks is not None:
+        ranks.say(
+            RankCommand.GO_ON if session is not None else RankCommand.ALONE, session.step if session is not None else 0
+        )
+        if session is not None and isinstance(session.flat, FlatModel):
+            ranks.share_path(session.restored_from)
+            ranks.share(session.flat)
+    return Swarm(session, ranks)
+
+
+def _open(
+    model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks | None, exclude: Sequence[str]
+) -> Session | None:
+    link = _connect()
+    if link is None:
+        return None
+    try:
+        session = Session(link, model, optimizer, ranks, exclude)
+        for line in checkpoint.not_kept(model):
+            say(line)
+        return session
+    except Refused:
+        _give_up(link)
+        raise
+    except (OSError, EOFError):
+        link.close()
+        say("the daemon went away; training alone")
+        return None
+
+
+def _give_up(link: LocalSocket) -> None:
+    """Tell the daemon, where it did not refuse the script itself, that this will come again."""
+    with suppress(OSError, EOFError, UserError):
+        link.ask("refused")
+    link.close()
+
+
+_SWARMS: weakref.WeakSet[Swarm] = weakref.WeakSet()
+
+
+def _in_forked_child() -> None:
+    """What a script forks (a loader's worker, a helper) is no trainer, and must not hold the trainer's connection."""
+    for swarm in _SWARMS:
+        swarm._stay_out()
+
+
+os.register_at_fork(after_in_child=_in_forked_child)
+
+
+class Swarm:
+    """What `attach` returns: count your steps here, and leave the block when done."""
+
+    def __init__(
+        self,
+        session: Session | None,
+        ranks: Ranks | None = None,
+        follower: Follower | None = None,
+    ) -> None:
+        """Use `attach`."""
+        self._session = session
+        self._ranks = ranks if session is not None else None
+        self._follower = follower
+        self._named: set[str] = set()  # figures that were no numbers
+        _SWARMS.add(self)
+        if session is not None:
+            atexit.register(self._at_exit)
+        self.step_count = session.step if session else follower.step if follower else 0
+        """Steps done, those before a resume or before joining included."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no daemon (any more)."""
+        return self._session is None and (self._follower is None or self._follower.alone)
+
+    def step(self, /, loss: SupportsFloat | None = None, samples: SupportsFloat = 0, **metrics: SupportsFloat) -> None:
+        """Call after each optimizer step; `metrics` (accuracy=...) are shown by `peerd status` and the demo.
+
+        All of them may be Python's numbers, numpy's, or tensors of one value; what is no number is left out, and named
+        once.
+        """
+        self.step_count += 1
+        if self._follower is not None:
+            self._follower.follow()
+        if self._session is None:
+            return
+        figures = clean(loss, samples, metrics)
+        for name in figures.left_out.keys() - self._named:
+            self._named.add(name)
+            say(f"{name} is not shown: {figures.left_out[name]}")
+        try:
+            self._session.on_step(self.step_count, figures.loss, figures.samples, figures.metrics)
+        except (OSError, EOFError):
+            self._lose_daemon()
+        except SystemExit:
+            self._lead(RankCommand.STOP)
+            self._close()
+            raise
+        else:
+            self._lead(self._session.take_word())
+
+    def finish(self) -> None:
+        """Take part in the final flush; afterwards the model is the swarm's. Leaving the block does it.
+
+        A script that ends well without it is flushed when the interpreter exits, where it is the only process of its
+        job.
+        """
+        self._finish(at_exit=False)
+
+    def _finish(self, *, at_exit: bool) -> None:
+        if self._follower is not None:
+            self._follower.finish()
+        if self._session is None:
+            return
+        try:
+            self._session.finish(self.step_count, at_exit=at_exit)
+        except (OSError, EOFError):
+            self._lose_daemon()
+        except SystemExit:
+            self._lead(RankCommand.STOP)
+            self._close()
+            raise
+        else:
+            self._lead(RankCommand.CHANGED)
+            self._close()
+
+    def __enter__(self) -> Swarm:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+            self.finish()
+        else:
+            self._close()
+
+    def _at_exit(self) -> None:
+        """The interpreter exits and the training was not finished: give the last steps, where that is safe."""
+        if self._session is None or (hasattr(sys, "last_type") and not hasattr(sys, "ps1")):
+            self._close()  # an error ended the script, and its traceback is there to read
+        elif self._ranks is not None:  # the other ranks may be gone, and the process group with them
+            say("the script ended without swarm.finish(): its last steps may be missing in the swarm's model")
+            self._close()
+        else:
+            try:
+                self._finish(at_exit=True)
+            except SystemExit:  # the node leaves: it has what it needs
+                pass
+            except Exception as error:  # whatever is left of the script at this point
+                say(f"the script ended without swarm.finish(), and its last steps could not be given: {error!r}")
+
+    def _stay_out(self) -> None:
+        self._ranks = self._follower = None
+        self._close()
+
+    def _lead(self, word: RankCommand) -> None:
+        if self._ranks is None:
+            return
+        self._ranks.say(word, self.step_count)
+        flat = self._session.flat if self._session is not None else None
+        if word in (RankCommand.CHANGED, RankCommand.ROLLED_BACK) and isinstance(flat, FlatModel):
+            self._ranks.share(flat)
+
+    def _lose_daemon(self) -> None:
+        say("the daemon went away; training goes on alone")
+        if self._ranks is not None and self._session is not None:
+            before = self._session.take_word()  # what came before it went is everybody's
+            self._ranks.say(RankCommand.ALONE, before)
+            if before != RankCommand.GO_ON and isinstance(self._session.flat, FlatModel):
+                self._ranks.share(self._session.flat)
+        self._close()
+
+    def _close(self) -> None:
+        atexit.unregister(self._at_exit)
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+
+def _connect() -> LocalSocket | None:
+    if int(os.environ.get("LOCAL_RANK", "0")) != 0:
+        return None  # of several ranks without a process group one talks to the daemon
+    given = os.environ.get("PEERD_SOCKET")
+    try:
+        return LocalSocket(Path(given) if given else find_node(os.environ.get("PEERD_NAME")))
+    except UserError as error:
+        say(f"{error}; training alone")
+    except OSError as error:
+        say(f"the node at {given} does not answer ({error.strerror}); training alone")
+    return None

@@ -1,0 +1,440 @@
+"""Scripts as people write them: odd figures, odd optimizers, helpers that fork, ends without a finish, frozen bases.
+
+Each is judged by the model that its node has in the end beside the one that the script itself has.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from machine import Machine, Node, alive, eventually
+from safetensors.torch import load_file
+
+HEAD = """\
+import os, sys, time
+import torch
+from torch import nn
+from safetensors.torch import save_file
+import peerd
+
+torch.manual_seed(0)
+
+
+def train(swarm, model, optimizers, **figures):
+    x = torch.randn(8, 4)
+    loss = ((model(x) - x.sum(1, keepdim=True)) ** 2).mean()
+    loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    model.zero_grad()
+    swarm.step(**{"loss": loss, "samples": 8, **figures})
+    time.sleep(0.01)
+
+
+def keep(model, name="own.safetensors"):
+    save_file({key: value.clone() for key, value in model.state_dict().items()}, name)
+"""
+PLAIN = """\
+model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+"""
+
+
+@pytest.fixture
+def machine(machine: Machine) -> Iterator[Machine]:
+    yield machine
+    machine.end()
+
+
+def exported(node: Node, *options: str) -> dict[str, torch.Tensor]:
+    """The node's model, as its user gets it."""
+    done = node.machine.peerd("export", "--name", node.name, "model.safetensors", *options)
+    assert done.returncode == 0, done.stderr
+    return load_file(node.machine.path / "model.safetensors")
+
+
+def own(machine: Machine, name: str = "own.safetensors") -> dict[str, torch.Tensor]:
+    """The model that the script has."""
+    eventually((machine.path / name).exists, machine.logs)
+    return load_file(machine.path / name)
+
+
+def holds_the_scripts_model(node: Node) -> None:
+    """To the bit: nobody else has changed it."""
+    expected, found = own(node.machine), exported(node)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+# ------------------------------------------------------------------------------------------------------------ figures
+
+
+def test_figures_of_any_kind(machine: Machine) -> None:
+    script = machine.script(
+        "train.py",
+        HEAD
+        + PLAIN
+        + """
+import numpy as np
+with peerd.attach(model, optimizer) as swarm:
+    for step in range(30):
+        train(swarm, model, [optimizer], samples=8.0, a=np.float32(0.5), b=torch.tensor([0.25]), c=None, d="text",
+              e=[1, 2], f=torch.ones(3), g=1 + 2j, self=1)
+keep(model)
+""",
+    )
+    a = machine.start("a", script)
+    a.says("training finished at step 30")
+    holds_the_scripts_model(a)
+    trainer = a.ask("status")["trainer"]
+    assert trainer["samples"] == 240
+    assert trainer["metrics"] == {"a": 0.5, "b": 0.25, "self": 1.0}
+    assert trainer["loss"] < 5.0
+    for name, kind in (
+        ("c", "NoneType"),
+        ("d", "str"),
+        ("e", "list"),
+        ("f", "Tensor and has the shape (3,)"),
+        ("g", "complex"),
+    ):
+        line = f"peerd: metric '{name}' is not shown: it should be one number, but is of type {kind}\n"
+        assert a.log.count(line) == 1
+    assert a.ask("status")["trainer_restarts"] == 0
+
+
+# --------------------------------------------------------------------------------------------------------- optimizers
+
+NO_LR = """\
+class NoRate(torch.optim.Optimizer):
+    def __init__(self, parameters, **defaults):
+        super().__init__(parameters, defaults)
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["count"] = state.get("count", 0) + 1
+                parameter -= 0.01 * parameter.grad
+
+
+class Wrapper:
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def step(self):
+        self.optimizer.step()
+
+
+class Settled(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.seen = 0
+
+    def forward(self, x):
+        self.seen += 1
+        return super().forward(x)
+
+    def get_extra_state(self):
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state):
+        self.seen = state["seen"]
+
+
+class Strange(nn.Identity):
+    def get_extra_state(self):
+        return object()
+
+    def set_extra_state(self, state):
+        raise AssertionError("it was left out")
+
+
+model = nn.Sequential(Settled(4, 8), nn.Tanh(), nn.Linear(8, 1), Strange())
+"""
+OPTIMIZERS = {
+    "lr is None": "[NoRate(model.parameters(), lr=None)]",
+    "tensor": "[torch.optim.SGD(model.parameters(), lr=torch.tensor(0.01), momentum=0.9)]",
+    "several": "[torch.optim.SGD(model[0].parameters(), lr=0.01, momentum=0.9), "
+    "Wrapper(NoRate(model[2].parameters()))]",
+}
+
+
+def test_odd_optimizers_and_extra_state_train_and_resume(machine: Machine) -> None:
+    nodes = {}
+    for number, (kind, made) in enumerate(OPTIMIZERS.items()):
+        given = "optimizers" if kind == "several" else "optimizers[0]"
+        script = machine.script(
+            f"t{number}.py",
+            HEAD
+            + NO_LR
+            + f"optimizers = {made}\n"
+            + f"with peerd.attach(model, {given}) as swarm:\n"
+            + "    print('begins at', swarm.step_count, 'seen', model[0].seen, flush=True)\n"
+            + "    while True:\n"
+            + "        train(swarm, model, optimizers)\n",
+        )
+        node = nodes[kind] = machine.start(f"n{number}", script)
+        node.trains(beyond=20)
+        node.signal(signal.SIGINT)
+        assert node.end() == 0, node.log
+    for number, kind in enumerate(OPTIMIZERS):
+        node = machine.start(f"n{number}", machine.path / f"t{number}.py")
+        node.trains()
+        begins = [line.split() for line in node.log.splitlines() if line.startswith("begins at")]
+        assert int(begins[1][2]) > 20, kind
+        assert begins[1][2] == begins[1][4], "the plain extra state is that of the same step"
+        assert f"resumed from the checkpoint of step {begins[1][2]}\n" in node.log, (
+            node.log
+        )  # the optimizer's state, too
+        assert node.log.count("3._extra_state is no plain data (object): checkpoints are written without it\n") == 2
+        machine.peerd("leave", "--name", node.name)
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("None", "NoneType is no optimizer: give the one that updates the model"),
+        ("torch.amp.GradScaler('cpu')", "GradScaler is no optimizer: give the one that updates the model"),
+        ("[]", "the list of optimizers is empty: give those that update the model"),
+    ],
+)
+def test_what_is_no_optimizer_is_refused_at_once(machine: Machine, given: str, why: str) -> None:
+    a = machine.start("a", machine.script("train.py", HEAD + PLAIN + f"peerd.attach(model, {given})\n"))
+    assert a.end() == 1
+    assert f"peerd: {why}\n" in a.log
+    assert a.log.count("starting it again") <= 1
+    assert "before it called peerd.attach" not in a.log
+    assert "Traceback" not in a.log
+
+
+# ------------------------------------------------------------------------------------------------------------ helpers
+
+FORKS = {
+    "multiprocessing": """
+import multiprocessing
+def helper():
+    swarm.step(loss=1e9, samples=10**6)
+    print("helper alone", swarm.alone, flush=True)
+    swarm.finish()
+    time.sleep(600)
+multiprocessing.get_context("fork").Process(target=helper).start()
+""",
+    "exec": """
+import subprocess
+subprocess.Popen(["sleep", "600"], close_fds=False)
+""",
+    "without Python's knowledge": """
+import ctypes
+libc = ctypes.PyDLL(None)
+if libc.fork() == 0:
+    while True:
+        libc.pause()
+""",
+    "loader": """
+dataset = torch.utils.data.TensorDataset(torch.zeros(64))
+loader = iter(torch.utils.data.DataLoader(dataset, batch_size=2, num_workers=2, persistent_workers=True))
+next(loader)
+""",
+}
+
+
+@pytest.mark.parametrize("kind", FORKS)
+def test_a_helper_does_not_keep_the_next_trainer_out(machine: Machine, kind: str) -> None:
+    body = (
+        "swarm = peerd.attach(model, optimizer)\n" + FORKS[kind] + "while True:\n    train(swarm, model, [optimizer])\n"
+    )
+    a = machine.start("a", machine.script("train.py", HEAD + PLAIN + body))
+    for life in range(3):
+        a.trains(beyond=5)
+        pid, reached = a.trainer_pid, a.step
+        if life == 2:
+            break
+        os.kill(pid, signal.SIGKILL)
+        a.eventually(lambda pid=pid: a.trainer_pid != pid)  # type: ignore[misc]
+        a.eventually(lambda reached=reached: a.step > reached)  # type: ignore[misc]
+    assert a.log.count("starting it again") == 2
+    assert "attached to this node already" not in a.log
+    assert a.ask("status")["trainer"]["samples"] < 10**6
+    if kind == "multiprocessing":
+        a.says("helper alone True", times=3)
+        assert "went away" not in a.log
+    os.kill(a.trainer_pid, signal.SIGKILL)  # nor does its node wait for it when it leaves
+    a.signal(signal.SIGINT)
+    assert a.end() == 0
+
+
+# --------------------------------------------------------------------------------------------------------------- ends
+
+ENDS = {
+    "sys.exit(0) in the block": """
+with peerd.attach(model, optimizer) as swarm:
+    while True:
+        train(swarm, model, [optimizer])
+        if swarm.step_count == 25:
+            keep(model)
+            sys.exit(0)
+""",
+    "no finish": """
+def main():
+    swarm = peerd.attach(model, optimizer)
+    for _ in range(25):
+        train(swarm, model, [optimizer])
+main()
+keep(model)
+""",
+    "sys.exit() without a block": """
+swarm = peerd.attach(model, optimizer)
+for _ in range(25):
+    train(swarm, model, [optimizer])
+keep(model)
+sys.exit()
+""",
+    "an error after the block": """
+with peerd.attach(model, optimizer) as swarm:
+    for _ in range(25):
+        train(swarm, model, [optimizer])
+keep(model)
+raise TypeError("in the evaluation")
+""",
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_an_end_gives_the_last_step_to_the_node_and_is_the_last(machine: Machine, end: str) -> None:
+    a = machine.start("a", machine.script("train.py", HEAD + PLAIN + ENDS[end]), PEERD_TRIGGER="period:1000")
+    a.says("training finished at step 25")
+    holds_the_scripts_model(a)
+    checkpoint = machine.state / "peerd" / "a" / "checkpoints" / "step-00000025" / "model.safetensors"
+    kept = {name: value for name, value in load_file(checkpoint).items() if name.startswith("model.")}
+    assert {name: value.tolist() for name, value in kept.items()} == {
+        f"model.{name}": value.tolist() for name, value in own(machine).items()
+    }
+    if "error" in end:
+        a.says("train.py exited with code 1 after its model was finished: it is not started again")
+    eventually(lambda: not alive(a.trainer_pid))
+    assert "starting it again" not in a.log
+    assert a.ask("status")["phase"] == "finished"
+
+
+@pytest.mark.parametrize("failure", ["raise ValueError('step 7')", "sys.exit(3)"])
+@pytest.mark.parametrize("block", [True, False])
+def test_a_failure_in_the_training_is_no_end(machine: Machine, failure: str, block: bool) -> None:
+    body = f"""\
+if swarm.step_count == 0:
+        for _ in range(7):
+            train(swarm, model, [optimizer])
+        {failure}
+    while swarm.step_count < 20:
+        train(swarm, model, [optimizer])
+"""
+    text = (
+        f"with peerd.attach(model, optimizer) as swarm:\n    {body}"
+        if block
+        else f"swarm = peerd.attach(model, optimizer)\nif True:\n    {body}"
+    )
+    a = machine.start("a", machine.script("train.py", HEAD + PLAIN + text + "keep(model)\n"))
+    a.says("training finished at step 20")
+    code = 3 if "exit" in failure else 1
+    assert a.log.count(f"train.py exited with code {code}; starting it again in 1 s") == 1
+    holds_the_scripts_model(a)
+
+
+HOPELESS = {
+    "a TypeError before the first step": "with peerd.attach(model, optimizer) as swarm:\n    len(3)\n",
+    "nothing to train": "peerd.attach(model.requires_grad_(False), optimizer)\n",
+    "no argument": "peerd.attach(model)\n",
+}
+
+
+@pytest.mark.parametrize("why", HOPELESS)
+def test_an_error_that_comes_again_is_not_awaited_five_times(machine: Machine, why: str) -> None:
+    a = machine.start("a", machine.script("train.py", HEAD + PLAIN + HOPELESS[why]))
+    assert a.end() == 1
+    if why == "no argument":
+        assert "train.py exited with code 1 before it called peerd.attach" in a.log
+    else:
+        assert "train.py exited with code 1 twice before its first step: giving up" in a.log
+        assert "before it called peerd.attach" not in a.log
+    assert a.log.count("starting it again") == (0 if why == "no argument" else 1)
+
+
+# ------------------------------------------------------------------------------------------------------ frozen tensors
+
+LORA = """\
+class Lora(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.base = nn.Linear(4, 512)
+        self.middle = nn.Linear(512, 512)
+        for parameter in self.parameters():
+            parameter.requires_grad_(False)
+        self.momentum = nn.Parameter(torch.zeros(4), requires_grad=False)
+        self.norm = nn.BatchNorm1d(512)
+        self.down = nn.Linear(512, 4, bias=False)
+        self.up = nn.Linear(4, 1).bfloat16()
+        self.tied = nn.Linear(512, 4, bias=False)
+        self.tied.weight = self.down.weight
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+    def forward(self, x):
+        self.momentum.data = 0.9 * self.momentum.data + 0.1 * x.mean(0)
+        hidden = self.norm(self.middle(self.base(x)).tanh())
+        return self.up((self.down(hidden) + self.tied(hidden)).bfloat16()).float()
+
+model = Lora()
+optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+with peerd.attach(model, optimizer) as swarm:
+    keep(model, f"at{swarm.step_count}.safetensors")
+    print("begins at", swarm.step_count, flush=True)
+    while swarm.step_count < int(os.environ["STEPS"]):
+        train(swarm, model, [optimizer])
+keep(model)
+"""
+
+
+def test_a_frozen_base_is_in_the_complete_export_and_in_no_checkpoint(machine: Machine) -> None:
+    script = machine.script("train.py", HEAD + LORA)
+    a = machine.start("a", script, STEPS="25")
+    a.says("training finished at step 25")
+    expected = own(machine)
+
+    # the checkpoint has what is trained, and the frozen tensor that the script itself moves; not the base
+    generation = machine.state / "peerd" / "a" / "checkpoints" / "step-00000025"
+    kept = load_file(generation / "model.safetensors")
+    assert "model.momentum" in kept
+    assert not [name for name in kept if "base" in name or "middle" in name]
+    assert (generation / "model.safetensors").stat().st_size < 0.2 * (machine.path / "own.safetensors").stat().st_size
+
+    # the complete export loads strictly, the plain one has what is shared
+    complete = exported(a, "--complete")
+    assert complete.keys() == expected.keys()
+    assert not [name for name in expected if not torch.equal(complete[name], expected[name])]
+    assert {name: value.dtype for name, value in complete.items()} == {n: v.dtype for n, v in expected.items()}
+    assert not {"base.weight", "norm.num_batches_tracked", "tied.weight"} & exported(a).keys()
+
+    # and what is resumed is the same model
+    machine.peerd("leave", "--name", "a")
+    a = machine.start("a", script, STEPS="40")
+    a.says("begins at 25")
+    assert "peerd: resumed from the checkpoint of step 25\n" in a.log
+    resumed = own(machine, "at25.safetensors")
+    assert not [name for name in expected if not torch.equal(resumed[name], expected[name])]
+    a.says("training finished at step 40")
+
+    # where the frozen tensors are nowhere, one line says so
+    for path in (machine.state / "peerd" / "a").rglob("rest-*"):
+        path.unlink()
+    refused = machine.peerd("export", "--name", "a", "--complete", "other.safetensors")
+    assert refused.returncode == 1
+    assert refused.stderr.startswith("error: export --complete: ") or "--complete" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert not Path(machine.path / "other.safetensors").exists()
+    assert json.loads(machine.peerd("export", "--name", "a", "m.safetensors", "--format", "json").stdout)["step"] == 40

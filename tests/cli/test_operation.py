@@ -1,0 +1,217 @@
+"""What happens to nodes in operation: logs that nobody reads, sessions that end, trainers that hang."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from machine import Machine, eventually
+from scripts import QUIET, TRAIN
+
+from peerd.carriers import CarrierSettings
+from peerd.carriers.tcp import Tcp
+from peerd.transport.errors import UserError
+from peerd.transport.ids import shown
+
+
+@pytest.fixture
+def machine(machine: Machine) -> Iterator[Machine]:
+    yield machine
+    assert "Traceback" not in machine.logs()
+
+
+def _closed_pipe() -> int:
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
+
+
+def _full_disk() -> int:
+    return os.open("/dev/full", os.O_WRONLY)
+
+
+# ---------------------------------------------------------------- addresses
+
+
+@pytest.mark.parametrize("everywhere", ["0.0.0.0", "::"])
+def test_who_binds_all_addresses_is_joined_at_one(machine: Machine, everywhere: str) -> None:
+    try:
+        host = Tcp(CarrierSettings()).reached(everywhere)
+    except UserError as error:
+        pytest.skip(str(error))
+    port = Machine.free_port()
+    a = machine.start("a", "--bind", shown((everywhere, port)))
+    where = shown((host, port))
+    assert a.address == where
+    paste = f"others join with: peerd start --join {shlex.quote(where)} --bind "
+    assert f"listening on {shown((everywhere, port))}; {paste}" in a.log
+    b = machine.start("b", "--bind", shown((host, 0)), join=where)
+    for node in (a, b):
+        node.sees(a="alive", b="alive")
+    assert a.ask("status")["counts"]["datagrams_unsendable"] == 0
+
+
+# ---------------------------------------------------------------- the session ends
+
+
+def test_a_terminal_that_hangs_up_is_a_goodbye(machine: Machine) -> None:
+    a = machine.start("a")
+    b = machine.start("b", machine.script("train.py", TRAIN), join=a)
+    b.sees(a="alive")
+    a.sees(b="alive")
+    b.says("ready, in a swarm")
+    b.signal(signal.SIGHUP)
+    b.signal(signal.SIGHUP)  # from the shell, and again from the kernel: not a second wish
+    assert b.end() == 0
+    assert not b.socket.exists()
+    a.sees(b="left")
+
+
+def test_under_nohup_a_node_outlives_its_terminal(machine: Machine) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does: the child inherits it
+    try:
+        node = machine.start("n")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert node.address
+    node.signal(signal.SIGHUP)
+    node.signal(signal.SIGHUP)
+    assert machine.peerd("leave").stdout == "n has left\n"
+    assert node.end() == 0
+    assert node.log.count("leaving the swarm") == 1
+
+
+# ---------------------------------------------------------------- a trainer hangs
+
+
+def test_a_trainer_that_hangs_is_seen_and_an_average_that_waits_for_it_is_taken_back(machine: Machine) -> None:
+    script = machine.script("train.py", TRAIN)
+    a = machine.start("a", script)
+    a.trains()
+    assert "no partner for " in machine.peerd("status", "--name", "a").stdout  # and no distance from anybody
+    b = machine.start("b", script, join=a, SEED="1")
+    for node in (a, b):
+        node.trains(beyond=20)
+        node.sees(a="alive", b="alive")
+    a.eventually(lambda: a.ask("status")["no_partner_s"] is None)
+    assert "consensus distance" in machine.peerd("status", "--name", "a").stdout
+    time.sleep(2)  # a node knows how long its steps take once it has looked
+    hung = b.trainer_pid
+    os.kill(hung, signal.SIGSTOP)
+    b.says(f"the trainer (pid {hung}) made its last step ")
+    a.eventually(
+        lambda: {row["name"]: row["stalled"] for row in a.ask("members")["members"]} == {"a": False, "b": True}
+    )
+    assert b.ask("status")["trainer"]["last_step_s_ago"] > 9
+    assert re.search(r"last step \d+ s ago", machine.peerd("status", "--name", "b").stdout)
+    assert "alive, no steps" in machine.peerd("members", "--name", "a").stdout
+
+    asker = machine.spawn("asker", ["-m", "peerd.cli.main", "average", "--name", "a"])
+    asker.says("waiting for the next step of b (no step for long)")
+    stands_at = a.step
+    asker.signal(signal.SIGINT)
+    assert asker.end() == 1
+    assert asker.log.endswith("peerd: interrupted: the node takes the average back, and the swarm goes on as before\n")
+    a.says("it is taken back")
+    a.trains(beyond=stands_at + 5)
+    for node in (a, b):
+        node.eventually(lambda node=node: (node.ask("mode")["plan"], node.ask("mode")["mode"]) == (2, "gossip"))  # type: ignore[misc]
+
+    os.kill(hung, signal.SIGCONT)
+    b.says("the trainer steps again")
+    a.eventually(lambda: not any(row["stalled"] for row in a.ask("members")["members"]))
+    b.trains(beyond=b.step)
+    assert b.log.count("made its last step") == 1
+    averaged = machine.peerd("average", "--name", "b", "--format", "json")
+    assert json.loads(averaged.stdout)["members"] == ["a", "b"], averaged.stderr
+
+
+# ---------------------------------------------------------------- who has nothing to give
+
+
+def test_a_clone_is_refused_and_who_waits_for_others_leaves(machine: Machine) -> None:
+    script = machine.script("train.py", TRAIN)
+    a = machine.start("a", script, "--wait-for", "3")
+    a.says("1 of 3 members are ready")
+    shutil.copytree(machine.state / "peerd" / "a", machine.state / "peerd" / "clone")
+    clone = machine.start("clone", script, join=a)
+    assert clone.end() == 1
+    assert "is this node's own identity" in clone.log
+    assert [row["name"] for row in a.ask("members")["members"]] == ["a"]
+    assert machine.peerd("leave", "--name", "a").stdout == "a has left\n"
+    assert a.end() == 0
+    assert "ready, " not in machine.logs()  # no script got as far as its first step
+    eventually(lambda: not machine.processes())
+
+
+# ---------------------------------------------------------------- again and again
+
+
+def test_a_node_that_is_restarted_again_and_again_costs_the_others_nothing(machine: Machine) -> None:
+    a = machine.start("a")
+
+    def life(end: signal.Signals) -> None:
+        b = machine.start("b", join=a)
+        b.sees(a="alive")
+        address = b.address
+        a.eventually(
+            lambda: [r["address"] for r in a.ask("members")["members"] if r["state"] == "alive"][1:] == [address]
+        )
+        b.signal(end)
+        b.process.wait()
+
+    def descriptors() -> int:
+        return len(os.listdir(f"/proc/{a.process.pid}/fd"))
+
+    life(signal.SIGKILL)
+    before = descriptors()
+    for end in (signal.SIGINT, signal.SIGKILL, signal.SIGINT, signal.SIGINT):
+        life(end)
+    a.eventually(lambda: descriptors() <= before)
+    assert [row["name"] for row in a.ask("members")["members"]] == ["a", "b"]
+    assert (machine.state / "peerd" / "a" / "members.json").read_text().count("127.0.0.1") <= 1
+
+
+def test_a_state_folder_that_goes_away_ends_no_training(machine: Machine) -> None:
+    node = machine.start("n", machine.script("train.py", TRAIN), PEERD_CHECKPOINT_EVERY_S="0.2")
+    state = machine.state / "peerd" / "n"
+    node.eventually(lambda: (state / "checkpoints").exists())
+    state.rename(machine.path / "moved")
+    node.trains(beyond=node.step + 50)
+    node.eventually(lambda: (state / "checkpoints").exists())  # what is written from now on is there again
+    node.signal(signal.SIGINT)
+    assert node.end() == 0
+
+
+# ---------------------------------------------------------------- nobody hears
+
+
+@pytest.mark.parametrize("opened", [_closed_pipe, _full_disk])
+def test_what_nobody_can_read_ends_no_training(machine: Machine, opened: Callable[[], int]) -> None:
+    assert "print" not in QUIET  # of its own words a script may die
+    script = machine.script("quiet.py", QUIET)
+    node = machine.start("n", script)
+    node.trains(beyond=5)
+    node.signal(signal.SIGINT)
+    assert node.end() == 0
+
+    output = opened()
+    node = machine.start("n", script, output=output)  # its trainer says that it resumes
+    os.close(output)
+    pid = (node.trains(), node.trainer_pid)[1]
+    node.trains(beyond=node.step + 10)
+    assert node.trainer_pid == pid
+    assert node.ask("status")["trainer_restarts"] == 0
+    assert node.ask("status")["trainer"]["first_step"] > 5
+    os.kill(pid, signal.SIGKILL)  # what the daemon says of it ends nothing either
+    node.eventually(lambda: node.trainer_pid != pid)
+    node.trains()
+    node.signal(signal.SIGINT)
+    assert node.end() == 0

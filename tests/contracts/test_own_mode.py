@@ -1,0 +1,127 @@
+"""A mode from a file outside the package, with a message and an option of its own, is as good as any (CONTRIBUTING)."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import test_modes as contract
+import thin
+
+from peerd.settings import load
+from peerd.training.modes import MODES, parse_mode
+from peerd.training.modes.own_mode import adopted, as_told
+from peerd.transport.errors import UserError
+from peerd.transport.messages import MESSAGES
+
+PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
+KIND = 200
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the page shows, in a file of its own."""
+    example, *_ = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    path = tmp_path_factory.mktemp("own") / "bounded.py"
+    path.write_text(example)
+    return path
+
+
+@pytest.fixture(scope="module")
+def row(file: Path) -> Iterator[contract.Row]:
+    """The mode in the table, while these tests run."""
+    yield adopted(f"{file}:Bounded:50"), {}
+    del MODES["bounded"], MESSAGES[KIND]
+    del sys.modules[f"peerd_mode_{file.resolve()}"]
+
+
+def test_it_keeps_the_contract_of_a_mode(row: contract.Row) -> None:
+    assert row[0] == "bounded:50"
+    contract.test_who_joins_midway_takes_part(row)
+    contract.test_what_comes_twice_counts_once(row)
+    for one in "ab":
+        contract.test_who_leaves_in_good_order_leaves_its_steps_behind(row, one)
+        contract.test_who_ends_early_holds_nobody_back(row, one)
+    for event, ends in contract.AT_MESSAGES:
+        contract.happens_at_messages(row, event, 8, ends=ends)
+    contract.in_any_weather(row, 2)
+    contract.test_a_simulated_swarm_lives_through_every_fault(row)
+    contract.test_daemons_live_through_it(row, partial(thin.simulate, 1), "memory")
+
+
+def test_it_leaves_a_straggler_alone_and_its_message_comes(row: contract.Row) -> None:
+    swarm = contract.swarm_of((adopted(row[0]).replace("50", "20"), {}), "ab")
+    for _ in range(60):
+        swarm.step("a", contract.mark("a"))
+        swarm.settle()
+        if swarm.nodes["b"].steps < 5:
+            swarm.step("b", contract.mark("b"))
+            swarm.settle()
+    swarm.step("b", contract.mark("b"))
+    assert swarm.nodes["b"].core._made["a"] >= 50
+    swarm.nodes["a"].core._made["b"] = 1
+    swarm.train(4)
+    assert swarm.nodes["a"].core.counts["left_alone"] > 0
+
+
+def test_settings_and_processes_call_it_by_its_name(file: Path, row: contract.Row) -> None:
+    settings = load({"mode": f"{file}:Bounded:7"}, {}, None)
+    assert settings.mode == "bounded:7"
+    assert settings.mode_settings.codec == "sign"
+    assert as_told("bounded:7") == f"{file}:Bounded:7"
+    assert as_told("gossip") == "gossip"
+    with pytest.raises(UserError, match="every: without effect in mode bounded"):
+        load({"mode": f"{file}:Bounded", "every": 5}, {}, None)
+    with pytest.raises(UserError, match=r"what takes an argument is .*bounded:STEPS"):
+        parse_mode("bounded:x")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("nowhere.py:Bounded", "there is no file nowhere.py"),
+        ("{file}:Other", "has no class 'Other' that is a ModeClass"),
+        ("{broken}:Bounded", "broken.py fails with ZeroDivisionError: division by zero"),
+        ("{taken}:Mine", "there is a mode 'gossip' already; give it another NAME"),
+        ("{taken}:Nameless", "Nameless needs a NAME"),
+        ("{taken}:Blank", "Blank needs a NAME"),
+    ],
+)
+def test_what_cannot_be_loaded_is_one_line(file: Path, row: contract.Row, tmp_path: Path, text: str, says: str) -> None:
+    broken, taken = tmp_path / "broken.py", tmp_path / "taken.py"
+    broken.write_text("1 / 0")
+    taken.write_text(
+        "from peerd.training.modes.gossip import Gossip\nclass Mine(Gossip):\n    NAME = 'gossip'\n"
+        "from peerd.training.modes import ModeClass\nclass Nameless(ModeClass):\n    TAKES = ()\n"
+        "class Blank(ModeClass):\n    NAME, TAKES = 'a b', ()\n"
+    )
+    with pytest.raises(UserError, match=says) as refused:
+        adopted(text.format(file=file, broken=broken, taken=taken))
+    assert "\n" not in str(refused.value)
+
+
+def test_the_simulator_runs_it_and_says_how_to_run_it_again(file: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "peerd.cli.main", "simulate", "--peers", "4", "--minutes", "1", "--format", "json"]
+    done = subprocess.run(
+        [*command, "--mode", "bounded.py:Bounded:50"], cwd=file.parent, capture_output=True, text=True, check=True
+    )
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["violations"] == []
+    assert f"{file}:Bounded:50" in result["replay"]
+
+
+def test_the_demo_runs_it(file: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "peerd.cli.main", "demo", "--peers", "2", "--steps", "60", "--format", "json"]
+    done = subprocess.run(
+        [*command, "--mode", f"{file}:Bounded:50", "--picture", str(tmp_path / "run.png")],
+        cwd=tmp_path, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["failures"] == []
+    assert result["exchanges"] > 0

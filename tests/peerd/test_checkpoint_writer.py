@@ -1,0 +1,98 @@
+"""When is a checkpoint due, and who pays for it?"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peerd.process.niceness import NICE
+from peerd.trainer import checkpoint
+from peerd.trainer.checkpoint_writer import COST_MAX, CheckpointWriter
+
+
+def generation(step: int) -> checkpoint.Generation:
+    return checkpoint.Generation(step, "signature", {}, None)
+
+
+class NoRest:
+    def write(self, folder: Path) -> None:
+        """There is none."""
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+def writer(every_s: float, capture: Callable[[int], checkpoint.Generation] = generation) -> CheckpointWriter:
+    made = CheckpointWriter(Path("nowhere"), every_s, NoRest(), capture)  # type: ignore[arg-type]
+    made._thread.join()
+    return made
+
+
+@given(every_s=st.floats(0.1, 1e4), copying_s=st.floats(0.0, 100.0), writing_s=st.floats(0.0, 100.0))
+def test_the_next_one_waits_until_the_last_has_cost_a_fiftieth(
+    every_s: float, copying_s: float, writing_s: float
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        now = [1000.0]
+        patch.setattr(time, "monotonic", lambda: now[0])
+        patch.setattr(time, "thread_time", lambda: writing_s)
+
+        def capture(step: int) -> checkpoint.Generation:
+            now[0] += copying_s
+            return generation(step)
+
+        def save(folder: Path, generation: checkpoint.Generation) -> None:
+            now[0] += 3600.0  # the disk stood still
+
+        patch.setattr(checkpoint, "save", save)
+        kept = writer(every_s, capture)
+        assert not kept.due(1000.0 + 0.99 * every_s)
+        assert kept.due(1000.0 + 1.01 * every_s)
+        kept.write(7)
+        kept._thread.join()
+        next_s = max(every_s, (copying_s + writing_s) / COST_MAX)
+        assert not kept.due(1000.0 + 0.99 * next_s)
+        assert kept.due(1000.0 + 1.01 * next_s)
+
+
+def test_one_is_written_at_a_time_by_a_nicer_thread(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, niceness = threading.Event(), []
+
+    def save(*_: Any) -> None:
+        niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        assert go_on.wait(60)
+
+    monkeypatch.setattr(checkpoint, "save", save)
+    kept = writer(1.0)
+    kept.write(7)
+    assert not kept.due(1e9)
+    go_on.set()
+    kept._thread.join()
+    assert kept.due(1e9)
+    assert niceness == [min(19, os.getpriority(os.PRIO_PROCESS, os.getpid()) + NICE)]
+
+
+def test_the_last_one_comes_after_the_one_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[int] = []
+
+    def save(_: Path, generation: checkpoint.Generation) -> None:
+        time.sleep(0.05 if not saved else 0.0)
+        saved.append(generation.step)
+
+    monkeypatch.setattr(checkpoint, "save", save)
+    kept = writer(1.0)
+    kept.write(7)
+    kept.write_last(8)
+    assert saved == [7, 8]

@@ -1,0 +1,156 @@
+"""The compute thread: one job at a time, in order, away from the loop; errors reach whoever waits."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+import trio.testing
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peerd.daemon.compute_thread import ComputeThread
+from peerd.training.effects import Effect, Log, Proceed, Publish
+from peerd.transport.errors import PeerError
+
+Job = Callable[[float], list[Effect]]
+Worker = ComputeThread[Job, list[Effect]]
+
+
+@asynccontextmanager
+async def running_thread() -> AsyncIterator[tuple[Worker, list[Effect]]]:
+    """A running compute thread and the list of what its jobs asked for."""
+    performed: list[Effect] = []
+
+    async def perform(effects: list[Effect]) -> None:
+        performed.extend(effects)
+
+    compute: Worker = ComputeThread(lambda job, now: job(now), perform)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(compute.run)
+        yield compute, performed
+        nursery.cancel_scope.cancel()
+
+
+@settings(max_examples=30, deadline=None, print_blob=True)
+@given(st.lists(st.booleans(), max_size=12))
+async def test_jobs_run_one_at_a_time_in_the_order_of_the_events(waited_for: list[bool]) -> None:
+    async with running_thread() as (compute, performed):
+        began: list[int] = []
+        running: list[int] = []
+
+        def job(number: int) -> Callable[[float], list[Effect]]:
+            def work(_: float) -> list[Effect]:
+                assert not running, "two jobs at once"
+                running.append(number)
+                began.append(number)
+                time.sleep(0)
+                running.pop()
+                return [Log("info", str(number))]
+
+            return work
+
+        async with trio.open_nursery() as nursery:
+            for number, wait in enumerate(waited_for):
+                if wait:
+                    nursery.start_soon(compute.call, job(number))
+                    await trio.testing.wait_all_tasks_blocked()
+                else:
+                    compute.post(job(number))
+        await compute.call(lambda _: [])
+        assert began == list(range(len(waited_for)))
+        assert performed == [Log("info", str(number)) for number in began]
+
+
+async def test_an_error_reaches_the_caller_and_the_thread_goes_on() -> None:
+    async with running_thread() as (compute, performed):
+
+        def wrong(_: float) -> list[Effect]:
+            raise PeerError("a bad payload")
+
+        with pytest.raises(PeerError, match="a bad payload"):
+            await compute.call(wrong)
+        await compute.call(lambda _: [Publish()])
+        assert performed == [Publish()]
+
+
+async def test_an_error_of_a_posted_job_is_a_bug_and_is_not_hidden() -> None:
+    def wrong(_: float) -> list[Effect]:
+        raise ZeroDivisionError
+
+    async def waiting() -> None:
+        async with running_thread() as (compute, _):
+            compute.post(wrong)
+            await trio.sleep_forever()
+
+    with pytest.raises(ExceptionGroup) as failure:
+        await waiting()
+    assert failure.group_contains(ZeroDivisionError)
+
+
+async def test_a_caller_that_is_cancelled_leaves_its_job_in_the_line() -> None:
+    async with running_thread() as (compute, performed):
+        gate = threading.Event()
+
+        def slow(_: float) -> list[Effect]:
+            gate.wait(60)
+            return [Publish()]
+
+        with trio.CancelScope() as scope:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(compute.call, slow)
+                await trio.testing.wait_all_tasks_blocked()
+                scope.cancel()
+        gate.set()
+        await compute.call(lambda _: [Proceed()])
+        assert performed == [Publish(), Proceed()]
+
+
+async def test_the_loop_runs_while_a_job_computes() -> None:
+    async with running_thread() as (compute, _):
+        loop = threading.get_ident()
+        turn = threading.Event()
+        threads: list[int] = []
+
+        def slow(_: float) -> list[Effect]:
+            threads.append(threading.get_ident())
+            assert turn.wait(60), "the loop had no turn"
+            return []
+
+        compute.post(slow)
+        while not threads:
+            await trio.sleep(0)
+        turn.set()
+        await compute.call(lambda _: [])
+        assert threads != [loop]
+
+
+async def test_a_job_is_told_the_time_at_which_it_starts() -> None:
+    async with running_thread() as (compute, _):
+        times: list[float] = []
+
+        def note(now: float) -> list[Effect]:
+            times.append(now)
+            return []
+
+        before = trio.current_time()
+        await compute.call(note)
+        await compute.call(note)
+        assert before <= times[0] <= times[1] <= trio.current_time()
+
+
+async def test_the_worker_is_nicer_than_its_process_and_never_less() -> None:
+    async with running_thread() as (compute, _):
+        found: list[int] = []
+
+        def look(_: float) -> list[Effect]:
+            found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+            return []
+
+        await compute.call(look)
+        assert found == [min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)]

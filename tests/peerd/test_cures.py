@@ -1,0 +1,48 @@
+"""What a user is told to do about a refusal: something for all that may differ, and nothing about the rest."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from peerd.daemon.cures import CURES, cure_of_model, cured
+from peerd.transport.connection import ConnectionLost
+from peerd.transport.hello import Refused, first_difference
+from peerd.transport.messages import Hello, Refuse
+
+HELLO = Hello(1, "swarm", "run", "id", "name", 1, "10.0.0.1", 7946, "gossip", "ab12", ())
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "cure"),
+    [
+        ("w float32 2x2", "w float32 2x3", "the same sizes and types"),
+        ("w float32 2x2", "w bfloat16 2x2", "the same sizes and types"),
+        ("w float32 2x2", "w float32 2x2 frozen 0011223344556677", "freeze the same tensors"),
+        ("w float32 2x2 frozen 0011223344556677", "w float32 2x2 frozen 8899aabbccddeeff", "load the same base"),
+        ("w float32 2x2", "v float32 2x2", "the same exclude="),
+        ("w float32 2x2", "no such tensor", "the same layers under the same names, and the same exclude="),
+        ("ab12", "x", "the same layers under the same names, frozen base, and the same exclude="),
+    ],
+)
+def test_where_models_differ_both_ends_are_told_what_to_do(mine: str, theirs: str, cure: str) -> None:
+    for one, other in ((mine, theirs), (theirs, mine)):
+        assert cure in cure_of_model(one, other)
+        assert cure in cured(Refused("told", Refuse("model", one, other)))
+
+
+def test_every_field_that_may_differ_has_a_cure() -> None:
+    others: dict[type, Any] = {int: 99, str: "other"}
+    changed = [replace(HELLO, **{item.name: others[type(getattr(HELLO, item.name))]}) for item in fields(Hello)[:-1]]
+    refusals = [first_difference(HELLO, hello) for hello in changed]
+    compared = {refusal.field for refusal in refusals if refusal is not None}
+    assert compared == {*CURES.keys() - {"node"}, "model"}  # one's own identity is told from others by the daemon
+
+
+def test_the_cure_follows_what_is_told() -> None:
+    for field in CURES:
+        assert cured(Refused("told", Refuse(field, "a", "b"))) == f"told; {CURES[field]}"
+    assert cured(Refused("told", Refuse("of a later version", "a", "b"))) == "told"
+    assert cured(ConnectionLost("gone")) == "gone"

@@ -1,0 +1,103 @@
+"""Whatever people call their optimizer: one that peerd can ask, or one line that says what to give."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peerd.trainer.optimizers import Several, as_one, forget, kind, learning_rates
+
+
+def parameters(count: int) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.full((2,), float(index))) for index in range(count)]
+
+
+class Wrapper:
+    def __init__(self, inner: Any) -> None:
+        self.optimizer = inner
+
+
+class Duck:
+    """As some libraries have it: the interface without the class."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.param_groups = inner.param_groups
+        self.state_dict = inner.state_dict
+        self.load_state_dict = inner.load_state_dict
+
+
+def test_the_optimizer_is_found_in_what_wraps_it() -> None:
+    one = torch.optim.Adam(parameters(1))
+    assert as_one(one) is one
+    assert as_one([one]) is one
+    assert as_one(Wrapper(Wrapper(one))) is one
+    assert as_one(torch.optim.lr_scheduler.StepLR(one, 1)) is one
+    duck = as_one(Duck(one))
+    assert duck.param_groups == one.param_groups
+    forget(duck)
+    assert kind(as_one([one, Wrapper(torch.optim.SGD(parameters(1)))])) == "Adam+SGD"
+
+
+def test_what_is_none_is_told() -> None:
+    endless = Wrapper(None)
+    endless.optimizer = endless
+    for given_, why in (
+        (None, "NoneType is no optimizer: give the one that updates the model"),
+        (torch.nn.Linear(1, 1), "Linear is no optimizer: "),
+        ([torch.optim.SGD(parameters(1)), 3], "int is no optimizer: "),
+        (endless, "Wrapper is no optimizer: "),
+        ([], "the list of optimizers is empty: "),
+    ):
+        with pytest.raises(ValueError, match=why):
+            as_one(given_)
+
+
+@given(st.lists(st.one_of(st.none(), st.floats(), st.text(max_size=2), st.just(torch.ones(2))), min_size=1, max_size=4))
+def test_learning_rates_are_those_that_there_are(rates: list[Any]) -> None:
+    optimizer = torch.optim.SGD(parameters(1))
+    optimizer.param_groups = [{"lr": rate} for rate in rates] + [{}, {"lr": torch.tensor(0.25)}]
+    expected = [rate for rate in rates if isinstance(rate, float) and 0 <= rate < float("inf")]
+    assert learning_rates(optimizer) == [*expected, 0.25]
+    assert learning_rates(optimizer, "initial_lr") == []
+
+
+@given(st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=2), min_size=1, max_size=3), st.integers(0, 2))
+def test_several_are_restored_as_they_were(shape: list[list[int]], trained: int) -> None:
+    def make() -> tuple[Several, list[torch.nn.Parameter]]:
+        held: list[torch.nn.Parameter] = []
+        parts: list[torch.optim.Optimizer] = []
+        for number, sizes in enumerate(shape):
+            groups = [{"params": parameters(size), "lr": 0.1 / (1 + at)} for at, size in enumerate(sizes)]
+            held += [parameter for group in groups for parameter in group["params"]]  # type: ignore[attr-defined]
+            parts.append((torch.optim.Adam, torch.optim.SGD)[number % 2](groups, lr=0.1))
+        return Several(parts), held
+
+    def train(several: Several, held: list[torch.nn.Parameter], steps: int) -> None:
+        for _ in range(steps):
+            for index, parameter in enumerate(held):
+                parameter.grad = torch.full((2,), 1.0 + index)
+            for part in several.parts:
+                part.step()
+
+    one, held = make()
+    train(one, held, trained)
+    other, others = make()
+    with torch.no_grad():
+        for mine, theirs in zip(others, held, strict=True):
+            mine.copy_(theirs)
+    other.load_state_dict(copy.deepcopy(one.state_dict()))
+    train(one, held, 2)
+    train(other, others, 2)
+    assert all(torch.equal(a, b) for a, b in zip(held, others, strict=True))
+    assert any(part.state for part in one.parts)
+    forget(Several([one]))  # type: ignore[list-item]
+    assert not any(part.state for part in one.parts)
+    longer = one.state_dict()
+    longer["param_groups"].append({"params": [99]})
+    with pytest.raises(ValueError, match="other parameter groups"):
+        other.load_state_dict(longer)

@@ -1,0 +1,116 @@
+"""What trainer and daemon say: it comes back as it was, anything else is refused, and the client keeps its state."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any, get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peerd.local.local_socket import pack
+from peerd.protocol.trainer import (
+    FROM_DAEMON,
+    FROM_TRAINER,
+    Added,
+    Attach,
+    BarrierHeard,
+    BarrierIs,
+    Corrections,
+    Finished,
+    Go,
+    Publish,
+    Resume,
+    Said,
+    Start,
+    Stop,
+    TrainerClient,
+    decoded,
+    encoded,
+)
+
+TABLES = [FROM_TRAINER, FROM_DAEMON]
+VALUES: dict[Any, st.SearchStrategy[Any]] = {
+    int: st.integers(0, 1),
+    float: st.floats(allow_nan=False, allow_infinity=False),
+    bool: st.booleans(),
+    str: st.text(max_size=5),
+    list[str]: st.lists(st.text(max_size=5), max_size=3),
+    list[Any]: st.just([]),
+    int | None: st.none() | st.integers(0, 1),
+}
+WRONG: dict[Any, list[Any]] = {
+    int: ["1", 1.0, True, None],
+    float: ["1", None, True],
+    bool: [1, None],
+    str: [1, None, b"x"],
+    list[str]: ["x", [1], None],
+    list[Any]: [1, [[1]], [["a", "b"]], [[2, 1]], [[0, 10**9]]],
+    int | None: ["1", 1.5, True],
+}
+
+
+def of(cls: type[Said]) -> st.SearchStrategy[Said]:
+    hints = get_type_hints(cls)
+    drawn = {item.name: VALUES[hints[item.name]] for item in fields(cls)}
+    if cls is Attach:
+        drawn |= {"parameters": st.integers(1, 5), "total": st.integers(5, 9), "variances": st.just([[1, 4]])}
+    return st.builds(cls, **drawn)
+
+
+@given(st.data())
+@pytest.mark.parametrize("table", TABLES, ids=["trainer", "daemon"])
+def test_all_that_is_said_comes_back(table: dict[str, type[Said]], data: st.DataObject) -> None:
+    said = data.draw(st.one_of(*map(of, table.values())))
+    message = encoded(said)
+    assert pack(message)
+    assert decoded({**message, "a newer field": 1}, table) == said
+
+
+@pytest.mark.parametrize("table", TABLES, ids=["trainer", "daemon"])
+@given(data=st.data())
+def test_a_field_of_another_type_is_named(table: dict[str, type[Said]], data: st.DataObject) -> None:
+    cls = data.draw(st.sampled_from([cls for cls in table.values() if fields(cls)]))
+    message = encoded(data.draw(of(cls)))
+    name = data.draw(st.sampled_from([item.name for item in fields(cls)]))
+    message[name] = data.draw(st.sampled_from(WRONG[get_type_hints(cls)[name]]))
+    with pytest.raises(ValueError, match=cls.KIND):
+        decoded(message, table)
+
+
+@given(st.dictionaries(st.text(max_size=6), st.none() | st.integers() | st.text(max_size=4), max_size=4))
+def test_anything_else_is_refused(message: dict[str, Any]) -> None:
+    for table in TABLES:
+        if message.get("kind") not in table:
+            with pytest.raises(ValueError, match="nothing that is said here"):
+                decoded(message, table)
+
+
+@pytest.mark.parametrize(
+    "message", [{"kind": "taken"}, {"kind": "taken", "half": 2}, {"kind": "step", "step": 1}, {"kind": ["step"]}, {}]
+)
+def test_what_lacks_or_does_not_exist_is_refused(message: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"lacks|no buffer|nothing that is said"):
+        decoded(message, FROM_TRAINER)
+
+
+def test_the_client_knows_what_the_daemon_has_said() -> None:
+    client = TrainerClient()
+    assert client.hear(Start(None, 7, 0.1, 4)) is None
+    assert [client.stands_at(step) for step in (7, 8)] == [False, True]
+    assert client.hear(Corrections(1)) == Added(1)
+    client.hear(Publish())
+    assert client.copy_asked
+    assert client.next_copy == 1
+    client.published(1)
+    assert (client.copy_asked, client.next_copy) == (False, 0)
+    assert client.hear(BarrierIs(0)) == BarrierHeard()
+    assert not client.stands_at(8), "nobody waits"
+    assert client.resumed, "nor at the old one"
+    for said, name in ((Go(), "go"), (Resume(), "resumed"), (Finished(), "finished")):
+        client.hear(said)
+        assert getattr(client, name)
+    assert not client.stop
+    client.hear(Stop())
+    assert client.stop

@@ -1,0 +1,126 @@
+"""When is a trainer said to make no steps? Beside its own pace, never while it waits for the swarm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peerd.daemon.trainer_session import TrainerSession, TrainerStatus
+from peerd.daemon.trainer_watch import STALL_MIN_S, STALL_SHARE, TrainerWatch
+from peerd.local.board import PAGE_BYTES, Board
+from peerd.protocol.trainer import BarrierIs, Resume, Start
+
+LOOK_S = 1.0
+
+
+def _train(watch: TrainerWatch, steps: list[float], wait_s: float = 0.0, now: float = 0.0) -> float:
+    """Make steps that take so long; after each one waits for the swarm. Returns the time."""
+    facts = watch.facts
+    looked = now
+
+    def pass_until(until: float) -> None:
+        nonlocal looked
+        while looked + LOOK_S <= until:
+            looked += LOOK_S
+            watch.look(looked)
+            assert not watch.stalled, looked
+
+    for step_s in steps:
+        pass_until(now + step_s)
+        now += step_s
+        facts.last_step_at, facts.waits = now, wait_s > 0
+        pass_until(now + wait_s)
+        now += wait_s
+        if facts.waits:
+            facts.waits, facts.released_at = False, now
+    return now
+
+
+def _training() -> TrainerStatus:
+    return TrainerStatus(pid=1, phase="training")
+
+
+@given(st.lists(st.floats(0.001, 8.0), min_size=3, max_size=30), st.just(0.0) | st.floats(0.0, 100.0))
+def test_no_step_that_is_like_the_others_is_a_stall(steps: list[float], wait_s: float) -> None:
+    watch = TrainerWatch(_training())
+    now = _train(watch, steps, wait_s)
+    watch.look(now)
+    assert watch.slowest_s <= max(steps) + 2 * LOOK_S
+
+
+@given(st.lists(st.floats(0.5, 8.0), min_size=3, max_size=30))
+def test_a_silence_that_is_long_beside_its_steps_is_one_and_a_step_ends_it(steps: list[float]) -> None:
+    watch = TrainerWatch(_training())
+    now = _train(watch, steps)
+    watch.look(now)
+    silent_s = max(STALL_MIN_S, STALL_SHARE * (max(steps) + 2 * LOOK_S))
+    watch.look(now + silent_s + 1)
+    stalled = [watch.stalled]
+    watch.facts.last_step_at = now + silent_s + 2
+    watch.look(now + silent_s + 3)
+    assert [*stalled, watch.stalled] == [True, False]
+    watch.facts.phase = "gone"
+    watch.look(now + 100 * silent_s)
+    assert not watch.stalled
+
+
+def test_who_waits_for_the_swarm_does_not_hang() -> None:
+    watch = TrainerWatch(_training())
+    now = _train(watch, [1.0, 1.0, 1.0])
+    watch.facts.waits = True
+    watch.look(now + 1000)
+    assert not watch.stalled
+
+
+class _Script:
+    """The trainer's end: what it says is put in `says`."""
+
+    def __init__(self) -> None:
+        self.says: list[dict[str, Any]] = []
+
+    async def send(self, message: dict[str, Any]) -> None:
+        """Nobody reads it."""
+
+    async def receive(self) -> dict[str, Any]:
+        return self.says.pop(0)
+
+
+@pytest.mark.trio(clock="still")
+async def test_a_trainer_waits_at_the_barrier_that_it_knows_of() -> None:
+    script, facts = _Script(), TrainerStatus(pid=1)
+    step = {"kind": "step", "change": 0.1, "lr": 0.1, "lr_ratio": 1.0, "published": None}
+    session = TrainerSession(script, facts, Board(memoryview(bytearray(PAGE_BYTES))))  # type: ignore[arg-type]
+
+    async def waits_after(said: dict[str, Any]) -> bool:
+        script.says.append(said)
+        assert await session.receive() is not None
+        return facts.waits
+
+    await session.tell(Start(None, 0, 0.1, 0))
+    assert not await waits_after({**step, "step": 1})
+    await session.tell(BarrierIs(2))
+    assert not await waits_after({**step, "step": 2})  # said before it had heard of it: it may hang since
+    assert not await waits_after({"kind": "barrier"})
+    assert not await waits_after({**step, "step": 3})
+    assert await waits_after({**step, "step": 4})
+    await session.tell(Resume())
+    waits = [facts.waits]
+    assert await waits_after({**step, "step": 6})
+    await session.tell(BarrierIs(0))
+    assert [*waits, facts.waits] == [False, True]
+    assert not await waits_after({"kind": "barrier"})
+    assert facts.released_at == trio.current_time()
+
+
+def test_the_first_step_may_take_any_time() -> None:
+    watch = TrainerWatch(_training())
+    watch.look(1e6)
+    assert not watch.stalled
+    _train(watch, [1.0], now=1e6)
+    watch.look(1e6 + 1)
+    assert watch.slowest_s == 0

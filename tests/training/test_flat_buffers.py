@@ -1,0 +1,126 @@
+"""Which buffers are the model's, that they stay the bits that they are, and that a variance stays one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from peerd.training.model.flat import FlatModel
+
+PRINTED = settings(deadline=None, print_blob=True)
+TABLE = 1.0 / 10_000 ** (torch.arange(0, 16, 2, dtype=torch.float64) / 16)
+
+
+class Rotary(nn.Module):
+    """Tables that nobody trains, in three types, one of which torch does not save; and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.register_buffer("inv_freq", torch.cat([TABLE.float(), torch.tensor([-0.0, 1e-42])]))
+        self.register_buffer("wide", TABLE.clone())
+        self.register_buffer("low", torch.cat([TABLE, torch.tensor([-0.0])]).bfloat16())
+        self.register_buffer("cache", torch.randn(4), persistent=False)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def tables(model: Rotary) -> list[bytes]:
+    return [bits(model.get_buffer(name)) for name in ("inv_freq", "wide", "low", "cache")]
+
+
+def test_a_buffer_that_torch_does_not_save_is_not_part_of_the_model() -> None:
+    flat = FlatModel(Rotary())
+    assert [piece.name for piece in flat.pieces if piece.is_buffer] == ["inv_freq", "wide", "low"]
+    assert not any(line.startswith("cache ") for line in flat.tensors)
+
+
+@PRINTED
+@given(st.lists(st.sampled_from(["add", "load", "restore", "put"]), min_size=1, max_size=6), st.integers(0, 99))
+def test_a_table_that_nobody_changes_stays_the_bits_that_it_is(acts: list[str], seed: int) -> None:
+    model = Rotary()
+    flat = FlatModel(model)
+    before, rng = tables(model), np.random.default_rng(seed)
+    start = flat.gather().numpy().copy()
+    for act in acts:
+        moved = start.copy()
+        moved[: flat.parameters] += rng.standard_normal(flat.parameters).astype(np.float32)
+        if act == "add":
+            flat.add(moved - start)
+        elif act == "load":
+            flat.load(moved)
+        elif act == "restore":
+            flat.restore()
+        else:
+            flat.put(flat.values())
+    assert tables(model) == before
+
+
+def test_a_float64_parameter_keeps_the_bits_that_float32_does_not_hold() -> None:
+    model = nn.Linear(3, 2, dtype=torch.float64)
+    flat = FlatModel(model)
+    before = bits(model.weight)
+    flat.load(flat.gather().numpy().copy())
+    flat.add(np.zeros(flat.total, np.float32))
+    assert bits(model.weight) == before
+
+
+@PRINTED
+@given(
+    st.lists(st.floats(2.0**-20, 2.0**20, width=32), min_size=4, max_size=4),
+    st.lists(st.lists(st.floats(-(2.0**21), 2.0**21, width=32), min_size=4, max_size=4), min_size=1, max_size=5),
+    st.sampled_from([torch.float32, torch.float64]),
+)
+def test_no_correction_makes_a_variance_negative(
+    start: list[float], corrections: list[list[float]], dtype: torch.dtype
+) -> None:
+    model = nn.BatchNorm1d(4, dtype=dtype)
+    assert model.running_var is not None
+    model.running_var.copy_(torch.tensor(start))
+    flat = FlatModel(model)
+    flat.gather()
+    (where,) = flat.variances
+    for correction in corrections:
+        whole = np.zeros(flat.total, np.float32)
+        whole[slice(*where)] = correction
+        expected = np.maximum(model.running_var.numpy() + np.array(correction), 0.1 * model.running_var.numpy())
+        flat.add(whole)
+        np.testing.assert_allclose(model.running_var.numpy(), expected, rtol=1e-6)
+        assert float(flat.gather()[slice(*where)].min()) > 0
+    flat.restore()
+    assert float(model.running_var.min()) > 0
+
+
+def test_means_and_logarithms_may_be_negative() -> None:
+    model = nn.BatchNorm1d(2)
+    model.register_buffer("log_var", torch.ones(2))
+    flat = FlatModel(model)
+    flat.gather()
+    flat.add(np.full(flat.total, -3, np.float32))
+    assert model.running_mean is not None
+    assert model.running_mean.tolist() == [-3, -3]
+    assert model.get_buffer("log_var").tolist() == [-2, -2]
+
+
+@pytest.mark.parametrize("value", [1e300, -1e39])
+def test_what_float32_does_not_hold_is_named(value: float) -> None:
+    wide = nn.Linear(2, 2, dtype=torch.float64)
+    flat = FlatModel(nn.Sequential(nn.Linear(2, 2), wide))
+    assert flat.beyond_float32() is None
+    with torch.no_grad():
+        wide.weight[0, 1] = value
+    assert flat.beyond_float32() == "1.weight"
+
+
+def test_what_is_not_finite_at_all_is_not_beyond_float32() -> None:
+    model = nn.Linear(2, 2, dtype=torch.float64)
+    flat = FlatModel(model)
+    with torch.no_grad():
+        model.weight[0, 0], model.weight[0, 1] = float("nan"), float("inf")
+    assert flat.beyond_float32() is None

@@ -1,0 +1,115 @@
+"""A model that changes after it was attached: what is replaced by its like is followed, the rest is told, once."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import torch
+from torch import nn
+
+from peerd.training.model.flat import FlatModel
+
+
+class Averaging(nn.Module):
+    """Its forward pass replaces its buffer."""
+
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("mean", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.5 * self.mean + 0.5 * x.mean(0)
+        out: torch.Tensor = self.layer(x - self.mean)
+        return out
+
+
+def test_a_buffer_that_forward_replaces_is_followed() -> None:
+    model = Averaging()
+    flat = FlatModel(model)
+    flat.gather()
+    model(torch.full((3, 2), 4.0))
+    assert flat.gather()[-2:].tolist() == [2.0, 2.0]
+    model(torch.full((3, 2), 4.0))
+    flat.add(np.ones(flat.total, np.float32))
+    assert model.mean.tolist() == [4.0, 4.0]
+    flat.load(np.full(flat.total, 7, np.float32))
+    assert model.mean.tolist() == [7.0, 7.0]
+    assert flat.unshared() == []
+
+
+def test_a_layer_that_is_replaced_by_its_like_is_followed() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.bfloat16))
+    flat = FlatModel(model)
+    flat.load(np.full(flat.total, 1.001, np.float32))
+    model[1] = copy.deepcopy(model[1])
+    model[0].weight = nn.Parameter(torch.full((2, 2), 5.0))
+    assert flat.gather()[:4].tolist() == [5.0] * 4
+    flat.add(np.ones(flat.total, np.float32))
+    assert model[0].weight.tolist() == [[6.0, 6.0]] * 2
+    assert flat.gather()[6:].tolist() == [2.0] * 6, "what the old tensor had left over went with it"
+    assert flat.unshared() == []
+
+
+def test_what_is_unfrozen_added_or_reshaped_is_told_once() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    flat = FlatModel(model)
+    flat.gather()
+    assert flat.unshared() == []
+    model[0].requires_grad_(True)
+    model[1] = nn.Linear(2, 3)
+    model.append(nn.Linear(2, 2))
+    flat.gather()
+    assert flat.unshared() == [
+        "not shared: 1.bias, 1.weight left the model, or changed shape or type, after peerd.attach",
+        "not shared: 3.bias, 3.weight came into the model after peerd.attach",
+        "not shared: 0.bias, 0.weight can be trained only since peerd.attach",
+    ]
+    flat.gather()
+    assert flat.unshared() == []
+    flat.add(np.ones(flat.total, np.float32))
+    flat.restore()
+
+
+def test_many_names_are_one_short_line() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    flat = FlatModel(model)
+    model.extend([nn.Linear(2, 2) for _ in range(50)])
+    flat.gather()
+    (line,) = flat.unshared()
+    assert line == "not shared: 1.bias, 1.weight, 10.bias and 97 more came into the model after peerd.attach"
+
+
+def test_what_is_frozen_for_a_while_stays_shared() -> None:
+    """As the discriminator is, while the generator learns."""
+    model = nn.Linear(2, 2)
+    flat = FlatModel(model)
+    model.requires_grad_(False)
+    flat.gather()
+    flat.add(np.ones(flat.total, np.float32))
+    model.requires_grad_(True)
+    assert flat.gather().tolist() == [*model.weight.reshape(-1).tolist(), *model.bias.tolist()]
+    assert flat.unshared() == []
+
+
+def test_what_is_frozen_later_is_told_once_and_goes_on_with_the_swarm() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    flat = FlatModel(model)
+    model[0].requires_grad_(False)
+    before = flat.gather().clone()
+    line = "still shared, though frozen after peerd.attach: 0.bias, 0.weight (the swarm goes on changing them)"
+    assert flat.unshared() == [line]
+    flat.add(np.ones(flat.total, np.float32))
+    assert flat.gather()[:6].tolist() == (before[:6] + 1).tolist()
+    model[0].requires_grad_(True)
+    flat.gather()
+    model[0].requires_grad_(False)
+    flat.gather()
+    assert flat.unshared() == []
+    model[1].requires_grad_(False)
+    flat.gather()
+    assert len(flat.unshared()) == 1

@@ -1,0 +1,116 @@
+"""Corrections of a bfloat16 model reach the float32 copies that its optimizer steps, or the script is told at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from peerd.training.model.flat import FlatModel
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 3)).bfloat16()
+
+
+def copies(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach().clone().float().requires_grad_() for parameter in model.parameters()]
+
+
+def step(model: nn.Module, masters: list[torch.Tensor], optimizer: torch.optim.Optimizer) -> None:
+    for master, parameter in zip(masters, model.parameters(), strict=True):
+        master.grad = torch.ones_like(master)
+        del parameter
+    optimizer.step()
+    with torch.no_grad():
+        for master, parameter in zip(masters, model.parameters(), strict=True):
+            parameter.copy_(master)
+
+
+def test_a_correction_survives_the_next_step() -> None:
+    model = build()
+    masters = copies(model)
+    optimizer = torch.optim.SGD(masters, lr=0.001)
+    flat = FlatModel(model, optimizer)
+    before = flat.gather().clone()
+    flat.add(np.full(flat.total, 0.01, np.float32))
+    step(model, masters, optimizer)
+    np.testing.assert_allclose(flat.values(), before + 0.009, rtol=1e-5, atol=1e-7)
+    assert float(flat.change()) == pytest.approx(0.001 * flat.total**0.5, rel=1e-3), "below what bfloat16 shows"
+    flat.load(np.full(flat.total, 1.001, np.float32))
+    assert all(bool(torch.eq(master, float(np.float32(1.001))).all()) for master in masters)
+    assert all(bool((parameter == 1.0).all()) for parameter in model.parameters())
+    flat.restore()
+    assert float(flat.change()) == 0
+
+
+def test_groups_in_another_order_are_told_apart_by_their_values() -> None:
+    model = build()
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.fill_(number)
+    masters = copies(model)
+    decayed = [master for master in masters if master.ndim > 1]
+    others = [master for master in masters if master.ndim == 1]
+    groups: list[dict[str, Any]] = [{"params": others}, {"params": decayed, "weight_decay": 0.1}]
+    flat = FlatModel(model, torch.optim.AdamW(groups))
+    flat.gather()
+    flat.add(np.arange(flat.total, dtype=np.float32))
+    for piece, master in zip(flat.pieces, masters, strict=True):
+        assert piece.master is master
+        number = masters.index(master) if master is masters[0] else int(master.min()) - piece.start
+        assert master.reshape(-1).tolist() == [number + value for value in range(piece.start, piece.stop)]
+
+
+def test_masters_that_moved_on_are_told_apart_by_their_shapes() -> None:
+    model = build()
+    masters = [master.detach() * 2 + 1 for master in copies(model)]
+    flat = FlatModel(model, torch.optim.SGD(masters))
+    assert all(piece.master is master for piece, master in zip(flat.pieces, masters, strict=True))
+
+
+def test_masters_of_some_parameters_only() -> None:
+    """Norms are kept in float32, and stepped themselves."""
+    model = build()
+    model[1].float()
+    low = [parameter for parameter in model.parameters() if parameter.dtype == torch.bfloat16]
+    masters = [parameter.detach().clone().float() for parameter in low]
+    flat = FlatModel(model, torch.optim.SGD([*model[1].parameters(), *masters]))
+    assert [piece.name for piece in flat.pieces if piece.master is not None] == [
+        "0.weight", "0.bias", "2.weight", "2.bias",
+    ]  # fmt: skip
+
+
+def test_masters_that_cannot_be_told_apart_are_refused_in_one_line() -> None:
+    model = build()
+    one = torch.cat([master.reshape(-1) for master in copies(model)]).detach()
+    with pytest.raises(
+        ValueError, match=r"steps 1 float32 tensors that are not the model's, and not 0\.weight"
+    ) as refusal:
+        FlatModel(model, torch.optim.SGD([one]))
+    assert "\n" not in str(refusal.value)
+
+
+def test_other_tensors_of_an_optimizer_are_nobodys_masters() -> None:
+    model = build()
+    temperature = torch.zeros(3)
+    flat = FlatModel(model, torch.optim.SGD([*model.parameters(), temperature]))
+    assert not any(piece.master is not None for piece in flat.pieces)
+    whole = nn.Linear(3, 3)
+    assert FlatModel(whole, torch.optim.SGD([torch.zeros(3, 3), torch.zeros(3)])).pieces[0].master is None
+    assert FlatModel(build(), torch.optim.SGD([nn.Parameter(torch.zeros(2).bfloat16())])).pieces[0].master is None
+
+
+def test_what_is_loaded_from_elsewhere_is_the_masters_too() -> None:
+    """A checkpoint has the model alone: without this the swarm would get the masters of the script's first model."""
+    model = build()
+    masters = copies(model)
+    flat = FlatModel(model, torch.optim.SGD(masters, lr=0.001))
+    model.load_state_dict({name: torch.full_like(tensor, 7.0) for name, tensor in model.state_dict().items()})
+    flat.loaded()
+    assert all(bool((master == 7.0).all()) for master in masters)
+    assert bool((flat.gather() == 7.0).all())

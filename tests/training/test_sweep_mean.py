@@ -1,0 +1,42 @@
+"""The short form of the sweep (sweep_mean.py), and that its ledger sees what it is there to see."""
+
+from __future__ import annotations
+
+import pytest
+from sweep_mean import MODES, Broken, LedgerSwarm, quick, run
+
+from peerd.training.pairs.links import PairLinks
+
+SEEDS = 12
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_each_mode_keeps_what_it_promises(mode: str) -> None:
+    with quick():
+        for seed in range(SEEDS):
+            broken, _ = run(mode, seed)
+            assert not broken, f"python tests/training/sweep_mean.py --replay {mode}:{seed}: {broken}"
+
+
+def test_an_exchange_that_one_end_alone_applied_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it was when a link that was let go left nothing behind."""
+
+    def forget(self: PairLinks, peer: str) -> int:
+        reference = self.held.pop(peer).reference
+        reference.cancel()
+        self._remember(reference.link, reference.version)
+        return reference.link
+
+    monkeypatch.setattr(PairLinks, "_let_go", forget)
+    with quick():
+        swarm = LedgerSwarm("gossip", 2, 1, "float32", 0)
+        swarm.everyone_alive()
+        swarm.settle()
+        swarm.step("a", 1.0)
+        swarm.deliver("a", "b")
+        swarm.lose("b", "a")
+        swarm.nodes["b"].core._links.end("a", swarm.now)
+        swarm.calm()
+        with pytest.raises(Broken, match="applied by"):
+            swarm.check(someone_is_dead=False)
+    assert swarm.sum_off > 0.01

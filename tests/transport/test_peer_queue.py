@@ -1,0 +1,79 @@
+"""What waits for a peer is not queued twice, keeps its order, and is bounded."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peerd.transport.messages import Delta, LinkClosed, Message, RoundPhase, RoundReport
+from peerd.transport.peer_queue import QUEUE_MAX, PeerQueue
+
+
+def report(number: int) -> RoundReport:
+    return RoundReport(1, RoundPhase.READY, number, 0, 0, 0, False, False, False)
+
+
+def half(seq: int, chunk: bytes) -> Delta:
+    return Delta(1, seq, "sign", 0.5, True, False, (chunk,))
+
+
+messages: st.SearchStrategy[Message] = st.one_of(
+    st.integers(0, 3).map(report),
+    st.builds(half, st.integers(0, 3), st.sampled_from([b"a", b"b"])),
+    st.integers(0, 3).map(lambda link: LinkClosed(link, 1)),
+)
+puts = st.tuples(st.just("put"), messages, st.integers(0, 1))
+events = st.lists(st.one_of(puts, st.tuples(st.just("take")), st.tuples(st.just("left")), st.tuples(st.just("clear"))))
+
+
+@given(events)
+def test_it_is_what_a_list_with_the_same_rules_is(script: list[tuple[Any, ...]]) -> None:
+    queue, waiting, leaving = PeerQueue[tuple[int, Message]](), deque[tuple[int, Message]](), None
+    for what, *told in script:
+        if what == "put":
+            message, scope = told
+            same = [at for at, (other, one) in enumerate(waiting) if other == scope and alike(one, message)]
+            is_leaving = leaving is not None and leaving[0] == scope and alike(leaving[1], message)
+            news = queue.put(message, (scope, message), scope)
+            if isinstance(message, RoundReport) and same:
+                waiting[same[0]] = scope, message
+                assert news
+            elif same or (is_leaving and not isinstance(message, RoundReport)):
+                assert not news
+            else:
+                waiting.append((scope, message))
+                assert news
+        elif what == "take" and waiting and leaving is None:
+            assert queue.has_waiting
+            leaving = waiting.popleft()
+            assert queue.take() is not None
+        elif what == "left" and leaving is not None:
+            queue.left()
+            leaving = None
+        elif what == "clear":
+            queue.clear()
+            waiting.clear()
+            leaving = None
+        assert len(queue) == len(waiting) + (leaving is not None)
+    while queue.has_waiting:
+        assert queue.take() == waiting.popleft()
+
+
+def alike(one: Message, other: Message) -> bool:
+    """As its reader would say: the same news, whatever its bytes."""
+    if isinstance(one, Delta) and isinstance(other, Delta):
+        return (one.link, one.seq) == (other.link, other.seq)
+    return type(one) is type(other) and (isinstance(one, RoundReport) or one == other)
+
+
+def test_a_full_queue_takes_no_more_until_something_has_left() -> None:
+    queue = PeerQueue[int]()
+    assert all(queue.put(LinkClosed(link, 1), link) for link in range(QUEUE_MAX))
+    assert not queue.put(LinkClosed(QUEUE_MAX, 1), QUEUE_MAX)
+    assert queue.take() == 0
+    assert not queue.put(LinkClosed(QUEUE_MAX, 1), QUEUE_MAX)
+    queue.left()
+    assert queue.put(LinkClosed(QUEUE_MAX, 1), QUEUE_MAX)

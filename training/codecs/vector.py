@@ -1,0 +1,217 @@
+"""A whole flat vector to chunks and back, and what the loss on the way means for the gain.
+
+The vector is cut into pieces of at most PIECE_VALUES; each becomes one chunk (codec, then squeeze). Parameters use the
+chosen codec. Float buffers (running means and variances, tables of frequencies) always travel as they are: one that no
+step changes must stay the bits that it is on every node, a sign or a top-k of a variance is a worse variance, and they
+are few. Pure functions: any thread may run them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from peerd.training.codecs import CODECS, Codec, NotFinite
+from peerd.training.codecs.blocks import BLOCK
+from peerd.training.codecs.compress import Compressor, unpack
+from peerd.training.effects import Vector
+from peerd.transport.errors import PeerError
+from peerd.transport.messages import CHUNK_VALUES, Chunk, Chunks
+
+__all__ = [
+    "PIECE_VALUES",
+    "Contraction",
+    "Gain",
+    "Layout",
+    "NotFinite",
+    "decode",
+    "encode",
+    "payload_limit",
+    "squared_norm",
+]
+
+PIECE_VALUES = CHUNK_VALUES - BLOCK
+"""One block short of CHUNK_VALUES, so that a float32 piece and its flag byte still fit a chunk of 4 MiB."""
+
+BUFFER_CODEC = "float32"
+GAIN_MAX = 0.5
+"""At one half a pair meets in the middle: more overshoots."""
+GAIN_MIN = 0.001
+"""A tenth of what top-k 1 % allows on its worst input, all values equal: a link that mixes nothing is no link."""
+GAIN_FIRST = 0.05
+"""Below what top-k 1 % allows on Gaussian values (0.07), so that no codec's first exchange overshoots."""
+GAIN_SHARE = 0.8
+"""Gain for each unit of contraction: 0.07 for top-k 1 % and 0.15 for 3 % of Gaussian values, 0.5 for sign."""
+FALLING = 0.5
+RISING = 0.2
+"""Weights of a measurement below and above the running contraction: too low a gain costs time, too high a one the
+model. Consensus on Gaussian and Student t values is as fast as without smoothing, and one odd measurement halves the
+gain at most."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a flat vector holds: values [0, parameters) are parameters, [parameters, total) float buffers.
+
+    Of these the ranges (start, stop) in `variances` are running variances; see variances.py.
+    """
+
+    parameters: int
+    total: int
+    variances: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.parameters <= self.total
+
+    def cut(self, count: int) -> list[tuple[slice, Layout]]:
+        """The vector in `count` parts that follow each other, equal but for a value: where each is, and its layout."""
+        cuts = [self.total * index // count for index in range(count + 1)]
+        return [
+            (
+                slice(start, stop),
+                Layout(
+                    min(stop, max(start, self.parameters)) - start,
+                    stop - start,
+                    tuple(
+                        (max(first, start) - start, min(last, stop) - start)
+                        for first, last in self.variances
+                        if first < stop and last > start
+                    ),
+                ),
+            )
+            for start, stop in pairwise(cuts)
+        ]
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """How much of a difference v a codec C let through, over the parameters."""
+
+    lost: float  # ||v - C(v)||^2
+    energy: float  # ||v||^2
+
+    @property
+    def delta(self) -> float:
+        """1 - lost/energy, in [0, 1]; 1 if there was nothing to send (Koloskova et al. 2019 call it delta, too)."""
+        return min(1.0, max(0.0, 1.0 - self.lost / self.energy)) if self.energy > 0 else 1.0
+
+
+class Gain:
+    """The mixing gain that one sender's measured contraction allows: min(0.5, 0.8 * delta).
+
+    Delta is a running mean that falls faster than it rises. A constant gain diverges once it is too high for the codec
+    (CHOCO-SGD proves convergence for small ones only): 16 nodes agree with every codec at 0.8 of the contraction, and
+    at 1.6 top-k 3 % diverges.
+    """
+
+    def __init__(self) -> None:
+        self._delta: float | None = None
+
+    def __repr__(self) -> str:
+        return f"<Gain {self.value:.3f}>"
+
+    def observe(self, measured: Contraction) -> None:
+        """Take in the contraction of one encoded difference; a zero difference says nothing."""
+        if measured.energy <= 0:
+            return
+        if self._delta is None:
+            self._delta = measured.delta
+        else:
+            weight = FALLING if measured.delta < self._delta else RISING
+            self._delta += weight * (measured.delta - self._delta)
+
+    @property
+    def contraction(self) -> float:
+        """The running mean of delta; 0 before anything was measured."""
+        return self._delta or 0.0
+
+    @property
+    def value(self) -> float:
+        """The gain, in [GAIN_MIN, GAIN_MAX]; GAIN_FIRST before anything was measured."""
+        if self._delta is None:
+            return GAIN_FIRST
+        return min(GAIN_MAX, max(GAIN_MIN, GAIN_SHARE * self._delta))
+
+
+def encode(
+    codec_name: str, layout: Layout, values: Vector, *, decoded: Vector | None = None
+) -> tuple[Chunks, Contraction]:
+    """The chunks for `values`, shape (layout.total,), and what they lose.
+
+    `decoded`, of the same shape, is overwritten with what `decode` makes of these chunks: measuring the loss computes
+    it anyway, and the sender needs it for its own copy of the reference.
+
+    Raises:
+        NotFinite: a value is a NaN or an infinity; no chunk must leave then.
+    """
+    assert values.shape == (layout.total,)
+    chunks: list[Chunk] = []
+    lost = energy = 0.0
+    squeezers = {codec_name: Compressor(), BUFFER_CODEC: Compressor()}
+    scratch = np.empty(min(PIECE_VALUES, layout.total), np.float32)
+    for codec, start, stop in _pieces(codec_name, layout):
+        body = codec.encode(values[start:stop])
+        chunks.append(squeezers[codec.name].pack(body))
+        arrived = scratch[: stop - start] if decoded is None else decoded[start:stop]
+        if start < layout.parameters or decoded is not None:
+            codec.decode(body, arrived)
+        if start < layout.parameters:
+            difference = np.subtract(values[start:stop], arrived, out=scratch[: stop - start])
+            lost += squared_norm(difference)
+            energy += squared_norm(values[start:stop])
+    return tuple(chunks), Contraction(lost, energy)
+
+
+def decode(codec_name: str, layout: Layout, chunks: Chunks, out: Vector) -> None:
+    """Overwrite `out`, shape (layout.total,), float32 or float64, with what `chunks` hold: finite, or an error.
+
+    Every codec promises finite values, which costs it a look at the scales where looking at `out` would be a pass.
+
+    Raises:
+        PeerError: an unknown codec, a wrong number of chunks, or a chunk that is not as `encode` makes them; `out` is
+            then half written, so it must be scratch.
+    """
+    assert out.shape == (layout.total,)
+    if codec_name not in CODECS:
+        raise PeerError(f"codec {codec_name[:40]!r} is none of {', '.join(CODECS)}")
+    pieces = list(_pieces(codec_name, layout))
+    if len(chunks) != len(pieces):
+        raise PeerError(f"{len(chunks)} chunks where {len(pieces)} are due")
+    for chunk, (codec, start, stop) in zip(chunks, pieces, strict=True):
+        codec.decode(unpack(chunk, codec.body_limit(stop - start)), out[start:stop])
+
+
+def payload_limit(layout: Layout) -> int:
+    """Bytes in the longest payload that any codec can make of such a vector, or of a piece of it alone.
+
+    A round sends each float buffer in two halves (training/rounds/attempt.py), at most all of them in one message.
+    """
+    halves = 4 * (layout.total - layout.parameters)
+    whole = max(
+        sum(1 + codec.body_limit(stop - start) for codec, start, stop in _pieces(name, layout)) for name in CODECS
+    )
+    piece = max(1 + codec.body_limit(min(PIECE_VALUES, layout.total)) for codec in CODECS.values())
+    return max(whole, piece) + halves
+
+
+def _pieces(codec_name: str, layout: Layout) -> Iterator[tuple[Codec, int, int]]:
+    """The pieces of a vector, as codec, start and stop; parameters and buffers never share one."""
+    for codec, first, last in (
+        (CODECS[codec_name], 0, layout.parameters),
+        (CODECS[BUFFER_CODEC], layout.parameters, layout.total),
+    ):
+        for start in range(first, last, PIECE_VALUES):
+            yield codec, start, min(start + PIECE_VALUES, last)
+
+
+def squared_norm(values: Vector) -> float:
+    """||values||^2. Not by BLAS: it would wake a thread pool for 10 000 values, next to the trainer."""
+    squared = float(np.einsum("i,i->", values, values))
+    if 1e-20 < squared < np.inf:
+        return squared
+    if not values.any():
+        return 0.0
+    return float(np.einsum("i,i->", values, values, dtype=np.float64))  # 3 times slower: only where float32 gives out

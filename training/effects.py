@@ -1,0 +1,70 @@
+"""What a mode asks its shell to do, and what the trainer says to the mode."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from peerd.transport.ids import NodeId
+from peerd.transport.messages import Message
+
+Vector = npt.NDArray[np.floating[Any]]
+"""A flat model or model difference: one dimension, float32 in production, float64 in exactness tests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send over the reliable connection to `peer`, in order; lost only when the connection breaks."""
+
+    peer: NodeId
+    message: Message
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Apply:
+    """Add `correction` (the flat model's size and dtype) to the model, between two steps; it is lent, not given."""
+
+    correction: Vector
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Ask the trainer for a fresh copy of its model; the next step report says `published`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proceed:
+    """The trainer may go on: a barrier is an effect. In a final flush it comes twice: once when every partner has
+    what this node had not yet sent (settled False), once when all models agree."""
+
+    settled: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """The trainer, which waits at its mode's barrier, may go on, once it has taken every correction so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """A line for whoever reads the log."""
+
+    level: str  # info, warning
+    text: str
+
+
+Effect = Send | Apply | Publish | Proceed | Resume | Log
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What the trainer says after an optimizer step (or at the end of its run)."""
+
+    step: int
+    change: float  # ||x - x at the last publish||, parameters only
+    lr_ratio: float  # learning rate / the largest learning rate so far
+    published: bool  # a fresh copy of the model has just arrived
+    finishing: bool  # no further step will come: flush

@@ -1,0 +1,148 @@
+"""What is a mode? The contract that every way of combining models keeps, and the words shared with its shell."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, cast
+
+from peerd.training.codecs.vector import Layout
+from peerd.training.effects import Effect, Log, StepReport, Vector
+from peerd.training.model.quiet import Quiet
+from peerd.training.trigger import Trigger
+from peerd.transport.errors import UserError
+from peerd.transport.ids import NodeId
+from peerd.transport.messages import Connected, Message
+
+LAND_AGAIN_S = 0.1  # a correction is rounded: whether the model is what it should be is seen when it is applied
+ENDED_MAX = 1024  # links that have ended of which the last word is remembered: two integers each
+
+
+@dataclass(frozen=True, slots=True)
+class LinkStatus:
+    """What `peerd status` shows of one link."""
+
+    peer: NodeId
+    exchanges: int
+    distance: float
+    gain: float
+    last_reason: str
+
+
+AUTO = "auto"
+"""As a codec: the mode's own."""
+
+OVERLAPS = ("blocking", "delayed", "hpsgd")
+
+
+class ModeClass:
+    """What a mode's class says of itself; settings, help, checks and the README's table are made from it."""
+
+    NAME: ClassVar[str]
+    ARGUMENT: ClassVar[str] = ""
+    """What may stand after the name and a colon, as help writes it; `of` reads it."""
+    TAKES: ClassVar[tuple[str, ...]]
+    """Which of ModeSettings have an effect."""
+    CODEC: ClassVar[str] = "float32"
+    """Unless the settings name one."""
+    KEEPS_LINKS: ClassVar[bool] = False
+    """Whether its nodes keep what each partner knows of their model."""
+    ENDS_THAT_COUNT: ClassVar[int] = 2
+    """Of one exchange, in the counts of all nodes."""
+
+    @classmethod
+    def of(cls, argument: str) -> ModeMaker | None:
+        """What makes its core; None: it takes no such argument."""
+        return cast(ModeMaker, cls) if not argument else None
+
+    @classmethod
+    def check(cls, argument: str, overlap: str, topology: str) -> None:
+        """Whether these settings fit. Raises UserError."""
+        if overlap not in OVERLAPS:
+            raise UserError(f"overlap {overlap!r}: not one of {', '.join(OVERLAPS)}")
+
+
+class LinkedMode(ModeClass):
+    """A mode whose nodes keep what each partner knows of their model: one bit a value is enough then."""
+
+    TAKES = ("codec", "trigger", "view")
+    CODEC = "sign"
+    KEEPS_LINKS = True
+
+
+def not_finite(counts: Counter[str]) -> list[Effect]:
+    """The model cannot be sent: counted each time, and said the first."""
+    counts["not_finite"] += 1
+    text = "the model holds a value that is not finite: nothing of it is sent"
+    return [Log("warning", text)] if counts["not_finite"] == 1 else []
+
+
+class Mode(Protocol):
+    """The contract: every call returns its effects, in order, and may move `deadline`. Calls never overlap.
+
+    `values()`, given at construction, reads the model as it stands, with every correction applied so far; the array is
+    the mode's own until it asks again. A correction in an Apply is the shell's until the next call.
+    """
+
+    deadline: float
+    counts: Counter[str]
+    barrier: int
+    """The trainer publishes at each step that is a multiple of this, and waits there for a Resume; 0: never."""
+
+    def on_step(self, report: StepReport, now: float) -> list[Effect]:
+        """The trainer's optimizer moved, or its run ended. Steps of which `quiet` wants nothing may be left out."""
+        ...
+
+    @property
+    def quiet(self) -> Quiet:
+        """Which steps it wants to hear of; that may be others after each event."""
+        ...
+
+    def on_message(self, sender: NodeId, message: Message | Connected, now: float) -> list[Effect]:
+        """A peer's message arrived. Raises PeerError when the peer broke the rules."""
+        ...
+
+    def on_peers(self, alive: frozenset[NodeId], now: float) -> list[Effect]:
+        """These peers, and no others, are alive and hold the same model."""
+        ...
+
+    def on_timer(self, now: float) -> list[Effect]:
+        """The deadline came."""
+        ...
+
+    def links(self) -> list[LinkStatus]:
+        """What there is to show."""
+        ...
+
+    def end(self) -> Vector | None:
+        """Another mode takes over: what this node learnt that its model has not got, and nobody else either."""
+        ...
+
+    @property
+    def under_way(self) -> bool:
+        """Whether this node owes or awaits the end of something with a living peer: a bad moment to end the mode."""
+        ...
+
+    @property
+    def consensus_distance(self) -> float:
+        """An estimate of the root mean square distance of a model from the swarm's mean, over the model's norm."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModeSettings:
+    """What a mode may be told."""
+
+    codec: str
+    trigger: Trigger
+    view: int
+    every: int = 1  # steps between rounds, of a mode that has rounds
+    overlap: str = "delayed"  # of a round and the training: blocking, delayed or hpsgd
+    topology: str = "auto"  # of an all-reduce: auto, ring, tree:K, halving; of servers: auto, adv:K
+    servers: int = 1  # shards of the parameters, each served by one member, of a mode that has servers
+    min_peers: int = 1  # a round of fewer members waits for more
+
+
+ModeMaker = Callable[[NodeId, Layout, random.Random, ModeSettings, Callable[[], Vector]], Mode]

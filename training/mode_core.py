@@ -1,0 +1,231 @@
+"""What becomes of an event at a node that has a model? One `handle` for the daemon and for the simulator.
+
+Whatever happens to the mode, or to the model that it reads, is one of the events below, in one order. What follows is a
+list of effects, which the shell performs: in the daemon a thread handles and the loop performs, in the simulator both
+are one call. A mode may be followed by another one on the same model. Before, the old one begins nothing new, so that
+what is under way comes to its end; after, what the trainer reports before it knows of the new mode's barrier is not
+meant for it: it may have gone on since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from peerd.training.codecs import vector
+from peerd.training.codecs.vector import Layout
+from peerd.training.effects import Effect, Publish, Send, StepReport, Vector
+from peerd.training.mode import Mode
+from peerd.transport.ids import NodeId
+from peerd.transport.messages import AS_STARTED, Connected, Message, ModelSnapshot, Plan
+
+SNAPSHOT_CODEC = "float32"  # a newcomer starts from exactly the donor's model
+
+
+class Model(Protocol):
+    """The node's model, as far as its daemon knows it."""
+
+    step: int
+
+    def values(self) -> Vector:
+        """With every correction so far, shape (total,); the array is used again by the next call."""
+        ...
+
+    def add(self, correction: Vector) -> None:
+        """Have it corrected."""
+        ...
+
+    def published(self, copy: int, step: int) -> None:
+        """The trainer has written this copy after this step."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModeBegins:
+    """`make` gives the mode that a plan names. It knows its partners at once: one of rounds would begin alone."""
+
+    plan: Plan
+    alive: frozenset[NodeId]
+    make: Callable[[Callable[[], Vector]], Mode]
+
+
+@dataclass(frozen=True, slots=True)
+class ModeEnds:
+    """The mode begins nothing new; said until nothing is under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class BarrierKnown:
+    """The trainer knows of a change of the mode: what it reports from now on is for the new one."""
+
+    is_superseded: ClassVar[bool] = False  # and no later report may come before it
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """The trainer's optimizer moved, or its run ended; `copy` is the one that it published, if it did."""
+
+    report: StepReport
+    copy: int | None
+
+    @property
+    def is_superseded(self) -> bool:
+        """By a later one, where both wait: the mode wants the newest change."""
+        return self.copy is None and not self.report.published and not self.report.finishing
+
+
+@dataclass(frozen=True, slots=True)
+class RunStands:
+    """No trainer makes a step: a mode that has not heard of a run's end does so now, at `step` if it is `anew`."""
+
+    step: int
+    anew: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLeaves:
+    """Every partner should have what this node has not yet sent."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class PeersChanged:
+    """These members, and no others, can exchange."""
+
+    alive: frozenset[NodeId]
+
+
+@dataclass(frozen=True, slots=True)
+class Reconnected:
+    """Messages to this peer flow again."""
+
+    peer: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A peer's message to the mode, meant under this plan."""
+
+    sender: NodeId
+    message: Message
+    plan: Plan = AS_STARTED
+
+
+@dataclass(frozen=True, slots=True)
+class ModelAsked:
+    """A newcomer wants the whole model."""
+
+    peer: NodeId
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class CopyWanted:
+    """Somebody waits for the trainer's model as it is after its next step."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimerDue:
+    """The mode's deadline may have come."""
+
+
+ModeEvent = (
+    ModeBegins | ModeEnds | BarrierKnown | Stepped | RunStands | NodeLeaves
+    | PeersChanged | Reconnected | Received | ModelAsked | CopyWanted | TimerDue
+)  # fmt: skip
+
+
+class ModeCore:
+    """The mode of one node, between its model and the events."""
+
+    def __init__(self) -> None:
+        self.mode: Mode | None = None
+        self.model: Model | None = None
+        self.plan = AS_STARTED  # what the mode belongs to
+        self.wound_up = False  # nothing is under way, and nothing more is heard until the next mode begins
+        self.untold = 0  # changes of the mode that the trainer does not know of yet
+        self.slowest_s = 0.0  # of the exchanges so far that this node began
+        self._winds_up = False
+        self._last_report: StepReport | None = None
+        self._partners: frozenset[NodeId] = frozenset()
+        self._began: dict[NodeId, float] = {}
+
+    def handle(self, event: ModeEvent, now: float) -> list[Effect]:
+        """What follows from it. Raises PeerError for a message that breaks the rules, NotFinite for a model asked."""
+        mode, model = self.mode, self.model
+        match event:
+            case ModeBegins():
+                return self._begin(event, now)
+            case BarrierKnown():
+                self.untold = max(0, self.untold - 1)
+            case CopyWanted():
+                return [Publish()]
+            case Stepped(report, copy):
+                if copy is not None and model is not None:
+                    model.published(copy, report.step)
+                self._last_report = report
+                waits = (self._winds_up or self.untold > 0) and not report.finishing
+                return mode.on_step(report, now) if mode is not None and not waits else []
+            case ModelAsked(peer, layout) if model is not None:
+                chunks = vector.encode(SNAPSHOT_CODEC, layout, model.values())[0]
+                return [Send(peer, ModelSnapshot(model.step, SNAPSHOT_CODEC, chunks))]
+            case PeersChanged(alive):
+                came = [Publish()] if alive - self._partners else []  # what they hear of is the model as it is
+                self._partners = alive
+                for gone in self._began.keys() - alive:
+                    del self._began[gone]
+                return [*came, *mode.on_peers(alive, now)] if mode is not None else []
+            case _ if mode is not None:
+                return self._tell(mode, event, now)
+        return []
+
+    def _tell(self, mode: Mode, event: ModeEvent, now: float) -> list[Effect]:
+        """What concerns nothing but a mode that there is."""
+        match event:
+            case Received(sender, message, plan) if plan == self.plan and not self.wound_up:
+                self.slowest_s = max(self.slowest_s, now - self._began.pop(sender, now))
+                return mode.on_message(sender, message, now)
+            case Reconnected(peer):
+                self._began.pop(peer, None)
+                return mode.on_message(peer, Connected(), now)
+            case TimerDue() if now >= mode.deadline and not self.wound_up:  # it may have changed since it came
+                return mode.on_timer(now)
+            case ModeEnds():
+                self._winds_up = True
+                self.wound_up = (
+                    not mode.under_way
+                )  # at once: what comes before the next mode would be half done for ever
+            case NodeLeaves(step):
+                return mode.on_step(_ended(step), now)
+            case RunStands(step, anew):
+                last = self._last_report
+                if anew and (last is None or not last.finishing):
+                    last = _ended(step)
+                return mode.on_step(last, now) if last is not None and last.finishing else []
+        return []
+
+    def sent(self, peer: NodeId, message: Message, now: float) -> None:
+        """A message leaves; how long its answer takes is `slowest_s`' business."""
+        if getattr(message, "wants_answer", False):
+            self._began[peer] = now
+
+    def _begin(self, event: ModeBegins, now: float) -> list[Effect]:
+        assert self.model is not None, "a mode runs only on a model"
+        if self.mode is not None and (left := self.mode.end()) is not None:
+            self.model.add(left)
+        self.mode = event.make(self._values)
+        self.plan = event.plan
+        self._winds_up = self.wound_up = False
+        self._began.clear()
+        return self.mode.on_peers(event.alive, now)
+
+    def _values(self) -> Vector:
+        """Of the model as it is then: another trainer brings another one."""
+        assert self.model is not None, "a mode runs only on a model"
+        return self.model.values()
+
+
+def _ended(step: int) -> StepReport:
+    return StepReport(step, 0.0, 1.0, published=False, finishing=True)

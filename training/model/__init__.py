@@ -1,0 +1,1 @@
+"""A PyTorch model as one flat vector with names."""

@@ -1,0 +1,337 @@
+"""How does a model become one flat vector, and a correction become part of the model?
+
+Order: trainable parameters, then floating-point buffers (BatchNorm's statistics are averaged; integer buffers are left
+alone, and so is one with infinities from the start, such as an attention mask, or one that torch would not save). Tied
+parameters appear once. Frozen parameters never travel: they take part in the signature only, so peers with another
+frozen base are refused. Private ones (`exclude`) do neither. Names are names.py's.
+
+Everything is float32 on the way. Parameters of lower precision keep what a correction could not yet move in a float32
+carry, or small corrections would be rounded away for ever; those with a float32 master (masters.py) are its rounding.
+A tensor whose float32 rounding is what it should become is left alone, so a buffer that nobody changes stays the bits
+that it is, in float64 too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from peerd.training.model.masters import EXACT, masters_of
+from peerd.training.model.names import buffers_of, matching, parameters_of
+from peerd.training.model.shards import is_sharded, shard_of
+from peerd.training.model.signature import described, signature_of, type_name
+from peerd.training.model.variances import bounded, is_variance
+
+Flat = npt.NDArray[np.float32]
+
+_NAMED_MAX = 3  # tensors in one line
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Where one tensor sits in the flat vector."""
+
+    name: str
+    held: torch.Tensor
+    start: int
+    stop: int
+    is_buffer: bool = False
+    is_variance: bool = False
+    master: torch.Tensor | None = None
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """What of it is in this process: this rank's shard of a DTensor. It may move, so look again."""
+        return shard_of(self.held)
+
+    @property
+    def source(self) -> torch.Tensor:
+        """What the optimizer steps: the tensor, or its master."""
+        return shard_of(self.held if self.master is None else self.master)
+
+
+class FlatModel:
+    """The flat view of one module, and its copy last published; of a sharded module, of this rank's shards.
+
+    Modules and tensors may be replaced later on: what has the name, shape and type of a tensor is it. Other changes are
+    told by `unshared`.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Any = None, exclude: Iterable[str] = ()) -> None:
+        """`exclude` has names of private tensors, or patterns (fnmatch); `optimizer` shows whether there are masters.
+
+        Raises ValueError for a model without trainable parameters or with complex ones, for a pattern that fits
+        nothing, and for masters that cannot be told apart. When it has shards that are frozen, all ranks have to call
+        it at once.
+        """
+        parameters, buffers = parameters_of(model), buffers_of(model)
+        private = matching(tuple(exclude), [*parameters, *buffers])
+        _require_shapes(parameters)
+        _require_values(parameters)
+        shared = {name: p for name, p in parameters.items() if p.requires_grad and name not in private}
+        if not shared:
+            raise ValueError("the model has no parameter that requires a gradient: there is nothing to train together")
+        for name, parameter in shared.items():
+            if not parameter.is_floating_point():
+                raise ValueError(
+                    f"parameter {name} is {type_name(parameter)}: only real floating-point ones can be averaged"
+                )
+        averaged = {name: b for name, b in buffers.items() if _is_averaged(b) and name not in private}
+        masters = masters_of(dict(shared), parameters.values(), optimizer)
+        self.pieces: list[Piece] = []
+        start = 0
+        for name, tensor in [*shared.items(), *averaged.items()]:
+            stop = start + shard_of(tensor).numel()
+            is_buffer = name in averaged
+            variance = is_buffer and is_variance(name) and bool((tensor >= 0).all())
+            self.pieces.append(Piece(name, tensor, start, stop, is_buffer, variance, masters.get(name)))
+            start = stop
+        self.total = start
+        self.parameters = sum(shard_of(p).numel() for p in shared.values())
+        ours = {name: parameter for name, parameter in parameters.items() if name not in private}
+        self.tensors = described(ours, averaged)
+        self.signature = signature_of(self.tensors)
+        self._model = model
+        self._known = parameters.keys() | buffers.keys()
+        self._trained = shared.keys() | private
+        self._changed: dict[str, set[str]] = {}  # the line that tells how, and whose names
+        self._told: set[str] = set()
+        self._device = next(iter(shared.values())).device
+        self._trainable = len(shared)
+        self._base = torch.zeros(self.total, dtype=torch.float32, device=self._device)
+        self._carry: dict[str, torch.Tensor] = {}
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether the first trainable parameter lives on a GPU."""
+        return self._device.type == "cuda"
+
+    @property
+    def variances(self) -> list[tuple[int, int]]:
+        """Where in the flat vector running variances are, as start and stop; see variances.py."""
+        return [(piece.start, piece.stop) for piece in self.pieces if piece.is_variance]
+
+    @torch.no_grad()
+    def gather(self) -> torch.Tensor:
+        """Make the model as it is now the base that `change` measures from; returns it, flat, on its device."""
+        self._look_again()
+        self._read_into(self._base)
+        return self._base
+
+    @torch.no_grad()
+    def change(self) -> torch.Tensor:
+        """||x - base|| over the parameters: one fused pass a tensor, a 0-dimensional result on the device.
+
+        Not finite when a parameter or a buffer is not: BatchNorm's statistics may be spoilt by a batch that left no
+        gradient.
+        """
+        self._look_again()
+        norm: torch.Tensor = torch.linalg.vector_norm(self.distances())
+        return norm + self.nonfinite_buffers() if len(self.pieces) > self._trainable else norm
+
+    @torch.no_grad()
+    def distances(self) -> torch.Tensor:
+        """||x - base|| of each parameter in turn, on the device."""
+        norms = []
+        for piece in self.pieces[: self._trainable]:
+            value = self._value(piece).float()
+            base = self._base[piece.start : piece.stop].to(value.device)
+            norms.append(torch.dist(value, base).to(self._device))
+        return torch.stack(norms)
+
+    @torch.no_grad()
+    def nonfinite_buffers(self) -> torch.Tensor:
+        """0 when all buffers are finite, else NaN."""
+        # of all reductions the largest magnitude is the one that never overflows
+        buffers = [piece.tensor for piece in self.pieces[self._trainable :] if piece.stop > piece.start]
+        peaks = [torch.linalg.vector_norm(buffer, ord=math.inf) for buffer in buffers]
+        zeros = [0 * peak.to(self._device, torch.float32) for peak in peaks]
+        return torch.stack(zeros).sum() if zeros else torch.zeros((), device=self._device)
+
+    @torch.no_grad()
+    def beyond_float32(self) -> str | None:
+        """The first tensor with a finite value that float32 does not hold: such a model cannot be shared."""
+        for piece in self.pieces:
+            value = piece.source
+            if value.dtype == torch.float64 and bool((value.isfinite() & ~value.float().isfinite()).any()):
+                return piece.name
+        return None
+
+    def unshared(self) -> list[str]:
+        """What of the model is not shared though it was changed to be, or still is: a line a way, each tensor once."""
+        lines = []
+        for what, names in self._changed.items():
+            if new := sorted(names - self._told):
+                more = f" and {len(new) - _NAMED_MAX} more" if len(new) > _NAMED_MAX else ""
+                lines.append(what.format(", ".join(new[:_NAMED_MAX]) + more))
+                self._told |= names
+        return lines
+
+    def add(self, correction: Flat) -> None:
+        """x += correction, shape (total,). The base moves along, so that `change` stays the trainer's own.
+
+        A running variance keeps a tenth of what it was, at least.
+        """
+        self.shift(torch.from_numpy(correction))
+
+    @torch.no_grad()
+    def shift(self, delta: torch.Tensor) -> None:
+        """The same with a tensor."""
+        self._look_again()
+        delta = delta.to(self._device)
+        before = {
+            piece.name: self._base[piece.start : piece.stop].clone() for piece in self.pieces if piece.is_variance
+        }
+        self._base += delta
+        for piece in self.pieces:
+            part = delta[piece.start : piece.stop]
+            if piece.is_variance:
+                base = self._base[piece.start : piece.stop]
+                base.copy_(bounded(before[piece.name], base))
+            if piece.is_buffer:
+                value = self._value(piece)
+                after = value + part.to(value.device)
+                self._write(piece, bounded(value, after) if piece.is_variance else after)
+            elif piece.source.dtype in EXACT:
+                piece.source.add_(part.view(piece.source.shape).to(piece.source.device, piece.source.dtype))
+                if piece.master is not None:
+                    piece.tensor.copy_(piece.source)
+            else:
+                self._add_with_carry(piece, part.view(piece.tensor.shape).to(piece.tensor.device))
+
+    def load(self, values: Flat) -> None:
+        """x = values, shape (total,)."""
+        self.replace(torch.from_numpy(values))
+
+    @torch.no_grad()
+    def replace(self, values: torch.Tensor) -> None:
+        """The same with a tensor."""
+        self._base.copy_(values)
+        self.restore()
+
+    def restore(self) -> None:
+        """x = base: go back to the last published copy."""
+        self.put(self._base)
+
+    @torch.no_grad()
+    def values(self) -> torch.Tensor:
+        """The model as it is now, shape (total,), with the carries; the base stays."""
+        self._look_again()
+        values = torch.empty_like(self._base)
+        self._read_into(values)
+        return values
+
+    @torch.no_grad()
+    def put(self, values: torch.Tensor) -> None:
+        """x = values, shape (total,); the base stays."""
+        self._look_again()
+        for piece in self.pieces:
+            self._write(piece, values[piece.start : piece.stop])
+
+    def _read_into(self, flat: torch.Tensor) -> None:
+        for piece in self.pieces:
+            flat[piece.start : piece.stop].copy_(self._value(piece))
+
+    def _value(self, piece: Piece) -> torch.Tensor:
+        """The tensor's values (count,) where it lives: float32 where there is a carry, else in its own type."""
+        value = piece.source.reshape(-1)
+        carry = self._carry.get(piece.name)
+        return value if carry is None else value.float() + carry.reshape(-1)
+
+    def _write(self, piece: Piece, values: torch.Tensor) -> None:
+        """The tensor becomes `values` (count,), but stays the bits that it is where these are the same float32."""
+        source = piece.source
+        wanted = values.view(source.shape).to(source.device)
+        if source.dtype == torch.float32 and not piece.is_buffer:
+            source.copy_(wanted)
+        else:
+            source.copy_(torch.where(source.float() == wanted.float(), source, wanted.to(source.dtype)))
+        if piece.master is not None:
+            piece.tensor.copy_(source)
+        elif source.dtype not in EXACT:
+            self._carry[piece.name] = wanted.float() - source.float()
+
+    def _add_with_carry(self, piece: Piece, part: torch.Tensor) -> None:
+        wanted = part + self._carry.get(piece.name, 0.0)
+        before = piece.tensor.float()  # of lower precision, so a copy
+        piece.tensor.add_(wanted.to(piece.tensor.dtype))
+        self._carry[piece.name] = wanted - (piece.tensor.float() - before)
+
+    @torch.no_grad()
+    def loaded(self) -> None:
+        """The model was loaded from elsewhere, a checkpoint: masters follow it, and nothing is carried."""
+        self._look_again()
+        self._carry.clear()
+        for piece in self.pieces:
+            if piece.master is not None:
+                piece.source.copy_(piece.tensor)
+
+    def _look_again(self) -> None:
+        """Follow what was replaced by its like, and see what cannot be followed."""
+        parameters, buffers = parameters_of(self._model), buffers_of(self._model)
+        lost = set()
+        for index, piece in enumerate(self.pieces):
+            found = (buffers if piece.is_buffer else parameters).get(piece.name)
+            if found is piece.held:
+                continue
+            if found is None or (found.shape, found.dtype) != (piece.held.shape, piece.held.dtype):
+                lost.add(piece.name)
+            elif is_sharded(found) == is_sharded(piece.held):  # else: whole for the forward pass it is in
+                self.pieces[index] = replace(piece, held=found)
+                self._carry.pop(piece.name, None)
+        added = {name for name, tensor in (parameters | buffers).items() if tensor.is_floating_point()}
+        frozen = {piece.name for piece in self.pieces if not piece.is_buffer and not piece.held.requires_grad}
+        self._changed = {
+            "not shared: {} left the model, or changed shape or type, after peerd.attach": lost,
+            "not shared: {} came into the model after peerd.attach": added - self._known,
+            "not shared: {} can be trained only since peerd.attach": {
+                name for name, one in parameters.items() if one.requires_grad and name in self._known - self._trained
+            },
+            "still shared, though frozen after peerd.attach: {} (the swarm goes on changing them)": frozen - lost,
+        }
+
+
+def pin(memory: npt.NDArray[np.float32]) -> bool:
+    """Have CUDA copy to and from `memory` at the full speed of the bus; False when it will not (copies still work)."""
+    try:
+        code = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)  # type: ignore[no-untyped-call]
+        return int(code) == 0
+    except (RuntimeError, AttributeError):
+        return False
+
+
+def _require_shapes(parameters: dict[str, nn.Parameter]) -> None:
+    for name, parameter in parameters.items():
+        if isinstance(parameter, UninitializedParameter):
+            raise ValueError(f"parameter {name} has no shape yet: run one batch through the model before peerd.attach")
+
+
+def _is_averaged(buffer: torch.Tensor) -> bool:
+    """Not of quantized, sparse or absent values, nor where some of them are one in memory (an expanded tensor)."""
+    if not buffer.is_floating_point() or not _is_plain(buffer):
+        return False
+    return bool(torch.isfinite(buffer.float() if buffer.itemsize == 1 else buffer).all())
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    if tensor.is_quantized or tensor.layout != torch.strided or tensor.is_meta:
+        return False
+    return is_sharded(tensor) or not any(
+        step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
+    )
+
+
+def _require_values(parameters: dict[str, nn.Parameter]) -> None:
+    for name, parameter in parameters.items():
+        if parameter.is_meta:
+            raise ValueError(f"parameter {name} has no values yet (it is on the meta device): load them before attach")
+        if parameter.requires_grad and not _is_plain(parameter):
+            raise ValueError(f"parameter {name} is sparse, quantized or expanded: it cannot be corrected; clone() it")

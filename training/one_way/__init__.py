@@ -1,0 +1,1 @@
+"""Links on which one end pushes and the other merges."""

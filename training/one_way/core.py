@@ -1,0 +1,392 @@
+"""Who pushes to whom, when is it said again, and how does a run end? What gossip-push, gossip-pull and push-sum share.
+
+Its partners are partners.py's, and what each end of a link knows copies.py's.
+
+Each answer says how far the two models were apart and whether the receiver has finished. A run ends with rounds of
+pushes with a fine codec, until every partner has finished and none is further away than FLUSH_TOLERANCE.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from peerd.training.codecs.difference import norm_of_difference
+from peerd.training.codecs.vector import Layout, NotFinite
+from peerd.training.effects import Apply, Effect, Send, StepReport, Vector
+from peerd.training.flush import FLUSH_CODEC, FLUSH_TOLERANCE, ROTATE_AFTER_EXCHANGES
+from peerd.training.mode import ModeSettings, not_finite
+from peerd.training.model.quiet import Quiet
+from peerd.training.one_way.copies import Copies
+from peerd.training.one_way.partners import Partner, Partners
+from peerd.training.one_way.public_copy import Incoming, Outgoing
+from peerd.training.partnered import PartneredMode
+from peerd.training.trigger import SILENCE_MAX_S, WAKE_AFTER_S
+from peerd.transport.errors import PeerError
+from peerd.transport.ids import NodeId
+from peerd.transport.messages import Connected, Message, Push, Pushed, PushForgotten
+
+STILL_AFTER = 4  # pushes that came, or were asked for, since the last own exchange: of equals one in 270 gets more
+ROUNDS_UNHEARD = 4  # of the flush, to partners that send nothing back: then one such in SILENCE_MAX_S
+
+
+class OneWay(PartneredMode[Partner]):
+    """A core without the one thing that differs: what firing, sending and merging mean."""
+
+    def __init__(
+        self, me: NodeId, layout: Layout, rng: random.Random, settings: ModeSettings, values: Callable[[], Vector]
+    ) -> None:
+        super().__init__(layout, rng, settings, values)
+        self._copies = Copies(layout, rng, settings.view, self._scratch)
+        self._partners = Partners(me, layout, rng, settings.view, self._current)
+        self._received = 0  # pushes merged since the last own step, or round of the flush
+        self._came = 0  # pushes, or asks for one, since this member last began an exchange itself
+        self._to_flush = 0  # partners of this round that have not had their push yet
+        self._unheard = 0  # rounds of the flush since a push last came: nobody's model moves ours meanwhile
+        self._round_at = float("-inf")
+
+    # ---------------------------------------------------------------- what a mode adds
+
+    def _correction(self, incoming: Incoming, push: Push, came: Vector, values: Vector) -> Vector:
+        """What x changes by, in scratch, as the peer's model `came`. Raises PeerError, having changed nothing."""
+        raise NotImplementedError
+
+    def _sending(self, peer: NodeId, push: Push, values: Vector) -> tuple[Push, list[Effect]]:
+        """A push is about to leave."""
+        return push, []
+
+    def _answered(self, peer: NodeId) -> None:
+        """The push under way to `peer` was taken."""
+
+    def _may_drop(self, peer: NodeId) -> bool:
+        """Whether the link to `peer` may end, to make room for another one or because the peer went."""
+        return True
+
+    def _untaken(self, peer: NodeId) -> list[Effect]:
+        """The link to `peer` ends; what is under way, if anything, was not taken."""
+        return []
+
+    def _merged(self, sender: NodeId, distance: float, now: float) -> None:
+        """A push has come."""
+
+    def _other_message(self, sender: NodeId, message: Message | Connected, now: float) -> list[Effect]:
+        """A message of this mode alone."""
+        raise PeerError(f"{type(message).__name__} has no meaning in this mode")
+
+    # ---------------------------------------------------------------- events
+
+    def on_step(self, report: StepReport, now: float) -> list[Effect]:
+        """What came until the last own step counts for that one alone."""
+        if not report.finishing:
+            self._received = self._unheard = 0
+        return super().on_step(report, now)
+
+    def on_message(self, sender: NodeId, message: Message | Connected, now: float) -> list[Effect]:
+        """One event of one link."""
+        self._reclaim()
+        match message:
+            case Push():
+                effects = self._on_push(sender, message, now) + self._flush(now)
+            case Pushed():
+                effects = self._on_pushed(sender, message, now) + self._flush(now)
+            case PushForgotten():
+                effects = self._on_forgotten(sender, message, now) + self._flush(now)
+            case Connected():
+                if partner := self._partners.held.get(sender):
+                    partner.flushed = False  # it may have begun anew, and know nothing of our end
+                effects = self._repeat(sender, now) + self._flush(now)
+            case _:
+                effects = self._other_message(sender, message, now)
+        self._rearm(now)
+        return effects
+
+    def on_peers(self, alive: frozenset[NodeId], now: float) -> list[Effect]:
+        """Peers came or went."""
+        self._reclaim()
+        effects: list[Effect] = []
+        came = alive - self._partners.alive
+        for peer in sorted((self._partners.alive - alive) & self._copies.outgoing.keys()):
+            if self._may_drop(peer):
+                effects += self._drop_outgoing(peer)
+        self._partners.on_peers(alive, now)
+        for peer in sorted(came & self._copies.outgoing.keys()):
+            effects += self._repeat(peer, now)
+        effects += self._flush(now)
+        self._rearm(now)
+        return effects
+
+    # ---------------------------------------------------------------- what there is to see
+
+    @property
+    def quiet(self) -> Quiet:
+        """Each step is news: what is pushed to one that steps weighs less the more has come since its last."""
+        return replace(super().quiet, step=0)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a push is."""
+        return any(self._copies.is_under_way(peer) for peer in self._partners.alive)
+
+    # ---------------------------------------------------------------- pushes that leave
+
+    def _began(self, partner: Partner, values: Vector, reason: str, now: float) -> None:
+        """From now on the partner's change is measured from `values`."""
+        self._came = 0
+        np.copyto(partner.anchor, values)
+        partner.anchor_norm = norm_of_difference(values[: self._layout.parameters])
+        partner.moved = 0.0
+        partner.last_exchange = now
+        partner.last_reason = reason
+        self._decider.began_step = self._report.step
+
+    def _push(
+        self, peer: NodeId, values: Vector, now: float, partner: Partner | None, reason: str, *, back: bool = False
+    ) -> list[Effect]:
+        """Begin one to `peer`; for the sake of `partner`, if it is one of the view that the trigger chose."""
+        effects: list[Effect] = []
+        outgoing = self._copies.outgoing.get(peer)
+        if outgoing is None:
+            oldest = self._copies.in_the_way(self._partners.alive)
+            if oldest is not None:
+                is_cut = not self._may_drop(oldest)
+                if is_cut and (oldest in self._partners.alive or not self._is_finite(values)):
+                    return []
+                self.counts["exchanges_cut"] += is_cut
+                effects += self._drop_outgoing(oldest)
+                values = self._current()  # what is taken back is in it
+            outgoing = self._copies.open(peer, values)
+        finishing = self._report.finishing
+        held = self._partners.held.get(peer)
+        flush = finishing or (held is not None and held.peer_finishing)
+        codec = FLUSH_CODEC if flush else self._settings.codec
+        try:
+            push = outgoing.begin(values, codec, self._gains, finishing=finishing, back=back)
+        except NotFinite:
+            return effects + not_finite(self.counts)
+        if push.seq == 1:
+            self.counts["snapshots"] += 1
+        if partner is not None:
+            self._began(partner, values, reason, now)
+        outgoing.under_way, more = self._sending(peer, push, values)
+        outgoing.sent_at = now
+        return [*effects, Send(peer, outgoing.under_way), *more]
+
+    def _drop_outgoing(self, peer: NodeId) -> list[Effect]:
+        effects = self._untaken(peer)
+        self._copies.outgoing.pop(peer).drop()
+        return effects
+
+    def _on_pushed(self, sender: NodeId, message: Pushed, now: float) -> list[Effect]:
+        outgoing, partner = self._copies.outgoing.get(sender), self._partners.held.get(sender)
+        if outgoing is None or outgoing.link != message.link:
+            if outgoing is None and partner is not None and message.finishing:
+                partner.peer_finishing = True  # it has made room, and ends all the same: our flush waits for that
+            return []
+        if partner is not None:
+            partner.peer_finishing = message.finishing
+            partner.distance = message.distance
+        if outgoing.under_way is None or outgoing.under_way.seq != message.taken:
+            return []
+        self._completed(outgoing, outgoing.under_way, sender, now)
+        return []
+
+    def _completed(self, outgoing: Outgoing, push: Push, peer: NodeId, now: float) -> None:
+        outgoing.answered()
+        self._answered(peer)
+        self.counts["exchanges"] += 1
+        if partner := self._partners.held.get(peer):
+            partner.exchanges += 1
+            partner.last_exchange = now
+            partner.flushed |= push.finishing and self._report.finishing
+        if self.counts["exchanges"] % ROTATE_AFTER_EXCHANGES == 0 and not self._report.finishing:
+            self._rotate(now)
+
+    def _on_forgotten(self, sender: NodeId, message: PushForgotten, now: float) -> list[Effect]:
+        """The receiver made room, or lost everything: start anew, or with somebody who has room."""
+        outgoing, partner = self._copies.outgoing.get(sender), self._partners.held.get(sender)
+        if outgoing is None or outgoing.link != message.link:
+            return []
+        push = outgoing.under_way
+        if push is not None and push.seq <= message.seq:
+            self._completed(outgoing, push, sender, now)
+            push = None
+        if push is not None and not self._is_finite(self._current()):
+            return not_finite(self.counts)  # nothing can be taken back: it will be said, and forgotten, again
+        self.counts["links_forgotten"] += 1
+        effects = self._drop_outgoing(sender)
+        if push is not None and sender in self._partners.alive:
+            reason = partner.last_reason if partner else ""
+            return effects + self._push(sender, self._current(), now, partner, reason, back=push.back)
+        if partner is not None and not self._report.finishing:  # a flush among ever new strangers would not end
+            self._partners.replace(partner, now)
+        return effects
+
+    # ---------------------------------------------------------------- pushes that come
+
+    def _on_push(self, sender: NodeId, push: Push, now: float) -> list[Effect]:
+        held = self._copies.accept(sender, push, self._values())
+        if held is None:
+            return []
+        if isinstance(held, PushForgotten):
+            self.counts["link_mismatches"] += 1
+            return [Send(sender, held)]
+        if push.seq <= held.version:
+            return [self._answer(held)]
+        came = held.decode(push)
+        values = self._current()
+        parameters = self._layout.parameters
+        distance = norm_of_difference(came[:parameters], values[:parameters])
+        if not np.isfinite(distance):
+            self._scratch.give(came)
+            return not_finite(self.counts)  # and no answer: it will be said again
+        try:
+            correction = self._correction(held, push, came, values)
+        except PeerError:
+            self._scratch.give(came)
+            raise
+        held.take(came, now)
+        forgotten = self._copies.hold(held)
+        self._received += push.finishing or not self._report.finishing  # the mean is of one's own step, or of a flush
+        self._unheard = 0
+        self.counts["exchanges"] += 1
+        self._merged(sender, distance, now)
+        self._lend(correction)
+        effects: list[Effect] = [self._answer(held, distance), Apply(correction)]
+        if forgotten is not None:
+            effects.append(Send(forgotten.peer, PushForgotten(forgotten.link, forgotten.version)))
+        if partner := self._partners.held.get(sender):
+            partner.peer_finishing = push.finishing
+            if push.finishing:
+                partner.distance = distance
+        if self._owes(sender, push, distance, values):
+            effects += self._push_back(sender, now)
+        return effects
+
+    def _owes(self, sender: NodeId, push: Push, distance: float, values: Vector) -> bool:
+        """Whether a push is answered by another one. In a flush its sender may be no partner of ours, and its push
+        alone may move us little (push-sum: the sender may have hardly any weight left)."""
+        flushes = self._report.finishing and push.finishing and sender not in self._partners.held
+        return flushes and distance > FLUSH_TOLERANCE * norm_of_difference(values)
+
+    def _is_still(self) -> bool:
+        """Whether this member makes no step, or hardly any, while others do."""
+        return self._report.finishing or self._came > STILL_AFTER
+
+    def _push_back(self, sender: NodeId, now: float) -> list[Effect]:
+        if self._copies.is_under_way(sender):
+            return []
+        if self._report.finishing:  # a round of its own
+            self._to_flush, self._received = 1, 0
+        return self._push(sender, self._current(), now, None, "", back=True)
+
+    def _answer(self, incoming: Incoming, distance: float | None = None) -> Send:
+        incoming.answers += 1
+        if distance is None:
+            parameters = self._layout.parameters
+            distance = norm_of_difference(incoming.known[:parameters], self._current()[:parameters])
+        distance = min(distance, 1e300)  # of a model that is not finite (any more)
+        finishing = self._report.finishing
+        return Send(incoming.peer, Pushed(incoming.link, incoming.answers, incoming.version, distance, finishing))
+
+    # ---------------------------------------------------------------- partners
+
+    def _held(self) -> list[Partner]:
+        return self._partners.all()
+
+    def _idle(self) -> list[Partner]:
+        return [partner for partner in self._partners.all() if self._is_idle(partner)]
+
+    def _is_idle(self, partner: Partner) -> bool:
+        return partner.asked_at is None and not self._copies.is_under_way(partner.peer)
+
+    def _rotate(self, now: float) -> None:
+        """Change the most used partner for a stranger."""
+        idle = self._idle()
+        if idle:
+            self.counts["rotations"] += 1
+            self._partners.replace(max(idle, key=lambda partner: (partner.exchanges, partner.peer)), now)
+
+    # ---------------------------------------------------------------- repeats
+
+    def _repeat(self, peer: NodeId, now: float) -> list[Effect]:
+        """Say again what may have been lost with a connection."""
+        effects: list[Effect] = []
+        outgoing = self._copies.outgoing.get(peer)
+        if outgoing is not None and outgoing.under_way is not None:
+            outgoing.sent_at = now
+            effects.append(Send(peer, outgoing.under_way))
+        return effects + self._told(peer)
+
+    def _told(self, peer: NodeId) -> list[Effect]:
+        """What one who pushes to us may have missed: the answer to its last push, and whether our run has ended."""
+        if (incoming := self._copies.incoming.get(peer)) is not None:
+            return [self._answer(incoming)]
+        ended = self._copies.ended.get(peer)
+        if ended is None or not self._report.finishing:
+            return []
+        link, taken = ended
+        return [Send(peer, Pushed(link, 0, taken, 0.0, True))]
+
+    def _waits(self) -> dict[NodeId, float]:
+        """Who owes an answer, since when."""
+        asked = {peer: one.asked_at for peer, one in self._partners.held.items() if one.asked_at is not None}
+        sent = {peer: one.sent_at for peer, one in self._copies.outgoing.items() if one.under_way is not None}
+        return asked | {peer: sent_at for peer, sent_at in sent.items() if peer in self._partners.alive}
+
+    def _say_again(self, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        for peer, since in sorted(self._waits().items()):
+            if now - since >= SILENCE_MAX_S:
+                self.counts["repeats"] += 1
+                effects += self._repeat(peer, now)
+        return effects + self._flush(now)
+
+    def _say_again_at(self, now: float) -> float:
+        waits = list(self._waits().values())
+        round_waits = self._unheard >= ROUNDS_UNHEARD and not self._round_under_way() and bool(self._due())
+        if self._report.finishing and round_waits:
+            waits.append(self._round_at)
+        return min(waits, default=float("inf")) + WAKE_AFTER_S
+
+    # ---------------------------------------------------------------- the final flush
+
+    def _is_finite(self, values: Vector) -> bool:
+        return bool(np.isfinite(norm_of_difference(values)))
+
+    def _end_run(self) -> list[Effect]:
+        pushers = [peer for peer in self._copies.pushers() if peer in self._partners.alive]
+        return [said for peer in pushers for said in self._told(peer)]
+
+    def _flush(self, now: float) -> list[Effect]:
+        """At a run's end: push to whoever does not yet agree; say when all have what we held, when all agree."""
+        if not self._report.finishing:
+            return []
+        effects: list[Effect] = []
+        due = self._due()
+        if self._unheard >= ROUNDS_UNHEARD and now - self._round_at < SILENCE_MAX_S:
+            due = [partner for partner in due if not partner.flushed]
+        if due and not self._round_under_way():  # to all at once: a round
+            self._received = 0
+            for index, partner in enumerate(due):
+                self._to_flush = len(due) - index
+                effects += self._push(partner.peer, self._current(), now, partner, "finishing")
+                self.counts["trigger_finishing"] += 1
+            if effects:  # else there is no room before some answers have come
+                self._unheard += 1
+                self._round_at = now
+        under_way = self._round_under_way()
+        return effects + self._proceed(self._partners.all(), expects_more=False, under_way=under_way)
+
+    def _round_under_way(self) -> bool:
+        return any(self._copies.is_under_way(peer) for peer in self._partners.held)
+
+    def _due(self) -> list[Partner]:
+        """A partner that trains on gets our model once; it tells us when it ends too."""
+        return [
+            partner
+            for partner in self._partners.all()
+            if not partner.flushed or (partner.peer_finishing and not self._agrees(partner))
+        ]

@@ -1,0 +1,1 @@
+"""Links of two that both hold the same pair of references."""

@@ -1,0 +1,423 @@
+"""How does a link to a partner begin, rest and end? What is exchanged over it is another file's business (gossip.py).
+
+A link's life, seen from one end (`peer` is the other):
+
+    opening   -> open      LinkOpen sent; LinkSnapshot came: both references start from that vector
+    open      -> open      exchanges (training/pairs/reference.py)
+    open      -> dormant   the peer is not alive: an exchange under way is kept, to be finished when it is back
+    dormant   -> open      the peer is back
+    open      -> closing   rotated out: LinkClose sent when no exchange is under way
+    closing   -> (gone)    LinkClosed came
+    any       -> (gone)    the peer does not hold the link any more, or opens another; a new one is opened
+    dormant   -> (gone)    there are others, of peers that went later, for whose references the memory is needed
+
+Every message of a link may come twice: what has had no answer is said again.
+
+However a link goes, an exchange is applied on both ends or on neither, while both live. What one end has applied and
+the other may not have outlives the link (reference.Unfinished), and is said when the peer is there:
+
+    I have applied v, and you may not have        Delta v, LinkClosed at v
+    I wait for your half of v + 1                 Delta v + 1, which whoever has applied it, or can, answers
+    I have applied v, and no more will follow     LinkClosed at v: the last word on a link, true for ever
+
+It ends when both ends are known to be at one version, or when the peer knows nothing of the link: it has crashed, and
+what it had applied is lost with it, or what it had not is not known. That is counted: exchanges_cut.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from peerd.training.codecs import vector
+from peerd.training.codecs.difference import norm_of_difference
+from peerd.training.codecs.vector import Layout
+from peerd.training.effects import Effect, Send, Vector
+from peerd.training.mode import ENDED_MAX
+from peerd.training.pairs.reference import PairedReference, Unfinished
+from peerd.training.scratch import Scratch
+from peerd.training.trigger import SILENCE_MAX_S, WAKE_AFTER_S
+from peerd.transport.ids import NodeId
+from peerd.transport.messages import Delta, LinkClose, LinkClosed, LinkOpen, LinkSnapshot
+
+SNAPSHOT_CODEC = "bfloat16"  # any vector may start a pair of references; this one costs half of float32
+UNKNOWN = -1  # the version of a link that this end knows nothing of: it was another life's
+MODELS_OF_A_LINK = 4  # both references, the anchor, and what a half under way decodes to
+LEFT_OF_LINKS = 2  # views: with one-bit codecs that is what is left of eight links for each of a view
+UNFINISHED_MAX = 64
+
+
+@dataclass(slots=True, eq=False)
+class PairLink:
+    """One end of a link, with what gossip notes of it."""
+
+    peer: NodeId
+    reference: PairedReference
+    anchor: Vector  # x after the last exchange
+    anchor_norm: float
+    last_exchange: float
+    sent_at: float  # when something that waits for an answer was last sent
+    active: bool  # the peer is alive
+    declined_at: float = float("-inf")  # when it was overdue, and the trigger had no reason
+    moved: float = 0.0  # at most ||x at the last publish - anchor||
+    exchanges: int = 0
+    distance: float = 0.0  # between the two models, at the last exchange
+    closing: bool = False
+    peer_finishing: bool = False
+    flushed: bool = False  # exchanged since our own trainer ended
+    last_reason: str = ""
+
+    @property
+    def idle(self) -> bool:
+        """Whether an exchange may begin."""
+        return self.active and not self.closing and self.reference.under_way is None
+
+    @property
+    def waits(self) -> bool:
+        """Whether a living peer owes an answer."""
+        return self.active and (self.closing or not self.reference.settled)
+
+
+@dataclass(slots=True, eq=False)
+class Remnant:
+    """What is left of a link that ended here before both ends were known to have applied the same exchanges."""
+
+    peer: NodeId
+    unfinished: Unfinished
+    said_at: float = float("-inf")
+
+
+class PairLinks:
+    """The links of one node: those it holds, and those it has asked for."""
+
+    def __init__(
+        self,
+        me: NodeId,
+        layout: Layout,
+        rng: random.Random,
+        view: int,
+        values: Callable[[], Vector],
+        scratch: Scratch,
+        counts: Counter[str],
+        *,
+        opens: bool,
+    ) -> None:
+        """Open links until there are `view`, and accept up to twice that; one that does not open accepts all."""
+        self.held: dict[NodeId, PairLink] = {}
+        self.opening: dict[NodeId, tuple[int, float]] = {}  # link number, when it was last asked for
+        self.remnants: dict[int, Remnant] = {}  # by link number, the oldest first
+        self._ended: OrderedDict[int, int] = OrderedDict()  # link number -> version: LinkClosed was, or can be, said
+        self.opens = opens
+        self._me = me
+        self._layout = layout
+        self._rng = rng
+        self._view = view
+        self._values = values
+        self._scratch = scratch
+        self._counts = counts
+        self._alive: frozenset[NodeId] = frozenset()
+        self._declined: set[NodeId] = set()
+
+    def live(self) -> list[PairLink]:
+        """Those whose peer is alive."""
+        return [link for link in self.held.values() if link.active]
+
+    def idle(self) -> list[PairLink]:
+        """Those over which an exchange may begin, by peer."""
+        return [link for _, link in sorted(self.held.items()) if link.idle]
+
+    def knows(self, peer: NodeId, number: int) -> bool:
+        """Whether this end holds this link, or did."""
+        held = self.held.get(peer)
+        return (held is not None and held.reference.link == number) or number in self.remnants or number in self._ended
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether this node or a living peer may still have to apply an exchange."""
+        held = any(not link.reference.settled for link in list(self.held.values()) if link.active)
+        return held or any(remnant.peer in self._alive for remnant in list(self.remnants.values()))
+
+    def deadline(self, now: float) -> float:
+        """When something must be said again, should nothing come until then."""
+        unanswered = [link.sent_at for link in self.held.values() if link.waits]
+        unanswered += [asked_at for _, asked_at in self.opening.values()]
+        unanswered += [remnant.said_at for remnant in self.remnants.values() if remnant.peer in self._alive]
+        if self._places_taken() < self._wanted():
+            unanswered.append(now)  # those who declined are asked again
+        return min(unanswered, default=float("inf")) + WAKE_AFTER_S
+
+    # ---------------------------------------------------------------- events
+
+    def on_peers(self, alive: frozenset[NodeId], now: float) -> list[Effect]:
+        """Wake the links of those who came, rest those of who went, and fill the view."""
+        effects: list[Effect] = []
+        came = sorted(alive - self._alive)
+        for peer in sorted(self._alive - alive):
+            if peer in self.opening:
+                self._remember(self.opening.pop(peer)[0], 0)
+            if link := self.held.get(peer):
+                link.active = False
+        self._alive = alive
+        for peer in came:
+            if link := self.held.get(peer):
+                link.active = True
+                link.last_exchange = now
+            effects += self.repeat(peer, now)
+        self._declined &= alive
+        self._make_room()
+        return effects + self.fill_view(now)
+
+    def on_timer(self, now: float) -> list[Effect]:
+        """Say again what has had no answer for long, and ask anew those who declined."""
+        effects: list[Effect] = []
+        asked = {peer: asked_at for peer, (_, asked_at) in self.opening.items()}
+        since_when = {peer: link.sent_at for peer, link in self.held.items() if link.waits} | asked
+        for left in self.remnants.values():
+            if left.peer in self._alive:
+                since_when[left.peer] = min(left.said_at, since_when.get(left.peer, now))
+        for peer, since in sorted(since_when.items()):
+            if now - since >= SILENCE_MAX_S:
+                self._counts["repeats"] += 1
+                effects += self.repeat(peer, now)
+        self._declined.clear()
+        return effects + self.fill_view(now)
+
+    def on_open(self, sender: NodeId, number: int, now: float) -> list[Effect]:
+        """Give the peer a link that starts from our model, or decline. Raises NotFinite: then nothing has changed."""
+        link = self.held.get(sender)
+        if link is not None and link.reference.link == number:
+            return self.repeat(sender, now) if link.reference.version == 0 else []
+        if self.knows(sender, number):
+            return self.last_word(sender, number, now)  # said again, of a link that has ended
+        if sender in self.opening and self._me > sender:
+            return []  # both ends asked at once: the smaller id answers, the larger's number stands
+        frees = sender in self.opening or (link is not None and link.active)  # the place that it has
+        declines = self.opens and self._places_taken() - frees >= 2 * self._view
+        values = self._values()
+        start = np.empty_like(values)
+        chunks = () if declines else vector.encode(SNAPSHOT_CODEC, self._layout, values)[0]
+        if sender in self.opening:
+            self._remember(self.opening.pop(sender)[0], 0)
+        effects = self.end(sender, now)
+        if declines:
+            self._counts["links_declined"] += 1
+            return [*effects, Send(sender, LinkClosed(number, 0))]
+        vector.decode(SNAPSHOT_CODEC, self._layout, chunks, start)
+        self._hold(sender, number, start, values, now)
+        if sender not in self.held:  # membership does not know it yet, and there is no room for another such
+            self._counts["links_declined"] += 1
+            return [*effects, Send(sender, LinkClosed(number, 0))]
+        self._counts["snapshots"] += 1
+        return [*effects, Send(sender, LinkSnapshot(number, SNAPSHOT_CODEC, chunks))]
+
+    def on_snapshot(self, sender: NodeId, message: LinkSnapshot, now: float) -> list[Effect]:
+        """The peer gives the link that we asked for. Raises PeerError."""
+        if self.opening.get(sender, (None, 0.0))[0] != message.link:
+            held = self.held.get(sender)
+            known = held is not None and held.reference.link == message.link
+            return [] if known else self.last_word(sender, message.link, now)
+        values = self._values()
+        start = np.empty_like(values)
+        vector.decode(message.codec, self._layout, message.chunks, start)
+        del self.opening[sender]
+        self._hold(sender, message.link, start, values, now)
+        return []
+
+    def on_close(self, sender: NodeId, message: LinkClose, now: float) -> list[Effect]:
+        """The peer wants to end its link with us."""
+        link = self.held.get(sender)
+        if link is None or link.reference.link != message.link:
+            if remnant := self._remnant(sender, message.link):
+                remnant.unfinished.taken(message.version)
+                self._settle(remnant)
+            return self.last_word(sender, message.link, now)
+        link.reference.taken(message.version)
+        if not link.reference.settled or link.reference.version < message.version:
+            return []  # halves are still on their way; the peer says the close again after its answer
+        effects = self.end(sender, now)
+        self._declined.add(sender)  # its place there is somebody else's now
+        return effects + self.fill_view(now)
+
+    def on_closed(self, sender: NodeId, message: LinkClosed, now: float) -> list[Effect]:
+        """The peer does not hold the link, or declines to."""
+        link, number = self.held.get(sender), message.link
+        if self.opening.get(sender, (None, 0.0))[0] == number:
+            self._remember(self.opening.pop(sender)[0], 0)
+            self._declined.add(sender)
+            return self.fill_view(now)
+        effects: list[Effect] = []
+        if link is not None and link.reference.link == number:
+            if link.closing:
+                self._declined.add(sender)  # rotated out: somebody else's turn
+            self._ends_at(link.reference, message.version)
+            effects += self.end(sender, now)  # the peer may wait to hear of it
+        elif remnant := self._remnant(sender, number):
+            self._ends_at(remnant.unfinished, message.version)
+            self._settle(remnant)
+            if number in self.remnants:
+                effects += self.last_word(sender, number, now)
+        else:
+            return []
+        return effects + self.fill_view(now)
+
+    def on_taken(self, sender: NodeId, number: int, seq: int) -> list[Effect]:
+        """The peer has applied an exchange of which it had our half."""
+        link = self.held.get(sender)
+        if link is not None and link.reference.link == number:
+            link.reference.taken(seq)
+        elif remnant := self._remnant(sender, number):
+            remnant.unfinished.taken(seq)
+            self._settle(remnant)
+        return []
+
+    def on_late(self, sender: NodeId, message: Delta, now: float) -> tuple[Vector | None, list[Effect]]:
+        """A half of a link that is not held: perhaps one that we waited for, with its correction. Raises PeerError."""
+        if self.opening.get(sender, (None, 0.0))[0] == message.link:
+            # its snapshot was lost, and the peer may hold no more than what is left of the link: it waits for a half
+            # that never comes from here, where the link never opens
+            self._remember(self.opening.pop(sender)[0], 0)
+            return None, [*self.last_word(sender, message.link, now), *self.fill_view(now)]
+        remnant = self._remnant(sender, message.link)
+        if remnant is None:
+            return None, self.last_word(sender, message.link, now)
+        correction = remnant.unfinished.receive(message)
+        answer = correction is not None or message.seq >= remnant.unfinished.version
+        self._settle(remnant)
+        return correction, self.last_word(sender, message.link, now) if answer else []
+
+    # ---------------------------------------------------------------- what gossip asks
+
+    def fill_view(self, now: float) -> list[Effect]:
+        """Ask strangers for links while there are fewer than wanted."""
+        strangers = sorted(self._alive - set(self.held) - set(self.opening) - self._declined)
+        effects: list[Effect] = []
+        for peer in self._rng.sample(strangers, max(0, min(self._wanted() - self._places_taken(), len(strangers)))):
+            number = self._rng.getrandbits(62)
+            self.opening[peer] = (number, now)
+            effects.append(Send(peer, LinkOpen(number)))
+        return effects
+
+    def rotate(self, now: float) -> list[Effect]:
+        """Give the place of the most used idle link to a peer outside the view, if there is one."""
+        idle = self.idle()
+        self._declined.clear()
+        if not self.opens or not idle or not self._alive - set(self.held) - set(self.opening):
+            return []
+        link = max(idle, key=lambda link: (link.exchanges, link.peer))
+        link.closing = True
+        link.sent_at = now
+        self._counts["rotations"] += 1
+        return [Send(link.peer, LinkClose(link.reference.link, link.reference.version))]
+
+    def repeat(self, peer: NodeId, now: float) -> list[Effect]:
+        """Say again what may have been lost with a connection."""
+        effects: list[Effect] = []
+        for number in [number for number, one in self.remnants.items() if one.peer == peer]:
+            effects += self.last_word(peer, number, now)
+        if peer in self.opening:
+            number, _ = self.opening[peer]
+            self.opening[peer] = (number, now)
+            return [*effects, Send(peer, LinkOpen(number))]
+        link = self.held.get(peer)
+        if link is None or not link.active:
+            return effects
+        link.sent_at = now
+        reference = link.reference
+        if reference.version == 0:  # both references still are the snapshot, which comes out of its codec as it went in
+            chunks, _ = vector.encode(SNAPSHOT_CODEC, self._layout, reference.mine)
+            effects.append(Send(peer, LinkSnapshot(reference.link, SNAPSHOT_CODEC, chunks)))
+        elif (
+            reference.answered is not None and not reference.confirmed
+        ):  # the peer may still wait for it, and must have it before the next half
+            effects.append(Send(peer, replace(reference.answered, wants_answer=False)))
+        if reference.under_way is not None:
+            effects.append(Send(peer, reference.under_way))
+        if link.closing:
+            effects.append(Send(peer, LinkClose(reference.link, reference.version)))
+        return effects
+
+    def end(self, peer: NodeId, now: float) -> list[Effect]:
+        """Let go of the link to `peer`, if there is one, and say so."""
+        if peer not in self.held:
+            return []
+        number = self._let_go(peer)
+        self._make_room()
+        return self.last_word(peer, number, now)
+
+    def _let_go(self, peer: NodeId) -> int:
+        """Of a link keep what must outlive it, and its number."""
+        reference = self.held.pop(peer).reference
+        if (unfinished := reference.end()) is None:
+            self._remember(reference.link, reference.version)
+        else:
+            self.remnants[reference.link] = Remnant(peer, unfinished)
+        return reference.link
+
+    def last_word(self, peer: NodeId, number: int, now: float) -> list[Effect]:
+        """What there is to say of a link that is not held."""
+        remnant = self._remnant(peer, number)
+        if remnant is None:
+            return [Send(peer, LinkClosed(number, self._ended.get(number, UNKNOWN)))]
+        remnant.said_at = now
+        return [Send(peer, message) for message in remnant.unfinished.said()]
+
+    def _remnant(self, peer: NodeId, number: int) -> Remnant | None:
+        remnant = self.remnants.get(number)
+        return remnant if remnant is not None and remnant.peer == peer else None
+
+    def _settle(self, remnant: Remnant) -> None:
+        """Forget it, if both ends are known to have applied the same exchanges."""
+        unfinished = remnant.unfinished
+        if unfinished.settled:
+            self.remnants.pop(unfinished.link, None)
+            self._remember(unfinished.link, unfinished.version)
+
+    def _ends_at(self, ended: PairedReference | Unfinished, version: int) -> None:
+        """The peer has applied so many exchanges of this link, and no other will follow."""
+        if version == ended.version + 1 and ended.under_way is not None:
+            ended.taken(ended.version)
+            return  # its half is what we wait for
+        self._counts["exchanges_cut"] += version != ended.version and not ended.settled
+        ended.taken(ended.version)
+        ended.cancel()
+
+    def _remember(self, number: int, version: int) -> None:
+        self._ended[number] = version
+        if len(self._ended) > ENDED_MAX:
+            self._ended.popitem(last=False)
+
+    def _hold(self, peer: NodeId, number: int, start: Vector, values: Vector, now: float) -> None:
+        reference = PairedReference(number, start, self._layout, self._scratch)
+        norm = norm_of_difference(values[: self._layout.parameters])
+        # a peer may open before its own news has come; one that membership never confirms holds no place of the view
+        active = peer in self._alive
+        self.held[peer] = PairLink(peer, reference, values.copy(), norm, last_exchange=now, sent_at=now, active=active)
+        self._make_room()
+
+    def _wanted(self) -> int:
+        return min(self._view, len(self._alive)) if self.opens else 0
+
+    def _places_taken(self) -> int:
+        return len(self.live()) + len(self.opening)
+
+    def _make_room(self) -> None:
+        """Keep a view's worth of links to absent peers, those with an exchange to finish first, and what is left of
+        others, as much as twice that takes."""
+        dormant = sorted(
+            (link for link in self.held.values() if not link.active),
+            key=lambda link: (link.reference.settled, -link.last_exchange, link.peer),
+        )
+        for link in dormant[self._view :]:
+            self._counts["links_forgotten"] += 1
+            self._let_go(link.peer)
+        room = LEFT_OF_LINKS * MODELS_OF_A_LINK * self._view
+        while len(self.remnants) > UNFINISHED_MAX or sum(one.models for one in self._left()) > room:
+            self._counts["exchanges_cut"] += 1
+            del self.remnants[next(iter(self.remnants))]
+
+    def _left(self) -> list[Unfinished]:
+        return [remnant.unfinished for remnant in self.remnants.values()]

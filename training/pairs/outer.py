@@ -1,0 +1,80 @@
+"""Where does a node's outer model go when a pair meets? NoLoCo's outer step, and what a node contributes to it.
+
+With x a node's model, phi its outer model and m its outer momentum, both ends of a pair do
+
+    m = mu m + eta (x - phi) + eta (mean of the pair's x - x)        phi += m
+
+which is NoLoCo's eta mean(x - phi) + eta (mean(phi) - phi) with its terms sorted anew: one vector travels in place of
+two, and what its codec loses blurs the difference of the pair alone: own progress is exact, and the pair's mean, too.
+It is sent whole, with no reference to code against, so the codec must keep most of each value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from peerd.training.codecs import vector
+from peerd.training.codecs.difference import VALUE_MAX, norm_of_difference
+from peerd.training.codecs.vector import Layout
+from peerd.training.effects import Vector
+from peerd.transport.errors import PeerError
+from peerd.transport.messages import Chunks
+
+ETA = 0.7  # NoLoCo's own
+MU = 0.5
+WHOLE_MODEL_CODECS = ("float32", "bfloat16", "int8")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Contribution:
+    """A model as it was taken, and what the partner sees of it."""
+
+    x: Vector
+    seen: Vector
+    chunks: Chunks
+
+
+class Outer:
+    """The outer model and momentum of one node. Not thread-safe: one thread owns it."""
+
+    def __init__(self, layout: Layout, codec: str, start: Vector) -> None:
+        """Both are of shape (total,); phi begins at `start`."""
+        self.codec = codec
+        self.phi = start.copy()
+        self._layout = layout
+        self._momentum = np.zeros_like(start)
+
+    def contribute(self, values: Vector) -> Contribution:
+        """Take the model as it is now. Raises NotFinite."""
+        x, seen = values.copy(), np.empty_like(values)
+        chunks, _ = vector.encode(self.codec, self._layout, x, decoded=seen)
+        return Contribution(x, seen, chunks)
+
+    def decode(self, codec: str, chunks: Chunks) -> Vector:
+        """What the partner contributes. Raises PeerError."""
+        theirs = np.empty_like(self.phi)
+        vector.decode(codec, self._layout, chunks, theirs)
+        if not np.abs(theirs).max() <= VALUE_MAX:
+            raise PeerError(f"a value beyond {VALUE_MAX:g}")
+        return theirs
+
+    def step(self, ours: Contribution, theirs: Vector) -> tuple[Vector, float]:
+        """Make the step, and overwrite `theirs`; returns phi - x, and how far apart the pair was.
+
+        Float buffers take the pair's mean: with momentum a variance could become negative.
+        """
+        parameters = self._layout.parameters
+        theirs -= ours.seen
+        distance = norm_of_difference(theirs[:parameters])
+        theirs *= 0.5
+        theirs += ours.x  # the pair's mean
+        theirs -= self.phi
+        momentum = self._momentum
+        momentum *= MU
+        momentum += ETA * theirs
+        momentum[parameters:] = theirs[parameters:]
+        self.phi += momentum
+        momentum[parameters:] = 0.0
+        return np.subtract(self.phi, ours.x, out=theirs), distance

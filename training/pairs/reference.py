@@ -1,0 +1,239 @@
+"""What does the other end of a link know of my model? The paired references of one link, and its exchanges.
+
+Both ends hold the same two public copies: `mine` (what the peer knows of this model) and `theirs` (what this node
+knows of the peer's). An exchange is two halves, one from each end, under one sequence number:
+
+    q_mine = C(x - mine)                      C: any lossy codec; what it drops stays in x - mine (error feedback)
+    mine += q_mine;  theirs += q_theirs       the same bits on both ends
+    x += gain * (theirs - mine)               the peer adds exactly the negative: the mean of the two is conserved
+
+Neither reference moves until both halves are known, so an exchange that is cut is either repeated (the half under way
+is resent, the peer answers again with its half, each is applied once) or dropped on both ends with nothing to undo.
+Two halves that cross on the wire are one exchange: neither end needs to yield.
+
+An end that has applied an exchange may be alone with that: the answer, or the half that crossed, may be lost. Until it
+knows better it is not `settled`, and keeps its half. When a link ends before, what could still be needed outlives it
+as an `Unfinished`: the half, and for an end that waits for the other's, one vector in place of two references.
+
+CHOCO-SGD's public copies (Koloskova et al. 2019, arXiv:1902.00340) on AD-PSGD's pairwise exchange (Lian et al. 2018,
+arXiv:1710.06952).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from peerd.training.codecs.difference import decode_onto, encode_difference, norm_of_difference, parts
+from peerd.training.codecs.vector import GAIN_MAX, Gain, Layout, NotFinite
+from peerd.training.effects import Vector
+from peerd.training.scratch import Scratch
+from peerd.transport.errors import PeerError
+from peerd.transport.messages import Delta, DeltaTaken, LinkClosed
+
+
+class LinkMismatch(Exception):
+    """The two ends are not at the same version: start the link anew from a snapshot."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeHalf:
+    """What this end puts into an exchange: its codec, that codec's gain, and whether it flushes."""
+
+    codec: str
+    gain: Gain
+    gain_limit: float  # so that exchanges that overlap do not overshoot together
+    finishing: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outcome:
+    """What a half from the peer led to: perhaps a correction for x, perhaps a half to send back."""
+
+    correction: Vector | None  # scratch: the caller gives it back
+    reply: Delta | DeltaTaken | None
+
+
+class PairedReference:
+    """One end of one link. Not thread-safe: one thread owns it."""
+
+    def __init__(self, link: int, start: Vector, layout: Layout, scratch: Scratch) -> None:
+        """Both references begin at `start` (shape (total,)), the same bits on both ends."""
+        self._scratch = scratch
+        self.link = link
+        self.version = 0
+        self.layout = layout
+        self.mine = start.copy()
+        self.theirs = start.copy()
+        self.under_way: Delta | None = None  # our half of exchange version + 1
+        self._outgoing: Vector | None = None  # what that half decodes to
+        self.answered: Delta | None = None  # our half of exchange `version`, kept until the next one completes
+        self.confirmed = True  # the peer is known to have applied exchange `version`, too
+
+    @property
+    def settled(self) -> bool:
+        """Whether the two ends are known to have applied the same exchanges, and none is under way."""
+        return self.confirmed and self.under_way is None
+
+    def begin(self, values: Vector, half: ExchangeHalf) -> Delta:
+        """Start exchange version + 1 from the model `values`. Raises NotFinite; call only when none is under way."""
+        assert self.under_way is None, "one exchange at a time"
+        return self._encode(values, half, wants_answer=True)
+
+    def receive(self, theirs: Delta, values: Vector, half: ExchangeHalf) -> Outcome:
+        """The peer's half arrived. Raises LinkMismatch, NotFinite (our model) or PeerError (its payload)."""
+        if theirs.seq == self.version:
+            if not theirs.wants_answer:  # said by one who has applied it, and wonders whether we have
+                self.confirmed = True
+                return Outcome(None, DeltaTaken(self.link, self.version))
+            return Outcome(None, replace(self.answered, wants_answer=False) if self.answered else None)
+        if theirs.seq < self.version:
+            return Outcome(None, None)  # said again after a reconnect; a later exchange proves that it had arrived
+        if theirs.seq == self.version + 2 and self.under_way is not None:
+            return Outcome(None, self.under_way)  # early: the answer to our half was lost, so we ask for it again
+        if theirs.seq != self.version + 1:
+            raise LinkMismatch(f"the peer is at exchange {theirs.seq}, this end at {self.version}")
+        if not 0 < theirs.gain <= GAIN_MAX:
+            raise PeerError(f"a gain of {theirs.gain} is outside (0, {GAIN_MAX}]")
+        incoming = decode_onto(theirs.codec, self.layout, theirs.chunks, self.theirs, self._scratch)
+        self.confirmed = True  # who goes on to the next has applied the last
+        try:
+            reply = self._encode(values, half, wants_answer=False) if self.under_way is None else None
+        except NotFinite:
+            self._scratch.give(incoming)
+            raise
+        correction = self._complete(theirs, incoming)
+        return Outcome(correction, reply or DeltaTaken(self.link, self.version))
+
+    def taken(self, seq: int) -> None:
+        """The peer has applied exchange `seq`."""
+        self.confirmed |= seq == self.version
+
+    def end(self) -> Unfinished | None:
+        """What outlives the link, if anything must; the references are not to be used any more."""
+        if self.settled:
+            self.cancel()
+            return None
+        apart: Vector | None = None
+        if self.under_way is not None:
+            assert self._outgoing is not None, "kept beside the half under way"
+            apart = self.theirs
+            for part in parts(len(apart)):
+                apart[part] -= self.mine[part] + self._outgoing[part]
+        answered = None if self.confirmed else self.answered
+        unfinished = Unfinished(self.link, self.version, answered, self.under_way, apart, self.layout, self._scratch)
+        self.cancel()
+        return unfinished
+
+    def cancel(self) -> None:
+        """Drop the half under way: the peer has not applied it."""
+        if self._outgoing is not None:
+            self._scratch.give(self._outgoing)
+        self.under_way = self._outgoing = None
+
+    def distance(self) -> float:
+        """||theirs - mine|| over the parameters: how far apart the two models are, as far as both ends know."""
+        parameters = self.layout.parameters
+        return norm_of_difference(self.theirs[:parameters], self.mine[:parameters])
+
+    def _encode(self, values: Vector, half: ExchangeHalf, *, wants_answer: bool) -> Delta:
+        chunks, decoded = encode_difference(half.codec, self.layout, values, self.mine, half.gain, self._scratch)
+        self.under_way = Delta(
+            self.link,
+            self.version + 1,
+            half.codec,
+            min(half.gain.value, half.gain_limit),
+            wants_answer,
+            half.finishing,
+            chunks,
+        )
+        self._outgoing = decoded
+        return self.under_way
+
+    def _complete(self, theirs: Delta, theirs_next: Vector) -> Vector:
+        assert self.under_way is not None, "an exchange has two halves"
+        assert self._outgoing is not None, "kept beside the half under way"
+        gain = min(theirs.gain, self.under_way.gain)
+        for part in parts(len(self.mine)):  # bounded pieces: numpy may hold the GIL for each
+            self.mine[part] += self._outgoing[part]
+            self.theirs[part] = theirs_next[part]
+            theirs_next[part] -= self.mine[part]
+            theirs_next[part] *= gain
+        self.version += 1
+        self.answered = self.under_way
+        self.confirmed = not theirs.wants_answer  # who answers has applied it; who began waits for our half
+        self.cancel()
+        return theirs_next
+
+
+class Unfinished:
+    """One end of a link that ended here while its last exchange could be applied on one end only.
+
+    It is like the reference that it was, but begins and answers nothing: it says again what the peer may lack (`said`),
+    takes the half that it waits for itself, and ends when both ends are known to have applied the same exchanges.
+    """
+
+    def __init__(
+        self,
+        link: int,
+        version: int,
+        answered: Delta | None,
+        under_way: Delta | None,
+        apart: Vector | None,
+        layout: Layout,
+        scratch: Scratch,
+    ) -> None:
+        """`apart` is theirs - mine as it will be with our half under way, shape (total,); None where there is none."""
+        self.link = link
+        self.version = version
+        self.answered = answered  # our half of exchange `version`, if the peer may lack it
+        self.under_way = under_way
+        self.layout = layout
+        self._apart = apart
+        self._scratch = scratch
+
+    @property
+    def settled(self) -> bool:
+        """As of a reference."""
+        return self.answered is None and self.under_way is None
+
+    @property
+    def models(self) -> float:
+        """How much memory it takes, in whole models of float32."""
+        whole = 4 * self.layout.total
+        halves = (self.answered, self.under_way)
+        return (self._apart is not None) + sum(sum(map(len, half.chunks)) / whole for half in halves if half)
+
+    def said(self) -> list[Delta | LinkClosed]:
+        """What the peer may lack, and what it owes us; once it owes us nothing, that no exchange will follow."""
+        said: list[Delta | LinkClosed] = []
+        if self.answered is not None:
+            said.append(replace(self.answered, wants_answer=False))
+        said.append(LinkClosed(self.link, self.version) if self.under_way is None else self.under_way)
+        return said
+
+    def receive(self, theirs: Delta) -> Vector | None:
+        """The peer's half arrived; returns the correction if it is the one awaited, in scratch. Raises PeerError."""
+        if theirs.seq == self.version:
+            self.taken(self.version if not theirs.wants_answer else -1)
+        if theirs.seq != self.version + 1:
+            return None
+        if self.under_way is None or self._apart is None:
+            self.answered = None  # who goes on to the next has applied the last
+            return None
+        if not 0 < theirs.gain <= GAIN_MAX:
+            raise PeerError(f"a gain of {theirs.gain} is outside (0, {GAIN_MAX}]")
+        correction = decode_onto(theirs.codec, self.layout, theirs.chunks, self._apart, self._scratch)
+        correction *= min(theirs.gain, self.under_way.gain)
+        self.version += 1
+        self.answered = self.under_way if theirs.wants_answer else None
+        self.cancel()
+        return correction
+
+    def taken(self, seq: int) -> None:
+        """The peer has applied exchange `seq`."""
+        if seq == self.version:
+            self.answered = None
+
+    def cancel(self) -> None:
+        """Drop the half under way: the peer has not applied it, and never will."""
+        self.under_way = self._apart = None

@@ -1,0 +1,1 @@
+"""Shards of the parameters that members serve, and the trees before them."""

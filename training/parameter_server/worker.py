@@ -1,0 +1,140 @@
+"""What does a worker of a parameter server push, and what has it pulled? One node's own half, without whom it talks to.
+
+A push is by how much the optimizer's step moved the model from the weights that were pulled, plus what the codec
+dropped of earlier pushes (error feedback). It is kept until it is in weights that this worker has pulled: then no
+death of a server can lose it. That is at most the pushes of one update.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from peerd.training.codecs import vector
+from peerd.training.codecs.vector import Layout
+from peerd.training.effects import Vector
+from peerd.transport.ids import NodeId
+from peerd.transport.messages import Applied, Chunks, ShardPull, ShardPush
+
+Ballot = tuple[int, NodeId]
+"""Who serves a shard: the term and the member; the higher bid wins."""
+
+NOBODY: Ballot = (0, "")
+NEVER = -1
+"""The clock of a model that came from no server. It may hold steps that will be pushed, so no server starts from it
+while there is another, and drops a push that was made from it."""
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """One shard, as its worker sees it."""
+
+    number: int
+    where: slice  # of the flat model
+    layout: Layout
+    clock: int = NEVER  # of the weights that were pulled, which the worker's base holds
+    applied: dict[NodeId, Applied] = field(default_factory=dict)  # what they hold of each worker
+    seq: int = 0  # of the last push
+    pushes: deque[ShardPush] = field(default_factory=deque)  # those not known to be in the weights
+    told: Ballot = NOBODY  # who was told of them,
+    said: int = 0  # up to this one
+    awaiting: bool = False
+    pushed_at: float = 0.0
+    asked_at: float = 0.0
+    repeats: int = 0
+    final: bool = False
+
+
+class Worker:
+    """Base is what was pulled of all shards; `base` of a part is also the replica that outlives its server."""
+
+    def __init__(self, me: NodeId, life: int, layout: Layout, shards: int, codec: str, start: Vector) -> None:
+        """Start from the model that all start from, or that was fetched, until the first pull."""
+        self.base = start
+        self.shift: Vector | None = None  # from `start` to the first weights, if those came between two reports
+        self.moved = 0.0  # norm of the last step
+        self.norm = 0.0  # of the weights
+        self.parts = parts_of(layout, shards)
+        self._me = me
+        self.life = life
+        self._codec = codec
+        self._residual = np.zeros_like(start)
+
+    @property
+    def awaiting(self) -> bool:
+        """Whether some shard has not been answered."""
+        return any(part.awaiting for part in self.parts)
+
+    def step(self, values: Vector, now: float) -> bool:
+        """Make the pushes of one optimizer step, which led to `values`. Says whether they were finite."""
+        moved = values - self.base
+        self.moved = float(np.sqrt(vector.squared_norm(moved)))
+        self.norm = float(np.sqrt(vector.squared_norm(self.base)))
+        moved += self._residual
+        with np.errstate(over="ignore"):  # a float64 model may be beyond float32
+            finite = bool(np.isfinite(moved.astype(np.float32, copy=False)).all())
+        if not finite:
+            moved.fill(0.0)  # the others must not wait for it
+        for part in self.parts:
+            chunks = self._encoded(part, moved[part.where])
+            part.seq += 1
+            part.pushes.append(
+                ShardPush(part.number, part.seq, self.life, 0, part.clock, self._codec, False, False, chunks)
+            )
+            part.awaiting, part.final, part.repeats = True, False, 0
+            part.pushed_at = part.asked_at = now
+        return finite
+
+    def _encoded(self, part: Part, moved: Vector) -> Chunks:
+        arrives = np.empty_like(moved)
+        chunks, _ = vector.encode(self._codec, part.layout, moved, decoded=arrives)
+        np.subtract(moved, arrives, out=self._residual[part.where])
+        return chunks
+
+    def to_say(
+        self, part: Part, leader: Ballot, *, finishing: bool, held: int = 0, after: int | None = None
+    ) -> list[ShardPush | ShardPull]:
+        """What the shard's server must hear: pushes that it has not been told of, or a reminder of the last.
+
+        Those up to `held` are in a new server's weights; one that we know said that it has those up to `after`.
+        """
+        if after is not None:
+            part.said = after
+        elif part.told != leader:
+            part.told, part.said = leader, held
+        said = [push for push in part.pushes if push.seq > part.said]
+        part.said = part.seq
+        oldest = part.pushes[0].seq if part.pushes else 0
+        pushes: list[ShardPush | ShardPull] = [
+            replace(push, oldest=oldest, finishing=finishing, wants_answer=part.awaiting and push is said[-1])
+            for push in said
+        ]
+        wants = part.awaiting or part.clock == NEVER or (finishing and not part.final)
+        return pushes or ([ShardPull(part.number, part.seq, self.life, False, True)] if wants else [])
+
+    def take(
+        self, part: Part, clock: int, seq: int, applied: Iterable[Applied], weights: Vector, final: bool
+    ) -> bool | None:
+        """The server's answer. True: taken; None: not wanted (any more); False: the server lacks pushes."""
+        marks = {mark.worker: mark for mark in applied}
+        mine = marks.get(self._me)
+        while mine is not None and mine.life == self.life and part.pushes and part.pushes[0].seq <= mine.seq:
+            part.pushes.popleft()
+        if part.awaiting and any(push.seq > seq for push in part.pushes):
+            return False
+        if not part.awaiting and part.clock == NEVER:
+            self.shift = np.zeros_like(self.base) if self.shift is None else self.shift
+            self.shift[part.where] = weights - self.base[part.where]
+        elif not part.awaiting and not final:
+            return None
+        np.copyto(self.base[part.where], weights)
+        part.clock, part.applied, part.awaiting, part.final = clock, marks, False, final
+        return True
+
+
+def parts_of(layout: Layout, shards: int) -> list[Part]:
+    """The flat model in `shards` equal pieces."""
+    return [Part(number, where, piece) for number, (where, piece) in enumerate(layout.cut(shards))]

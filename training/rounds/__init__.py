@@ -1,0 +1,1 @@
+"""How members agree that a round of an all-reduce took place, and sum in it."""

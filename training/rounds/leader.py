@@ -1,0 +1,199 @@
+"""When does a round begin, begin anew, or count? The leader's side of the round protocol, decided from reports alone.
+
+How this works. The leader is the member with the smallest id; it keeps nothing that the members' reports would not tell
+its successor, which may be its own next life: one that restarts again and again must not begin to wait anew each time.
+It orders one attempt at a time and commits it when all survivors of its roster hold the result. Every rule that a
+change of leader needs follows from two facts:
+
+- A member obeys one leader at a time, and gives up an unfinished attempt before it reports to another one.
+- An attempt is committed only when every living member of it has reported to hold its result.
+
+A leader decides nothing new before every living member has reported: one that knows less might number a round again.
+So if some survivor reports to hold no result of the newest attempt, nobody has committed that attempt, and beginning
+another is safe. If all who took part in it hold it, or one has applied it, it is the one result of this round.
+"""
+
+from __future__ import annotations
+
+import random
+
+from peerd.training.mode import ModeSettings
+from peerd.training.rounds.attempt import EXACT_CODEC, Pace
+from peerd.training.rounds.topology import choose
+from peerd.transport.ids import NodeId
+from peerd.transport.messages import RoundBegin, RoundCommit, RoundPhase, RoundReport
+
+ROSTER_MAX = 1024  # of a message's array
+ATTEMPT_STEP = 1 << 16  # the low bits are drawn, so that two who both lead for a while do not number alike
+PATIENCE_FIRST_S = 300.0  # before anything was measured
+PATIENCE_MIN_S = 30.0
+PATIENCE_SHARE = 4  # times the usual round
+
+Order = tuple[NodeId, RoundBegin | RoundCommit]
+
+
+class Leader:
+    """What one leadership knows, from its beginning to its end."""
+
+    def __init__(
+        self, me: NodeId, rng: random.Random, settings: ModeSettings, size_bytes: int, *, differences: bool
+    ) -> None:
+        """`differences`: from an agreed model on, contributions are differences from it."""
+        self.begun: RoundBegin | None = None
+        self.abandoned = 0  # attempts that were begun in vain
+        self._me = me
+        self._rng = rng
+        self._settings = settings
+        self._size_bytes = size_bytes
+        self._differences = differences
+        self._reports: dict[NodeId, RoundReport] = {}
+        self._since: dict[NodeId, float] = {}  # when each member came to the round
+        self._told: dict[NodeId, RoundBegin | RoundCommit] = {}  # since its last report
+        self._newest = 0  # the highest attempt begun: of one that died before it reported it, nobody else knows
+        self._shuffle = False
+        self._wanted_at: float | None = None
+        self._moved_at = 0.0
+
+    @property
+    def waits(self) -> bool:
+        """Whether time alone may change what it decides."""
+        return self.begun is not None or self._wanted_at is not None
+
+    def heard(self, sender: NodeId, report: RoundReport, now: float) -> None:
+        """A member said where it is; said again, what it was told has not reached it."""
+        changed = self._reports.get(sender) != report
+        if changed:
+            self._moved_at = now
+        if changed or sender != self._me:
+            self._told.pop(sender, None)
+        self._reports[sender] = report
+        self._since[sender] = now - (report.waits_s if report.waits_s > 0 else 0.0)
+
+    def forget(self, peer: NodeId) -> None:
+        """This member is gone, or messages to it were lost."""
+        self._reports.pop(peer, None)
+        self._since.pop(peer, None)
+        self._told.pop(peer, None)
+
+    def untold(self, peer: NodeId) -> None:
+        """What this member was told may be lost."""
+        self._told.pop(peer, None)
+
+    def decide(self, everyone: frozenset[NodeId], pace: Pace, now: float) -> list[Order]:
+        """What to tell whom now."""
+        reports = {id: report for id, report in sorted(self._reports.items()) if id in everyone}
+        orders = self._late_commits(reports)
+        if self.begun is not None:
+            survivors = [id for id in self.begun.roster if self._survives(id, reports)]
+            if survivors and all(_holds(reports[id], self.begun.attempt) for id in survivors):
+                return orders + self._commit(self.begun, survivors)
+            stuck = now - self._moved_at > _patience_s(pace)
+            if len(survivors) == len(self.begun.roster) and not stuck:
+                late = [id for id in survivors if reports[id].attempt < self.begun.attempt]
+                return orders + self._tell(late, self.begun)
+            self.abandoned += 1
+            self._shuffle = stuck  # other neighbours may reach each other
+            self.begun = None
+        if everyone <= reports.keys():
+            orders += self._unfinished_commit(reports) or self._begin(reports, pace, now)
+        return orders
+
+    def _waits_s(self, pace: Pace) -> float:
+        """For a member without a contribution. Who does not stand meanwhile comes by its own steps, be they slow."""
+        if self._settings.overlap == "blocking":
+            return _patience_s(pace)
+        return max(_patience_s(pace), PATIENCE_SHARE * pace.usual_period_s)
+
+    def _late_commits(self, reports: dict[NodeId, RoundReport]) -> list[Order]:
+        """Whoever holds what another has applied missed the word."""
+        applied = {report.agreed: report.round for report in reports.values()}
+        orders: list[Order] = []
+        for id, report in reports.items():
+            if report.phase == RoundPhase.HELD and report.attempt in applied:
+                orders += self._tell([id], RoundCommit(applied[report.attempt], report.attempt))
+        return orders
+
+    def _unfinished_commit(self, reports: dict[NodeId, RoundReport]) -> list[Order]:
+        """What an earlier leader may have committed, somewhere: all who took part in the newest attempt hold it."""
+        newest = max((report.attempt for report in reports.values()), default=0)
+        part = {id: report for id, report in reports.items() if report.attempt == newest}
+        holders = [id for id, report in part.items() if report.phase == RoundPhase.HELD]
+        if not holders or not all(_holds(report, newest) for report in part.values()):
+            return []
+        return self._tell(holders, RoundCommit(reports[holders[0]].round + 1, newest))
+
+    def _survives(self, id: NodeId, reports: dict[NodeId, RoundReport]) -> bool:
+        """Whether it is still part of the attempt: not restarted, not gone on to something else."""
+        assert self.begun is not None
+        report = reports.get(id)
+        if report is None or (id, report.life) not in zip(self.begun.roster, self.begun.lives, strict=True):
+            return False
+        if report.attempt < self.begun.attempt:
+            return report.phase != RoundPhase.IDLE
+        return report.attempt == self.begun.attempt and (
+            report.phase in (RoundPhase.RUNNING, RoundPhase.HELD) or report.agreed == report.attempt
+        )
+
+    def _commit(self, begun: RoundBegin, survivors: list[NodeId]) -> list[Order]:
+        self.begun = self._wanted_at = None
+        return self._tell(survivors, RoundCommit(begun.round, begun.attempt))
+
+    def _begin(self, reports: dict[NodeId, RoundReport], pace: Pace, now: float) -> list[Order]:
+        """Begin a round when all have come to it; a newcomer to a swarm that has had rounds comes to the next one."""
+        newest = max((report.round for report in reports.values()), default=0)
+        roster = [id for id, report in reports.items() if report.phase != RoundPhase.IDLE][:ROSTER_MAX]
+        applied = {report.agreed for report in reports.values()}
+        late = {id for id, report in reports.items() if report.phase == RoundPhase.HELD and report.attempt in applied}
+        final = not late and all(report.finished for report in reports.values())
+        wanting = [id for id in roster if not reports[id].given or (final and not reports[id].settled)]
+        if not wanting or len(roster) < self._settings.min_peers:
+            self._wanted_at = None
+            return []
+        enough_at = sorted(self._since[id] for id in roster)[self._settings.min_peers - 1]
+        self._wanted_at = max(enough_at, min(self._since[id] for id in wanting))
+        idle = [id for id, report in reports.items() if _is_waited_for(report, newest)]
+        if late or (idle and now - self._wanted_at <= self._waits_s(pace)):
+            return []
+        agreed = {reports[id].agreed for id in roster}
+        whole = final or not self._differences or len(agreed) > 1 or agreed == {0}
+        topology = self._settings.topology
+        if topology == "auto":
+            topology = choose(self._size_bytes, len(roster), pace.latency_s, pace.bytes_per_s)[0]
+        if self._shuffle:
+            self._rng.shuffle(roster)
+        attempts = max(self._newest, *(report.attempt for report in reports.values())) // ATTEMPT_STEP
+        self._newest = (attempts + 1) * ATTEMPT_STEP + self._rng.randrange(ATTEMPT_STEP)
+        self.begun = RoundBegin(
+            newest + 1,
+            self._newest,
+            EXACT_CODEC if whole else self._settings.codec,
+            topology,
+            whole,
+            final,
+            tuple(roster),
+            tuple(reports[id].life for id in roster),
+        )
+        self._moved_at = now
+        return self._tell(roster, self.begun)
+
+    def _tell(self, members: list[NodeId], order: RoundBegin | RoundCommit) -> list[Order]:
+        """Once for each report."""
+        untold = [id for id in members if self._told.get(id) != order]
+        self._told |= dict.fromkeys(untold, order)
+        return [(id, order) for id in untold]
+
+
+def _patience_s(pace: Pace) -> float:
+    if pace.usual_round_s is None:
+        return PATIENCE_FIRST_S
+    return max(PATIENCE_MIN_S, PATIENCE_SHARE * pace.usual_round_s)
+
+
+def _is_waited_for(report: RoundReport, newest: int) -> bool:
+    """Whether a round waits for this contribution: not for that of a newcomer to a swarm that has had rounds."""
+    return report.phase == RoundPhase.IDLE and not report.finished and (report.round > 0 or newest == 0)
+
+
+def _holds(report: RoundReport, attempt: int) -> bool:
+    """Whether it has this attempt's result, applied or not."""
+    return report.agreed == attempt or (report.phase == RoundPhase.HELD and report.attempt == attempt)

@@ -1,0 +1,104 @@
+"""What carries messages between peers: the interfaces, and the one way in which a connection ends.
+
+A carrier is one file: it makes `Connection`s (`tcp`, `memory`) or `Datagrams` (`udp`, `memory`). Whoever uses one sees
+messages only; bytes, frames and limits stay inside `peerd.transport`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+import trio
+
+from peerd.transport.ids import Address
+from peerd.transport.messages import Message
+
+
+class ConnectionLost(Exception):
+    """The connection ended or could not be made: nobody broke a rule. The text names the peer and the cause."""
+
+
+class Connection(Protocol):
+    """One reliable two-way channel of messages to one peer.
+
+    Order: what is sent in one queue arrives in the order of the `send` calls. There are two. Handshake and
+    membership messages (`wire.is_urgent`) overtake all the others, between two frames; everything else, bulk or not,
+    stays in order, because a mode's messages mean something only in order.
+    """
+
+    remote: str  # "host:port", for logs
+    bytes_sent: int  # counted at the socket
+    bytes_received: int
+    payload_limit: int  # most bytes of chunks in one received message
+
+    @property
+    def carrier(self) -> str:
+        """What bulk that is sent from now on travels over."""
+
+    async def send(self, message: Message) -> None:
+        """Queue `message`, waiting while its queue is full: of one bulk message or 64 messages.
+
+        Chunks are not copied: they must not change until they are sent, or the peer sees other values.
+        Raises ConnectionLost once it is gone. Returning means queued, not delivered. Safe to cancel: then the
+        message either was queued whole or not at all.
+        """
+
+    async def flushed(self) -> None:
+        """Wait until the network has taken all that was queued, or never will."""
+
+    async def receive(self) -> Message:
+        """Return the next message; one task at a time. Safe to cancel.
+
+        Raises PeerError, having closed it, when the peer broke the rules; ConnectionLost when the connection ended.
+        """
+
+    async def aclose(self) -> None:
+        """Close, after at most a second of flushing what is queued; when cancelled, at once."""
+
+    def admit(self) -> None:
+        """Say that the handshake is over: the link stops counting among the listener's pending ones."""
+
+    async def upgrade(self) -> str:
+        """Move bulk to a faster carrier if both ends have one; return why not, or "". For the dialler, once admitted.
+
+        The acceptor only needs to receive. Until both ends know that it works, bulk travels as before.
+        """
+
+
+class Transport(Protocol):
+    """Makes links over one kind of connection. Its nursery owns the sender tasks of the links it dialled."""
+
+    async def dial(self, address: Address) -> Connection:
+        """Connect; raises ConnectionLost with one line naming the address and the cause."""
+
+    async def listen(
+        self,
+        address: Address,
+        accepted: Callable[[Connection], Awaitable[None]],
+        task_status: trio.TaskStatus[Address] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        """Listen until cancelled, running `accepted(link)` in a task of its own for each connection.
+
+        `task_status.started` gets the actual address. It is closed when `accepted` ends; PeerError and ConnectionLost
+        raised by it end that link only. Raises UserError when the address cannot be listened on.
+        """
+
+
+class Datagrams(Protocol):
+    """Best-effort messages of one datagram each: they may be lost, doubled or late, but never malformed."""
+
+    address: Address  # where this end is reached
+    malformed: int  # datagrams received and dropped because they were no message
+    unsendable: int  # messages dropped here: no such host, no route, buffer full
+    bytes_sent: int
+    bytes_received: int  # malformed ones too
+
+    async def send(self, address: Address, message: Message) -> None:
+        """Send, or drop; never raises for the network's sake. News that does not fit is left out, the last first."""
+
+    async def receive(self) -> tuple[Message, Address]:
+        """Return the next well-formed message and its source."""
+
+    async def aclose(self) -> None:
+        """Give the address back."""

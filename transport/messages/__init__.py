@@ -1,0 +1,91 @@
+"""What peers say to each other: one frozen dataclass a message, a file for each protocol."""
+
+from __future__ import annotations
+
+from peerd.transport.messages.base import CHUNK_VALUES, MESSAGES, Chunk, Chunks, Connected, Message
+from peerd.transport.messages.greeting import BulkAnswer, BulkOffer, Hello, Refuse, SpeedRequest, SpeedSample, Welcome
+from peerd.transport.messages.membership import Ack, Member, MemberTable, Nack, Ping, PingRequest, State
+from peerd.transport.messages.model import AS_STARTED, ModelRequest, ModelSnapshot, Plan
+from peerd.transport.messages.one_way import Pull, Push, Pushed, PushForgotten
+from peerd.transport.messages.pairs import (
+    CentreIs,
+    Delta,
+    DeltaTaken,
+    LinkClose,
+    LinkClosed,
+    LinkOpen,
+    LinkSnapshot,
+    PairAnswer,
+    PairHalf,
+    PairInvite,
+)
+from peerd.transport.messages.parameter_server import (
+    Applied,
+    Finished,
+    Prepare,
+    Promise,
+    ShardLeader,
+    ShardPull,
+    ShardPush,
+    ShardSum,
+    SumTaken,
+    Weights,
+)
+from peerd.transport.messages.rounds import PiecesTaken, RoundBegin, RoundCommit, RoundPhase, RoundPieces, RoundReport
+
+__all__ = [
+    "AS_STARTED",
+    "CHUNK_VALUES",
+    "MESSAGES",
+    "Ack",
+    "Applied",
+    "BulkAnswer",
+    "BulkOffer",
+    "CentreIs",
+    "Chunk",
+    "Chunks",
+    "Connected",
+    "Delta",
+    "DeltaTaken",
+    "Finished",
+    "Hello",
+    "LinkClose",
+    "LinkClosed",
+    "LinkOpen",
+    "LinkSnapshot",
+    "Member",
+    "MemberTable",
+    "Message",
+    "ModelRequest",
+    "ModelSnapshot",
+    "Nack",
+    "PairAnswer",
+    "PairHalf",
+    "PairInvite",
+    "PiecesTaken",
+    "Ping",
+    "PingRequest",
+    "Plan",
+    "Prepare",
+    "Promise",
+    "Pull",
+    "Push",
+    "PushForgotten",
+    "Pushed",
+    "Refuse",
+    "RoundBegin",
+    "RoundCommit",
+    "RoundPhase",
+    "RoundPieces",
+    "RoundReport",
+    "ShardLeader",
+    "ShardPull",
+    "ShardPush",
+    "ShardSum",
+    "SpeedRequest",
+    "SpeedSample",
+    "State",
+    "SumTaken",
+    "Weights",
+    "Welcome",
+]

@@ -1,0 +1,82 @@
+"""What the two ends of a new connection say before anything else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from peerd.transport.messages.base import Chunks, Message
+
+
+@dataclass(frozen=True, slots=True)
+class Hello(Message):
+    """The first message of every connection that is to last, from the dialler."""
+
+    KIND: ClassVar[int] = 16
+    protocol: int
+    swarm: str
+    run: str
+    node: str
+    name: str
+    epoch: int
+    host: str
+    port: int
+    mode: str
+    model: str  # hex hash of names, shapes and dtypes; "" while no trainer is attached
+    tensors: tuple[str, ...]  # the first tensors as "name dtype shape", so that a refusal can name the one that differs
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome(Message):
+    """The acceptor's answer: who it is."""
+
+    KIND: ClassVar[int] = 17
+    node: str
+    name: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse(Message):
+    """The acceptor's other answer: the field that differs, with the value on its side and on the dialler's."""
+
+    KIND: ClassVar[int] = 18
+    field: str
+    here: str
+    there: str
+
+
+@dataclass(frozen=True, slots=True)
+class BulkOffer(Message):
+    """The dialler, after its greeting: large chunks could go past this connection; this is where I am."""
+
+    KIND: ClassVar[int] = 19
+    version: str  # of what would carry them; another one may not understand the address
+    channel: int  # the dialler's number for it, which opens what is sent there
+    address: tuple[bytes, ...]  # in parts
+
+
+@dataclass(frozen=True, slots=True)
+class BulkAnswer(Message):
+    """The acceptor's answer: why not, or where it is. Then the dialler's, empty: the channel was tried and is good."""
+
+    KIND: ClassVar[int] = 20
+    refusal: str
+    channel: int
+    address: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedRequest(Message):
+    """In place of a greeting: send me a SpeedSample, I measure the line (transport/speed.py)."""
+
+    KIND: ClassVar[int] = 35
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedSample(Message):
+    """Bytes that mean nothing; above 31, for what is urgent has no chunks."""
+
+    KIND: ClassVar[int] = 36
+    about: ClassVar[tuple[str, ...]] = ("KIND",)
+    chunks: Chunks

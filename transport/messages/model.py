@@ -1,0 +1,45 @@
+"""Whole models, for newcomers; and which plan the messages after it were meant under."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from peerd.transport.messages.base import Chunks, Message
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRequest(Message):
+    """Send me your current model: I am about to train."""
+
+    KIND: ClassVar[int] = 32
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSnapshot(Message):
+    """A whole model, encoded with `codec`."""
+
+    KIND: ClassVar[int] = 33
+    about: ClassVar[tuple[str, ...]] = ("KIND",)  # of any step: one that waits is enough
+    step: int
+    codec: str
+    chunks: Chunks
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Plan(Message):
+    """How a swarm combines models (plan.py); on a connection: what the messages after it were meant under."""
+
+    KIND: ClassVar[int] = 34
+    number: int = 0  # 0: as each node was started
+    author: str = ""
+    done: bool = True  # False: one exact average of all models comes first
+    text: str = ""  # the mode, and its settings as key=value, with blanks between; "": as each node was started
+
+    @property
+    def once(self) -> bool:
+        """Whether what goes on now is that average."""
+        return not self.done
+
+
+AS_STARTED = Plan()

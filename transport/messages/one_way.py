@@ -1,0 +1,57 @@
+"""Pushes over one-way links (gossip-push, gossip-pull, push-sum)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from peerd.transport.messages.base import Chunks, Message
+
+
+@dataclass(frozen=True, slots=True)
+class Push(Message):
+    """The sender's model less what the receiver knows of it (nothing, at seq 1): number `seq` of the one-way `link`."""
+
+    KIND: ClassVar[int] = 56
+    about: ClassVar[tuple[str, ...]] = ("link", "seq")
+    wants_answer: ClassVar[bool] = True
+    link: int
+    seq: int
+    codec: str
+    gain: float  # what the sender's measured contraction allows
+    weight: float  # push-sum: all the weight that ever went over this link; 0 in other modes
+    finishing: bool  # the sender's trainer has ended: it is flushing
+    back: bool  # push-sum: it only gives back, and is not answered in kind
+    chunks: Chunks
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed(Message):
+    """All of `link` up to number `taken` is in my model."""
+
+    KIND: ClassVar[int] = 57
+    link: int
+    seq: int  # counts these answers: a later one is not the repetition of one that still waits
+    taken: int
+    distance: float  # ||what I know of your model - mine||
+    finishing: bool  # my trainer has ended
+
+
+@dataclass(frozen=True, slots=True)
+class PushForgotten(Message):
+    """I do not hold `link` (any more), of which I took all up to `seq`: start a new one."""
+
+    KIND: ClassVar[int] = 58
+    link: int
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pull(Message):
+    """Push me your model; I have taken number `seq` of your `link` (0 and 0: none)."""
+
+    KIND: ClassVar[int] = 59
+    wants_answer: ClassVar[bool] = True
+    link: int
+    seq: int
+    back: bool  # the sender asks because it was asked, and does not want to be asked for this

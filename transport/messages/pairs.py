@@ -1,0 +1,107 @@
+"""Exchanges of two: links with a pair of references (gossip, elastic averaging), and pairs drawn anew (NoLoCo)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from peerd.transport.messages.base import Chunks, Message
+
+
+@dataclass(frozen=True, slots=True)
+class LinkOpen(Message):
+    """Start a paired-reference link named `link`: answer with a LinkSnapshot, or with LinkClosed to decline."""
+
+    KIND: ClassVar[int] = 48
+    link: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSnapshot(Message):
+    """The vector that both references of `link` start from, at version 0."""
+
+    KIND: ClassVar[int] = 49
+    about: ClassVar[tuple[str, ...]] = ("link",)
+    link: int
+    codec: str
+    chunks: Chunks
+
+
+@dataclass(frozen=True, slots=True)
+class Delta(Message):
+    """One half of exchange `seq` of `link`: the sender's model less its reference, encoded with `codec`."""
+
+    KIND: ClassVar[int] = 50
+    about: ClassVar[tuple[str, ...]] = ("link", "seq")
+    link: int
+    seq: int
+    codec: str
+    gain: float  # what the sender's measured contraction allows; both ends use the smaller of the two
+    wants_answer: bool
+    finishing: bool  # the sender's trainer has ended: it is flushing
+    chunks: Chunks
+
+
+@dataclass(frozen=True, slots=True)
+class LinkClose(Message):
+    """I want to drop `link`, which I hold at `version`; say LinkClosed when nothing is under way."""
+
+    KIND: ClassVar[int] = 51
+    link: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinkClosed(Message):
+    """I do not hold `link` (any more), of which I applied `version` exchanges, and no other will follow."""
+
+    KIND: ClassVar[int] = 52
+    link: int
+    version: int = -1  # I know nothing of it
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaTaken(Message):
+    """I have applied exchange `seq` of `link`: you need not keep your half for me."""
+
+    KIND: ClassVar[int] = 53
+    link: int
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class CentreIs(Message):
+    """Elastic averaging: whom the sender takes for the centre; `age` counts its exchanges, if that is the sender."""
+
+    KIND: ClassVar[int] = 96
+    node: str
+    age: int
+
+
+@dataclass(frozen=True, slots=True)
+class PairInvite(Message):
+    """NoLoCo: I have made my local steps; will you be my partner in exchange `seq`?"""
+
+    KIND: ClassVar[int] = 97
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class PairAnswer(Message):
+    """I wait for your half of exchange `seq`, or will have no part in it."""
+
+    KIND: ClassVar[int] = 98
+    seq: int
+    accepts: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PairHalf(Message):
+    """The sender's contribution to exchange `seq`, a whole model; the one who invited asks for the other's."""
+
+    KIND: ClassVar[int] = 99
+    about: ClassVar[tuple[str, ...]] = ("seq",)
+    seq: int
+    codec: str
+    wants_answer: bool
+    chunks: Chunks

@@ -1,0 +1,134 @@
+"""Shards of the parameters: pushes, weights, sums on their way, and who serves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from peerd.transport.messages.base import Chunks, Message
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """The last push of a worker's life that went into some weights, as it travels."""
+
+    worker: str
+    life: int
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPush(Message):
+    """A worker's update of one shard, `seq` of its life, made from the weights at `clock`, encoded with `codec`."""
+
+    KIND: ClassVar[int] = 80
+    about: ClassVar[tuple[str, ...]] = ("shard", "seq")
+    shard: int
+    seq: int
+    life: int  # of the worker: a restarted one counts from 1 again
+    oldest: int  # those before it will not come (again)
+    clock: int
+    codec: str
+    wants_answer: bool  # False: the worker has gone on already, and says it again to a new server
+    finishing: bool  # this worker's trainer has ended: nobody need wait for its next push
+    chunks: Chunks
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPull(Message):
+    """Send me the shard's weights, unless push `seq` has come and must wait for others."""
+
+    KIND: ClassVar[int] = 81
+    shard: int
+    seq: int
+    life: int
+    passes: bool  # another shard's server keeps me waiting: close this round without me
+    knows: bool  # who serves the shard, and by which tree
+
+
+@dataclass(frozen=True, slots=True)
+class Weights(Message):
+    """A shard's weights at `clock`, in float32."""
+
+    KIND: ClassVar[int] = 82
+    about: ClassVar[tuple[str, ...]] = ("shard", "term", "clock")
+    shard: int
+    term: int
+    server: str
+    clock: int
+    answers: tuple[Applied, ...]  # whom it is for, the receiver or those below it, with the last push of each that came
+    final: bool  # every member's run has ended
+    applied: tuple[Applied, ...]
+    chunks: Chunks
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare(Message):
+    """I want to serve this shard from now on: stop, if you do, and tell me what you have that is newer than `clock`."""
+
+    KIND: ClassVar[int] = 83
+    shard: int
+    term: int
+    clock: int
+
+
+@dataclass(frozen=True, slots=True)
+class Promise(Message):
+    """The answer to a claim: the sender's newest weights; no chunks if the claimant's are as new."""
+
+    KIND: ClassVar[int] = 84
+    about: ClassVar[tuple[str, ...]] = ("shard", "term", "clock")
+    shard: int
+    term: int  # of the claim
+    life: int  # of the sender's worker
+    clock: int
+    applied: tuple[Applied, ...]
+    chunks: Chunks
+
+
+@dataclass(frozen=True, slots=True)
+class ShardLeader(Message):
+    """This member serves the shard, or claims it."""
+
+    KIND: ClassVar[int] = 85
+    shard: int
+    term: int
+    server: str
+    serving: bool
+    arity: int  # of the tree by which pushes come,
+    tree: tuple[Applied, ...]  # and who is in it, by rank, with the last push of each in the weights; empty: none
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSum(Message):
+    """The sum of these pushes, all made from the weights at `clock`; the sender's number `seq` in this tree."""
+
+    KIND: ClassVar[int] = 87
+    about: ClassVar[tuple[str, ...]] = ("shard", "term", "clock", "seq")
+    shard: int
+    term: int
+    server: str
+    seq: int
+    clock: int
+    codec: str
+    finishing: bool  # the trainers of all these workers have ended
+    parts: tuple[Applied, ...]
+    chunks: Chunks
+
+
+@dataclass(frozen=True, slots=True)
+class SumTaken(Message):
+    """Your sums up to this one have come."""
+
+    KIND: ClassVar[int] = 88
+    shard: int
+    term: int
+    server: str
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished(Message):
+    """My trainer has ended, and every push of it has come: wait for no other."""
+
+    KIND: ClassVar[int] = 86

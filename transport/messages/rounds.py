@@ -1,0 +1,82 @@
+"""Rounds of an all-reduce: where members are, what their leader orders, and the pieces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import ClassVar
+
+from peerd.transport.messages.base import Chunks, Message
+
+
+class RoundPhase(IntEnum):
+    """How far a member is with the round that comes after the last one it applied."""
+
+    IDLE = 0  # it has no contribution yet
+    READY = 1  # it has one, and takes part in no attempt
+    RUNNING = 2  # an attempt is under way
+    HELD = 3  # it holds the attempt's result, which is not yet committed
+
+
+@dataclass(frozen=True, slots=True)
+class RoundReport(Message):
+    """Where a member is; what the leader of the rounds decides on. From the leader itself: tell me where you are."""
+
+    KIND: ClassVar[int] = 64
+    supersedes: ClassVar[bool] = True  # an older one that has not left yet is worth nothing
+    life: int  # drawn at random by each life of a member
+    phase: RoundPhase
+    round: int  # number of the last round that it applied
+    agreed: int  # the attempt that this was
+    attempt: int  # the highest attempt that it has begun
+    progress: int  # pieces of this attempt that it has
+    finished: bool  # its trainer has ended
+    given: bool  # and its last model has been in a round
+    settled: bool  # and it has applied the final round
+    waits_s: float = field(default=0.0, compare=False)  # for how long it has had a contribution that is in no result
+
+
+@dataclass(frozen=True, slots=True)
+class RoundBegin(Message):
+    """Begin an attempt of a round, all of `roster` together, ranked in this order."""
+
+    KIND: ClassVar[int] = 65
+    round: int
+    attempt: int
+    codec: str
+    topology: str
+    whole: bool  # contribute the model; else its difference from the last agreed one
+    final: bool  # the last round of a run
+    roster: tuple[str, ...]
+    lives: tuple[int, ...]  # of the roster's members: a later life is not meant
+
+
+@dataclass(frozen=True, slots=True)
+class RoundPieces(Message):
+    """Partial sums, or sums, of parts of the vector: one chunk each."""
+
+    KIND: ClassVar[int] = 66
+    about: ClassVar[tuple[str, ...]] = ("attempt", "seqs")
+    round: int
+    attempt: int
+    seqs: tuple[int, ...]
+    chunks: Chunks
+
+
+@dataclass(frozen=True, slots=True)
+class PiecesTaken(Message):
+    """These pieces have arrived: send me others."""
+
+    KIND: ClassVar[int] = 67
+    round: int
+    attempt: int
+    seqs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundCommit(Message):
+    """All members hold the result of this attempt: apply it."""
+
+    KIND: ClassVar[int] = 68
+    round: int
+    attempt: int

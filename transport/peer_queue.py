@@ -1,0 +1,60 @@
+"""What waits for one peer, and what need not be said (again)? One core for the daemon and for the simulator.
+
+What a mode says again because it has had no answer may still wait here, on a thin line: then it is not queued twice. A
+message that supersedes others takes the place of an older one of its type; not of one that is leaving.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+from peerd.transport.messages import Message
+
+QUEUE_MAX = 64  # messages; a link has at most three under way
+
+Item = TypeVar("Item")
+
+
+class PeerQueue(Generic[Item]):
+    """Messages to one peer, in order, each as what its sender keeps of it."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[Hashable, Item]] = deque()
+        self._leaving: Hashable | None = None
+
+    def __len__(self) -> int:
+        """With the one that is leaving."""
+        return len(self._waiting) + (self._leaving is not None)
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether there is one to take."""
+        return bool(self._waiting)
+
+    def put(self, message: Message, item: Item, scope: Hashable = None) -> bool:
+        """Queue it, unless that is full or it waits already; whether it is news. Scopes have nothing in common."""
+        said = (scope, message.said)
+        at = next((at for at, (other, _) in enumerate(self._waiting) if other == said), None)
+        if message.supersedes and at is not None:
+            self._waiting[at] = said, item
+            return True
+        if len(self) >= QUEUE_MAX or at is not None or (said == self._leaving and not message.supersedes):
+            return False
+        self._waiting.append((said, item))
+        return True
+
+    def take(self) -> Item:
+        """The next one, which leaves now, until `left` or `clear`."""
+        self._leaving, item = self._waiting.popleft()
+        return item
+
+    def left(self) -> None:
+        """It is with the peer, or with what carries it there."""
+        self._leaving = None
+
+    def clear(self) -> None:
+        """The connection broke: what was to be said is said anew."""
+        self._waiting.clear()
+        self._leaving = None
