@@ -292,12 +292,12 @@ def test_what_is_not_loaded(module: str, absent: set[str]) -> None:
 
 
 def test_no_duration_is_taken_from_the_clock_on_the_wall() -> None:
-    """It jumps. The stamps of the log are made by logging."""
+    """It jumps. The stamps of the log are made by logging; a count of starts that is lost goes on from it."""
     wall = ("time.time", "time.time_ns", "datetime.now")
     read = [
         f"{name}, line {node.lineno}"
         for name, module in modules().items()
         for node in ast.walk(module)
-        if isinstance(node, ast.Attribute) and ast.unparse(node) in wall
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in wall and name != "peerd.local.identity"
     ]
     assert not read

@@ -16,10 +16,12 @@ def flush(path: Path) -> None:
 
 
 def replace(path: Path, text: str) -> None:
-    """Give a file new content, all of it or none, on the disk when this returns. Raises OSError."""
+    """Give a private file new content, all of it or none, on the disk when this returns. Raises OSError."""
     temporary = path.with_suffix(".tmp")
+    temporary.unlink(missing_ok=True)  # what a crash has left may be open to others
     try:
-        temporary.write_text(text)
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
+            file.write(text)
         flush(temporary)
         temporary.replace(path)
     except OSError:

@@ -1,35 +1,43 @@
-"""Who is this node, across restarts? A random id and a count of its starts, kept in its state folder."""
+"""Who is this node, across restarts? Its key, which its id is the hash of, and a count of its starts.
+
+Both are kept in its state folder. An id without a key, of an earlier version, cannot be proved, and counts for none.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import os
-import re
-import secrets
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from peerd.local import node_key
 from peerd.local.durable import replace
+from peerd.local.node_key import NodeKey
 from peerd.transport.errors import UserError
 from peerd.transport.ids import NodeId
 
-EPOCH_MAX = 1 << 53
+EPOCH_MAX = (1 << 53) - 1
 _FILE = "identity.json"
+_KEY = "key.pem"
 _LOCK = "lock"
-_ID = re.compile(r"[0-9a-f]{16}")
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
     """`epoch` grows with every start: it supersedes what the swarm believed of the previous life."""
 
-    id: NodeId
+    key: NodeKey
     epoch: int
     lock: int  # a locked descriptor, held as long as the process lives
+
+    @property
+    def id(self) -> NodeId:
+        """What the others call it."""
+        return self.key.id
 
 
 @contextmanager
@@ -46,8 +54,9 @@ def taken(folder: Path, runtime: Path) -> Iterator[Identity]:
             yield identity
         except BaseException:
             with suppress(OSError):  # it is gone, or no longer ours: the refusal counts
-                if folder in made and {path.name for path in folder.iterdir()} <= {_FILE, _LOCK}:
+                if folder in made and {path.name for path in folder.iterdir()} <= {_FILE, _KEY, _LOCK}:
                     (folder / _FILE).unlink(missing_ok=True)
+                    (folder / _KEY).unlink(missing_ok=True)
                     (folder / _LOCK).unlink(missing_ok=True)  # which is held until the process ends
             raise
     except BaseException:
@@ -60,7 +69,7 @@ def taken(folder: Path, runtime: Path) -> Iterator[Identity]:
 def take(folder: Path) -> Identity:
     """Lock the state folder and begin a new epoch. Raises UserError."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except (OSError, ValueError) as error:
         cause = error.strerror if isinstance(error, OSError) else error
@@ -70,25 +79,34 @@ def take(folder: Path) -> Identity:
     except OSError:
         os.close(lock)
         raise UserError(f"a node already runs with the state folder {folder}; give this one another --name") from None
-    known = _read(folder / _FILE)
-    identity = Identity(known.get("id", secrets.token_hex(8)), known.get("epoch", 0) + 1, lock)
+    try:
+        return Identity(*_begin(folder), lock)
+    except UserError:
+        os.close(lock)
+        raise
+
+
+def _begin(folder: Path) -> tuple[NodeKey, int]:
+    known = node_key.read(folder / _KEY)
+    key = known or NodeKey.generate()
+    epoch = _epoch_after(folder / _FILE, key.id) if known else 1
     try:
         # after a power cut the same epoch must not begin twice
-        replace(folder / _FILE, json.dumps({"id": identity.id, "epoch": identity.epoch}))
+        replace(folder / _FILE, json.dumps({"id": key.id, "epoch": epoch}))
+        if known is None:
+            key.write(folder / _KEY)
     except OSError as error:
-        if not known:
+        if known is None:
             (folder / _LOCK).unlink(missing_ok=True)
-        os.close(lock)
         raise UserError(f"state folder {folder}: {error.strerror}") from None
-    return identity
+    return key, epoch
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """What was kept; a damaged file counts as a new identity, which is safe: the old one just stays failed."""
+def _epoch_after(path: Path, id: NodeId) -> int:
+    """What this start counts as. A count that is lost goes on from the clock: no node starts every second."""
     try:
         kept = json.loads(path.read_text())
-        id, epoch = kept["id"], kept["epoch"]
+        ours, epoch = kept["id"] == id, kept["epoch"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return {}
-    whole = type(id) is str and _ID.fullmatch(id) and type(epoch) is int and 0 < epoch <= EPOCH_MAX
-    return {"id": id, "epoch": epoch} if whole else {}
+        ours, epoch = False, 0
+    return epoch + 1 if ours and type(epoch) is int and 0 < epoch < EPOCH_MAX else max(1, int(time.time()))

@@ -19,6 +19,7 @@ from peerd.daemon.node import running
 from peerd.daemon.verbs import Verbs
 from peerd.doctor import examine
 from peerd.local.identity import Identity
+from peerd.local.node_key import NodeKey
 from peerd.settings import load
 from peerd.transport.errors import UserError
 from peerd.transport.memory import MemoryNetwork
@@ -78,7 +79,7 @@ def test_two_nodes_train_over_it(carrier: Any) -> None:
         async def live(name: str, trainer: Trainer) -> None:
             flags = {"name": name, "bind": f"{name}:7946", "join": ("a:7946",) if name != "a" else (), "wait_for": 2}
             settings = load({"transport": "memory", **flags}, {}, None)
-            async with running(settings, Identity(name, 1, -1), expects=True) as (daemon, address):
+            async with running(settings, Identity(NodeKey.generate(), 1, -1), expects=True) as (daemon, address):
                 assert address == (name, 7946)
                 daemon.nursery.start_soon(trainer.run, daemon)
                 for each in trainers:
