@@ -28,7 +28,8 @@ CORE_PACKAGES = (
 )  # fmt: skip
 SHELLS = {f"peerd.daemon.{name}" for name in (
     "catch_up", "compute_thread", "control", "known_members", "main", "membership_service", "metrics", "mode_runner",
-    "node", "peers", "plan_follower", "supervisor", "trainer_service", "trainer_session", "verbs",
+    "node", "peers", "plan_follower", "supervisor", "trainer_service", "trainer_session",
+    "twin_proof", "verbs",
 )} | {"peerd.doctor"}  # fmt: skip
 SHELL_PACKAGES = ("peerd.carriers", "peerd.transport", "peerd.cli")
 ROOMS = {  # each with the rooms that it may look into; from the roof to the cellar

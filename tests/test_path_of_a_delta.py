@@ -43,6 +43,7 @@ import peerd
 from peerd.daemon import control
 from peerd.daemon.node import Daemon
 from peerd.local import local_socket
+from peerd.local.node_key import NodeKey
 from peerd.node.core import Nothing, TakeBuffer
 from peerd.node.meta import NodeMeta
 from peerd.protocol.trainer import Corrections
@@ -280,7 +281,9 @@ class Node:
         about = NodeMeta(expects=True, founder=not join).pack()
         me = Member(self.name, self.name, host, port, 1, 0, State.ALIVE, "", about)
         async with aclosing(await network.bind(place)) as datagrams, trio.open_nursery() as nursery:
-            self.daemon = Daemon(settings, me, place, nursery, network.carrier(nursery, host), datagrams)
+            self.daemon = Daemon(
+                settings, me, NodeKey.generate(), place, nursery, network.carrier(nursery, host), datagrams
+            )
             await self.daemon.start()
             socket = local_socket.socket_path(self.name)
             await nursery.start(control.serve, socket, {}, self.daemon.model.attach)

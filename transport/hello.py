@@ -1,7 +1,8 @@
 """The first two messages of every connection that is to last: who are you, and do we train the same thing?
 
 The dialler sends Hello; the acceptor answers Welcome, or Refuse with the first thing that differs. Anything else,
-silence included, closes the link; but a dialler may measure the line in place of greeting (transport/speed.py).
+silence included, closes the link; but in place of greeting a dialler may measure the line
+(transport/speed.py), or ask for a proof of who we are.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from typing import NoReturn
 import trio
 
 from peerd.transport import speed, wire
-from peerd.transport.connection import Connection
+from peerd.transport.connection import Connection, ConnectionLost
 from peerd.transport.errors import PeerError
-from peerd.transport.messages import Hello, Message, Refuse, Welcome
+from peerd.transport.messages import Challenge, Hello, Message, Proof, Refuse, Welcome
 from peerd.transport.patience import GREETING_DEADLINE_S
 
 HELLO_MAX = 4 << 10  # bytes, but for the tensors
@@ -49,15 +50,23 @@ async def greet(link: Connection, hello: Hello) -> Welcome:
         raise
 
 
-async def answer(link: Connection, check: Callable[[Hello], Refuse | None], me: Welcome) -> Hello:
+async def answer(
+    link: Connection,
+    check: Callable[[Hello], Refuse | None],
+    me: Welcome,
+    prove: Callable[[Challenge], Proof] | None = None,
+) -> Hello:
     """Let the dialler introduce itself, and welcome it if `check` has nothing against it.
 
-    Raises Refused when it has, PeerError when the dialler was silent or said something else. On any error the link
-    is closed; on success it is admitted.
+    Raises Refused when it has, PeerError when the dialler was silent or said something else, ConnectionLost when all
+    that it wanted was the proof. On any error the link is closed; on success it is admitted.
     """
     try:
         with _greeting_deadline(link):
             hello = await speed.serve(link)
+        if isinstance(hello, Challenge) and prove is not None:
+            await link.send(prove(hello))
+            raise ConnectionLost(f"{link.remote}: has what it asked for")
         if not isinstance(hello, Hello):
             _unexpected(link, hello)
         _check_size(link, hello)

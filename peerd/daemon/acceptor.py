@@ -14,7 +14,7 @@ from peerd.transport.connection import Connection, ConnectionLost
 from peerd.transport.errors import PeerError
 from peerd.transport.hello import Refused, answer, first_difference
 from peerd.transport.ids import NodeId
-from peerd.transport.messages import AS_STARTED, Hello, Member, MemberTable, Plan, Refuse, Welcome
+from peerd.transport.messages import AS_STARTED, Challenge, Hello, Member, MemberTable, Plan, Proof, Refuse, Welcome
 
 
 class Acceptor:
@@ -27,20 +27,22 @@ class Acceptor:
         peers: Peers,
         trainer_service: TrainerService,
         membership_service: MembershipService,
+        prove: Callable[[Challenge], Proof],
     ) -> None:
-        """`hello` is asked anew for every connection, as by `peers`."""
+        """`hello` is asked anew for every connection, as by `peers`; `prove` answers who wants no more than that."""
         self._me = me
         self._hello = hello
         self._peers = peers
         self._trainer_service = trainer_service
         self._membership_service = membership_service
+        self._prove = prove
         self._greeted: dict[Connection, NodeId] = {}
 
     async def accept(self, link: Connection) -> None:
         """Serve one connection from its greeting to its end."""
         self._peers.count(link)
         try:
-            hello = await answer(link, self._check, Welcome(self._me.id, self._me.name, self._me.epoch))
+            hello = await answer(link, self._check, Welcome(self._me.id, self._me.name, self._me.epoch), self._prove)
             self._greeted[link] = hello.node
             self.raise_payload_limits()
             plan = AS_STARTED

@@ -18,7 +18,9 @@ from peerd.daemon.membership_service import MembershipService
 from peerd.daemon.metrics import LoopLatency
 from peerd.daemon.peers import Peers
 from peerd.daemon.trainer_service import TrainerService
+from peerd.daemon.twin_proof import TwinProof
 from peerd.local.identity import Identity
+from peerd.local.node_key import NodeKey
 from peerd.membership.core import LAN, WAN, Membership
 from peerd.node.meta import NodeMeta, partners
 from peerd.process.logs import LOGGER
@@ -44,6 +46,7 @@ class Daemon:
         self,
         settings: Settings,
         me: Member,
+        key: NodeKey,
         bound: Address,
         nursery: trio.Nursery,
         transport: Transport,
@@ -52,12 +55,13 @@ class Daemon:
     ) -> None:
         """Wire the parts together; `start` starts them, listening on `bound`.
 
-        `me` has what this node says of itself, `kept` the members that it knew before a restart.
+        `me` has what this node says of itself, whose key is `key`, `kept` the members that it knew before a restart.
         """
         rng = random.Random(f"{me.id}/{me.epoch}")
         timing = LAN if settings.network == "lan" else WAN
         self.settings = settings
         self.me = me
+        self.key = key
         self.nursery = nursery
         self.datagrams = datagrams
         self.latency = LoopLatency()
@@ -77,6 +81,7 @@ class Daemon:
         kept_until = self.began + timing.silence_s(len(kept))
         self.model = TrainerService(me.id, settings, self.peers, self.members, self._say_about, rng, kept, kept_until)
         self.model.about = NodeMeta.unpack(me.meta)
+        self.twin_proof = TwinProof(key, me, settings.swarm, settings.run, transport)
         self.view = MembershipService(
             Membership(me, [*settings.seeds, *kept], rng, self.began, timing),
             datagrams,
@@ -86,7 +91,7 @@ class Daemon:
             changed=self._on_members,
             refused=self._on_refused_by_seed,
         )
-        self.acceptor = Acceptor(me, self._hello, self.peers, self.model, self.view)
+        self.acceptor = Acceptor(me, self._hello, self.peers, self.model, self.view, self.twin_proof.answer)
 
     async def start(self) -> Address:
         """Start every task; returns the address that peers reach."""
@@ -184,7 +189,7 @@ async def running(
         reached = carrier.reached(host), bound[1]
         me = Member(identity.id, settings.name, *reached, identity.epoch, 0, State.ALIVE, "", about)
         async with trio.open_nursery() as nursery:
-            daemon = Daemon(settings, me, bound, nursery, await carrier.start(nursery), datagrams, kept)
+            daemon = Daemon(settings, me, identity.key, bound, nursery, await carrier.start(nursery), datagrams, kept)
             daemon.model.plans.keep(daemon.leaving)
             yield daemon, await daemon.start()
             nursery.cancel_scope.cancel()

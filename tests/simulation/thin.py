@@ -24,6 +24,7 @@ from peerd.daemon.control import LocalConnection
 from peerd.daemon.node import Daemon
 from peerd.daemon.verbs import Verbs
 from peerd.local.local_socket import pack, take
+from peerd.local.node_key import NodeKey
 from peerd.local.shared_memory import SharedMemory
 from peerd.node.meta import NodeMeta
 from peerd.protocol import trainer as protocol
@@ -43,6 +44,7 @@ T = TypeVar("T")
 Model = npt.NDArray[np.float32]
 Event = tuple[float, NodeId, str]  # virtual time, whose daemon, what
 
+KEY = NodeKey.generate()  # of all: their ids are their names, which no key is asked to prove
 PORT = 7946
 VALUES = 300
 STEP_S = 0.25  # of every trainer: they step at the same instants, and the schedule decides who is first
@@ -212,7 +214,7 @@ class WatchedDaemon(Daemon):
         self.latency_s = 0.0  # of a mode's messages
         self._note = note
         self._known: dict[NodeId, str] = {}
-        super().__init__(settings, me, (me.host, me.port), *rest)
+        super().__init__(settings, me, KEY, (me.host, me.port), *rest)
         self._to_model, self.model.on_message = self.model.on_message, self._on_message  # type: ignore[method-assign]
 
     def _on_members(self) -> None:

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from peerd.transport.messages.base import CHUNK_VALUES, MESSAGES, Chunk, Chunks, Connected, Message
-from peerd.transport.messages.greeting import BulkAnswer, BulkOffer, Hello, Refuse, SpeedRequest, SpeedSample, Welcome
+from peerd.transport.messages.greeting import (
+    BulkAnswer,
+    BulkOffer,
+    Challenge,
+    Hello,
+    Proof,
+    Refuse,
+    SpeedRequest,
+    SpeedSample,
+    Welcome,
+)
 from peerd.transport.messages.membership import Ack, Member, MemberTable, Nack, Ping, PingRequest, State
 from peerd.transport.messages.model import AS_STARTED, ModelRequest, ModelSnapshot, Plan
 from peerd.transport.messages.one_way import Pull, Push, Pushed, PushForgotten
@@ -42,6 +52,7 @@ __all__ = [
     "BulkAnswer",
     "BulkOffer",
     "CentreIs",
+    "Challenge",
     "Chunk",
     "Chunks",
     "Connected",
@@ -68,6 +79,7 @@ __all__ = [
     "Plan",
     "Prepare",
     "Promise",
+    "Proof",
     "Pull",
     "Push",
     "PushForgotten",

@@ -67,6 +67,29 @@ class BulkAnswer(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class Challenge(Message):
+    """In place of a greeting: prove that you hold the key of `node`, the asker's too (peerd/daemon/twin_proof.py)."""
+
+    KIND: ClassVar[int] = 21
+    node: str
+    nonce: bytes  # 32, random
+    life: bytes  # 16, random, of the asker's process
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Proof(Message):
+    """The acceptor's answer, after which it closes: who it is, signed together with what was asked."""
+
+    KIND: ClassVar[int] = 22
+    life: bytes
+    epoch: int
+    host: str
+    port: int
+    signature: bytes  # 64, Ed25519
+
+
+@dataclass(frozen=True, slots=True)
 class SpeedRequest(Message):
     """In place of a greeting: send me a SpeedSample, I measure the line (transport/speed.py)."""
 
