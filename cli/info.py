@@ -9,7 +9,7 @@ from peerd.local.local_socket import find_node, request
 
 
 def info(name: NameOption = None, format: FormatOption = Format.TEXT) -> None:
-    """Show a node's identity, address, version and settings."""
+    """Show a node's id, the SHA-256 of its key (FINGERPRINT, which begins with the id), address and settings."""
     answer = request(find_node(name), "info")
     if format is Format.JSON:
         print_json(answer)

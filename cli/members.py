@@ -7,6 +7,8 @@ from typing import Any
 from peerd.cli.output import Format, FormatOption, NameOption, print_json, print_table
 from peerd.local.local_socket import find_node, request
 
+ID_SHOWN = 16  # digits that tell members apart; all are in the JSON
+
 
 def members(name: NameOption = None, format: FormatOption = Format.TEXT) -> None:
     """List the members of the swarm: alive, suspect, failed or left.
@@ -29,7 +31,7 @@ def members(name: NameOption = None, format: FormatOption = Format.TEXT) -> None
                 row["carrier"] or "-",
                 row["mode"],
                 row["model"] or "-",
-                row["id"],
+                row["id"][:ID_SHOWN],
             ]
             for row in rows
         ],

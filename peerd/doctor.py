@@ -91,7 +91,11 @@ def _port(host: str, port: int) -> Iterator[Finding]:
 
 def _node_on(host: str, port: int) -> str | None:
     """The node of this user that is bound to an address which would be in the way of this one."""
-    for name in running_nodes():
+    try:
+        running = running_nodes()
+    except UserError:  # their folder is not ours alone, as `peerd start` says in full
+        return None
+    for name in running:
         try:
             info = request(socket_path(name), "info")
         except UserError:  # it has just ended, or is stopped

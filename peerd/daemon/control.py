@@ -15,7 +15,7 @@ from typing import Any
 
 import trio
 
-from peerd.local.local_socket import credentials, pack, process_fields, running_nodes, take
+from peerd.local.local_socket import check_private, credentials, pack, process_fields, running_nodes, take
 from peerd.process.logs import LOGGER
 from peerd.transport.errors import UserError
 
@@ -102,9 +102,9 @@ async def serve(
 async def _listen(path: Path) -> trio.socket.SocketType:
     listener = trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if path.parent.stat().st_uid != os.getuid():
-            raise UserError(f"{path.parent} belongs to another user; set XDG_RUNTIME_DIR to a folder of your own")
+        with suppress(FileExistsError):  # what is there instead of a folder is told below
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_private(path.parent)
         if path.stem in running_nodes():  # with another state folder, whose lock it holds
             raise UserError(f"a node called {path.stem!r} runs here already; give this one another --name")
         path.unlink(missing_ok=True)

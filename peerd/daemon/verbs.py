@@ -76,6 +76,7 @@ class Verbs:
         return {
             "name": node.me.name,
             "id": node.me.id,
+            "fingerprint": node.key.fingerprint,
             "epoch": node.me.epoch,
             "address": shown((node.me.host, node.me.port)),
             "version": __version__,

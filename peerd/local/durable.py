@@ -1,4 +1,4 @@
-"""When is a file or a folder on the disk? After this, whatever the power does."""
+"""When is a file or a folder on the disk? After this, whatever the power does. Files are for this user alone."""
 
 from __future__ import annotations
 
@@ -15,13 +15,18 @@ def flush(path: Path) -> None:
         os.close(fd)
 
 
+def write(path: Path, text: str) -> None:
+    """Make a private file, whatever the umask; one that was there, open to others perhaps, goes. Raises OSError."""
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
+        file.write(text)
+
+
 def replace(path: Path, text: str) -> None:
     """Give a private file new content, all of it or none, on the disk when this returns. Raises OSError."""
     temporary = path.with_suffix(".tmp")
-    temporary.unlink(missing_ok=True)  # what a crash has left may be open to others
     try:
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
-            file.write(text)
+        write(temporary, text)
         flush(temporary)
         temporary.replace(path)
     except OSError:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from peerd.transport.errors import UserError
 
 LOOK_EVERY_S = 2.0  # whether a daemon that does not answer is stopped
 MESSAGE_BYTES_MAX = 64 << 20  # an attach names every tensor: a million, at the 60 bytes that one takes
+_OWN_FOLDER = "set XDG_RUNTIME_DIR to a folder of your own"
 _LENGTH = struct.Struct("<I")
 
 
@@ -33,8 +35,28 @@ def socket_path(name: str) -> Path:
     return runtime_dir() / f"{name}.sock"
 
 
+def check_private(folder: Path) -> None:
+    """Whether only this user can have put a socket there: who listens on it is given the model. Raises UserError."""
+    try:
+        found = folder.lstat()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UserError(f"{folder}, for control sockets: {error.strerror}; {_OWN_FOLDER}") from None
+    if stat.S_ISLNK(found.st_mode):
+        raise UserError(f"{folder}, for control sockets, is a symbolic link; remove it, or {_OWN_FOLDER}")
+    if not stat.S_ISDIR(found.st_mode):
+        raise UserError(f"{folder}, for control sockets, is not a folder; remove it, or {_OWN_FOLDER}")
+    if found.st_uid != os.getuid():
+        raise UserError(f"{folder}, for control sockets, belongs to another user; {_OWN_FOLDER}")
+    if found.st_mode & 0o077:
+        mode = stat.S_IMODE(found.st_mode)
+        raise UserError(f"{folder}, for control sockets, is open to other users (mode {mode:o}); chmod 700 {folder}")
+
+
 def running_nodes() -> list[str]:
-    """Names of the nodes of this user whose socket answers."""
+    """Names of the nodes of this user whose socket answers. Raises UserError where another could have made it."""
+    check_private(runtime_dir())
     found = []
     for path in sorted(runtime_dir().glob("*.sock")):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:

@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from peerd.local.durable import flush
+from peerd.local.durable import flush, write
 from peerd.trainer.optimizers import kind
 from peerd.training.model.shards import taken_apart, whole
 
@@ -184,17 +184,17 @@ def _as_before(group: dict[str, Any], had: dict[str, Any]) -> dict[str, Any]:
 
 def save(folder: Path, generation: Generation) -> Path:
     """Write one generation; returns its folder. Raises OSError, and then leaves the older generations as they were."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     final = folder / f"step-{generation.step:08d}"
     replaced = final.with_suffix(".old")
     temporary = folder / f"tmp-{os.getpid()}-{generation.step}"
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        temporary.mkdir()
+        temporary.mkdir(mode=0o700)
         tensors = temporary / _TENSORS
         save_file(generation.tensors, tensors)
         flush(tensors)
-        (temporary / _MANIFEST).write_text(_manifest(generation, tensors))
+        write(temporary / _MANIFEST, _manifest(generation, tensors))
         flush(temporary / _MANIFEST)
         flush(temporary)
         if final.exists():

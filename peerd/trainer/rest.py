@@ -99,7 +99,7 @@ class Rest:
         path = _path(folder, self._signature)
         if path.exists():
             return
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for leftover in folder.glob(".rest-*.tmp"):
             leftover.unlink(missing_ok=True)
         temporary = folder / f".rest-{os.getpid()}.tmp"  # not as checkpoints have it: other ranks clear those away

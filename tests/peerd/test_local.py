@@ -112,7 +112,7 @@ def test_a_model_of_very_many_tensors_fits_a_message() -> None:
 @pytest.fixture
 def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    (tmp_path / "peerd").mkdir()
+    (tmp_path / "peerd").mkdir(mode=0o700)
     return tmp_path
 
 
@@ -332,3 +332,41 @@ async def test_a_folder_of_another_user_is_refused(runtime: Path, monkeypatch: p
     with pytest.raises((UserError, ExceptionGroup)) as failure:
         await serving(socket_path("node"), lambda: None)
     assert "belongs to another user" in repr(failure.value)
+
+
+@pytest.mark.parametrize("mode", [0o701, 0o720, 0o755, 0o777])
+async def test_a_folder_that_is_open_to_others_is_refused_by_both_ends(runtime: Path, mode: int) -> None:
+    (runtime / "peerd").chmod(mode)
+    said = rf"open to other users \(mode {mode:o}\); chmod 700 {runtime}/peerd"
+    with pytest.raises(UserError, match=said):
+        find_node(None)
+    with pytest.RaisesGroup(pytest.RaisesExc(UserError, match=said), flatten_subgroups=True):
+        await serving(socket_path("node"), lambda: None)
+
+
+@pytest.mark.parametrize("target", ["mine", "nothing"])
+async def test_a_link_in_the_folders_place_is_refused_by_both_ends(runtime: Path, target: str) -> None:
+    (runtime / "mine").mkdir(mode=0o700)
+    (runtime / "peerd").rmdir()
+    (runtime / "peerd").symlink_to(runtime / target)
+    said = "is a symbolic link; remove it, or set XDG_RUNTIME_DIR to a folder of your own"
+    with pytest.raises(UserError, match=said):
+        find_node(None)
+    with pytest.RaisesGroup(pytest.RaisesExc(UserError, match=said), flatten_subgroups=True):
+        await serving(socket_path("node"), lambda: None)
+    assert not list((runtime / "mine").iterdir())
+
+
+async def test_a_file_in_the_folders_place_is_refused(runtime: Path) -> None:
+    (runtime / "peerd").rmdir()
+    (runtime / "peerd").touch()
+    with pytest.RaisesGroup(pytest.RaisesExc(UserError, match="is not a folder"), flatten_subgroups=True):
+        await serving(socket_path("node"), lambda: None)
+
+
+def test_another_users_folder_is_not_asked(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with listen("one"):
+        assert running_nodes() == ["one"]
+        monkeypatch.setattr(os, "getuid", lambda: 12345)
+        with pytest.raises(UserError, match="belongs to another user"):
+            find_node("one")
