@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +15,11 @@ import trio
 from links import receive_a
 from thin import KEY, Swarm, simulate
 
+from peerd.daemon.node import Daemon, running
 from peerd.daemon.twin_proof import TwinProof
+from peerd.local import identity
 from peerd.local.node_key import NodeKey
+from peerd.settings import Settings
 from peerd.transport.connection import Connection, ConnectionLost
 from peerd.transport.errors import PeerError
 from peerd.transport.hello import answer
@@ -222,3 +228,26 @@ def test_a_running_node_answers_strangers_before_any_greeting() -> None:
         assert not await node.daemon.twin_proof.prove(node.address)
 
     simulate(1, scenario)
+
+
+def test_of_two_nodes_with_copies_of_one_state_folder_the_older_has_the_proof(tmp_path: Path) -> None:
+    """Over the network of this machine."""
+    os.close(identity.take(tmp_path / "one").lock)
+    shutil.copytree(tmp_path / "one", tmp_path / "copy")
+    os.close(identity.take(tmp_path / "copy").lock)
+
+    @asynccontextmanager
+    async def node(name: str) -> AsyncIterator[tuple[Daemon, Address]]:
+        mine = identity.take(tmp_path / name)
+        async with running(Settings(name=name, bind="127.0.0.1:0"), mine, expects=False) as (daemon, address):
+            yield daemon, address
+        os.close(mine.lock)
+
+    async def scenario() -> None:
+        async with node("one") as (one, where_one), node("copy") as (copy, where_copy):
+            assert one.me.id == copy.me.id
+            assert await one.twin_proof.prove(where_copy)
+            assert not await copy.twin_proof.prove(where_one)
+            assert not await one.twin_proof.prove(where_one)
+
+    trio.run(scenario)
