@@ -12,11 +12,7 @@ from peerd.transport import wire
 from peerd.transport.errors import PeerError
 from peerd.transport.ids import Address
 from peerd.transport.messages import Message
-from peerd.transport.tcp import bound_socket, resolve, unmapped
-
-RESOLVE_TIMEOUT_S = 2.0
-RESOLVED_S = 60.0  # for how long a host name's address is kept
-RESOLVED_MAX = 1024
+from peerd.transport.tcp import bound_socket, unmapped
 
 
 class UdpDatagrams:
@@ -31,16 +27,14 @@ class UdpDatagrams:
         self.bytes_received = 0
         self._sock = sock
         self._tag = tag
-        self._resolved: dict[Address, tuple[float, Any]] = {}
 
     async def send(self, address: Address, message: Message) -> None:
-        """Send, or drop and count."""
+        """Send to an IP address, or drop and count."""
         datagram = self._tag + wire.encode_datagram(message)
         await trio.lowlevel.checkpoint()
         try:
-            target = await self._resolve(address)
-            self.bytes_sent += self._sock.sendto(datagram, target)
-        except (OSError, ValueError, trio.TooSlowError):  # also a full buffer: a datagram may be lost
+            self.bytes_sent += self._sock.sendto(datagram, self._target(address))
+        except (OSError, ValueError):  # also a full buffer: a datagram may be lost
             self.unsendable += 1
 
     async def receive(self) -> tuple[Message, Address]:
@@ -69,21 +63,15 @@ class UdpDatagrams:
             self._sock.close()
         await trio.lowlevel.checkpoint()
 
-    async def _resolve(self, address: Address) -> Any:
-        """Return what sendto takes. sendto would look names up too, blocking everything meanwhile."""
-        now = trio.current_time()
-        kept = self._resolved.get(address)
-        if kept is None or now >= kept[0]:
-            if len(self._resolved) >= RESOLVED_MAX:
-                self._resolved.clear()
-            # a name that fails is not asked for again at once: peers choose the names, and asking takes time
-            self._resolved[address] = kept = (now + RESOLVED_S, None)
-            with trio.fail_after(RESOLVE_TIMEOUT_S):
-                found = await resolve(address, socket.SOCK_DGRAM, self._sock.family)
-            self._resolved[address] = kept = (now + RESOLVED_S, found[0][1])
-        if kept[1] is None:
-            raise OSError("a name that could not be looked up a moment ago")
-        return kept[1]
+    def _target(self, address: Address) -> Any:
+        """Return what sendto takes. It would look names up, too, and block everything meanwhile: none pass."""
+        host, port = address
+        if not 0 <= port <= 65535:  # getaddrinfo takes it modulo 65536
+            raise ValueError(f"there is no port {port}")
+        flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+        if self._sock.family == socket.AF_INET6:  # its sockets reach IPv4 under these names
+            flags |= socket.AI_V4MAPPED
+        return socket.getaddrinfo(host, port, self._sock.family, socket.SOCK_DGRAM, flags=flags)[0][4]
 
 
 def tag_of(swarm: str, run: str) -> bytes:

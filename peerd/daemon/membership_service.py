@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
 import trio
 
 from peerd.daemon.cures import cured
 from peerd.daemon.peers import Peers
 from peerd.membership.core import Membership
-from peerd.membership.effects import MemberChanged, MembershipEffect, PushPull, SendDatagram
+from peerd.membership.effects import (
+    AskTwin,
+    IdentityTaken,
+    MemberChanged,
+    MembershipEffect,
+    PushPull,
+    SendDatagram,
+)
+from peerd.membership.lives import TWIN_DEADLINE_S
+from peerd.membership.suspicion import LAST_WORDS_MAX
+from peerd.membership.table_budget import TableBudget
 from peerd.membership.table_exchange import PUSH_PULL_DEADLINE_S, TABLE_PART, TABLE_PARTS_MAX
 from peerd.process.logs import LOGGER
 from peerd.training.effects import Log
@@ -21,6 +31,9 @@ from peerd.transport.messages import Hello, MemberTable, State
 
 SAID_MAX = 256
 PUSH_PULLS_MAX = 8  # at once
+PUSH_PULLS_WAITING_MAX = 256  # more are left out: whoever is to be dialled for ever is dialled again
+VIEW_SHARE = 0.1  # of the loop's time, at most, that goes into what follows from changed members
+GONE_MAX = 1024  # members forgotten whose traces are kept until all are cleared at once
 
 
 class MembershipService:
@@ -35,9 +48,12 @@ class MembershipService:
         hello: Callable[[], Hello],
         changed: Callable[[], None],
         refused: Callable[[Address, Refused], None],
+        prove: Callable[[Address], Awaitable[bool]],
+        taken: Callable[[Address], None],
     ) -> None:
-        """`changed` is called whenever a member came, went or said something new of itself; `refused` when the
-        node at an address whose table we asked for will not have us.
+        """`changed` is called, once a turn of the loop at most, when members came, went or said something new of
+        themselves; `refused` when the node at an address whose table we asked for will not have us. `prove` asks
+        whether the node at an address holds our own key, and `taken` is called when it does.
         """
         self.membership = membership
         self._datagrams = datagrams
@@ -46,8 +62,14 @@ class MembershipService:
         self._hello = hello
         self._changed = changed
         self._refused = refused
+        self._prove = prove
+        self._taken = taken
         self._touched = trio.Event()
+        self._members_changed = trio.Event()
         self._push_pulls = trio.CapacityLimiter(PUSH_PULLS_MAX)
+        self._last_words = trio.CapacityLimiter(LAST_WORDS_MAX)
+        self._under_way: set[tuple[Address, trio.CapacityLimiter]] = set()  # push-pulls, those that wait as well
+        self._budget = TableBudget()
         self._nursery: trio.Nursery | None = None
         self._said: dict[Address, str] = {}  # the last failure told of each address: said once
         self._heard_at: dict[NodeId, float] = {}  # members of whom a message came, and when the last one did
@@ -58,6 +80,7 @@ class MembershipService:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             nursery.start_soon(self._receive)
+            nursery.start_soon(self._tell_changes)
             while True:
                 self._touched = trio.Event()
                 with trio.move_on_at(self.membership.deadline):
@@ -72,24 +95,29 @@ class MembershipService:
                 case SendDatagram():
                     await self._datagrams.send(effect.address, effect.message)
                 case PushPull():
-                    if self._nursery is not None:
-                        self._nursery.start_soon(self._push_pull, effect.address)
+                    self._start_push_pull(effect.address)
                 case MemberChanged():
                     self._tell_of(effect.id)
-                    self._changed()
+                    self._members_changed.set()
+                case AskTwin():
+                    if self._nursery is not None:
+                        self._nursery.start_soon(self._ask_twin, effect)
+                case IdentityTaken():
+                    self._taken(effect.address)
                 case Log():
                     LOGGER.log(20 if effect.level == "info" else 30, "%s", effect.text)
         self._touched.set()
 
     async def join(self, address: Address) -> None:
         """One push-pull, now. Raises UserError with the cause."""
-        failure = await self._exchange_tables(address)
+        failure = await self._exchange_tables(address, self._push_pulls)
         if failure is not None:
             raise UserError(f"cannot join {shown(address)}: {cured(failure)}")
 
     async def answer(self, link: Connection, first: MemberTable) -> None:
         """The accepting side of a push-pull, whose first message has arrived: it hears first, so that it can refute."""
-        await self._receive_table(link, first)
+        await self._receive_table(link, first, None)
+        await self._keep_to_budget(link, len(self.membership.members))
         await self._send_table(link)
 
     def _tell_of(self, id: NodeId) -> None:
@@ -106,7 +134,7 @@ class MembershipService:
             LOGGER.warning("%s failed: this node %s", who, ago or "has never heard from it")
         elif before == State.FAILED and member.state == State.ALIVE:
             LOGGER.info("%s is back", who)
-        if len(self._believed) > len(members):  # a full table drops the failed
+        if len(self._believed) > len(members) + GONE_MAX:  # a full table drops the failed
             self._believed = {id: state for id, state in self._believed.items() if id in members}
             self._heard_at = {id: at for id, at in self._heard_at.items() if id in members}
 
@@ -120,8 +148,36 @@ class MembershipService:
             self._note_heard(getattr(message, "sender", ""))
             await self.perform(self.membership.on_datagram(message, source, trio.current_time()))
 
-    async def _push_pull(self, address: Address) -> None:
-        failure = await self._exchange_tables(address)
+    async def _tell_changes(self) -> None:
+        """What follows from the members is found once a turn, whatever has come, and a pause follows that is longer."""
+        while True:
+            await self._members_changed.wait()
+            self._members_changed = trio.Event()
+            began = trio.current_time()
+            self._changed()
+            await trio.sleep((1 / VIEW_SHARE - 1) * (trio.current_time() - began))
+
+    async def _ask_twin(self, asked: AskTwin) -> None:
+        with trio.move_on_after(TWIN_DEADLINE_S):
+            if await self._prove(asked.address):
+                await self.perform(self.membership.on_twin(asked.address, asked.epoch))
+
+    def _start_push_pull(self, address: Address) -> None:
+        """Soon dial this address, unless that is about to happen.
+
+        Last words wait for no other push-pull: they are few, and so is the time that is left.
+        """
+        limiter = self._last_words if address in self.membership.asked else self._push_pulls
+        one = address, limiter
+        if self._nursery is not None and one not in self._under_way and len(self._under_way) < PUSH_PULLS_WAITING_MAX:
+            self._under_way.add(one)
+            self._nursery.start_soon(self._push_pull, *one)
+
+    async def _push_pull(self, address: Address, limiter: trio.CapacityLimiter) -> None:
+        try:
+            failure = await self._exchange_tables(address, limiter)
+        finally:
+            self._under_way.discard((address, limiter))
         if failure is None:
             self._said.pop(address, None)
             return
@@ -136,17 +192,17 @@ class MembershipService:
         effects = self.membership.on_unreachable(address, trio.current_time())
         await self.perform(effect for effect in effects if not isinstance(effect, Log))  # said above, with the cause
 
-    async def _exchange_tables(self, address: Address) -> Exception | None:
-        """One push-pull; returns what went wrong."""
+    async def _exchange_tables(self, address: Address, limiter: trio.CapacityLimiter) -> Exception | None:
+        """One push-pull; returns what went wrong. It has its time from when its turn comes."""
         try:
-            with trio.fail_after(PUSH_PULL_DEADLINE_S):
-                async with self._push_pulls:
+            async with limiter:
+                with trio.fail_after(PUSH_PULL_DEADLINE_S):
                     link = await self._transport.dial(address)
                     self._peers.count(link)
                     try:
                         await greet(link, self._hello())
                         await self._send_table(link)
-                        await self._receive_table(link, None)
+                        await self._receive_table(link, None, address)
                     finally:
                         await self._peers.close(link)
         except (ConnectionLost, Refused, PeerError) as error:
@@ -161,7 +217,11 @@ class MembershipService:
             await link.send(MemberTable(table.sender, table.members[start : start + TABLE_PART]))
         await link.send(MemberTable(table.sender, ()))  # an empty part ends it
 
-    async def _receive_table(self, link: Connection, part: MemberTable | None) -> None:
+    async def _keep_to_budget(self, link: Connection, rows: int) -> None:
+        host = link.remote.rpartition(":")[0]
+        await trio.sleep(self._budget.wait_s(host, rows, trio.current_time()))  # lets others work in any case
+
+    async def _receive_table(self, link: Connection, part: MemberTable | None, dialled: Address | None) -> None:
         for _ in range(TABLE_PARTS_MAX):
             if part is None:
                 message = await link.receive()
@@ -170,7 +230,9 @@ class MembershipService:
                 part = message
             if not part.members:
                 return
-            await self.perform(self.membership.on_table(part, trio.current_time()))
+            if dialled is None:
+                await self._keep_to_budget(link, len(part.members))
+            await self.perform(self.membership.on_table(part, trio.current_time(), dialled))
             self._note_heard(part.sender)
             part = None
         raise PeerError(f"{link.remote} sent a member table without end")

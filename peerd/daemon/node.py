@@ -28,7 +28,8 @@ from peerd.settings import Settings
 from peerd.transport.connection import Datagrams, Transport
 from peerd.transport.errors import PeerError
 from peerd.transport.hello import Refused
-from peerd.transport.ids import Address, NodeId
+from peerd.transport.ids import Address, NodeId, shown
+from peerd.transport.look_up import LookUps
 from peerd.transport.messages import Hello, Member, State
 
 PROTOCOL = 3
@@ -52,12 +53,14 @@ class Daemon:
         transport: Transport,
         datagrams: Datagrams,
         kept: tuple[Address, ...] = (),
+        rng: random.Random | None = None,
     ) -> None:
         """Wire the parts together; `start` starts them, listening on `bound`.
 
         `me` has what this node says of itself, whose key is `key`, `kept` the members that it knew before a restart.
+        What is drawn at random is drawn from `rng`, and without one from the system: peers must not guess it.
         """
-        rng = random.Random(f"{me.id}/{me.epoch}")
+        rng = rng or random.SystemRandom()
         timing = LAN if settings.network == "lan" else WAN
         self.settings = settings
         self.me = me
@@ -83,13 +86,15 @@ class Daemon:
         self.model.about = NodeMeta.unpack(me.meta)
         self.twin_proof = TwinProof(key, me, settings.swarm, settings.run, transport)
         self.view = MembershipService(
-            Membership(me, [*settings.seeds, *kept], rng, self.began, timing),
+            Membership(me, [*settings.seeds, *kept], rng, self.began, timing, numbers=rng),
             datagrams,
             transport,
             self.peers,
             self._hello,
             changed=self._on_members,
             refused=self._on_refused_by_seed,
+            prove=self.twin_proof.prove,
+            taken=self._on_identity_taken,
         )
         self.acceptor = Acceptor(me, self._hello, self.peers, self.model, self.view, self.twin_proof.answer)
 
@@ -142,7 +147,7 @@ class Daemon:
         )  # fmt: skip
 
     def _address_of(self, peer: NodeId) -> Address | None:
-        member = self.members().get(peer)
+        member = self.view.membership.members.get(peer)
         return (member.host, member.port) if member is not None and member.state <= State.SUSPECT else None
 
     def _on_members(self) -> None:
@@ -153,8 +158,10 @@ class Daemon:
         have = bool(partners(self.members(), self.me.id, self.model.signature))
         if have or self._have_partners:
             self._have_partners, self._partners_until = have, trio.current_time()
-        if self.view.membership.counts["identity_conflict"]:
-            self.fail("another node runs with this node's identity (a copied or restored state folder?), and is newer")
+
+    def _on_identity_taken(self, where: Address) -> None:
+        runs = f"the node at {shown(where)} runs with this node's identity"
+        self.fail(f"{runs} (a copied or restored state folder?), and is newer")
 
     def _on_refused_by_peer(self, refusal: Refused) -> None:
         self.model.on_refused(PeerError(cured(refusal)), newcomer=self.model.about.expects)
@@ -179,6 +186,7 @@ async def running(
 
     Its tasks are in its `nursery`, whose errors end the block. A trainer is on its way where it `expects` one.
     """
+    trio.socket.set_custom_hostname_resolver(LookUps())
     carrier = CARRIERS[settings.transport](settings.carrier_settings)
     host, port = await carrier.resolve(settings.bind_address)
     for seed in settings.seeds:

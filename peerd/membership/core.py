@@ -10,7 +10,8 @@ How this works. What is believed of a member moves along
 
 `roster` says which record wins, `dissemination` what rides on the next datagram, `suspicion` when a suspicion becomes a
 verdict, `probing` who is probed and whether the trouble is ours, `table_exchange` whom whole tables are exchanged with,
-`timing` every interval. This file joins them: it merges what is heard, speaks for this node, and minds the clock.
+`lives` which life of an identity counts, `timing` every interval. This file joins them: it merges what is heard, speaks
+for this node, and minds the clock.
 
 News without a probe to ride on travels in an `Ack` numbered 0, which answers nothing.
 """
@@ -25,9 +26,26 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from peerd.membership.dissemination import DATAGRAM_BYTES, ENVELOPE_BYTES, News, record_bytes
-from peerd.membership.effects import MemberChanged, MembershipEffect, PushPull, SendDatagram
-from peerd.membership.probing import Prober
-from peerd.membership.roster import INCARNATION_JUMP, META_BYTES, TABLE_MEMBERS, Roster, address, order
+from peerd.membership.effects import (
+    AskTwin,
+    IdentityTaken,
+    MemberChanged,
+    MembershipEffect,
+    PushPull,
+    SendDatagram,
+)
+from peerd.membership.lives import Disowned, TwinQuestions
+from peerd.membership.probing import NEWS_SEQ, Prober
+from peerd.membership.roster import (
+    INCARNATION_JUMP,
+    META_BYTES,
+    NUMBER_END,
+    TABLE_MEMBERS,
+    Roster,
+    address,
+    fault,
+    order,
+)
 from peerd.membership.suspicion import Suspicions
 from peerd.membership.table_exchange import FOLLOW_UP_S, TableExchange
 from peerd.membership.timing import LAN, WAN, Timing
@@ -36,9 +54,6 @@ from peerd.transport.ids import Address, NodeId, shown
 from peerd.transport.messages import Ack, Member, MemberTable, Message, Nack, Ping, PingRequest, State
 
 __all__ = ["LAN", "WAN", "Membership", "Timing"]
-
-NEWS_SEQ = 0
-"""The number of an Ack that answers no probe and only carries news."""
 
 _WATCH_S = 0.5  # while someone is suspected, wake at least this often: a stall between two timers must not go unseen
 _LONG_STALL_S = 5.0  # longer than this, others may have buried us: fetch what we missed
@@ -55,8 +70,12 @@ class Membership:
         now: float,
         timing: Timing = LAN,
         known: Sequence[Member] = (),
+        numbers: random.Random | None = None,
     ) -> None:
-        """`known` are live members that everybody knows already: none of them is news."""
+        """`known` are live members that everybody knows already: none of them is news.
+
+        Probes are numbered from `numbers`, which nobody may guess; without them, from `rng`.
+        """
         self.counts: Counter[str] = Counter()
         self._rng = rng
         self._timing = timing
@@ -64,11 +83,12 @@ class Membership:
         self.members: Mapping[NodeId, Member] = MappingProxyType(self._roster.rows)
         self._news = News()
         self._suspicions = Suspicions(timing)
-        self._prober = Prober(self._roster, self._carry, self.counts, rng, timing, now)
+        self._prober = Prober(self._roster, self._carry, self.counts, rng, timing, now, numbers)
         self._exchange = TableExchange(self._roster, seeds, self.counts, rng, timing, now)
+        self._twins = TwinQuestions()
+        self._disowned = Disowned()
         self._leaving = False
         self._started = False
-        self._conflict_epoch = -1  # the highest epoch of another life of ours that was reported
         self._gossip_at = math.inf
         self._gossiped = -math.inf
         self.deadline = now
@@ -93,6 +113,11 @@ class Membership:
     def left_spread(self) -> bool:
         """Whether our leaving was told often enough (or there is nobody to tell)."""
         return self._leaving and (not self._roster.live or not self._news.about(self.me.id))
+
+    @property
+    def asked(self) -> set[Address]:
+        """Where the suspects live whose last word is awaited: a few, who are not to wait for others' push-pulls."""
+        return {address(self._roster.rows[id]) for id in self._suspicions.asked()}
 
     def table(self) -> MemberTable:
         """Our side of a push-pull. Build it after `on_table` of the other side where possible: it then refutes."""
@@ -123,14 +148,14 @@ class Membership:
         """Take in one datagram."""
         effects = self._notice_stall(now)
         if isinstance(message, Ping):
-            self._hear_news(message.news, now, effects)
+            self._hear_news(message, now, effects)
             effects += self._prober.on_ping(message, source)
         elif isinstance(message, Ack):
-            self._hear_news(message.news, now, effects)
+            self._hear_news(message, now, effects)
             if message.seq != NEWS_SEQ:
                 effects += self._prober.on_ack(message, now)
         elif isinstance(message, PingRequest):
-            self._hear_news(message.news, now, effects)
+            self._hear_news(message, now, effects)
             effects += self._prober.on_ping_request(message, source, now)
         elif isinstance(message, Nack):
             self._prober.on_nack(message)
@@ -138,8 +163,8 @@ class Membership:
             self.counts["unexpected_datagrams"] += 1
         return self._ask_wake(now, effects)
 
-    def on_table(self, table: MemberTable, now: float) -> list[MembershipEffect]:
-        """Take in the other side of a push-pull."""
+    def on_table(self, table: MemberTable, now: float, dialled: Address | None = None) -> list[MembershipEffect]:
+        """Take in the other side of a push-pull, or a part of it; `dialled` is where it was fetched from."""
         effects = self._notice_stall(now)
         if len(table.members) > TABLE_MEMBERS:
             self.counts["oversized_tables"] += 1
@@ -149,6 +174,8 @@ class Membership:
         differ = False
         for record in table.members:
             if self._roster.rows.get(record.id) is not record:
+                if record.id == table.sender:
+                    self._hear_own_word(record, dialled, now, effects)
                 differ |= self._hear_told(record, table.sender, now, effects)
         if differ:
             self._exchange.disagreed(table.sender, now)
@@ -165,6 +192,10 @@ class Membership:
                 self._suspicions.clear(id)
                 self._declare_failed(id, now, effects)
         return self._ask_wake(now, effects)
+
+    def on_twin(self, where: Address, epoch: int) -> list[MembershipEffect]:
+        """The node at this address has proved that it holds our key."""
+        return [IdentityTaken(where, epoch)]
 
     def drop_seed(self, where: Address) -> None:
         """This seed is not of our swarm."""
@@ -191,24 +222,24 @@ class Membership:
 
     # Merging ----------------------------------------------------------------------------------------------------------
 
-    def _hear_news(self, news: tuple[Member, ...], now: float, effects: list[MembershipEffect]) -> None:
-        for record in news:
-            self._hear(record, now, effects)
+    def _hear_news(self, message: Ping | Ack | PingRequest, now: float, effects: list[MembershipEffect]) -> None:
+        for record in message.news:
+            self._hear(record, now, effects, message.sender)
 
-    def _hear(self, record: Member, now: float, effects: list[MembershipEffect]) -> None:
-        """Merge one record."""
+    def _hear(self, record: Member, now: float, effects: list[MembershipEffect], teller: NodeId = "") -> None:
+        """Merge one record; `teller` has it in a datagram."""
         roster = self._roster
         known = roster.rows.get(record.id)
         if known is record or known == record:
             return
         if record.id == self.me.id:
-            self._hear_of_self(record, now, effects)
+            self._hear_of_self(record, teller, now, effects)
             return
         again = known is not None and order(known)[:3] == order(record)[:3]
         wins = known is None or order(record) > order(known)
         if not wins and not (again and record.state == State.SUSPECT):
             return
-        reason = roster.refusal(record)
+        reason = roster.refusal(record) or ("disowned" if self._disowned.has(record, known, now) else "")
         if reason:
             self.counts[reason] += 1
             return
@@ -223,7 +254,7 @@ class Membership:
         """Store a winning record; `again` if it says nothing new but how a tie is broken."""
         roster = self._roster
         had_company, was_live = bool(roster.live), roster.is_live(record.id)
-        roster.put(record)
+        self._news.forget(roster.put(record))
         if known is None or _appearance(known) != _appearance(record):
             effects.append(MemberChanged(record.id))
         if again:
@@ -255,21 +286,50 @@ class Membership:
         self._hear(record, now, effects)
         return record.state < State.FAILED and known.state == State.FAILED and told == held
 
-    def _hear_of_self(self, record: Member, now: float, effects: list[MembershipEffect]) -> None:
-        """Nobody but us speaks for us: outbid whatever beats our own record (refutation, SWIM section 4.2)."""
-        me = self.me
-        twin = record.epoch == me.epoch and address(record) > address(me)
-        if record.epoch > me.epoch or twin:
-            self.counts["identity_conflict"] += 1
-            if record.epoch > self._conflict_epoch:
-                self._conflict_epoch = record.epoch
-                where = f"{shown(address(record))}, epoch {record.epoch}"
-                effects.append(Log("warning", f"another node runs under our identity ({where}; ours is {me.epoch})"))
+    def _hear_own_word(
+        self, record: Member, dialled: Address | None, now: float, effects: list[MembershipEffect]
+    ) -> None:
+        """A member says over a stream that it lives in a life which, by what we hold, is over.
+
+        Where it cannot refute that (an epoch is no node's to raise, and a leap of incarnations not to be believed),
+        it is dialled where it says that it lives. Who answers there, in that life, is believed: against a death, and
+        against a newer life at the same address, where no two can listen.
+        """
+        known = self._roster.rows.get(record.id)
+        if known is None or record.id == self.me.id or record.state != State.ALIVE or fault(record):
             return
+        where = address(record)
+        leap = known.incarnation - record.incarnation if known.epoch == record.epoch else 0
+        if record.epoch > known.epoch:
+            self._disowned.forget(record.id)
+        if known.epoch <= record.epoch and leap <= INCARNATION_JUMP:
+            return
+        if dialled != where:
+            self._exchange.visit(where, now)
+        elif known.state >= State.FAILED or address(known) == where:
+            self.counts["revived"] += 1
+            self._disowned.add(known, now)
+            self._accept(record, known, False, now, effects)
+
+    def _hear_of_self(self, record: Member, teller: NodeId, now: float, effects: list[MembershipEffect]) -> None:
+        """Nobody but us speaks for us: outbid whatever beats our own record (refutation, SWIM section 4.2).
+
+        What cannot be outbid is denied over streams, to whom tells it, and meanwhile to others: see `_hear_own_word`.
+        """
+        me = self.me
+        if fault(record):
+            self.counts["malformed"] += 1
+            return
+        self._suspect_twin(record, now, effects)
         if order(record) <= order(me):
             return
-        if record.incarnation - me.incarnation > INCARNATION_JUMP:
-            self.counts["incarnation_jump"] += 1
+        leap = record.incarnation - me.incarnation > INCARNATION_JUMP or record.incarnation + 1 >= NUMBER_END
+        if record.epoch > me.epoch or leap:
+            self.counts["incarnation_jump"] += record.epoch == me.epoch
+            if teller in self._roster.rows:
+                self._exchange.visit(address(self._roster.rows[teller]), now)
+            else:
+                self._exchange.hasten(now + FOLLOW_UP_S)
             return
         self.counts["refutations"] += 1
         self._prober.adjust_awareness(+1)
@@ -277,6 +337,18 @@ class Membership:
         if record.state >= State.FAILED and not self._leaving:
             effects.append(Log("warning", f"we were declared {record.state.name} by {record.accuser!r}: refuting"))
             self._exchange.hasten(now + FOLLOW_UP_S)
+
+    def _suspect_twin(self, record: Member, now: float, effects: list[MembershipEffect]) -> None:
+        """Does a copy of this node run, and is it the newer one? Anybody can say so: only its key proves it."""
+        me, where = self.me, address(record)
+        if not (record.epoch > me.epoch or (record.epoch == me.epoch and where > address(me))):
+            return
+        self.counts["identity_conflict"] += 1
+        if self._twins.may_ask(where, now):
+            said = f"{shown(where)}, epoch {record.epoch}; ours is {me.epoch}"
+            effects.append(Log("warning", f"another node is said to run under our identity ({said})"))
+            if where != address(me):
+                effects.append(AskTwin(where, record.epoch))
 
     def _accuse(self, id: NodeId, now: float, effects: list[MembershipEffect]) -> None:
         """Our probe of this member failed."""

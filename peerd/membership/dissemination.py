@@ -59,6 +59,11 @@ class News:
         self._pile_of[key] = 0
         self._keys_of.setdefault(record.id, []).append(key)
 
+    def forget(self, id: NodeId) -> None:
+        """Tell nothing of this member any more."""
+        for key in list(self._keys_of.get(id, ())):
+            self._forget(key)
+
     def take(self, space: int, limit: int) -> tuple[Member, ...]:
         """The least told records that fit into `space` bytes; each leaves after `limit` transmissions."""
         if not self._pile_of:

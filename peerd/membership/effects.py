@@ -31,4 +31,20 @@ class MemberChanged:
     id: NodeId
 
 
-MembershipEffect = SendDatagram | PushPull | MemberChanged | Log
+@dataclass(frozen=True, slots=True)
+class AskTwin:
+    """Somebody says that this node's identity lives there, in this epoch: ask that address to prove it."""
+
+    address: Address
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class IdentityTaken:
+    """Another node holds this node's key, and is newer: this one must end."""
+
+    address: Address
+    epoch: int
+
+
+MembershipEffect = SendDatagram | PushPull | MemberChanged | AskTwin | IdentityTaken | Log

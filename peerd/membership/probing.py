@@ -29,6 +29,9 @@ from peerd.membership.timing import Timing
 from peerd.transport.ids import Address, NodeId
 from peerd.transport.messages import Ack, Member, Nack, Ping, PingRequest, State
 
+NEWS_SEQ = 0
+"""The number of an Ack that answers no probe and only carries news."""
+
 ROUND_TRIP_MAX_S = 4.0
 """No measurement makes a probe wait longer: a peer that delays its answers must not silence its probers."""
 
@@ -75,6 +78,7 @@ class _Probe:
 class _Relayed:
     asker: Address
     seq: int  # the asker's number
+    at_home: bool  # the asker is a member, and asks from where it lives
     nacked: bool = False
 
 
@@ -82,18 +86,21 @@ class Prober:
     """The probe under way, those relayed for others, the measured round trips and the local health score."""
 
     def __init__(
-        self, roster: Roster, carry: Carry, counts: Counter[str], rng: random.Random, timing: Timing, now: float
-    ) -> None:
+        self, roster: Roster, carry: Carry, counts: Counter[str], rng: random.Random, timing: Timing, now: float,
+        numbers: random.Random | None = None,
+    ) -> None:  # fmt: skip
         self._roster = roster
         self._carry = carry
         self._counts = counts
         self._rng = rng
         self._timing = timing
         self.awareness = 0
-        self._seq = rng.getrandbits(32)  # unguessable, so that nobody off the path can answer for others
+        seed = rng.getrandbits(32)
+        self._numbers = numbers or random.Random(seed)  # nobody may answer for others, not even who was asked before
         self._next = now + rng.random() * timing.probe_interval_s
         self._probe: _Probe | None = None
         self._round: list[NodeId] = []  # popped from the end
+        self._waiting: set[NodeId] = set()  # who is in it
         self._relayed: dict[int, _Relayed] = {}
         self._relay_heap: list[tuple[float, int]] = []
         self._late: OrderedDict[int, tuple[NodeId, float]] = OrderedDict()
@@ -113,8 +120,11 @@ class Prober:
         self.awareness = min(self._timing.awareness_max, max(0, self.awareness + change))
 
     def welcome(self, id: NodeId) -> None:
-        """A member entered: probe it at a random point of this round."""
-        self._round.insert(int(self._rng.random() * (len(self._round) + 1)), id)
+        """A member entered: probe it at a random point of this round, once however often it comes and goes."""
+        at = int(self._rng.random() * (len(self._round) + 1))
+        if id not in self._waiting:
+            self._waiting.add(id)
+            self._round.insert(at, id)
 
     def abandon(self, now: float) -> None:
         """We stood still: whether our probes were answered, we cannot know."""
@@ -142,17 +152,21 @@ class Prober:
         if ping.target != me:
             self._counts["misdirected_pings"] += 1
             return []
-        return [SendDatagram(source, Ack(ping.seq, me, self._carry(len(me), ping.sender, source)))]
+        news = self._carry(len(me), ping.sender, source) if self._roster.is_at_home(ping.sender, source) else ()
+        return [SendDatagram(source, Ack(ping.seq, me, news))]
 
     def on_ping_request(self, request: PingRequest, source: Address, now: float) -> list[MembershipEffect]:
-        """Probe for someone else."""
-        if len(self._relayed) >= RELAYED_MAX:
+        """Probe for someone else, where we know that member to be."""
+        target = self._roster.rows.get(request.target)
+        known = target is not None and address(target) == (request.host, request.port)
+        if not known or len(self._relay_heap) >= RELAYED_MAX:
             self._counts["relays_refused"] += 1
             return []
         seq = self._take_seq()
-        self._relayed[seq] = _Relayed(source, request.seq)
+        at_home = self._roster.is_at_home(request.sender, source)
+        self._relayed[seq] = _Relayed(source, request.seq, at_home)
         heapq.heappush(self._relay_heap, (now + _NACK_SHARE * self._timing.probe_timeout_s, seq))
-        return [self._ping(request.target, (request.host, request.port), seq)]
+        return [self._ping(request.target, (request.host, request.port), seq, with_news=at_home)]
 
     def on_ack(self, ack: Ack, now: float) -> list[MembershipEffect]:
         """An answer: to our probe, to one relayed, or one that we no longer waited for."""
@@ -167,7 +181,8 @@ class Prober:
         elif ack.seq in self._relayed:
             relayed = self._relayed.pop(ack.seq)  # its heap entry goes when it surfaces
             me = self._roster.me.id
-            return [SendDatagram(relayed.asker, Ack(relayed.seq, me, self._carry(len(me), "", relayed.asker)))]
+            news = self._carry(len(me), "", relayed.asker) if relayed.at_home else ()
+            return [SendDatagram(relayed.asker, Ack(relayed.seq, me, news))]
         elif ack.seq in self._late and self._late[ack.seq][0] == ack.sender:
             target, sent = self._late.pop(ack.seq)
             self._measure(target, now - sent, in_time=False)
@@ -243,16 +258,19 @@ class Prober:
     def _next_target(self) -> NodeId | None:
         while self._round:
             id = self._round.pop()
+            self._waiting.discard(id)
             if self._roster.is_live(id):
                 return id
         self._round = list(self._roster.live)  # O(N), once per N probes
         self._rng.shuffle(self._round)
         self._round_trips = {id: self._round_trips[id] for id in self._round if id in self._round_trips}
+        self._waiting = set(self._round[:-1])
         return self._round.pop() if self._round else None
 
-    def _ping(self, target: NodeId, where: Address, seq: int) -> SendDatagram:
+    def _ping(self, target: NodeId, where: Address, seq: int, *, with_news: bool = True) -> SendDatagram:
         me = self._roster.me.id
-        return SendDatagram(where, Ping(seq, me, target, self._carry(len(me) + len(target), target, where)))
+        news = self._carry(len(me) + len(target), target, where) if with_news else ()
+        return SendDatagram(where, Ping(seq, me, target, news))
 
     def _measure(self, id: NodeId, sample_s: float, in_time: bool) -> None:
         known = self._round_trips.get(id)
@@ -274,5 +292,6 @@ class Prober:
         return max(self._timing.probe_timeout_s, self._round_trip_s(id)) * (self.awareness + 1)
 
     def _take_seq(self) -> int:
-        self._seq += 1
-        return self._seq
+        while (seq := self._numbers.getrandbits(32)) == NEWS_SEQ or seq in self._relayed:
+            pass
+        return seq

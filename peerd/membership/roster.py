@@ -8,7 +8,10 @@ commutative, associative and idempotent: the order of messages and their duplica
 
 from __future__ import annotations
 
+import functools
+import ipaddress
 import random
+import re
 
 from peerd.transport.ids import Address, NodeId
 from peerd.transport.messages import Member, State
@@ -19,6 +22,14 @@ NAME_BYTES = 128  # ids, names and accusers; with META_BYTES and HOST_BYTES a re
 HOST_BYTES = 255
 INCARNATION_JUMP = 1 << 20
 """A record further ahead than this is a lie: 2**20 refutations at one per second take 12 days."""
+
+EPOCH_JUMP = 1 << 20
+"""The same of a life: a node that starts once a minute has so many lives in two years."""
+
+NUMBER_END = 1 << 53
+"""Epochs and incarnations stay below."""
+
+_HOST = re.compile(r"[0-9A-Fa-f.:]+(%[A-Za-z0-9_.-]{1,15})?")  # of IPv6 perhaps with the name of an interface
 
 Order = tuple[int, int, int, str, str, str, int, bytes]
 
@@ -51,6 +62,7 @@ class Roster:
         self.live: list[NodeId] = []  # without me; in no particular order
         self._at: dict[NodeId, int] = {}  # where in `live`
         self._gone: dict[NodeId, None] = {}  # FAILED and LEFT, the longest gone first
+        self._moved_from: dict[NodeId, str] = {}  # the host that a member was at before, by its records
 
     @property
     def population(self) -> int:
@@ -67,6 +79,8 @@ class Roster:
         reason = fault(record)
         if reason:
             return reason
+        if known is not None and record.epoch - known.epoch > EPOCH_JUMP:
+            return "epoch_jump"
         reached = known.incarnation if known is not None and known.epoch == record.epoch else 0
         if record.incarnation - reached > INCARNATION_JUMP:
             return "incarnation_jump"
@@ -74,15 +88,27 @@ class Roster:
             return "table_full"
         return ""
 
-    def put(self, record: Member) -> None:
-        """Store a record that was not refused and supersedes the known one."""
+    def is_at_home(self, id: NodeId, source: Address) -> bool:
+        """Whether a datagram from there may be this member's: from its host, or that of the life before.
+
+        A source is easily forged; but what is sent to one that passes reaches nobody who is no member.
+        """
+        row = self.rows.get(id)
+        return row is not None and source[0] in (row.host, self._moved_from.get(id))
+
+    def put(self, record: Member) -> NodeId:
+        """Store a record that was not refused and supersedes the known one; return who was forgotten for it, or ""."""
         if record.id == self.me.id:
             self.me = record
             self.rows[record.id] = record
-            return
-        if record.id not in self.rows and len(self.rows) >= TABLE_MEMBERS:
+            return ""
+        known, oldest = self.rows.get(record.id), ""
+        if known is None and len(self.rows) >= TABLE_MEMBERS:
             oldest = next(iter(self._gone))
             del self._gone[oldest], self.rows[oldest]
+            self._moved_from.pop(oldest, None)
+        if known is not None and known.host != record.host:
+            self._moved_from[record.id] = known.host
         self.rows[record.id] = record
         if record.state < State.FAILED:
             self._gone.pop(record.id, None)
@@ -90,6 +116,7 @@ class Roster:
         else:
             self._exit(record.id)
             self._gone.setdefault(record.id)
+        return oldest
 
     def pick(self, count: int, rng: random.Random, without: NodeId = "", alive_only: bool = False) -> list[Member]:
         """Up to `count` distinct live members at random. O(count): a few unlucky draws may return fewer."""
@@ -136,6 +163,16 @@ def fault(record: Member) -> str:
     longest = max(text_bytes(record.id), text_bytes(record.name), text_bytes(record.accuser))
     if not record.id or longest > NAME_BYTES or text_bytes(record.host) > HOST_BYTES:
         return "malformed"
-    if record.epoch < 0 or record.incarnation < 0 or not 0 <= record.port < 65536:
+    if not (0 <= record.epoch < NUMBER_END and 0 <= record.incarnation < NUMBER_END and 0 < record.port < 65536):
         return "malformed"
-    return ""
+    return "" if is_ip(record.host) else "host_names"
+
+
+@functools.lru_cache(maxsize=TABLE_MEMBERS)
+def is_ip(host: str) -> bool:
+    """Whether it is the address of one machine: whoever is told a name looks it up, and no node does so for a peer."""
+    try:
+        ip = ipaddress.ip_address(host) if _HOST.fullmatch(host) else None
+    except ValueError:
+        return False
+    return ip is not None and not (ip.is_multicast or ip.is_unspecified or host == "255.255.255.255")

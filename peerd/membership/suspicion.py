@@ -16,6 +16,7 @@ from peerd.membership.timing import Timing
 from peerd.transport.ids import NodeId
 
 LAST_WORDS_MAX = 4
+_OUTDATED_MAX = 256  # entries of the heap beyond twice the suspicions
 
 
 @dataclass(slots=True)
@@ -123,6 +124,9 @@ class Suspicions:
     def _arm(self, id: NodeId, suspicion: _Suspicion) -> None:
         suspicion.deadline = max(suspicion.started + suspicion.lasts_s(), suspicion.not_before)
         heapq.heappush(self._heap, (suspicion.deadline, id))
+        if len(self._heap) > 2 * len(self._suspects) + _OUTDATED_MAX:  # suspicions come and go faster than they end
+            self._heap = [(suspicion.deadline, id) for id, suspicion in self._suspects.items()]
+            heapq.heapify(self._heap)
 
     def _holds(self, deadline: float, id: NodeId) -> bool:
         suspicion = self._suspects.get(id)

@@ -80,6 +80,11 @@ class TableExchange:
             self._push_pull_at = now + soon_s
             self._follow_up = address(row)
 
+    def visit(self, where: Address, now: float) -> None:
+        """Soon exchange with this address: one of us is wrong about a life of the other."""
+        self._follow_up = where
+        self.hasten(now + FOLLOW_UP_S)
+
     def company_changed(self, now: float) -> None:
         """We have just met the first other member, or lost the last one."""
         self._retry_s = self._timing.seed_retry_first_s

@@ -36,7 +36,7 @@ class NodeMeta:
         return packed
 
     @classmethod
-    @functools.lru_cache(maxsize=1024)
+    @functools.lru_cache(maxsize=4096)  # a whole table of members
     def unpack(cls, meta: bytes) -> NodeMeta:
         """Anything unreadable is a member that offers nothing."""
         try:

@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from peerd.membership.core import Membership
-from peerd.membership.effects import MemberChanged, MembershipEffect, PushPull, SendDatagram
+from peerd.membership.effects import (
+    AskTwin,
+    IdentityTaken,
+    MemberChanged,
+    MembershipEffect,
+    PushPull,
+    SendDatagram,
+)
 from peerd.membership.table_exchange import PUSH_PULL_DEADLINE_S, TABLE_PART
 from peerd.simulation.checkers import Checkers
 from peerd.simulation.connections import Connection
@@ -200,6 +207,8 @@ class Node:
                     self._push_pull(effect.address)
                 case MemberChanged():
                     self._member_changed(effect.id)
+                case AskTwin() | IdentityTaken():
+                    pass  # nobody has keys here: of two lives the older goes on
                 case Send():
                     self.send(effect.peer, effect.message)
                 case _ if self.trainee is not None:
@@ -256,7 +265,7 @@ class Node:
             other.bytes_sent += back
             self._world.note(Kind.TABLES, other.index, self.index, back)
             ended = True
-            self.later(network.flight_s(other.index, self.index), lambda: self.perform(_tables(self, theirs)))
+            self.later(network.flight_s(other.index, self.index), lambda: self.perform(_tables(self, theirs, address)))
 
         if network.cut(self.index, index) or network.cut(index, self.index):
             self.later(DIAL_TIMEOUT_S, fail)
@@ -377,8 +386,8 @@ def _parts(table: MemberTable) -> list[MemberTable]:
     return [MemberTable(table.sender, rows[start : start + TABLE_PART]) for start in range(0, len(rows), TABLE_PART)]
 
 
-def _tables(node: Node, table: MemberTable) -> list[MembershipEffect]:
+def _tables(node: Node, table: MemberTable, dialled: Address | None = None) -> list[MembershipEffect]:
     effects: list[MembershipEffect] = []
     for part in _parts(table):
-        effects += node.membership.on_table(part, node.clock.local(node._world.now))
+        effects += node.membership.on_table(part, node.clock.local(node._world.now), dialled)
     return effects

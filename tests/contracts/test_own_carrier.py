@@ -77,10 +77,12 @@ def test_two_nodes_train_over_it(carrier: Any) -> None:
         trainers = [Trainer(name, STEPS, STEP_S) for name in "ab"]
 
         async def live(name: str, trainer: Trainer) -> None:
-            flags = {"name": name, "bind": f"{name}:7946", "join": ("a:7946",) if name != "a" else (), "wait_for": 2}
+            (host, port), (first, _) = (swarm.network.place(each) for each in (name, "a"))
+            join = (f"{first}:{port}",) if name != "a" else ()
+            flags = {"name": name, "bind": f"{host}:{port}", "join": join, "wait_for": 2}
             settings = load({"transport": "memory", **flags}, {}, None)
             async with running(settings, Identity(NodeKey.generate(), 1, -1), expects=True) as (daemon, address):
-                assert address == (name, 7946)
+                assert address == (host, port)
                 daemon.nursery.start_soon(trainer.run, daemon)
                 for each in trainers:
                     await each.finished.wait()

@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 import thin
 import trio
-from thin import PORT, Swarm, WatchedDaemon, simulate
+from thin import Swarm, WatchedDaemon, simulate
 
 from peerd.daemon.known_members import known
 from peerd.node.meta import NodeMeta
@@ -37,11 +37,11 @@ class Node(thin.Node):
         self.kept = known(self.daemon.view.membership.members, self.name, self.kept)
 
     async def _live(self, task_status: trio.TaskStatus[None]) -> None:
-        network, host = self._swarm.network, self.name
+        network, (host, port) = self._swarm.network, self.address
         about = NodeMeta(expects=True, founder=not self._settings.join).pack()
-        me = Member(self.name, self.name, host, PORT, self.epoch, 0, ALIVE, "", about)
+        me = Member(self.name, self.name, host, port, self.epoch, 0, ALIVE, "", about)
         with self._scope:
-            async with aclosing(await network.bind((host, PORT))) as datagrams, trio.open_nursery() as nursery:
+            async with aclosing(await network.bind(self.address)) as datagrams, trio.open_nursery() as nursery:
                 rest = nursery, network.carrier(nursery, host), datagrams, self.kept
                 self.daemon = WatchedDaemon(self._note, self._settings, me, *rest)
                 await self.daemon.start()
@@ -59,7 +59,7 @@ class Node(thin.Node):
 async def formed(swarm: Swarm, names: str) -> None:
     """A swarm of these, founded by the first, that has trained for a while."""
     for name in names:
-        swarm.nodes[name] = Node(swarm, name, join=None if name == names[0] else (names[0], PORT))
+        swarm.nodes[name] = Node(swarm, name, join=None if name == names[0] else swarm.network.place(names[0]))
         await swarm.nodes[name].start(STEPS)
     await swarm.agree(**dict.fromkeys(names, ALIVE))
     await trio.sleep(20)
@@ -127,11 +127,11 @@ def test_a_founder_waits_for_a_network_that_is_not_up_yet(caplog: pytest.LogCapt
         await swarm.nodes["a"].crash()
         assert isinstance(swarm.network, thin.Memory)
         for other in "bc":
-            swarm.network.cut("a", other)
+            swarm.network.cut(swarm.network.place("a")[0], swarm.network.place(other)[0])
         await swarm.nodes["a"].start(STEPS)
         await trio.sleep(PATIENCE_S / 2)
         for other in "bc":
-            swarm.network.heal("a", other)
+            swarm.network.heal(swarm.network.place("a")[0], swarm.network.place(other)[0])
         await swarm.eventually(all_train(swarm, "a"))
         assert swarm.nodes["a"].trainer.first_step > 50
 
@@ -216,7 +216,7 @@ def test_an_address_that_now_belongs_to_another_swarm_is_given_up(caplog: pytest
         assert stranger.sees() == {"b": ALIVE}
 
     simulate(1, scenario)
-    given_up = "b:7946 refused this node: its swarm is 'theirs', ours 'peerd'; it is no member any more"
+    given_up = "10.0.0.98:7946 refused this node: its swarm is 'theirs', ours 'peerd'; it is no member any more"
     assert said(caplog, given_up) == 2, "once by each"
 
 

@@ -99,11 +99,17 @@ def test_a_death_and_a_return_are_a_line_in_each_others_log(caplog: pytest.LogCa
 
     caplog.set_level("INFO")
     simulate(1, scenario)
-    told = [record.message for record in caplog.records if "(c:7946)" in record.message or "(b:7946)" in record.message]
+    told = [
+        record.message
+        for record in caplog.records
+        if "(10.0.0.99:7946)" in record.message or "(10.0.0.98:7946)" in record.message
+    ]
     died, came = told[:3], told[3:]
-    heard = [re.fullmatch(r"c \(c:7946\) failed: this node last heard from it (\d+) s ago", line) for line in died]
+    heard = [
+        re.fullmatch(r"c \(10\.0\.0\.99:7946\) failed: this node last heard from it (\d+) s ago", line) for line in died
+    ]
     assert all(each is not None and int(each[1]) <= 2 * DETECTION_S for each in heard), told
-    assert came == ["c (c:7946) is back"] * 3
+    assert came == ["c (10.0.0.99:7946) is back"] * 3
 
 
 def test_a_restart_that_nobody_noticed_starts_from_the_swarms_model_too() -> None:

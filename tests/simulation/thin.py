@@ -214,7 +214,9 @@ class WatchedDaemon(Daemon):
         self.latency_s = 0.0  # of a mode's messages
         self._note = note
         self._known: dict[NodeId, str] = {}
-        super().__init__(settings, me, KEY, (me.host, me.port), *rest)
+        rng = random.Random(f"{me.id}/{me.epoch}")
+        nursery, transport, datagrams, kept = (*rest, ())[:4]
+        super().__init__(settings, me, KEY, (me.host, me.port), nursery, transport, datagrams, kept, rng)
         self._to_model, self.model.on_message = self.model.on_message, self._on_message  # type: ignore[method-assign]
 
     def _on_members(self) -> None:
@@ -326,7 +328,7 @@ class Memory(MemoryNetwork):
 
     def place(self, name: str) -> Address:
         """Where this node is."""
-        return name, PORT
+        return f"10.0.0.{ord(name[0])}", PORT
 
     def carrier(self, nursery: trio.Nursery, host: str) -> Transport:
         """Its connections."""

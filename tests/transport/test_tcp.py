@@ -13,7 +13,7 @@ import trio
 import trio.testing
 from links import nobody
 
-from peerd.transport import stream, tcp, udp
+from peerd.transport import stream, tcp
 from peerd.transport.admission import PENDING_MAX
 from peerd.transport.connection import Connection, ConnectionLost
 from peerd.transport.errors import PeerError, UserError
@@ -71,7 +71,6 @@ BAD_ADDRESSES = [
 @pytest.mark.parametrize("address", BAD_ADDRESSES, ids=repr)
 async def test_addresses_that_cannot_be(address: Address, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp, "DIAL_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(udp, "RESOLVE_TIMEOUT_S", 0.05)
     trio.socket.set_custom_hostname_resolver(Names())
     async with trio.open_nursery() as nursery:
         with pytest.raises(ConnectionLost, match=r"^cannot reach "):

@@ -1,0 +1,223 @@
+"""What peers cannot make the membership's shell do: wait, dial without end, compute without end, or end its node."""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+
+from peerd.daemon.membership_service import PUSH_PULLS_MAX, PUSH_PULLS_WAITING_MAX, MembershipService
+from peerd.membership.effects import AskTwin, IdentityTaken, MemberChanged, MembershipEffect, PushPull
+from peerd.membership.table_budget import BURST_ROWS, ROWS_PER_S
+from peerd.membership.table_exchange import TABLE_PART
+from peerd.transport.connection import ConnectionLost
+from peerd.transport.ids import Address
+from peerd.transport.look_up import LOOK_UPS_MAX, LookUps
+from peerd.transport.messages import Member, MemberTable, State
+
+SUSPECT = ("10.0.0.1", 1)
+BLACK_HOLES = [(f"192.0.2.{number}", 1) for number in range(1, 18)]
+DIAL_S = 9.0
+
+
+class Core:
+    """A membership core that asks for nothing by itself."""
+
+    deadline = math.inf
+
+    def __init__(self) -> None:
+        self.members: dict[str, Member] = {}
+        self.asked: set[Address] = set()
+        self.unreachable: list[Address] = []
+        self.heard = 0
+
+    def on_unreachable(self, where: Address, now: float) -> list[MembershipEffect]:
+        self.unreachable.append(where)
+        return []
+
+    def on_twin(self, where: Address, epoch: int) -> list[MembershipEffect]:
+        return [IdentityTaken(where, epoch)]
+
+    def on_table(self, table: MemberTable, now: float, dialled: Address | None) -> list[MembershipEffect]:
+        self.heard += len(table.members)
+        return [MemberChanged(record.id) for record in table.members]
+
+    def table(self) -> MemberTable:
+        return MemberTable("me", ())
+
+
+class Silence:
+    """A socket and a network where nothing ever comes; every dial takes its time and fails."""
+
+    def __init__(self) -> None:
+        self.dialled: list[tuple[float, Address]] = []
+        self.dialling = self.most = 0
+
+    async def receive(self) -> Any:
+        await trio.sleep_forever()
+
+    async def dial(self, where: Address) -> Any:
+        self.dialled.append((trio.current_time(), where))
+        self.dialling += 1
+        self.most = max(self.most, self.dialling)
+        try:
+            await trio.sleep(DIAL_S)
+        finally:
+            self.dialling -= 1
+        raise ConnectionLost(f"cannot reach {where[0]}: no answer")
+
+
+class Shell:
+    """The service under test, and what it called."""
+
+    def __init__(self, *, proves: bool = False) -> None:
+        self.core, self.silence = Core(), Silence()
+        self.views = 0
+        self.taken: list[Address] = []
+        core, silence, proof = (*map(_any, (self.core, self.silence)), self._prove(proves))
+        self.service = MembershipService(
+            core, silence, silence, core, _any(None), self._changed, _any(None), proof, self.taken.append
+        )
+
+    def _changed(self) -> None:
+        self.views += 1
+
+    def _prove(self, proves: bool) -> Callable[[Address], Awaitable[bool]]:
+        async def prove(where: Address) -> bool:
+            await trio.sleep(1)
+            return proves
+
+        return prove
+
+
+def _any(what: Any) -> Any:
+    return what
+
+
+def run(scenario: Callable[[Shell], Awaitable[None]], **settings: Any) -> None:
+    """In virtual time."""
+
+    async def main() -> None:
+        shell = Shell(**settings)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(shell.service.run)
+            await trio.testing.wait_all_tasks_blocked()
+            await scenario(shell)
+            nursery.cancel_scope.cancel()
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+def test_a_suspect_is_dialled_at_once_whatever_black_holes_are_dialled() -> None:
+    async def scenario(shell: Shell) -> None:
+        await shell.service.perform([PushPull(where) for where in [*BLACK_HOLES, SUSPECT]])
+        await trio.sleep(1)
+        shell.core.asked = {SUSPECT}
+        await shell.service.perform([PushPull(SUSPECT)])
+        await trio.sleep(0.1)
+        assert (1.0, SUSPECT) in shell.silence.dialled
+        assert SUSPECT not in shell.core.unreachable, "it was not even dialled"
+
+    run(scenario)
+
+
+def test_a_push_pull_has_its_time_from_when_it_is_dialled() -> None:
+    async def scenario(shell: Shell) -> None:
+        await shell.service.perform([PushPull(where) for where in BLACK_HOLES])
+        await trio.sleep(4 * DIAL_S)
+        assert {where for _, where in shell.silence.dialled} == set(BLACK_HOLES)
+        assert shell.silence.most == PUSH_PULLS_MAX
+
+    run(scenario)
+
+
+def test_push_pulls_that_wait_are_bounded() -> None:
+    async def scenario(shell: Shell) -> None:
+        await shell.service.perform([PushPull(BLACK_HOLES[0])] * 1000)
+        await shell.service.perform([PushPull(("10.1.1.1", port)) for port in range(1, 5000)])
+        assert len(trio.lowlevel.current_task().parent_nursery.child_tasks) < 10  # type: ignore[union-attr]
+        assert len(shell.service._under_way) == PUSH_PULLS_WAITING_MAX
+        await trio.sleep(PUSH_PULLS_WAITING_MAX * DIAL_S)
+        assert not shell.service._under_way
+
+    run(scenario)
+
+
+def test_many_changes_are_one_new_view() -> None:
+    async def scenario(shell: Shell) -> None:
+        await shell.service.perform([MemberChanged(f"n{number}") for number in range(4096)])
+        await trio.testing.wait_all_tasks_blocked()
+        assert shell.views == 1
+        await shell.service.perform([MemberChanged("n1")])
+        await trio.testing.wait_all_tasks_blocked()
+        assert shell.views == 2
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("proves", [True, False])
+def test_only_a_proof_ends_the_node(proves: bool) -> None:
+    async def scenario(shell: Shell) -> None:
+        await shell.service.perform([AskTwin(SUSPECT, 9)])
+        await trio.sleep(20)
+        assert shell.taken == ([SUSPECT] if proves else [])
+
+    run(scenario, proves=proves)
+
+
+class Link:
+    """A connection whose other end sends whole parts without end."""
+
+    remote = "192.0.2.1:999"
+    rows = tuple(Member(f"n{n}", "n", "10.0.0.2", 7, 1, 0, State.ALIVE, "", b"") for n in range(TABLE_PART))
+
+    def __init__(self, parts: int) -> None:
+        self.parts = parts
+
+    async def receive(self) -> MemberTable:
+        await trio.lowlevel.checkpoint()
+        self.parts -= 1
+        return MemberTable("n1", self.rows if self.parts >= 0 else ())
+
+    async def send(self, message: MemberTable) -> None:
+        await trio.lowlevel.checkpoint()
+
+
+def test_tables_of_one_host_are_rated() -> None:
+    async def scenario(shell: Shell) -> None:
+        async def connection() -> None:
+            while True:
+                await shell.service.answer(_any(Link(100)), MemberTable("n1", Link.rows))
+
+        with trio.move_on_after(3):
+            async with trio.open_nursery() as nursery:
+                for _ in range(50):  # of one host
+                    nursery.start_soon(connection)
+        assert BURST_ROWS <= shell.core.heard <= BURST_ROWS + 4 * ROWS_PER_S, "a crowd that joins is served at once"
+
+    run(scenario)
+
+
+def test_names_are_looked_up_in_threads_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        trio.socket.set_custom_hostname_resolver(LookUps())
+        threads = trio.to_thread.current_default_thread_limiter()
+        busy: list[float] = []
+
+        def look_up(host: Any, *rest: Any, **flags: Any) -> Any:
+            if rest and rest[-1] & socket.AI_NUMERICHOST:
+                raise socket.gaierror(socket.EAI_NONAME, "a name")
+            busy.append(trio.from_thread.run_sync(lambda: threads.borrowed_tokens))
+            return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.0.0.7", 1))]
+
+        monkeypatch.setattr(socket, "getaddrinfo", look_up)
+        for _ in range(2 * LOOK_UPS_MAX):
+            assert (await trio.socket.getaddrinfo("nosuch.example", 1))[0][4] == ("10.0.0.7", 1)
+        assert busy == [0] * 2 * LOOK_UPS_MAX
+
+    trio.run(main)
