@@ -27,8 +27,9 @@ CORE_PACKAGES = (
     "peerd.training.one_way", "peerd.training.pairs", "peerd.training.parameter_server", "peerd.training.rounds",
 )  # fmt: skip
 SHELLS = {f"peerd.daemon.{name}" for name in (
-    "catch_up", "compute_thread", "control", "known_members", "main", "membership_service", "metrics", "mode_runner",
-    "node", "peers", "plan_follower", "supervisor", "trainer_service", "trainer_session", "verbs",
+    "acceptor", "catch_up", "compute_thread", "control", "known_members", "main", "membership_service", "metrics",
+    "mode_runner", "node", "offences", "peers", "plan_follower", "supervisor", "trainer_service", "trainer_session",
+    "verbs",
 )} | {"peerd.doctor"}  # fmt: skip
 SHELL_PACKAGES = ("peerd.carriers", "peerd.transport", "peerd.cli")
 ROOMS = {  # each with the rooms that it may look into; from the roof to the cellar

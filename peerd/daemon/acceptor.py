@@ -11,6 +11,7 @@ from peerd.daemon.cures import cured
 from peerd.daemon.membership_service import MembershipService
 from peerd.daemon.peers import Peers
 from peerd.daemon.trainer_service import TrainerService
+from peerd.node.receive_budget import ReceiveBudget
 from peerd.process.logs import LOGGER
 from peerd.training.codecs import vector
 from peerd.transport.admission import GREETED_MAX, UNPROVED_IDLE_S, Greeted
@@ -29,7 +30,6 @@ from peerd.transport.messages import (
     State,
     Welcome,
 )
-from peerd.transport.receive_budget import ReceiveBudget
 
 
 class Acceptor:

@@ -12,10 +12,10 @@ from collections import Counter
 
 import trio
 
+from peerd.node.strikes import Strikes
 from peerd.process.logs import LOGGER
 from peerd.transport.errors import Blameless
 from peerd.transport.ids import NodeId
-from peerd.transport.strikes import Strikes
 
 TOLD_MAX = 256  # tracebacks in a daemon's life: a place in the code has one a kind of error
 

@@ -13,6 +13,7 @@ import trio
 
 from peerd.daemon.acceptor import Acceptor
 from peerd.daemon.peers import Peers
+from peerd.node.strikes import REFUSED_S, STRIKES_MAX
 from peerd.training.codecs import vector
 from peerd.training.codecs.vector import Layout
 from peerd.transport.admission import GREETED_MAX, UNPROVED_IDLE_S
@@ -24,7 +25,6 @@ from peerd.transport.ids import NodeId
 from peerd.transport.memory import MemoryNetwork
 from peerd.transport.messages import Hello, LinkOpen, Member, MemberTable, Message, ModelSnapshot, State
 from peerd.transport.stream import BULK_PATIENCE_S, StreamConnection
-from peerd.transport.strikes import REFUSED_S, STRIKES_MAX
 
 pytestmark = pytest.mark.trio(clock="autojump")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.transport.strikes import REFUSED_MAX_S, REFUSED_S, REMEMBERED_MAX, STRIKES_MAX, WINDOW_S, Strikes
+from peerd.node.strikes import REFUSED_MAX_S, REFUSED_S, REMEMBERED_MAX, STRIKES_MAX, WINDOW_S, Strikes
 
 WAITS = st.lists(st.sampled_from([0.0, 1.0, WINDOW_S / 2, WINDOW_S, REFUSED_S, 2 * REFUSED_S, 1e5]), max_size=40)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.transport.receive_budget import ReceiveBudget
+from peerd.node.receive_budget import ReceiveBudget
 
 LIMIT = 100
 STEPS = st.lists(st.tuples(st.sampled_from(["begin", "whole", "end"]), st.integers(0, 9), st.integers(1, 60)))
