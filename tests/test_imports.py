@@ -27,8 +27,8 @@ CORE_PACKAGES = (
     "peerd.training.one_way", "peerd.training.pairs", "peerd.training.parameter_server", "peerd.training.rounds",
 )  # fmt: skip
 SHELLS = {f"peerd.daemon.{name}" for name in (
-    "catch_up", "compute_thread", "control", "known_members", "main", "membership_service", "metrics", "mode_runner",
-    "node", "peers", "plan_follower", "supervisor", "trainer_service", "trainer_session",
+    "acceptor", "catch_up", "compute_thread", "control", "known_members", "main", "membership_service", "metrics",
+    "mode_runner", "node", "offences", "peers", "plan_follower", "supervisor", "trainer_service", "trainer_session",
     "twin_proof", "verbs",
 )} | {"peerd.doctor"}  # fmt: skip
 SHELL_PACKAGES = ("peerd.carriers", "peerd.transport", "peerd.cli")

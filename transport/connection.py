@@ -28,9 +28,11 @@ class Connection(Protocol):
     """
 
     remote: str  # "host:port", for logs
+    host: str  # where the other end is: an address, never a name; "" where there are none
     bytes_sent: int  # counted at the socket
     bytes_received: int
     payload_limit: int  # most bytes of chunks in one received message
+    on_bulk: Callable[[int], None]  # told the size of each bulk message that begins to come, and 0 once it is here
 
     @property
     def carrier(self) -> str:
@@ -55,6 +57,9 @@ class Connection(Protocol):
 
     async def aclose(self) -> None:
         """Close, after at most a second of flushing what is queued; when cancelled, at once."""
+
+    def drop(self, lost: ConnectionLost) -> None:
+        """Close at once, losing what is queued; from now on `send` and `receive` raise the first `lost`."""
 
     def admit(self) -> None:
         """Say that the handshake is over: the link stops counting among the listener's pending ones."""

@@ -7,5 +7,9 @@ class PeerError(Exception):
     """A peer broke the rules: drop that peer, never the daemon."""
 
 
+class Blameless(PeerError):
+    """It cannot be talked to, and no rule was broken: another version, or silence. It counts as no strike."""
+
+
 class UserError(Exception):
     """The user can mend this: one clear line, a non-zero exit, no traceback."""

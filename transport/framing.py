@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from peerd.transport import wire
-from peerd.transport.errors import PeerError
+from peerd.transport.errors import Blameless, PeerError
 from peerd.transport.messages import MESSAGES, Chunk, Message
 
 MAGIC = b"PEER"
@@ -110,6 +110,7 @@ class FrameReader:
     def __init__(self, payload_limit: int = HANDSHAKE_PAYLOAD_LIMIT) -> None:
         self.payload_limit = payload_limit
         self.frames = 0  # completed so far
+        self.bulk_size = 0  # bytes of all chunks of the bulk message under way
         self.out_of_band = False  # whether chunks may come beside the stream
         self.out_of_band_checked = True  # whether their checksums are over what they hold, too
         self._staging = memoryview(bytearray(_STAGING))
@@ -203,7 +204,7 @@ class FrameReader:
         if magic != MAGIC:
             raise PeerError(f"these bytes are not peerd's: {bytes(head[:16])!r}")
         if version != wire.VERSION:
-            raise PeerError(f"the peer speaks wire version {version}, this node {wire.VERSION}")
+            raise Blameless(f"the peer speaks wire version {version}, this node {wire.VERSION}")
         out_of_band = flags == OUT_OF_BAND and self.out_of_band
         if flags and not out_of_band:
             raise PeerError(f"unknown flags {flags:#x}")
@@ -254,6 +255,7 @@ class FrameReader:
         if head.lengths is None:
             return head.message()
         self._head, self._head_out_of_band = head, fixed.out_of_band
+        self.bulk_size = sum(head.lengths)
         if fixed.out_of_band:
             self._announced += [length for length in head.lengths if length >= OUT_OF_BAND_MIN]
         return None
@@ -270,5 +272,5 @@ class FrameReader:
         if head is None or head.lengths is None or len(self._chunks) < len(head.lengths):
             return None
         message = head.message(tuple(self._chunks))
-        self._head, self._chunks = None, []
+        self._head, self._chunks, self.bulk_size = None, [], 0
         return message

@@ -17,7 +17,7 @@ import trio
 
 from peerd.transport import speed, wire
 from peerd.transport.connection import Connection, ConnectionLost
-from peerd.transport.errors import PeerError
+from peerd.transport.errors import Blameless, PeerError
 from peerd.transport.messages import Challenge, Hello, Message, Proof, Refuse, Welcome
 from peerd.transport.patience import GREETING_DEADLINE_S
 
@@ -109,7 +109,7 @@ def _greeting_deadline(link: Connection) -> Iterator[None]:
         with trio.fail_after(GREETING_DEADLINE_S):
             yield
     except trio.TooSlowError:
-        raise PeerError(f"{link.remote}: no greeting within {GREETING_DEADLINE_S:g} s") from None
+        raise Blameless(f"{link.remote}: no greeting within {GREETING_DEADLINE_S:g} s") from None
 
 
 def _check_size(link: Connection, hello: Hello) -> None:

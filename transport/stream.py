@@ -30,6 +30,7 @@ YIELD_UNCHECKED = 16 << 20  # the same of chunks without one, even if all of the
 FLUSH_S = 1.0  # given to what is queued when a link is closed
 NEAR_S = 0.02  # a chunk beside the stream that comes so soon is waited for alone: 7 % less processor time over UCX
 LATE_S = 0.5  # given to a chunk beside the stream when the stream has ended
+BULK_PATIENCE_S = 60.0  # of waiting within a bulk message, beyond what it takes at the slowest rate
 PIECES_MAX = 64  # buffers in one call to the socket
 
 
@@ -37,7 +38,7 @@ class ByteStream(Protocol):
     """A connection that never waits by itself: it raises BlockingIOError, or ConnectionLost when it is gone."""
 
     name: str  # of the carrier
-    host: str  # where the other end is: an address, never a name
+    host: str  # see `Connection`
 
     def send_some(self, pieces: Sequence[Chunk]) -> int:
         """Send the beginning of what `pieces` are together; return how many bytes."""
@@ -69,6 +70,7 @@ class StreamConnection:
         self.remote = remote
         self.host = stream.host
         self.admitted = False
+        self.on_bulk: Callable[[int], None] = _told_nobody
         self.bytes_sent = 0
         self.bytes_received = 0
         self._count_admitted = admitted
@@ -79,6 +81,7 @@ class StreamConnection:
         self._reader = FrameReader()
         self._lost: ConnectionLost | None = None
         self._waited_frame, self._waited_s = -1, 0.0  # how long was waited for the frame under way
+        self._bulk_size, self._bulk_waited_s = 0, 0.0  # the same of the bulk message under way
         self._unyielded = 0  # bytes received without giving other tasks a turn
         self._waited = False  # for something since the last message
 
@@ -157,7 +160,7 @@ class StreamConnection:
         if self._lost is not None:
             raise ConnectionLost(*self._lost.args)
         try:
-            while (message := self._reader.next_message()) is None:
+            while (message := self._next_message()) is None:
                 if self._channel is not None and (announced := self._reader.take_announced()):
                     self._channel.expect(announced)
                 if self._channel is not None and self._reader.out_of_band_due:
@@ -166,9 +169,16 @@ class StreamConnection:
                     await self._fill()
         except PeerError as error:
             self.drop(ConnectionLost(f"{self.remote}: closed, it broke the rules"))
-            raise PeerError(f"{self.remote}: {error}") from None
+            raise type(error)(f"{self.remote}: {error}") from None
         except ConnectionLost as lost:
             raise self._dropped(lost) from None
+        return message
+
+    def _next_message(self) -> Message | None:
+        message = self._reader.next_message()
+        if (size := self._reader.bulk_size) != self._bulk_size:
+            self._bulk_size, self._bulk_waited_s = size, 0.0
+            self.on_bulk(size)
         return message
 
     async def aclose(self) -> None:
@@ -269,17 +279,23 @@ class StreamConnection:
         await self._wait_midway(wait, _patience_s(self._reader.frame_size))
 
     async def _wait_midway(self, wait: Callable[[], Awaitable[None]], patience: float) -> None:
-        # only waiting counts, so that a caller who comes back late does not blame the peer
+        # only waiting counts, so that a caller who comes back late does not blame the peer. Frame by frame, and for
+        # all of a bulk message: a peer that brings each frame at the last moment would never end
         if self._waited_frame != self._reader.frames:
             self._waited_frame, self._waited_s = self._reader.frames, 0.0
         began = trio.current_time()
         try:
-            with trio.fail_after(max(0.0, patience - self._waited_s)):
+            left_s = patience - self._waited_s
+            if self._bulk_size:
+                left_s = min(left_s, BULK_PATIENCE_S + self._bulk_size / SLOWEST_RATE - self._bulk_waited_s)
+            with trio.fail_after(max(0.0, left_s)):
                 await wait()
         except trio.TooSlowError:
             raise ConnectionLost(f"{self.remote}: closed, it stopped in the middle of a message") from None
         finally:
-            self._waited_s += trio.current_time() - began
+            waited_s = trio.current_time() - began
+            self._waited_s += waited_s
+            self._bulk_waited_s += waited_s
 
     async def _fill_out_of_band(self, channel: BulkChannel) -> None:
         """Receive the chunk that is due beside the stream."""
@@ -332,6 +348,10 @@ async def serve(link: StreamConnection, accepted: Callable[[Connection], Awaitab
                 await link.aclose()
     except* (PeerError, ConnectionLost):
         pass  # `accepted` has logged what is worth it; this link is closed, the daemon goes on
+
+
+def _told_nobody(_: int) -> None:
+    """Stand in for `StreamConnection.on_bulk`."""
 
 
 def _patience_s(size: int) -> float:

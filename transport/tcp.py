@@ -116,11 +116,16 @@ class TcpTransport:
         try:
             with trio.fail_after(DIAL_TIMEOUT_S):
                 sock, host = await _connect(address)
+            try:
+                stream = TcpStream(sock, remote, host)
+            except BaseException:  # it is gone already
+                sock.close()
+                raise
         except trio.TooSlowError:
             raise ConnectionLost(f"cannot reach {remote}: no answer within {DIAL_TIMEOUT_S:g} s") from None
         except (OSError, ValueError) as error:  # ValueError: what cannot be a port or a host name
             raise ConnectionLost(f"cannot reach {remote}: {cause(error)}") from None
-        link = StreamConnection(TcpStream(sock, remote, host), remote, fabrics=self._fabrics)
+        link = StreamConnection(stream, remote, fabrics=self._fabrics)
         self._nursery.start_soon(link.run_sender)
         return link
 

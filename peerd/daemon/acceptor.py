@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import trio
 
 from peerd.daemon.cures import cured
 from peerd.daemon.membership_service import MembershipService
 from peerd.daemon.peers import Peers
 from peerd.daemon.trainer_service import TrainerService
+from peerd.node.receive_budget import ReceiveBudget
 from peerd.process.logs import LOGGER
 from peerd.training.codecs import vector
+from peerd.transport.admission import GREETED_MAX, UNPROVED_IDLE_S, Greeted
 from peerd.transport.connection import Connection, ConnectionLost
-from peerd.transport.errors import PeerError
+from peerd.transport.errors import Blameless, PeerError
 from peerd.transport.hello import Refused, answer, first_difference
 from peerd.transport.ids import NodeId
-from peerd.transport.messages import AS_STARTED, Challenge, Hello, Member, MemberTable, Plan, Proof, Refuse, Welcome
+from peerd.transport.messages import (
+    AS_STARTED,
+    Challenge,
+    Hello,
+    Member,
+    MemberTable,
+    Message,
+    Plan,
+    Proof,
+    Refuse,
+    State,
+    Welcome,
+)
 
 
 class Acceptor:
@@ -36,45 +53,109 @@ class Acceptor:
         self._trainer_service = trainer_service
         self._membership_service = membership_service
         self._prove = prove
-        self._greeted: dict[Connection, NodeId] = {}
+        self._offences = peers.offences
+        self._nodes: dict[Connection, NodeId] = {}  # who has greeted on each
+        self._greeted: Greeted[Connection] = Greeted()
+        self._budget: ReceiveBudget[Connection] = ReceiveBudget()
 
     async def accept(self, link: Connection) -> None:
         """Serve one connection from its greeting to its end."""
         self._peers.count(link)
         try:
-            hello = await answer(link, self._check, Welcome(self._me.id, self._me.name, self._me.epoch), self._prove)
-            self._greeted[link] = hello.node
-            self.raise_payload_limits()
-            plan = AS_STARTED
-            while True:
-                message = await link.receive()
-                if isinstance(message, MemberTable):
-                    await self._membership_service.answer(link, message)
-                elif isinstance(message, Plan):
-                    plan = message
-                else:
-                    await self._trainer_service.on_message(hello.node, message, plan)
+            await self._serve(link)
         except Refused as refusal:
             LOGGER.warning("%s", cured(refusal))
-        except PeerError as error:
-            LOGGER.warning("dropped %s", error if link.remote in str(error) else f"{link.remote}: {error}")
         except ConnectionLost:
             pass
+        except PeerError as error:
+            LOGGER.warning("dropped %s", error if link.remote in str(error) else f"{link.remote}: {error}")
+            # who has no model yet knows of no bulk; a peer may still send it what its last life wanted
+            if self._trainer_service.layout is not None or link not in self._nodes:
+                self._strike(link, error)
+        except Exception as error:  # a UserError too: here it is the peer that caused it
+            self._offences.unforeseen(error, f"dropped {link.remote}, what it said could not be handled")
+            self._strike(link, error)
         finally:
-            self._greeted.pop(link, None)
+            self._nodes.pop(link, None)
+            self._greeted.leave(link)
+            self._budget.end(link)
             await self._peers.close(link)
+
+    async def _serve(self, link: Connection) -> None:
+        self._check_heard("", link)
+        me = Welcome(self._me.id, self._me.name, self._me.epoch)
+        hello = await answer(link, partial(self._check, link), me, self._prove)
+        who = (hello.node, link.host)
+        self._nodes[link] = hello.node
+        _close(self._greeted.enter(link, who, trio.current_time()), "others need the room")
+        link.on_bulk = partial(self._on_bulk, link)
+        self.raise_payload_limits()
+        plan = AS_STARTED
+        while True:
+            message = await self._next_message(link)
+            if not isinstance(message, MemberTable):
+                _close(self._greeted.sends(link), "it has another connection to send on")
+            if isinstance(message, MemberTable):
+                await self._membership_service.answer(link, message)
+            elif isinstance(message, Plan):
+                plan = message
+            else:
+                await self._trainer_service.on_message(hello.node, message, plan)
+            self._budget.end(link)
+            if hello.node in self._membership_service.membership.members:
+                self._greeted.useful(link, trio.current_time())
+
+    async def _next_message(self, link: Connection) -> Message:
+        """Raises ConnectionLost where nothing comes from a peer that has proved nothing."""
+        while True:
+            before = link.bytes_received
+            with trio.move_on_after(UNPROVED_IDLE_S):
+                return await link.receive()
+            if link.bytes_received == before and not self._greeted.proved(link, trio.current_time()):
+                raise ConnectionLost(f"{link.remote}: closed, it says nothing")
+
+    def _on_bulk(self, link: Connection, size: int) -> None:
+        """Bound what is half here: see receive_budget.py; two more, for who is no member in our table yet."""
+        if not size:
+            self._budget.whole(link)
+            return
+        members = sum(member.state <= State.SUSPECT for member in self._membership_service.membership.members.values())
+        limit = (min(members, GREETED_MAX) + 2) * link.payload_limit
+        now = trio.current_time()
+        _close(
+            self._budget.begin(link, size, limit, lambda each: self._greeted.proved(each, now)),
+            "too much was on its way in",
+        )
+
+    def _strike(self, link: Connection, error: Exception) -> None:
+        """Count it, and drop what else this peer has here."""
+        node = self._nodes.get(link, "")
+        self._offences.strike(node, link.host, error)
+        if node and not isinstance(error, Blameless):
+            _close(self._greeted.of((node, link.host)), "its peer broke the rules")
+            self._peers.cut(node, link.host)
+
+    def _check_heard(self, node: NodeId, link: Connection) -> None:
+        if self._offences.refused_s(node, link.host):
+            raise ConnectionLost(f"{link.remote}: closed, it broke the rules too often")
 
     def raise_payload_limits(self) -> None:
         """Let messages in that hold a whole model, once it is known how large that is."""
         if (layout := self._trainer_service.layout) is not None:
-            for link in self._greeted:
+            for link in self._nodes:
                 link.payload_limit = vector.payload_limit(layout)
 
     def carrier(self, peer: NodeId) -> str:
         """What bulk from `peer` travels over; "" where it has not dialled."""
-        return next((link.carrier for link, node in reversed(self._greeted.items()) if node == peer), "")
+        return next((link.carrier for link, node in reversed(self._nodes.items()) if node == peer), "")
 
-    def _check(self, theirs: Hello) -> Refuse | None:
+    def _check(self, link: Connection, theirs: Hello) -> Refuse | None:
+        self._check_heard(theirs.node, link)
         if theirs.node == self._me.id and theirs.epoch != self._me.epoch:
             return Refuse("node", f"{theirs.node} is this node's own identity", theirs.node)
         return first_difference(self._hello(), theirs)
+
+
+def _close(links: Iterable[Connection], why: str) -> None:
+    for link in links:
+        link.drop(ConnectionLost(f"{link.remote}: closed, {why}"))

@@ -32,11 +32,19 @@ class ComputeThread(Generic[Event, Effects]):
     """The queue of one node's events, and the thread that handles them."""
 
     def __init__(
-        self, handle: Callable[[Event, float], Effects], perform: Callable[[Effects], Awaitable[None]]
+        self,
+        handle: Callable[[Event, float], Effects],
+        perform: Callable[[Effects], Awaitable[None]],
+        forgiven: Callable[[Event, Exception], bool] = lambda event, error: False,
     ) -> None:
-        """`handle` computes, in the thread; `perform` does what comes of it, on the loop."""
+        """`handle` computes, in the thread; `perform` does what comes of it, on the loop.
+
+        An error of an event that nobody waits for ends the node, unless it is `forgiven`.
+        """
         self._handle = handle
         self._perform = perform
+        self._forgiven = forgiven
+        self._limiter = trio.CapacityLimiter(1)  # its own: whoever hangs in trio's common threads holds up no maths
         self._post, self._posted = trio.open_memory_channel[_Item[Event, Effects]](math.inf)
         self._replaceable: _Item[Event, Effects] | None = None  # waits, and a later one of its type takes its place
 
@@ -45,8 +53,13 @@ class ComputeThread(Generic[Event, Effects]):
         async for item in self._posted:
             await self._do(item)
 
+    @property
+    def waiting(self) -> int:
+        """How many events wait."""
+        return self._posted.statistics().current_buffer_used
+
     def post(self, event: Event) -> None:
-        """Handle the event after all earlier ones; its errors are bugs.
+        """Handle the event after all earlier ones; its errors are bugs, which end the node or are `forgiven`.
 
         One that `is_superseded` takes the place of such a one that was posted last, if it still waits.
         """
@@ -74,10 +87,14 @@ class ComputeThread(Generic[Event, Effects]):
         if item is self._replaceable:
             self._replaceable = None
         try:
-            item.effects = await trio.to_thread.run_sync(self._work, item.event, trio.current_time())
+            item.effects = await trio.to_thread.run_sync(
+                self._work, item.event, trio.current_time(), limiter=self._limiter
+            )
             await self._perform(item.effects)
         except Exception as error:
             if item.done is None:
+                if self._forgiven(item.event, error):
+                    return
                 raise
             item.failure = error  # the business of the task that waits
         if item.done is not None:  # not after a cancellation: then there is no result, and who waits is cancelled too

@@ -47,6 +47,7 @@ from peerd.training.mode_core import (
     Stepped,
     TimerDue,
 )
+from peerd.transport.errors import UserError
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import AS_STARTED, Message, Plan
 
@@ -55,6 +56,7 @@ HAND_OVER_MIN_S = 3.0
 WIND_UP_MIN_S, WIND_UP_MAX_S = 3.0, 60.0  # the same for what is under way when the mode changes
 WIND_UP_LOOK_S = 0.02
 GIVE_WITHIN_S = 5.0  # to a newcomer, who else asks another
+WAITING_MAX = 1024  # events for the compute thread
 LOOK_MIN_S, LOOK_MAX_S = 0.05, 0.5  # how often the mode's deadline is looked at, which every event may move
 
 
@@ -63,7 +65,9 @@ class ModeRunner:
 
     def __init__(self, peers: Peers) -> None:
         self.core = NodeCore()
-        self.compute: ComputeThread[NodeEvent, list[NodeEffect]] = ComputeThread(self.core.handle_all, self._perform)
+        self.compute: ComputeThread[NodeEvent, list[NodeEffect]] = ComputeThread(
+            self.core.handle_all, self._perform, self._forgiven
+        )
         self.next_copy = trio.Event()  # a copy has come, or none will
         self.averaged = trio.Event()  # the model is the average with which the plan begins
         self.session: TrainerSession | None = None
@@ -71,6 +75,7 @@ class ModeRunner:
         self._told_plan = AS_STARTED
         self._handed_over = trio.Event()  # every partner has what this node had not yet sent
         self._peers = peers
+        self._late: dict[NodeId, PeersChanged | Reconnected] = {}  # the last of each kind that there was no room for
         self._publish_asked = False
         self._resume_asked = False
 
@@ -82,8 +87,10 @@ class ModeRunner:
                 mode = self.core.mode
                 deadline = mode.deadline if mode is not None else math.inf
                 await trio.sleep(min(LOOK_MAX_S, max(LOOK_MIN_S, deadline - trio.current_time())))
+                self._post_late()
                 if mode is not None and trio.current_time() >= mode.deadline:
-                    await self.compute.call(TimerDue())
+                    self.compute.post(TimerDue())
+                    await self.compute.call(Nothing())
 
     async def begin(
         self,
@@ -113,11 +120,32 @@ class ModeRunner:
 
     def on_partners(self, alive: frozenset[NodeId]) -> None:
         """These members, and no others, can exchange."""
-        self.compute.post(PeersChanged(alive))
+        self._post("", PeersChanged(alive))
 
     def on_reconnected(self, peer: NodeId) -> None:
         """Messages to this peer flow again."""
-        self.compute.post(Reconnected(peer))
+        self._post(peer, Reconnected(peer))
+
+    def _post(self, about: NodeId, event: PeersChanged | Reconnected) -> None:
+        """In order, unless so much waits that only the last of what peers cause can be kept."""
+        if self._late or self.compute.waiting >= WAITING_MAX:
+            self._late.pop(about, None)
+            self._late[about] = event
+        else:
+            self.compute.post(event)
+
+    def _post_late(self) -> None:
+        if self.compute.waiting < WAITING_MAX:
+            late, self._late = self._late, {}
+            for event in late.values():
+                self.compute.post(event)
+
+    def _forgiven(self, event: NodeEvent, error: Exception) -> bool:
+        """What a peer said earlier may surface at any event of the mode: then nobody knows whom to drop."""
+        if isinstance(error, UserError) or not isinstance(event, PeersChanged | Reconnected | TimerDue | Stepped):
+            return False
+        self._peers.offences.unforeseen(error, f"{type(event).__name__} could not be handled")
+        return True
 
     async def on_message(self, sender: NodeId, message: Message, plan: Plan = AS_STARTED) -> None:
         """A peer's message to the mode, meant under this plan. Raises PeerError."""

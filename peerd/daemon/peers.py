@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import trio
 
+from peerd.daemon.offences import Offences
 from peerd.process.logs import LOGGER
 from peerd.transport.connection import Connection, ConnectionLost, Transport
 from peerd.transport.errors import PeerError
@@ -47,6 +48,7 @@ class Peers:
         refused: Callable[[Refused], None],
     ) -> None:
         """`hello` is asked anew for every connection: the model may have become known meanwhile."""
+        self.offences = Offences()
         self.plan = AS_STARTED  # of what is sent from now on
         self._transport = transport
         self._hello = hello
@@ -81,6 +83,11 @@ class Peers:
         """Close the connection to a peer that is gone; what is queued is dropped."""
         if box := self._boxes.pop(peer, None):
             box.scope.cancel()
+
+    def cut(self, peer: NodeId, host: str) -> None:
+        """Close the connection to a peer at this host, which broke the rules; it is made anew when that is forgiven."""
+        if (link := self._links.get(peer)) is not None and link.host == host:
+            link.drop(ConnectionLost(f"{link.remote}: closed, it broke the rules"))
 
     async def drain(self) -> None:
         """Wait until nothing is queued."""
@@ -124,6 +131,9 @@ class Peers:
                     try:
                         if (await greet(link, self._hello())).node != peer:
                             raise ConnectionLost(f"another node answers at {link.remote}")
+                        if refused_s := self.offences.refused_s(peer, link.host):
+                            delay_s = max(RETRY_MAX_S, min(refused_s, REFUSED_RETRY_S))
+                            raise ConnectionLost(f"{link.remote}: it broke the rules too often")
                         if (why_not := await link.upgrade()) and why_not != stays:
                             stays = why_not
                             LOGGER.info("bulk to %s stays on %s: %s", link.remote, link.carrier, why_not)
@@ -132,7 +142,11 @@ class Peers:
                             box.queue.clear()  # a later exchange must not overtake what is said again now
                             self._reconnected(peer)
                         delay_s = RETRY_FIRST_S
-                        await self._write(peer, link, box)
+                        try:
+                            await self._write(peer, link, box)
+                        except PeerError as error:
+                            self.offences.strike(peer, link.host, error)
+                            raise
                     finally:
                         self._links.pop(peer, None)
                         await self.close(link)

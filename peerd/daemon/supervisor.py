@@ -15,6 +15,7 @@ from pathlib import Path
 import trio
 
 from peerd.daemon.trainer_session import TrainerStatus
+from peerd.process import launch
 from peerd.process.logs import LOGGER
 from peerd.training.tasks import TASKS
 from peerd.transport.errors import UserError
@@ -40,6 +41,7 @@ class Supervisor:
         self.stopping = False
         self._environment = {**os.environ, **environment}
         self._process: subprocess.Popen[bytes] | None = None
+        self._limiter = trio.CapacityLimiter(1)  # its own: whatever fills trio's common threads, the end is seen
 
     async def run(self, facts: Callable[[], TrainerStatus | None] = lambda: None) -> None:
         """Until the script ends well, or after its model was finished; `facts` are of the trainer that came last.
@@ -98,16 +100,39 @@ class Supervisor:
     async def _run_once(self) -> int:
         # a session of its own: Ctrl-C in the terminal reaches the daemon alone, which ends the script in good order
         try:
-            self._process = subprocess.Popen(
-                self.command, env=self._environment, start_new_session=True, preexec_fn=die_with_parent
-            )
+            self._process = await started(self.command, self._environment)
         except OSError as error:
             raise UserError(f"cannot start {self.name}: {error.strerror or error}") from None
+        if self.stopping:  # it was told so while the script started
+            _signal_group(self._process.pid, signal.SIGKILL)
         try:
             Path(f"/proc/{self._process.pid}/oom_score_adj").write_text(OOM_SCORE)
         except OSError:
             LOGGER.info("the kernel does not let the trainer's out-of-memory score be raised")
-        return await trio.to_thread.run_sync(self._process.wait, abandon_on_cancel=True)
+        return await trio.to_thread.run_sync(self._process.wait, abandon_on_cancel=True, limiter=self._limiter)
+
+
+async def started(command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    """Start a command in a session of its own; it gets SIGTERM when this process dies. Raises OSError."""
+    reading, writing = os.pipe()
+    try:
+        try:
+            words = [sys.executable, "-I", "-S", launch.__file__, str(os.getpid()), str(writing), *command]
+            process = subprocess.Popen(words, env=environment, start_new_session=True, pass_fds=[writing])
+        finally:
+            os.close(writing)
+        try:
+            await trio.lowlevel.wait_readable(reading)  # it runs, or cannot
+            code = os.read(reading, 16)
+        except BaseException:
+            _signal_group(process.pid, signal.SIGKILL)
+            raise
+    finally:
+        os.close(reading)
+    if code:
+        process.wait()
+        raise OSError(int(code), os.strerror(int(code)))
+    return process
 
 
 def _argv(command: list[str]) -> list[str]:

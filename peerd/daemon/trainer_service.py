@@ -73,6 +73,7 @@ class TrainerService:
         self._members = members
         self._say_about = say_about
         self._rng = rng
+        self._peers = peers
         self._runner = ModeRunner(peers)
         self._catch_up = CatchUp(
             me, peers, members, has_seeds=bool(settings.join), awaited=awaited, awaited_until=awaited_until
@@ -142,6 +143,8 @@ class TrainerService:
                 self.snapshots += 1
         except NotFinite:
             LOGGER.warning("a newcomer asked for the model, but it holds a value that is not finite")
+        except Exception as error:
+            self._peers.offences.unforeseen(error, "a newcomer asked for the model, which could not be given")
         finally:
             self._giving.remove(sender)
 

@@ -94,6 +94,7 @@ class Verbs:
         counts = {
             **membership.counts,
             **(mode.counts if mode else {}),
+            **node.peers.offences.counts,
             "snapshots_given": model.snapshots,
             "datagrams_malformed": node.datagrams.malformed,
             "datagrams_unsendable": node.datagrams.unsendable,

@@ -93,6 +93,46 @@ async def test_an_error_of_a_posted_job_is_a_bug_and_is_not_hidden() -> None:
     assert failure.group_contains(ZeroDivisionError)
 
 
+async def test_an_error_that_is_forgiven_lets_the_thread_go_on() -> None:
+    performed: list[Effect] = []
+    errors: list[Exception] = []
+
+    async def perform(effects: list[Effect]) -> None:
+        performed.extend(effects)
+
+    def forgiven(_: Job, error: Exception) -> bool:
+        errors.append(error)
+        return True
+
+    def wrong(_: float) -> list[Effect]:
+        raise ZeroDivisionError
+
+    compute: Worker = ComputeThread(lambda job, now: job(now), perform, forgiven)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(compute.run)
+        compute.post(wrong)
+        await compute.call(lambda _: [Publish()])
+        nursery.cancel_scope.cancel()
+    assert performed == [Publish()]
+    assert [type(error) for error in errors] == [ZeroDivisionError]
+
+
+async def test_threads_that_hang_elsewhere_hold_up_no_job() -> None:
+    gate = threading.Event()
+    limiter = trio.to_thread.current_default_thread_limiter()
+    try:
+        async with trio.open_nursery() as nursery, running_thread() as (compute, _):
+            for _name in range(int(limiter.total_tokens)):
+                nursery.start_soon(trio.to_thread.run_sync, gate.wait, 60)
+            await trio.testing.wait_all_tasks_blocked()
+            assert limiter.available_tokens == 0
+            with trio.fail_after(30):
+                await compute.call(lambda _: [])
+            gate.set()
+    finally:
+        gate.set()
+
+
 async def test_a_caller_that_is_cancelled_leaves_its_job_in_the_line() -> None:
     async with running_thread() as (compute, performed):
         gate = threading.Event()

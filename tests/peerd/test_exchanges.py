@@ -17,7 +17,16 @@ import pytest
 import trio
 import trio.testing
 
-from peerd.daemon.mode_runner import EXCHANGE_SHARE, HAND_OVER_MIN_S, WIND_UP_LOOK_S, WIND_UP_MIN_S, ModeRunner
+from peerd.daemon import mode_runner
+from peerd.daemon.mode_runner import (
+    EXCHANGE_SHARE,
+    HAND_OVER_MIN_S,
+    LOOK_MAX_S,
+    WIND_UP_LOOK_S,
+    WIND_UP_MIN_S,
+    ModeRunner,
+)
+from peerd.daemon.offences import Offences
 from peerd.daemon.trainer_session import TrainerStatus
 from peerd.local.shared_memory import SharedMemory
 from peerd.node.core import Nothing
@@ -28,7 +37,7 @@ from peerd.training.codecs.vector import Layout, NotFinite
 from peerd.training.effects import Apply, Effect, Log, Proceed, Publish, Send, StepReport
 from peerd.training.mode_core import Reconnected
 from peerd.training.modes import EVERY_STEP, Quiet
-from peerd.transport.errors import PeerError
+from peerd.transport.errors import PeerError, UserError
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import AS_STARTED, Connected, Delta, LinkOpen, Message, ModelSnapshot, Plan
 
@@ -93,6 +102,7 @@ class There:
         self.board = self.model_copy._memory.board
         self.mode = Mode()
         self.facts = TrainerStatus(1)
+        self.offences = Offences()
         self.runner = ModeRunner(self)  # type: ignore[arg-type]  # it is its peers, too
         self.runner.core.model = self.model_copy
         self.runner.core.mode = self.mode  # type: ignore[assignment]
@@ -545,3 +555,53 @@ async def test_an_average_is_no_end_of_a_run() -> None:
         assert not it.runner.settled.is_set()
         await begin(it, Plan(2, "a"))
         assert not it.runner.averaged.is_set()
+
+
+async def test_what_a_peer_said_may_fail_later_and_the_node_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    def wrong(_: Any) -> list[Effect]:
+        raise OverflowError
+
+    async with there() as it:
+        it.mode.answer = wrong
+        it.runner.on_partners(frozenset("ab"))
+        it.runner.on_report(report(1), None)
+        it.mode.deadline = 0.0
+        await it.later(LOOK_MAX_S)
+        with pytest.raises(OverflowError):
+            await it.runner.on_message("a", HALF)  # then it is known who did it
+        it.asks()
+        await it.runner.on_message("a", HALF)
+        assert it.mode.told[-1] == ("a", HALF)
+    assert it.offences.counts["unforeseen_errors"] == 3
+    assert sum(bool(record.exc_info) for record in caplog.records) == 1
+
+
+async def test_what_the_user_can_mend_ends_the_node() -> None:
+    def wrong(_: Any) -> list[Effect]:
+        raise UserError("mend it")
+
+    async def node() -> None:
+        async with there() as it:
+            it.mode.answer = wrong
+            it.runner.on_partners(frozenset("ab"))
+            await trio.sleep_forever()
+
+    with pytest.raises(ExceptionGroup) as failure:
+        await node()
+    assert failure.group_contains(UserError)
+
+
+async def test_what_peers_cause_waits_in_bounded_room_and_the_last_word_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mode_runner, "WAITING_MAX", 4)
+    gate = threading.Event()
+    async with there() as it:
+        it.asks_after(gate)
+        for number in range(99):
+            it.runner.on_partners(frozenset([str(number)]))
+            it.runner.on_reconnected("a")
+        assert it.runner.compute.waiting == 4
+        gate.set()
+        it.asks()
+        await it.later(LOOK_MAX_S)
+        assert len(it.mode.told) == 6
+        assert it.mode.told[-2:] == [frozenset(["98"]), ("a", Connected())]

@@ -242,15 +242,42 @@ async def test_nothing_is_stopped_before_anything_was_started(folder: Path) -> N
     assert made.stopping
 
 
-def test_a_script_dies_with_its_daemon(folder: Path) -> None:
-    program = (
-        "import os; from subprocess import DEVNULL, Popen; from peerd.daemon.supervisor import die_with_parent; "
-        "child = Popen(['sleep', '99'], preexec_fn=die_with_parent, stdout=DEVNULL, stderr=DEVNULL); "
-        "print(child.pid, flush=True); os.kill(os.getpid(), 9)"
-    )
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+@pytest.mark.trio(clock="real")
+async def test_a_script_that_is_stopped_as_it_starts_does_not_go_on(folder: Path) -> None:
+    made = shell(folder, "sleep 99")
+    with trio.fail_after(30):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(made.run)
+            await trio.testing.wait_all_tasks_blocked()
+            made.kill()
+
+
+PARENTS = {
+    "the daemon": "import trio; from peerd.daemon.supervisor import started; "
+    "child = trio.run(started, ['sleep', '99'], dict(os.environ)); ",
+    "the demo": "from subprocess import DEVNULL, Popen; from peerd.daemon.supervisor import die_with_parent; "
+    "child = Popen(['sleep', '99'], preexec_fn=die_with_parent, stdout=DEVNULL, stderr=DEVNULL); ",
+}
+
+
+@pytest.mark.parametrize("parent", PARENTS.values(), ids=PARENTS)
+def test_a_script_dies_with_its_daemon(folder: Path, parent: str) -> None:
+    program = f"import os; {parent} print(child.pid, flush=True); os.kill(os.getpid(), 9)"
+    output = folder / "output"
+    with output.open("wb") as file:
+        ran = subprocess.run([sys.executable, "-c", program], stdout=file, check=False)
     assert ran.returncode == -signal.SIGKILL
     deadline = time.monotonic() + 30
-    while not gone(int(ran.stdout)) and time.monotonic() < deadline:
+    while not gone(int(output.read_text())) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert gone(int(ran.stdout))
+    assert gone(int(output.read_text()))
+
+
+async def test_a_script_starts_as_if_the_daemon_had_run_it(folder: Path) -> None:
+    """Nothing of the program between is left: no signal that is ignored, no descriptor, no name."""
+    script = "grep SigIgn /proc/self/status; ls /proc/self/fd | wc -w; tr '\\0' ' ' < /proc/$$/cmdline; "
+    script += 'ps -o sess= -p $$ 2>/dev/null | grep -cx " *$$"'
+    await shell(folder, f'({script}) > "$FOLDER/here"').run()
+    told = script.join(("(", ') > "$FOLDER/there"'))
+    subprocess.run(["sh", "-c", told], env={**os.environ, "FOLDER": str(folder)}, start_new_session=True, check=False)
+    assert (folder / "here").read_text() == (folder / "there").read_text().replace("there", "here")

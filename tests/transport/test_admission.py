@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from peerd.transport.admission import ACCEPTED_MAX, ACCEPTS_PER_S, BURST, PENDING_MAX, Admission
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peerd.transport.admission import (
+    ACCEPTED_MAX,
+    ACCEPTS_PER_S,
+    BURST,
+    GREETED_MAX,
+    GREETED_PER_PEER_MAX,
+    PENDING_MAX,
+    PROVED_S,
+    Admission,
+    Greeted,
+)
 
 
 def test_a_burst_then_a_steady_rate() -> None:
@@ -45,3 +58,54 @@ def test_the_admitted_are_counted_until_they_leave() -> None:
     assert admission.full
     admission.leave()
     assert not admission.full
+
+
+def test_silent_connections_make_way_and_those_of_use_stay() -> None:
+    greeted: Greeted[int] = Greeted()
+    for link in range(GREETED_MAX):
+        assert greeted.enter(link, f"peer {link}", 0.0 + link) == []
+    greeted.useful(0, 500.0)
+    assert greeted.enter(GREETED_MAX, "newcomer", 501.0) == [1], "the idlest of those that proved nothing"
+    assert greeted.proved(0, 501.0)
+    assert not greeted.proved(0, 501.0 + PROVED_S)
+
+
+def test_where_all_are_of_use_the_newcomer_goes() -> None:
+    greeted: Greeted[int] = Greeted()
+    for link in range(GREETED_MAX):
+        greeted.enter(link, f"peer {link}", 0.0)
+        greeted.useful(link, 1.0)
+    assert greeted.enter(-1, "newcomer", 2.0) == [-1]
+    greeted.leave(5)
+    assert greeted.enter(-1, "newcomer", 2.0) == []
+
+
+def test_a_peer_sends_on_one_connection_and_has_few() -> None:
+    greeted: Greeted[str] = Greeted()
+    for link in ("old", "table", "other"):
+        assert greeted.enter(link, "other" if link == "other" else "peer", 0.0) == []
+    assert greeted.sends("old") == greeted.sends("old") == greeted.sends("other") == []
+    greeted.enter("new", "peer", 1.0)
+    assert greeted.sends("new") == ["old"], "it broke, and was made anew"
+    assert greeted.of("peer") == ["table", "new"]
+    closed = [greeted.enter(str(number), "peer", 2.0) for number in range(9)]
+    assert sum(map(len, closed)) == 11 - GREETED_PER_PEER_MAX
+    assert len(greeted.of("peer")) == GREETED_PER_PEER_MAX
+
+
+@given(st.lists(st.tuples(st.sampled_from(["enter", "sends", "useful", "leave"]), st.integers(0, 300)), max_size=400))
+def test_there_are_never_more_than_may_be(steps: list[tuple[str, int]]) -> None:
+    greeted: Greeted[int] = Greeted()
+    here: set[int] = set()
+    for now, (what, link) in enumerate(steps):
+        if what == "enter" and link not in here:
+            here = (here | {link}) - set(greeted.enter(link, link % 200, float(now)))
+        elif what == "sends":
+            here -= set(greeted.sends(link))
+        elif what == "useful":
+            greeted.useful(link, float(now))
+        elif what == "leave":
+            greeted.leave(link)
+            here.discard(link)
+        assert len(here) <= GREETED_MAX
+        assert here == {each for peer in range(200) for each in greeted.of(peer)}

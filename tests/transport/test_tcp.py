@@ -105,6 +105,20 @@ async def test_a_dial_without_an_answer_ends(monkeypatch: pytest.MonkeyPatch) ->
             filler.close()
 
 
+async def test_a_connection_that_is_gone_as_it_is_made_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[socket.socket] = []
+
+    async def connect(_: Address) -> tuple[socket.socket, str]:
+        made.append(socket.socket(socket.AF_UNIX))  # which takes none of TCP's options
+        return made[0], "127.0.0.1"
+
+    monkeypatch.setattr(tcp, "_connect", connect)
+    async with trio.open_nursery() as nursery:
+        with pytest.raises(ConnectionLost, match=r"^cannot reach 127\.0\.0\.1:1: "):
+            await TcpTransport(nursery).dial(("127.0.0.1", 1))
+    assert made[0].fileno() < 0, "closed"
+
+
 async def test_a_stranger_is_cut_off_and_the_next_one_served() -> None:
     async with listening() as (transport, address, taken):
         with closing(socket.create_connection(address)) as stranger:

@@ -1,0 +1,60 @@
+"""What becomes of a peer that breaks the rules, or says what a core did not foresee? It is dropped, never the daemon.
+
+A peer is its node id and its host together: ids are believed, so one alone would let anybody have an honest node
+refused. Who never greeted is its host; not loopback, which all nodes of a small swarm share.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import traceback
+from collections import Counter
+
+import trio
+
+from peerd.node.strikes import Strikes
+from peerd.process.logs import LOGGER
+from peerd.transport.errors import Blameless
+from peerd.transport.ids import NodeId
+
+TOLD_MAX = 256  # tracebacks in a daemon's life: a place in the code has one a kind of error
+
+
+class Offences:
+    """Those against one node."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter(strikes=0, peers_refused=0, unforeseen_errors=0)
+        self._strikes = Strikes()
+        self._told: set[tuple[type[Exception], str, int]] = set()
+
+    def strike(self, node: NodeId, host: str, error: Exception) -> None:
+        """A peer caused this error; `node` is "" where it has not greeted."""
+        if isinstance(error, Blameless) or not _can_be_struck(node, host):
+            return
+        self.counts["strikes"] += 1
+        now = trio.current_time()
+        before = self._strikes.refused_s((node, host), now)
+        if (refused_s := self._strikes.strike((node, host), now)) and not before:
+            self.counts["peers_refused"] += 1
+            who = " at ".join(filter(None, (node, host)))
+            LOGGER.warning("%s has broken the rules again and again: refused for %.0f min", who, refused_s / 60)
+
+    def refused_s(self, node: NodeId, host: str) -> float:
+        """For how many seconds a peer is not heard; 0: it is."""
+        return self._strikes.refused_s((node, host), trio.current_time()) if _can_be_struck(node, host) else 0.0
+
+    def unforeseen(self, error: Exception, what: str) -> None:
+        """Count an error that is a bug here, whoever found it; the first one of a kind and place is told in full."""
+        self.counts["unforeseen_errors"] += 1
+        frames = traceback.extract_tb(error.__traceback__)
+        kind = (type(error), frames[-1].filename, frames[-1].lineno or 0) if frames else (type(error), "", 0)
+        if kind not in self._told and len(self._told) < TOLD_MAX:
+            self._told.add(kind)
+            LOGGER.error("%s: a bug in peerd, please report it; this node goes on", what, exc_info=error)
+
+
+def _can_be_struck(node: NodeId, host: str) -> bool:
+    if node or not host:
+        return bool(node)
+    return not ipaddress.ip_address(host).is_loopback

@@ -1,0 +1,230 @@
+"""What a peer may do on a connection that it dialled, and what becomes of one that breaks the rules."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import trio
+
+from peerd.daemon.acceptor import Acceptor
+from peerd.daemon.peers import Peers
+from peerd.node.strikes import REFUSED_S, STRIKES_MAX
+from peerd.training.codecs import vector
+from peerd.training.codecs.vector import Layout
+from peerd.transport.admission import GREETED_MAX, UNPROVED_IDLE_S
+from peerd.transport.connection import Connection, ConnectionLost
+from peerd.transport.errors import PeerError, UserError
+from peerd.transport.framing import frames
+from peerd.transport.hello import greet
+from peerd.transport.ids import NodeId
+from peerd.transport.memory import MemoryNetwork
+from peerd.transport.messages import Hello, LinkOpen, Member, MemberTable, Message, ModelSnapshot, State
+from peerd.transport.stream import BULK_PATIENCE_S, StreamConnection
+
+pytestmark = pytest.mark.trio(clock="autojump")
+
+LAYOUT = Layout(2_000_000, 2_000_000)
+ERRORS = [
+    OverflowError("2^64"),
+    AssertionError(),
+    UserError("no such topology"),
+    MemoryError(),
+    PeerError("a bad gain"),
+]
+
+
+def hello(id: NodeId) -> Hello:
+    return Hello(1, "swarm", "", id, id, 1, "here", 1, "gossip", "", ())
+
+
+def row(id: NodeId) -> Member:
+    return Member(id, id, id, 1, 1, 0, State.ALIVE, "", b"")
+
+
+class There:
+    """One node's acceptor, with what it hears, and the network that leads there."""
+
+    def __init__(self, nursery: trio.Nursery, *members: NodeId) -> None:
+        self.network = MemoryNetwork(nursery)
+        self.heard: list[tuple[NodeId, Message]] = []
+        self.error: Exception | None = None  # raised by whoever handles a message
+        self.layout: Layout | None = LAYOUT
+        self.membership = SimpleNamespace(members={id: row(id) for id in members})
+        lost: Any = None
+        self.peers = Peers(self.network.transport("me"), lambda: hello("me"), lambda _: None, lost, lost)
+        us: Any = self  # it is trainer service and membership service, too
+        self.acceptor = Acceptor(row("me"), lambda: hello("me"), self.peers, us, us)
+
+    async def on_message(self, sender: NodeId, message: Message, plan: object) -> None:
+        if self.error is not None:
+            raise self.error
+        self.heard.append((sender, message))
+
+    async def answer(self, link: Connection, first: MemberTable) -> None:
+        await link.send(first)
+
+    async def dial(self, id: NodeId, host: str = "") -> StreamConnection:
+        """A connection of this node, which has greeted. Raises ConnectionLost."""
+        link = await self.network.transport(host or id).dial(("me", 1))
+        assert isinstance(link, StreamConnection)
+        await greet(link, hello(id))
+        return link
+
+
+@asynccontextmanager
+async def setting(*members: NodeId) -> AsyncIterator[There]:
+    async with trio.open_nursery() as nursery:
+        there = There(nursery, *members)
+        await nursery.start(there.network.transport("me").listen, ("me", 1), there.acceptor.accept)
+        yield there
+        nursery.cancel_scope.cancel()
+
+
+async def is_closed(link: Connection) -> bool:
+    with trio.move_on_after(1):
+        try:
+            await link.receive()
+        except ConnectionLost:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+async def test_an_error_by_what_a_peer_sent_drops_that_peer_alone(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with setting("bad", "good") as there:
+        good, bad, other_of_bad = await there.dial("good"), await there.dial("bad"), await there.dial("bad")
+        there.error = error
+        await bad.send(LinkOpen(1))
+        assert await is_closed(bad)
+        assert await is_closed(other_of_bad)
+        there.error = None
+        await good.send(LinkOpen(2))
+        await trio.sleep(1)
+        assert there.heard == [("good", LinkOpen(2))]
+    unforeseen = not isinstance(error, PeerError)
+    assert there.peers.offences.counts == {"strikes": 1, "peers_refused": 0, "unforeseen_errors": unforeseen}
+    told = [record for record in caplog.records if record.exc_info]
+    assert len(told) == unforeseen, "with its traceback"
+
+
+async def test_who_does_it_again_and_again_is_refused_for_a_while(caplog: pytest.LogCaptureFixture) -> None:
+    async with setting("bad", "good") as there:
+        there.error = OverflowError()
+        for _ in range(STRIKES_MAX):
+            bad = await there.dial("bad")
+            await bad.send(LinkOpen(1))
+            assert await is_closed(bad)
+        with pytest.raises(ConnectionLost):
+            await there.dial("bad")
+        there.error = None
+        await there.dial("good")
+        await trio.sleep(REFUSED_S)
+        await there.dial("bad")
+    assert there.peers.offences.counts["unforeseen_errors"] == STRIKES_MAX
+    assert sum(bool(record.exc_info) for record in caplog.records) == 1, "a log cannot be filled"
+    assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == [
+        "bad has broken the rules again and again: refused for 10 min"
+    ]
+
+
+async def test_a_node_that_has_no_model_yet_forgives_what_its_last_life_was_sent() -> None:
+    async with setting("good") as there:
+        there.layout = None
+        for _ in range(STRIKES_MAX):
+            good = await there.dial("good")
+            await good.send(ModelSnapshot(1, "float32", (bytes(1 << 20),)))
+            assert await is_closed(good)
+        await there.dial("good")
+
+
+async def test_a_second_connection_to_send_on_takes_the_place_of_the_first() -> None:
+    async with setting("a") as there:
+        first, second, table = await there.dial("a"), await there.dial("a"), await there.dial("a")
+        await first.send(LinkOpen(1))
+        await trio.sleep(1)
+        await table.send(MemberTable("a", ()))
+        await table.receive()
+        await second.send(LinkOpen(2))
+        assert await is_closed(first)
+        assert not await is_closed(second)
+        assert there.heard == [("a", LinkOpen(1)), ("a", LinkOpen(2))]
+
+
+async def test_who_proves_nothing_is_not_waited_for() -> None:
+    async with setting("member") as there:
+        member, silent, stranger = await there.dial("member"), await there.dial("member"), await there.dial("stranger")
+        for link in (member, stranger):
+            await link.send(LinkOpen(1))
+        await trio.sleep(2.1 * UNPROVED_IDLE_S)
+        assert await is_closed(silent)
+        assert await is_closed(stranger)
+        assert not await is_closed(member)
+        await member.send(LinkOpen(2))
+        await trio.sleep(10 * UNPROVED_IDLE_S)
+        assert there.heard[-1] == ("member", LinkOpen(2))
+
+
+async def test_silent_connections_do_not_keep_others_out() -> None:
+    async with setting("member") as there:
+        member = await there.dial("member")
+        await member.send(LinkOpen(1))
+        for number in range(GREETED_MAX + 9):
+            await there.dial(f"silent {number}")
+        late = await there.dial("late")
+        assert not await is_closed(late)
+        assert not await is_closed(member)
+
+
+def half_message(size: int) -> bytes:
+    """All of a bulk message but its last chunk."""
+    chunks = [bytes(1 << 20)] * (size >> 20)
+    return b"".join(bytes(piece) for piece in list(frames(ModelSnapshot(1, "float32", tuple(chunks))))[:-2])
+
+
+async def test_half_messages_are_bounded_in_all_and_a_member_goes_on() -> None:
+    limit = vector.payload_limit(LAYOUT)
+    async with setting("member") as there:
+        member = await there.dial("member")
+        await member.send(LinkOpen(1))
+        await trio.sleep(1)
+        bad = [await there.dial(f"bad {number}") for number in range(9)]
+        half = half_message(limit // 2)
+        for link in bad:
+            rest = memoryview(half)
+            while rest:
+                try:
+                    rest = rest[link._stream.send_some([rest]) :]
+                except BlockingIOError:
+                    await trio.sleep(0.01)
+            await trio.sleep(0.1)
+        closed = [await is_closed(link) for link in bad]
+        allowed = 3 * limit // (limit // 2 >> 20 << 20)
+        assert closed == [True] * (9 - allowed) + [False] * allowed, "the oldest are given up"
+        await member.send(ModelSnapshot(1, "float32", (bytes(1 << 20),)))
+        await trio.sleep(1)
+        assert there.heard[-1][0] == "member"
+    assert there.peers.offences.counts["strikes"] == 0, "an honest one may be among them"
+
+
+async def test_a_message_that_never_ends_is_given_up() -> None:
+    async with setting("slow") as there:
+        slow = await there.dial("slow")
+        head, *rest = frames(ModelSnapshot(1, "float32", (bytes(1),) * 999))
+        slow._stream.send_some([head])
+
+        async def drip() -> None:
+            for byte in b"".join(map(bytes, rest)):
+                slow._stream.send_some([bytes([byte])])
+                await trio.sleep(0.2)  # no frame is late
+
+        began = trio.current_time()
+        with pytest.raises(ConnectionLost):
+            await drip()
+        assert BULK_PATIENCE_S / 2 < trio.current_time() - began < 2 * BULK_PATIENCE_S
