@@ -10,17 +10,18 @@ Chunks are not in the row; their lengths are, in front of the fields, so that la
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import IntEnum
 from functools import partial
 from operator import attrgetter
-from typing import Any, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, cast, get_args, get_origin, get_type_hints
 
 import msgpack
 
 from peerd.transport.errors import PeerError
-from peerd.transport.messages import MESSAGES, Ack, Chunks, Message, Ping, PingRequest
+from peerd.transport.messages import COUNT, MESSAGES, Ack, Chunks, Message, Ping, PingRequest, Within
 
 VERSION = 1
 """Major version of the encoding: another one is refused."""
@@ -73,7 +74,7 @@ class _Schema:
     """One dataclass on the wire: its fields, their wire types, and what to do with those that are not plain."""
 
     def __init__(self, cls: type) -> None:
-        hints = get_type_hints(cls)
+        hints = get_type_hints(cls, include_extras=True)
         self.cls = cls
         self.names = [field.name for field in fields(cls)]
         self.bulk = self.names[-1:] == ["chunks"]
@@ -83,7 +84,7 @@ class _Schema:
         self.builders: list[tuple[int, Callable[[Any], Any]]] = []
         self.flatteners: list[tuple[int, Callable[[Any], Any]]] = []
         for index, name in enumerate(self.names):
-            wire_type, build, flatten = _field(hints[name])
+            wire_type, build, flatten = _field(hints[name], f"{cls.__name__}.{name}")
             self.types += (wire_type,)
             if build:
                 self.builders.append((index, build))
@@ -134,10 +135,15 @@ def _row_getter(names: list[str]) -> Callable[[Any], Row]:
     return lambda value: tuple(getattr(value, name) for name in names)
 
 
-def _field(hint: Any) -> tuple[type, Callable[[Any], Any] | None, Callable[[Any], Any] | None]:
+def _field(hint: Any, where: str) -> tuple[type, Callable[[Any], Any] | None, Callable[[Any], Any] | None]:
     """Return a field's type on the wire, what builds it from there, and what flattens it to there."""
-    if hint in (int, bool):  # msgpack itself keeps integers within 64 bit
-        return hint, None, None
+    if hint is bool:
+        return bool, None, None
+    if hint is int:
+        return int, *_within(COUNT, where)
+    if get_origin(hint) is Annotated:
+        wire_type, rule = get_args(hint)
+        return wire_type, *(_within(rule, where) if isinstance(rule, Within) else _like(rule, where))
     if hint is str:  # unpackb has checked the length already
         return str, None, _short_string
     if hint is bytes:
@@ -145,7 +151,7 @@ def _field(hint: Any) -> tuple[type, Callable[[Any], Any] | None, Callable[[Any]
     if hint is float:
         return float, _finite, _finite_ours
     if get_origin(hint) is tuple and get_args(hint)[1:] == (Ellipsis,):
-        return tuple, *_tuple_of(get_args(hint)[0])
+        return tuple, *_tuple_of(get_args(hint)[0], where)
     if isinstance(hint, type) and issubclass(hint, IntEnum):
         return int, partial(_member_of, {member.value: member for member in hint}), hint.__int__
     assert is_dataclass(hint), f"no wire type for {hint}"
@@ -153,9 +159,41 @@ def _field(hint: Any) -> tuple[type, Callable[[Any], Any] | None, Callable[[Any]
     return tuple, schema.build, schema.flatten
 
 
-def _tuple_of(hint: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+def _within(allowed: Within, where: str) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    low, high = allowed.low, allowed.high
+
+    def build(value: int) -> int:
+        if not low <= value <= high:
+            raise PeerError(f"{where} is {value}, not from {low} to {high}")
+        return value
+
+    def flatten(value: Any) -> Any:
+        if type(value) is int and not low <= value <= high:
+            raise ValueError(f"{where} is {value}, not from {low} to {high}")
+        return value
+
+    return build, flatten
+
+
+def _like(pattern: re.Pattern[str], where: str) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    fits = pattern.fullmatch
+
+    def build(text: str) -> str:
+        if fits(text) is None:
+            raise PeerError(f"{where} is {text!r:.80}, not like {pattern.pattern}")
+        return text
+
+    def flatten(text: Any) -> Any:
+        if type(text) is str and fits(text) is None:
+            raise ValueError(f"{where} is {text!r:.80}, not like {pattern.pattern}")
+        return text
+
+    return build, flatten
+
+
+def _tuple_of(hint: Any, where: str) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
     """Return what builds and what flattens a tuple of any length, whose items are of type `hint`."""
-    wire_type, build, flatten = _field(hint)
+    wire_type, build, flatten = _field(hint, where)
 
     def build_all(items: Row) -> Row:
         if build is not None and is_dataclass(hint):

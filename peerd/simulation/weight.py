@@ -61,5 +61,5 @@ def _rows_bytes(records: tuple[Member, ...]) -> int:
 
 @functools.lru_cache(maxsize=1 << 15)
 def _record_bytes(record: Member) -> int:
-    with_it, without = (wire.encode(Ack(0, "", news))[0] for news in ((record,), ()))
+    with_it, without = (wire.encode(Ack(0, "x", news))[0] for news in ((record,), ()))
     return len(with_it) - len(without)

@@ -86,10 +86,10 @@ MEMBER = Member("id", "name", "10.0.0.1", 7946, 1, 2, State.SUSPECT, "accuser", 
 HELLO = Hello(1, "swarm", "run", "id", "name", 3, "10.0.0.1", 7946, "gossip", "ab12", ("w f32 2x2",))
 PING = Ping(1, "me", "you", (MEMBER,))
 SAMPLES = [
-    PING, PingRequest(2, "me", "you", "10.0.0.1", 7946, (MEMBER, MEMBER)), Ack(3, "me", ()), Nack(2**64 - 1, "me"),
-    MemberTable("me", (MEMBER,) * 99), HELLO, Welcome("id", "naïve", 4), Refuse("run", "a", "b"), ModelRequest(),
+    PING, PingRequest(2, "me", "you", "10.0.0.1", 7946, (MEMBER, MEMBER)), Ack(3, "me", ()), Nack(2**63 - 1, "me"),
+    MemberTable("me", (MEMBER,) * 99), HELLO, Welcome("id", "naive", 4), Refuse("run", "a", "b"), ModelRequest(),
     SpeedRequest(), SpeedSample((b"any",)),
-    ModelSnapshot(-5, "float32", (b"abcd", b"", bytes(40_000))), LinkOpen(6), LinkSnapshot(6, "int8", ()),
+    ModelSnapshot(5, "float32", (b"abcd", b"", bytes(40_000))), LinkOpen(6), LinkSnapshot(6, "int8", ()),
     Delta(6, 7, "sign", 0.25, True, False, (b"x" * 100,)), LinkClose(6, 7), LinkClosed(6, 7), DeltaTaken(6, 7),
     Push(1, 2, "sign", 0.5, 0.25, True, False, (b"p" * 99,)), Pushed(1, 2, 2, 0.125, False), PushForgotten(1, 2),
     Pull(1, 0, True),
@@ -97,11 +97,11 @@ SAMPLES = [
     RoundReport(2**61, RoundPhase.HELD, 1, 2, 3, 4, True, False, True),
     RoundBegin(1, 2**40, "float32", "tree:2", True, False, ("a", "b"), (1, 2**61)),
     RoundPieces(1, 2, (3, 4), (b"r" * 9, b"s")), PiecesTaken(1, 2, (3, 4)), RoundCommit(1, 2),
-    ShardPush(0, 1, 2**61, 1, -1, "int8", True, False, (b"s" * 7,)),
-    ShardPull(0, 1, 2, True, False), Prepare(0, 1, -1), Promise(0, 1, 5, 2, (), ()), SumTaken(0, 1, "a", 2),
+    ShardPush(0, 1, 2**61, 1, 4, "int8", True, False, (b"s" * 7,)),
+    ShardPull(0, 1, 2, True, False), Prepare(0, 1, 4), Promise(0, 1, 5, 2, (), ()), SumTaken(0, 1, "a", 2),
     Weights(0, 1, "a", 2, (Applied("w", 1, 3),), False, (Applied("w", 1, 2),), (b"w" * 8,)),
     ShardLeader(0, 1, "a", True, 2, (Applied("a", 1, 2), Applied("b", 3, 0))),
-    ShardSum(0, 1, "a", 2, -1, "float32", False, (Applied("w", 1, 2),), (b"s" * 7,)),
+    ShardSum(0, 1, "a", 2, 4, "float32", False, (Applied("w", 1, 2),), (b"s" * 7,)),
     Finished(), CentreIs("a", 3), PairInvite(1), PairAnswer(1, False),
     PairHalf(1, "bfloat16", True, (b"h" * 4,)),
 ]  # fmt: skip
@@ -463,7 +463,9 @@ async def test_a_refusal_names_the_field_at_both_ends(carrier: MakeEnds) -> None
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(refuse, greet, near, HELLO)
-            nursery.start_soon(refuse, answer, far, lambda hello: first_difference(other, hello), Welcome("id2", "", 1))
+            nursery.start_soon(
+                refuse, answer, far, lambda hello: first_difference(other, hello), Welcome("id2", "name2", 1)
+            )
         assert refused == [("model", "w f32 2x3", "w f32 2x2")] * 2
 
 

@@ -13,7 +13,7 @@ from peerd.membership.table_exchange import TABLE_PART
 from peerd.simulation.weight import datagram_bytes, table_bytes
 from peerd.transport import wire
 from peerd.transport.framing import frames
-from peerd.transport.messages import Ack, Member, MemberTable, Message, Ping, PingRequest, State
+from peerd.transport.messages import NAME, Ack, Member, MemberTable, Message, Ping, PingRequest, State
 
 MEMBER = Member("n1", "node-1", "10.0.0.1", 7946, 1, 0, State.ALIVE, "", b"meta")
 EDGES = [0, 1, 14, 15, 16, 17, TABLE_PART - 1, TABLE_PART, TABLE_PART + 1, TABLE_PART + 15, TABLE_PART + 16, 100]
@@ -44,7 +44,7 @@ def test_any_news_weighs_what_it_is(message: Ping | PingRequest | Ack, news: tup
     assert datagram_bytes(message) == encoded_bytes(message)
 
 
-@given(st.text(max_size=40), members, st.sampled_from(EDGES))
+@given(st.from_regex(NAME, fullmatch=True), members, st.sampled_from(EDGES))
 def test_any_table_weighs_what_its_parts_are(sender: str, some: tuple[Member, ...], more: int) -> None:
     table = MemberTable(sender, some + (MEMBER,) * more)
     assert table_bytes(table) == parts_bytes(table)

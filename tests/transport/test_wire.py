@@ -11,7 +11,7 @@ import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from wire_strategies import datagrams, messages
+from wire_strategies import datagrams, instances_of, messages
 
 from peerd.transport import wire
 from peerd.transport.errors import PeerError
@@ -20,12 +20,17 @@ from peerd.transport.messages import (
     Ack,
     Delta,
     Hello,
+    LinkClose,
     LinkClosed,
     Member,
     Message,
     ModelSnapshot,
+    PiecesTaken,
     Ping,
     PingRequest,
+    Plan,
+    RoundBegin,
+    RoundCommit,
     State,
 )
 
@@ -226,3 +231,66 @@ def test_a_datagram_of_another_version_is_refused() -> None:
     datagram[2] += 1
     with pytest.raises(PeerError, match="version"):
         wire.decode_datagram(bytes(datagram))
+
+
+# --------------------------------------------------------------------------------------------------------- ranges
+
+OUT_OF_RANGE = {
+    "a negative number": (at([0], -1), Ping),
+    "a number of 64 bits": (at([0], 2**64 - 1), Ping),
+    "no port": (at([3, 0, 3], 65536), Ping),
+    "a negative port": (at([3, 0, 3], -1), Ping),
+    "an epoch that no sum holds": (at([3, 0, 4], 2**53), Ping),
+    "an incarnation that no sum holds": (at([3, 0, 5], 2**53), Ping),
+    "a name of markup": (at([3, 0, 1], "[/x]"), Ping),
+    "a name with a colour": (at([3, 0, 1], "\x1b[31m"), Ping),
+    "a name with a line": (at([3, 0, 1], "a\nb"), Ping),
+    "a name that ends a line": (at([3, 0, 1], "a\n"), Ping),
+    "no id": (at([1], ""), Ping),
+    "a host with a blank": (at([3, 0, 2], "a b"), Ping),
+    "a round that no sum holds": ([2**53, 1], RoundCommit),
+    "the number of a later plan than people make": ([2**32 + 1, "a", True, "gossip"], Plan),
+    "a plan of control characters": ([1, "a", True, "gossip\x1b[2J"], Plan),
+    "a negative step": ([[], -1, "sign"], ModelSnapshot),
+    "a negative length of life": ([1, -1], LinkClose),
+    "one of the lives": ([1, 2, "sign", "ring", True, True, ["a"], [-1]], RoundBegin),
+    "one of the pieces": ([1, 2, [3, 2**53]], PiecesTaken),
+}
+
+
+@pytest.mark.parametrize(("row", "cls"), OUT_OF_RANGE.values(), ids=OUT_OF_RANGE.keys())
+def test_what_is_out_of_its_range_is_refused_before_anything_is_built(row: list[Any], cls: type[Message]) -> None:
+    with pytest.raises(PeerError, match=r"is .*, not (from|like) "):
+        wire.decode(cls.KIND, msgpack.packb(row), LIMIT)
+
+
+def ours_out_of_range() -> list[Message]:
+    return [
+        RoundCommit(2**53, 1),
+        RoundCommit(-1, 1),
+        PiecesTaken(1, 1, (-1,)),
+        replace(PING, news=(replace(MEMBER, port=65536),)),
+        replace(PING, sender="[/x]"),
+        Plan(2**32 + 1, "a"),
+    ]
+
+
+@pytest.mark.parametrize("message", ours_out_of_range(), ids=repr)
+def test_what_we_send_is_in_its_range(message: Message) -> None:
+    with pytest.raises(ValueError, match=r"not (from|like) "):
+        wire.encode(message)
+
+
+@given(st.sampled_from([*MESSAGES.values()]), st.data())
+def test_every_whole_number_has_a_range_and_is_held_to_it(cls: type[Message], data: st.DataObject) -> None:
+    message = data.draw(instances_of(cls))
+    header = list(msgpack.unpackb(wire.encode(message)[0]))
+    for index, value in enumerate(header):
+        if type(value) is int:
+            beyond = [
+                *header[:index],
+                data.draw(st.integers(2**63, 2**64 - 1) | st.integers(-(2**63), -2)),
+                *header[index + 1 :],
+            ]
+            with pytest.raises(PeerError):
+                wire.decode(cls.KIND, msgpack.packb(beyond), LIMIT)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import fields, is_dataclass
 from enum import IntEnum
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from hypothesis import strategies as st
 
-from peerd.transport.messages import MESSAGES, Chunk, Message
+from peerd.transport.messages import COUNT, MESSAGES, Chunk, Message, Within
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=64)  # at most 256 bytes
 chunks = st.lists(st.binary(max_size=64), max_size=4).map(tuple)
@@ -18,7 +18,12 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
     if hint is bool:
         return st.booleans()
     if hint is int:
-        return st.integers(-(2**63), 2**64 - 1)
+        hint = Annotated[int, COUNT]
+    if get_origin(hint) is Annotated:
+        rule = get_args(hint)[1]
+        if isinstance(rule, Within):
+            return st.integers(rule.low, rule.high)
+        return st.from_regex(rule, fullmatch=True)
     if hint is float:
         return st.floats(allow_nan=False, allow_infinity=False)
     if hint is str:
@@ -35,7 +40,7 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
 
 
 def instances_of(cls: Any) -> st.SearchStrategy[Any]:
-    hints = get_type_hints(cls)
+    hints = get_type_hints(cls, include_extras=True)
     return st.builds(cls, **{field.name: values_of(hints[field.name]) for field in fields(cls)})
 
 

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from peerd.transport.messages.base import CHUNK_VALUES, MESSAGES, Chunk, Chunks, Connected, Message
+from peerd.transport.messages.base import (
+    CHUNK_VALUES,
+    COUNT,
+    MESSAGES,
+    NAME,
+    Chunk,
+    Chunks,
+    Connected,
+    Message,
+    Within,
+)
 from peerd.transport.messages.greeting import (
     BulkAnswer,
     BulkOffer,
@@ -15,7 +25,7 @@ from peerd.transport.messages.greeting import (
     Welcome,
 )
 from peerd.transport.messages.membership import Ack, Member, MemberTable, Nack, Ping, PingRequest, State
-from peerd.transport.messages.model import AS_STARTED, ModelRequest, ModelSnapshot, Plan
+from peerd.transport.messages.model import AS_STARTED, PLAN_NUMBER_MAX, ModelRequest, ModelSnapshot, Plan
 from peerd.transport.messages.one_way import Pull, Push, Pushed, PushForgotten
 from peerd.transport.messages.pairs import (
     CentreIs,
@@ -46,7 +56,10 @@ from peerd.transport.messages.rounds import PiecesTaken, RoundBegin, RoundCommit
 __all__ = [
     "AS_STARTED",
     "CHUNK_VALUES",
+    "COUNT",
     "MESSAGES",
+    "NAME",
+    "PLAN_NUMBER_MAX",
     "Ack",
     "Applied",
     "BulkAnswer",
@@ -100,4 +113,5 @@ __all__ = [
     "SumTaken",
     "Weights",
     "Welcome",
+    "Within",
 ]

@@ -6,15 +6,40 @@ named `chunks`, which travels outside the msgpack header and is never copied on 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 Chunk = bytes | bytearray | memoryview
 Chunks = tuple[Chunk, ...]
 
 CHUNK_VALUES = 1 << 20
 """Values a chunk encodes: 4 MiB of float32, so that no chunk exceeds 4 MiB raw or on the wire."""
+
+
+@dataclass(frozen=True, slots=True)
+class Within:
+    """The range of a whole number, both ends included; one that declares none is a count."""
+
+    low: int
+    high: int
+
+
+COUNT = Within(0, (1 << 53) - 1)  # what a float64 holds exactly, and far from where sums leave 64 bits
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}", re.ASCII)
+
+Port = Annotated[int, Within(0, 65535)]
+Drawn = Annotated[int, Within(0, (1 << 63) - 1)]
+"""A number that was drawn at random, and is compared only."""
+Name = Annotated[str, NAME]
+"""Of a node, a swarm, a codec; ids are names too."""
+NameOrNone = Annotated[str, re.compile(f"(?:{NAME.pattern})?", re.ASCII)]
+Host = Annotated[str, re.compile(r"[A-Za-z0-9._:%-]{0,255}", re.ASCII)]
+Hex = Annotated[str, re.compile(r"[0-9a-f]{0,64}", re.ASCII)]
+Word = Annotated[str, re.compile(r"[!-~]{0,128}", re.ASCII)]
+"""Of a mode and its argument, a topology: what can be seen, and no blank."""
+Words = Annotated[str, re.compile(r"[ -~]{0,200}", re.ASCII)]
 
 KIND_END = 255  # that is a chunk's frame
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from peerd.transport.messages.base import Chunks, Message
+from peerd.transport.messages.base import Chunks, Drawn, Hex, Host, Message, Name, NameOrNone, Port, Word
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,15 +14,15 @@ class Hello(Message):
 
     KIND: ClassVar[int] = 16
     protocol: int
-    swarm: str
-    run: str
-    node: str
-    name: str
+    swarm: NameOrNone
+    run: NameOrNone
+    node: Name
+    name: Name
     epoch: int
-    host: str
-    port: int
-    mode: str
-    model: str  # hex hash of names, shapes and dtypes; "" while no trainer is attached
+    host: Host
+    port: Port
+    mode: Word
+    model: Hex  # hex hash of names, shapes and dtypes; "" while no trainer is attached
     tensors: tuple[str, ...]  # the first tensors as "name dtype shape", so that a refusal can name the one that differs
 
 
@@ -31,8 +31,8 @@ class Welcome(Message):
     """The acceptor's answer: who it is."""
 
     KIND: ClassVar[int] = 17
-    node: str
-    name: str
+    node: Name
+    name: Name
     epoch: int
 
 
@@ -41,7 +41,7 @@ class Refuse(Message):
     """The acceptor's other answer: the field that differs, with the value on its side and on the dialler's."""
 
     KIND: ClassVar[int] = 18
-    field: str
+    field: Name
     here: str
     there: str
 
@@ -52,7 +52,7 @@ class BulkOffer(Message):
 
     KIND: ClassVar[int] = 19
     version: str  # of what would carry them; another one may not understand the address
-    channel: int  # the dialler's number for it, which opens what is sent there
+    channel: Drawn  # the dialler's number for it, which opens what is sent there
     address: tuple[bytes, ...]  # in parts
 
 
@@ -62,7 +62,7 @@ class BulkAnswer(Message):
 
     KIND: ClassVar[int] = 20
     refusal: str
-    channel: int
+    channel: Drawn
     address: tuple[bytes, ...]
 
 
@@ -71,7 +71,7 @@ class Challenge(Message):
     """In place of a greeting: prove that you hold the key of `node`, the asker's too (peerd/daemon/twin_proof.py)."""
 
     KIND: ClassVar[int] = 21
-    node: str
+    node: Name
     nonce: bytes  # 32, random
     life: bytes  # 16, random, of the asker's process
     epoch: int
@@ -84,8 +84,8 @@ class Proof(Message):
     KIND: ClassVar[int] = 22
     life: bytes
     epoch: int
-    host: str
-    port: int
+    host: Host
+    port: Port
     signature: bytes  # 64, Ed25519
 
 

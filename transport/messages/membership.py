@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import ClassVar
 
-from peerd.transport.messages.base import Message
+from peerd.transport.messages.base import Drawn, Host, Message, Name, NameOrNone, Port
 
 
 class State(IntEnum):
@@ -22,14 +22,14 @@ class State(IntEnum):
 class Member:
     """One row of the membership table, as it travels."""
 
-    id: str
-    name: str
-    host: str
-    port: int
+    id: Name
+    name: Name
+    host: Host
+    port: Port
     epoch: int  # counts the starts of this identity: a restart supersedes everything said of the previous life
     incarnation: int  # raised by the subject alone, to refute a suspicion
     state: State
-    accuser: str  # who suspects or declared it failed; "" otherwise
+    accuser: NameOrNone  # who suspects or declared it failed; "" otherwise
     meta: bytes  # at most 512 bytes; what the member says of itself
 
 
@@ -38,9 +38,9 @@ class Ping(Message):
     """Are you there? `target` is the id expected at the address."""
 
     KIND: ClassVar[int] = 1
-    seq: int
-    sender: str
-    target: str
+    seq: Drawn
+    sender: Name
+    target: Name
     news: tuple[Member, ...]
 
 
@@ -49,11 +49,11 @@ class PingRequest(Message):
     """Probe `target` for me (an indirect probe)."""
 
     KIND: ClassVar[int] = 2
-    seq: int
-    sender: str
-    target: str
-    host: str
-    port: int
+    seq: Drawn
+    sender: Name
+    target: Name
+    host: Host
+    port: Port
     news: tuple[Member, ...]
 
 
@@ -62,8 +62,8 @@ class Ack(Message):
     """The probe numbered `seq` was answered."""
 
     KIND: ClassVar[int] = 3
-    seq: int
-    sender: str
+    seq: Drawn
+    sender: Name
     news: tuple[Member, ...]
 
 
@@ -72,8 +72,8 @@ class Nack(Message):
     """I am here, but the target you asked me to probe has not answered yet (Lifeguard)."""
 
     KIND: ClassVar[int] = 4
-    seq: int
-    sender: str
+    seq: Drawn
+    sender: Name
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,5 +81,5 @@ class MemberTable(Message):
     """One side of a push-pull: everything this node believes."""
 
     KIND: ClassVar[int] = 5
-    sender: str
+    sender: Name
     members: tuple[Member, ...]

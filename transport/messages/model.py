@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from peerd.transport.messages.base import Chunks, Message
+from peerd.transport.messages.base import Chunks, Message, Name, NameOrNone, Within, Words
+
+PLAN_NUMBER_MAX = 1 << 32  # of proposals that people make
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +24,7 @@ class ModelSnapshot(Message):
     KIND: ClassVar[int] = 33
     about: ClassVar[tuple[str, ...]] = ("KIND",)  # of any step: one that waits is enough
     step: int
-    codec: str
+    codec: Name
     chunks: Chunks
 
 
@@ -31,10 +33,10 @@ class Plan(Message):
     """How a swarm combines models (plan.py); on a connection: what the messages after it were meant under."""
 
     KIND: ClassVar[int] = 34
-    number: int = 0  # 0: as each node was started
-    author: str = ""
+    number: Annotated[int, Within(0, PLAN_NUMBER_MAX)] = 0  # 0: as each node was started
+    author: NameOrNone = ""
     done: bool = True  # False: one exact average of all models comes first
-    text: str = ""  # the mode, and its settings as key=value, with blanks between; "": as each node was started
+    text: Words = ""  # the mode, and its settings as key=value, with blanks between; "": as each node was started
 
     @property
     def once(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from peerd.transport.messages.base import Chunks, Message
+from peerd.transport.messages.base import Chunks, Drawn, Message, Name
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,9 +15,9 @@ class Push(Message):
     KIND: ClassVar[int] = 56
     about: ClassVar[tuple[str, ...]] = ("link", "seq")
     wants_answer: ClassVar[bool] = True
-    link: int
+    link: Drawn
     seq: int
-    codec: str
+    codec: Name
     gain: float  # what the sender's measured contraction allows
     weight: float  # push-sum: all the weight that ever went over this link; 0 in other modes
     finishing: bool  # the sender's trainer has ended: it is flushing
@@ -30,7 +30,7 @@ class Pushed(Message):
     """All of `link` up to number `taken` is in my model."""
 
     KIND: ClassVar[int] = 57
-    link: int
+    link: Drawn
     seq: int  # counts these answers: a later one is not the repetition of one that still waits
     taken: int
     distance: float  # ||what I know of your model - mine||
@@ -42,7 +42,7 @@ class PushForgotten(Message):
     """I do not hold `link` (any more), of which I took all up to `seq`: start a new one."""
 
     KIND: ClassVar[int] = 58
-    link: int
+    link: Drawn
     seq: int
 
 
@@ -52,6 +52,6 @@ class Pull(Message):
 
     KIND: ClassVar[int] = 59
     wants_answer: ClassVar[bool] = True
-    link: int
+    link: Drawn
     seq: int
     back: bool  # the sender asks because it was asked, and does not want to be asked for this

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from peerd.transport.messages.base import Chunks, Message
+from peerd.transport.messages.base import COUNT, Chunks, Drawn, Message, Name, NameOrNone, Within
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +13,7 @@ class LinkOpen(Message):
     """Start a paired-reference link named `link`: answer with a LinkSnapshot, or with LinkClosed to decline."""
 
     KIND: ClassVar[int] = 48
-    link: int
+    link: Drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,8 @@ class LinkSnapshot(Message):
 
     KIND: ClassVar[int] = 49
     about: ClassVar[tuple[str, ...]] = ("link",)
-    link: int
-    codec: str
+    link: Drawn
+    codec: Name
     chunks: Chunks
 
 
@@ -33,9 +33,9 @@ class Delta(Message):
 
     KIND: ClassVar[int] = 50
     about: ClassVar[tuple[str, ...]] = ("link", "seq")
-    link: int
-    seq: int
-    codec: str
+    link: Drawn
+    seq: Drawn
+    codec: Name
     gain: float  # what the sender's measured contraction allows; both ends use the smaller of the two
     wants_answer: bool
     finishing: bool  # the sender's trainer has ended: it is flushing
@@ -47,7 +47,7 @@ class LinkClose(Message):
     """I want to drop `link`, which I hold at `version`; say LinkClosed when nothing is under way."""
 
     KIND: ClassVar[int] = 51
-    link: int
+    link: Drawn
     version: int
 
 
@@ -56,8 +56,8 @@ class LinkClosed(Message):
     """I do not hold `link` (any more), of which I applied `version` exchanges, and no other will follow."""
 
     KIND: ClassVar[int] = 52
-    link: int
-    version: int = -1  # I know nothing of it
+    link: Drawn
+    version: Annotated[int, Within(-1, COUNT.high)] = -1  # I know nothing of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,8 @@ class DeltaTaken(Message):
     """I have applied exchange `seq` of `link`: you need not keep your half for me."""
 
     KIND: ClassVar[int] = 53
-    link: int
-    seq: int
+    link: Drawn
+    seq: Drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class CentreIs(Message):
     """Elastic averaging: whom the sender takes for the centre; `age` counts its exchanges, if that is the sender."""
 
     KIND: ClassVar[int] = 96
-    node: str
+    node: NameOrNone
     age: int
 
 
@@ -83,7 +83,7 @@ class PairInvite(Message):
     """NoLoCo: I have made my local steps; will you be my partner in exchange `seq`?"""
 
     KIND: ClassVar[int] = 97
-    seq: int
+    seq: Drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class PairAnswer(Message):
     """I wait for your half of exchange `seq`, or will have no part in it."""
 
     KIND: ClassVar[int] = 98
-    seq: int
+    seq: Drawn
     accepts: bool
 
 
@@ -101,7 +101,7 @@ class PairHalf(Message):
 
     KIND: ClassVar[int] = 99
     about: ClassVar[tuple[str, ...]] = ("seq",)
-    seq: int
-    codec: str
+    seq: Drawn
+    codec: Name
     wants_answer: bool
     chunks: Chunks

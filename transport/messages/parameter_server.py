@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from peerd.transport.messages.base import Chunks, Message
+from peerd.transport.messages.base import COUNT, Chunks, Drawn, Message, Name, NameOrNone, Within
+
+Clock = Annotated[int, Within(-1, COUNT.high)]  # -1: of a model that came from no server
 
 
 @dataclass(frozen=True, slots=True)
 class Applied:
     """The last push of a worker's life that went into some weights, as it travels."""
 
-    worker: str
-    life: int
+    worker: Name
+    life: Drawn
     seq: int
 
 
@@ -25,10 +27,10 @@ class ShardPush(Message):
     about: ClassVar[tuple[str, ...]] = ("shard", "seq")
     shard: int
     seq: int
-    life: int  # of the worker: a restarted one counts from 1 again
+    life: Drawn  # of the worker: a restarted one counts from 1 again
     oldest: int  # those before it will not come (again)
-    clock: int
-    codec: str
+    clock: Clock
+    codec: Name
     wants_answer: bool  # False: the worker has gone on already, and says it again to a new server
     finishing: bool  # this worker's trainer has ended: nobody need wait for its next push
     chunks: Chunks
@@ -41,7 +43,7 @@ class ShardPull(Message):
     KIND: ClassVar[int] = 81
     shard: int
     seq: int
-    life: int
+    life: Drawn
     passes: bool  # another shard's server keeps me waiting: close this round without me
     knows: bool  # who serves the shard, and by which tree
 
@@ -54,8 +56,8 @@ class Weights(Message):
     about: ClassVar[tuple[str, ...]] = ("shard", "term", "clock")
     shard: int
     term: int
-    server: str
-    clock: int
+    server: NameOrNone
+    clock: Clock
     answers: tuple[Applied, ...]  # whom it is for, the receiver or those below it, with the last push of each that came
     final: bool  # every member's run has ended
     applied: tuple[Applied, ...]
@@ -69,7 +71,7 @@ class Prepare(Message):
     KIND: ClassVar[int] = 83
     shard: int
     term: int
-    clock: int
+    clock: Clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +82,8 @@ class Promise(Message):
     about: ClassVar[tuple[str, ...]] = ("shard", "term", "clock")
     shard: int
     term: int  # of the claim
-    life: int  # of the sender's worker
-    clock: int
+    life: Drawn  # of the sender's worker
+    clock: Clock
     applied: tuple[Applied, ...]
     chunks: Chunks
 
@@ -93,7 +95,7 @@ class ShardLeader(Message):
     KIND: ClassVar[int] = 85
     shard: int
     term: int
-    server: str
+    server: NameOrNone
     serving: bool
     arity: int  # of the tree by which pushes come,
     tree: tuple[Applied, ...]  # and who is in it, by rank, with the last push of each in the weights; empty: none
@@ -107,10 +109,10 @@ class ShardSum(Message):
     about: ClassVar[tuple[str, ...]] = ("shard", "term", "clock", "seq")
     shard: int
     term: int
-    server: str
+    server: NameOrNone
     seq: int
-    clock: int
-    codec: str
+    clock: Clock
+    codec: Name
     finishing: bool  # the trainers of all these workers have ended
     parts: tuple[Applied, ...]
     chunks: Chunks
@@ -123,7 +125,7 @@ class SumTaken(Message):
     KIND: ClassVar[int] = 88
     shard: int
     term: int
-    server: str
+    server: NameOrNone
     seq: int
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import ClassVar
 
-from peerd.transport.messages.base import Chunks, Message
+from peerd.transport.messages.base import Chunks, Drawn, Message, Name, Word
 
 
 class RoundPhase(IntEnum):
@@ -24,7 +24,7 @@ class RoundReport(Message):
 
     KIND: ClassVar[int] = 64
     supersedes: ClassVar[bool] = True  # an older one that has not left yet is worth nothing
-    life: int  # drawn at random by each life of a member
+    life: Drawn  # drawn at random by each life of a member
     phase: RoundPhase
     round: int  # number of the last round that it applied
     agreed: int  # the attempt that this was
@@ -43,12 +43,12 @@ class RoundBegin(Message):
     KIND: ClassVar[int] = 65
     round: int
     attempt: int
-    codec: str
-    topology: str
+    codec: Name
+    topology: Word
     whole: bool  # contribute the model; else its difference from the last agreed one
     final: bool  # the last round of a run
-    roster: tuple[str, ...]
-    lives: tuple[int, ...]  # of the roster's members: a later life is not meant
+    roster: tuple[Name, ...]
+    lives: tuple[Drawn, ...]  # of the roster's members: a later life is not meant
 
 
 @dataclass(frozen=True, slots=True)
