@@ -5,6 +5,9 @@ list of effects, which the shell performs: in the daemon a thread handles and th
 are one call. A mode may be followed by another one on the same model. Before, the old one begins nothing new, so that
 what is under way comes to its end; after, what the trainer reports before it knows of the new mode's barrier is not
 meant for it: it may have gone on since.
+
+A mode hears its members alone: who is ready under its plan, or was until a minute ago. Whatever comes from anybody else
+is counted, and waits in early.py for the news that its sender is a member; no mode makes anything of it before.
 """
 
 from __future__ import annotations
@@ -15,12 +18,14 @@ from typing import ClassVar, Protocol
 
 from peerd.training.codecs import vector
 from peerd.training.codecs.vector import Layout
+from peerd.training.early import EarlyMessages
 from peerd.training.effects import Effect, Publish, Send, StepReport, Vector
 from peerd.training.mode import Mode
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import AS_STARTED, Connected, Message, ModelSnapshot, Plan
 
 SNAPSHOT_CODEC = "float32"  # a newcomer starts from exactly the donor's model
+LAST_WORDS_S = 60.0  # how long one who has gone is heard: what it said last may come after the news of its leave
 
 
 class Model(Protocol):
@@ -150,6 +155,9 @@ class ModeCore:
         self._winds_up = False
         self._last_report: StepReport | None = None
         self._partners: frozenset[NodeId] = frozenset()
+        self._members: frozenset[NodeId] = frozenset()  # as the mode knows them
+        self._gone: dict[NodeId, float] = {}  # who was one, and when it went
+        self._early = EarlyMessages()
         self._began: dict[NodeId, float] = {}
 
     def handle(self, event: ModeEvent, now: float) -> list[Effect]:
@@ -174,6 +182,7 @@ class ModeCore:
             case PeersChanged(alive):
                 came = [Publish()] if alive - self._partners else []  # what they hear of is the model as it is
                 self._partners = alive
+                self._note_members(alive, now)
                 for gone in self._began.keys() - alive:
                     del self._began[gone]
                 return [*came, *mode.on_peers(alive, now)] if mode is not None else []
@@ -185,6 +194,10 @@ class ModeCore:
         """What concerns nothing but a mode that there is."""
         match event:
             case Received(sender, message, plan) if plan == self.plan and not self.wound_up:
+                if not self._hears(sender, now):
+                    mode.counts["unheard"] += 1
+                    self._early.keep(sender, message)
+                    return []
                 self.slowest_s = max(self.slowest_s, now - self._began.pop(sender, now))
                 return mode.on_message(sender, message, now)
             case Reconnected(peer):
@@ -206,6 +219,11 @@ class ModeCore:
                 return mode.on_step(last, now) if last is not None and last.finishing else []
         return []
 
+    def came_early(self) -> list[Received]:
+        """What those said who have become members by the last event: handle it next, and drop whoever breaks a rule."""
+        came = self._early.take(self._members)
+        return [Received(sender, message, self.plan) for sender, message in came]
+
     def sent(self, peer: NodeId, message: Message, now: float) -> None:
         """A message leaves; how long its answer takes is `slowest_s`' business."""
         if getattr(message, "wants_answer", False):
@@ -219,7 +237,17 @@ class ModeCore:
         self.plan = event.plan
         self._winds_up = self.wound_up = False
         self._began.clear()
+        self._early.clear()
+        self._note_members(event.alive, now)
         return self.mode.on_peers(event.alive, now)
+
+    def _note_members(self, members: frozenset[NodeId], now: float) -> None:
+        went = dict.fromkeys(self._members - members, now)
+        lately = {id: at for id, at in self._gone.items() if now - at < LAST_WORDS_S and id not in members}
+        self._members, self._gone = members, lately | went
+
+    def _hears(self, sender: NodeId, now: float) -> bool:
+        return sender in self._members or now - self._gone.get(sender, float("-inf")) < LAST_WORDS_S
 
     def _values(self) -> Vector:
         """Of the model as it is then: another trainer brings another one."""

@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from peerd.node.model_copy import ModelCopy
-from peerd.training.effects import Apply, Effect
-from peerd.training.mode_core import ModeCore, ModeEvent, Stepped
+from peerd.training.effects import Apply, Effect, Log
+from peerd.training.mode_core import ModeCore, ModeEvent, PeersChanged, Stepped
+from peerd.transport.errors import PeerError
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,20 @@ class NodeCore(ModeCore):
 
     def handle_all(self, event: NodeEvent, now: float) -> list[NodeEffect]:
         """`handle`, corrections applied; the trainer is told until when it has nothing to report."""
+        effects = self._applied(event, now)
+        for early in self.came_early() if isinstance(event, PeersChanged) else ():
+            try:
+                effects += self._applied(early, now)
+            except PeerError as error:  # its connection may be another one by now
+                effects.append(Log("warning", f"dropped what came early from {early.sender!r:.80}: {error}"))
+        if self.model is None:
+            return effects
+        if self.mode is not None:
+            self.model.be_quiet(self.mode.quiet)
+        buffer = self.model.drain()
+        return effects if buffer is None else [*effects, TakeBuffer(buffer)]
+
+    def _applied(self, event: NodeEvent, now: float) -> list[NodeEffect]:
         effects: list[NodeEffect] = []
         for effect in self._follow(event, now):
             if isinstance(effect, Apply):
@@ -90,12 +105,7 @@ class NodeCore(ModeCore):
                     self.model.add(effect.correction)
             else:
                 effects.append(effect)
-        if self.model is None:
-            return effects
-        if self.mode is not None:
-            self.model.be_quiet(self.mode.quiet)
-        buffer = self.model.drain()
-        return effects if buffer is None else [*effects, TakeBuffer(buffer)]
+        return effects
 
     def _follow(self, event: NodeEvent, now: float) -> Sequence[NodeEffect]:
         model = self.model

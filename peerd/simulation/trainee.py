@@ -225,6 +225,8 @@ class SimulatedTrainer:
         self._partners_due = False
         if self.mode is not None:
             self._handle(PeersChanged(frozenset(self._partners)))
+            for early in self._core.came_early():
+                self.receive(early.sender, early.message)
             self._maybe_go()
 
     def reconnected(self, peer: NodeId) -> None:

@@ -12,7 +12,7 @@ from peerd.local.shared_memory import SharedMemory
 from peerd.node.core import BufferTaken, CopyRead, ModelIs, ModelWanted, NodeCore, Nothing, TakeBuffer
 from peerd.node.model_copy import ModelCopy
 from peerd.training.effects import Apply, Effect, Publish, StepReport
-from peerd.training.mode_core import Received, Stepped
+from peerd.training.mode_core import PeersChanged, Received, Stepped
 from peerd.training.modes import EVERY_STEP
 from peerd.transport.messages import Finished
 
@@ -42,6 +42,7 @@ def test_corrections_are_in_the_copy_before_anything_is_performed() -> None:
     other.close_fd()
     core, mode = NodeCore(), Asking()
     core.model, core.mode = ModelCopy(other), mode  # type: ignore[assignment]
+    core.handle_all(PeersChanged(frozenset("a")), 0.0)
     mode.asks = [Apply(np.array([1, 2], np.float32)), Publish(), Apply(np.array([10, 20], np.float32))]
     publish, first = core.handle_all(Received("a", Finished()), 0.0)
     assert publish == Publish()

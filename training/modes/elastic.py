@@ -27,6 +27,7 @@ from functools import partial
 import numpy as np
 
 from peerd.training.codecs.vector import GAIN_MAX, Layout
+from peerd.training.counts import within_step
 from peerd.training.effects import Apply, Effect, Proceed, Send, StepReport, Vector
 from peerd.training.flush import FLUSH_TOLERANCE
 from peerd.training.mode import LinkedMode, LinkStatus, ModeMaker, ModeSettings
@@ -216,6 +217,7 @@ class Elastic(LinkedMode):
     # ---------------------------------------------------------------- who is the centre
 
     def _on_news(self, sender: NodeId, news: CentreIs, now: float) -> list[Effect]:
+        within_step("a centre's age", news.age, self._age)
         if sender != news.node:
             if sender != self.centre:
                 return []

@@ -36,7 +36,7 @@ from peerd.training.parameter_server.shard_server import RATES, Rule, ShardServe
 from peerd.training.parameter_server.shard_state import WEIGHTS_CODEC, Members, ShardState, exact
 from peerd.training.parameter_server.tree import parse_arity
 from peerd.training.parameter_server.tree_node import TreeRelay
-from peerd.training.parameter_server.worker import NEVER, Part, Worker
+from peerd.training.parameter_server.worker import Part, Worker
 from peerd.transport.errors import PeerError
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import (
@@ -192,10 +192,10 @@ class ParameterServer(ModeClass):
                 if seats.on_serves(sender, message, now):
                     self._tell(seats.seat(message.shard))
             case ShardSum():
-                seat = seats.seat(message.shard, message.term, message.seq, message.clock - NEVER)
+                seat = seats.seat(message.shard, message.seq, term=message.term, clock=message.clock)
                 self._branches.on_sum(seat, sender, message)
             case SumTaken():
-                seat = seats.seat(message.shard, message.term, message.seq)
+                seat = seats.seat(message.shard, message.seq, term=message.term)
                 self._branches.on_taken(seat, sender, message)
             case Finished():
                 self._members.finished.add(sender)

@@ -30,6 +30,7 @@ from peerd.transport.ids import NodeId
 from peerd.transport.messages import Connected, Message, Push, Pushed, PushForgotten
 
 STILL_AFTER = 4  # pushes that came, or were asked for, since the last own exchange: of equals one in 270 gets more
+DISTANCE_MAX = 1e100  # what is said of one; its square is a float
 ROUNDS_UNHEARD = 4  # of the flush, to partners that send nothing back: then one such in SILENCE_MAX_S
 
 
@@ -180,6 +181,8 @@ class OneWay(PartneredMode[Partner]):
         return effects
 
     def _on_pushed(self, sender: NodeId, message: Pushed, now: float) -> list[Effect]:
+        if not 0 <= message.distance <= DISTANCE_MAX:
+            raise PeerError(f"a distance of {message.distance}")
         outgoing, partner = self._copies.outgoing.get(sender), self._partners.held.get(sender)
         if outgoing is None or outgoing.link != message.link:
             if outgoing is None and partner is not None and message.finishing:
@@ -287,7 +290,7 @@ class OneWay(PartneredMode[Partner]):
         if distance is None:
             parameters = self._layout.parameters
             distance = norm_of_difference(incoming.known[:parameters], self._current()[:parameters])
-        distance = min(distance, 1e300)  # of a model that is not finite (any more)
+        distance = min(distance, DISTANCE_MAX)  # of a model that is not finite (any more)
         finishing = self._report.finishing
         return Send(incoming.peer, Pushed(incoming.link, incoming.answers, incoming.version, distance, finishing))
 

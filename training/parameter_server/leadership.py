@@ -24,6 +24,7 @@ from hashlib import blake2b
 import numpy as np
 
 from peerd.training.codecs import vector
+from peerd.training.counts import COUNT_MAX, within_step
 from peerd.training.parameter_server.shard_server import Rule, ShardServer
 from peerd.training.parameter_server.shard_state import WEIGHTS_CODEC, Members, Newest, Preparing, ShardState, exact
 from peerd.training.parameter_server.tree import TREE_MAX, Tree, tree_of
@@ -43,7 +44,6 @@ from peerd.transport.messages import (
     Weights,
 )
 
-COUNT_MAX = 1 << 53  # of terms, clocks and numbers that a peer may say
 NO_TREE = Tree(0, ())
 HEARD_S = 30.0  # how long a claimant counts as alive that membership does not name
 
@@ -80,13 +80,16 @@ class Leadership:
         self._arity = arity
         self._heard: dict[NodeId, float] = {}  # claimants that membership does not name, and when they last spoke
 
-    def seat(self, shard: int, *counts: int) -> ShardState:
+    def seat(self, shard: int, *counts: int, term: int = 0, clock: int = NEVER) -> ShardState:
         """The seat that a message names, whose other numbers are in bounds. Raises PeerError."""
         if not 0 <= shard < len(self.all):
             raise PeerError(f"shard {shard} of {len(self.all)}")
-        if not all(0 <= count <= COUNT_MAX for count in counts):
+        if not all(0 <= count < COUNT_MAX for count in counts):
             raise PeerError(f"a number out of bounds: {counts}")
-        return self.all[shard]
+        seat = self.all[shard]
+        within_step("a term", term, seat.leader[0])
+        within_step("a clock", clock - NEVER, self._newest(seat)[0] - NEVER)
+        return seat
 
     def owner(self, seat: ShardState) -> NodeId:
         """Who should serve it, of those who are alive."""
@@ -239,7 +242,7 @@ class Leadership:
 
     def on_claim(self, sender: NodeId, message: Prepare, now: float) -> None:
         """Tell the claimant what we have, and follow it."""
-        seat = self.seat(message.shard, message.term, message.clock - NEVER)
+        seat = self.seat(message.shard, term=message.term, clock=message.clock)
         if sender not in self._members.alive:
             self._heard[sender] = now
         clock, applied, weights = self._newest(seat)
@@ -256,7 +259,7 @@ class Leadership:
 
     def on_replica(self, sender: NodeId, message: Promise, now: float) -> None:
         """One answer to our claim. Raises PeerError."""
-        seat = self.seat(message.shard, message.term, message.clock - NEVER)
+        seat = self.seat(message.shard, term=message.term, clock=message.clock)
         claim = seat.claim
         if claim is None or seat.leader != (message.term, self._me) or sender not in claim.waiting:
             return
@@ -270,7 +273,7 @@ class Leadership:
 
     def on_serves(self, sender: NodeId, message: ShardLeader, now: float) -> bool:
         """Somebody says who serves a shard. Says whether that is news to our worker."""
-        seat = self.seat(message.shard, message.term)
+        seat = self.seat(message.shard, term=message.term)
         bid, tree = (message.term, message.server), tree_of(message)
         is_of_now = bid == seat.leader and (seat.server is not None or not message.serving)
         if message.server == self._me and not is_of_now:  # of an earlier life: we claim above it
@@ -303,7 +306,7 @@ class Leadership:
 
     def on_weights(self, sender: NodeId, message: Weights) -> Applied | None:
         """Heed the server, and pass on what is for those below; returns our own worker's answer. Raises PeerError."""
-        seat = self.seat(message.shard, message.term, message.clock)
+        seat = self.seat(message.shard, term=message.term, clock=message.clock)
         bid = (message.term, message.server)
         if sender == message.server:
             if not self._accept_ballot(seat, bid, announced=False):
@@ -317,7 +320,7 @@ class Leadership:
 
     def on_push(self, sender: NodeId, message: ShardPush) -> None:
         """A worker's update. Raises PeerError."""
-        seat = self.seat(message.shard, message.seq, message.oldest, message.clock - NEVER, message.life)
+        seat = self.seat(message.shard, message.seq, message.oldest, message.life, clock=message.clock)
         server = seat.server
         if server is None:
             if sender == self._me and seat.aggregator is not None:

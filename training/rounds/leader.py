@@ -53,6 +53,8 @@ class Leader:
         self._shuffle = False
         self._wanted_at: float | None = None
         self._moved_at = 0.0
+        self._begun_at: float | None = None
+        self._open_since: float | None = None  # when the last attempt that was committed began
 
     @property
     def waits(self) -> bool:
@@ -67,7 +69,10 @@ class Leader:
         if changed or sender != self._me:
             self._told.pop(sender, None)
         self._reports[sender] = report
-        self._since[sender] = now - (report.waits_s if report.waits_s > 0 else 0.0)
+        waits_s = max(0.0, report.waits_s)
+        if self._open_since is not None:  # a contribution that was there by then is in that round's result
+            waits_s = min(waits_s, now - self._open_since)
+        self._since[sender] = now - waits_s
 
     def forget(self, peer: NodeId) -> None:
         """This member is gone, or messages to it were lost."""
@@ -136,6 +141,7 @@ class Leader:
 
     def _commit(self, begun: RoundBegin, survivors: list[NodeId]) -> list[Order]:
         self.begun = self._wanted_at = None
+        self._open_since = self._begun_at
         return self._tell(survivors, RoundCommit(begun.round, begun.attempt))
 
     def _begin(self, reports: dict[NodeId, RoundReport], pace: Pace, now: float) -> list[Order]:
@@ -173,7 +179,7 @@ class Leader:
             tuple(roster),
             tuple(reports[id].life for id in roster),
         )
-        self._moved_at = now
+        self._moved_at = self._begun_at = now
         return self._tell(roster, self.begun)
 
     def _tell(self, members: list[NodeId], order: RoundBegin | RoundCommit) -> list[Order]:

@@ -26,12 +26,15 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from peerd.training.codecs import CODECS
 from peerd.training.codecs.vector import Layout, NotFinite
+from peerd.training.counts import within_step
 from peerd.training.effects import Effect, Send, Vector
 from peerd.training.mode import ModeSettings
-from peerd.training.rounds.attempt import WINDOW, Attempt, Pace
+from peerd.training.rounds.attempt import EXACT_CODEC, WINDOW, Attempt, Pace
 from peerd.training.rounds.leader import Leader
-from peerd.transport.errors import PeerError
+from peerd.training.rounds.topology import parse_topology
+from peerd.transport.errors import PeerError, UserError
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import (
     Connected,
@@ -46,6 +49,7 @@ from peerd.transport.messages import (
 
 REPEAT_S = 2.0
 EARLY_MAX = 64  # messages of an attempt whose beginning has not been heard of: the windows of 16 neighbours at least
+EARLY_OF_ONE = 2 * WINDOW  # pieces of one member: its window, and the same of another attempt
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -212,6 +216,11 @@ class Rounds:
     def _on_report(self, sender: NodeId, report: RoundReport, now: float) -> list[Outcome]:
         if self._leads != self._me:
             return [Send(sender, self._report(now))] if sender == self._leads else []
+        for what, told, ours in (
+            ("a round", report.round, self.round), ("an agreed attempt", report.agreed, self._seen),
+            ("an attempt", report.attempt, self._seen),
+        ):  # fmt: skip
+            within_step(what, told, ours)
         if self._begun_at is not None and report.phase == RoundPhase.RUNNING:
             self._pace.answered(now - self._begun_at)  # the first answer to a RoundBegin
             self._begun_at = None
@@ -237,6 +246,7 @@ class Rounds:
         return [Committed(attempt.begin, where, attempt.mean(), attempt.lost), *self._answer(now)]
 
     def _begin(self, begin: RoundBegin, now: float) -> list[Outcome]:
+        self._check(begin)
         meant = (self._me, self._life) in zip(begin.roster, begin.lives, strict=False)
         fits = meant and begin.attempt > self._seen and begin.round > self.round and (begin.whole or self._agreed > 0)
         if not fits or len(set(begin.roster)) < len(begin.roster) or self.phase == RoundPhase.IDLE:
@@ -258,6 +268,23 @@ class Rounds:
                 outcomes += self._on_pieces(sender, pieces, now)
         return outcomes
 
+    def _check(self, begin: RoundBegin) -> None:
+        """What no leader orders of a mode like ours. Raises PeerError."""
+        within_step("a round", begin.round, self.round)
+        within_step("an attempt", begin.attempt, self._seen)
+        if len(begin.lives) != len(begin.roster):
+            raise PeerError(f"a roster of {len(begin.roster)} members with {len(begin.lives)} lives")
+        if begin.whole and begin.codec != EXACT_CODEC:
+            raise PeerError(f"a round of whole models in {begin.codec[:40]!r}")
+        if not begin.whole and (begin.final or not self._differences):
+            raise PeerError("a round of differences where whole models are due")
+        if begin.codec not in CODECS:
+            raise PeerError(f"codec {begin.codec[:40]!r} is none of {', '.join(CODECS)}")
+        try:
+            parse_topology(begin.topology)
+        except UserError as error:
+            raise PeerError(str(error)) from None
+
     def _summed(self, begin: RoundBegin) -> tuple[slice, Layout]:
         """The values that a round is of: the model, or the fragment whose turn it is by the round's number."""
         if begin.whole:
@@ -266,10 +293,11 @@ class Rounds:
 
     def _on_pieces(self, sender: NodeId, pieces: RoundPieces, now: float) -> list[Outcome]:
         """Pieces that are not confirmed are sent again, so those that come early may be dropped."""
-        if len(pieces.seqs) > WINDOW:
-            raise PeerError(f"{len(pieces.seqs)} pieces at once")
+        if not 0 < len(pieces.seqs) <= WINDOW or len(pieces.chunks) != len(pieces.seqs):
+            raise PeerError(f"{len(pieces.seqs)} pieces at once, in {len(pieces.chunks)} chunks")
         if pieces.attempt > self._seen:
-            if len(self._early) < EARLY_MAX:
+            held = sum(len(early.seqs) for peer, early in self._early if peer == sender)
+            if len(self._early) < EARLY_MAX and held + len(pieces.seqs) <= EARLY_OF_ONE:
                 self._early.append((sender, pieces))
             return []
         if self._attempt is None or pieces.attempt != self._attempt.begin.attempt:

@@ -1,0 +1,191 @@
+"""Nothing that a peer sends raises in a mode, but PeerError; a stranger's word changes nothing, and fills nothing.
+
+Three train; what has been said so far is what the hostile messages are made of: a field or two of it changed, or a
+message all made up. They come between any two honest ones, through the core that each node has around its mode.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any, get_type_hints
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from mode_swarm import Life, ModeSwarm, framed
+from wire_strategies import instances_of, values_of
+
+from peerd.training.codecs import CODECS
+from peerd.training.codecs.vector import Layout
+from peerd.training.early import MESSAGES_MAX, SENDERS_MAX
+from peerd.training.effects import Effect, StepReport, Vector
+from peerd.training.mode import LinkStatus
+from peerd.training.mode_core import ModeBegins, ModeCore, PeersChanged, Received, Reconnected, Stepped, TimerDue
+from peerd.training.modes import MODES, class_of, parse_mode
+from peerd.transport.errors import PeerError
+from peerd.transport.messages import AS_STARTED, MESSAGES, Connected, Message
+
+EXAMPLES = 60  # of each mode
+LIES_MAX = 12  # in one run
+ROWS: list[tuple[str, dict[str, Any]]] = [
+    *((mode, {}) for mode in [*MODES, "elastic:pairwise", "diloco:2"]),
+    ("hardsync", {"servers": 3}),
+    ("softsync:2", {"topology": "adv:2"}),
+]
+MODE_MESSAGES = [cls for kind, cls in MESSAGES.items() if 48 <= kind < 128]
+HOSTILE = settings(
+    max_examples=EXAMPLES, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck), database=None, phases=[Phase.generate]
+)
+
+numbers = st.one_of(
+    st.integers(-2, 20),
+    st.sampled_from([2**16, 2**32, 2**48, 2**52, 2**53 - 1, 2**53, 2**62, 2**63 - 1, 2**63, 2**64 - 1, -(2**63)]),
+)
+texts = st.sampled_from(["a", "b", "c", "x", "", "ring", "tree:0", "tree:64", "halving", "no", *CODECS])
+floats = st.sampled_from([0.0, -1.0, 1e-300, 0.25, 0.5, 2.0, 1e6, 1e300])
+
+
+class Inside:
+    """A mode in the core that every node has around it, which the harness takes for the mode."""
+
+    def __init__(self, mode: str, name: str, layout: Layout, rng: random.Random, chosen: Any, read: Any) -> None:
+        self.step = 0
+        self.values = read
+        self.core = ModeCore()
+        self.core.model = self
+        make = parse_mode(mode)
+        begins = ModeBegins(AS_STARTED, frozenset(), lambda values: make(name, layout, rng, chosen, values))
+        self.core.handle(begins, 0.0)
+        self.mode: Any = self.core.mode
+
+    def add(self, correction: Vector) -> None:
+        raise AssertionError("the harness applies it")
+
+    def published(self, copy: int, step: int) -> None:
+        self.step = step
+
+    def on_step(self, report: StepReport, now: float) -> list[Effect]:
+        return self.core.handle(Stepped(report, 0 if report.published else None), now)
+
+    def on_message(self, sender: str, message: Message | Connected, now: float) -> list[Effect]:
+        event = Reconnected(sender) if isinstance(message, Connected) else Received(sender, message)
+        return self.core.handle(event, now)
+
+    def on_peers(self, alive: frozenset[str], now: float) -> list[Effect]:
+        return self.core.handle(PeersChanged(alive), now)
+
+    def on_timer(self, now: float) -> list[Effect]:
+        return self.core.handle(TimerDue(), now)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.mode, name)
+
+
+class Attacked(ModeSwarm):
+    """A swarm that remembers what was said, and breaks the connection of whoever breaks a rule."""
+
+    def __init__(self, row: tuple[str, dict[str, Any]], names: str = "abc", **told: Any) -> None:
+        mode, options = row
+        self.said: list[Message] = []
+        self.lies: list[tuple[str, str, Message]] = []
+        self.number = 0
+        self.refused = 0
+        chosen: Any = None
+
+        def make(name: str, layout: Layout, rng: random.Random, values: Callable[[], Vector]) -> Any:
+            return Inside(mode, name, layout, rng, self.settings, values)
+
+        super().__init__(mode, names, every=2, make=make, dtype="float32", buffers=3, **{**options, **told})
+
+    def perform(self, name: str, effects: list[Effect]) -> None:
+        before = sum(map(len, self.queues.values()))
+        super().perform(name, effects)
+        if sum(map(len, self.queues.values())) > before:
+            self.said += [message for link, queue in self.queues.items() if link[0] == name for message in queue][-4:]
+            del self.said[:-64]
+
+    def deliver(self, source: str, target: str) -> bool:
+        try:
+            return super().deliver(source, target)
+        except PeerError:
+            self.refused += 1
+            self.lose(source, target)
+            return True
+
+    def lie(self, sender: str, target: str, message: Message) -> None:
+        """One message beside the queues."""
+        try:
+            came = framed(message)
+        except (PeerError, ValueError):
+            return  # no wire brings it
+        self.queues[sender, target].appendleft(came)
+        self.deliver(sender, target)
+
+
+def made_up(said: list[Message], data: st.DataObject) -> Message:
+    """Something that was said, changed in part, or something else altogether."""
+    if not said or data.draw(st.integers(0, 4)) == 0:
+        lied: Message = data.draw(instances_of(data.draw(st.sampled_from(MODE_MESSAGES))))
+        return lied
+    message: Any = said[data.draw(st.integers(0, len(said) - 1))]
+    hints = get_type_hints(type(message))
+    names = [field.name for field in fields(message)]
+    for name in data.draw(st.lists(st.sampled_from(names), max_size=2)) if names else ():
+        kind = {int: numbers, str: texts, float: floats}.get(hints[name], values_of(hints[name]))
+        if name == "roster":
+            kind = st.lists(texts, max_size=4).map(tuple)
+        message = replace(message, **{name: data.draw(kind)})
+    return message
+
+
+def work(swarm: Attacked, rounds: int, between: Callable[[], None]) -> None:
+    """Everybody steps, and a few messages come at a time."""
+    for number in range(rounds):
+        for name in sorted(swarm.nodes):
+            swarm.step(name, swarm.rng.normal(size=swarm.layout.total) * 0.1)
+        for _ in range(3):
+            for source, target in swarm.waiting():
+                swarm.deliver(source, target)
+            between()
+        if number % 3 == 2:
+            swarm.pass_time(70.0)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, [row[0], *row[1].values()])))
+@HOSTILE
+@given(data=st.data())
+def test_a_members_message_raises_nothing_but_peer_error(row: tuple[str, dict[str, Any]], data: st.DataObject) -> None:
+    swarm = Attacked(row)
+    swarm.all_hear()
+
+    def lie() -> None:
+        for _ in range(data.draw(st.integers(0, 3))):
+            sender, target = data.draw(st.permutations("abc"))[:2]
+            swarm.lie(sender, target, made_up(swarm.said, data))
+
+    work(swarm, 4, lie)
+    assert all(np.isfinite(node.x).all() for node in swarm.nodes.values())
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, [row[0], *row[1].values()])))
+@HOSTILE
+@given(data=st.data())
+def test_a_strangers_message_changes_nothing(row: tuple[str, dict[str, Any]], data: st.DataObject) -> None:
+    models = []
+    for attacked in (False, True):
+        swarm = Attacked(row)
+        swarm.all_hear()
+
+        def lie(swarm: Attacked = swarm, attacked: bool = attacked) -> None:
+            for number in range(data.draw(st.integers(0, 3)) if attacked else 0):
+                target = data.draw(st.sampled_from("abc"))
+                before = list(swarm.said)
+                swarm.lie(f"x{number}", target, made_up(swarm.said, data))
+                assert swarm.said == before, "nobody answers a stranger"
+
+        work(swarm, 4, lie)
+        models.append([node.x.tobytes() for node in swarm.nodes.values()])
+    assert models[0] == models[1]
