@@ -58,7 +58,7 @@ class There:
         lost: Any = None
         self.peers = Peers(self.network.transport("me"), lambda: hello("me"), lambda _: None, lost, lost)
         us: Any = self  # it is trainer service and membership service, too
-        self.acceptor = Acceptor(row("me"), lambda: hello("me"), self.peers, us, us)
+        self.acceptor = Acceptor(row("me"), lambda: hello("me"), self.peers, us, us, lost)
 
     async def on_message(self, sender: NodeId, message: Message, plan: object) -> None:
         if self.error is not None:
