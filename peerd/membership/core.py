@@ -314,7 +314,7 @@ class Membership:
     def _hear_of_self(self, record: Member, teller: NodeId, now: float, effects: list[MembershipEffect]) -> None:
         """Nobody but us speaks for us: outbid whatever beats our own record (refutation, SWIM section 4.2).
 
-        What cannot be outbid is denied over streams, to whom tells it, and meanwhile to others: see `_hear_own_word`.
+        What cannot be outbid is denied over streams, to whom tells it and then to all: see `_hear_own_word`.
         """
         me = self.me
         if fault(record):
@@ -326,10 +326,9 @@ class Membership:
         leap = record.incarnation - me.incarnation > INCARNATION_JUMP or record.incarnation + 1 >= NUMBER_END
         if record.epoch > me.epoch or leap:
             self.counts["incarnation_jump"] += record.epoch == me.epoch
-            if teller in self._roster.rows:
+            self._exchange.deny(now)
+            if teller in self._roster.rows:  # first to whom tells it
                 self._exchange.visit(address(self._roster.rows[teller]), now)
-            else:
-                self._exchange.hasten(now + FOLLOW_UP_S)
             return
         self.counts["refutations"] += 1
         self._prober.adjust_awareness(+1)

@@ -6,6 +6,7 @@ Gossip and probes reach only whom we believe to live. Everything else hangs on p
 - with seeds while alone, soon and then ever more rarely, but for ever;
 - with one failed member (and absent seeds) at an interval, for ever: a partition heals whenever the network does;
 - once more with whom our table disagreed about who lives, when the refutations are in.
+- with all, one after the other, while they believe in a life of ours that is none.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class TableExchange:
         self._push_pull_at = now + rng.random() * timing.push_pull_interval_s
         self._follow_up: Address | None = None  # whom the next push-pull is for
         self._follow_ups = 0  # in a row
+        self._to_deny: list[NodeId] = []  # members to whom we have yet to say that a life of ours is none
         self._retry_at = now
         self._retry_s = timing.seed_retry_first_s
         self._reported: set[Address] = set()  # seeds out of reach
@@ -85,6 +87,13 @@ class TableExchange:
         self._follow_up = where
         self.hasten(now + FOLLOW_UP_S)
 
+    def deny(self, now: float) -> None:
+        """Others believe in a life of ours that is none: soon exchange with every live member, one after the other."""
+        if not self._to_deny:
+            self._to_deny = list(self._roster.live)
+            self._rng.shuffle(self._to_deny)
+        self.hasten(now + FOLLOW_UP_S)
+
     def company_changed(self, now: float) -> None:
         """We have just met the first other member, or lost the last one."""
         self._retry_s = self._timing.seed_retry_first_s
@@ -112,6 +121,11 @@ class TableExchange:
         stretched_s = self._timing.push_pull_interval_s * self._timing.stretch(self._roster.population)
         self._push_pull_at = now + stretched_s * (0.5 + self._rng.random())  # so that nodes do not beat in time
         where, self._follow_up = self._follow_up, None
+        while where is None and self._to_deny:
+            if self._roster.is_live(id := self._to_deny.pop()):
+                where = address(self._roster.rows[id])
+        if self._to_deny:
+            self.hasten(now + FOLLOW_UP_S)
         if where is None:
             partner = self._roster.pick(1, self._rng, alive_only=True)
             if not partner:
