@@ -33,6 +33,7 @@ class Connection(Protocol):
     bytes_received: int
     payload_limit: int  # most bytes of chunks in one received message
     on_bulk: Callable[[int], None]  # told the size of each bulk message that begins to come, and 0 once it is here
+    upgrades_refused: Callable[[], Awaitable[str]]  # asked why the peer may have no other carrier; "" where it may
 
     @property
     def carrier(self) -> str:

@@ -71,6 +71,7 @@ class StreamConnection:
         self.host = stream.host
         self.admitted = False
         self.on_bulk: Callable[[int], None] = _told_nobody
+        self.upgrades_refused: Callable[[], Awaitable[str]] = _not_refused
         self.bytes_sent = 0
         self.bytes_received = 0
         self._count_admitted = admitted
@@ -122,7 +123,9 @@ class StreamConnection:
         while True:
             message = await self.receive_any()
             if isinstance(message, BulkOffer):
-                await self.send(upgrade.answer(self, self._fabrics, message))
+                why_not = await self.upgrades_refused()
+                answer = upgrade.refusal(why_not) if why_not else upgrade.answer(self, self._fabrics, message)
+                await self.send(answer)
             elif not isinstance(message, BulkAnswer):
                 return message
             elif self._channel is not None:
@@ -352,6 +355,11 @@ async def serve(link: StreamConnection, accepted: Callable[[Connection], Awaitab
 
 def _told_nobody(_: int) -> None:
     """Stand in for `StreamConnection.on_bulk`."""
+
+
+async def _not_refused() -> str:
+    """Stand in for `StreamConnection.upgrades_refused`."""
+    return ""
 
 
 def _patience_s(size: int) -> float:

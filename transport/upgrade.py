@@ -111,12 +111,12 @@ def answer(link: Upgradable, fabrics: Sequence[Fabric], offer: BulkOffer) -> Bul
     fabric = next((fabric for fabric in ours if fabric.version == offer.version), None)
     if fabric is None:
         outside = "".join(fabric.outside for fabric in fabrics if fabric.version == offer.version).format(link.host)
-        return _refusal(f"it says: {outside}" if outside else _difference(ours, offer))
+        return refusal(f"it says: {outside}" if outside else _difference(ours, offer))
     try:
         with fabric.reserved() as (here, address):
             link.enable_receive(fabric.open(link.remote, here, offer.channel, _whole(offer.address)))
     except BulkRefused as refused:
-        return _refusal(f"it says: {refused}")
+        return refusal(f"it says: {refused}")
     return BulkAnswer("", here, _parts(address))
 
 
@@ -132,7 +132,8 @@ def _kind(version: str) -> str:
     return " ".join(version.split()[:2])
 
 
-def _refusal(reason: str) -> BulkAnswer:
+def refusal(reason: str) -> BulkAnswer:
+    """No channel, and why."""
     return BulkAnswer(reason.encode()[:REASON_BYTES].decode(errors="ignore"), 0, ())
 
 

@@ -33,6 +33,8 @@ from peerd.transport.messages import (
     Welcome,
 )
 
+NEWS_S, LOOK_S = 2.0, 0.02  # for the news of a member, less than a dialler waits; between two looks
+
 
 class Acceptor:
     """The accepted connections of one node."""
@@ -89,6 +91,7 @@ class Acceptor:
         self._nodes[link] = hello.node
         _close(self._greeted.enter(link, who, trio.current_time()), "others need the room")
         link.on_bulk = partial(self._on_bulk, link)
+        link.upgrades_refused = partial(self._why_not_upgraded, hello.node)
         self.raise_payload_limits()
         plan = AS_STARTED
         while True:
@@ -113,6 +116,14 @@ class Acceptor:
                 return await link.receive()
             if link.bytes_received == before and not self._greeted.proved(link, trio.current_time()):
                 raise ConnectionLost(f"{link.remote}: closed, it says nothing")
+
+    async def _why_not_upgraded(self, node: NodeId) -> str:
+        """Addresses of other carriers are taken from members alone; the news of a new one may still be on its way."""
+        with trio.move_on_after(NEWS_S):
+            while node not in self._membership_service.membership.members:
+                await trio.sleep(LOOK_S)
+            return ""
+        return "it says: this node is not in its table of members"
 
     def _on_bulk(self, link: Connection, size: int) -> None:
         """Bound what is half here: see receive_budget.py; two more, for who is no member in our table yet."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import trio
 
-from peerd.daemon.acceptor import Acceptor
+from peerd.daemon.acceptor import NEWS_S, Acceptor
 from peerd.daemon.peers import Peers
 from peerd.node.strikes import REFUSED_S, STRIKES_MAX
 from peerd.training.codecs import vector
@@ -23,7 +23,17 @@ from peerd.transport.framing import frames
 from peerd.transport.hello import greet
 from peerd.transport.ids import NodeId
 from peerd.transport.memory import MemoryNetwork
-from peerd.transport.messages import Hello, LinkOpen, Member, MemberTable, Message, ModelSnapshot, State
+from peerd.transport.messages import (
+    BulkAnswer,
+    BulkOffer,
+    Hello,
+    LinkOpen,
+    Member,
+    MemberTable,
+    Message,
+    ModelSnapshot,
+    State,
+)
 from peerd.transport.stream import BULK_PATIENCE_S, StreamConnection
 
 pytestmark = pytest.mark.trio(clock="autojump")
@@ -50,6 +60,7 @@ class There:
     """One node's acceptor, with what it hears, and the network that leads there."""
 
     def __init__(self, nursery: trio.Nursery, *members: NodeId) -> None:
+        self.nursery = nursery
         self.network = MemoryNetwork(nursery)
         self.heard: list[tuple[NodeId, Message]] = []
         self.error: Exception | None = None  # raised by whoever handles a message
@@ -67,6 +78,11 @@ class There:
 
     async def answer(self, link: Connection, first: MemberTable) -> None:
         await link.send(first)
+
+    async def learn(self, id: NodeId, after_s: float) -> None:
+        """The news of a member comes."""
+        await trio.sleep(after_s)
+        self.membership.members[id] = row(id)
 
     async def dial(self, id: NodeId, host: str = "") -> StreamConnection:
         """A connection of this node, which has greeted. Raises ConnectionLost."""
@@ -228,3 +244,21 @@ async def test_a_message_that_never_ends_is_given_up() -> None:
         with pytest.raises(ConnectionLost):
             await drip()
         assert BULK_PATIENCE_S / 2 < trio.current_time() - began < 2 * BULK_PATIENCE_S
+
+
+async def offered(link: StreamConnection) -> str:
+    await link.send(BulkOffer("UCX 1.20", 1, (b"address",)))
+    answer = await link.receive_any()
+    assert isinstance(answer, BulkAnswer)
+    return answer.refusal
+
+
+async def test_addresses_of_other_carriers_are_taken_from_members_alone() -> None:
+    async with setting("member") as there:
+        member, newcomer, stranger = [await there.dial(id) for id in ("member", "newcomer", "stranger")]
+        began = trio.current_time()
+        assert await offered(member) == "it has nothing beside the stream"
+        assert trio.current_time() == began, "nobody waits"
+        there.nursery.start_soon(there.learn, "newcomer", NEWS_S / 2)
+        assert await offered(newcomer) == "it has nothing beside the stream"
+        assert await offered(stranger) == "it says: this node is not in its table of members"

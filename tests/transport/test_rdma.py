@@ -22,6 +22,7 @@ from links import close_at_once, joined, receive_a
 from ucx_here import needs_ucx, upgrade
 
 from peerd.transport import bulk, framing, stream
+from peerd.transport.bulk import BulkRefused
 from peerd.transport.connection import Connection, ConnectionLost, Transport
 from peerd.transport.errors import PeerError
 from peerd.transport.messages import BulkAnswer, BulkOffer, Chunk, LinkClosed, Message, ModelSnapshot
@@ -770,6 +771,13 @@ async def test_an_address_out_of_reach_is_refused_on_both_sides() -> None:
         async with dialled(near, far) as (link, _):
             assert "unreachable" in await link.upgrade()
             assert link.carrier == "tcp"
+
+
+async def test_an_address_that_cannot_be_one_never_reaches_ucx() -> None:
+    async with fabric_of("tcp") as (fabric, _):
+        for address in (b"", b"short", bytes(1 << 20)):
+            with fabric.reserved() as (here, _), pytest.raises(BulkRefused, match="no worker has an address"):
+                fabric.open("peer", here, 1, address)
 
 
 async def test_a_peer_that_never_answers_an_offer_keeps_its_link(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,7 @@ WINDOW_BYTES = UNDER_WAY * wire.CHUNK_MAX  # in one direction of a channel
 TURN_S = 0.004  # of moving before other tasks get a turn
 IDLE_CALLS = 16  # that move nothing before waiting: 30 us, in which the other end fills or empties a socket's buffer
 TRIAL_BYTES = 64 << 10
+ADDRESS_BYTES_MIN, ADDRESS_BYTES_MAX = 16, 16 << 10  # a worker's own id, flags and name, and 100 bytes a port
 _TRIAL = COUNTS - 1  # counts no chunk
 END_S = 1.0  # for what is under way when the node ends
 _unended: list[UcxFabric] = []  # a peer may still write into their memory, so they keep it, as long as the process
@@ -141,6 +142,8 @@ class UcxFabric:
         """See `Fabric.open`."""
         if not 0 <= there < 1 << 64 - TAG_BITS:
             raise BulkRefused("no channel has such a number")
+        if not ADDRESS_BYTES_MIN <= len(address) <= ADDRESS_BYTES_MAX:  # UCX itself believes what is in it
+            raise BulkRefused(f"no worker has an address of {len(address)} bytes")
         if self.refuses:
             raise BulkRefused(self.refuses)
         try:
