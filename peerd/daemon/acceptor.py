@@ -73,6 +73,6 @@ class Acceptor:
         return next((link.carrier for link, node in reversed(self._greeted.items()) if node == peer), "")
 
     def _check(self, theirs: Hello) -> Refuse | None:
-        if theirs.node == self._me.id and theirs.epoch != self._me.epoch:
+        if theirs.node == self._me.id:
             return Refuse("node", f"{theirs.node} is this node's own identity", theirs.node)
         return first_difference(self._hello(), theirs)
