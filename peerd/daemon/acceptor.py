@@ -48,6 +48,8 @@ class Acceptor:
                 message = await link.receive()
                 if isinstance(message, MemberTable):
                     await self._membership_service.answer(link, message)
+                elif hello.node == self._me.id:  # a seed may be this node, under a name; its own tables harm nobody
+                    raise PeerError(f"{link.remote} says a {type(message).__name__} in this node's own name")
                 elif isinstance(message, Plan):
                     plan = message
                 else:
@@ -73,6 +75,6 @@ class Acceptor:
         return next((link.carrier for link, node in reversed(self._greeted.items()) if node == peer), "")
 
     def _check(self, theirs: Hello) -> Refuse | None:
-        if theirs.node == self._me.id:
+        if theirs.node == self._me.id and theirs.epoch != self._me.epoch:
             return Refuse("node", f"{theirs.node} is this node's own identity", theirs.node)
         return first_difference(self._hello(), theirs)
