@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import typer
-
-from peerd.cli.output import Format, FormatOption, NameOption, print_json, size
+from peerd.cli.output import Format, FormatOption, NameOption, echo, print_json, size
 from peerd.local.local_socket import find_node, request
 from peerd.transport.errors import UserError
 
@@ -26,13 +24,11 @@ def average(name: NameOption = None, format: FormatOption = Format.TEXT) -> None
         print_json(answer)
         return
     sent, received = size(answer["bytes_sent"]), size(answer["bytes_received"])
-    typer.echo(
-        f"averaged {len(answer['members'])} members in {answer['seconds']:.1f} s: {', '.join(answer['members'])}"
-    )
+    echo(f"averaged {len(answer['members'])} members in {answer['seconds']:.1f} s: {', '.join(answer['members'])}")
     if answer["not_in_it"]:
-        typer.echo(f"not in it: {', '.join(answer['not_in_it'])}")
-    typer.echo(f"this node was {answer['distance']:.3%} from the mean; it sent {sent}, received {received}")
-    typer.echo(f"plan {answer['plan']}: mode {answer['mode']} again")
+        echo(f"not in it: {', '.join(answer['not_in_it'])}")
+    echo(f"this node was {answer['distance']:.3%} from the mean; it sent {sent}, received {received}")
+    echo(f"plan {answer['plan']}: mode {answer['mode']} again")
 
 
 class _Waiting:
@@ -48,5 +44,5 @@ class _Waiting:
         names = [f"{row['name']} (no step for long)" if row["stalled"] else row["name"] for row in missing]
         told = f"waiting for the next step of {', '.join(names)}" if names else "all have come"
         if told != self._told:
-            typer.echo(told, err=True)
+            echo(told, err=True)
         self._told = told

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -16,6 +17,7 @@ from peerd.cli.local_swarm import LocalSwarm
 from peerd.cli.output import size
 from peerd.training.modes import exchanges, heeds
 from peerd.training.tasks import TASKS
+from peerd.transport.printable import printable
 
 COLUMNS = ("node", "phase", "step", "loss", "accuracy", "distance", "sent", "received")
 
@@ -127,7 +129,7 @@ def print_summary(console: Console, result: dict[str, Any], picture: Path) -> No
     if result["killed"] is not None:
         console.print(f"killed     {result['killed']}; the others stood still for {result['stalled_s']:.1f} s at most")
     for failure in result["failures"]:
-        console.print(f"[red]failure[/red]    {failure}")
+        console.print(f"[red]failure[/red]    {escape(printable(failure))}")
 
 
 def _evaluate(task: str, seed: int, weights: dict[str, Any]) -> dict[str, float]:

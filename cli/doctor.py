@@ -11,7 +11,7 @@ import typer
 
 from peerd.carriers import CARRIERS
 from peerd.cli import interrupts_end_at_once
-from peerd.cli.output import Format, FormatOption, print_json
+from peerd.cli.output import Format, FormatOption, echo, print_json
 
 
 def doctor(
@@ -45,7 +45,7 @@ def doctor(
         print_json([asdict(finding) for finding in findings])
     else:
         for finding in findings:
-            typer.echo(f"{finding.state:<5} {finding.check:<9} {finding.found}")
+            echo(f"{finding.state:<5} {finding.check:<9} {finding.found}")
             if finding.cure:
-                typer.echo(f"{'':<16}cure: {finding.cure}")
+                echo(f"{'':<16}cure: {finding.cure}")
     check(findings)

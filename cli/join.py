@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from peerd.cli.output import Format, FormatOption, NameOption, print_json
+from peerd.cli.output import Format, FormatOption, NameOption, echo, print_json
 from peerd.local.local_socket import find_node, request
 
 
@@ -20,4 +20,4 @@ def join(
     if format is Format.JSON:
         print_json(answer)
     else:
-        typer.echo(f"joined {answer['joined']}: {answer['members']} members known")
+        echo(f"joined {answer['joined']}: {answer['members']} members known")

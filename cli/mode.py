@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from peerd.cli.output import Format, FormatOption, NameOption, print_json
+from peerd.cli.output import Format, FormatOption, NameOption, echo, print_json
 from peerd.local.local_socket import find_node, request
 from peerd.transport.errors import UserError
 
@@ -27,10 +27,10 @@ def show(name: NameOption = None, format: FormatOption = Format.TEXT) -> None:
         print_json(answer)
         return
     by = f", set by {answer['proposed_by']}" if answer["plan"] else ", as started"
-    typer.echo(f"plan {answer['plan']}: mode {answer['mode']}{by}")
-    typer.echo(", ".join(f"{key} {value}" for key, value in answer["settings"].items()))
+    echo(f"plan {answer['plan']}: mode {answer['mode']}{by}")
+    echo(", ".join(f"{key} {value}" for key, value in answer["settings"].items()))
     late = _late(answer, answer["plan"])
-    typer.echo(f"{len(answer['members']) - len(late)} of {len(answer['members'])} members{_without(late)}")
+    echo(f"{len(answer['members']) - len(late)} of {len(answer['members'])} members{_without(late)}")
 
 
 @mode.command("set")
@@ -65,9 +65,9 @@ def set_mode(
     if format is Format.JSON:
         print_json({**answer, "seconds": seconds})
     else:
-        typer.echo(f"plan {answer['plan']}: mode {answer['mode']}; {len(answer['members'])} members, {seconds:.1f} s")
+        echo(f"plan {answer['plan']}: mode {answer['mode']}; {len(answer['members'])} members, {seconds:.1f} s")
         if answer["failed"]:
-            typer.echo(f"not {', '.join(answer['failed'])}: failed; who comes back comes to it")
+            echo(f"not {', '.join(answer['failed'])}: failed; who comes back comes to it")
 
 
 def _wait(path: Path, plan: dict[str, Any], began: float) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def _wait(path: Path, plan: dict[str, Any], began: float) -> dict[str, Any]:
             raise UserError(f"plan {plan['plan']} is set, but not everywhere after {PATIENCE_S:.0f} s{_without(late)}")
         if time.monotonic() - told > TELL_EVERY_S:
             told = time.monotonic()
-            typer.echo(f"{len(answer['members']) - len(late)} of {len(answer['members'])}{_without(late)}", err=True)
+            echo(f"{len(answer['members']) - len(late)} of {len(answer['members'])}{_without(late)}", err=True)
         time.sleep(LOOK_S)
 
 

@@ -10,6 +10,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+
+from peerd.transport.printable import printable
 
 
 class Format(StrEnum):
@@ -28,13 +31,18 @@ def print_json(value: Any) -> None:
     typer.echo(json.dumps(_finite(value)))
 
 
+def echo(line: str, *, err: bool = False) -> None:
+    """One line for people, whatever peers had a say in it."""
+    typer.echo(printable(line), err=err)
+
+
 def print_table(columns: list[str], rows: list[list[str]]) -> None:
     """A plain table, as wide as it needs to be when nobody watches."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in columns:
         table.add_column(column, no_wrap=True)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(Text(printable(cell)) for cell in row))  # no markup: names are what peers say
     console = Console()
     if not console.is_terminal:
         console = Console(width=240)

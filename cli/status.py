@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from peerd.cli.output import NameOption, print_json, print_table, size
+from peerd.cli.output import NameOption, echo, print_json, print_table, size
 from peerd.local.local_socket import find_node, request
 
 
@@ -55,7 +55,7 @@ def status(
 
 def _print_text(answer: dict[str, Any]) -> None:
     members = ", ".join(f"{count} {state}" for state, count in answer["members"].items() if count)
-    typer.echo(f"{answer['name']}: {answer['phase']}; mode: {answer['mode']}; members: {members}")
+    echo(f"{answer['name']}: {answer['phase']}; mode: {answer['mode']}; members: {members}")
     if trainer := answer["trainer"]:
         metrics = "".join(f", {key} {value:.4g}" for key, value in trainer["metrics"].items())
         loss = "" if trainer["loss"] is None else f", loss {trainer['loss']:.4f}"
@@ -65,13 +65,13 @@ def _print_text(answer: dict[str, Any]) -> None:
         met = not answer["links"] or any(link["exchanges"] for link in answer["links"])
         measured = f"{answer['consensus_distance']:.2%}" if met else "not measured yet: no exchange"
         distance = f"consensus distance {measured}"
-        typer.echo(f"step {trainer['step']}{loss}{metrics}{stepped}")
-        typer.echo(distance if alone is None else f"no partner for {_seconds(alone)}")
+        echo(f"step {trainer['step']}{loss}{metrics}{stepped}")
+        echo(distance if alone is None else f"no partner for {_seconds(alone)}")
     sent, received = size(answer["bytes_sent"]), size(answer["bytes_received"])
-    typer.echo(f"sent {sent}, received {received}, {answer['snapshots']} snapshots")
+    echo(f"sent {sent}, received {received}, {answer['snapshots']} snapshots")
     unit = "rounds" if answer["counts"].get("rounds") else "exchanges"  # of a mode that has rounds a link counts those
-    typer.echo(f"{answer['counts'].get(unit, 0)} {unit} since this mode began")
-    typer.echo(f"event loop late by {answer['loop_latency_p99_s'] * 1e3:.1f} ms (p99)")
+    echo(f"{answer['counts'].get(unit, 0)} {unit} since this mode began")
+    echo(f"event loop late by {answer['loop_latency_p99_s'] * 1e3:.1f} ms (p99)")
     if answer["links"]:
         print_table(
             ["PARTNER", unit.upper(), "DISTANCE", "GAIN", "LAST REASON"],
@@ -85,10 +85,10 @@ def _print_text(answer: dict[str, Any]) -> None:
     if staleness := {int(steps): count for steps, count in answer["staleness"].items()}:
         pushes = sum(staleness.values())
         mean = sum(steps * count for steps, count in staleness.items()) / pushes
-        typer.echo(f"served {pushes} pushes; staleness {mean:.2f} on average, {max(staleness)} at most")
+        echo(f"served {pushes} pushes; staleness {mean:.2f} on average, {max(staleness)} at most")
     decisions = {key[8:]: value for key, value in answer["counts"].items() if key.startswith("trigger_")}
     if decisions:
-        typer.echo("trigger decisions: " + ", ".join(f"{key} {value}" for key, value in decisions.items()))
+        echo("trigger decisions: " + ", ".join(f"{key} {value}" for key, value in decisions.items()))
 
 
 def _seconds(seconds: float) -> str:

@@ -22,10 +22,18 @@ from peerd.training.modes.own_mode import adopted
 from peerd.training.trigger import parse_trigger
 from peerd.transport.errors import UserError
 from peerd.transport.ids import Address
+from peerd.transport.messages import NAME
 
 DEFAULT_PORT = 7946
 OTHER_VARIABLES = ("CONFIG", "DATA", "PEERS", "RANK", "SOCKET", "UCX_LIBRARY")  # PEERD_ variables that are no settings
 PLANNED = ("codec", "trigger", "every", "overlap", "topology", "servers", "min_peers", "view")  # with the mode: a plan
+OPTIONS_MAX = {
+    "view": 1024,
+    "every": 10**9,
+    "servers": 1024,
+    "min_peers": 4096,
+    "wait_for": 4096,
+}  # a swarm has 4096 members
 _WORDS = {tuple: "a list of strings", int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
 
 
@@ -62,13 +70,14 @@ class Settings:
         """Check what a type cannot say. Raises UserError."""
         if not self.name:
             raise UserError("name: it is empty; leave --name and PEERD_NAME out for the host's name")
-        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", self.name):
+        if not NAME.fullmatch(self.name) or len(self.name) > 64:
             raise UserError(
                 f"name: {self.name!r} must be 1 to 64 letters, digits, '_', '.' or '-', the first no '.' or '-'"
             )
         for key, text in (("swarm", self.swarm), ("run", self.run)):
-            if len(text.encode()) > 64:
-                raise UserError(f"{key}: longer than 64 bytes")
+            if text and (not NAME.fullmatch(text) or len(text) > 64):
+                rule = "up to 64 letters, digits, '_', '.' or '-', the first no '.' or '-'"
+                raise UserError(f"{key}: {text[:80]!r} must be {rule}")
         parse_address(self.bind, "bind")
         for seed in self.join:
             parse_address(seed, "join")
@@ -85,9 +94,11 @@ class Settings:
                 raise UserError(f"rdma_subnets: {error}; an example is 10.1.0.0/16") from None
         _choice("log", self.log, ["auto", "human", "json"])
         parse_trigger(self.trigger)
-        for key in ("view", "every", "servers", "min_peers", "wait_for"):
+        for key, most in OPTIONS_MAX.items():
             if getattr(self, key) < 1:
                 raise UserError(f"{key}: {getattr(self, key)} must be at least 1")
+            if getattr(self, key) > most:
+                raise UserError(f"{key}: {getattr(self, key)} must be at most {most}")
         if not self.checkpoint_every_s > 0:
             raise UserError(f"checkpoint_every_s: {self.checkpoint_every_s} must be above 0")
 

@@ -47,9 +47,9 @@ ROOMS = {  # each with the rooms that it may look into; from the roof to the cel
         "codecs", "mode", "messages", "transport",
     },
     "trainer": {"local", "process", "protocol", "model", "transport"},
-    "settings": {"carriers", "protocol", "modes", "codecs", "mode", "transport"},
+    "settings": {"messages", "carriers", "protocol", "modes", "codecs", "mode", "transport"},
     "carriers": {"process", "transport", "rdma"},
-    "process": {"modes"},
+    "process": {"modes", "transport"},
     "node": {"local", "protocol", "model", "mode", "messages", "transport"},  # what daemon and simulation both run
     "protocol": {"messages", "transport"},
     "membership": {"mode", "messages", "transport"},

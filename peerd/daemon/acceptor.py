@@ -100,6 +100,8 @@ class Acceptor:
                 _close(self._greeted.sends(link), "it has another connection to send on")
             if isinstance(message, MemberTable):
                 await self._membership_service.answer(link, message)
+            elif hello.node == self._me.id:  # a seed may be this node, under a name; its own tables harm nobody
+                raise PeerError(f"{link.remote} says a {type(message).__name__} in this node's own name")
             elif isinstance(message, Plan):
                 plan = message
             else:

@@ -1,8 +1,10 @@
 """How does a node come from one plan to the next? It hears of a greater one, winds up its mode, and begins the other.
 
-What a plan is, and which one wins, is plan.py's. A node whose trainer has not come yet only takes note. The change
-needs no round of messages: each node makes it when it hears of it, at a boundary of its own (what it has under way is
-finished first, where that is quick), and exchanges from then on with those that have made it, too.
+What a plan is, and which one wins, is plan.py's. Of what others say only that counts which can be followed: a number
+not far ahead, a text that `peerd start` would take, and an average only while averages leave time to train. A node
+whose trainer has not come yet only takes note. The change needs no round of messages: each node makes it when it hears
+of it, at a boundary of its own (what it has under way is finished first, where that is quick), and exchanges from then
+on with those that have made it, too.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from peerd.daemon import known_members
 from peerd.daemon.mode_runner import ModeRunner
 from peerd.node.meta import NodeMeta, partners
 from peerd.process.logs import LOGGER
-from peerd.protocol.plan import after, is_over, newest, proposal
+from peerd.protocol.plan import NUMBER_MAX, after, is_over, newest, proposal, reach
 from peerd.settings import Settings, planned
 from peerd.training.modes.average import Average as ExactAverage
 from peerd.transport.errors import UserError
@@ -24,8 +26,10 @@ from peerd.transport.ids import NodeId
 from peerd.transport.messages import AS_STARTED, Member, Plan, State
 
 LOOK_S = 0.02  # while an average is under way, in which trainers stand still
+TEXTS_MAX = 4096  # as many as members
 LINGER_S = 15.0  # how long we are there for the others after our own part of an average; a death is known after 11 s
 ONCE_MAX_S = 400.0  # of an average: its leader's patience with a trainer that does not come (300 s), and the round
+STANDS_SHARE = 0.2  # of the time, beyond the first ONCE_MAX_S: how long trainers may stand still for averages
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,9 @@ class PlanFollower:
         self._proposed = AS_STARTED
         self._kept = AS_STARTED  # in the state folder
         self._keeps_until: trio.Event | None = None
-        self._unusable = AS_STARTED
+        self._told = AS_STARTED  # of those that cannot be followed
+        self._usable: dict[str, str] = {}  # texts of plans that others proposed, and what is wrong with each
+        self._may_stand_s, self._stood_at = ONCE_MAX_S, 0.0  # for averages, from that time on
         self._news = trio.Event()
 
     def keep(self, until: trio.Event) -> None:
@@ -79,7 +85,9 @@ class PlanFollower:
             if (wanted := self._newest()) > self.plan:
                 await self._follow_to(wanted)
             elif self.plan.once:
+                began = trio.current_time()
                 await self._while_averaging()
+                self._note_stood(began)
                 await self._follow_to(max(after(self.plan), self._newest()))
             else:
                 await self._news.wait()
@@ -92,7 +100,14 @@ class PlanFollower:
     def propose(self, text: str, *, once: bool = False) -> Plan:
         """Have the swarm work under this from now on. Raises UserError."""
         planned(self._started, text)
-        self._proposed = proposal(newest([self.plan, self._newest(), self._unusable]), self._me, text, once=once)
+        if once and (wait_s := self._stands_again_in_s()) > 0:
+            raise UserError(
+                f"averages have kept the trainers waiting for long: the next one may begin in {wait_s:.0f} s"
+            )
+        known = newest([self.plan, self._proposed, *self._heard()])
+        if known.number >= NUMBER_MAX:
+            raise UserError(f"plan {known.number} is the last: stop all nodes, and start the swarm anew")
+        self._proposed = proposal(known, self._me, text, once=once)
         self.on_members()
         return self._proposed
 
@@ -130,19 +145,48 @@ class PlanFollower:
 
     # ---------------------------------------------------------------- following
 
+    def _heard(self) -> set[Plan]:
+        """What the members work under, those too who are gone, as far as it is within reach.
+
+        While any of them has the model, the others have no say.
+        """
+        abouts = [NodeMeta.unpack(member.meta) for id, member in self._members().items() if id != self._me]
+        said = [about.plan for about in abouts if about.ready] or [about.plan for about in abouts]
+        farthest = reach(self.plan, said)
+        return {plan for plan in said if plan.number <= farthest}
+
     def _newest(self) -> Plan:
-        """The greatest plan that anyone has told of, those too who are gone."""
-        said = newest(NodeMeta.unpack(member.meta).plan for member in self._members().values())
-        wanted = newest([said, self._proposed])
-        return self.plan if wanted == self._unusable else wanted
+        """The greatest plan that anyone has told of and this node can follow."""
+        for plan in sorted((plan for plan in {*self._heard(), self._proposed} if plan > self.plan), reverse=True):
+            if plan.once and self._stands_again_in_s() > 0:
+                continue
+            if (fault := self._fault(plan.text)) == "":
+                return plan
+            if plan > self._told:  # of another version of peerd: it asks for what this one does not know
+                self._told = plan
+                text = "the swarm's plan %d cannot be followed: %s; this node stays as it is"
+                LOGGER.warning(text, plan.number, fault)
+        return self.plan
+
+    def _fault(self, text: str) -> str:
+        if text not in self._usable:
+            if len(self._usable) >= TEXTS_MAX:
+                self._usable.clear()
+            try:
+                planned(self._started, text)
+            except UserError as error:
+                self._usable[text] = str(error)
+            else:
+                self._usable[text] = ""
+        return self._usable[text]
+
+    def _stands_again_in_s(self) -> float:
+        """When there may be an average; none or less: now."""
+        refilled = self._may_stand_s + STANDS_SHARE * (trio.current_time() - self._stood_at)
+        return -refilled / STANDS_SHARE
 
     async def _follow_to(self, plan: Plan) -> None:
-        try:
-            settings = planned(self._started, plan.text)
-        except UserError as error:  # of another version of peerd: it asks for what this one does not know
-            self._unusable = plan
-            LOGGER.warning("the swarm's plan %d cannot be followed: %s; this node stays as it is", plan.number, error)
-            return
+        settings = planned(self._started, plan.text)
         await self._runner.wind_up()
         self.plan, self.settings = plan, settings
         what = "one exact average of all models" if plan.once else f"mode {plan.text or settings.mode}"
@@ -163,6 +207,11 @@ class PlanFollower:
             LOGGER.warning("%s; if all nodes crash, this one starts again in the mode that it is told", cause)
         else:
             self._kept = plan
+
+    def _note_stood(self, began: float) -> None:
+        now = trio.current_time()
+        refilled = min(ONCE_MAX_S, self._may_stand_s + STANDS_SHARE * (began - self._stood_at))
+        self._may_stand_s, self._stood_at = refilled - (now - began), now
 
     async def _while_averaging(self) -> None:
         """Until all who live have the average, or some other plan is on."""

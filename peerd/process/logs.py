@@ -8,6 +8,8 @@ import sys
 from datetime import UTC, datetime
 from typing import TextIO
 
+from peerd.transport.printable import printable
+
 LOGGER = logging.getLogger("peerd")
 
 
@@ -36,7 +38,9 @@ class _Human(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         level = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
-        return f"{datetime.fromtimestamp(record.created):%H:%M:%S} {self._name}  {level}{record.getMessage()}"
+        return (
+            f"{datetime.fromtimestamp(record.created):%H:%M:%S} {self._name}  {level}{printable(record.getMessage())}"
+        )
 
 
 class _Json(logging.Formatter):

@@ -14,20 +14,32 @@ Each member whose model is the average says so, and goes on by itself, under the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from statistics import median_low
 
 from peerd.transport.ids import NodeId
-from peerd.transport.messages import AS_STARTED, Plan
+from peerd.transport.messages import AS_STARTED, NAME, PLAN_NUMBER_MAX, Plan
 
-NUMBER_MAX = 1 << 32  # of proposals that people make
+NUMBER_MAX = PLAN_NUMBER_MAX
+AHEAD_MAX = 1 << 16  # changes of the mode that a node may have missed
 AUTHOR_BYTES = 128
+TEXT = re.compile(r"[ -~]*", re.ASCII)
 TEXT_BYTES = 200  # with the rest of what a member says of itself under the 512 bytes of its meta
 
 
 def newest(plans: Iterable[Plan]) -> Plan:
     """The one that a member who has heard of these works under."""
     return max(plans, default=AS_STARTED)
+
+
+def reach(own: Plan, others: Sequence[Plan]) -> int:
+    """The highest number that counts: beyond it a proposal could leave no number for those after it.
+
+    A newcomer takes it from where half of the members are already, for it may come late.
+    """
+    return max(own.number, median_low([plan.number for plan in others] or [0])) + AHEAD_MAX
 
 
 def proposal(known: Plan, author: NodeId, text: str, *, once: bool = False) -> Plan:
@@ -73,7 +85,8 @@ def pack(plan: Plan) -> list[int | str | bool]:
 def unpack(said: list[object]) -> Plan:
     """Whatever is no plan is what each node was started with."""
     match said:
-        case [int(number), str(author), bool(done), str(text)] if 0 < number <= NUMBER_MAX:
-            fits = len(author.encode()) <= AUTHOR_BYTES and len(text.encode()) <= TEXT_BYTES
+        case [int(number), str(author), bool(done), str(text)] if type(number) is int and 0 < number <= NUMBER_MAX:
+            named = not author or (NAME.fullmatch(author) is not None and len(author) <= AUTHOR_BYTES)
+            fits = named and TEXT.fullmatch(text) is not None and len(text) <= TEXT_BYTES
             return Plan(number, author, done, text) if fits else AS_STARTED
     return AS_STARTED

@@ -31,7 +31,9 @@ from peerd.transport.messages import (
     Member,
     MemberTable,
     Message,
+    ModelRequest,
     ModelSnapshot,
+    Plan,
     State,
 )
 from peerd.transport.stream import BULK_PATIENCE_S, StreamConnection
@@ -192,7 +194,7 @@ async def test_silent_connections_do_not_keep_others_out() -> None:
         member = await there.dial("member")
         await member.send(LinkOpen(1))
         for number in range(GREETED_MAX + 9):
-            await there.dial(f"silent {number}")
+            await there.dial(f"silent-{number}")
         late = await there.dial("late")
         assert not await is_closed(late)
         assert not await is_closed(member)
@@ -210,7 +212,7 @@ async def test_half_messages_are_bounded_in_all_and_a_member_goes_on() -> None:
         member = await there.dial("member")
         await member.send(LinkOpen(1))
         await trio.sleep(1)
-        bad = [await there.dial(f"bad {number}") for number in range(9)]
+        bad = [await there.dial(f"bad-{number}") for number in range(9)]
         half = half_message(limit // 2)
         for link in bad:
             rest = memoryview(half)
@@ -262,3 +264,14 @@ async def test_addresses_of_other_carriers_are_taken_from_members_alone() -> Non
         there.nursery.start_soon(there.learn, "newcomer", NEWS_S / 2)
         assert await offered(newcomer) == "it has nothing beside the stream"
         assert await offered(stranger) == "it says: this node is not in its table of members"
+
+
+@pytest.mark.parametrize("message", [LinkOpen(1), ModelRequest(), Plan(1, "a"), MemberTable("a", ())], ids=repr)
+@pytest.mark.parametrize("node", ["me", "other"])
+async def test_in_ones_own_name_there_are_only_tables(message: Message, node: str) -> None:
+    allowed = node == "other" or isinstance(message, MemberTable)
+    async with setting("other") as there:
+        link = await there.dial(node, host="elsewhere")
+        await link.send(message)
+        assert await is_closed(link) == (not allowed)
+        assert there.heard == [] or allowed

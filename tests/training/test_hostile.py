@@ -15,16 +15,14 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from mode_swarm import Life, ModeSwarm, framed
+from mode_swarm import ModeSwarm, framed
 from wire_strategies import instances_of, values_of
 
 from peerd.training.codecs import CODECS
 from peerd.training.codecs.vector import Layout
-from peerd.training.early import MESSAGES_MAX, SENDERS_MAX
 from peerd.training.effects import Effect, StepReport, Vector
-from peerd.training.mode import LinkStatus
 from peerd.training.mode_core import ModeBegins, ModeCore, PeersChanged, Received, Reconnected, Stepped, TimerDue
-from peerd.training.modes import MODES, class_of, parse_mode
+from peerd.training.modes import MODES, parse_mode
 from peerd.transport.errors import PeerError
 from peerd.transport.messages import AS_STARTED, MESSAGES, Connected, Message
 
@@ -37,7 +35,12 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
 ]
 MODE_MESSAGES = [cls for kind, cls in MESSAGES.items() if 48 <= kind < 128]
 HOSTILE = settings(
-    max_examples=EXAMPLES, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck), database=None, phases=[Phase.generate]
+    max_examples=EXAMPLES,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=list(HealthCheck),
+    database=None,
+    phases=[Phase.generate],
 )
 
 numbers = st.one_of(

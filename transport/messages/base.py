@@ -36,10 +36,9 @@ Name = Annotated[str, NAME]
 """Of a node, a swarm, a codec; ids are names too."""
 NameOrNone = Annotated[str, re.compile(f"(?:{NAME.pattern})?", re.ASCII)]
 Host = Annotated[str, re.compile(r"[A-Za-z0-9._:%-]{0,255}", re.ASCII)]
-Hex = Annotated[str, re.compile(r"[0-9a-f]{0,64}", re.ASCII)]
-Word = Annotated[str, re.compile(r"[!-~]{0,128}", re.ASCII)]
+Visible = Annotated[str, re.compile(r"[!-~]{0,128}", re.ASCII)]
 """Of a mode and its argument, a topology: what can be seen, and no blank."""
-Words = Annotated[str, re.compile(r"[ -~]{0,200}", re.ASCII)]
+VisibleText = Annotated[str, re.compile(r"[ -~]{0,200}", re.ASCII)]
 
 KIND_END = 255  # that is a chunk's frame
 

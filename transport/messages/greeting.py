@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from peerd.transport.messages.base import Chunks, Drawn, Hex, Host, Message, Name, NameOrNone, Port, Word
+from peerd.transport.messages.base import Chunks, Drawn, Host, Message, Name, NameOrNone, Port, Visible
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +21,8 @@ class Hello(Message):
     epoch: int
     host: Host
     port: Port
-    mode: Word
-    model: Hex  # hex hash of names, shapes and dtypes; "" while no trainer is attached
+    mode: Visible
+    model: NameOrNone  # hex hash of names, shapes and dtypes; "" while no trainer is attached
     tensors: tuple[str, ...]  # the first tensors as "name dtype shape", so that a refusal can name the one that differs
 
 

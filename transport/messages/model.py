@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from peerd.transport.messages.base import Chunks, Message, Name, NameOrNone, Within, Words
+from peerd.transport.messages.base import Chunks, Message, Name, NameOrNone, VisibleText, Within
 
 PLAN_NUMBER_MAX = 1 << 32  # of proposals that people make
 
@@ -36,7 +36,7 @@ class Plan(Message):
     number: Annotated[int, Within(0, PLAN_NUMBER_MAX)] = 0  # 0: as each node was started
     author: NameOrNone = ""
     done: bool = True  # False: one exact average of all models comes first
-    text: Words = ""  # the mode, and its settings as key=value, with blanks between; "": as each node was started
+    text: VisibleText = ""  # the mode, and its settings as key=value, with blanks between; "": as each node was started
 
     @property
     def once(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 
 from peerd.transport.messages.base import COUNT, Chunks, Drawn, Message, Name, NameOrNone, Within
 
-Clock = Annotated[int, Within(-1, COUNT.high)]  # -1: of a model that came from no server
+WeightsClock = Annotated[int, Within(-1, COUNT.high)]  # -1: of a model that came from no server
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class ShardPush(Message):
     seq: int
     life: Drawn  # of the worker: a restarted one counts from 1 again
     oldest: int  # those before it will not come (again)
-    clock: Clock
+    clock: WeightsClock
     codec: Name
     wants_answer: bool  # False: the worker has gone on already, and says it again to a new server
     finishing: bool  # this worker's trainer has ended: nobody need wait for its next push
@@ -57,7 +57,7 @@ class Weights(Message):
     shard: int
     term: int
     server: NameOrNone
-    clock: Clock
+    clock: WeightsClock
     answers: tuple[Applied, ...]  # whom it is for, the receiver or those below it, with the last push of each that came
     final: bool  # every member's run has ended
     applied: tuple[Applied, ...]
@@ -71,7 +71,7 @@ class Prepare(Message):
     KIND: ClassVar[int] = 83
     shard: int
     term: int
-    clock: Clock
+    clock: WeightsClock
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Promise(Message):
     shard: int
     term: int  # of the claim
     life: Drawn  # of the sender's worker
-    clock: Clock
+    clock: WeightsClock
     applied: tuple[Applied, ...]
     chunks: Chunks
 
@@ -111,7 +111,7 @@ class ShardSum(Message):
     term: int
     server: NameOrNone
     seq: int
-    clock: Clock
+    clock: WeightsClock
     codec: Name
     finishing: bool  # the trainers of all these workers have ended
     parts: tuple[Applied, ...]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import ClassVar
 
-from peerd.transport.messages.base import Chunks, Drawn, Message, Name, Word
+from peerd.transport.messages.base import Chunks, Drawn, Message, Name, Visible
 
 
 class RoundPhase(IntEnum):
@@ -44,7 +44,7 @@ class RoundBegin(Message):
     round: int
     attempt: int
     codec: Name
-    topology: Word
+    topology: Visible
     whole: bool  # contribute the model; else its difference from the last agreed one
     final: bool  # the last round of a run
     roster: tuple[Name, ...]

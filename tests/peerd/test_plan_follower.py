@@ -1,0 +1,137 @@
+"""Which of the plans that others tell of counts, whatever they say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import trio
+import trio.testing
+
+from peerd.daemon.plan_follower import ONCE_MAX_S, PlanFollower
+from peerd.node.meta import NodeMeta
+from peerd.protocol.plan import AHEAD_MAX, NUMBER_MAX
+from peerd.settings import Settings
+from peerd.transport.errors import UserError
+from peerd.transport.messages import AS_STARTED, Member, Plan, State
+
+pytestmark = pytest.mark.trio(clock="autojump")
+
+
+class Node:
+    """A follower among members that say what a test wants."""
+
+    def __init__(self) -> None:
+        self.members: dict[str, Member] = {}
+        self.followed: list[Plan] = []
+        core = SimpleNamespace(mode=None)
+        runner = SimpleNamespace(core=core, wind_up=self._nothing, averaged=trio.Event(), all_taken=False)
+        self.follower = PlanFollower(
+            "me", Settings(name="me"), cast(Any, runner), lambda: self.members, self._change, self._nothing
+        )
+        self.says("me", AS_STARTED)
+
+    def says(self, id: str, plan: Plan, *, ready: bool = True) -> None:
+        meta = NodeMeta("m", ready=ready, plan=plan).pack()
+        self.members[id] = Member(id, id, "10.0.0.1", 1, 1, 0, State.ALIVE, "", meta)
+        self.follower.on_members()
+
+    async def _nothing(self, **_: bool) -> None:
+        await trio.lowlevel.checkpoint()
+
+    async def _change(self, plan: Plan) -> None:
+        await trio.lowlevel.checkpoint()
+        self.followed.append(plan)
+
+
+async def following(node: Node, says: Callable[[], None], seconds: float = 1.0) -> list[Plan]:
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(node.follower.run)
+        says()
+        await trio.sleep(seconds)
+        nursery.cancel_scope.cancel()
+    return node.followed
+
+
+GOSSIP = Plan(1, "b", True, "gossip")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["allreduce servers=1000000000000000", "gossip view=9999999", "async servers=0", "allreduce min_peers=4097",
+     "nonsense", "allreduce topology=nonsense", "gossip codec=nonsense", "gossip every=1000000001",
+     "allreduce topology=tree:1000000", "diloco:1000000", "softsync:x"],
+)  # fmt: skip
+async def test_a_plan_that_start_would_refuse_is_not_followed_and_hides_no_other(
+    text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = Node()
+    node.says("a", Plan(2, "a", True, text))
+    assert await following(node, lambda: node.says("b", GOSSIP)) == [GOSSIP]
+    assert len([record for record in caplog.records if "cannot be followed" in record.message]) == 1
+
+
+async def test_a_number_far_ahead_does_not_count_and_leaves_room_for_proposals() -> None:
+    node = Node()
+    node.says("b", GOSSIP)
+    node.says("c", GOSSIP)
+    assert await following(node, lambda: node.says("a", Plan(NUMBER_MAX, "a", True, "allreduce"))) == [GOSSIP]
+    assert node.follower.propose("noloco").number == 2
+    assert await following(node, lambda: node.says("a", Plan(AHEAD_MAX + 2, "a", True, "allreduce"))) == [
+        GOSSIP, Plan(2, "me", True, "noloco"), Plan(AHEAD_MAX + 2, "a", True, "allreduce"),
+    ]  # fmt: skip
+
+
+async def test_a_newcomer_takes_up_the_plan_of_a_swarm_that_is_far_ahead() -> None:
+    node, plan = Node(), Plan(9 * AHEAD_MAX, "b", True, "allreduce")
+    node.says("a", plan)
+    assert await following(node, lambda: node.says("b", plan)) == [plan]
+
+
+async def test_after_the_last_number_a_proposal_says_what_to_do() -> None:
+    node, plan = Node(), Plan(NUMBER_MAX, "b", True, "allreduce")
+    node.says("a", plan)
+    await following(node, lambda: node.says("b", plan))
+    with pytest.raises(UserError, match="start the swarm anew"):
+        node.follower.propose("gossip")
+
+
+async def test_who_has_no_model_has_no_say_while_others_have() -> None:
+    node = Node()
+    node.says("b", AS_STARTED)
+    assert await following(node, lambda: node.says("a", Plan(3, "a", True, "allreduce"), ready=False)) == []
+    assert await following(node, lambda: node.says("a", Plan(3, "a", True, "allreduce"))) != []
+
+
+async def test_while_nobody_has_a_model_all_have_a_say() -> None:
+    node, plan = Node(), Plan(3, "a", True, "allreduce")
+    assert await following(node, lambda: node.says("a", plan, ready=False)) == [plan]
+
+
+async def test_averages_again_and_again_leave_most_of_the_time_to_training() -> None:
+    node, stood, hours = Node(), 0.0, 1.5
+
+    async def ask() -> None:
+        number = 0
+        while True:
+            number += 1
+            node.says("a", Plan(2 * number, "a", False, ""))
+            await trio.sleep(5)
+
+    async def look() -> None:
+        nonlocal stood
+        while True:
+            await trio.sleep(1)
+            stood += node.follower.plan.once
+
+    node.follower._runner.core = cast(Any, SimpleNamespace(mode=object()))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(node.follower.run)
+        nursery.start_soon(ask)
+        nursery.start_soon(look)
+        await trio.sleep(hours * 3600)
+        nursery.cancel_scope.cancel()
+    assert stood < 0.2 * hours * 3600 + 2 * ONCE_MAX_S
+    assert stood > 0
