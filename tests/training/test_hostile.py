@@ -161,7 +161,8 @@ def made_up(said: list[Message], data: st.DataObject) -> Message:
         if name == "roster":
             kind = st.lists(texts, max_size=4).map(tuple)
         message = replace(message, **{name: data.draw(kind)})
-    return message
+    found: Message = message
+    return found
 
 
 def work(swarm: Attacked, rounds: int, between: Callable[[], None]) -> None:
@@ -250,7 +251,7 @@ def test_an_order_that_no_leader_gives_is_refused_before_it_is_begun(lie: dict[s
 def test_a_reports_numbers_do_not_take_the_rounds_to_their_end(field: str, number: int) -> None:
     swarm = Attacked(("allreduce", {}), codec="float32")
     swarm.all_hear()
-    (report,) = (said for said in swarm.queues["b", "a"] if isinstance(said, RoundReport))
+    report: Any = next(said for said in swarm.queues["b", "a"] if isinstance(said, RoundReport))
     with pytest.raises(PeerError):
         swarm.nodes["a"].core.on_message("b", replace(report, **{field: number}), swarm.now)
     swarm.train(4)
