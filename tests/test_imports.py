@@ -17,7 +17,8 @@ FOLDERS = {"peerd": ROOT / "peerd", **{f"peerd.{name}": ROOT / name for name in 
 CORES = {
     "peerd.transport.errors", "peerd.transport.ids", "peerd.transport.admission", "peerd.transport.framing",
     "peerd.transport.wire", "peerd.transport.patience", "peerd.transport.peer_queue", "peerd.training.effects",
-    "peerd.training.mode", "peerd.training.mode_core", "peerd.training.early", "peerd.training.counts", "peerd.training.flush", "peerd.training.scratch",
+    "peerd.training.mode", "peerd.training.mode_core", "peerd.training.early", "peerd.training.counts",
+    "peerd.training.flush", "peerd.training.scratch",
     "peerd.training.partnered", "peerd.training.trigger", "peerd.training.trigger_check",
     "peerd.training.model.quiet",
     "peerd.training.model.variances", "peerd.protocol.plan",

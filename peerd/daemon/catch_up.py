@@ -9,10 +9,11 @@ import trio
 
 from peerd.daemon.peers import Peers
 from peerd.node.donors import DonorChoice
-from peerd.node.meta import FetchFrom, OwnModel, WaitFor, partners, whose_model
+from peerd.node.meta import FetchFrom, OwnModel, WaitFor, donors, partners, whose_model
 from peerd.process.logs import LOGGER
 from peerd.training.codecs import vector
 from peerd.training.codecs.vector import Layout
+from peerd.training.counts import within_step
 from peerd.training.effects import Vector
 from peerd.transport.errors import PeerError
 from peerd.transport.ids import Address, NodeId, shown
@@ -43,6 +44,7 @@ class CatchUp:
         self._awaited_until = awaited_until
         self._news = trio.Event()
         self._choice = DonorChoice()
+        self._refused: set[NodeId] = set()  # donors that will not have us
         self._snapshot: tuple[NodeId, ModelSnapshot] | None = None  # and who sent it
 
     def on_members(self) -> None:
@@ -56,6 +58,13 @@ class CatchUp:
             self._snapshot = sender, snapshot
             self._news.set()
             self._news = trio.Event()
+
+    def others_after(self, refusing: NodeId) -> bool:
+        """Whether somebody else has a model to give, who has not refused us either; it is asked then."""
+        self._refused.add(refusing)
+        if self._choice.donor == refusing:
+            self._choice.pass_over()
+        return not self._refused.issuperset(donors(self._members(), self._me))
 
     async def enough_members(self, count: int, model: str) -> None:
         """Wait until so many members, this one among them, hold `model` and can exchange."""
@@ -77,7 +86,8 @@ class CatchUp:
                             LOGGER.warning("no member known before the restart answers: this node goes on alone")
                         return None
                     case FetchFrom(givers):  # of another model, too: it refuses, saying what differs
-                        donor = self._choice.ask(givers, self._peers.bytes_received, trio.current_time())
+                        willing = [giver for giver in givers if giver not in self._refused] or givers
+                        donor = self._choice.ask(willing, self._peers.bytes_received, trio.current_time())
                         if donor is not None:
                             self._peers.send(donor, ModelRequest())
                         if (fetched := await self._received(layout)) is not None:
@@ -109,6 +119,7 @@ class CatchUp:
         donor, snapshot = came
         try:
             values = np.empty(layout.total, np.float32)
+            within_step("a model of step", snapshot.step, 0)
             await trio.to_thread.run_sync(vector.decode, snapshot.codec, layout, snapshot.chunks, values)
         except PeerError as error:
             LOGGER.warning("the model from %s: %s; asking another member", donor, error)

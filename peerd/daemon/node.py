@@ -163,8 +163,8 @@ class Daemon:
         runs = f"the node at {shown(where)} runs with this node's identity"
         self.fail(f"{runs} (a copied or restored state folder?), and is newer")
 
-    def _on_refused_by_peer(self, refusal: Refused) -> None:
-        self.model.on_refused(PeerError(cured(refusal)), newcomer=self.model.about.expects)
+    def _on_refused_by_peer(self, peer: NodeId, refusal: Refused) -> None:
+        self.model.on_refused(PeerError(cured(refusal)), newcomer=self.model.about.expects, peer=peer)
 
     def _on_refused_by_seed(self, where: Address, refusal: Refused) -> None:
         if refusal.field in ANOTHER_SWARM and where in self._kept and where not in self.settings.seeds:

@@ -45,7 +45,7 @@ class Peers:
         hello: Callable[[], Hello],
         address_of: Callable[[NodeId], Address | None],
         reconnected: Callable[[NodeId], None],
-        refused: Callable[[Refused], None],
+        refused: Callable[[NodeId, Refused], None],
     ) -> None:
         """`hello` is asked anew for every connection: the model may have become known meanwhile."""
         self.offences = Offences()
@@ -151,7 +151,7 @@ class Peers:
                         self._links.pop(peer, None)
                         await self.close(link)
                 except Refused as refusal:
-                    self._refused(refusal)
+                    self._refused(peer, refusal)
                     delay_s = REFUSED_RETRY_S
                 except (ConnectionLost, PeerError) as error:
                     if str(error) != said:

@@ -24,6 +24,7 @@ from peerd.daemon.peers import Peers
 from peerd.daemon.plan_follower import PlanFollower
 from peerd.daemon.trainer_session import TrainerGone, TrainerSession, TrainerStatus, report_of
 from peerd.local.shared_memory import SharedMemory
+from peerd.node.donors import RequestLimit
 from peerd.node.meta import NodeMeta, partners
 from peerd.node.model_copy import ModelCopy
 from peerd.process import host_memory
@@ -37,7 +38,7 @@ from peerd.training.modes import Mode, parse_mode
 from peerd.training.modes.average import Average
 from peerd.transport.errors import PeerError, UserError
 from peerd.transport.ids import Address, NodeId
-from peerd.transport.messages import AS_STARTED, Member, Message, ModelRequest, ModelSnapshot, Plan
+from peerd.transport.messages import AS_STARTED, Member, Message, ModelRequest, ModelSnapshot, Plan, State
 
 SETTLE_SHARE = 0.1  # of the run's own duration: how long its end waits for members that still train
 SETTLE_MIN_S = 10.0
@@ -80,6 +81,7 @@ class TrainerService:
         )
         self.plans = PlanFollower(me, settings, self._runner, members, self._change_plan, self._tell)
         self._nursery: trio.Nursery | None = None  # while it runs
+        self._requests = RequestLimit()
         self._giving: set[NodeId] = set()  # members to whom the model is about to be sent
         self._leaving = False
 
@@ -120,7 +122,8 @@ class TrainerService:
         """A peer's message, of the mode under this plan or about a whole model. Raises PeerError."""
         match message:
             case ModelRequest():
-                if self._nursery is not None and sender not in self._giving:  # else it asks again meanwhile
+                if self._may_ask(sender):  # else it asks again meanwhile
+                    assert self._nursery is not None, "that it runs was asked"
                     self._giving.add(sender)
                     self._nursery.start_soon(self._give_model, sender)
             case ModelSnapshot():
@@ -128,9 +131,20 @@ class TrainerService:
             case _:
                 await self._runner.on_message(sender, message, plan)
 
-    def on_refused(self, refusal: PeerError, *, newcomer: bool) -> None:
-        """A peer will not have us. Before we are part of the swarm that is our own failure."""
-        if self.about.ready or not newcomer:
+    def _may_ask(self, sender: NodeId) -> bool:
+        """Whether the model is given: to a living member, and not too often."""
+        member = self._members().get(sender)
+        if self._nursery is None or not self.about.ready or sender in self._giving:
+            return False
+        lives = member is not None and member.state <= State.SUSPECT
+        return lives and self._requests.admits(sender, trio.current_time())
+
+    def on_refused(self, refusal: PeerError, *, newcomer: bool, peer: NodeId | None = None) -> None:
+        """A peer will not have us. Before we are part of the swarm that is our own failure.
+
+        Unless it is only one of several that have a model: then another one is asked.
+        """
+        if self.about.ready or not newcomer or (peer is not None and self._catch_up.others_after(peer)):
             LOGGER.warning("%s", refusal)
         elif self.fatal is None:
             self.fatal = str(refusal)

@@ -11,6 +11,24 @@ ASK_AGAIN_S = 10.0  # a donor from which nothing has come for so long is asked a
 ASKS_MAX = 4  # so many times; then another one is
 SLOWEST_DONOR = 1000  # bytes a second: fewer are probes and tables, not a model
 
+EARLY_SHARE = 0.5  # of the time between two requests: what was late on its way makes the next one seem early
+
+
+class RequestLimit:
+    """How often one member is given the model: as often as an honest newcomer asks. Each time costs an encoding."""
+
+    def __init__(self) -> None:
+        self._given: dict[NodeId, tuple[int, float]] = {}  # how often in a row, and when last
+
+    def admits(self, peer: NodeId, now: float) -> bool:
+        """Whether it is given one now; counted, if so."""
+        self._given = {id: (count, at) for id, (count, at) in self._given.items() if now - at < ASKS_MAX * ASK_AGAIN_S}
+        count, at = self._given.get(peer, (0, float("-inf")))
+        if now - at < EARLY_SHARE * (ASK_SOON_S if count == 1 else ASK_AGAIN_S):
+            return False
+        self._given[peer] = count + 1, now
+        return True
+
 
 class DonorChoice:
     """The requests of one newcomer, from the first until it has a model."""

@@ -24,6 +24,7 @@ from peerd.transport.messages import LinkOpen, ModelRequest, ModelSnapshot
 LAYOUT = Layout(6, 6)
 MODEL = np.arange(6, dtype=np.float32)
 READY = NodeMeta(model=SIGNATURE, ready=True, expects=True)
+NEW = NodeMeta(expects=True)
 
 
 @contextmanager
@@ -186,6 +187,7 @@ async def test_a_trainer_may_go_while_it_waits_and_another_come(
 
 async def test_the_model_is_given_to_newcomers_once_there_is_one(tmp_path: Path) -> None:
     node = Node(tmp_path)
+    node.member("newcomer", NEW)
     with script() as trainer:
         async with running(node) as nursery:
             await node.side.on_message("newcomer", ModelRequest())
@@ -202,8 +204,35 @@ async def test_the_model_is_given_to_newcomers_once_there_is_one(tmp_path: Path)
             assert node.side.snapshots == 1
 
 
+async def test_no_stranger_is_given_the_model_nor_a_member_too_often(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    node.member("newcomer", NEW)
+    with script() as trainer:
+        async with running(node) as nursery:
+            nursery.start_soon(trainer.serve, node)
+            await trainer.trains(step=5)
+            for _ in range(100):
+                await node.side.on_message("stranger", ModelRequest())
+                await node.side.on_message("newcomer", ModelRequest())
+                await trio.sleep(0.1)
+            assert {peer for peer, message in node.sent if isinstance(message, ModelSnapshot)} == {"newcomer"}
+            assert 2 <= node.side.snapshots <= 4, "again after a second, then every ten"
+
+
+async def test_one_donor_that_refuses_ends_no_newcomer(tmp_path: Path) -> None:
+    node = Node(tmp_path, join=("10.0.0.1",))
+    node.member("fake", READY)
+    node.member("honest", READY)
+    for _ in range(3):
+        node.side.on_refused(PeerError("another model"), newcomer=True, peer="fake")
+    assert not node.side.failed.is_set()
+    node.side.on_refused(PeerError("another model"), newcomer=True, peer="honest")
+    assert node.side.failed.is_set()
+
+
 async def test_a_donor_gives_the_model_of_its_next_step_once_however_often_it_is_asked(tmp_path: Path) -> None:
     node = Node(tmp_path)
+    node.member("newcomer", NEW)
     with script() as trainer:
         async with running(node) as nursery:
             nursery.start_soon(trainer.serve, node)

@@ -74,7 +74,7 @@ class Setting:
             lambda: Hello(1, "swarm", "", "here", "here", 1, "here", 1, "gossip", "", ()),
             self.addresses.get,
             self.reconnected.append,
-            self.refusals.append,
+            lambda _, refusal: self.refusals.append(refusal),
         )
 
     async def listen(self, node: FarNode) -> trio.CancelScope:
