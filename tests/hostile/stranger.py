@@ -61,7 +61,7 @@ def stream_bytes(message: Message) -> bytes:
     """A message as it travels over a connection."""
     chunks = tuple(bytes(chunk) for chunk in getattr(message, "chunks", ()))
     bulk = any(item.name == "chunks" for item in fields(message))
-    header = msgpack.packb([[len(chunk) for chunk in chunks], *row(message)] if bulk else row(message))
+    header: bytes = msgpack.packb([[len(chunk) for chunk in chunks], *row(message)] if bulk else row(message))
     return frame(message.KIND, header) + b"".join(bytes(framing.chunk_frame(chunk)) + chunk for chunk in chunks)
 
 

@@ -42,7 +42,7 @@ def test_of_a_nodes_own_id(them: Victims) -> None:
 
 def test_of_an_incarnation_that_nobody_reaches(them: Victims) -> None:
     """Not one that a node cannot outbid: else it is gone while it lives."""
-    a, b = them.addresses
+    a, _ = them.addresses
     with them.unharmed(settle_s=3.0), Stranger() as stranger:
         row = them.rows()[1]
         stranger.tell(a, replace(row, incarnation=HUGE, state=State.LEFT))
@@ -53,7 +53,7 @@ def test_of_an_incarnation_that_nobody_reaches(them: Victims) -> None:
 
 def test_of_a_member_that_comes_and_goes(them: Victims) -> None:
     """The others are probed as before."""
-    a, b = them.addresses
+    a, _ = them.addresses
     prober, row = them.rows()
     with them.unharmed(), Insider(row) as insider:
         insider.join(a)

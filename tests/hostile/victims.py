@@ -30,6 +30,11 @@ ROOM = 2 << 30  # bytes that a daemon may take beyond what it has: an attack mus
 LEARNED = 0.5  # the loss of a model that has: 4.0 before, below 0.1 at the end
 NEAR = 0.5  # of its norm: further than training moves one that has learned, or two differ, within a test
 
+TENSORS = ["0.bias", "0.weight", "2.bias", "2.weight"]  # but for the padding
+PADDED = TRAIN.replace(
+    "optimizer =", 'model.register_parameter("pad", nn.Parameter(torch.zeros(int(os.environ["PAD"]))))\noptimizer ='
+)
+
 # Names that take long to look up: what a resolver out of reach does
 SLOW_NAMES = """\
 import socket, time
@@ -46,8 +51,9 @@ socket.getaddrinfo = getaddrinfo
 class Victims:
     """Two nodes that train together; anew for each test that finds one of them dead."""
 
-    def __init__(self, *flags: str) -> None:
-        self._flags = flags
+    def __init__(self, pad: int) -> None:
+        """`pad` is of values that the model has and training leaves as they are."""
+        self._pad = str(pad)
         self.blocked_s = 0.0  # the longest that one was, in the last attack
         self.grown = 0  # bytes, of the one that grew most
         self._start()
@@ -57,10 +63,10 @@ class Victims:
         folder = self.machine.path / "names"
         folder.mkdir()
         (folder / "sitecustomize.py").write_text(SLOW_NAMES)
-        self.machine.environment["PYTHONPATH"] = str(folder)
-        self.script = self.machine.script("train.py", TRAIN)
-        a = self.machine.start("a", *self._flags, self.script)
-        b = self.machine.start("b", *self._flags, self.script, join=a, SEED="1")
+        self.machine.environment |= {"PYTHONPATH": str(folder), "PAD": self._pad}
+        self.script = self.machine.script("train.py", PADDED)
+        a = self.machine.start("a", self.script)
+        b = self.machine.start("b", self.script, join=a, SEED="1")
         self.nodes = [a, b]
         for node in self.nodes:
             node.trains()
@@ -96,10 +102,10 @@ class Victims:
         return Layout(status["parameters"], status["values"])
 
     def model(self, node: Node) -> npt.NDArray[np.float32]:
-        """All parameters, as the node exports them."""
+        """All parameters that are trained, as the node exports them."""
         path = self.machine.path / f"{node.name}.safetensors"
         node.ask("export", path=str(path))
-        return np.concatenate([tensor.numpy().ravel() for _, tensor in sorted(load_file(path).items())])
+        return np.concatenate([load_file(path)[name].numpy().ravel() for name in TENSORS])
 
     def work_under(self, text: str) -> Plan:
         """Have them train in this mode from now on; returns the plan as messages are to name it."""
@@ -143,9 +149,9 @@ class Victims:
         assert distance(*after) < NEAR, "the models differ"
 
 
-def victims(*flags: str) -> Iterator[Victims]:
+def victims(pad: int = 1) -> Iterator[Victims]:
     """A fixture's body."""
-    them = Victims(*flags)
+    them = Victims(pad)
     yield them
     them.end()
 

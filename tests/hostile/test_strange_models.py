@@ -100,11 +100,10 @@ def test_a_plan(plan: Plan, who: str, them: Victims) -> None:
         time.sleep(1.0)
         if who == "stranger":
             assert all(node.ask("mode")["plan"] < 1000 for node in them.nodes)
-    them.work_under("gossip every=1" if False else "gossip")
+    them.work_under("gossip")
 
 
 def test_a_delta_of_one_who_is_no_member(them: Victims) -> None:
-    them.work_under("gossip")
     plan = them.work_under("gossip")
     with them.unharmed(), attacker("stranger", them) as attack:
         for address in them.addresses:
