@@ -67,7 +67,8 @@ def stream_bytes(message: Message) -> bytes:
 
 def datagram_bytes(message: Message) -> bytes:
     """A message as it travels in a datagram, of the swarm that has no tag."""
-    return wire.DATAGRAM_PREFIX + bytes([message.KIND]) + msgpack.packb(row(message))
+    packed: bytes = msgpack.packb(row(message))
+    return wire.DATAGRAM_PREFIX + bytes([message.KIND]) + packed
 
 
 class Line:

@@ -38,9 +38,7 @@ def test_donors_that_are_none(how: str, them: Victims) -> None:
         donors = []
         addresses: dict[str, Address] = {}
         for number in range(4):
-            donor = stack.enter_context(
-                Insider(them.rows()[0], id=f"{number:064x}", name=f"d{number}", refuses=refuses)
-            )
+            donor = stack.enter_context(Insider(them.rows()[0], name=f"d{number}", refuses=refuses))
             donors.append(donor)
             donor.join(*them.addresses)
 

@@ -59,6 +59,7 @@ class Victims:
         self._start()
 
     def _start(self) -> None:
+        self._harmed = False
         self.machine = Machine()
         folder = self.machine.path / "names"
         folder.mkdir()
@@ -80,8 +81,8 @@ class Victims:
         self.machine.__exit__(None, None, None)
 
     def revive(self) -> Victims:
-        """As before the first attack, if one of them has died."""
-        if any(node.process.poll() is not None for node in self.nodes):
+        """As before the first attack, if that went on after one that did harm."""
+        if self._harmed or any(node.process.poll() is not None for node in self.nodes):
             self.end()
             self._start()
         return self
@@ -118,13 +119,14 @@ class Victims:
     @contextmanager
     def unharmed(self, settle_s: float = 1.0) -> Iterator[None]:
         """Whatever happens in the block, and for a moment after it, is none of their business."""
+        self._harmed = True
         pids = [node.ask("info")["pid"] for node in self.nodes]
         sizes = [_status_bytes(pid, "VmRSS") for pid in pids]
         models = [self.model(node) for node in self.nodes]
         traces = self.machine.logs().count("Traceback")
         probes = [_Probe(node, pid) for node, pid in zip(self.nodes, pids, strict=True)]
         try:
-            yield
+            yield  # what fails in the block has done harm, too
             time.sleep(settle_s)
             steps = []
             for node in self.nodes:
@@ -147,6 +149,7 @@ class Victims:
             assert distance(before, now) < NEAR, "the model is another"
             assert loss(now) < 2 * LEARNED
         assert distance(*after) < NEAR, "the models differ"
+        self._harmed = False
 
 
 def victims(pad: int = 1) -> Iterator[Victims]:
