@@ -20,6 +20,7 @@ from peerd.transport import framing, wire
 from peerd.transport.errors import PeerError
 from peerd.transport.messages import Delta, Hello, LinkOpen, ModelRequest, ModelSnapshot, SpeedRequest
 
+pytestmark = pytest.mark.soak
 PAD = 500_000  # values: half a message of a model is worth something then
 
 

@@ -82,6 +82,7 @@ def plans() -> list[tuple[str, Plan]]:
     ]
 
 
+@pytest.mark.soak
 @WHO
 @pytest.mark.parametrize("plan", [plan for _, plan in plans()], ids=[name for name, _ in plans()])
 def test_a_plan(plan: Plan, who: str, them: Victims) -> None:
@@ -112,6 +113,7 @@ def test_a_delta_of_one_who_is_no_member(them: Victims) -> None:
                 attack.offer(address, plan, LinkOpen(7), delta)
 
 
+@pytest.mark.soak
 @WHO
 def test_weight_that_is_not_there(who: str, them: Victims) -> None:
     plan = them.work_under("push-sum")
@@ -121,6 +123,7 @@ def test_weight_that_is_not_there(who: str, them: Victims) -> None:
             attack.offer(address, plan, push, replace(push, link=6, weight=1e300))
 
 
+@pytest.mark.soak
 @WHO
 @pytest.mark.parametrize("number", [HUGE, (1 << 63) - 1, (1 << 64) - 1], ids=["2^53-1", "2^63-1", "2^64-1"])
 def test_a_round_that_nobody_made(number: int, who: str, them: Victims) -> None:
@@ -135,6 +138,7 @@ def test_a_round_that_nobody_made(number: int, who: str, them: Victims) -> None:
                 attack.offer(address, plan, report)
 
 
+@pytest.mark.soak
 @WHO
 def test_orders_that_make_no_sense(who: str, them: Victims) -> None:
     """From one whose id is before all others, who therefore leads."""
@@ -156,6 +160,7 @@ def test_orders_that_make_no_sense(who: str, them: Victims) -> None:
                 attack.offer(address, plan, begin, replace(begin, codec="no such codec", attempt=number + (1 << 30)))
 
 
+@pytest.mark.soak
 @WHO
 @pytest.mark.parametrize("overlap", ["hpsgd", "softsync"])
 def test_weights_of_one_who_claims_to_serve(overlap: str, who: str, them: Victims) -> None:

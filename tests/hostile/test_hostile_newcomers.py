@@ -17,6 +17,8 @@ from peerd.training.codecs import vector
 from peerd.transport.ids import Address
 from peerd.transport.messages import Message, ModelRequest, ModelSnapshot, Refuse
 
+pytestmark = pytest.mark.soak
+
 
 @pytest.fixture(scope="module")
 def swarm() -> Iterator[Victims]:

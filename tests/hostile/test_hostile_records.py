@@ -51,6 +51,7 @@ def test_of_an_incarnation_that_nobody_reaches(them: Victims) -> None:
         stranger.shout(a, Ack(0, stranger.id, (first, second)))  # together: the first is told to nobody
 
 
+@pytest.mark.soak
 def test_of_a_member_that_comes_and_goes(them: Victims) -> None:
     """The others are probed as before."""
     a, _ = them.addresses
@@ -117,7 +118,7 @@ def test_a_name_is_shown_as_it_is(them: Victims) -> None:
         assert "\x1b[2J" not in them.machine.logs()
 
 
-@pytest.mark.parametrize("way", ["table", "datagrams"])
+@pytest.mark.parametrize("way", ["table", pytest.param("datagrams", marks=pytest.mark.soak)])
 def test_of_thousands_of_members(way: str, them: Victims) -> None:
     """Last: they are members until they are found out."""
     a, _ = them.addresses
