@@ -86,10 +86,13 @@ def plans() -> list[tuple[str, Plan]]:
 @WHO
 @pytest.mark.parametrize("plan", [plan for _, plan in plans()], ids=[name for name, _ in plans()])
 def test_a_plan(plan: Plan, who: str, them: Victims) -> None:
-    """A stranger's is none. Of a member's only what `peerd start` would take, and another can follow it."""
+    """A stranger's is none, nor one's who has no model. Of a member's, only what `peerd start` would take.
+
+    Whoever forges a ready member's whole record is as good as one, before records are signed.
+    """
     with them.unharmed(settle_s=3.0), attacker(who, them) as attack:
         row = them.rows()[0]
-        about = replace(NodeMeta.unpack(row.meta), plan=plan).pack()
+        about = replace(NodeMeta.unpack(row.meta) if who == "insider" else NodeMeta(), plan=plan).pack()
         host, port = attack.address
         record = Member(attack.id, "x", host, port, 1, 1, State.ALIVE, "", about)
         if isinstance(attack, Insider):

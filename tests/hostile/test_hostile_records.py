@@ -63,13 +63,13 @@ def test_of_a_member_that_comes_and_goes(them: Victims) -> None:
             insider.tell(a, replace(row, incarnation=row.incarnation + number + 1))
             time.sleep(0.0005)  # a datagram that overflows the socket harms nobody
         insider.pinged_by.clear()
-        assert honest.comes_true(lambda: prober.id in insider.pinged_by, 8.0), "it is probed no more"
+        assert honest.comes_true(lambda: prober.id in insider.pinged_by, 25.0), "it is probed no more"
         insider.leave(a)
 
 
 def test_an_answer_is_no_larger_than_what_asked_for_it(them: Victims) -> None:
     a, _ = them.addresses
-    fat = replace(flood(1)[0], name="n" * 128, meta=b"m" * 512, state=State.FAILED, accuser="a" * 128)
+    fat = replace(flood(1)[0], host="10.9.9.9", name="n" * 128, meta=b"m" * 512, state=State.FAILED, accuser="a" * 128)
     with them.unharmed(), Stranger(id=fat.id) as stranger:
         stranger.tell(a, fat)
         time.sleep(0.2)
