@@ -100,11 +100,12 @@ class Supervisor:
     async def _run_once(self) -> int:
         # a session of its own: Ctrl-C in the terminal reaches the daemon alone, which ends the script in good order
         try:
-            self._process = await started(self.command, self._environment)
+            self._process, told = started(self.command, self._environment)
+            await _check_runs(told)
         except OSError as error:
+            if self._process is not None:
+                self._process.wait()  # it has ended, having told why
             raise UserError(f"cannot start {self.name}: {error.strerror or error}") from None
-        if self.stopping:  # it was told so while the script started
-            _signal_group(self._process.pid, signal.SIGKILL)
         try:
             Path(f"/proc/{self._process.pid}/oom_score_adj").write_text(OOM_SCORE)
         except OSError:
@@ -112,27 +113,31 @@ class Supervisor:
         return await trio.to_thread.run_sync(self._process.wait, abandon_on_cancel=True, limiter=self._limiter)
 
 
-async def started(command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    """Start a command in a session of its own; it gets SIGTERM when this process dies. Raises OSError."""
+def started(command: list[str], environment: dict[str, str]) -> tuple[subprocess.Popen[bytes], int]:
+    """Start a command in a session of its own, which gets SIGTERM when this process dies. Raises OSError.
+
+    With it comes a descriptor, to be closed: it ends as the command runs, or tells the errno why it cannot.
+    """
     reading, writing = os.pipe()
     try:
-        try:
-            words = [sys.executable, "-I", "-S", launch.__file__, str(os.getpid()), str(writing), *command]
-            process = subprocess.Popen(words, env=environment, start_new_session=True, pass_fds=[writing])
-        finally:
-            os.close(writing)
-        try:
-            await trio.lowlevel.wait_readable(reading)  # it runs, or cannot
-            code = os.read(reading, 16)
-        except BaseException:
-            _signal_group(process.pid, signal.SIGKILL)
-            raise
-    finally:
+        words = [sys.executable, "-I", "-S", launch.__file__, str(os.getpid()), str(writing), *command]
+        return subprocess.Popen(words, env=environment, start_new_session=True, pass_fds=[writing]), reading
+    except BaseException:
         os.close(reading)
+        raise
+    finally:
+        os.close(writing)
+
+
+async def _check_runs(told: int) -> None:
+    """Raises OSError where the command cannot be run."""
+    try:
+        await trio.lowlevel.wait_readable(told)
+        code = os.read(told, 16)
+    finally:
+        os.close(told)
     if code:
-        process.wait()
         raise OSError(int(code), os.strerror(int(code)))
-    return process
 
 
 def _argv(command: list[str]) -> list[str]:

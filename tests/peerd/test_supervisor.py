@@ -253,8 +253,8 @@ async def test_a_script_that_is_stopped_as_it_starts_does_not_go_on(folder: Path
 
 
 PARENTS = {
-    "the daemon": "import trio; from peerd.daemon.supervisor import started; "
-    "child = trio.run(started, ['sleep', '99'], dict(os.environ)); ",
+    "the daemon": "from peerd.daemon.supervisor import started; "
+    "child, told = started(['sleep', '99'], dict(os.environ)); os.read(told, 1); ",
     "the demo": "from subprocess import DEVNULL, Popen; from peerd.daemon.supervisor import die_with_parent; "
     "child = Popen(['sleep', '99'], preexec_fn=die_with_parent, stdout=DEVNULL, stderr=DEVNULL); ",
 }
