@@ -125,5 +125,9 @@ class CatchUp:
             LOGGER.warning("the model from %s: %s; asking another member", donor, error)
             self._choice.pass_over()
             return None
+        except Exception as error:
+            self._peers.offences.unforeseen(error, f"dropped the model from {donor}")
+            self._choice.pass_over()
+            return None
         LOGGER.info("the model of step %d came from %s", snapshot.step, self._members()[donor].name)
         return values, snapshot.step

@@ -146,7 +146,12 @@ class MembershipService:
         while True:
             message, source = await self._datagrams.receive()
             self._note_heard(getattr(message, "sender", ""))
-            await self.perform(self.membership.on_datagram(message, source, trio.current_time()))
+            try:
+                effects = self.membership.on_datagram(message, source, trio.current_time())
+            except Exception as error:
+                self._peers.offences.unforeseen(error, f"dropped a datagram from {shown(source)}")
+                continue
+            await self.perform(effects)
 
     async def _tell_changes(self) -> None:
         """What follows from the members is found once a turn, whatever has come, and a pause follows that is longer."""
@@ -154,7 +159,10 @@ class MembershipService:
             await self._members_changed.wait()
             self._members_changed = trio.Event()
             began = trio.current_time()
-            self._changed()
+            try:
+                self._changed()
+            except Exception as error:
+                self._peers.offences.unforeseen(error, "what members say of themselves could not be handled")
             await trio.sleep((1 / VIEW_SHARE - 1) * (trio.current_time() - began))
 
     async def _ask_twin(self, asked: AskTwin) -> None:
@@ -209,6 +217,9 @@ class MembershipService:
             return error
         except trio.TooSlowError:
             return ConnectionLost(f"{shown(address)}: no answer within {PUSH_PULL_DEADLINE_S:g} s")
+        except Exception as error:
+            self._peers.offences.unforeseen(error, f"dropped the member table of {shown(address)}")
+            return PeerError(f"{shown(address)}: its member table could not be handled")
         return None
 
     async def _send_table(self, link: Connection) -> None:
