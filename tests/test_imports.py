@@ -28,7 +28,8 @@ CORE_PACKAGES = (
     "peerd.training.one_way", "peerd.training.pairs", "peerd.training.parameter_server", "peerd.training.rounds",
 )  # fmt: skip
 SHELLS = {f"peerd.daemon.{name}" for name in (
-    "acceptor", "catch_up", "compute_thread", "control", "known_members", "main", "membership_service", "metrics",
+    "acceptor", "catch_up", "compute_thread", "control", "known_members", "look_up",
+    "main", "membership_service", "metrics",
     "mode_runner", "node", "offences", "peers", "plan_follower", "supervisor", "trainer_service", "trainer_session",
     "twin_proof", "verbs",
 )} | {"peerd.doctor"}  # fmt: skip

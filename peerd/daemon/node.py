@@ -14,6 +14,7 @@ import trio
 from peerd.carriers import CARRIERS
 from peerd.daemon.acceptor import Acceptor
 from peerd.daemon.cures import cured
+from peerd.daemon.look_up import LookUps
 from peerd.daemon.membership_service import MembershipService
 from peerd.daemon.metrics import LoopLatency
 from peerd.daemon.peers import Peers
@@ -29,7 +30,6 @@ from peerd.transport.connection import Datagrams, Transport
 from peerd.transport.errors import PeerError
 from peerd.transport.hello import Refused
 from peerd.transport.ids import Address, NodeId, shown
-from peerd.transport.look_up import LookUps
 from peerd.transport.messages import Hello, Member, State
 
 PROTOCOL = 3

@@ -38,9 +38,9 @@ class _Human(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         level = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
-        return (
-            f"{datetime.fromtimestamp(record.created):%H:%M:%S} {self._name}  {level}{printable(record.getMessage())}"
-        )
+        said = f"{datetime.fromtimestamp(record.created):%H:%M:%S} {self._name}  {level}{record.getMessage()}"
+        lines = [said, *self.formatException(record.exc_info).splitlines()] if record.exc_info else [said]
+        return "\n".join(map(printable, lines))
 
 
 class _Json(logging.Formatter):
@@ -51,4 +51,6 @@ class _Json(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         text = {"time": time, "level": record.levelname.lower(), **self._fixed, "text": record.getMessage()}
+        if record.exc_info:
+            text["traceback"] = self.formatException(record.exc_info)
         return json.dumps(text)

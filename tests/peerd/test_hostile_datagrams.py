@@ -12,16 +12,17 @@ import trio
 
 from peerd.daemon.node import Daemon, running
 from peerd.local.identity import Identity
+from peerd.local.node_key import NodeKey
 from peerd.settings import load
 from peerd.transport.messages import Ack, Message, PingRequest, State
 from peerd.transport.udp import UdpDatagrams, bind_udp
 
-ME = "f" * 32
+KEY = NodeKey.generate()
 
 
 def node(folder: Path) -> Any:
     settings = load({"name": "me", "bind": "127.0.0.1:0", "state_dir": str(folder)}, {}, None)
-    return running(settings, Identity(ME, 3, -1), expects=False)
+    return running(settings, Identity(KEY, 3, -1), expects=False)
 
 
 async def tell(stranger: UdpDatagrams, daemon: Daemon, *messages: Message) -> None:
@@ -65,7 +66,7 @@ async def test_no_name_is_looked_up_for_a_peer(tmp_path: Path) -> None:
         asked = PingRequest(1, "x", "x", "nosuch.invalid", 7946, (row,))
         await tell(stranger, daemon, Ack(0, "x", (row,)), asked)
         await daemon.datagrams.send(("nosuch.invalid", 7946), asked)
-        assert set(daemon.members()) == {ME}
+        assert set(daemon.members()) == {KEY.id}
         assert daemon.view.membership.counts["relays_refused"] == 1
         await stranger.aclose()
 

@@ -50,3 +50,17 @@ def test_a_log_that_cannot_be_written_has_no_traceback_later(monkeypatch: pytest
     assert '"text": "two"' in stream.getvalue()
     logs.LOGGER.log(logging.INFO, "%d", "a mistake of ours is still shown")
     assert "Traceback" in stream.getvalue()
+
+
+@pytest.mark.parametrize("style", ["human", "json"])
+def test_a_bug_is_told_with_its_traceback_and_obeys_no_terminal(style: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    logs.configure("n", "", style)
+    try:
+        raise OverflowError("\x1b[2J")
+    except OverflowError as error:
+        logs.LOGGER.error("a bug", exc_info=error)
+    assert "test_say.py" in stream.getvalue()
+    assert "OverflowError" in stream.getvalue()
+    assert "\x1b" not in stream.getvalue()
