@@ -264,9 +264,7 @@ def test_a_swarm_is_unharmed(machine: Machine) -> None:
         throw(a, garbage)
     assert_well(a, sick)
     trio.run(bomb, a)
-    a.says("a zstd frame of 2097152 bytes where 388 are the most")
-    a.says("a gain of -1e+30 is outside")
-    a.says("0 chunks where 1 are due")
+    a.eventually(lambda: a.ask("status")["counts"].get("unheard", 0) >= 2 * DELTAS)  # who is no member has no say
     assert_well(a, sick)
     throw_locally(a)
     assert_well(a, sick)
@@ -346,23 +344,27 @@ def throw_locally(node: Node) -> None:
                 pass
 
 
+DELTAS = 8
+
+
 async def bomb(node: Node) -> None:
     """As a stranger that has opened a link: chunks that swell to 2 MiB where 16 bytes are due, or make no sense."""
     host, port = node.address.split(":")
     swollen = bytes([ZSTD]) + zstandard.ZstdCompressor(level=19).compress(bytes(2 << 20))
     delta = Delta(7, 1, "sign", 0.1, wants_answer=True, finishing=False, chunks=(swollen,))
     hello = Hello(PROTOCOL, "peerd", "", "stranger", "stranger", 1, "127.0.0.1", 9, "gossip", "", ())
-    for message in (
+    deltas = (
         delta,
         replace(delta, codec="float32"),
-        replace(delta, codec="no such codec"),
+        replace(delta, codec="no-such-codec"),
         replace(delta, chunks=(b"",)),
         replace(delta, chunks=(swollen[:1000],)),
         replace(delta, chunks=()),
         replace(delta, gain=-1e30),
-        replace(delta, seq=1 << 60),
-        ModelSnapshot(1 << 60, "float32", (swollen,)),
-    ):
+        replace(delta, seq=(1 << 53) - 1),
+    )
+    assert len(deltas) == DELTAS
+    for message in (*deltas, ModelSnapshot((1 << 53) - 1, "float32", (swollen,))):
         async with trio.open_nursery() as nursery:
             link = await TcpTransport(nursery).dial((host, int(port)))
             await greet(link, hello)

@@ -106,6 +106,7 @@ class There:
         self.runner = ModeRunner(self)  # type: ignore[arg-type]  # it is its peers, too
         self.runner.core.model = self.model_copy
         self.runner.core.mode = self.mode  # type: ignore[assignment]
+        self.runner.core._note_members(frozenset("abc"), 0.0)
         self.runner.session = self  # type: ignore[assignment]  # and its trainer
 
     def send(self, peer: NodeId, message: Message) -> None:

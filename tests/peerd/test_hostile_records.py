@@ -275,7 +275,7 @@ def telling() -> Membership:
 
 @PROPERTY
 @given(
-    sender=st.sampled_from(["", "n1", "n5", "nobody", "x" * 100]),
+    sender=st.sampled_from(["stranger", "n1", "n5", "nobody", "x" * 100]),
     source=st.sampled_from([STRANGER, at("n2"), at("n5"), at("n0")]),
     seq=st.integers(0, NUMBER_END - 1),
 )

@@ -292,7 +292,7 @@ async def test_datagrams_of_another_swarm_are_dropped() -> None:
     """An address may have changed hands: what was meant for the swarm before must not join the two."""
     ours, same, other, default = [await bind_udp(LOOPBACK, tag) for tag in (b"\xffour", b"\xffour", b"\xffelse", b"")]
     for stranger, to in ((other, ours), (default, ours), (ours, default)):
-        await stranger.send(to.address, Nack(1, "not ours"))
+        await stranger.send(to.address, Nack(1, "not-ours"))
     await same.send(ours.address, Nack(2, "ours"))
     assert await ours.receive() == (Nack(2, "ours"), same.address)
     assert ours.malformed == 2
