@@ -36,7 +36,7 @@ from peerd.transport.messages import Push
 
 PART_SHARE = 0.8  # of the largest stable part: as delta.GAIN_SHARE
 WEIGHT_MIN = 1e-3  # a node that gave away all but this waits for some to come
-WEIGHT_SHARE = 4  # times the lives that this node has heard of: what came before it, or was counted twice, is there too
+WEIGHT_MAX = 1e6  # more than a swarm has
 
 
 class PushSum(OneWay):
@@ -48,12 +48,6 @@ class PushSum(OneWay):
         super().__init__(*arguments)
         self._purse = WeightAccount(1.0)
         self._outflows: dict[NodeId, Outflow] = {}
-        self._lives = 1  # of members that came, this node's too: each brought a weight of 1
-
-    def on_peers(self, alive: frozenset[NodeId], now: float) -> list[Effect]:
-        """Peers came or went."""
-        self._lives += len(alive - self._partners.alive)
-        return super().on_peers(alive, now)
 
     @property
     def weight(self) -> float:
@@ -108,8 +102,8 @@ class PushSum(OneWay):
 
     def _correction(self, incoming: Incoming, push: Push, came: Vector, values: Vector) -> Vector:
         part = incoming.inflow.part(push.weight)
-        if not 0 <= part <= WEIGHT_SHARE * self._lives:
-            raise PeerError(f"a push of weight {part}, more than {self._lives} lives of members brought")
+        if not 0 <= part <= WEIGHT_MAX:
+            raise PeerError(f"a push of weight {part}")
         correction = self._scratch.take(came)
         self._purse.take(part, values, came, correction)
         self._came += not push.back
