@@ -5,7 +5,7 @@ QUICK := tests/training tests/contracts/test_codec_contract.py tests/contracts/t
 	$(addprefix tests/transport/test_,wire.py framing.py peer_queue.py admission.py) \
 	$(addprefix tests/peerd/test_,membership.py node_core.py trainer_protocol.py plan.py board.py replica.py)
 
-.PHONY: demo test quick scripts check soak bench format clean
+.PHONY: demo test quick scripts check soak fuzz bench format clean
 
 demo: .venv/installed
 	$(BIN)/peerd demo
@@ -30,6 +30,13 @@ check: .venv/installed
 
 soak: .venv/installed
 	$(BIN)/python -m pytest -q -m soak
+
+# SECONDS of mutated input for all TARGETS, or led by coverage for one: make fuzz GUIDED=nodes
+fuzz: SECONDS ?= 60
+fuzz: SEED ?= 0
+fuzz: .venv/installed
+	PYTHONPATH=tests/training:tests/simulation $(BIN)/python $(if $(GUIDED),tests/fuzz/guided.py $(GUIDED) -max_total_time=$(SECONDS) \
+		-seed=$(SEED),tests/fuzz/fuzz.py --seconds $(SECONDS) --seed $(SEED) $(TARGETS))
 
 bench: .venv/installed
 	$(BIN)/python benchmarks/codecs.py

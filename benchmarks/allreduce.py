@@ -18,15 +18,14 @@ import os
 import random
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -38,10 +37,11 @@ from peerd.daemon.peers import Peers
 from peerd.local.shared_memory import SharedMemory
 from peerd.node.model_copy import ModelCopy
 from peerd.process.allocator import keep_freed_chunks
+from peerd.reproduce.sockets.lines import free_ports, namespaces
 from peerd.training.codecs import vector
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Effect, Proceed, StepReport, Vector
-from peerd.training.modes import EVERY_STEP, LinkStatus, ModeSettings, Quiet
+from peerd.training.modes import EVERY_STEP, LinkStatus, ModeClass, ModeSettings, Quiet
 from peerd.training.rounds.member import Committed, Outcome, Rounds, Withdrawn
 from peerd.training.trigger import parse_trigger
 from peerd.transport.connection import Connection, ConnectionLost
@@ -53,7 +53,6 @@ from peerd.transport.tcp import TcpTransport
 
 SIDES = ("gloo", "peerd")
 PORT = 7946
-REACH_S = 120.0
 
 
 # ---------------------------------------------------------------------------------------------------------- one rank
@@ -63,8 +62,10 @@ def contribution(rank: int, count: int) -> npt.NDArray[np.float32]:
     return np.random.default_rng(rank).standard_normal(count, dtype=np.float32)
 
 
-def obey(prepare: Callable[[], None], add_up: Callable[[], float], total: Callable[[], Vector], count: int) -> None:
-    """Do what the lines on stdin say; `add_up` returns when it had the sum."""
+def obey(
+    prepare: Callable[[], None], add_up: Callable[[], float], total: Callable[[], Vector], count: int, parts: int = 1
+) -> None:
+    """Do what the lines on stdin say; `add_up` returns when it had the sum, of which `total` is one of `parts`."""
     for line in sys.stdin:
         match line.strip():
             case "prepare":
@@ -78,7 +79,7 @@ def obey(prepare: Callable[[], None], add_up: Callable[[], float], total: Callab
                 print(json.dumps(said), flush=True)
             case "check":
                 ranks = int(os.environ["RANKS"])
-                expected = np.sum([contribution(rank, min(count, 1 << 16)) for rank in range(ranks)], axis=0)
+                expected = np.sum([contribution(rank, min(count, 1 << 16)) for rank in range(ranks)], axis=0) / parts
                 found = total()[: len(expected)]
                 print(bool(np.all(np.abs(found - expected) <= 1e-4 * (1 + np.abs(expected)))), flush=True)
 
@@ -103,9 +104,11 @@ def gloo(rank: int, addresses: list[Address], count: int) -> None:
     torch.distributed.destroy_process_group()
 
 
-class Summing:
-    """The smallest mode that has rounds: every step contributes the vector, which becomes the sum."""
+class Summing(ModeClass):
+    """The smallest mode that has rounds: every step contributes the vector, which becomes the mean."""
 
+    NAME = "summing"
+    TAKES = ("codec", "topology")
     barrier = 0
     consensus_distance = 0.0
     under_way = False
@@ -192,7 +195,12 @@ async def peerd(rank: int, addresses: list[Address], count: int, topology: str, 
 
         print("ready", flush=True)
         await trio.to_thread.run_sync(
-            obey, lambda: np.copyto(work, source), lambda: trio.from_thread.run(add_up), lambda: work, count
+            obey,
+            lambda: np.copyto(work, source),
+            lambda: trio.from_thread.run(add_up),
+            lambda: work,
+            count,
+            len(addresses),  # a round leaves the mean
         )
         nursery.cancel_scope.cancel()
 
@@ -246,38 +254,6 @@ class Ranks:
 
     def _heard(self) -> list[str]:
         return [process.stdout.readline().strip() for process in self._all]  # type: ignore[union-attr]
-
-
-@contextmanager
-def namespaces(count: int, mbit: float) -> Iterator[list[list[str]]]:
-    """So many, with addresses 10.77.0.1 and so on, on one switch, with so fast a line each, both ways."""
-    names = [f"peerd{os.getpid()}-{rank}" for rank in range(count)]
-    switch = f"pd{os.getpid()}"
-
-    def ip(line: str) -> None:
-        subprocess.run(["ip", *line.split()], check=True)
-
-    with ExitStack() as stack:
-        ip(f"link add {switch} type bridge")
-        stack.callback(ip, f"link del {switch}")
-        ip(f"link set {switch} up")
-        for rank, name in enumerate(names):
-            ip(f"netns add {name}")
-            stack.callback(ip, f"netns del {name}")
-            ip(f"link add {switch}.{rank} type veth peer name eth0 netns {name}")
-            ip(f"link set {switch}.{rank} master {switch} up")
-            ip(f"-n {name} addr add 10.77.0.{rank + 1}/24 dev eth0")
-            ip(f"-n {name} link set lo up")
-            ip(f"-n {name} link set eth0 up")
-            shape = f"root tbf rate {mbit}mbit burst 256kb latency 100ms".split()
-            subprocess.run(["tc", "-n", name, "qdisc", "add", "dev", "eth0", *shape], check=True)
-            subprocess.run(["tc", "qdisc", "add", "dev", f"{switch}.{rank}", *shape], check=True)
-        yield [["ip", "netns", "exec", name] for name in names]
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        return [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(count)]
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:

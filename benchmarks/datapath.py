@@ -4,9 +4,10 @@
 
 They are timed in turn, in the same run, because differences between runs are noise; the best and the median are shown,
 and the median of each round's ratio to our link over TCP, as the machine's speed changes from round to round.
-Our link checks what is on a line: the "checked" blocking sockets do so too, with the same checksum. The receiver tells
-how long it took from the first byte wanted, or the first message received, to the last one. CPU is that of both
-processes meanwhile. Where there is no UCX its rows are missing.
+Our link checks what is on a line: the "checked" blocking sockets do so too, with the same checksum. Sealed links are
+checked by their seals; TLS is that of Python's `ssl` over blocking sockets. The receiver tells how long it took from
+the first byte wanted, or the first message received, to the last one. CPU is that of both processes meanwhile. Where
+there is no UCX its rows are missing. Beside the paths, the CPU that a handshake costs both ends together.
 """
 
 from __future__ import annotations
@@ -20,10 +21,14 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 
 import numpy as np
 import trio
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "transport"))
+from certificates import Authority, TestCredentials
 
 from peerd.process.allocator import keep_freed_chunks
 from peerd.transport.bulk import Fabric
@@ -61,11 +66,14 @@ def payload() -> list[memoryview]:
 # ------------------------------------------------------------------------------------------------ blocking sockets
 
 
-def blocking(messages: int, checked: bool = False) -> Timed:
+def blocking(messages: int, checked: bool = False, tls: bool = False) -> Timed:
     listener = socket.create_server(("127.0.0.1", 0))
+    certified, dialler = credentials()
 
     def receive(pipe: int) -> None:
         connection, _ = listener.accept()
+        if tls:
+            connection = certified.context(server=True).wrap_socket(connection, server_side=True)
         buffer = memoryview(bytearray(CHUNK_BYTES * CHUNKS))
         os.write(pipe, b"+")
         began, cpu = time.perf_counter(), time.process_time()
@@ -79,7 +87,8 @@ def blocking(messages: int, checked: bool = False) -> Timed:
 
     pid, pipe = in_child(receive)
     chunks = payload()
-    with socket.create_connection(listener.getsockname()) as connection:
+    with socket.create_connection(listener.getsockname()) as plain:
+        connection = dialler.context(server=False).wrap_socket(plain) if tls else plain
         os.read(pipe, 1)
         cpu = time.process_time()
         for _ in range(messages):
@@ -99,26 +108,37 @@ def blocking(messages: int, checked: bool = False) -> Timed:
 # -------------------------------------------------------------------------------------------------------- our link
 
 
-def linked(messages: int, make: Callable[[], Fabric] | None = None) -> Timed:
+Make = Callable[[], Fabric] | None
+
+
+@cache
+def credentials() -> tuple[TestCredentials, TestCredentials]:
+    """Those of both ends."""
+    authority = Authority()
+    return TestCredentials(authority), TestCredentials(authority)
+
+
+def linked(messages: int, make: Make = None, sealed: bool = False) -> Timed:
     """With chunks over what `make` makes; without it, over TCP."""
-    pid, pipe = in_child(lambda writing: trio.run(receive_linked, messages, writing, make))
+    ours, theirs = credentials() if sealed else (None, None)
+    pid, pipe = in_child(lambda writing: trio.run(receive_linked, messages, writing, make, theirs))
     port = int(os.read(pipe, 100))
-    found = trio.run(send_linked, messages, port, pipe, make)
+    found = trio.run(send_linked, messages, port, pipe, make, ours)
     os.close(pipe)
     os.waitpid(pid, 0)
     return found
 
 
-async def transport(nursery: trio.Nursery, make: Callable[[], Fabric] | None) -> TcpTransport:
-    if make is None:
-        return TcpTransport(nursery)
-    fabric = make()
-    await nursery.start(fabric.run)
-    return TcpTransport(nursery, fabric)
+async def transport(nursery: trio.Nursery, make: Make, own: TestCredentials | None) -> TcpTransport:
+    fabrics = [] if make is None else [make()]
+    for fabric in fabrics:
+        await nursery.start(fabric.run)
+    return TcpTransport(nursery, *fabrics, credentials=own)
 
 
-async def receive_linked(messages: int, pipe: int, make: Callable[[], Fabric] | None) -> None:
+async def receive_linked(messages: int, pipe: int, make: Make, own: TestCredentials | None) -> None:
     async def accepted(link: Connection) -> None:
+        await link.shake_hands()
         link.payload_limit = CHUNK_BYTES * CHUNKS
         link.admit()
         await link.send(ModelRequest())
@@ -130,15 +150,15 @@ async def receive_linked(messages: int, pipe: int, make: Callable[[], Fabric] | 
         nursery.cancel_scope.cancel()
 
     async with trio.open_nursery() as nursery:
-        listen = (await transport(nursery, make)).listen
+        listen = (await transport(nursery, make, own)).listen
         address = await nursery.start(listen, ("127.0.0.1", 0), accepted)
         os.write(pipe, str(address[1]).encode())
 
 
-async def send_linked(messages: int, port: int, pipe: int, make: Callable[[], Fabric] | None) -> Timed:
+async def send_linked(messages: int, port: int, pipe: int, make: Make, own: TestCredentials | None) -> Timed:
     message = ModelSnapshot(0, "float32", tuple(payload()))
     async with trio.open_nursery() as nursery:
-        link = await (await transport(nursery, make)).dial(("127.0.0.1", port))
+        link = await (await transport(nursery, make, own)).dial(("127.0.0.1", port))
         await link.receive()
         if why_not := await link.upgrade():
             sys.exit(why_not)
@@ -163,15 +183,39 @@ def paths() -> dict[str, Callable[[int], Timed]]:
     found: dict[str, Callable[[int], Timed]] = {
         "blocking sockets": blocking,
         "the same, checked": partial(blocking, checked=True),
+        "TLS of ssl": partial(blocking, tls=True),
         "peerd link": linked,
+        "peerd link, sealed": partial(linked, sealed=True),
         "peerd over shm": partial(linked, make=SameHost),
+        "the same, sealed": partial(linked, make=SameHost, sealed=True),
     }
     with suppress(ucx.UcxError):
         library = ucx.load()
         for name, transports in (("tcp", "tcp"), ("shm", "posix,sysv,cma")):
             over_ucx = partial(UcxFabric, library, transports, without_rdma=True)
             found[f"peerd over UCX {name}"] = partial(linked, make=over_ucx)
+            found[f"the same, sealed ({name})"] = partial(linked, make=over_ucx, sealed=True)
     return found
+
+
+async def handshake_s(count: int = 50) -> float:
+    """Seconds of CPU that one costs, both ends in this process, with the connection around it."""
+    ours, theirs = credentials()
+
+    async def accepted(link: Connection) -> None:
+        await link.shake_hands()
+        await link.send(ModelRequest())
+
+    async with trio.open_nursery() as nursery:
+        address = await nursery.start(TcpTransport(nursery, credentials=theirs).listen, ("127.0.0.1", 0), accepted)
+        cpu = time.process_time()
+        for _ in range(count):
+            link = await TcpTransport(nursery, credentials=ours).dial(address)
+            await link.receive()
+            await link.aclose()
+        cpu = time.process_time() - cpu
+        nursery.cancel_scope.cancel()
+    return cpu / count
 
 
 def main() -> None:
@@ -196,14 +240,17 @@ def main() -> None:
         name: statistics.median(rate / out_of_band for rate, out_of_band in zip(found, link, strict=True))
         for name, found in rates.items()
     }
+    handshake = trio.run(handshake_s)
     if options.format == "json":
         said = {"gb_per_s": rates, "median_gb_per_s": medians, "of_link": ratios, "cpu_s_per_gb": costs}
+        said["handshake_cpu_s"] = handshake
         json.dump(said, sys.stdout)
         print()
         return
-    print(f"{'path':<22}{'median GB/s':>12}{'best GB/s':>12}{'of the link':>12}{'CPU s/GB':>12}")
+    print(f"{'path':<24}{'median GB/s':>12}{'best GB/s':>12}{'of the link':>12}{'CPU s/GB':>12}")
     for name, found in rates.items():
-        print(f"{name:<22}{medians[name]:>12.2f}{max(found):>12.2f}{ratios[name]:>12.2f}{costs[name]:>12.2f}")
+        print(f"{name:<24}{medians[name]:>12.2f}{max(found):>12.2f}{ratios[name]:>12.2f}{costs[name]:>12.2f}")
+    print(f"a handshake: {1e3 * handshake:.1f} ms of CPU, both ends together")
 
 
 if __name__ == "__main__":

@@ -39,6 +39,10 @@ def demo(
         str | None, typer.Option(help="of an all-reduce: auto, ring, tree:K, halving; of servers: adv:K")
     ] = None,
     servers: Annotated[int | None, typer.Option(min=1, help="members that serve the parameters, each a part")] = None,
+    exchange: Annotated[str | None, typer.Option(help="weights after a step, or gradients before it")] = None,
+    server_optimizer: Annotated[
+        str | None, typer.Option(help="of servers that get gradients: sgd or adamw, with :KEY=VALUE,KEY=VALUE")
+    ] = None,
     transport: Annotated[
         str | None, typer.Option(help=f"what bulk travels over between hosts: {', '.join(CARRIERS)}")
     ] = None,
@@ -60,6 +64,7 @@ def demo(
         command += ["--steps", str(steps)]
     given: dict[str, Any] = {"mode": mode, "codec": codec, "trigger": trigger}
     given |= {"every": every, "overlap": overlap, "topology": topology, "servers": servers}
+    given |= {"exchange": exchange, "server_optimizer": server_optimizer}
     given |= {"transport": transport, "rdma_allow_fallback": rdma_allow_fallback}
     # refused here: a node would take seconds to start, only to refuse it in its log
     shards.parse(shard)

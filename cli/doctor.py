@@ -20,6 +20,8 @@ def doctor(
         list[str] | None,
         typer.Option(metavar="HOST:PORT", help="a peer to reach and to measure the line from: 2 s, 256 MiB at most"),
     ] = None,
+    token: Annotated[str | None, typer.Option(help="as for peerd start")] = None,
+    insecure_plaintext: Annotated[bool | None, typer.Option("--insecure-plaintext", help="as for peerd start")] = None,
     transport: Annotated[str | None, typer.Option(help=f"{', '.join(CARRIERS)}: what must work")] = None,
     rdma_subnet: Annotated[list[str] | None, typer.Option(metavar="CIDR", help="as for peerd start")] = None,
     rdma_allow_fallback: Annotated[
@@ -28,12 +30,13 @@ def doctor(
     config: Annotated[Path | None, typer.Option(help="a TOML file, as for peerd start")] = None,
     format: FormatOption = Format.TEXT,
 ) -> None:
-    """Check this machine: software, GPU, ports, addresses, network, clock, peers, UCX and RDMA.
+    """Check this machine: software, GPU, ports, addresses, network, clock, who may join, peers, UCX and RDMA.
 
     A note harms nothing. What fails is shown with its cure, and the exit code is 1.
     """
     flags = {
-        "bind": bind, "join": tuple(join) if join else None, "transport": transport,
+        "bind": bind, "join": tuple(join) if join else None, "token": token,
+        "insecure_plaintext": insecure_plaintext, "transport": transport,
         "rdma_subnets": tuple(rdma_subnet) if rdma_subnet else None, "rdma_allow_fallback": rdma_allow_fallback,
     }  # fmt: skip
     with interrupts_end_at_once():  # it imports torch, and leaves nothing behind

@@ -98,7 +98,12 @@ class LocalSwarm:
         flags = [part for option in options.items() for part in option if part]
         rank = {"PEERD_RANK": str(self.names.index(name)), "PEERD_PEERS": str(len(self.names))}
         folders = {"XDG_RUNTIME_DIR": self._folder.name, "XDG_STATE_HOME": str(self.folder / "state")}
-        alone = {"PEERD_JOIN": "", "PEERD_STATE_DIR": "", "PEERD_CONFIG": ""}  # the user's are for a node of theirs
+        alone = {
+            "PEERD_JOIN": "",
+            "PEERD_TOKEN": "",
+            "PEERD_STATE_DIR": "",
+            "PEERD_CONFIG": "",
+        }  # the user's are for a node of theirs
         with self._log(name).open("wb") as log:
             self._processes[name] = subprocess.Popen(
                 [sys.executable, "-m", "peerd.cli.main", "start", *flags, "--", *self._command],

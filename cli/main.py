@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from peerd.cli import INTERRUPTED_CODE, interrupts_end_at_once
+from peerd.cli.admittance import forgive, revoke, rotate, token
 from peerd.cli.average import average
 from peerd.cli.demo import demo
 from peerd.cli.doctor import doctor
@@ -20,6 +21,7 @@ from peerd.cli.join import join
 from peerd.cli.leave import leave
 from peerd.cli.members import members
 from peerd.cli.mode import mode
+from peerd.cli.reproduce import reproduce
 from peerd.cli.simulate import simulate
 from peerd.cli.start import START_CONTEXT, start
 from peerd.cli.status import status
@@ -53,7 +55,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(context_settings=START_CONTEXT)(start)
-for verb in (join, leave, members, status, info, export, average, doctor, demo, simulate, version):
+for verb in (
+    join, leave, members, forgive, status, info, export, average, token, revoke, rotate, doctor, demo, simulate,
+    reproduce, version,
+):  # fmt: skip
     app.command()(verb)
 app.add_typer(mode, name="mode")
 command = typer.main.get_command(app)

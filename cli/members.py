@@ -15,6 +15,8 @@ def members(name: NameOption = None, format: FormatOption = Format.TEXT) -> None
 
     "no steps": its trainer has made none for more than ten times its slowest, and ten seconds.
 
+    "refused": this node exchanges nothing with it, for broken rules or a model far from all others'; see peerd forgive.
+
     CARRIER is what large chunks travel over between that member and this node, while they are linked.
     """
     rows = request(find_node(name), "members")["members"]
@@ -27,7 +29,7 @@ def members(name: NameOption = None, format: FormatOption = Format.TEXT) -> None
             [
                 _marked(row),
                 row["address"],
-                f"{row['state']}, no steps" if row["stalled"] and row["state"] == "alive" else row["state"],
+                _state(row),
                 row["carrier"] or "-",
                 row["mode"],
                 row["model"] or "-",
@@ -36,6 +38,12 @@ def members(name: NameOption = None, format: FormatOption = Format.TEXT) -> None
             for row in rows
         ],
     )
+
+
+def _state(row: dict[str, Any]) -> str:
+    stalled = ", no steps" if row["stalled"] and row["state"] == "alive" else ""
+    refused = f", refused for {row['refused_s'] / 60:.0f} min" if row["refused_s"] else ""
+    return f"{row['state']}{stalled}{refused}"
 
 
 def _marked(row: dict[str, Any]) -> str:

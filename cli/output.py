@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from peerd.transport.errors import UserError
 from peerd.transport.printable import printable
 
 
@@ -28,7 +32,7 @@ NameOption = Annotated[str | None, typer.Option("--name", help="which node of th
 
 def print_json(value: Any) -> None:
     """One line; NaN and infinity, which JSON does not know, become null."""
-    typer.echo(json.dumps(_finite(value)))
+    typer.echo(json.dumps(finite(value)))
 
 
 def echo(line: str, *, err: bool = False) -> None:
@@ -49,6 +53,30 @@ def print_table(columns: list[str], rows: list[list[str]]) -> None:
     console.print(table)
 
 
+def progress_bar() -> Progress:
+    """For who watches, on stderr; a task has a `note`."""
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn(),
+        console=Console(stderr=True), transient=True,
+    )  # fmt: skip
+
+
+def check_report(path: Path) -> None:
+    """Before the work, whether --report can be written. Raises UserError."""
+    if path.suffix != ".html":
+        raise UserError(f"--report {path}: the name must end in .html")
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"--report {path}: no such folder: {path.absolute().parent}")
+
+
+def write_report(path: Path, text: str) -> None:
+    """Raises UserError."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--report {path}: {error.strerror}") from None
+
+
 def size(count: float) -> str:
     """Bytes for people, in decimal units."""
     for unit in ("B", "kB", "MB", "GB"):
@@ -58,11 +86,17 @@ def size(count: float) -> str:
     raise AssertionError("the loop returns")
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The same for JSON, which knows no NaN and no infinity."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
+
+
+def mean_of(histogram: Mapping[int, int]) -> float:
+    """Of values that were counted."""
+    return sum(value * count for value, count in histogram.items()) / sum(histogram.values())

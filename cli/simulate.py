@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from peerd.cli import interrupts_end_at_once
-from peerd.cli.output import Format, FormatOption, print_json, size
+from peerd.cli.output import Format, FormatOption, check_report, print_json, progress_bar, size, write_report
+from peerd.simulation.byzantine import ATTACKS
+from peerd.simulation.laboratory import run_all
+from peerd.simulation.options import LOOK_MIN_S, OPTIMIZERS, SCHEDULES, parse_modes, parse_seeds
 from peerd.simulation.scenario import PROBLEMS, Outcome, Sample, Scenario
 from peerd.simulation.scenario import simulate as run_scenario
 from peerd.training.modes import heeds
@@ -26,10 +29,11 @@ from peerd.transport.errors import UserError
 def simulate(
     peers: Annotated[int, typer.Option(min=2, max=4096)] = 16,
     seed: Annotated[int, typer.Option("--seed", "--replay", min=0, help="the same run again, bit for bit")] = 0,
+    seeds: Annotated[str | None, typer.Option(help="several, as 0..4 or 0,3,7: a run each")] = None,
     minutes: Annotated[
         float | None, typer.Option(min=0.01, max=1e6, help="virtual; default: until the steps are done")
     ] = None,
-    problem: Annotated[str, typer.Option(help=f"one of {', '.join(PROBLEMS)}")] = "consensus",
+    problem: Annotated[str, typer.Option(help=f"one of {', '.join(PROBLEMS)}; a teacher may have sizes")] = "consensus",
     steps: Annotated[int | None, typer.Option(min=1, help="optimizer steps of each node")] = None,
     parameters: Annotated[int, typer.Option(max=10**13, help="of the model, for --problem bytes")] = 125_000_000,
     compute: Annotated[str, typer.Option(help="a step, in s: fixed:S, lognormal:MEDIAN:SIGMA, trace:FILE")] = "fixed:2",
@@ -38,7 +42,9 @@ def simulate(
         float | None, typer.Option(min=0.001, max=1e6, help="of each node, instead of the network's")
     ] = None,
     downlink_mbit: Annotated[float | None, typer.Option(min=0.001, max=1e6)] = None,
-    mode: Annotated[str, typer.Option(help="several to compare, as gossip,allreduce,async: a run each")] = "gossip",
+    mode: Annotated[
+        str, typer.Option(help="several to compare, as 'gossip;codec=int8,diloco;every=50': a run each")
+    ] = "gossip",
     codec: Annotated[str, typer.Option(help="how deltas are compressed; auto: the mode's own")] = "auto",
     trigger: Annotated[str, typer.Option(help="change:0.05, period:10, always")] = "change:0.05",
     view: Annotated[int, typer.Option(min=1, max=64, help="partners of a node")] = 3,
@@ -49,51 +55,99 @@ def simulate(
     ] = "auto",
     servers: Annotated[int, typer.Option(min=1, max=4096, help="nodes that serve the parameters, each a part")] = 1,
     min_peers: Annotated[int, typer.Option(min=1, max=4096, help="a round of fewer members waits")] = 1,
+    exchange: Annotated[str, typer.Option(help="weights after a step, or gradients before it")] = "weights",
+    server_optimizer: Annotated[
+        str, typer.Option(help="of servers that get gradients: sgd or adamw, with :KEY=VALUE,KEY=VALUE")
+    ] = "sgd",
     shard: Annotated[str, typer.Option(help="of a task: iid, sorted or dirichlet:A")] = "iid",
     faults: Annotated[str, typer.Option(help="none, all, or a list: crash,pause,partition,...")] = "crash",
     fault_every: Annotated[float, typer.Option(min=0.1, max=1e6, help="seconds between faults, on average")] = 60.0,
+    drop: Annotated[
+        float,
+        typer.Option(min=0.0, max=0.99, help="share of the messages that are lost, of a mode that can do with it"),
+    ] = 0.0,
     join_over: Annotated[
         float | None,
         typer.Option(min=0.0, max=1e6, help="seconds in which the nodes join; default: they did long ago"),
     ] = None,
+    byzantine: Annotated[
+        str, typer.Option(help=f"members that lie about their model: {', '.join(ATTACKS)}, with :COUNT or :SHARE%")
+    ] = "none",
+    robust: Annotated[bool, typer.Option(help="bound what one member can do to another's model")] = True,
+    slow_node: Annotated[
+        float, typer.Option(min=0.01, max=1000, help="how many times as long the first node's steps take")
+    ] = 1.0,
+    optimizer: Annotated[str | None, typer.Option(help=f"of each node: {', '.join(OPTIMIZERS)}")] = None,
+    lr: Annotated[float | None, typer.Option(help="learning rate; default: the problem's")] = None,
+    momentum: Annotated[float | None, typer.Option(help="of SGD")] = None,
+    weight_decay: Annotated[float | None, typer.Option()] = None,
+    batch: Annotated[int | None, typer.Option(min=1, max=10**6, help="samples a step")] = None,
+    schedule: Annotated[
+        str | None, typer.Option(help=f"of the learning rate, for --problem teacher: {', '.join(SCHEDULES)}")
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(help="accuracy:0.85 or loss:2.2 of the averaged model: after how long, and what bytes?"),
+    ] = None,
+    look_every: Annotated[
+        float | None,
+        typer.Option(min=LOOK_MIN_S, help="virtual seconds between looks at accuracy and loss; they enter the JSON"),
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, max=256, help="processes that runs are shared among")] = 1,
     trace: Annotated[Path | None, typer.Option(help="write every event to this file, a line of JSON each")] = None,
     report: Annotated[Path | None, typer.Option(help="write plots to this .html file")] = None,
     format: FormatOption = Format.TEXT,
 ) -> None:
     """Run a swarm of PEERS simulated nodes with the production code and watch every invariant."""
-    modes = [adopted(one) for one in mode.split(",")]
+    modes = [(adopted(one), said) for one, said in parse_modes(mode)]
     settings: dict[str, Any] = {
         "codec": codec, "trigger": trigger, "view": view, "every": every, "overlap": overlap, "topology": topology,
-        "servers": servers, "min_peers": min_peers,
+        "servers": servers, "min_peers": min_peers, "exchange": exchange,
+        "server_optimizer": server_optimizer,
     }  # fmt: skip
-    of_some = {key for key in settings if any(heeds(one, key) for one in modes)}  # the others are refused by each mode
+    of_some = {  # the others each mode refuses
+        key for key in settings if any(heeds(one, key, said.get("exchange", exchange)) for one, said in modes)
+    }
+    general = {
+        "peers": peers, "minutes": minutes, "problem": problem, "steps": steps, "parameters": parameters,
+        "compute": compute, "network": network, "uplink_mbit": uplink_mbit, "downlink_mbit": downlink_mbit,
+        "shard": shard, "faults": faults, "fault_every": fault_every, "join_over": join_over, "byzantine": byzantine,
+        "robust": robust, "slow_node": slow_node, "optimizer": optimizer, "lr": lr, "momentum": momentum,
+        "weight_decay": weight_decay, "batch": batch, "schedule": schedule, "target": target, "look_every": look_every,
+        "drop": drop,
+    }  # fmt: skip
+    heeded = [
+        {k: v for k, v in settings.items() if k not in of_some or heeds(one, k, said.get("exchange", exchange))}
+        for one, said in modes
+    ]
     scenarios = [
-        Scenario(
-            peers, seed, minutes, problem, steps, parameters, compute, network, uplink_mbit, downlink_mbit, one,
-            shard=shard, faults=faults, fault_every=fault_every, join_over=join_over,
-            **{key: value for key, value in settings.items() if key not in of_some or heeds(one, key)},
-        )
-        for one in modes
-    ]  # fmt: skip
-    if report is not None and report.suffix != ".html":
-        raise UserError(f"--report {report}: the name must end in .html")
-    if report is not None and not report.absolute().parent.is_dir():
-        raise UserError(f"--report {report}: no such folder: {report.absolute().parent}")
+        Scenario(**{**general, **told, **said, "mode": one, "seed": number})
+        for (one, said), told in zip(modes, heeded, strict=True)
+        for number in ([seed] if seeds is None else parse_seeds(seeds))
+    ]
+    if report is not None:
+        check_report(report)
     if report is not None and trace is not None and report.absolute() == trace.absolute():
         raise UserError(f"--trace and --report name the same file: {report}")
     if trace is not None and len(scenarios) > 1:
-        raise UserError(f"--trace {trace}: it holds one run, --mode names {len(scenarios)}")
+        raise UserError(f"--trace {trace}: it holds one run, --mode and --seeds name {len(scenarios)}")
+    if seeds is not None and seed != 0:
+        raise UserError(f"--seed {seed} and --seeds {seeds}: say one of them")
     if problem in TASKS:
         with interrupts_end_at_once():
             import peerd.simulation.task_problem  # noqa: F401 - it imports torch
     try:
-        runs = [(scenario, _run(scenario, trace)) for scenario in scenarios]
+        runs = (
+            _run_all(scenarios, workers)
+            if min(workers, len(scenarios)) > 1
+            else [(one, _run(one, trace)) for one in scenarios]
+        )
     except KeyboardInterrupt:
         raise UserError("interrupted: no result; a trace holds what was simulated until then") from None
     if report is not None:
-        from peerd.simulation.report import write_report
+        from peerd.simulation.report import as_html
 
-        _write(report, write_report(runs))
+        write_report(report, as_html(runs))
     results = [outcome.result for _, outcome in runs]
     if format is Format.JSON:
         print_json(results[0] if len(results) == 1 else {"runs": results})
@@ -103,12 +157,19 @@ def simulate(
         sys.exit(1)
 
 
+def _run_all(scenarios: list[Scenario], workers: int) -> list[tuple[Scenario, Outcome]]:
+    with progress_bar() as bar:
+        row = bar.add_task(f"{len(scenarios)} runs, {workers} at a time", total=len(scenarios), note="")
+
+        def progress(place: int, outcome: Outcome) -> None:
+            bar.update(row, advance=1, note=f"{scenarios[place].label}, seed {scenarios[place].seed}")
+
+        return list(zip(scenarios, run_all(scenarios, workers, progress), strict=True))
+
+
 def _run(scenario: Scenario, trace: Path | None) -> Outcome:
-    with _written(trace) as lines, Progress(
-        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn(),
-        console=Console(stderr=True), transient=True,
-    ) as bar:  # fmt: skip
-        row = bar.add_task(f"{scenario.peers} peers, {scenario.mode}, seed {scenario.seed}", total=1.0, note="")
+    with _written(trace) as lines, progress_bar() as bar:
+        row = bar.add_task(f"{scenario.peers} peers, {scenario.label}, seed {scenario.seed}", total=1.0, note="")
 
         def progress(share: float, look: Sample) -> None:
             note = f"{look.at:,.0f} s, {look.up} up, {size(look.bytes_sent)}, distance {look.distance:.2%}"
@@ -129,21 +190,16 @@ def _written(path: Path | None) -> Iterator[TextIO | None]:
         raise UserError(f"--trace {path}: {error.strerror}") from None
 
 
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--report {path}: {error.strerror}") from None
-
-
 def _print_summary(console: Console, results: list[dict[str, Any]], report: Path | None) -> None:
-    columns = [_summary(result) for result in results]
-    table = Table(box=None, show_header=len(results) > 1, header_style="bold", pad_edge=False)
+    columns = {result["run"]: _summary(result) for result in results}
+    if len(columns) < len(results):  # several seeds
+        columns = {run: _over_seeds([one for one in results if one["run"] == run]) for run in columns}
+    table = Table(box=None, show_header=len(columns) > 1, header_style="bold", pad_edge=False)
     table.add_column("", style="bold", no_wrap=True)
-    for result in results:
-        table.add_column(result["mode"], overflow="fold")
-    for name in {name: None for column in columns for name in column}:
-        table.add_row(name, *(column.get(name, "-") for column in columns))
+    for run in columns:
+        table.add_column(run, overflow="fold")
+    for name in {name: None for column in columns.values() for name in column}:
+        table.add_row(name, *(column.get(name, "-") for column in columns.values()))
     console.print(table, highlight=False)
     said = [("replay", result["replay"]) for result in results] + ([("report", str(report))] if report else [])
     for name, text in said:
@@ -151,6 +207,29 @@ def _print_summary(console: Console, results: list[dict[str, Any]], report: Path
     for result in results:
         for violation in result["violations"]:
             console.print(f"[red]violation[/red]  {violation}", highlight=False, soft_wrap=True)
+
+
+def _over_seeds(results: list[dict[str, Any]]) -> dict[str, str]:
+    """Of one run with several seeds: the median of each figure, and the least and the most."""
+    figures: dict[str, tuple[str, Callable[[float], str]]] = {
+        "virtual_seconds": ("virtual time", lambda seconds: f"{seconds:,.1f} s"),
+        "steps": ("steps of a node", lambda steps: f"{steps:,.0f}"),
+        "bytes_sent_total": ("traffic", size),
+        "consensus_distance": ("from the mean", "{:.3%}".format),
+        "accuracy": ("accuracy", "{:.2%}".format),
+        "accuracy_worst": ("worst node's", "{:.2%}".format),
+        "error": ("from the optimum", "{:.3%}".format),
+        "seconds_to_target": (f"to {results[0].get('target')}", lambda seconds: f"{seconds:,.1f} s"),
+        "bytes_to_target": ("bytes to it", size),
+    }
+    rows = {"seeds": f"{len(results)}"}
+    for key, (name, written) in figures.items():
+        values = sorted(result[key] for result in results if result.get(key) is not None)
+        if values:
+            rows[name] = f"{written(median(values))} ({written(values[0])} to {written(values[-1])})"
+        if "target" in key and "target" in results[0] and len(values) < len(results):
+            rows[name] = f"{rows.get(name, '')} reached by {len(values)} of {len(results)}".strip()
+    return rows
 
 
 def _summary(result: dict[str, Any]) -> dict[str, str]:
@@ -167,11 +246,28 @@ def _summary(result: dict[str, Any]) -> dict[str, str]:
         rows["computing"] = f"{result['computing_share']:.1%} of the trainers' time"
     if "consensus_distance" in result:
         rows["from the mean"] = f"{result['consensus_distance']:.3%}"
+    if "liars" in result:
+        rows["liars"] = ", ".join(map(str, result["liars"])) + "; all models below are the others'"
     if "accuracy" in result:
         rows["accuracy"] = f"{result['accuracy']:.2%} of the averaged model"
         rows["worst node's"] = f"{result['accuracy_worst']:.2%}"
+    if result["dropped"]:
+        rows["lost"] = f"{result['dropped']:,} messages"
+    if "mean_bias" in result:
+        rows["mean moved"] = f"{result['mean_bias']:.2g} of its norm, by exchanges"
+    if "staleness" in result:
+        rows["staleness"] = f"{result['staleness']['mean']:.2f} steps, p99 {result['staleness']['p99']}"
     if "error" in result:
         rows["from the optimum"] = f"{result['error']:.3%}"
+    if "clean_distance" in result:
+        rows["without lies"] = f"{result['clean_distance']:.3%} away" + "".join(
+            f", {name} {result[key]:.2%}" for name in ("accuracy", "error") if (key := f"clean_{name}") in result
+        )
+    if "target" in result:
+        reached = result["seconds_to_target"] is not None
+        rows[f"to {result['target']}"] = (
+            f"{result['seconds_to_target']:,.1f} s, {size(result['bytes_to_target'])}" if reached else "not reached"
+        )
     rows["membership"] = f"{result['probes']:,} probes"
     rows["false deaths"] = f"{result['false_deaths']}"
     if result["crashes"]:

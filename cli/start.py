@@ -23,6 +23,10 @@ def start(
     name: Annotated[str | None, typer.Option(help="this node's name (default: the host's)")] = None,
     bind: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="default 127.0.0.1:7946; port 0: any")] = None,
     join: Annotated[list[str] | None, typer.Option(metavar="HOST:PORT", help="a member of the swarm to join")] = None,
+    token: Annotated[str | None, typer.Option(help="what peerd token printed on a member, or @FILE")] = None,
+    insecure_plaintext: Annotated[
+        bool | None, typer.Option("--insecure-plaintext", help="neither encrypt nor ask who it is, on all nodes")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="a TOML file with the same keys")] = None,
     swarm: Annotated[str | None, typer.Option(help="only nodes of the same swarm talk to each other")] = None,
     mode: Annotated[str | None, typer.Option(help="how models are combined")] = None,
@@ -36,6 +40,13 @@ def start(
     ] = None,
     servers: Annotated[int | None, typer.Option(help="members that serve the parameters, each a part")] = None,
     min_peers: Annotated[int | None, typer.Option(help="a round of fewer members waits for more")] = None,
+    exchange: Annotated[str | None, typer.Option(help="weights after a step, or gradients before it")] = None,
+    server_optimizer: Annotated[
+        str | None, typer.Option(help="of servers that get gradients: sgd or adamw, with :KEY=VALUE,KEY=VALUE")
+    ] = None,
+    robust: Annotated[
+        bool | None, typer.Option(help="bound what one member can do to this node's model; default: yes")
+    ] = None,
     wait_for: Annotated[int | None, typer.Option(help="hold the first step until this many members are ready")] = None,
     transport: Annotated[
         str | None, typer.Option(help=f"what bulk travels over between hosts: {', '.join(CARRIERS)}")
@@ -60,17 +71,21 @@ def start(
         from peerd.daemon import main
         from peerd.local import identity
         from peerd.local.local_socket import runtime_dir
+        from peerd.security import secrets_folder
 
     file = config if config is not None else _config_from_environment()
     flags = {
-        "name": name, "bind": bind, "join": tuple(join) if join else None, "swarm": swarm, "mode": mode,
+        "name": name, "bind": bind, "join": tuple(join) if join else None, "token": token,
+        "insecure_plaintext": insecure_plaintext, "swarm": swarm, "mode": mode,
         "codec": codec, "trigger": trigger, "view": view, "every": every, "overlap": overlap, "topology": topology,
-        "servers": servers, "min_peers": min_peers, "wait_for": wait_for, "transport": transport,
+        "servers": servers, "min_peers": min_peers, "exchange": exchange,
+        "server_optimizer": server_optimizer,
+        "robust": robust, "wait_for": wait_for, "transport": transport,
         "rdma_subnets": tuple(rdma_subnet) if rdma_subnet else None, "rdma_allow_fallback": rdma_allow_fallback,
         "log": log,
     }  # fmt: skip
     told = settings.load(flags, os.environ, file)
-    with identity.taken(told.state_path, runtime_dir()) as mine:
+    with identity.taken(told.state_path, runtime_dir(), secrets_folder.FILES) as mine:
         code = trio.run(main.run, told, mine, command or [])
     if code:
         raise typer.Exit(code)

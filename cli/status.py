@@ -7,8 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from peerd.cli.output import NameOption, echo, print_json, print_table, size
+from peerd.cli.output import NameOption, echo, mean_of, print_json, print_table, size
 from peerd.local.local_socket import find_node, request
+
+BARS = 12  # of a histogram
 
 
 class StatusFormat(StrEnum):
@@ -67,6 +69,8 @@ def _print_text(answer: dict[str, Any]) -> None:
         distance = f"consensus distance {measured}"
         echo(f"step {trainer['step']}{loss}{metrics}{stepped}")
         echo(distance if alone is None else f"no partner for {_seconds(alone)}")
+    for peer, seconds in answer["refused"].items():
+        echo(f"{peer} is refused for {_seconds(seconds)}; peerd forgive ends it")
     sent, received = size(answer["bytes_sent"]), size(answer["bytes_received"])
     echo(f"sent {sent}, received {received}, {answer['snapshots']} snapshots")
     unit = "rounds" if answer["counts"].get("rounds") else "exchanges"  # of a mode that has rounds a link counts those
@@ -83,12 +87,22 @@ def _print_text(answer: dict[str, Any]) -> None:
             ],
         )  # fmt: skip
     if staleness := {int(steps): count for steps, count in answer["staleness"].items()}:
-        pushes = sum(staleness.values())
-        mean = sum(steps * count for steps, count in staleness.items()) / pushes
-        echo(f"served {pushes} pushes; staleness {mean:.2f} on average, {max(staleness)} at most")
+        pushes, most = sum(staleness.values()), max(staleness)
+        echo(f"served {pushes} pushes; staleness {mean_of(staleness):.2f} on average, {most} at most")
+        print_table(["STALENESS", "PUSHES", "SHARE"], _histogram(staleness))
     decisions = {key[8:]: value for key, value in answer["counts"].items() if key.startswith("trigger_")}
     if decisions:
         echo("trigger decisions: " + ", ".join(f"{key} {value}" for key, value in decisions.items()))
+
+
+def _histogram(staleness: dict[int, int]) -> list[list[str]]:
+    """At most BARS rows, of as many values of staleness each."""
+    width, pushes = 1 + max(staleness) // BARS, sum(staleness.values())
+    rows = []
+    for low in range(0, max(staleness) + 1, width):
+        count = sum(staleness.get(age, 0) for age in range(low, low + width))
+        rows.append([f"{low}" if width == 1 else f"{low} to {low + width - 1}", str(count), f"{count / pushes:.1%}"])
+    return rows
 
 
 def _seconds(seconds: float) -> str:

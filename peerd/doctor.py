@@ -19,11 +19,14 @@ import trio
 from peerd import __version__
 from peerd.carriers import CARRIERS, Finding
 from peerd.local.local_socket import request, running_nodes, socket_path
-from peerd.settings import Settings, parse_address
+from peerd.security.entry import Told
+from peerd.security.outlook import credentials, outlook
+from peerd.settings import Settings, is_loopback, parse_address
 from peerd.transport import speed
 from peerd.transport.connection import ConnectionLost
 from peerd.transport.errors import PeerError, UserError
 from peerd.transport.ids import Address, shown
+from peerd.transport.secure.credentials import Credentials
 from peerd.transport.tcp import TcpTransport, cause
 
 CONNECT_S = 3.0
@@ -38,8 +41,14 @@ def examine(settings: Settings) -> list[Finding]:
     """Run every check, for a node with these settings."""
     host, port = settings.bind_address
     findings = [*_software(), *_gpu(), *_port(host, port), *_network(host), *_clock()]
+    address, token = _resolved(host) or host, settings.invitation
+    told = Told(settings.state_path, settings.authority_path, is_loopback(address), token, bool(settings.seeds))
+    if settings.insecure_plaintext:
+        findings.append(Finding("member", "note", "connections are plain: whoever reaches a node is a member"))
+    else:
+        findings.append(Finding("member", *outlook(told)))
     for peer in settings.seeds:
-        findings += _peer(peer)
+        findings += _peer(peer, None if settings.insecure_plaintext else told)
     for name, carrier in CARRIERS.items():
         findings += carrier.examine(settings.carrier_settings, chosen=name == settings.transport)
     return findings
@@ -134,7 +143,7 @@ def _clock() -> Iterator[Finding]:
         yield Finding("clock", "ok", "synchronised")
 
 
-def _peer(peer: Address) -> Iterator[Finding]:
+def _peer(peer: Address, told: Told | None) -> Iterator[Finding]:
     times = []
     try:
         for _ in range(CONNECTS):
@@ -148,7 +157,11 @@ def _peer(peer: Address) -> Iterator[Finding]:
         yield Finding("peer", "fail", f"{shown(peer)}: {cause(error)}", cure)
     else:
         yield Finding("peer", "ok", f"{shown(peer)}: connected in {min(times) * 1e3:.2f} ms")
-        yield _speed(peer)
+        mine = credentials(told) if told else None
+        if told and mine is None:
+            yield Finding("peer", "note", "no speed measured: members answer members only, and this is none yet")
+        else:
+            yield _speed(peer, mine)
 
 
 def _hangs_up(probe: socket.socket) -> bool:
@@ -161,11 +174,11 @@ def _hangs_up(probe: socket.socket) -> bool:
         return False
 
 
-def _speed(peer: Address) -> Finding:
+def _speed(peer: Address, mine: Credentials | None) -> Finding:
     async def measured() -> Finding:
         async with trio.open_nursery() as nursery:
             try:
-                link = await TcpTransport(nursery).dial(peer)
+                link = await TcpTransport(nursery, credentials=mine).dial(peer)
                 try:
                     rate = await speed.measure(link)
                 finally:

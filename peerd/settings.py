@@ -15,8 +15,10 @@ from typing import Any
 
 from peerd.carriers import CARRIERS, CarrierSettings
 from peerd.protocol import plan
+from peerd.security.token import TEXT_MAX, Token
+from peerd.security.token import parse as parse_token
 from peerd.training.codecs import CODECS
-from peerd.training.mode import OVERLAPS
+from peerd.training.mode import OVERLAPS, SGD, WEIGHTS
 from peerd.training.modes import AUTO, MODES, ModeSettings, check_given, check_options, class_of
 from peerd.training.modes.own_mode import adopted
 from peerd.training.trigger import parse_trigger
@@ -46,6 +48,8 @@ class Settings:
     )
     bind: str = f"127.0.0.1:{DEFAULT_PORT}"
     join: tuple[str, ...] = ()
+    token: str = field(default="", repr=False)  # what `peerd token` printed; @FILE is replaced by what is in it
+    insecure_plaintext: bool = False  # connections are neither encrypted nor authenticated, and all nodes must do so
     swarm: str = "peerd"  # nodes of another swarm are refused
     run: str = ""  # nodes of another run are refused
     mode: str = "gossip"
@@ -57,6 +61,9 @@ class Settings:
     topology: str = "auto"  # of an all-reduce: auto, ring, tree:K, halving
     servers: int = 1  # members that serve the parameters, each a part, of a mode that has servers
     min_peers: int = 1  # a round of fewer members waits for more
+    exchange: str = WEIGHTS  # what members give each other: weights, or gradients before each optimizer step
+    server_optimizer: str = SGD  # what servers make of gradients: sgd or adamw, with :KEY=VALUE,KEY=VALUE
+    robust: bool = True  # bound what one member can do to this node's model
     wait_for: int = 1  # the first step waits until this many members hold the model, so that all start together
     network: str = "lan"
     transport: str = "tcp"  # what connections are made of: one of CARRIERS
@@ -81,10 +88,12 @@ class Settings:
         parse_address(self.bind, "bind")
         for seed in self.join:
             parse_address(seed, "join")
+        if self.invitation is not None and self.insecure_plaintext:
+            raise UserError("token: with insecure_plaintext nobody asks for one; leave out one of the two")
         _choice("mode", self.mode.partition(":")[0], list(MODES))
         _choice("codec", self.codec, [AUTO, *CODECS])
         _choice("overlap", self.overlap, list(OVERLAPS))
-        check_options(self.mode, self.overlap, self.topology)
+        check_options(self.mode, self.overlap, self.topology, self.exchange, self.server_optimizer)
         _choice("network", self.network, ["lan", "wan"])
         _choice("transport", self.transport, list(CARRIERS))
         for subnet in self.rdma_subnets:
@@ -105,10 +114,17 @@ class Settings:
     @property
     def state_path(self) -> Path:
         """The folder of this node's identity and checkpoints."""
-        if self.state_dir:
-            return Path(self.state_dir)
-        parent = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-        return Path(parent) / "peerd" / self.name
+        return Path(self.state_dir) if self.state_dir else _state_home() / self.name
+
+    @property
+    def authority_path(self) -> Path:
+        """The folder of the user's own authority, for nodes that only this machine reaches. No node has this name."""
+        return _state_home() / ".authority"
+
+    @property
+    def invitation(self) -> Token | None:
+        """`token`, parsed."""
+        return parse_token(self.token) if self.token else None
 
     @property
     def mode_settings(self) -> ModeSettings:
@@ -116,8 +132,9 @@ class Settings:
         codec = class_of(self.mode).CODEC if self.codec == AUTO else self.codec
         trigger = parse_trigger(self.trigger)
         return ModeSettings(
-            codec, trigger, self.view, self.every, self.overlap, self.topology, self.servers, self.min_peers
-        )
+            codec, trigger, self.view, self.every, self.overlap, self.topology, self.servers, self.min_peers,
+            self.robust, self.exchange, self.server_optimizer,
+        )  # fmt: skip
 
     @property
     def carrier_settings(self) -> CarrierSettings:
@@ -131,7 +148,9 @@ class Settings:
 
     @property
     def seeds(self) -> tuple[Address, ...]:
-        """`join`, parsed."""
+        """Whom to join through: `join`, parsed, else who made the token."""
+        if not self.join and self.invitation is not None:
+            return self.invitation.addresses
         return tuple(parse_address(seed, "join") for seed in self.join)
 
 
@@ -148,10 +167,12 @@ def load(flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | 
         if variable in environment:
             values[item.name] = _from_text(item.name, environment[variable], variable)
     values.update({key: value for key, value in flags.items() if value is not None})
+    if str(values.get("token", "")).startswith("@"):
+        values["token"] = _read_token(Path(str(values["token"])[1:]))
     if "mode" in values:
         values["mode"] = adopted(str(values["mode"]))
     loaded = replace(Settings(), **values)
-    check_given(loaded.mode, values)
+    check_given(loaded.mode, values, loaded.exchange)
     return loaded
 
 
@@ -168,6 +189,8 @@ def planned(started: Settings, text: str) -> Settings:
     mode, changes = plan.parts(text)
     if unknown := [key for key in changes if key not in PLANNED]:
         raise UserError(f"mode: unknown setting {unknown[0]!r}; known: {', '.join(PLANNED)}")
+    if started.exchange != WEIGHTS and mode != started.mode:
+        raise UserError(f"mode {mode}: a swarm that exchanges {started.exchange} keeps its mode; stop all nodes first")
     others = {} if mode == started.mode else {key: getattr(Settings(), key) for key in PLANNED}
     told = {key: _from_text(key, value, f"mode {mode}") for key, value in changes.items()}
     return replace(started, mode=mode, **{**others, **told})
@@ -198,6 +221,31 @@ def parse_address(text: str, where: str) -> Address:
     if match is None or int(match["port"] or DEFAULT_PORT) > 65535:
         raise UserError(f"{where}: {text!r} is not HOST:PORT (for example 10.0.0.5:{DEFAULT_PORT})")
     return match["v6"] or match["host"], int(match["port"] or DEFAULT_PORT)
+
+
+def _state_home() -> Path:
+    if told := os.environ.get("XDG_STATE_HOME"):
+        return Path(told) / "peerd"
+    try:
+        return Path.home() / ".local" / "state" / "peerd"
+    except RuntimeError:  # a container's user may have none
+        raise UserError("this user has no home folder for peerd's state: set XDG_STATE_HOME") from None
+
+
+def _read_token(file: Path) -> str:
+    try:
+        with file.open() as lines:
+            return lines.read(TEXT_MAX + 1).strip()
+    except (OSError, ValueError) as error:
+        raise UserError(f"token: {file}: {(isinstance(error, OSError) and error.strerror) or error}") from None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address. False for a name, and for what is no address at all."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _is_ipv6(text: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -17,8 +18,12 @@ import trio
 from hypothesis import settings
 from trio.testing import MockClock
 
+# read as torch is imported: its threads spin while they wait for each other, and other tests have the cores
+os.environ["OMP_NUM_THREADS"] = "1"
+
 settings.register_profile("peerd", deadline=None, print_blob=True)  # slow is no failure; a failure is replayed
 settings.register_profile("quick", parent=settings.get_profile("peerd"), max_examples=10)
+settings.register_profile("long", parent=settings.get_profile("peerd"), max_examples=10_000)  # by hand, with a seed
 settings.load_profile("peerd")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background, and inherited
@@ -37,6 +42,17 @@ def _log_as_before() -> Iterator[None]:
     logger.setLevel(level)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _a_state_folder_for_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Nodes of this process have an authority of their user's, which is to be none of whoever runs the tests."""
+    before = os.environ.get("XDG_STATE_HOME")
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+    yield
+    del os.environ["XDG_STATE_HOME"]
+    if before is not None:
+        os.environ["XDG_STATE_HOME"] = before
+
+
 @pytest.fixture
 def machine() -> Iterator[object]:
     """Real processes in folders of their own, and nothing left of them."""
@@ -44,6 +60,19 @@ def machine() -> Iterator[object]:
 
     with Machine() as machine:
         yield machine
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """By the profile `quick` no test draws more examples than that says, whatever it says itself."""
+    if settings.get_current_profile_name() != "quick":
+        return
+    for item in items:
+        held, name = getattr(item, "obj", None), "_hypothesis_internal_use_settings"
+        if isinstance(item, pytest.Function) and item.cls is not None and hasattr(item.cls, "settings"):
+            held, name = item.cls, "settings"  # a state machine's test case
+        own = getattr(held, name, None)
+        if own is not None:
+            setattr(held, name, settings(own, max_examples=min(own.max_examples, settings().max_examples)))
 
 
 LIMIT_S = 60.0

@@ -7,13 +7,15 @@ these limits, and a peer would have to take a swarm through hundreds of rounds t
 from __future__ import annotations
 
 from peerd.transport.errors import PeerError
+from peerd.transport.messages import COUNT
 
-COUNT_MAX = 1 << 53  # of what the wire holds; nobody counts on from here
+COUNT_END = COUNT.high + 1  # of what the wire holds; nobody counts on from here
 STEP_MAX = 1 << 44
 FIRST_MAX = 1 << 48  # for one that has not counted yet
+REPORTED_MAX = FIRST_MAX - STEP_MAX  # a leader that has not: its orders go on from here, to others that have not
 
 
-def within_step(what: str, told: int, ours: int) -> None:
-    """Raises PeerError: `told` is negative, or too far ahead of `ours`."""
-    if not 0 <= told <= min(COUNT_MAX - STEP_MAX, ours + STEP_MAX if ours > 0 else FIRST_MAX):
+def within_step(what: str, told: int, ours: int, first: int = FIRST_MAX) -> None:
+    """Raises PeerError: `told` is negative, or too far ahead of `ours`; or beyond `first`, where nothing is counted."""
+    if not 0 <= told <= min(COUNT_END - STEP_MAX, ours + STEP_MAX if ours > 0 else first):
         raise PeerError(f"{what} {told}, where {ours} is known here")

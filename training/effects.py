@@ -48,6 +48,25 @@ class Resume:
     """The trainer, which waits at its mode's barrier, may go on, once it has taken every correction so far."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Averaged:
+    """The trainer, which waits with its gradient, goes on with this one, to the bit, after all corrections so far.
+
+    As `Model.gradient` has it: gradients, buffers, flags; lent. None: it goes on without any, and must not step by
+    itself, for somebody else has.
+    """
+
+    gradient: Vector | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Become:
+    """The model is `values` (the flat model's size and dtype; lent), to the bit, as after this step; while it waits."""
+
+    values: Vector
+    step: int
+
+
 @dataclass(frozen=True, slots=True)
 class Log:
     """A line for whoever reads the log."""
@@ -56,7 +75,7 @@ class Log:
     text: str
 
 
-Effect = Send | Apply | Publish | Proceed | Resume | Log
+Effect = Send | Apply | Publish | Proceed | Resume | Averaged | Become | Log
 
 
 @dataclass(frozen=True, slots=True)

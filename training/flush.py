@@ -5,3 +5,28 @@ from __future__ import annotations
 FLUSH_CODEC = "int8"  # its contraction is above 0.999, so a handful of exchanges reach agreement
 FLUSH_TOLERANCE = 1e-2  # relative distance at which two models count as one; a test accuracy does not resolve it
 ROTATE_AFTER_EXCHANGES = 64  # a new link costs a bfloat16 snapshot, about 16 one-bit deltas: a quarter on top at most
+WINDOW = 32  # exchanges of a flush within which two that do not agree come closer, or never will
+CLOSER = 0.98  # of the distance before: what an honest member's exchanges come to even where they are clipped
+
+
+class Progress:
+    """Does a partner come closer, while all agree at the end of a run? One that lies does not, nor one too far off.
+
+    News from elsewhere takes two apart again that had come close, so the least distance says nothing: what counts is
+    whether the second half of a window is closer than the first.
+    """
+
+    def __init__(self) -> None:
+        self.is_stuck = False
+        self._distances: list[float] = []
+
+    def note(self, distance: float, *, agree: bool) -> None:
+        """The two were so far apart at an exchange, which counts as agreement or not."""
+        if agree:
+            self._distances.clear()
+            return
+        self._distances.append(distance)
+        if len(self._distances) == WINDOW:
+            half = WINDOW // 2
+            self.is_stuck = sum(self._distances[half:]) >= CLOSER * sum(self._distances[:half])
+            self._distances.clear()

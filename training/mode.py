@@ -35,6 +35,12 @@ AUTO = "auto"
 """As a codec: the mode's own."""
 
 OVERLAPS = ("blocking", "delayed", "hpsgd")
+WEIGHTS, GRADIENTS = EXCHANGES = ("weights", "gradients")
+"""What the members of a swarm give each other: models after their steps, or gradients before them."""
+KEPT_BESIDE = {WEIGHTS: 0, GRADIENTS: 2}
+"""Values of an optimizer's for each parameter that come with a model's in one message, at most."""
+SGD = "sgd"
+"""What servers make of gradients, unless told otherwise: optimizer.py."""
 
 
 class ModeClass:
@@ -49,8 +55,14 @@ class ModeClass:
     """Unless the settings name one."""
     KEEPS_LINKS: ClassVar[bool] = False
     """Whether its nodes keep what each partner knows of their model."""
+    MAY_BE_LOST: ClassVar[tuple[type[Message], ...]] = ()
+    """Messages that may each be lost though the connection lives: the mode notices by itself, and says them again."""
     ENDS_THAT_COUNT: ClassVar[int] = 2
     """Of one exchange, in the counts of all nodes."""
+    EXCHANGES: ClassVar[tuple[str, ...]] = (WEIGHTS,)
+    """What its members may give each other."""
+    SHARES_OPTIMIZER: ClassVar[bool] = False
+    """Whether the optimizer's state is a part of the flat model where gradients are exchanged."""
 
     @classmethod
     def of(cls, argument: str) -> ModeMaker | None:
@@ -58,10 +70,27 @@ class ModeClass:
         return cast(ModeMaker, cls) if not argument else None
 
     @classmethod
+    def exchanging(cls, exchange: str) -> type[ModeClass]:
+        """The class whose members give each other this; one that can do either is its own."""
+        return cls
+
+    @classmethod
     def check(cls, argument: str, overlap: str, topology: str) -> None:
         """Whether these settings fit. Raises UserError."""
         if overlap not in OVERLAPS:
             raise UserError(f"overlap {overlap!r}: not one of {', '.join(OVERLAPS)}")
+
+    @classmethod
+    def check_exchange(cls, argument: str, exchange: str, server_optimizer: str) -> None:
+        """Whether these fit, where what is exchanged is one of EXCHANGES. Raises UserError."""
+
+    def on_gradient(self, gradient: Vector, samples: float, step: int, now: float, rate: float) -> list[Effect]:
+        """See `Mode`."""
+        raise AssertionError(f"{self.NAME} exchanges weights")
+
+    def on_trainer_lost(self, now: float) -> list[Effect]:
+        """See `Mode`."""
+        return []
 
 
 class LinkedMode(ModeClass):
@@ -72,10 +101,10 @@ class LinkedMode(ModeClass):
     KEEPS_LINKS = True
 
 
-def not_finite(counts: Counter[str]) -> list[Effect]:
-    """The model cannot be sent: counted each time, and said the first."""
+def not_finite(counts: Counter[str], what: str = "the model") -> list[Effect]:
+    """It cannot be sent: counted each time, and said the first."""
     counts["not_finite"] += 1
-    text = "the model holds a value that is not finite: nothing of it is sent"
+    text = f"{what} holds a value that is not finite: nothing of it is sent"
     return [Log("warning", text)] if counts["not_finite"] == 1 else []
 
 
@@ -112,6 +141,22 @@ class Mode(Protocol):
         """The deadline came."""
         ...
 
+    def on_gradient(self, gradient: Vector, samples: float, step: int, now: float, rate: float) -> list[Effect]:
+        """The trainer waits with the gradient of its step `step`, of so many samples; Averaged lets it go on.
+
+        `rate` is the learning rate that its optimizer would make the step with, not negative.
+        `gradient`, shape (layout.gradients.total,), is lent until then, and belongs to the shell. Only where
+        `exchange` is gradients. A mode that begins while a trainer waits hears of it at once.
+        """
+        ...
+
+    def on_trainer_lost(self, now: float) -> list[Effect]:
+        """No trainer waits (any more), and the model is not what the last Averaged led to: it is gone, or went back.
+
+        Only where gradients are exchanged.
+        """
+        ...
+
     def links(self) -> list[LinkStatus]:
         """What there is to show."""
         ...
@@ -143,6 +188,9 @@ class ModeSettings:
     topology: str = "auto"  # of an all-reduce: auto, ring, tree:K, halving; of servers: auto, adv:K
     servers: int = 1  # shards of the parameters, each served by one member, of a mode that has servers
     min_peers: int = 1  # a round of fewer members waits for more
+    robust: bool = True  # no member moves another further than that one's own steps allow
+    exchange: str = WEIGHTS  # or gradients: before each optimizer step, which all then make alike
+    server_optimizer: str = SGD  # what a mode's servers make of gradients
 
 
 ModeMaker = Callable[[NodeId, Layout, random.Random, ModeSettings, Callable[[], Vector]], Mode]

@@ -19,7 +19,7 @@ from typing import ClassVar, Protocol
 from peerd.training.codecs import vector
 from peerd.training.codecs.vector import Layout
 from peerd.training.early import EarlyMessages
-from peerd.training.effects import Effect, Publish, Send, StepReport, Vector
+from peerd.training.effects import Averaged, Effect, Publish, Send, StepReport, Vector
 from peerd.training.mode import Mode
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import AS_STARTED, Connected, Message, ModelSnapshot, Plan
@@ -33,6 +33,11 @@ class Model(Protocol):
 
     step: int
 
+    @property
+    def gradient(self) -> Vector:
+        """The trainer's, while it waits with it: see `Layout.gradients`. Empty where models are exchanged."""
+        ...
+
     def values(self) -> Vector:
         """With every correction so far, shape (total,); the array is used again by the next call."""
         ...
@@ -43,6 +48,10 @@ class Model(Protocol):
 
     def published(self, copy: int, step: int) -> None:
         """The trainer has written this copy after this step."""
+        ...
+
+    def load(self, values: Vector, step: int) -> int:
+        """Have it replaced, to the bit; returns the copy that holds it."""
         ...
 
 
@@ -78,6 +87,21 @@ class Stepped:
     def is_superseded(self) -> bool:
         """By a later one, where both wait: the mode wants the newest change."""
         return self.copy is None and not self.report.published and not self.report.finishing
+
+
+@dataclass(frozen=True, slots=True)
+class GradientCame:
+    """The trainer waits with its gradient of this step, of so many samples: it stands in the model's memory."""
+
+    step: int
+    samples: float
+    rate: float  # the learning rate of its optimizer's next step
+    is_superseded: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerLost:
+    """Where gradients are exchanged: the trainer is gone, or went back to an earlier model of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +161,7 @@ class TimerDue:
 
 
 ModeEvent = (
-    ModeBegins | ModeEnds | BarrierKnown | Stepped | RunStands | NodeLeaves
+    ModeBegins | ModeEnds | BarrierKnown | Stepped | GradientCame | TrainerLost | RunStands | NodeLeaves
     | PeersChanged | Reconnected | Received | ModelAsked | CopyWanted | TimerDue
 )  # fmt: skip
 
@@ -159,9 +183,16 @@ class ModeCore:
         self._gone: dict[NodeId, float] = {}  # who was one, and when it went
         self._early = EarlyMessages()
         self._began: dict[NodeId, float] = {}
+        self._gradient: GradientCame | None = None  # with which the trainer waits
 
     def handle(self, event: ModeEvent, now: float) -> list[Effect]:
         """What follows from it. Raises PeerError for a message that breaks the rules, NotFinite for a model asked."""
+        effects = self._handle(event, now)
+        if any(isinstance(effect, Averaged) for effect in effects):
+            self._gradient = None
+        return effects
+
+    def _handle(self, event: ModeEvent, now: float) -> list[Effect]:
         mode, model = self.mode, self.model
         match event:
             case ModeBegins():
@@ -176,6 +207,12 @@ class ModeCore:
                 self._last_report = report
                 waits = (self._winds_up or self.untold > 0) and not report.finishing
                 return mode.on_step(report, now) if mode is not None and not waits else []
+            case GradientCame():
+                self._gradient = event
+                return self._give_gradient(now)
+            case TrainerLost():
+                self._gradient = None
+                return mode.on_trainer_lost(now) if mode is not None else []
             case ModelAsked(peer, layout) if model is not None:
                 chunks = vector.encode(SNAPSHOT_CODEC, layout, model.values())[0]
                 return [Send(peer, ModelSnapshot(model.step, SNAPSHOT_CODEC, chunks))]
@@ -239,7 +276,14 @@ class ModeCore:
         self._began.clear()
         self._early.clear()
         self._note_members(event.alive, now)
-        return self.mode.on_peers(event.alive, now)
+        return [*self.mode.on_peers(event.alive, now), *self._give_gradient(now)]
+
+    def _give_gradient(self, now: float) -> list[Effect]:
+        """To the mode in force; to the next one where this one begins nothing new."""
+        came, mode, model = self._gradient, self.mode, self.model
+        if came is None or mode is None or model is None or self._winds_up:
+            return []
+        return mode.on_gradient(model.gradient, came.samples, came.step, now, came.rate)
 
     def _note_members(self, members: frozenset[NodeId], now: float) -> None:
         went = dict.fromkeys(self._members - members, now)

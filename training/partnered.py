@@ -16,7 +16,7 @@ import numpy as np
 from peerd.training.codecs.difference import norm_of_difference
 from peerd.training.codecs.vector import GAIN_MAX, Gain, Layout
 from peerd.training.effects import Effect, Proceed, StepReport, Vector
-from peerd.training.flush import FLUSH_CODEC, FLUSH_TOLERANCE
+from peerd.training.flush import FLUSH_CODEC, FLUSH_TOLERANCE, Progress
 from peerd.training.mode import LinkedMode, LinkStatus, ModeSettings
 from peerd.training.model.quiet import EVERY_STEP, Quiet
 from peerd.training.scratch import Scratch
@@ -200,7 +200,18 @@ class PartneredMode(LinkedMode, Generic[P]):
 
     # ---------------------------------------------------------------- the final flush
 
+    def _note_progress(self, partner: P) -> None:
+        """An exchange with it is over."""
+        if not self._report.finishing:
+            partner.progress = Progress()
+        elif partner.peer_finishing:  # who still trains is waited for
+            partner.progress.note(partner.distance, agree=self._is_close(partner))
+
     def _agrees(self, partner: P) -> bool:
+        """Or never will: one that lies, or that may be moved no further."""
+        return partner.progress.is_stuck or self._is_close(partner)
+
+    def _is_close(self, partner: P) -> bool:
         close = partner.distance + partner.moved <= self.tolerance * partner.anchor_norm
         return partner.flushed and partner.peer_finishing and close
 

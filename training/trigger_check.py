@@ -17,6 +17,7 @@ import numpy as np
 from peerd.training.codecs.difference import norm_of_difference
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import StepReport, Vector
+from peerd.training.flush import Progress
 from peerd.training.model.quiet import Quiet
 from peerd.training.trigger import LinkChange, Trigger
 from peerd.transport.ids import NodeId
@@ -40,6 +41,7 @@ class PartnerState(Protocol):
     last_reason: str
     peer_finishing: bool
     flushed: bool  # it has what this node held when its run ended
+    progress: Progress  # since then
 
 
 P = TypeVar("P", bound=PartnerState)

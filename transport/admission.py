@@ -6,6 +6,7 @@ A core: it knows no socket, and `now` comes in.
 from __future__ import annotations
 
 import ipaddress
+import itertools
 import math
 from collections import Counter
 from collections.abc import Hashable
@@ -15,6 +16,7 @@ from typing import Generic, TypeVar
 ACCEPTS_PER_S = 50.0  # a TLS handshake costs 2.65 ms of CPU for both ends: 50/s is under 14 % of a core
 BURST = 100.0
 PENDING_MAX = 32
+MAKES_WAY_AFTER_S = 1.0  # in a handshake, where others wait; it takes three round trips and 2.65 ms of CPU
 PENDING_PER_HOST_MAX = 4  # not for loopback, where all tests and many small swarms live
 GREETED_MAX = 128
 GREETED_PER_PEER_MAX = 4  # one to send on, two table exchanges that cross, one that broke and has not been noticed
@@ -33,7 +35,8 @@ class Admission:
         self.refused = 0  # closed at once: their host has too many pending
         self._tokens = BURST
         self._refilled = now
-        self._pending: Counter[str] = Counter()
+        self._pending: dict[int, tuple[str, float]] = {}  # by number: the host, and since when; the oldest first
+        self._numbers = itertools.count()
 
     @property
     def full(self) -> bool:
@@ -43,7 +46,7 @@ class Admission:
     @property
     def pending(self) -> int:
         """Return how many connections are in their handshake."""
-        return self._pending.total()
+        return len(self._pending)
 
     def delay_s(self, now: float) -> float:
         """Return how long to wait before the next accept."""
@@ -51,25 +54,39 @@ class Admission:
         self._refilled = now
         return max(0.0, (1.0 - self._tokens) / ACCEPTS_PER_S)
 
-    def enter(self, host: str) -> bool:
-        """Count an accepted connection as pending; False: close it at once, its host has too many."""
+    def enter(self, host: str, now: float) -> int | None:
+        """Count an accepted connection as pending; its number. None: close it at once, its host has too many."""
         self._tokens -= 1.0
-        if self._pending[host] >= PENDING_PER_HOST_MAX and not ipaddress.ip_address(host).is_loopback:
+        if self._of_hosts()[host] >= PENDING_PER_HOST_MAX and not ipaddress.ip_address(host).is_loopback:
             self.refused += 1
-            return False
-        self._pending[host] += 1
+            return None
+        number = next(self._numbers)
+        self._pending[number] = host, now
         self.accepted += 1
-        return True
+        return number
 
-    def admit(self, host: str) -> None:
-        """Count a connection as pending no longer: its handshake is over."""
-        self._pending[host] -= 1
-        if not self._pending[host]:
-            del self._pending[host]
+    def admit(self, number: int) -> None:
+        """Count a connection as pending no longer: its handshake is over. It counts once."""
+        self._pending.pop(number, None)
 
-    def leave(self) -> None:
+    def leave(self, number: int) -> None:
         """Count a connection no longer: it has ended."""
+        self.admit(number)
         self.accepted -= 1
+
+    def makes_way(self, now: float) -> int | None:
+        """Which pending connection is to be closed, where somebody waits: the oldest of the host that has the most."""
+        old = [number for number, (_, since) in self._pending.items() if now >= since + MAKES_WAY_AFTER_S]
+        hosts = self._of_hosts()
+        return max(old, key=lambda number: hosts[self._pending[number][0]], default=None)
+
+    @property
+    def makes_way_at(self) -> float:
+        """When the oldest of them may be closed for another; infinity: there is none."""
+        return min((since + MAKES_WAY_AFTER_S for _, since in self._pending.values()), default=math.inf)
+
+    def _of_hosts(self) -> Counter[str]:
+        return Counter(host for host, _ in self._pending.values())
 
 
 @dataclass(slots=True)

@@ -29,7 +29,10 @@ class BulkChannel(Protocol):
     name: str  # of the carrier, as people are shown it
     checked: bool  # whether chunks need a checksum: not what is never on a line
     on_close: Callable[[ConnectionLost], None]  # told why
-    lost: ConnectionLost | None  # why it was closed
+
+    @property
+    def lost(self) -> ConnectionLost | None:
+        """Why it was closed."""
 
     @property
     def ready(self) -> bool:
@@ -45,7 +48,7 @@ class BulkChannel(Protocol):
         """Wait until `ready`. Safe to cancel."""
 
     def take(self) -> memoryview:
-        """Return the next chunk; raises ConnectionLost once closed."""
+        """Return the next chunk; raises ConnectionLost once closed, PeerError for what nobody can have sent."""
 
     async def send(self, chunk: Chunk) -> None:
         """Send a chunk, waiting while too much is under way; it must not change before `drained`.

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import trio
 
-from peerd.transport.ids import Address
+from peerd.transport.ids import Address, NodeId
 from peerd.transport.messages import Message
 
 
@@ -27,17 +27,31 @@ class Connection(Protocol):
     stays in order, because a mode's messages mean something only in order.
     """
 
+    identity: NodeId | None  # who is there, as proved; STRANGER: who has no certificate; None: nothing is proved
     remote: str  # "host:port", for logs
     host: str  # where the other end is: an address, never a name; "" where there are none
-    bytes_sent: int  # counted at the socket
-    bytes_received: int
     payload_limit: int  # most bytes of chunks in one received message
     on_bulk: Callable[[int], None]  # told the size of each bulk message that begins to come, and 0 once it is here
     upgrades_refused: Callable[[], Awaitable[str]]  # asked why the peer may have no other carrier; "" where it may
 
     @property
+    def bytes_sent(self) -> int:
+        """Counted at the socket, as is what is received."""
+
+    @property
+    def bytes_received(self) -> int:
+        """Counted at the socket."""
+
+    @property
     def carrier(self) -> str:
         """What bulk that is sent from now on travels over."""
+
+    async def shake_hands(self) -> None:
+        """Seal it and find out its `identity`, where the carrier does that. For who accepted it, before all else.
+
+        Raises Refused when one end does not take the other, PeerError when the peer broke the rules or was silent,
+        ConnectionLost when the connection ended. On any error it is closed.
+        """
 
     async def send(self, message: Message) -> None:
         """Queue `message`, waiting while its queue is full: of one bulk message or 64 messages.
@@ -76,7 +90,10 @@ class Transport(Protocol):
     """Makes links over one kind of connection. Its nursery owns the sender tasks of the links it dialled."""
 
     async def dial(self, address: Address) -> Connection:
-        """Connect; raises ConnectionLost with one line naming the address and the cause."""
+        """Connect and shake hands; raises ConnectionLost with one line naming the address and the cause.
+
+        Raises Refused and PeerError as `Connection.shake_hands` does.
+        """
 
     async def listen(
         self,

@@ -11,5 +11,9 @@ class Blameless(PeerError):
     """It cannot be talked to, and no rule was broken: another version, or silence. It counts as no strike."""
 
 
+class Encrypted(Blameless):
+    """It speaks TLS on a connection that is not sealed."""
+
+
 class UserError(Exception):
     """The user can mend this: one clear line, a non-zero exit, no traceback."""

@@ -23,10 +23,11 @@ from typing import NamedTuple
 import numpy as np
 
 from peerd.transport import wire
-from peerd.transport.errors import Blameless, PeerError
+from peerd.transport.errors import Blameless, Encrypted, PeerError
 from peerd.transport.messages import MESSAGES, Chunk, Message
 
 MAGIC = b"PEER"
+TLS = b"\x16\x03"  # how a connection of TLS begins
 CHUNK = 255  # the kind of a frame that continues the bulk message under way
 HANDSHAKE_PAYLOAD_LIMIT = 64 << 10
 """Bytes of bulk a link takes in one message until the daemon, knowing the model, raises `payload_limit`."""
@@ -111,6 +112,7 @@ class FrameReader:
         self.payload_limit = payload_limit
         self.frames = 0  # completed so far
         self.bulk_size = 0  # bytes of all chunks of the bulk message under way
+        self.checked = True  # whether chunks in the stream have checksums
         self.out_of_band = False  # whether chunks may come beside the stream
         self.out_of_band_checked = True  # whether their checksums are over what they hold, too
         self._staging = memoryview(bytearray(_STAGING))
@@ -201,6 +203,8 @@ class FrameReader:
         """Check the fixed part: no memory is set aside for a frame before this has passed."""
         head = self._take(FIXED_SIZE)
         magic, version, kind, flags, header_length, payload_length, _, checksum = _FIXED.unpack(head)
+        if magic.startswith(TLS):
+            raise Encrypted("it speaks TLS, this connection is not sealed")
         if magic != MAGIC:
             raise PeerError(f"these bytes are not peerd's: {bytes(head[:16])!r}")
         if version != wire.VERSION:
@@ -240,7 +244,7 @@ class FrameReader:
             self._chunk[: self._filled] = self._take(self._filled)
         if self._filled < fixed.payload_length:
             return False
-        checked = self.out_of_band_checked or not fixed.out_of_band
+        checked = self.out_of_band_checked if fixed.out_of_band else self.checked
         partial = fixed.partial_checksum
         self._close_frame(fixed, payload_checksum(self._chunk, partial) if checked else partial)
         self._chunks.append(self._chunk)

@@ -7,7 +7,7 @@ silence included, closes the link; but in place of greeting a dialler may measur
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import zip_longest
@@ -17,8 +17,9 @@ import trio
 
 from peerd.transport import speed, wire
 from peerd.transport.connection import Connection, ConnectionLost
-from peerd.transport.errors import Blameless, PeerError
-from peerd.transport.messages import Challenge, Hello, Message, Proof, Refuse, Welcome
+from peerd.transport.errors import Blameless, Encrypted, PeerError
+from peerd.transport.ids import NodeId
+from peerd.transport.messages import NO_TLS, Challenge, Hello, Message, Proof, Refuse, RenewalRequest, Welcome
 from peerd.transport.patience import GREETING_DEADLINE_S
 
 HELLO_MAX = 4 << 10  # bytes, but for the tensors
@@ -40,6 +41,7 @@ async def greet(link: Connection, hello: Hello) -> Welcome:
         with _greeting_deadline(link):
             answer = await link.receive()
         if isinstance(answer, Welcome):
+            check_identity(link, answer.node)
             return answer
         if isinstance(answer, Refuse):
             text = f"{link.remote} refused this node: its {answer.field} is {answer.here!r}, ours {answer.there!r}"
@@ -55,11 +57,12 @@ async def answer(
     check: Callable[[Hello], Refuse | None],
     me: Welcome,
     prove: Callable[[Challenge], Proof] | None = None,
+    renew: Callable[[Connection, RenewalRequest], Awaitable[None]] | None = None,
 ) -> Hello:
     """Let the dialler introduce itself, and welcome it if `check` has nothing against it.
 
     Raises Refused when it has, PeerError when the dialler was silent or said something else, ConnectionLost when all
-    that it wanted was the proof. On any error the link is closed; on success it is admitted.
+    that it wanted was the proof, or another certificate. On any error the link is closed; on success it is admitted.
     """
     try:
         with _greeting_deadline(link):
@@ -67,15 +70,23 @@ async def answer(
         if isinstance(hello, Challenge) and prove is not None:
             await link.send(prove(hello))
             raise ConnectionLost(f"{link.remote}: has what it asked for")
+        if isinstance(hello, RenewalRequest) and renew is not None:
+            await renew(link, hello)
+            raise ConnectionLost(f"{link.remote}: has what it asked for")
         if not isinstance(hello, Hello):
             _unexpected(link, hello)
         _check_size(link, hello)
+        check_identity(link, hello.node)
         refuse = check(hello)
         if refuse is not None:
             await link.send(refuse)
             text = f"refused {link.remote}: its {refuse.field} is {refuse.there!r}, ours {refuse.here!r}"
             raise Refused(text, refuse)
         await link.send(me)
+    except Encrypted:
+        await link.aclose()
+        text = f"refused {link.remote}: its encryption is {NO_TLS.there!r}, ours {NO_TLS.here!r}"
+        raise Refused(text, NO_TLS) from None
     except BaseException:
         await link.aclose()  # which flushes the Refuse
         raise
@@ -101,6 +112,12 @@ def first_difference(mine: Hello, theirs: Hello) -> Refuse | None:
                     return Refuse("model", here, there)
         return Refuse("model", mine.model, theirs.model)
     return None
+
+
+def check_identity(link: Connection, node: NodeId) -> None:
+    """Raise PeerError where the other end calls itself `node` and has proved to be another."""
+    if link.identity is not None and node != link.identity:
+        raise PeerError(f"{link.remote}: it says that it is {node}, and its certificate that it is {link.identity}")
 
 
 @contextmanager

@@ -93,10 +93,13 @@ class MemoryStream:
 
     name = "memory"
     host = ""  # has no address
+    checked = True
+    midway = False
 
     def __init__(self, connection: MemoryPipe, end: int, remote: str) -> None:
         self._connection = connection
         self._outgoing, self._incoming = connection.pipes[end], connection.pipes[1 - end]
+        self.bytes_sent = self.bytes_received = 0
         self._remote = remote
         self._closed = False
 
@@ -110,6 +113,7 @@ class MemoryStream:
             self._connection.break_off()
         if not sent:
             raise BlockingIOError
+        self.bytes_sent += sent
         return sent
 
     def receive_some(self, buffer: memoryview) -> int:
@@ -120,6 +124,7 @@ class MemoryStream:
             raise self._lost(self._incoming)
         if not count and not self._incoming.ended:
             raise BlockingIOError
+        self.bytes_received += count
         return count
 
     async def wait_sendable(self) -> None:

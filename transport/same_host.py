@@ -10,6 +10,10 @@ slots, whose receiver keeps all chunks until the last has come, it copies the la
 
 There are no checksums: the bytes are never on a line. Nobody reads what is being written: the receiver learns of a
 chunk by its frame, and the sender takes a slot only after it has seen that the receiver is done with it.
+
+Nor are they sealed where the connection is. Who else can open the memory is a process of the same user, which could as
+well read the model in either daemon, or take its key. Where the memory is, and the 62 random bits that are in it, came
+over the sealed stream, from who had proved to be a member: nobody can have another memory taken for it.
 """
 
 from __future__ import annotations

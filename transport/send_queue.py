@@ -47,6 +47,7 @@ class SendQueue:
     """The queue between `send` and the sender task; it holds references to chunks, never copies."""
 
     def __init__(self) -> None:
+        self.checked = True  # whether chunks in the stream have checksums
         self.out_of_band = False  # whether large chunks of what is put from now on travel beside the stream
         self.out_of_band_checked = True  # whether they have checksums there
         self._urgent, self._ordered = _Queue(), _Queue()
@@ -123,7 +124,8 @@ class SendQueue:
         if chunk is not None and self._is_out_of_band and len(chunk) >= framing.OUT_OF_BAND_MIN:
             return (OutOfBand(chunk), framing.chunk_frame(chunk, out_of_band=True, checked=self.out_of_band_checked))
         if chunk is not None:
-            return (framing.chunk_frame(chunk), chunk) if len(chunk) else (framing.chunk_frame(chunk),)
+            frame = framing.chunk_frame(chunk, checked=self.checked)
+            return (frame, chunk) if len(chunk) else (frame,)
         if self._ordered.messages:
             head, chunks, _, self._is_out_of_band = self._pop(self._ordered)
             self._chunks = iter(chunks)

@@ -10,6 +10,7 @@ import errno
 import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 import trio
@@ -21,7 +22,9 @@ from peerd.transport.errors import UserError
 from peerd.transport.ids import Address, shown
 from peerd.transport.messages import Chunk
 from peerd.transport.patience import DIAL_TIMEOUT_S
-from peerd.transport.stream import StreamConnection, serve
+from peerd.transport.secure.credentials import Credentials
+from peerd.transport.secure.handshake import shake_hands
+from peerd.transport.stream import ShakeHands, StreamConnection, serve
 
 BACKLOG = 128
 PAUSE_S = 1.0  # without accepting, when file descriptors run out
@@ -39,11 +42,14 @@ class TcpStream:
     """A `ByteStream` over a connected non-blocking socket."""
 
     name = "tcp"
+    checked = True
+    midway = False
 
     def __init__(self, sock: socket.socket, remote: str, host: str) -> None:
         self.host = host
         self._sock = sock
         self._remote = remote
+        self.bytes_sent = self.bytes_received = 0
         self._wakes_at = 1  # bytes that end a wait
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
@@ -55,20 +61,24 @@ class TcpStream:
     def send_some(self, pieces: Sequence[Chunk]) -> int:
         """Send without waiting."""
         try:
-            return self._sock.sendmsg(pieces)
+            sent = self._sock.sendmsg(pieces)
         except BlockingIOError:
             raise
         except OSError as error:
             raise self._lost(error) from None
+        self.bytes_sent += sent
+        return sent
 
     def receive_some(self, buffer: memoryview) -> int:
         """Receive without waiting."""
         try:
-            return self._sock.recv_into(buffer)
+            received = self._sock.recv_into(buffer)
         except BlockingIOError:
             raise
         except OSError as error:
             raise self._lost(error) from None
+        self.bytes_received += received
+        return received
 
     async def wait_sendable(self) -> None:
         """Wait for room in the socket's buffer."""
@@ -103,12 +113,22 @@ class TcpStream:
 class TcpTransport:
     """A `Transport` over TCP; `nursery` owns the sender tasks of the links it dials.
 
-    With `fabrics`, the best first, the links can be upgraded to one of them.
+    With `fabrics`, the best first, the links can be upgraded to one of them. With `credentials` they are sealed, and
+    each end proves who it is; without, anybody may read and change what passes, and claim to be anyone.
     """
 
-    def __init__(self, nursery: trio.Nursery, *fabrics: Fabric) -> None:
+    def __init__(
+        self,
+        nursery: trio.Nursery,
+        *fabrics: Fabric,
+        credentials: Credentials | None = None,
+        stream: type[TcpStream] = TcpStream,
+    ) -> None:
+        """`stream` is what moves the bytes: one that is slower on purpose stands for a slow line."""
         self._nursery = nursery
         self._fabrics = fabrics
+        self._credentials = credentials
+        self._stream = stream
 
     async def dial(self, address: Address) -> Connection:
         """Connect; see `Transport.dial`."""
@@ -116,16 +136,18 @@ class TcpTransport:
         try:
             with trio.fail_after(DIAL_TIMEOUT_S):
                 sock, host = await _connect(address)
-            try:
-                stream = TcpStream(sock, remote, host)
-            except BaseException:  # it is gone already
-                sock.close()
-                raise
+                try:
+                    stream = self._stream(sock, remote, host)
+                except BaseException:  # it is gone already
+                    sock.close()
+                    raise
+                hands = hands_of(self._credentials, remote, dialled=True)
+                link = StreamConnection(stream, remote, fabrics=self._fabrics, shake_hands=hands)
+                await link.shake_hands()
         except trio.TooSlowError:
             raise ConnectionLost(f"cannot reach {remote}: no answer within {DIAL_TIMEOUT_S:g} s") from None
         except (OSError, ValueError) as error:  # ValueError: what cannot be a port or a host name
             raise ConnectionLost(f"cannot reach {remote}: {cause(error)}") from None
-        link = StreamConnection(stream, remote, fabrics=self._fabrics)
         self._nursery.start_soon(link.run_sender)
         return link
 
@@ -140,7 +162,7 @@ class TcpTransport:
             sock.listen(BACKLOG)
             host, port = sock.getsockname()[:2]
             async with trio.open_nursery() as nursery:
-                listener = _Listener(sock, accepted, nursery, self._fabrics)
+                listener = _Listener(sock, accepted, nursery, self._fabrics, self._credentials, self._stream)
                 task_status.started((host, port))
                 await listener.run()
 
@@ -154,18 +176,23 @@ class _Listener:
         accepted: Callable[[Connection], Awaitable[None]],
         nursery: trio.Nursery,
         fabrics: Sequence[Fabric],
+        credentials: Credentials | None,
+        stream: type[TcpStream],
     ) -> None:
+        self._credentials = credentials
+        self._stream = stream
         self._sock = sock
         self._fabrics = fabrics
         self._accepted = accepted
         self._nursery = nursery
         self._admission = Admission(trio.current_time())
+        self._links: dict[int, StreamConnection] = {}  # by their number there
         self._freed = trio.lowlevel.ParkingLot()
 
     async def run(self) -> None:
         while True:
             while self._admission.full:
-                await self._freed.park()
+                await self._make_room()
             await trio.sleep(self._admission.delay_s(trio.current_time()))
             try:
                 sock, peer = self._sock.accept()
@@ -177,33 +204,48 @@ class _Listener:
             else:
                 sock.setblocking(False)
                 where = unmapped(peer)
-                if self._admission.enter(where[0]):
-                    self._nursery.start_soon(self._serve, sock, where)
+                number = self._admission.enter(where[0], trio.current_time())
+                if number is not None:
+                    self._nursery.start_soon(self._serve, sock, where, number)
                 else:
                     sock.close()
 
-    async def _serve(self, sock: socket.socket, peer: Address) -> None:
-        pending = True
+    async def _make_room(self) -> None:
+        """Where somebody waits, who is slow in its handshake makes way: half of one costs a stranger nothing."""
+        await trio.lowlevel.wait_readable(self._sock)
+        if (number := self._admission.makes_way(trio.current_time())) in self._links:
+            self._links[number].drop(ConnectionLost("closed, it was slow, and others wait"))
+            self._admission.admit(number)
+        elif self._admission.full:
+            with trio.move_on_at(self._admission.makes_way_at):
+                await self._freed.park()
 
+    async def _serve(self, sock: socket.socket, peer: Address, number: int) -> None:
         def admitted() -> None:
-            nonlocal pending
-            if pending:
-                self._admission.admit(peer[0])
-                self._freed.unpark_all()
-            pending = False
+            self._admission.admit(number)
+            self._freed.unpark_all()
 
         remote = shown(peer)
         try:
             try:
-                stream = TcpStream(sock, remote, peer[0])
+                stream = self._stream(sock, remote, peer[0])
             except OSError:  # it is gone already
                 sock.close()
                 return
-            await serve(StreamConnection(stream, remote, admitted, self._fabrics), self._accepted)
+            hands = hands_of(self._credentials, remote, dialled=False)
+            self._links[number] = StreamConnection(stream, remote, admitted, self._fabrics, hands)
+            await serve(self._links[number], self._accepted)
         finally:
-            admitted()
-            self._admission.leave()
+            self._links.pop(number, None)
+            self._admission.leave(number)
             self._freed.unpark_all()
+
+
+def hands_of(credentials: Credentials | None, remote: str, *, dialled: bool) -> ShakeHands | None:
+    """What a connection is sealed by, where it is."""
+    if credentials is None:
+        return None
+    return partial(shake_hands, remote=remote, credentials=credentials, dialled=dialled)
 
 
 async def bound_socket(address: Address, kind: socket.SocketKind) -> socket.socket:

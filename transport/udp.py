@@ -12,13 +12,14 @@ from peerd.transport import wire
 from peerd.transport.errors import PeerError
 from peerd.transport.ids import Address
 from peerd.transport.messages import Message
+from peerd.transport.secure.datagrams import OVERHEAD, DatagramSeal
 from peerd.transport.tcp import bound_socket, unmapped
 
 
 class UdpDatagrams:
     """`Datagrams` over a bound non-blocking socket; made by `bind_udp`."""
 
-    def __init__(self, sock: socket.socket, tag: bytes) -> None:
+    def __init__(self, sock: socket.socket, tag: bytes, seal: DatagramSeal | None) -> None:
         host, port = sock.getsockname()[:2]
         self.address: Address = (host, port)
         self.malformed = 0
@@ -27,13 +28,18 @@ class UdpDatagrams:
         self.bytes_received = 0
         self._sock = sock
         self._tag = tag
+        self._seal = seal
 
     async def send(self, address: Address, message: Message) -> None:
         """Send to an IP address, or drop and count."""
-        datagram = self._tag + wire.encode_datagram(message)
+        plain = wire.encode_datagram(message)
+        datagram = plain if self._seal is None else self._seal.seal(plain, self._tag)
         await trio.lowlevel.checkpoint()
+        if datagram is None:  # no key has come yet: with the first table one does
+            self.unsendable += 1
+            return
         try:
-            self.bytes_sent += self._sock.sendto(datagram, self._target(address))
+            self.bytes_sent += self._sock.sendto(self._tag + datagram, self._target(address))
         except (OSError, ValueError):  # also a full buffer: a datagram may be lost
             self.unsendable += 1
 
@@ -43,11 +49,14 @@ class UdpDatagrams:
             await trio.lowlevel.checkpoint()
             try:
                 # one byte more than the limit shows that a datagram is longer
-                datagram, source = self._sock.recvfrom(len(self._tag) + wire.DATAGRAM_MAX + 1)
+                datagram, source = self._sock.recvfrom(len(self._tag) + OVERHEAD + wire.DATAGRAM_MAX + 1)
                 self.bytes_received += len(datagram)
                 if not datagram.startswith(self._tag):
                     raise PeerError("of another swarm")
-                return wire.decode_datagram(datagram[len(self._tag) :]), unmapped(source)
+                datagram = datagram[len(self._tag) :]
+                if self._seal is not None:
+                    datagram = self._seal.open(datagram, self._tag)
+                return wire.decode_datagram(datagram), unmapped(source)
             except BlockingIOError:
                 await trio.lowlevel.wait_readable(self._sock)
             except PeerError:
@@ -82,6 +91,9 @@ def tag_of(swarm: str, run: str) -> bytes:
     return b"" if (swarm, run) == ("peerd", "") else b"\xff" + hashlib.sha256(f"{swarm}\0{run}".encode()).digest()[:3]
 
 
-async def bind_udp(address: Address, tag: bytes = b"") -> UdpDatagrams:
-    """Return datagrams bound to `address`, for those with this tag; raises UserError when that cannot be."""
-    return UdpDatagrams(await bound_socket(address, socket.SOCK_DGRAM), tag)
+async def bind_udp(address: Address, tag: bytes = b"", seal: DatagramSeal | None = None) -> UdpDatagrams:
+    """Return datagrams bound to `address`, for those with this tag; raises UserError when that cannot be.
+
+    Without a `seal` they are plain, and sealed ones are malformed.
+    """
+    return UdpDatagrams(await bound_socket(address, socket.SOCK_DGRAM), tag, seal)

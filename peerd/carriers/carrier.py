@@ -10,6 +10,8 @@ import trio
 
 from peerd.transport.connection import Datagrams, Transport
 from peerd.transport.ids import Address
+from peerd.transport.secure.credentials import Credentials
+from peerd.transport.secure.datagrams import DatagramSeal
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +44,19 @@ class Carrier(Protocol):
     async def resolve(self, address: Address) -> Address:
         """Return what `bind` takes for an address that the user gave. Raises UserError when it leads nowhere."""
 
-    async def bind(self, address: Address) -> Datagrams:
-        """Return datagrams whose port can be listened on, too; port 0 takes any such. Raises UserError."""
+    async def bind(self, address: Address, seal: DatagramSeal | None = None) -> Datagrams:
+        """Return datagrams whose port can be listened on, too; port 0 takes any such. Raises UserError.
+
+        With a `seal` whatever leaves the process is sealed, and nothing else is heard.
+        """
 
     def reached(self, host: str) -> str:
         """Return the host that others reach when this node is bound to `host`. Raises UserError when there is none."""
 
-    async def start(self, nursery: trio.Nursery) -> Transport:
-        """Return what dials and listens; its tasks are `nursery`'s.
+    async def start(self, nursery: trio.Nursery, credentials: Credentials | None = None) -> Transport:
+        """Return what dials and listens; its tasks are `nursery`'s. With `credentials` its connections are sealed.
 
-        Raises UserError when the user insists on what is not here.
+        Raises UserError when the user insists on what is not here, or it is given some and cannot seal.
         """
 
     @classmethod

@@ -14,6 +14,8 @@ from peerd.transport.connection import Datagrams, Transport
 from peerd.transport.errors import UserError
 from peerd.transport.ids import Address, shown
 from peerd.transport.same_host import SameHost
+from peerd.transport.secure.credentials import Credentials
+from peerd.transport.secure.datagrams import DatagramSeal
 from peerd.transport.tcp import TcpTransport, bound_socket
 from peerd.transport.udp import bind_udp, tag_of
 
@@ -34,17 +36,17 @@ class Tcp:
             raise UserError(f"cannot resolve {shown(address)}: {error.strerror or error}") from None
         return str(found[0][4][0]), address[1]
 
-    async def bind(self, address: Address) -> Datagrams:
+    async def bind(self, address: Address, seal: DatagramSeal | None = None) -> Datagrams:
         """See `Carrier.bind`."""
         host, port = address
         tag = tag_of(self._settings.swarm, self._settings.run)
         if port != 0:
-            return await bind_udp(address, tag)
+            return await bind_udp(address, tag, seal)
         for _ in range(FREE_PORT_TRIES):
             with await bound_socket((host, 0), socket.SOCK_STREAM) as probe:
                 free = int(probe.getsockname()[1])
             try:
-                return await bind_udp((host, free), tag)
+                return await bind_udp((host, free), tag, seal)
             except UserError:
                 continue
         raise UserError(f"no free port on {host} for both TCP and UDP")
@@ -62,12 +64,12 @@ class Tcp:
                 cure = "bind the address that others reach"
                 raise UserError(f"bind {host}: this machine has no route out; {cure}") from None
 
-    async def start(self, nursery: trio.Nursery) -> Transport:
+    async def start(self, nursery: trio.Nursery, credentials: Credentials | None = None) -> Transport:
         """See `Carrier.start`."""
         fabrics = self.fabrics()
         for fabric in fabrics:
             await nursery.start(fabric.run)
-        return TcpTransport(nursery, *fabrics)
+        return TcpTransport(nursery, *fabrics, credentials=credentials)
 
     def fabrics(self) -> list[Fabric]:
         """What connections are upgraded to, the best first."""

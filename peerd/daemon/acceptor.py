@@ -13,7 +13,9 @@ from peerd.daemon.peers import Peers
 from peerd.daemon.trainer_service import TrainerService
 from peerd.node.receive_budget import ReceiveBudget
 from peerd.process.logs import LOGGER
+from peerd.security.reception import Reception
 from peerd.training.codecs import vector
+from peerd.training.mode import KEPT_BESIDE
 from peerd.transport.admission import GREETED_MAX, UNPROVED_IDLE_S, Greeted
 from peerd.transport.connection import Connection, ConnectionLost
 from peerd.transport.errors import Blameless, PeerError
@@ -26,12 +28,16 @@ from peerd.transport.messages import (
     Member,
     MemberTable,
     Message,
+    ModelRequest,
+    ModelSnapshot,
     Plan,
     Proof,
     Refuse,
+    SecretsMessage,
     State,
     Welcome,
 )
+from peerd.transport.secure.credentials import STRANGER
 
 NEWS_S, LOOK_S = 2.0, 0.02  # for the news of a member, less than a dialler waits; between two looks
 
@@ -47,14 +53,19 @@ class Acceptor:
         trainer_service: TrainerService,
         membership_service: MembershipService,
         prove: Callable[[Challenge], Proof],
+        reception: Reception | None = None,
     ) -> None:
-        """`hello` is asked anew for every connection, as by `peers`; `prove` answers who wants no more than that."""
+        """`hello` is asked anew for every connection, as by `peers`; `prove` answers who wants no more than that.
+
+        Who has no certificate, or wants another one, is heard by the `reception` alone.
+        """
         self._me = me
         self._hello = hello
         self._peers = peers
         self._trainer_service = trainer_service
         self._membership_service = membership_service
         self._prove = prove
+        self._reception = reception
         self._offences = peers.offences
         self._nodes: dict[Connection, NodeId] = {}  # who has greeted on each
         self._greeted: Greeted[Connection] = Greeted()
@@ -84,9 +95,15 @@ class Acceptor:
             await self._peers.close(link)
 
     async def _serve(self, link: Connection) -> None:
-        self._check_heard("", link)
+        await link.shake_hands()
+        if not link.identity:  # who has proved to be a member is not to blame for what shares its host
+            self._check_heard("", link)
+        if link.identity == STRANGER:
+            await self._hear_stranger(link)
+            return
         me = Welcome(self._me.id, self._me.name, self._me.epoch)
-        hello = await answer(link, partial(self._check, link), me, self._prove)
+        renew = self._reception.renew if self._reception is not None else None
+        hello = await answer(link, partial(self._check, link), me, self._prove, renew)
         who = (hello.node, link.host)
         self._nodes[link] = hello.node
         _close(self._greeted.enter(link, who, trio.current_time()), "others need the room")
@@ -96,19 +113,27 @@ class Acceptor:
         plan = AS_STARTED
         while True:
             message = await self._next_message(link)
-            if not isinstance(message, MemberTable):
-                _close(self._greeted.sends(link), "it has another connection to send on")
             if isinstance(message, MemberTable):
                 await self._membership_service.answer(link, message)
-            elif hello.node == self._me.id:  # a seed may be this node, under a name; its own tables harm nobody
-                raise PeerError(f"{link.remote} says a {type(message).__name__} in this node's own name")
-            elif isinstance(message, Plan):
-                plan = message
+            elif isinstance(message, SecretsMessage):
+                await self._membership_service.answer_secrets(link, message)
             else:
-                await self._trainer_service.on_message(hello.node, message, plan)
+                _close(self._greeted.sends(link), "it has another connection to send on")
+                if hello.node == self._me.id:  # a seed may be this node, under a name; its own tables harm nobody
+                    raise PeerError(f"{link.remote} says a {type(message).__name__} in this node's own name")
+                if isinstance(message, Plan):
+                    plan = message
+                elif isinstance(message, ModelRequest | ModelSnapshot):
+                    self._trainer_service.on_message(hello.node, message)
+                else:
+                    await self._trainer_service.runner.on_message(hello.node, message, plan)
             self._budget.end(link)
             if hello.node in self._membership_service.membership.members:
                 self._greeted.useful(link, trio.current_time())
+
+    async def _hear_stranger(self, link: Connection) -> None:
+        assert self._reception is not None, "only where connections are sealed there are strangers"
+        await self._reception.enrol(link)
 
     async def _next_message(self, link: Connection) -> Message:
         """Raises ConnectionLost where nothing comes from a peer that has proved nothing."""
@@ -142,7 +167,7 @@ class Acceptor:
 
     def _strike(self, link: Connection, error: Exception) -> None:
         """Count it, and drop what else this peer has here."""
-        node = self._nodes.get(link, "")
+        node = self._nodes.get(link) or link.identity or ""
         self._offences.strike(node, link.host, error)
         if node and not isinstance(error, Blameless):
             _close(self._greeted.of((node, link.host)), "its peer broke the rules")
@@ -155,8 +180,9 @@ class Acceptor:
     def raise_payload_limits(self) -> None:
         """Let messages in that hold a whole model, once it is known how large that is."""
         if (layout := self._trainer_service.layout) is not None:
+            limit = vector.payload_limit(layout, KEPT_BESIDE[self._trainer_service.plans.settings.exchange])
             for link in self._nodes:
-                link.payload_limit = vector.payload_limit(layout)
+                link.payload_limit = limit
 
     def carrier(self, peer: NodeId) -> str:
         """What bulk from `peer` travels over; "" where it has not dialled."""

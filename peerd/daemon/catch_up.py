@@ -70,7 +70,7 @@ class CatchUp:
         """Wait until so many members, this one among them, hold `model` and can exchange."""
         told_at = -WAIT_TOLD_EVERY_S
         me = self._members()[self._me]
-        joined = f"others join with peerd start --join {shown((me.host, me.port))}"
+        joined = f"others join through {shown((me.host, me.port))}"
         while (ready := 1 + len(partners(self._members(), self._me, model))) < count:
             told_at = await self._wait(f"{ready} of {count} members are ready; {joined}", told_at)
 
@@ -123,11 +123,10 @@ class CatchUp:
             await trio.to_thread.run_sync(vector.decode, snapshot.codec, layout, snapshot.chunks, values)
         except PeerError as error:
             LOGGER.warning("the model from %s: %s; asking another member", donor, error)
-            self._choice.pass_over()
-            return None
         except Exception as error:
             self._peers.offences.unforeseen(error, f"dropped the model from {donor}")
-            self._choice.pass_over()
-            return None
-        LOGGER.info("the model of step %d came from %s", snapshot.step, self._members()[donor].name)
-        return values, snapshot.step
+        else:
+            LOGGER.info("the model of step %d came from %s", snapshot.step, self._members()[donor].name)
+            return values, snapshot.step
+        self._choice.pass_over()
+        return None

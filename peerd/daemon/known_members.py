@@ -61,7 +61,8 @@ def read_plan(settings: Settings) -> Plan:
     try:
         kept = json.loads(_text(path))
         same_swarm = _is_of(settings, kept)
-        plan, same_flags = unpack(kept["plan"]), kept["started"] == _started(settings)
+        proof = bytes.fromhex(kept.get("proof", ""))
+        plan, same_flags = unpack(kept["plan"], proof), kept["started"] == _started(settings)
         mode = plan.text or str(kept["started"]["mode"])
         planned(settings, plan.text)
     except (UserError, OSError) as error:  # of another version of peerd, or not to be read
@@ -89,7 +90,7 @@ def _text(path: Path) -> str:
 
 def write_plan(settings: Settings, plan: Plan, leaves: Callable[[], bool]) -> None:
     """Keep this one, under which a node that was started so works, unless the node leaves. Raises OSError."""
-    kept = {**_swarm(settings), "started": _started(settings), "plan": pack(plan)}
+    kept = {**_swarm(settings), "started": _started(settings), "plan": pack(plan), "proof": plan.proof.hex()}
     with _ONE_AT_A_TIME:
         if not leaves():
             replace(settings.state_path / _PLAN_FILE, json.dumps(kept))

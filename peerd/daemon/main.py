@@ -21,14 +21,14 @@ from peerd.local import identity
 from peerd.local.local_socket import socket_path
 from peerd.process.allocator import keep_freed_chunks
 from peerd.process.logs import LOGGER, configure
-from peerd.settings import Settings, unknown_variables
+from peerd.security.wall_clock import shown as shown_time
+from peerd.settings import Settings, is_loopback, unknown_variables
 from peerd.transport.errors import UserError
 from peerd.transport.ids import Address, shown
 
 SCRIPT_ENDS_S = 15.0  # for a script that was told to end: ranks part, and torchrun looks after them now and then
 SCRIPT_MIN_S = 0.5  # for one that does not know of us
 LOOK_AT_TRAINER_S = 1.0
-LOOPBACK = ("127.", "::1", "localhost")
 
 
 async def run(settings: Settings, mine: identity.Identity, command: list[str]) -> int:
@@ -45,6 +45,9 @@ async def run(settings: Settings, mine: identity.Identity, command: list[str]) -
         verbs = {**Verbs(daemon).table(), "refused": _refusal_hook(supervisor)}
         await daemon.nursery.start(serve, path, verbs, _attach_hook(daemon, supervisor))
         _announce(settings, address, (daemon.me.host, address[1]), command)
+        if daemon.entry is not None:
+            ends = shown_time(daemon.entry.trust.certificate.not_valid_after_utc)
+            LOGGER.info("sealed: a member by %s, with a certificate until %s", daemon.entry.by, ends)
         start_soon(_watch_signals, daemon, supervisor, path)
         if supervisor is not None:
             start_soon(_supervise, daemon, supervisor)
@@ -174,15 +177,18 @@ async def _watch_signals(daemon: Daemon, supervisor: Supervisor | None, path: Pa
 
 
 def _announce(settings: Settings, bound: Address, reached: Address, command: list[str]) -> None:
-    where, local = shown(reached), reached[0].startswith(LOOPBACK)
-    if settings.join:  # whoever joined through this node before it is a member would wait with it, or found a swarm
+    where, local = shown(reached), is_loopback(reached[0])
+    if settings.seeds:  # whoever joined through this node before it is a member would wait with it, or found a swarm
         LOGGER.info("listening on %s; joining through %s", shown(bound), ", ".join(map(shown, settings.seeds)))
     else:
-        options = ["--join", where] if local else ["--join", where, "--bind", "THEIR_ADDRESS"]
+        options = ["--join", where] if local or settings.insecure_plaintext else ["--token", "TOKEN"]
+        options += [] if local else ["--bind", "THEIR_ADDRESS"]
+        options += ["--insecure-plaintext"] if settings.insecure_plaintext else []
         options += ["--swarm", settings.swarm] if settings.swarm != Settings().swarm else []
         options += ["--transport", settings.transport] if settings.transport != Settings().transport else []
         options += ["--rdma-allow-fallback"] if settings.rdma_allow_fallback else []
         words = [*command, *options] if len(command) <= 1 else [*options, "--", *command]
-        LOGGER.info("listening on %s; others join with: peerd start %s", shown(bound), shlex.join(words))
-    if not local:
-        LOGGER.warning("connections are neither encrypted nor authenticated yet: use a network that you trust")
+        cure = "" if "TOKEN" not in options else "; peerd token prints the TOKEN"
+        LOGGER.info("listening on %s; others join with: peerd start %s%s", shown(bound), shlex.join(words), cure)
+    if settings.insecure_plaintext and not local:
+        LOGGER.warning("connections are neither encrypted nor authenticated: use a network that you trust")

@@ -18,16 +18,18 @@ from peerd.membership.effects import (
     SendDatagram,
 )
 from peerd.membership.lives import TWIN_DEADLINE_S
+from peerd.membership.proofs import VERIFICATION_ROWS
 from peerd.membership.suspicion import LAST_WORDS_MAX
 from peerd.membership.table_budget import TableBudget
 from peerd.membership.table_exchange import PUSH_PULL_DEADLINE_S, TABLE_PART, TABLE_PARTS_MAX
 from peerd.process.logs import LOGGER
+from peerd.security.secrets_exchange import SecretsExchange
 from peerd.training.effects import Log
 from peerd.transport.connection import Connection, ConnectionLost, Datagrams, Transport
 from peerd.transport.errors import PeerError, UserError
-from peerd.transport.hello import Refused, greet
+from peerd.transport.hello import Refused, check_identity, greet
 from peerd.transport.ids import Address, NodeId, shown
-from peerd.transport.messages import Hello, MemberTable, State
+from peerd.transport.messages import Hello, MemberTable, SecretsMessage, State
 
 SAID_MAX = 256
 PUSH_PULLS_MAX = 8  # at once
@@ -50,10 +52,12 @@ class MembershipService:
         refused: Callable[[Address, Refused], None],
         prove: Callable[[Address], Awaitable[bool]],
         taken: Callable[[Address], None],
+        secrets: SecretsExchange | None = None,
     ) -> None:
         """`changed` is called, once a turn of the loop at most, when members came, went or said something new of
         themselves; `refused` when the node at an address whose table we asked for will not have us. `prove` asks
-        whether the node at an address holds our own key, and `taken` is called when it does.
+        whether the node at an address holds our own key, and `taken` is called when it does. `secrets` go beside the
+        tables.
         """
         self.membership = membership
         self._datagrams = datagrams
@@ -64,6 +68,7 @@ class MembershipService:
         self._refused = refused
         self._prove = prove
         self._taken = taken
+        self._secrets = secrets
         self._touched = trio.Event()
         self._members_changed = trio.Event()
         self._push_pulls = trio.CapacityLimiter(PUSH_PULLS_MAX)
@@ -119,6 +124,22 @@ class MembershipService:
         await self._receive_table(link, first, None)
         await self._keep_to_budget(link, len(self.membership.members))
         await self._send_table(link)
+
+    async def answer_secrets(self, link: Connection, message: SecretsMessage) -> None:
+        """The accepting side of what goes before a push-pull."""
+        if self._secrets is None:
+            raise PeerError(f"{link.remote} speaks of keys, and this node has none")
+        await self._keep_to_budget(link, self._secrets.rows_of(message))
+        verified = self._secrets.verifications
+        try:
+            await self._secrets.answer(link, message)
+        finally:
+            await self._keep_to_budget(link, VERIFICATION_ROWS * (self._secrets.verifications - verified))
+
+    def spread(self) -> None:
+        """What goes beside the tables is news."""
+        self.membership.spread(trio.current_time())
+        self._touched.set()
 
     def _tell_of(self, id: NodeId) -> None:
         """Say when a member has failed, and when one that had is back; each node says it once."""
@@ -209,6 +230,8 @@ class MembershipService:
                     self._peers.count(link)
                     try:
                         await greet(link, self._hello())
+                        if self._secrets is not None:
+                            await self._secrets.exchange(link)
                         await self._send_table(link)
                         await self._receive_table(link, None, address)
                     finally:
@@ -239,11 +262,24 @@ class MembershipService:
                 if not isinstance(message, MemberTable):
                     raise PeerError(f"{link.remote} sent {type(message).__name__} in the middle of a push-pull")
                 part = message
+            check_identity(link, part.sender)
             if not part.members:
                 return
             if dialled is None:
                 await self._keep_to_budget(link, len(part.members))
-            await self.perform(self.membership.on_table(part, trio.current_time(), dialled))
+            await self._hear_part(link, part, dialled)
             self._note_heard(part.sender)
             part = None
         raise PeerError(f"{link.remote} sent a member table without end")
+
+    async def _hear_part(self, link: Connection, part: MemberTable, dialled: Address | None) -> None:
+        """A part is few enough rows to be verified at once (32 of them take 5 ms); others work before the next."""
+        membership = self.membership
+        verified, forged = membership.verifications, membership.forgeries
+        effects = membership.on_table(part, trio.current_time(), dialled)
+        verified, forged = membership.verifications - verified, membership.forgeries - forged
+        await self.perform(effects)
+        if verified:
+            await self._keep_to_budget(link, VERIFICATION_ROWS * verified)
+        if forged:  # who passes a record on has verified it
+            raise PeerError(f"{link.remote} sent records of members that did not sign them")

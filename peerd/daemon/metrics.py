@@ -56,6 +56,7 @@ class _Status(Collector):
             "peerd_loop_latency_p99_seconds", "How late the event loop wakes", status["loop_latency_p99_s"]
         )
         yield self._gauge("peerd_members", "Members that this node knows, by state", status["members"], by="state")
+        yield self._gauge("peerd_members_refused", "Members that this node does not listen to", len(status["refused"]))
         if trainer := status["trainer"]:
             yield self._counter("peerd_steps", "Optimizer steps", trainer["step"])
             yield self._counter("peerd_samples", "Training samples", trainer["samples"])

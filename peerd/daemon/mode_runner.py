@@ -16,6 +16,8 @@ from peerd.daemon.trainer_session import TrainerSession
 from peerd.node.core import (
     BufferTaken,
     CopyRead,
+    GoOn,
+    LoadCopy,
     ModelComes,
     ModelIs,
     ModelMoves,
@@ -36,6 +38,7 @@ from peerd.training.mode import ModeMaker, ModeSettings
 from peerd.training.mode_core import (
     BarrierKnown,
     CopyWanted,
+    GradientCame,
     ModeBegins,
     ModeEnds,
     ModelAsked,
@@ -46,6 +49,7 @@ from peerd.training.mode_core import (
     RunStands,
     Stepped,
     TimerDue,
+    TrainerLost,
 )
 from peerd.transport.errors import UserError
 from peerd.transport.ids import NodeId
@@ -78,6 +82,7 @@ class ModeRunner:
         self._late: dict[NodeId, PeersChanged | Reconnected] = {}  # the last of each kind that there was no room for
         self._publish_asked = False
         self._resume_asked = False
+        self._go_on: GoOn | None = None  # what the trainer, which waits with its gradient, is to be told
 
     async def run(self) -> None:
         """Work until cancelled."""
@@ -176,6 +181,14 @@ class ModeRunner:
         """The trainer has added this buffer of corrections."""
         self.compute.post(BufferTaken(buffer))
 
+    def on_gradient(self, step: int, samples: float, rate: float) -> None:
+        """The trainer waits with its gradient."""
+        self.compute.post(GradientCame(step, samples, rate))
+
+    def on_rolled_back(self) -> None:
+        """The trainer's model is an earlier one of its own."""
+        self.compute.post(TrainerLost())
+
     def on_told(self) -> None:
         """The trainer knows of a change of the mode."""
         self.compute.post(BarrierKnown())
@@ -223,6 +236,7 @@ class ModeRunner:
         self.session = None
         self._copy_came()
         self._publish_asked = self._resume_asked = False
+        self._go_on = None
         self.compute.post(TrainerGone())
 
     async def move(self, fresh: ModelCopy) -> None:
@@ -251,6 +265,10 @@ class ModeRunner:
                     self._peers.send(peer, message)
                 case TakeBuffer(buffer) if session is not None and self._shares_memory_with(session):
                     await session.tell(protocol.Corrections(buffer))
+                case LoadCopy(copy, step) if session is not None and self._shares_memory_with(session):
+                    await session.tell(protocol.Load(copy, step))
+                case GoOn() if session is not None and self._shares_memory_with(session):
+                    self._go_on = effect
                 case CopyRead():
                     self._publish_asked = False
                 case Publish() if session is not None and not self._publish_asked:
@@ -267,6 +285,9 @@ class ModeRunner:
         if self._resume_asked and self.session is not None and self.all_taken:
             self._resume_asked = False
             await self.session.tell(protocol.Resume())
+        if self._go_on is not None and self.session is not None and self.all_taken:
+            go_on, self._go_on = self._go_on, None
+            await self.session.tell(protocol.GradientIs(go_on.gradient))
 
     def _shares_memory_with(self, session: TrainerSession) -> bool:
         return self.core.model is not None and self.core.model.is_shared_with(session.board)

@@ -22,22 +22,34 @@ from peerd.daemon.trainer_service import TrainerService
 from peerd.daemon.twin_proof import TwinProof
 from peerd.local.identity import Identity
 from peerd.local.node_key import NodeKey
+from peerd.local.signing import NodeSigning
 from peerd.membership.core import LAN, WAN, Membership
 from peerd.node.meta import NodeMeta, partners
 from peerd.process.logs import LOGGER
-from peerd.settings import Settings
+from peerd.security import authority_folder
+from peerd.security.certificates import issuers_of
+from peerd.security.entry import Entry, Told, entered
+from peerd.security.reception import Reception
+from peerd.security.renewal import Renewal
+from peerd.security.secrets_exchange import SecretsExchange
+from peerd.security.shared_secrets import SharedSecrets
+from peerd.settings import Settings, is_loopback
+from peerd.training.mode import SGD, WEIGHTS
 from peerd.transport.connection import Datagrams, Transport
 from peerd.transport.errors import PeerError
 from peerd.transport.hello import Refused
 from peerd.transport.ids import Address, NodeId, shown
 from peerd.transport.messages import Hello, Member, State
+from peerd.transport.secure.datagrams import DatagramSeal
+from peerd.transport.secure.signing import Signing
+from peerd.transport.tcp import TcpTransport
 
-PROTOCOL = 3
+PROTOCOL = 4
 TENSORS_BYTES_MAX = 40 << 10  # of tensor names in a HELLO; the rest is covered by the hash
 TENSORS_MAX = 1000  # names in a HELLO, of TENSOR_BYTES_MAX each
 TENSOR_BYTES_MAX = 256
 LEAVE_SPREAD_S = 3.0  # a few gossip rounds; whoever misses the word hears it from others
-ANOTHER_SWARM = ("protocol", "swarm", "run")  # where a refusal names one of these, none of ours listens
+ANOTHER_SWARM = ("protocol", "swarm", "run", "authority")  # where a refusal names one of these, none of ours listens
 
 
 class Daemon:
@@ -54,17 +66,24 @@ class Daemon:
         datagrams: Datagrams,
         kept: tuple[Address, ...] = (),
         rng: random.Random | None = None,
+        entry: Entry | None = None,
+        signing: Signing | None = None,
+        secrets: SharedSecrets | None = None,
     ) -> None:
         """Wire the parts together; `start` starts them, listening on `bound`.
 
         `me` has what this node says of itself, whose key is `key`, `kept` the members that it knew before a restart.
-        What is drawn at random is drawn from `rng`, and without one from the system: peers must not guess it.
+        With `signing`, by that key, members' records and plans are signed, and none is believed that is not.
+        What is drawn at random is drawn from `rng`, and without one from the system: peers must not guess it. `entry`
+        says by what it is a member, and `secrets` are the members'; without them all is plain, and anybody is one.
         """
         rng = rng or random.SystemRandom()
         timing = LAN if settings.network == "lan" else WAN
         self.settings = settings
         self.me = me
         self.key = key
+        self.entry = entry
+        self.secrets = secrets
         self.nursery = nursery
         self.datagrams = datagrams
         self.latency = LoopLatency()
@@ -82,11 +101,13 @@ class Daemon:
             refused=self._on_refused_by_peer,
         )
         kept_until = self.began + timing.silence_s(len(kept))
-        self.model = TrainerService(me.id, settings, self.peers, self.members, self._say_about, rng, kept, kept_until)
+        self.model = TrainerService(
+            me.id, settings, self.peers, self.members, self._say_about, rng, kept, kept_until, signing
+        )  # fmt: skip
         self.model.about = NodeMeta.unpack(me.meta)
         self.twin_proof = TwinProof(key, me, settings.swarm, settings.run, transport)
         self.view = MembershipService(
-            Membership(me, [*settings.seeds, *kept], rng, self.began, timing, numbers=rng),
+            Membership(me, [*settings.seeds, *kept], rng, self.began, timing, numbers=rng, signing=signing),
             datagrams,
             transport,
             self.peers,
@@ -95,8 +116,21 @@ class Daemon:
             refused=self._on_refused_by_seed,
             prove=self.twin_proof.prove,
             taken=self._on_identity_taken,
+            secrets=SecretsExchange(secrets) if secrets is not None else None,
         )
-        self.acceptor = Acceptor(me, self._hello, self.peers, self.model, self.view, self.twin_proof.answer)
+        self.reception = self.renewal = None
+        if entry is not None:
+            self.reception = Reception(entry.trust, entry.issuer)
+            self.renewal = Renewal(entry, key, settings.state_path, transport, self._issuers)
+        self.acceptor = Acceptor(
+            me, self._hello, self.peers, self.model, self.view, self.twin_proof.answer, self.reception
+        )
+        if secrets is not None:
+            secrets.on_revoked, secrets.on_news = self._on_revoked, self.view.spread
+            if self.renewal is not None:
+                secrets.on_authorities = self.renewal.look
+            for one in secrets.revocations.all():
+                self.view.membership.revoke(one.node, self.began)
 
     async def start(self) -> Address:
         """Start every task; returns the address that peers reach."""
@@ -105,6 +139,10 @@ class Daemon:
         self.nursery.start_soon(self.model.run)
         self.nursery.start_soon(self.view.run)
         self.nursery.start_soon(self.latency.run)
+        if self.renewal is not None:
+            self.nursery.start_soon(self.renewal.run)
+        if self.secrets is not None:
+            self.nursery.start_soon(self.secrets.run)
         return listening
 
     async def leave(self) -> None:
@@ -141,14 +179,21 @@ class Daemon:
             if room < 0 or size > TENSOR_BYTES_MAX:
                 break
             tensors.append(tensor)
+        exchanged = [] if settings.exchange == WEIGHTS else [settings.exchange]
+        optimizer = [] if settings.server_optimizer == SGD else [settings.server_optimizer]
         return Hello(
-            PROTOCOL, settings.swarm, settings.run, me.id, me.name, me.epoch, me.host, me.port, settings.mode,
+            PROTOCOL, settings.swarm, settings.run, me.id, me.name, me.epoch, me.host, me.port,
+            "+".join([settings.mode, *exchanged, *optimizer]),
             self.model.signature, tuple(tensors),
         )  # fmt: skip
 
     def _address_of(self, peer: NodeId) -> Address | None:
         member = self.view.membership.members.get(peer)
         return (member.host, member.port) if member is not None and member.state <= State.SUSPECT else None
+
+    def _issuers(self) -> list[Address]:
+        live = [one for id, one in self.members().items() if id != self.me.id and one.state <= State.SUSPECT]
+        return [(one.host, one.port) for one in live if NodeMeta.unpack(one.meta).issuer]
 
     def _on_members(self) -> None:
         for peer, member in self.members().items():
@@ -162,6 +207,23 @@ class Daemon:
     def _on_identity_taken(self, where: Address) -> None:
         runs = f"the node at {shown(where)} runs with this node's identity"
         self.fail(f"{runs} (a copied or restored state folder?), and is newer")
+
+    def _on_revoked(self, node: NodeId) -> None:
+        if node == self.me.id:
+            self.fail("this node was revoked: the swarm takes its key no more; another --name enters with a new token")
+            return
+        known = self.members().get(node)
+        LOGGER.warning("%s was revoked: it is out for ever", f"{known.name} ({node})" if known else node)
+        effects = self.view.membership.revoke(node, trio.current_time())
+        self.nursery.start_soon(self.view.perform, effects)
+        self.peers.shut_out(node, "is revoked")
+        if self.entry is None:
+            return
+        for other in self.entry.trust.resting_on(node):
+            self.peers.shut_out(other, f"is a member by the word of {node}, which is revoked")
+        if node in issuers_of(self.entry.trust.certificate):
+            why = f"this node is a member by the word of {node}, an issuer that was revoked"
+            self.fail(f"{why}: the swarm takes its certificate no more; enter again with a new token")
 
     def _on_refused_by_peer(self, peer: NodeId, refusal: Refused) -> None:
         self.model.on_refused(PeerError(cured(refusal)), newcomer=self.model.about.expects, peer=peer)
@@ -180,7 +242,11 @@ class Daemon:
 
 @asynccontextmanager
 async def running(
-    settings: Settings, identity: Identity, *, expects: bool, kept: tuple[Address, ...] = ()
+    settings: Settings,
+    identity: Identity,
+    *,
+    expects: bool,
+    kept: tuple[Address, ...] = (),
 ) -> AsyncIterator[tuple[Daemon, Address]]:
     """Yield a node that runs until the block ends, and the address that it listens on. Raises UserError.
 
@@ -191,13 +257,47 @@ async def running(
     host, port = await carrier.resolve(settings.bind_address)
     for seed in settings.seeds:
         await carrier.resolve(seed)
-    async with aclosing(await carrier.bind((host, port))) as datagrams:
+    seal = None if settings.insecure_plaintext else DatagramSeal()
+    async with aclosing(await carrier.bind((host, port), seal)) as datagrams:
         bound = (host, datagrams.address[1])
-        about = NodeMeta(expects=expects, founder=not settings.join).pack()
+        entry = None if settings.insecure_plaintext else await _enter(settings, identity.key, host)
+        secrets = (
+            _secrets(settings, identity, entry, seal, alone=not (settings.seeds or kept)) if entry and seal else None
+        )
+        issuer = entry is not None and entry.issuer is not None
+        about = NodeMeta(expects=expects, founder=not settings.seeds, issuer=issuer).pack()
         reached = carrier.reached(host), bound[1]
         me = Member(identity.id, settings.name, *reached, identity.epoch, 0, State.ALIVE, "", about)
         async with trio.open_nursery() as nursery:
-            daemon = Daemon(settings, me, identity.key, bound, nursery, await carrier.start(nursery), datagrams, kept)
+            transport = await carrier.start(nursery, entry.trust if entry else None)
+            signing = NodeSigning(identity.key, settings.swarm, settings.run) if entry else None
+            daemon = Daemon(
+                settings, me, identity.key, bound, nursery, transport, datagrams, kept, None, entry, signing, secrets
+            )
             daemon.model.plans.keep(daemon.leaving)
             yield daemon, await daemon.start()
             nursery.cancel_scope.cancel()
+
+
+def _secrets(settings: Settings, identity: Identity, entry: Entry, seal: DatagramSeal, *, alone: bool) -> SharedSecrets:
+    """What this node keeps of the swarm's secrets. Raises UserError."""
+    issuer = entry.issuer.authority if entry.issuer is not None else None
+    where, rng = (settings.swarm, settings.run), random.SystemRandom()
+    secrets = SharedSecrets(
+        settings.state_path, where, identity.id, entry.trust, issuer, seal, alone=alone, rng=rng,
+        successors=authority_folder.successors(entry.folder) if entry.folder else (),
+    )  # fmt: skip
+    entry.trust.revoked = secrets.is_revoked
+    return secrets
+
+
+async def _enter(settings: Settings, key: NodeKey, host: str) -> Entry:
+    """By what a node that is bound to `host` is a member. Raises UserError."""
+    token = settings.invitation
+    told = Told(settings.state_path, settings.authority_path, is_loopback(host), token, joins=bool(settings.seeds))
+    async with trio.open_nursery() as nursery:
+        entry = await entered(
+            told, key, lambda newcomer, where: TcpTransport(nursery, credentials=newcomer).dial(where)
+        )
+        nursery.cancel_scope.cancel()
+    return entry

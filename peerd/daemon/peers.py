@@ -89,6 +89,13 @@ class Peers:
         if (link := self._links.get(peer)) is not None and link.host == host:
             link.drop(ConnectionLost(f"{link.remote}: closed, it broke the rules"))
 
+    def shut_out(self, peer: NodeId, why: str) -> None:
+        """Close every connection, whoever dialled it, whose other end is this one; `why` goes on from its id."""
+        self.forget(peer)
+        for link in self._open:
+            if link.identity == peer:
+                link.drop(ConnectionLost(f"{link.remote}: closed, {peer} {why}"))
+
     async def drain(self) -> None:
         """Wait until nothing is queued."""
         while any(box.queue for box in self._boxes.values()):
@@ -129,7 +136,7 @@ class Peers:
                     link = await self._transport.dial(address)
                     self.count(link)
                     try:
-                        if (await greet(link, self._hello())).node != peer:
+                        if link.identity not in (None, peer) or (await greet(link, self._hello())).node != peer:
                             raise ConnectionLost(f"another node answers at {link.remote}")
                         if refused_s := self.offences.refused_s(peer, link.host):
                             delay_s = max(RETRY_MAX_S, min(refused_s, REFUSED_RETRY_S))

@@ -9,6 +9,7 @@ on with those that have made it, too.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -18,12 +19,14 @@ from peerd.daemon import known_members
 from peerd.daemon.mode_runner import ModeRunner
 from peerd.node.meta import NodeMeta, partners
 from peerd.process.logs import LOGGER
-from peerd.protocol.plan import NUMBER_MAX, after, is_over, newest, proposal, reach
+from peerd.protocol.plan import NUMBER_MAX, after, is_over, is_signed, newest, proposal, reach
 from peerd.settings import Settings, planned
+from peerd.training.mode import WEIGHTS
 from peerd.training.modes.average import Average as ExactAverage
 from peerd.transport.errors import UserError
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import AS_STARTED, Member, Plan, State
+from peerd.transport.secure.signing import Signing
 
 LOOK_S = 0.02  # while an average is under way, in which trainers stand still
 TEXTS_MAX = 4096  # as many as members
@@ -52,8 +55,12 @@ class PlanFollower:
         members: Callable[[], dict[NodeId, Member]],
         change: Callable[[Plan], Awaitable[None]],
         say: Callable[..., Awaitable[None]],
+        signing: Signing | None = None,
     ) -> None:
-        """`change` begins the mode of a plan and spreads the word, `say` what is new of this member (NodeMeta)."""
+        """`change` begins the mode of a plan and spreads the word, `say` what is new of this member (NodeMeta).
+
+        With `signing`, only what its author has signed is a plan.
+        """
         self.plan = AS_STARTED
         self.settings = started  # with what the plan changes
         self.average: Average | None = None  # the last one
@@ -63,6 +70,8 @@ class PlanFollower:
         self._members = members
         self._change = change
         self._say = say
+        self._signing = signing
+        self._signed: dict[tuple[Plan, bytes], bool] = {}  # of plans with their proofs, whether it is one
         self._proposed = AS_STARTED
         self._kept = AS_STARTED  # in the state folder
         self._keeps_until: trio.Event | None = None
@@ -76,8 +85,14 @@ class PlanFollower:
 
         It is a proposal like any: the swarm's own beats it if that is newer.
         """
-        self._kept = self._proposed = known_members.read_plan(self._started)
         self._keeps_until = until
+        plan = known_members.read_plan(self._started)
+        if self._is_signed(plan):
+            self._kept = self._proposed = plan
+        else:
+            LOGGER.warning(
+                "plan %d of the last run is not signed, as this swarm's are: it is not taken up", plan.number
+            )
 
     async def run(self) -> None:
         """Follow the swarm until cancelled."""
@@ -104,10 +119,12 @@ class PlanFollower:
             raise UserError(
                 f"averages have kept the trainers waiting for long: the next one may begin in {wait_s:.0f} s"
             )
+        if once and self._started.exchange != WEIGHTS:
+            raise UserError("members exchange gradients: their models are one already")
         known = newest([self.plan, self._proposed, *self._heard()])
         if known.number >= NUMBER_MAX:
             raise UserError(f"plan {known.number} is the last: stop all nodes, and start the swarm anew")
-        self._proposed = proposal(known, self._me, text, once=once)
+        self._proposed = proposal(known, self._me, text, once=once, signing=self._signing)
         self.on_members()
         return self._proposed
 
@@ -146,19 +163,32 @@ class PlanFollower:
     # ---------------------------------------------------------------- following
 
     def _heard(self) -> set[Plan]:
-        """What the members work under, those too who are gone, as far as it is within reach.
+        """What the members work under, those too who are gone, as far as it is within reach, and signed.
 
         While any of them has the model, the others have no say.
         """
-        abouts = [NodeMeta.unpack(member.meta) for id, member in self._members().items() if id != self._me]
+        members = self._members()
+        abouts = [NodeMeta.unpack(member.meta) for id, member in members.items() if id != self._me]
         said = [about.plan for about in abouts if about.ready] or [about.plan for about in abouts]
         farthest = reach(self.plan, said)
-        return {plan for plan in said if plan.number <= farthest}
+        heard = {plan for plan in said if plan.number <= farthest and (plan <= self.plan or self._is_signed(plan))}
+        if self._signing is None:
+            return heard
+        told = Counter(said)  # an author who is no member (any more) needs most of those who are
+        return {plan for plan in heard if plan.author in members or 2 * told[plan] > len(said)}
+
+    def _is_signed(self, plan: Plan) -> bool:
+        one = plan, plan.proof
+        if self._signing is None or one in self._signed:
+            return self._signed.get(one, True)
+        if len(self._signed) >= TEXTS_MAX:
+            self._signed.clear()
+        return self._signed.setdefault(one, is_signed(plan, self._signing))
 
     def _newest(self) -> Plan:
         """The greatest plan that anyone has told of and this node can follow."""
         for plan in sorted((plan for plan in {*self._heard(), self._proposed} if plan > self.plan), reverse=True):
-            if plan.once and self._stands_again_in_s() > 0:
+            if plan.once and (self._started.exchange != WEIGHTS or self._stands_again_in_s() > 0):
                 continue
             if (fault := self._fault(plan.text)) == "":
                 return plan

@@ -39,7 +39,8 @@ class Supervisor:
         self.name = Path(command[0]).name
         self.attached = False  # the session sets it: the script got as far as peerd.attach
         self.stopping = False
-        self._environment = {**os.environ, **environment}
+        own = {key: value for key, value in os.environ.items() if key != "PEERD_TOKEN"}  # a secret of this node's
+        self._environment = {**own, **environment}
         self._process: subprocess.Popen[bytes] | None = None
         self._limiter = trio.CapacityLimiter(1)  # its own: whatever fills trio's common threads, the end is seen
 

@@ -34,11 +34,13 @@ from peerd.protocol.trainer import FROM_TRAINER, Attach, Said, Stepped, decoded
 from peerd.settings import Settings
 from peerd.training.codecs import vector
 from peerd.training.codecs.vector import Layout, NotFinite
-from peerd.training.modes import Mode, parse_mode
+from peerd.training.mode import GRADIENTS
+from peerd.training.modes import Mode, class_of, parse_mode
 from peerd.training.modes.average import Average
 from peerd.transport.errors import PeerError, UserError
 from peerd.transport.ids import Address, NodeId
-from peerd.transport.messages import AS_STARTED, Member, Message, ModelRequest, ModelSnapshot, Plan, State
+from peerd.transport.messages import Member, ModelRequest, ModelSnapshot, Plan, State
+from peerd.transport.secure.signing import Signing
 
 SETTLE_SHARE = 0.1  # of the run's own duration: how long its end waits for members that still train
 SETTLE_MIN_S = 10.0
@@ -58,9 +60,10 @@ class TrainerService:
         rng: random.Random,
         awaited: Collection[Address] = (),
         awaited_until: float = 0.0,
+        signing: Signing | None = None,
     ) -> None:
-        """`say_about` spreads what this node says of itself; for the awaited see catch_up.py."""
-        self.about = NodeMeta(founder=not settings.join)
+        """`say_about` spreads what this node says of itself; for the awaited see catch_up.py, for signing plan.py."""
+        self.about = NodeMeta(founder=not settings.seeds)
         self.signature = ""
         self.tensors: list[str] = []
         self.layout: Layout | None = None
@@ -77,9 +80,9 @@ class TrainerService:
         self._peers = peers
         self._runner = ModeRunner(peers)
         self._catch_up = CatchUp(
-            me, peers, members, has_seeds=bool(settings.join), awaited=awaited, awaited_until=awaited_until
+            me, peers, members, has_seeds=bool(settings.seeds), awaited=awaited, awaited_until=awaited_until
         )
-        self.plans = PlanFollower(me, settings, self._runner, members, self._change_plan, self._tell)
+        self.plans = PlanFollower(me, settings, self._runner, members, self._change_plan, self._tell, signing)
         self._nursery: trio.Nursery | None = None  # while it runs
         self._requests = RequestLimit()
         self._giving: set[NodeId] = set()  # members to whom the model is about to be sent
@@ -100,6 +103,11 @@ class TrainerService:
         return self._facts
 
     @property
+    def runner(self) -> ModeRunner:
+        """Who hears what peers say to the mode."""
+        return self._runner
+
+    @property
     def mode(self) -> Mode | None:
         """How models are combined, once there is one."""
         return self._runner.core.mode
@@ -118,18 +126,14 @@ class TrainerService:
         """Messages to this peer flow again."""
         self._runner.on_reconnected(peer)
 
-    async def on_message(self, sender: NodeId, message: Message, plan: Plan = AS_STARTED) -> None:
-        """A peer's message, of the mode under this plan or about a whole model. Raises PeerError."""
-        match message:
-            case ModelRequest():
-                if self._may_ask(sender):  # else it asks again meanwhile
-                    assert self._nursery is not None, "that it runs was asked"
-                    self._giving.add(sender)
-                    self._nursery.start_soon(self._give_model, sender)
-            case ModelSnapshot():
-                self._catch_up.on_snapshot(sender, message)
-            case _:
-                await self._runner.on_message(sender, message, plan)
+    def on_message(self, sender: NodeId, message: ModelRequest | ModelSnapshot) -> None:
+        """A peer's message about a whole model. Raises PeerError."""
+        if isinstance(message, ModelSnapshot):
+            self._catch_up.on_snapshot(sender, message)
+        elif self._may_ask(sender):  # else it asks again meanwhile
+            assert self._nursery is not None, "that it runs was asked"
+            self._giving.add(sender)
+            self._nursery.start_soon(self._give_model, sender)
 
     def _may_ask(self, sender: NodeId) -> bool:
         """Whether the model is given: to a living member, and not too often."""
@@ -171,7 +175,7 @@ class TrainerService:
             while self._runner.session is earlier:
                 await trio.sleep(0.01)
         try:
-            comes = decoded({"variances": [], **message}, FROM_TRAINER)
+            comes = decoded({"variances": [], "ends": [], "states": 0, "gradients": 0, **message}, FROM_TRAINER)
         except ValueError:
             comes = None
         refusal = self._refuse(comes, connection)
@@ -180,7 +184,7 @@ class TrainerService:
             return
         self._tell_memory(comes.total)
         try:
-            memory = SharedMemory(connection.fds[0], comes.total)
+            memory = SharedMemory(connection.fds[0], comes.total, comes.gradients)
         except (OSError, ValueError) as error:
             await connection.send({"error": f"the daemon cannot map the script's memory: {error}"})
             return
@@ -215,6 +219,10 @@ class TrainerService:
             return "the script's peerd and the daemon's do not understand each other: are they of one version?"
         if comes.total > VALUES_MAX:
             return f"the model has {comes.total:,} values; peerd takes at most {VALUES_MAX:,}"
+        wanted = _layout_of(comes).gradients.total if self._settings.exchange == GRADIENTS else 0
+        if comes.gradients != wanted:
+            here = self._settings.exchange
+            return f"this node exchanges {here}, and the script's peerd does not: are they of one version?"
         if self.signature and comes.signature != self.signature:
             theirs, ours = comes.tensors, self.tensors
             differing = next((a, b) for a, b in zip([*theirs, "nothing"], [*ours, "nothing"], strict=False) if a != b)
@@ -227,7 +235,7 @@ class TrainerService:
         settings, facts = self._settings, session.facts
         self.signature, self.tensors = comes.signature, list(comes.tensors)
         variances = tuple((start, stop) for start, stop in comes.variances)
-        self.layout = Layout(comes.parameters, comes.total, variances)
+        self.layout = _layout_of(comes)
         await self._tell(model=self.signature, expects=True)
         await session.tell(protocol.Welcome(str(settings.state_path / "checkpoints"), settings.checkpoint_every_s))
         ready = await session.receive()
@@ -284,12 +292,16 @@ class TrainerService:
                     case Stepped():
                         session.facts.note(said)
                         self._runner.on_report(report_of(said), said.published)
+                        if said.rolled_back and self._settings.exchange == GRADIENTS:
+                            self._runner.on_rolled_back()
                         if said.finishing:
                             session.ended.set()
                             if not self._leaving:
                                 nursery.start_soon(self._end_run, session)
                     case protocol.Added(half):
                         self._runner.on_taken(half)
+                    case protocol.GradientReady(step, samples, rate):
+                        self._runner.on_gradient(step, samples, rate)
                     case protocol.SpareWanted():
                         await self._runner.say_spare()
                     case protocol.BarrierHeard():
@@ -352,7 +364,7 @@ class TrainerService:
         while self.mode is None or self._runner.core.plan != self.plans.plan:
             assert self.layout is not None, "known once a trainer has attached"
             plan, settings = self.plans.plan, self.plans.settings
-            make = Average if plan.once else parse_mode(settings.mode)
+            make = Average if plan.once else parse_mode(settings.mode, settings.exchange)
             known = self._members() if self.about.ready else {}  # a newcomer hears of the others once it may exchange
             alive = partners(known, self._me, self.signature, plan)
             await self._runner.begin(plan, alive, make, self._me, self.layout, self._rng, settings.mode_settings)
@@ -375,9 +387,20 @@ class TrainerService:
 
     # ---------------------------------------------------------------- for the export
 
+    def exchange(self) -> tuple[str, bool]:
+        """What members give each other, and whether the optimizer's state is a part of the model for it."""
+        settings = self._settings
+        shares = class_of(settings.mode).exchanging(settings.exchange).SHARES_OPTIMIZER
+        return settings.exchange, shares and settings.exchange == GRADIENTS
+
     async def model_values(self) -> tuple[npt.NDArray[np.float32], int]:
         """The model as it stands, shape (total,), and the step that it is of. Raises UserError when there is none."""
         if self._runner.core.model is None:
             raise UserError("this node has no model yet: no trainer has attached")
         await self._runner.catch_up()
         return await self._runner.values()
+
+
+def _layout_of(comes: Attach) -> Layout:
+    variances = tuple((start, stop) for start, stop in comes.variances)
+    return Layout(comes.parameters, comes.total, variances, tuple(comes.ends), comes.states)

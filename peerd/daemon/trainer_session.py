@@ -20,6 +20,8 @@ from peerd.protocol.trainer import (
     BarrierHeard,
     BarrierIs,
     Go,
+    GradientIs,
+    GradientReady,
     Resume,
     Said,
     Start,
@@ -119,7 +121,7 @@ class TrainerSession:
                 self._barrier = barrier
             case BarrierIs(barrier):
                 self._told.append(barrier)
-            case Go() | Resume():
+            case Go() | Resume() | GradientIs():
                 self._released()
         await self._connection.send(encoded(said))
 
@@ -145,6 +147,8 @@ class TrainerSession:
         match said:
             case Stepped(step):
                 self.facts.waits = self._barrier > 0 and step % self._barrier == 0
+            case GradientReady():
+                self.facts.waits = True
             case BarrierHeard() if self._told:  # it does not wait at the old one any more
                 self._barrier = self._told.popleft()
                 self._released()

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
+import re
 from dataclasses import asdict
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +18,19 @@ from peerd.daemon.control import Answer, Verb
 from peerd.daemon.node import Daemon
 from peerd.daemon.trainer_session import TrainerStatus
 from peerd.local.export import write_safetensors
+from peerd.local.node_key import ID_DIGITS
 from peerd.node.meta import NodeMeta, partners
 from peerd.protocol.plan import parts
+from peerd.security import wall_clock
+from peerd.security.certificates import pin_of
+from peerd.security.token import parse_life
 from peerd.settings import PLANNED, parse_address
-from peerd.training.modes import check_given
+from peerd.training.modes import check_given, heeds
 from peerd.transport.errors import UserError
-from peerd.transport.ids import shown
+from peerd.transport.ids import Address, NodeId, shown
 from peerd.transport.messages import Member, Plan, State
+
+SEEDS_BESIDE = 2  # members' addresses in a token beside the issuer's own; each makes it 27 characters longer
 
 
 class Verbs:
@@ -37,14 +47,20 @@ class Verbs:
             "info": self._info,
             "join": self._join,
             "leave": self._leave,
+            "forgive": self._forgive,
             "export": self._export,
+            "exchange": self._exchange,
             "mode": self._mode,
             "mode_set": self._mode_set,
             "average": self._average,
+            "token": self._token,
+            "revoke": self._revoke,
+            "rotate": self._rotate,
         }
 
     async def _members(self, _: dict[str, Any]) -> Answer:
-        rows = [self._row(member) for member in self._node.members().values()]
+        refused = self._refused()
+        rows = [{**self._row(member), "refused_s": refused.get(id)} for id, member in self._node.members().items()]
         return {"members": sorted(rows, key=lambda row: (str(row["name"]), str(row["id"])))}
 
     def _row(self, member: Member) -> Answer:
@@ -65,6 +81,16 @@ class Verbs:
             "self": member.id == self._node.me.id,
         }
 
+    def _refused(self) -> dict[str, float]:
+        """For how many seconds each member is refused: for broken rules, or for a model far from all others'."""
+        node = self._node
+        graylist = getattr(node.model.mode, "graylist", None)
+        found = dict(graylist.refused(trio.current_time())) if graylist is not None else {}
+        for id, member in node.members().items():
+            if (seconds := node.peers.offences.refused_s(id, member.host)) > found.get(id, 0.0):
+                found[id] = seconds
+        return found
+
     def _carrier_of(self, member: Member) -> str:
         """What bulk travels over to a member; "" where there is no link, or only one that was not given up yet."""
         if member.state in (State.FAILED, State.LEFT):
@@ -77,13 +103,25 @@ class Verbs:
             "name": node.me.name,
             "id": node.me.id,
             "fingerprint": node.key.fingerprint,
+            **self._entry(),
             "epoch": node.me.epoch,
             "address": shown((node.me.host, node.me.port)),
             "version": __version__,
             "pid": os.getpid(),
             "state_dir": str(node.settings.state_path),
-            "settings": {key: value for key, value in asdict(node.settings).items() if key != "state_dir"},
+            "settings": {
+                key: value for key, value in asdict(node.settings).items() if key not in ("state_dir", "token")
+            },
         }
+
+    def _entry(self) -> Answer:
+        """By what it is a member."""
+        if (entry := self._node.entry) is None:
+            return {"sealed": False}
+        live = [member for member in self._node.members().values() if member.state <= State.SUSPECT]
+        issuers = sorted(member.name for member in live if NodeMeta.unpack(member.meta).issuer)
+        in_force = self._node.secrets.in_force if self._node.secrets is not None else []
+        return {"sealed": True, **entry.summary(), "authorities": in_force, "issuers": issuers}
 
     async def _status(self, _: dict[str, Any]) -> Answer:
         node = self._node
@@ -95,6 +133,8 @@ class Verbs:
             **membership.counts,
             **(mode.counts if mode else {}),
             **node.peers.offences.counts,
+            **(node.reception.counts if node.reception else {}),
+            **(node.secrets.counts if node.secrets else {}),
             "snapshots_given": model.snapshots,
             "datagrams_malformed": node.datagrams.malformed,
             "datagrams_unsendable": node.datagrams.unsendable,
@@ -118,6 +158,7 @@ class Verbs:
             ],
             "carriers": sorted({carrier for member in members.values() if (carrier := self._carrier_of(member))}),
             "consensus_distance": mode.consensus_distance if mode else 0.0,
+            "refused": {names.get(id, id): seconds for id, seconds in self._refused().items()},
             "no_partner_s": node.no_partner_s(),
             "bytes_sent": node.peers.bytes_sent + node.datagrams.bytes_sent,
             "bytes_received": node.peers.bytes_received + node.datagrams.bytes_received,
@@ -143,19 +184,99 @@ class Verbs:
         self._node.leaving.set()
         return {"leaving": self._node.me.name}
 
+    async def _forgive(self, message: dict[str, Any]) -> Answer:
+        node, wanted = self._node, str(message["member"])
+        found = [one for one in node.members().values() if wanted in (one.name, one.id)]
+        if len(found) != 1:
+            how_many = "no member" if not found else f"{len(found)} members"
+            raise UserError(f"{how_many} of the name or id {wanted[:80]!r}: see peerd members")
+        id = found[0].id
+        graylist = getattr(node.model.mode, "graylist", None)
+        was_refused = id in self._refused()
+        node.peers.offences.forgive(id)
+        if graylist is not None:
+            graylist.forgive(id)
+        return {"forgiven": found[0].name, "id": id, "was_refused": was_refused}
+
+    async def _exchange(self, _: dict[str, Any]) -> Answer:
+        """A script asks before it attaches: its memory depends on it."""
+        exchange, optimizer = self._node.model.exchange()
+        return {"exchange": exchange, "optimizer": optimizer}
+
     async def _export(self, message: dict[str, Any]) -> Answer:
         values, step = await self._node.model.model_values()
         path = Path(str(message["path"]))
         size = await trio.to_thread.run_sync(write_safetensors, path, values, self._node.model.tensors)
-        shared = sum(" frozen " not in tensor for tensor in self._node.model.tensors)
+        shared = sum(" frozen " not in tensor and not tensor.endswith(" state") for tensor in self._node.model.tensors)
         return {"path": str(path), "bytes": size, "tensors": shared, "step": step}
+
+    async def _token(self, message: dict[str, Any]) -> Answer:
+        entry, me = self._node.entry, self._node.me
+        if entry is None:
+            raise UserError(
+                f"{me.name} runs with --insecure-plaintext: whoever reaches it is a member, without a token"
+            )
+        if entry.issuer is None:
+            others = ", ".join(self._entry()["issuers"]) or "the first node of the swarm"
+            raise UserError(f"{me.name} issues no tokens; run peerd token on {others}")
+        uses, life_s, issues = int(message["uses"]), parse_life(str(message["expires"])), bool(message["issuer"])
+        addresses = ((me.host, me.port), *self._other_seeds())
+        make = partial(entry.issuer.token, addresses, uses, life_s, issues=issues)
+        token = await trio.to_thread.run_sync(make)
+        return {"token": token.pack(), "uses": uses, "expires": token.expires, "address": shown((me.host, me.port))}
+
+    def _other_seeds(self) -> list[Address]:
+        """Of a few members that do not issue: whoever asks them for a certificate is told so, and is not to blame."""
+        live = [one for one in self._node.members().values() if one.state == State.ALIVE and one.id != self._node.me.id]
+        others = [(one.host, one.port) for one in live if not NodeMeta.unpack(one.meta).issuer]
+        return random.sample(others, min(SEEDS_BESIDE, len(others)))
+
+    async def _revoke(self, message: dict[str, Any]) -> Answer:
+        secrets, me = self._node.secrets, self._node.me
+        if secrets is None:
+            raise UserError(f"{me.name} runs with --insecure-plaintext: nobody needs a certificate, so none can be out")
+        if secrets.issuer is None:
+            others = ", ".join(self._entry()["issuers"]) or "the first node of the swarm"
+            raise UserError(
+                f"{me.name} issues no certificates, so its word puts nobody out; run peerd revoke on {others}"
+            )
+        node = self._named(str(message["node"]))
+        name = member.name if (member := self._node.members().get(node)) else ""
+        new = await secrets.revoke(node)
+        return {"revoked": node, "name": name, "new": new, "key": secrets.counts["datagram_key_number"]}
+
+    async def _rotate(self, message: dict[str, Any]) -> Answer:
+        secrets, entry, me = self._node.secrets, self._node.entry, self._node.me
+        if secrets is None or entry is None:
+            raise UserError(f"{me.name} runs with --insecure-plaintext: it is of no authority that could be replaced")
+        if entry.folder is None:
+            raise UserError(
+                f"{me.name} has no authority that it could replace; run peerd rotate on the swarm's first node"
+            )
+        until = wall_clock.now() + timedelta(seconds=parse_life(str(message["retire"]), "retire"))
+        await secrets.replace_authority(entry.folder, until)
+        return {"authority": pin_of(entry.trust.authorities[0]).hex(), "authorities": secrets.in_force}
+
+    def _named(self, text: str) -> NodeId:
+        """The id that is meant by a member's name, or by an id, which no member need have. Raises UserError."""
+        if re.fullmatch(f"[0-9a-f]{{{ID_DIGITS}}}", text):
+            return text
+        found = [member.id for member in self._node.members().values() if member.name == text]
+        if len(found) > 1:
+            raise UserError(
+                f"{len(found)} members are called {text!r}; say which by its id: {', '.join(sorted(found))}"
+            )
+        if not found:
+            raise UserError(f"no member is called {text!r}; peerd members --format json has all names and ids")
+        return found[0]
 
     async def _mode(self, _: dict[str, Any]) -> Answer:
         plans, members = self._node.model.plans, self._node.members()
+        mode, heeded = plans.settings.mode, {**asdict(plans.settings), "codec": plans.settings.mode_settings.codec}
         return {
             "plan": plans.plan.number,
             "mode": self._mode_under(plans.plan),
-            "settings": {key: getattr(plans.settings, key) for key in PLANNED},
+            "settings": {key: heeded[key] for key in PLANNED if heeds(mode, key, self._node.settings.exchange)},
             "author": plans.plan.author,
             "proposed_by": members[plans.plan.author].name if plans.plan.author in members else plans.plan.author,
             "members": [
@@ -172,7 +293,8 @@ class Verbs:
         }
 
     async def _mode_set(self, message: dict[str, Any]) -> Answer:
-        check_given(*parts(text := str(message["text"])))  # here alone: what a member proposed is followed anyway
+        mode, given = parts(text := str(message["text"]))
+        check_given(mode, given, self._node.settings.exchange)  # here alone: what a member proposed is followed anyway
         plan = self._node.model.plans.propose(text)
         return {"plan": plan.number, "author": plan.author}
 

@@ -74,7 +74,10 @@ def _cause(error: OSError | SafetensorError) -> str:
 
 
 def _in_vector_order(tensors: list[str]) -> list[str]:
-    """Trainable parameters, then buffers: the order of the flat vector. Frozen tensors are not in it."""
+    """Trainable parameters, then buffers: the order of the flat vector. Frozen tensors are not in it.
+
+    What comes after them there is the optimizer's.
+    """
     return [line for kind in ("trainable", "buffer") for line in tensors if _fields(line)[3] == kind]
 
 
@@ -82,7 +85,7 @@ def _fields(line: str) -> tuple[str, str, str, str]:
     """Name, dtype, shape and kind, read from the right: a name may hold spaces."""
     kind = "trainable"
     words = line.split(" ")
-    if words[-1] == "buffer":
+    if words[-1] in ("buffer", "state"):
         kind = words.pop()
     elif words[-2] == "frozen":
         kind = words[-2]

@@ -9,7 +9,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +19,9 @@ from peerd.local.durable import replace
 from peerd.local.node_key import NodeKey
 from peerd.transport.errors import UserError
 from peerd.transport.ids import NodeId
+from peerd.transport.messages import COUNT
 
-EPOCH_MAX = (1 << 53) - 1
+EPOCH_MAX = COUNT.high
 _FILE = "identity.json"
 _KEY = "key.pem"
 _LOCK = "lock"
@@ -41,10 +42,11 @@ class Identity:
 
 
 @contextmanager
-def taken(folder: Path, runtime: Path) -> Iterator[Identity]:
+def taken(folder: Path, runtime: Path, told: Collection[str] = ()) -> Iterator[Identity]:
     """`take` the folder for a node's life. One that fails leaves no folder that it made, nor its `runtime`'s.
 
-    A state folder that has more than the identity stays: checkpoints, or the members by which it finds its swarm.
+    A state folder that has more than the identity stays: checkpoints, or the members by which it finds its swarm. The
+    files that are `told` are no more: what others told this node, and tell whoever comes.
     """
     # os.path: what may not be looked at is `take`'s to refuse
     made = [path for path in (folder, *folder.parents, runtime, *runtime.parents) if not os.path.exists(path)]
@@ -54,10 +56,10 @@ def taken(folder: Path, runtime: Path) -> Iterator[Identity]:
             yield identity
         except BaseException:
             with suppress(OSError):  # it is gone, or no longer ours: the refusal counts
-                if folder in made and {path.name for path in folder.iterdir()} <= {_FILE, _KEY, _LOCK}:
-                    (folder / _FILE).unlink(missing_ok=True)
-                    (folder / _KEY).unlink(missing_ok=True)
-                    (folder / _LOCK).unlink(missing_ok=True)  # which is held until the process ends
+                ours = (*told, _FILE, _KEY, _LOCK)  # the lock is held until the process ends
+                if folder in made and {path.name for path in folder.iterdir()} <= set(ours):
+                    for name in ours:
+                        (folder / name).unlink(missing_ok=True)
             raise
     except BaseException:
         for path in made:

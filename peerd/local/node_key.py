@@ -11,7 +11,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.exceptions import InternalError, InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
@@ -33,15 +33,16 @@ two keys that are both the searcher's.
 """
 
 _FILE_BYTES_MAX = 4096  # a key is 119
+_CURE = "restore it from a backup, or remove it: then the node is a new one, and keeps its model"
 
 
 class NodeKey:
-    """The private key of one node. `sign` and `verify` are all that is done with it."""
+    """The private key of one node, or of an authority."""
 
     def __init__(self, private: Ed25519PrivateKey) -> None:
-        self._private = private
-        self._public = private.public_key()
-        self.fingerprint = fingerprint_of(self._public)
+        self.private = private  # for TLS and certificates; all else is signed by `sign`
+        self.public = private.public_key()
+        self.fingerprint = fingerprint_of(self.public)
         self.id: NodeId = self.fingerprint[:ID_DIGITS]
 
     def __repr__(self) -> str:
@@ -54,19 +55,29 @@ class NodeKey:
 
     def sign(self, purpose: str, message: bytes) -> bytes:
         """64 bytes, which `verify` takes for the same purpose and message only; 24 us."""
-        return self._private.sign(_purposed(purpose, message))
+        return self.private.sign(purposed(purpose, message))
 
     def verify(self, signature: bytes, purpose: str, message: bytes) -> bool:
         """Whether this key signed it; 74 us."""
-        try:
-            self._public.verify(signature, _purposed(purpose, message))
-        except InvalidSignature:
-            return False
-        return True
+        return verified(self.public, signature, purpose, message)
+
+    @property
+    def pem(self) -> str:
+        """The key itself, in clear (PKCS #8)."""
+        return self.private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
 
     def write(self, path: Path) -> None:
-        """Keep it, for this user's eyes alone (PKCS #8, PEM). Raises OSError."""
-        replace(path, self._private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode())
+        """Keep it, for this user's eyes alone. Raises OSError."""
+        replace(path, self.pem)
+
+
+def verified(public: Ed25519PublicKey, signature: bytes, purpose: str, message: bytes) -> bool:
+    """Whether the owner of this key signed it, by `NodeKey.sign`."""
+    try:
+        public.verify(signature, purposed(purpose, message))
+    except InvalidSignature:
+        return False
+    return True
 
 
 def fingerprint_of(public: Ed25519PublicKey) -> str:
@@ -74,8 +85,8 @@ def fingerprint_of(public: Ed25519PublicKey) -> str:
     return hashlib.sha256(public.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)).hexdigest()
 
 
-def read(path: Path) -> NodeKey | None:
-    """The key kept there; None where there is none. Raises UserError for one that cannot be used.
+def read(path: Path, whose: str = "the node's key", cure: str = _CURE) -> NodeKey | None:
+    """The key kept there; None where there is none. Raises UserError, with the cure, for one that cannot be used.
 
     No other takes its place: certificates and the other nodes' records are about the key that was, and files are
     written whole or not at all, so what is damaged was damaged by a disk or a hand, which its owner should know of.
@@ -85,12 +96,11 @@ def read(path: Path) -> NodeKey | None:
     try:
         private = load_pem_private_key(_content(path), None)
     except OSError as error:
-        raise UserError(f"the node's key {path}: {error.strerror}; let this user read it") from None
-    except (ValueError, TypeError, UnsupportedAlgorithm):  # TypeError: it wants a password
+        raise UserError(f"{whose} {path}: {error.strerror}; let this user read it") from None
+    except (ValueError, TypeError, UnsupportedAlgorithm, InternalError):  # TypeError: it wants a password
         private = None
     if not isinstance(private, Ed25519PrivateKey):
-        cure = "restore it from a backup, or remove it: then the node is a new one, and keeps its model"
-        raise UserError(f"the node's key {path} is damaged; {cure}")
+        raise UserError(f"{whose} {path} is damaged; {cure}")
     return NodeKey(private)
 
 
@@ -103,6 +113,7 @@ def _content(path: Path) -> bytes:
         return file.read(_FILE_BYTES_MAX)
 
 
-def _purposed(purpose: str, message: bytes) -> bytes:
+def purposed(purpose: str, message: bytes) -> bytes:
+    """What is signed for this purpose."""
     assert "\0" not in purpose, purpose
     return b"peerd " + purpose.encode() + b"\0" + message

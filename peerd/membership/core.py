@@ -10,8 +10,8 @@ How this works. What is believed of a member moves along
 
 `roster` says which record wins, `dissemination` what rides on the next datagram, `suspicion` when a suspicion becomes a
 verdict, `probing` who is probed and whether the trouble is ours, `table_exchange` whom whole tables are exchanged with,
-`lives` which life of an identity counts, `timing` every interval. This file joins them: it merges what is heard, speaks
-for this node, and minds the clock.
+`lives` which life of an identity counts, `proofs` who has signed a record, `timing` every interval. This file joins
+them: it merges what is heard, speaks for this node, and minds the clock.
 
 News without a probe to ride on travels in an `Ack` numbered 0, which answers nothing.
 """
@@ -36,6 +36,7 @@ from peerd.membership.effects import (
 )
 from peerd.membership.lives import Disowned, TwinQuestions
 from peerd.membership.probing import NEWS_SEQ, Prober
+from peerd.membership.proofs import UNKNOWN_ACCUSERS, VERIFICATION_ROWS, Proofs, claim, claimed
 from peerd.membership.roster import (
     INCARNATION_JUMP,
     META_BYTES,
@@ -47,11 +48,13 @@ from peerd.membership.roster import (
     order,
 )
 from peerd.membership.suspicion import Suspicions
+from peerd.membership.table_budget import TableBudget
 from peerd.membership.table_exchange import FOLLOW_UP_S, TableExchange
 from peerd.membership.timing import LAN, WAN, Timing
 from peerd.training.effects import Log
 from peerd.transport.ids import Address, NodeId, shown
 from peerd.transport.messages import Ack, Member, MemberTable, Message, Nack, Ping, PingRequest, State
+from peerd.transport.secure.signing import Signing
 
 __all__ = ["LAN", "WAN", "Membership", "Timing"]
 
@@ -71,16 +74,20 @@ class Membership:
         timing: Timing = LAN,
         known: Sequence[Member] = (),
         numbers: random.Random | None = None,
+        signing: Signing | None = None,
     ) -> None:
         """`known` are live members that everybody knows already: none of them is news.
 
-        Probes are numbered from `numbers`, which nobody may guess; without them, from `rng`.
+        Probes are numbered from `numbers`, which nobody may guess; without them, from `rng`. With `signing` records
+        are signed, and none is believed that is not (proofs.py); without, the swarm is plain.
         """
         self.counts: Counter[str] = Counter()
         self._rng = rng
         self._timing = timing
-        self._roster = Roster(me)
+        self._roster = Roster(me if signing is None else claimed(me, signing))
         self.members: Mapping[NodeId, Member] = MappingProxyType(self._roster.rows)
+        self._proofs = None if signing is None else Proofs(signing, self.members)
+        self._budget = TableBudget()  # of what is verified for those who send datagrams
         self._news = News()
         self._suspicions = Suspicions(timing)
         self._prober = Prober(self._roster, self._carry, self.counts, rng, timing, now, numbers)
@@ -119,9 +126,24 @@ class Membership:
         """Where the suspects live whose last word is awaited: a few, who are not to wait for others' push-pulls."""
         return {address(self._roster.rows[id]) for id in self._suspicions.asked()}
 
+    @property
+    def verifications(self) -> int:
+        """Signatures of others that were verified."""
+        return self._proofs.verifications if self._proofs is not None else 0
+
+    @property
+    def forgeries(self) -> int:
+        """Records heard that were not signed, or not by whom they are said to be."""
+        return self.counts["bad_signatures"] + self.counts["unsigned_records"]
+
     def table(self) -> MemberTable:
-        """Our side of a push-pull. Build it after `on_table` of the other side where possible: it then refutes."""
-        return MemberTable(self.me.id, tuple(self._roster.rows.values()))
+        """Our side of a push-pull. Build it after `on_table` of the other side where possible: it then refutes.
+
+        Who is accused comes after those who may be the accusers: of whom nobody is known, no accusation is believed.
+        """
+        revoked = self._roster.revoked
+        rows = (row for id, row in self._roster.rows.items() if id not in revoked)
+        return MemberTable(self.me.id, tuple(sorted(rows, key=_state)))
 
     # What happens -----------------------------------------------------------------------------------------------------
 
@@ -147,15 +169,17 @@ class Membership:
     def on_datagram(self, message: Message, source: Address, now: float) -> list[MembershipEffect]:
         """Take in one datagram."""
         effects = self._notice_stall(now)
-        if isinstance(message, Ping):
-            self._hear_news(message, now, effects)
+        if getattr(message, "sender", "") in self._roster.revoked:
+            self.counts["revoked_datagrams"] += 1
+        elif isinstance(message, Ping):
+            self._hear_news(message, source, now, effects)
             effects += self._prober.on_ping(message, source)
         elif isinstance(message, Ack):
-            self._hear_news(message, now, effects)
+            self._hear_news(message, source, now, effects)
             if message.seq != NEWS_SEQ:
                 effects += self._prober.on_ack(message, now)
         elif isinstance(message, PingRequest):
-            self._hear_news(message, now, effects)
+            self._hear_news(message, source, now, effects)
             effects += self._prober.on_ping_request(message, source, now)
         elif isinstance(message, Nack):
             self._prober.on_nack(message)
@@ -173,7 +197,9 @@ class Membership:
         self._suspicions.spoke(table.sender, now)
         differ = False
         for record in table.members:
-            if self._roster.rows.get(record.id) is not record:
+            if record.id in self._roster.revoked:
+                self.counts["revoked_records"] += 1
+            elif self._roster.rows.get(record.id) is not record:
                 if record.id == table.sender:
                     self._hear_own_word(record, dialled, now, effects)
                 differ |= self._hear_told(record, table.sender, now, effects)
@@ -196,6 +222,23 @@ class Membership:
     def on_twin(self, where: Address, epoch: int) -> list[MembershipEffect]:
         """The node at this address has proved that it holds our key."""
         return [IdentityTaken(where, epoch)]
+
+    def revoke(self, id: NodeId, now: float) -> list[MembershipEffect]:
+        """This member is out for ever: it has failed, and nothing is heard of it, or said of it, any more."""
+        effects = self._notice_stall(now)
+        self._roster.revoked.add(id)
+        known = self._roster.rows.get(id)
+        if known is not None and id != self.me.id:
+            if known.state < State.FAILED:
+                self._accept(replace(known, state=State.FAILED, accuser=self.me.id), known, False, now, effects)
+            self._news.forget(id)
+        return self._ask_wake(now, effects)
+
+    def spread(self, now: float) -> list[MembershipEffect]:
+        """Something that goes beside tables is new here: exchange some soon, as everybody does to whom it comes."""
+        effects = self._notice_stall(now)
+        self._exchange.spread(now)
+        return self._ask_wake(now, effects)
 
     def drop_seed(self, where: Address) -> None:
         """This seed is not of our swarm."""
@@ -222,31 +265,72 @@ class Membership:
 
     # Merging ----------------------------------------------------------------------------------------------------------
 
-    def _hear_news(self, message: Ping | Ack | PingRequest, now: float, effects: list[MembershipEffect]) -> None:
+    def _hear_news(
+        self, message: Ping | Ack | PingRequest, source: Address, now: float, effects: list[MembershipEffect]
+    ) -> None:
         for record in message.news:
-            self._hear(record, now, effects, message.sender)
+            self._hear(record, now, effects, message.sender, source[0])
 
-    def _hear(self, record: Member, now: float, effects: list[MembershipEffect], teller: NodeId = "") -> None:
-        """Merge one record; `teller` has it in a datagram."""
+    def _hear(
+        self, record: Member, now: float, effects: list[MembershipEffect], teller: NodeId = "", host: str = ""
+    ) -> None:
+        """Merge one record; `teller` has it in a datagram from `host`."""
         roster = self._roster
         known = roster.rows.get(record.id)
         if known is record or known == record:
             return
         if record.id == self.me.id:
-            self._hear_of_self(record, teller, now, effects)
+            self._hear_of_self(record, teller, host, now, effects)
             return
+        if record.id in roster.revoked or record.accuser in roster.revoked:
+            self.counts["revoked_records"] += 1
+            return
+        if self._is_early(record, known, now):
+            record = replace(record, state=State.SUSPECT)
         again = known is not None and order(known)[:3] == order(record)[:3]
         wins = known is None or order(record) > order(known)
         if not wins and not (again and record.state == State.SUSPECT):
             return
+        accused_again = self._proofs is not None and again and record.accuser
+        if accused_again and not self._suspicions.lacks(record.id, record.accuser):
+            return  # which of several accusers a row names is not worth a verification
         reason = roster.refusal(record) or ("disowned" if self._disowned.has(record, known, now) else "")
         if reason:
             self.counts[reason] += 1
+            return
+        reason = self._doubt(record, host, now)
+        if reason == UNKNOWN_ACCUSERS and record.state == State.SUSPECT:
+            self._hear(claim(record), now, effects, teller, host)
+        if reason:
             return
         if wins:
             self._accept(record, known, again, now, effects)
         if again and record.state == State.SUSPECT and self._suspicions.confirm(record.id, record.accuser):
             self._tell(record, now)
+
+    def _is_early(self, record: Member, known: Member | None, now: float) -> bool:
+        """Whether this is a verdict on one who, as far as we know, has not had the time to refute.
+
+        In a signed swarm nobody else's word takes a live member away: it begins a suspicion, or confirms ours.
+        """
+        if self._proofs is None or record.state != State.FAILED or known is None or known.state >= State.FAILED:
+            return False
+        return order(record)[:2] != order(known)[:2] or not self._suspicions.is_ripe(record.id, now)
+
+    def _doubt(self, record: Member, host: str, now: float) -> str:
+        """Why the record is not to be believed (counted under this), or "": who has signed what?
+
+        A source of datagrams for which much was verified waits, by being told again; tables wait in the shell.
+        """
+        if self._proofs is None:
+            return ""
+        before = self._proofs.verifications
+        reason = "unverified" if host and self._budget.wait_s(host, 0, now) else self._proofs.fault(record)
+        if (made := self._proofs.verifications - before) and host:
+            self._budget.wait_s(host, VERIFICATION_ROWS * made, now)
+        if reason:
+            self.counts[reason] += 1
+        return reason
 
     def _accept(
         self, record: Member, known: Member | None, again: bool, now: float, effects: list[MembershipEffect]
@@ -281,7 +365,8 @@ class Membership:
         told, held = order(record)[:2], order(known)[:2]
         if record.state == State.FAILED and known.state < State.FAILED and told >= held:
             self._hear(replace(record, state=State.SUSPECT, accuser=record.accuser or teller), now, effects)
-            self._suspicions.confirm(record.id, teller)  # who tells it believes it
+            if self._proofs is None:
+                self._suspicions.confirm(record.id, teller)  # who tells it believes it
             return True
         self._hear(record, now, effects)
         return record.state < State.FAILED and known.state == State.FAILED and told == held
@@ -300,9 +385,10 @@ class Membership:
             return
         where = address(record)
         leap = known.incarnation - record.incarnation if known.epoch == record.epoch else 0
-        if record.epoch > known.epoch:
+        if (known.epoch == record.epoch and leap <= INCARNATION_JUMP) or self._doubt(record, "", now):
+            return
+        if known.epoch < record.epoch:
             self._disowned.forget(record.id)
-        if known.epoch <= record.epoch and leap <= INCARNATION_JUMP:
             return
         if dialled != where:
             self._exchange.visit(where, now)
@@ -311,7 +397,9 @@ class Membership:
             self._disowned.add(known, now)
             self._accept(record, known, False, now, effects)
 
-    def _hear_of_self(self, record: Member, teller: NodeId, now: float, effects: list[MembershipEffect]) -> None:
+    def _hear_of_self(
+        self, record: Member, teller: NodeId, host: str, now: float, effects: list[MembershipEffect]
+    ) -> None:
         """Nobody but us speaks for us: outbid whatever beats our own record (refutation, SWIM section 4.2).
 
         What cannot be outbid is denied over streams, to whom tells it and then to all: see `_hear_own_word`.
@@ -320,7 +408,11 @@ class Membership:
         if fault(record):
             self.counts["malformed"] += 1
             return
-        self._suspect_twin(record, now, effects)
+        twin = record.epoch > me.epoch or (record.epoch == me.epoch and address(record) > address(me))
+        if (order(record) <= order(me) and not twin) or self._doubt(record, host, now):
+            return
+        if twin:
+            self._suspect_twin(record, now, effects)
         if order(record) <= order(me):
             return
         leap = record.incarnation - me.incarnation > INCARNATION_JUMP or record.incarnation + 1 >= NUMBER_END
@@ -340,8 +432,6 @@ class Membership:
     def _suspect_twin(self, record: Member, now: float, effects: list[MembershipEffect]) -> None:
         """Does a copy of this node run, and is it the newer one? Anybody can say so: only its key proves it."""
         me, where = self.me, address(record)
-        if not (record.epoch > me.epoch or (record.epoch == me.epoch and where > address(me))):
-            return
         self.counts["identity_conflict"] += 1
         if self._twins.may_ask(where, now):
             said = f"{shown(where)}, epoch {record.epoch}; ours is {me.epoch}"
@@ -353,19 +443,26 @@ class Membership:
         """Our probe of this member failed."""
         if self._roster.is_live(id):
             self.counts["suspicions"] += 1
-            accusation = replace(self._roster.rows[id], state=State.SUSPECT, accuser=self.me.id)
-            self._hear(accusation, now, effects)
+            self._hear(self._accused(self._roster.rows[id], State.SUSPECT), now, effects)
 
     def _declare_failed(self, id: NodeId, now: float, effects: list[MembershipEffect]) -> None:
-        """The suspicion was never refuted. The record keeps its accuser, so that most verdicts read alike."""
+        """The suspicion was never refuted. Unsigned, the record keeps its accuser: so most verdicts read alike."""
         suspect = self._roster.rows[id]
         self.counts["failures"] += 1
-        self._accept(replace(suspect, state=State.FAILED), suspect, False, now, effects)
+        plain = self._proofs is None
+        verdict = replace(suspect, state=State.FAILED) if plain else self._accused(suspect, State.FAILED)
+        self._accept(verdict, suspect, False, now, effects)
+
+    def _accused(self, subject: Member, state: State) -> Member:
+        if self._proofs is not None:
+            return self._proofs.accused(subject, state, self.me.id)
+        return replace(subject, state=state, accuser=self.me.id)
 
     # Telling ----------------------------------------------------------------------------------------------------------
 
     def _speak(self, record: Member, now: float) -> None:
         """Change our own record."""
+        record = record if self._proofs is None else self._proofs.claimed(record)
         self._roster.put(record)
         self._tell(record, now)
 
@@ -433,6 +530,10 @@ class Membership:
                 due = min(due, self._suspicions.deadline, now + _WATCH_S)
         self.deadline = max(now, due)
         return effects
+
+
+def _state(record: Member) -> State:
+    return record.state
 
 
 def _appearance(record: Member) -> tuple[object, ...]:

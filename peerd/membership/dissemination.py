@@ -18,7 +18,7 @@ DATAGRAM_BYTES = 1400
 ENVELOPE_BYTES = 72
 """The frame header (32), and around a message's ids: arrays, a number of up to 9 bytes, a port, string headers."""
 
-_RECORD_BYTES = 40  # of msgpack around a record: array 3, four string headers 8, meta 3, numbers 9 + 9 + 3 + 1, spare
+_RECORD_BYTES = 42  # of msgpack around a record: array 3, four string headers 8, meta and proof 5, numbers 22, spare
 _MISFITS = 3  # records too large for the rest of a datagram that are passed over before giving up looking
 
 _Key = tuple[NodeId, NodeId]  # of whom, by which accuser
@@ -27,7 +27,7 @@ _Key = tuple[NodeId, NodeId]  # of whom, by which accuser
 def record_bytes(record: Member) -> int:
     """An upper bound of the record's length on the wire."""
     strings = text_bytes(record.id) + text_bytes(record.name) + text_bytes(record.host) + text_bytes(record.accuser)
-    return _RECORD_BYTES + strings + len(record.meta)
+    return _RECORD_BYTES + strings + len(record.meta) + len(record.proof)
 
 
 class News:

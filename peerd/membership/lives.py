@@ -5,6 +5,9 @@ A higher epoch supersedes a life, and so does a lie about one. Two things keep a
 - a record of this node's own later life is no more than a reason to ask at its address whether a twin holds our key;
 - a member that was dialled and answered, in a life that a record had buried, is believed against that record, and the
   epoch so refuted is not believed again for a while, however many still tell it.
+
+In a signed swarm (proofs.py) only whoever has the key can tell such a lie. What is left for both is an older copy of a
+state folder, which starts in a life that others have seen end.
 """
 
 from __future__ import annotations

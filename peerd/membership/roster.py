@@ -13,8 +13,9 @@ import ipaddress
 import random
 import re
 
+from peerd.membership.proofs import RECORD_PROOF_BYTES
 from peerd.transport.ids import Address, NodeId
-from peerd.transport.messages import Member, State
+from peerd.transport.messages import COUNT, Member, State
 
 TABLE_MEMBERS = 4096
 META_BYTES = 512
@@ -26,7 +27,7 @@ INCARNATION_JUMP = 1 << 20
 EPOCH_JUMP = 1 << 20
 """The same of a life: a node that starts once a minute has so many lives in two years."""
 
-NUMBER_END = 1 << 53
+NUMBER_END = COUNT.high + 1
 """Epochs and incarnations stay below."""
 
 _HOST = re.compile(r"[0-9A-Fa-f.:]+(%[A-Za-z0-9_.-]{1,15})?")  # of IPv6 perhaps with the name of an interface
@@ -59,6 +60,7 @@ class Roster:
         assert not fault(me), fault(me)
         self.me = me
         self.rows: dict[NodeId, Member] = {me.id: me}
+        self.revoked: set[NodeId] = set()  # as many as revocations.py keeps
         self.live: list[NodeId] = []  # without me; in no particular order
         self._at: dict[NodeId, int] = {}  # where in `live`
         self._gone: dict[NodeId, None] = {}  # FAILED and LEFT, the longest gone first
@@ -134,8 +136,8 @@ class Roster:
         return [m for m in picked.values() if m.id != without and not (alive_only and m.state != State.ALIVE)]
 
     def failed(self) -> list[Member]:
-        """The failed members, the longest gone first. O(gone)."""
-        return [self.rows[id] for id in self._gone if self.rows[id].state == State.FAILED]
+        """The failed members that may come back, the longest gone first. O(gone)."""
+        return [self.rows[id] for id in self._gone if self.rows[id].state == State.FAILED and id not in self.revoked]
 
     def live_addresses(self) -> set[Address]:
         """Where live members listen, oneself included. O(N)."""
@@ -160,7 +162,11 @@ def fault(record: Member) -> str:
     """What is wrong with a record whatever the table holds (a name to count it under), or ""."""
     if len(record.meta) > META_BYTES:
         return "meta_too_long"
+    if len(record.proof) > RECORD_PROOF_BYTES:
+        return "malformed"
     longest = max(text_bytes(record.id), text_bytes(record.name), text_bytes(record.accuser))
+    if record.state == State.ALIVE and record.accuser:
+        return "malformed"
     if not record.id or longest > NAME_BYTES or text_bytes(record.host) > HOST_BYTES:
         return "malformed"
     if not (0 <= record.epoch < NUMBER_END and 0 <= record.incarnation < NUMBER_END and 0 < record.port < 65536):

@@ -66,12 +66,26 @@ class Suspicions:
 
     def confirm(self, id: NodeId, accuser: NodeId) -> bool:
         """Another accusation; True if it counts, and so is worth telling others."""
-        suspicion = self._suspects.get(id)
-        if suspicion is None or accuser in suspicion.accusers or len(suspicion.accusers) > suspicion.needed:
+        if not self.lacks(id, accuser):
             return False
+        suspicion = self._suspects[id]
         suspicion.accusers.add(accuser)
         self._arm(id, suspicion)
         return True
+
+    def lacks(self, id: NodeId, accuser: NodeId) -> bool:
+        """Whether another accusation by this one would count."""
+        suspicion = self._suspects.get(id)
+        return (
+            suspicion is not None and accuser not in suspicion.accusers and len(suspicion.accusers) <= suspicion.needed
+        )
+
+    def is_ripe(self, id: NodeId, now: float) -> bool:
+        """Whether the suspect has had its shortest time to refute, since we last stood still and it last spoke, too."""
+        suspicion = self._suspects.get(id)
+        if suspicion is None or now < suspicion.started + suspicion.least_s:
+            return False
+        return suspicion.asked or suspicion.not_before <= now
 
     def clear(self, id: NodeId) -> None:
         """The suspicion is refuted, superseded, or has become a verdict."""

@@ -6,11 +6,13 @@ Gossip and probes reach only whom we believe to live. Everything else hangs on p
 - with seeds while alone, soon and then ever more rarely, but for ever;
 - with one failed member (and absent seeds) at an interval, for ever: a partition heals whenever the network does;
 - once more with whom our table disagreed about who lives, when the refutations are in.
+- with a few more, while what goes beside the tables is news;
 - with all, one after the other, while they believe in a life of ours that is none.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -47,6 +49,7 @@ class TableExchange:
         self._follow_up: Address | None = None  # whom the next push-pull is for
         self._follow_ups = 0  # in a row
         self._to_deny: list[NodeId] = []  # members to whom we have yet to say that a life of ours is none
+        self._to_spread = 0  # push-pulls that are to follow soon upon each other
         self._retry_at = now
         self._retry_s = timing.seed_retry_first_s
         self._reported: set[Address] = set()  # seeds out of reach
@@ -87,6 +90,11 @@ class TableExchange:
         self._follow_up = where
         self.hasten(now + FOLLOW_UP_S)
 
+    def spread(self, now: float) -> None:
+        """What goes beside tables is news: so many push-pulls as the number of members doubles, and some more."""
+        self._to_spread = 3 + math.ceil(math.log2(self._roster.population))
+        self.hasten(now + FOLLOW_UP_S * self._rng.random())
+
     def deny(self, now: float) -> None:
         """Others believe in a life of ours that is none: soon exchange with every live member, one after the other."""
         if not self._to_deny:
@@ -120,6 +128,9 @@ class TableExchange:
     def _push_pull(self, now: float) -> list[MembershipEffect]:
         stretched_s = self._timing.push_pull_interval_s * self._timing.stretch(self._roster.population)
         self._push_pull_at = now + stretched_s * (0.5 + self._rng.random())  # so that nodes do not beat in time
+        if self._to_spread:
+            self._to_spread -= 1
+            self.hasten(now + FOLLOW_UP_S * (0.5 + self._rng.random()))
         where, self._follow_up = self._follow_up, None
         while where is None and self._to_deny:
             if self._roster.is_live(id := self._to_deny.pop()):

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from peerd.node.model_copy import ModelCopy
-from peerd.training.effects import Apply, Effect, Log
-from peerd.training.mode_core import ModeCore, ModeEvent, PeersChanged, Stepped
+from peerd.training.effects import Apply, Averaged, Become, Effect, Log
+from peerd.training.mode_core import ModeCore, ModeEvent, PeersChanged, Stepped, TrainerLost
 from peerd.transport.errors import PeerError
 
 
@@ -62,6 +62,21 @@ class TakeBuffer:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadCopy:
+    """The trainer's model is this copy now, as after this step."""
+
+    copy: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class GoOn:
+    """The trainer goes on with the gradient that stands in its memory now, or without any."""
+
+    gradient: bool
+
+
+@dataclass(frozen=True, slots=True)
 class CopyRead:
     """The copy that the trainer was asked for is here."""
 
@@ -74,7 +89,7 @@ class ModelIs:
     step: int
 
 
-NodeEffect = Effect | TakeBuffer | CopyRead | ModelIs
+NodeEffect = Effect | TakeBuffer | LoadCopy | GoOn | CopyRead | ModelIs
 
 
 class NodeCore(ModeCore):
@@ -100,11 +115,19 @@ class NodeCore(ModeCore):
     def _applied(self, event: NodeEvent, now: float) -> list[NodeEffect]:
         effects: list[NodeEffect] = []
         for effect in self._follow(event, now):
-            if isinstance(effect, Apply):
-                if self.model is not None:
-                    self.model.add(effect.correction)
-            else:
-                effects.append(effect)
+            match effect:
+                case Apply(correction) if self.model is not None:
+                    self.model.add(correction)
+                case Become(values, step) if self.model is not None:
+                    effects.append(LoadCopy(self.model.load(values, step), step))
+                case Averaged(gradient) if self.model is not None:
+                    if gradient is not None:
+                        np.copyto(self.model.gradient, gradient)
+                    effects.append(GoOn(gradient is not None))
+                case Apply() | Become() | Averaged():
+                    pass
+                case _:
+                    effects.append(effect)
         return effects
 
     def _follow(self, event: NodeEvent, now: float) -> Sequence[NodeEffect]:
@@ -116,6 +139,7 @@ class NodeCore(ModeCore):
                 self.untold = 0
                 if model is not None:
                     model.owned_here()
+                return self.handle(TrainerLost(), now)
             case ModelMoves(fresh) if model is not None:
                 fresh.load(model.values(), model.step)
                 self.model = fresh

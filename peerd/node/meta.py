@@ -12,7 +12,7 @@ from peerd.protocol import plan as plans
 from peerd.transport.ids import Address, NodeId
 from peerd.transport.messages import AS_STARTED, Member, Plan, State
 
-_NOTHING_LATER = [*plans.pack(AS_STARTED), False, False, False]
+_NOTHING_LATER = [*plans.pack(AS_STARTED), False, False, False, False]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +27,14 @@ class NodeMeta:
     averaged: bool = False  # its model is the average with which that plan begins
     stands: bool = False  # its model is in that average: it waits for the others'
     stalled: bool = False  # its trainer has made no step for long
+    issuer: bool = False  # it gives certificates to those who have a token, and renews them
 
     def pack(self) -> bytes:
-        """At most 64 bytes while each node works as it was started, else at most 400."""
-        later = [*plans.pack(self.plan), self.averaged, self.stands, self.stalled]
-        changed = [] if later == _NOTHING_LATER else later
+        """At most 64 bytes while each node works as it was started, else at most 500."""
+        later = [*plans.pack(self.plan), self.averaged, self.stands, self.stalled, self.issuer]
+        changed: list[object] = [] if later == _NOTHING_LATER else [*later]
+        if self.plan.proof:
+            changed.append(self.plan.proof)
         packed: bytes = msgpack.packb([self.model[:16], self.ready, self.expects, self.founder, *changed])
         return packed
 
@@ -46,9 +49,9 @@ class NodeMeta:
         if not isinstance(said, list) or len(said) < 4 or not isinstance(said[0], str):
             return cls()
         model, ready, expects, founder = said[:4]
-        averaged, stands, stalled = (said[at : at + 1] == [True] for at in (8, 9, 10))
-        plan = plans.unpack(said[4:8])
-        return cls(model, ready is True, expects is True, founder is True, plan, averaged, stands, stalled)
+        averaged, stands, stalled, issuer = (said[at : at + 1] == [True] for at in (8, 9, 10, 11))
+        plan = plans.unpack(said[4:8], *said[12:13])
+        return cls(model, ready is True, expects is True, founder is True, plan, averaged, stands, stalled, issuer)
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,11 @@ class ModelCopy:
         self._owned_here = False  # no trainer (any more): corrections go straight into the copy
 
     @property
+    def gradient(self) -> npt.NDArray[np.float32]:
+        """The trainer's, while it waits with it; it goes on with what stands here then."""
+        return self._memory.gradient
+
+    @property
     def has_corrections(self) -> bool:
         """Whether the trainer has not yet taken all of them."""
         return self._filled or self._handed is not None

@@ -6,22 +6,20 @@ packets gets none. What is remembered is bounded: names cost a stranger nothing.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+
+from peerd.training.refusal import Refusal
 
 STRIKES_MAX = 3
 WINDOW_S = 60.0
-REFUSED_S = 600.0  # the first time; each refusal that follows within the length of the last one is twice as long
-REFUSED_MAX_S = 86_400.0
 REMEMBERED_MAX = 1024
 
 
 @dataclass(slots=True)
 class _Record:
     strikes: list[float] = field(default_factory=list)  # when, since the last refusal
-    refused_s: float = 0.0  # the length of the last refusal
-    refused_until: float = -math.inf
+    refusal: Refusal = field(default_factory=Refusal)
 
 
 class Strikes:
@@ -38,22 +36,25 @@ class Strikes:
         if who not in self._records:
             self._make_room(now)
         record = self._records.setdefault(who, _Record())
-        if now < record.refused_until:
-            return record.refused_until - now
-        if now >= record.refused_until + record.refused_s:
-            record.refused_s = 0.0
+        if (left_s := record.refusal.left_s(now)) > 0:
+            return left_s
         record.strikes = [at for at in record.strikes if now - at < WINDOW_S] + [now]
         if len(record.strikes) < STRIKES_MAX:
             return 0.0
         record.strikes = []
-        record.refused_s = min(REFUSED_MAX_S, 2 * record.refused_s or REFUSED_S)
-        record.refused_until = now + record.refused_s
-        return record.refused_s
+        return record.refusal.begin(now)
 
     def refused_s(self, who: Hashable, now: float) -> float:
         """For how many seconds from now `who` is refused; 0: it is heard."""
         record = self._records.get(who)
-        return max(0.0, record.refused_until - now) if record is not None else 0.0
+        return record.refusal.left_s(now) if record is not None else 0.0
+
+    def forgive(self, whom: Callable[[Hashable], bool]) -> bool:
+        """Hold nothing against these any more; whether there was anything."""
+        found = [who for who in self._records if whom(who)]
+        for who in found:
+            del self._records[who]
+        return bool(found)
 
     def _make_room(self, now: float) -> None:
         if len(self._records) < REMEMBERED_MAX:
@@ -61,10 +62,10 @@ class Strikes:
         for who in [who for who, record in self._records.items() if _over(record, now)]:
             del self._records[who]
         if len(self._records) >= REMEMBERED_MAX:  # whoever is refused is forgotten last
-            del self._records[min(self._records, key=lambda who: self._records[who].refused_until)]
+            del self._records[min(self._records, key=lambda who: self._records[who].refusal.until)]
 
 
 def _over(record: _Record, now: float) -> bool:
     """Whether it has no say in what comes."""
     recent = bool(record.strikes) and now - record.strikes[-1] < WINDOW_S
-    return not recent and now >= record.refused_until + record.refused_s
+    return not recent and record.refusal.is_past(now)

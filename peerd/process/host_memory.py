@@ -11,6 +11,7 @@ from peerd.training.modes import class_of
 
 SHARED = 5  # two copies and two halves of corrections, which trainer and daemon share, and one that is read
 WORK = 4  # of encoding and decoding, and of what is on its way
+OWN_WAY = 1  # of a mode with links: where the model was when its own steps were last told from corrections (robust)
 A_LINK = 4  # what each end knows of the other, where this model was at the last exchange, and a half under way
 A_ROUND = 4  # of a mode without links: contribution, sum, what all agreed on, what a codec dropped
 WORTH_A_LINE = 1 << 30  # bytes
@@ -20,7 +21,8 @@ MEMINFO = Path("/proc/meminfo")
 def copies(mode: str, view: int) -> tuple[int, int]:
     """How many there are with one link; and at most: twice the view, and thrice for what is kept of absent peers."""
     if class_of(mode).KEEPS_LINKS:
-        return SHARED + WORK + A_LINK, SHARED + WORK + A_LINK * 5 * view
+        least = SHARED + WORK + OWN_WAY
+        return least + A_LINK, least + A_LINK * 5 * view
     return SHARED + WORK + A_ROUND, SHARED + WORK + A_ROUND
 
 

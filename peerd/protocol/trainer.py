@@ -17,12 +17,16 @@ at a barrier it stands after Stepped  ->
                                       <-      Resume, once it has taken every correction
                                       <-      BarrierIs: the mode has changed, nobody waits at the old one's
 BarrierHeard                          ->
+with gradients, after GradientReady   ->
+                                      <-      Load: your model is this copy now (it was away)
+                                      <-      GradientIs: go on with what stands in the memory, or with none
 Stepped(finishing=True)               ->
                                       <-      Finished: all models agree; or Stop, at any time: the node leaves
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from types import UnionType
@@ -60,11 +64,18 @@ class Attach(Said):
     total: int
     tensors: list[str]
     variances: list[Any]
+    ends: list[Any]  # of the tensors in the vector, in order
+    states: int = 0  # values at its end that are the optimizer's
+    gradients: int = 0  # values of the gradient's vector; 0: weights are exchanged
 
     def check(self) -> None:
         """See `Said`."""
         if not 0 < self.parameters <= self.total:
             raise ValueError(f"attach: {self.parameters} parameters of {self.total} values")
+        if not 0 <= self.states <= self.total - self.parameters:
+            raise ValueError(f"attach: {self.states} values of the optimizer's in {self.total}")
+        if not all(type(end) is int and 0 <= end <= self.total for end in self.ends):
+            raise ValueError("attach: a tensor ends outside of the model")
         for each in self.variances:
             if not (isinstance(each, list | tuple) and len(each) == 2 and all(type(one) is int for one in each)):
                 raise ValueError("attach: a range of variances is no pair of numbers")
@@ -110,6 +121,23 @@ class Added(Said):
         """See `Said`."""
         if self.half not in (0, 1):
             raise ValueError(f"taken: there is no buffer {self.half}")
+
+
+@dataclass(frozen=True, slots=True)
+class GradientReady(Said):
+    """I wait with the gradient of this step, of so many samples: it is in the memory."""
+
+    KIND = "gradient"
+    step: int
+    samples: float
+    rate: float  # the optimizer's learning rate
+
+    def check(self) -> None:
+        """See `Said`."""
+        if not 0 < self.samples < math.inf:
+            raise ValueError(f"gradient: of {self.samples} samples")
+        if not 0 <= self.rate < math.inf:
+            raise ValueError(f"gradient: at a learning rate of {self.rate}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +214,23 @@ class Resume(Said):
 
 
 @dataclass(frozen=True, slots=True)
+class Load(Said):
+    """The model, and the optimizer's state, are this copy now, as after this step."""
+
+    KIND = "load"
+    copy: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class GradientIs(Said):
+    """Go on with the gradient that is in the memory; without `mean` with none."""
+
+    KIND = "gradient"
+    mean: bool
+
+
+@dataclass(frozen=True, slots=True)
 class BarrierIs(Said):
     """Steps that are multiples of this wait; 0: none does."""
 
@@ -208,10 +253,11 @@ class Stop(Said):
 
 
 FROM_TRAINER: dict[str, type[Said]] = {
-    each.KIND: each for each in (Attach, Ready, Stepped, Added, SpareWanted, BarrierHeard)
+    each.KIND: each for each in (Attach, Ready, Stepped, Added, GradientReady, SpareWanted, BarrierHeard)
 }
 FROM_DAEMON: dict[str, type[Said]] = {
-    each.KIND: each for each in (Welcome, Start, Go, Publish, Spare, Corrections, Resume, BarrierIs, Finished, Stop)
+    each.KIND: each
+    for each in (Welcome, Start, Go, Publish, Spare, Corrections, Resume, Load, GradientIs, BarrierIs, Finished, Stop)
 }
 
 
@@ -241,6 +287,7 @@ class TrainerClient:
         self.go = self.resumed = self.finished = self.stop = False
         self.barrier = 0
         self.copy_asked = False
+        self.gradient: GradientIs | None = None  # what we go on with
         self.published_to = 0  # the copy that was written last
 
     @property
@@ -269,6 +316,8 @@ class TrainerClient:
                 self.go = True
             case Resume():
                 self.resumed = True
+            case GradientIs():
+                self.gradient = said
             case BarrierIs(barrier):
                 self.barrier, self.resumed = barrier, True
                 return BarrierHeard()

@@ -16,6 +16,7 @@ from typing import Any
 
 from peerd.simulation.world import World
 from peerd.transport.errors import UserError
+from peerd.transport.messages import Message
 
 BYTES_PER_MBIT = 125_000
 RETRANSMIT_S = 0.2  # the least a stream waits before it repeats a lost packet (RFC 6298 as kernels have it)
@@ -97,13 +98,19 @@ class Pipe:
 class Network:
     """All links of one swarm. A node is a number here."""
 
-    def __init__(self, world: World, topology: Topology) -> None:
+    def __init__(
+        self, world: World, topology: Topology, drop: float = 0.0, may_be_lost: tuple[type[Message], ...] = ()
+    ) -> None:
+        """The share `drop` of such messages of the mode is lost, at the end of its way; their streams live on."""
+        self.dropped = 0
         self.weather = Profile(0.0)  # loss, duplication and reordering that faults add everywhere
         self.cut: Callable[[int, int], bool] = lambda source, target: False
         self.up = [Pipe(profile.uplink_mbit * BYTES_PER_MBIT) for profile in topology.profiles]
         self.down = [Pipe(profile.downlink_mbit * BYTES_PER_MBIT) for profile in topology.profiles]
         self._world = world
         self._rng: random.Random = world.rng("network")
+        self._drop, self._may_be_lost = drop, may_be_lost
+        self._drop_rng = world.rng("drop")
         self._topology = topology
         self._lines = {sites: Pipe(line.mbit * BYTES_PER_MBIT) for sites, line in topology.lines.items()}
 
@@ -153,6 +160,12 @@ class Network:
             return frame
         at = self._rng.randrange(len(frame))
         return frame[:at] + bytes([frame[at] ^ (1 << self._rng.randrange(8))]) + frame[at + 1 :]
+
+    def drops(self, message: Message) -> bool:
+        """Whether this message, which has arrived, is one of those that are lost."""
+        lost = self._drop > 0 and isinstance(message, self._may_be_lost) and self._drop_rng.random() < self._drop
+        self.dropped += lost
+        return lost
 
     def stream(
         self, source: int, target: int, size: float, sent: Callable[[], None], arrived: Callable[[], None]

@@ -21,6 +21,7 @@ from peerd.membership.effects import (
     SendDatagram,
 )
 from peerd.membership.table_exchange import PUSH_PULL_DEADLINE_S, TABLE_PART
+from peerd.simulation.byzantine import Lie
 from peerd.simulation.checkers import Checkers
 from peerd.simulation.connections import Connection
 from peerd.simulation.network import Network
@@ -30,6 +31,7 @@ from peerd.simulation.weight import datagram_bytes, table_bytes
 from peerd.simulation.world import Kind, World
 from peerd.training.codecs import vector
 from peerd.training.effects import Effect, Send
+from peerd.training.mode import KEPT_BESIDE
 from peerd.training.pairs.reference import PairedReference
 from peerd.transport import wire
 from peerd.transport.errors import PeerError
@@ -37,6 +39,7 @@ from peerd.transport.framing import FrameReader, frames
 from peerd.transport.ids import Address, NodeId
 from peerd.transport.messages import Member, MemberTable, Message, State
 from peerd.transport.patience import DIAL_TIMEOUT_S
+from peerd.transport.secure.signing import Signing
 
 INBOX_DATAGRAMS = 400  # what the kernel keeps for a stopped process
 DECODED_ONE_IN = 32  # datagrams are decoded and compared; the others arrive as the objects they were
@@ -66,6 +69,10 @@ class Environment(Protocol):
     checkers: Checkers
     settings: NodeSettings
 
+    def signing(self, id: NodeId) -> Signing | None:
+        """Of this node; None in a plain swarm."""
+        ...
+
     def listener(self, index: int) -> Node | None:
         """Whoever runs at this place now."""
         ...
@@ -92,6 +99,7 @@ class Node:
         wait_for: int,
         clock: Clock,
         known: Sequence[Member] = (),
+        lie: Lie | None = None,
     ) -> None:
         """Without a learner it is a member and nothing else. In a swarm that is formed already, whose members are
         `known`, it has the model, too."""
@@ -106,7 +114,8 @@ class Node:
         self._swarm = swarm
         self._world = swarm.world
         rng = swarm.world.rng("membership", index, me.epoch)
-        self.membership = Membership(me, seeds, rng, self.now, swarm.settings.timing, known)
+        signing = swarm.signing(me.id)
+        self.membership = Membership(me, seeds, rng, self.now, swarm.settings.timing, known, signing=signing)
         self._connections: dict[NodeId, Connection] = {}
         self._reader = FrameReader()
         self._inbox: list[tuple[Message, Address]] = []
@@ -114,11 +123,12 @@ class Node:
         self._wakes_at = math.inf
         self.trainee: SimulatedTrainer | None = None
         if learner is not None:
-            self._reader.payload_limit = vector.payload_limit(learner.layout)
+            kept = KEPT_BESIDE[swarm.settings.mode_settings.exchange]
+            self._reader.payload_limit = vector.payload_limit(learner.layout, kept)
             partners = {member.id for member in known if member.id != self.id}
             self.trainee = SimulatedTrainer(
                 self, swarm.world, swarm.checkers, swarm.settings, learner, partners,
-                has_seeds=bool(seeds), formed=bool(known), wait_for=wait_for,
+                has_seeds=bool(seeds), formed=bool(known), wait_for=wait_for, lie=lie,
             )  # fmt: skip
 
     def begin(self) -> None:
@@ -325,11 +335,10 @@ class Node:
             connection = self._connections[peer] = Connection(
                 self._world, swarm.network, self, listener, self.id, index, lambda: self._reconnected(peer)
             )
-        pieces = list(frames(message))
-        frame = b"".join(pieces)
-        payload = sum(len(chunk) for chunk in getattr(message, "chunks", ()))
         if self.trainee is not None:
-            self.trainee.sent(peer, message)
+            message = self.trainee.sent(peer, message)
+        frame = b"".join(frames(message))
+        payload = sum(len(chunk) for chunk in getattr(message, "chunks", ()))
         size = len(frame) + payload * (self._swarm.settings.size_scale - 1)
         connection.send(message, frame, size)
         self._swarm.checkers.queue(self.id, peer, connection.queued)
@@ -357,6 +366,9 @@ class Node:
     def receive(self, source: NodeId, frame: bytes) -> None:
         """A message of the mode, or about a whole model. Raises PeerError."""
         message = self._read(frame)
+        if self._swarm.network.drops(message):
+            self._world.note(Kind.LOST, int(source[1:6]), self.index, len(frame))
+            return
         self._world.note(Kind.MESSAGE, self.index, message.KIND, len(frame))
         if self.trainee is not None:
             self.trainee.receive(source, message)

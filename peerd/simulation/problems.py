@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,7 +37,25 @@ class Learner(Protocol):
     layout: Layout
 
     def step(self, number: int) -> Moved:
-        """Optimizer step `number`."""
+        """Optimizer step `number`: `descend` with its `gradient`."""
+        ...
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of its next step."""
+        ...
+
+    def gradient(self, number: int) -> Vector:
+        """What that step would follow, as `Layout.gradients` has it: of its batch, at the model as it is."""
+        ...
+
+    @property
+    def samples(self) -> float:
+        """Of how many the last `gradient` is the mean; 1 of one that has no samples."""
+        ...
+
+    def descend(self, gradient: Vector | None) -> Moved:
+        """The optimizer step, with this gradient of the same shape; without any the model stays."""
         ...
 
     def change(self) -> float:
@@ -74,33 +92,65 @@ class Problem(Protocol):
         """How good the nodes' models are."""
         ...
 
+    def look(self, model: Vector) -> dict[str, float]:
+        """How good one model, float64, is by a quick look: `loss`, and `accuracy` where there is such a thing."""
+        ...
 
-class _Flat:
-    """A learner whose model is one numpy vector."""
 
-    def __init__(self, start: Vector) -> None:
-        self.layout = Layout(len(start), len(start))
+class FlatLearner:
+    """A learner whose model is one numpy vector, without what it learns."""
+
+    def __init__(self, start: Vector, tensors: tuple[int, ...] = ()) -> None:
+        """`start`, shape (values,), is copied; `tensors` is a Layout's."""
+        self.layout = Layout(len(start), len(start), tensors=tensors)
         self.x = start.copy()
         self._base = start.copy()
 
     def change(self) -> float:
+        """See `Learner`."""
         difference = self.x - self._base
         return math.sqrt(float(difference @ difference))
 
     def publish(self) -> Vector:
+        """See `Learner`."""
         np.copyto(self._base, self.x)
         return self.x.copy()
 
     def values(self) -> Vector:
+        """See `Learner`."""
         return self.x
 
     def add(self, correction: Vector) -> None:
+        """See `Learner`."""
         self.x += correction
         self._base += correction
 
     def load(self, values: Vector) -> None:
+        """See `Learner`."""
         np.copyto(self.x, values)
         np.copyto(self._base, values)
+
+    @property
+    def rate(self) -> float:
+        """See `Learner`: 1 of one whose gradient is the step."""
+        return 1.0
+
+    @property
+    def samples(self) -> float:
+        """See `Learner`."""
+        return 1.0
+
+    def step(self, number: int) -> Moved:
+        """See `Learner`."""
+        return self.descend(self.gradient(number))
+
+    def gradient(self, number: int) -> Vector:
+        """See `Learner`."""
+        raise NotImplementedError
+
+    def descend(self, gradient: Vector | None) -> Moved:
+        """See `Learner`."""
+        raise NotImplementedError
 
 
 class Quadratic:
@@ -131,21 +181,34 @@ class Quadratic:
         mean = np.mean(models, axis=0)
         return {"error": float(np.linalg.norm(mean - self._optimum) / np.linalg.norm(self._optimum))}
 
+    def look(self, model: Vector) -> dict[str, float]:
+        """`loss`: what no node's noise and no node's own share has a part in."""
+        return {"loss": float(np.sum((model - self._optimum) ** 2)) / 2}
 
-class _Descent(_Flat):
+
+class _Descent(FlatLearner):
     def __init__(self, start: Vector, target: Vector, lr: float, noise: float, rng: np.random.Generator) -> None:
         super().__init__(start)
         self._target = target
         self._lr = lr
         self._noise = noise
         self._rng = rng
+        self._loss = math.nan
 
-    def step(self, number: int) -> Moved:
+    @property
+    def rate(self) -> float:
+        return self._lr
+
+    def gradient(self, number: int) -> Vector:
         slope = self.x - self._target
-        loss = float(slope @ slope) / 2
+        self._loss = float(slope @ slope) / 2
         slope += self._noise * self._rng.normal(size=len(slope))
-        self.x -= self._lr * slope
-        return Moved(loss, 1.0)
+        return slope
+
+    def descend(self, gradient: Vector | None) -> Moved:
+        if gradient is not None:
+            self.x -= self._lr * gradient
+        return Moved(self._loss, 1.0)
 
 
 class BytesOnly:
@@ -176,18 +239,27 @@ class BytesOnly:
         """Nothing: nothing was learnt."""
         return {}
 
+    def look(self, model: Vector) -> dict[str, float]:
+        """Nothing either."""
+        return {}
 
-class _Walk(_Flat):
+
+class _Walk(FlatLearner):
     def __init__(self, start: Vector, move: float, steps: int, rng: np.random.Generator) -> None:
         super().__init__(start)
         self._length = move * float(np.linalg.norm(start)) / math.sqrt(len(start))
         self._steps = steps
         self._rng = rng
+        self._ratio = 1.0
 
-    def step(self, number: int) -> Moved:
-        ratio = math.sqrt(max(0.0, 1 - number / max(1, self._steps)))
-        self.x += (self._length * ratio) * self._rng.standard_normal(len(self.x), dtype=np.float32)
-        return Moved(math.nan, max(0.05, ratio))
+    def gradient(self, number: int) -> Vector:
+        self._ratio = math.sqrt(max(0.0, 1 - number / max(1, self._steps)))
+        return (-self._length * self._ratio) * self._rng.standard_normal(len(self.x), dtype=np.float32)
+
+    def descend(self, gradient: Vector | None) -> Moved:
+        if gradient is not None:
+            self.x -= gradient
+        return Moved(math.nan, max(0.05, self._ratio))
 
 
 class Compute:
@@ -225,11 +297,30 @@ class Compute:
                 f"each from {STEP_MIN_S:g} to {STEP_MAX_S:g}, and {TRACE_CHARACTERS:,} characters at most"
             ) from None
 
+    @property
+    def median_s(self) -> float:
+        """Of a step."""
+        return self._median * sorted(self._trace)[len(self._trace) // 2]
+
     def draw(self, rng: random.Random) -> float:
         """Seconds."""
         scale = math.exp(rng.gauss(0.0, self._sigma)) if self._sigma else 1.0
         trace = self._trace[rng.randrange(len(self._trace))] if len(self._trace) > 1 else self._trace[0]
         return self._median * scale * trace
+
+
+def scores_of(models: Sequence[Vector], score: Callable[[Vector], dict[str, float]]) -> dict[str, float]:
+    """Accuracy and loss of the averaged model, and the mean and worst of the nodes' own."""
+    averaged = score(np.mean(models, axis=0, dtype=np.float64))
+    scores = [score(model) for model in models]
+    accuracies = [one["accuracy"] for one in scores]
+    return {
+        "accuracy": averaged["accuracy"],
+        "loss": averaged["loss"],
+        "accuracy_mean": sum(accuracies) / len(accuracies),
+        "accuracy_worst": min(accuracies),
+        "loss_mean": sum(one["loss"] for one in scores) / len(scores),
+    }
 
 
 def mean_and_distance(models: Sequence[Vector]) -> tuple[Vector, float]:

@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from peerd.simulation.scenario import Outcome, Sample, Scenario
+from peerd.simulation.options import Scenario
+from peerd.simulation.outcome import Outcome, Sample
+from peerd.training.modes import class_of
 
 STYLE = (
     "body{font:15px sans-serif;margin:2em auto;max-width:1100px}td,th{padding:.15em 1em .15em 0;text-align:left;"
@@ -17,7 +19,7 @@ STYLE = (
 )
 
 
-def write_report(runs: Sequence[tuple[Scenario, Outcome]]) -> str:
+def as_html(runs: Sequence[tuple[Scenario, Outcome]]) -> str:
     """The page of one run, or of several to compare; it loads nothing."""
     scenario = runs[0][0]
     compared = _plots_of_all(runs) + _side_by_side([outcome.result for _, outcome in runs]) if len(runs) > 1 else ""
@@ -40,14 +42,14 @@ def _section(scenario: Scenario, outcome: Outcome) -> str:
     result = outcome.result
     violations = "".join(f'<p class="bad">violation: {html.escape(text)}</p>' for text in result["violations"])
     return (
-        f"<h2>{html.escape(scenario.mode)}</h2>{violations}<p><code>{html.escape(result['replay'])}</code></p>"
+        f"<h2>{html.escape(scenario.label)}</h2>{violations}<p><code>{html.escape(result['replay'])}</code></p>"
         f"{_plots(outcome)}<h3>Result</h3>{table(result)}<h3>Settings</h3>{table(asdict(scenario))}"
     )
 
 
 def _side_by_side(results: list[dict[str, Any]]) -> str:
-    names = {name: None for result in results for name in result if name not in ("replay", "mode")}
-    head = "".join(f"<th>{html.escape(result['mode'])}" for result in results)
+    names = {name: None for result in results for name in result if name not in ("replay", "mode", "run", "series")}
+    head = "".join(f"<th>{html.escape(result['run'])}" for result in results)
     rows = (
         f"<tr><th>{name}" + "".join(f"<td>{html.escape(_shown(result.get(name)))}" for result in results)
         for name in names
@@ -87,14 +89,14 @@ def _curves(looks: list[Sample]) -> list[Curve]:
 def _plots_of_all(runs: Sequence[tuple[Scenario, Outcome]]) -> str:
     def draw(axes: list[Any]) -> None:
         for scenario, outcome in runs:
-            _draw(axes, _curves(outcome.looks), scenario.mode)
+            _draw(axes, _curves(outcome.series), scenario.label)
         axes[0].legend(fontsize=8)
 
     return picture(2, draw)
 
 
 def _plots(outcome: Outcome) -> str:
-    looks = outcome.looks
+    looks = outcome.series
     minutes = [look.at / 60 for look in looks]
     members = {
         "up": [float(look.up) for look in looks],
@@ -110,8 +112,10 @@ def _plots(outcome: Outcome) -> str:
         axes[4].legend(fontsize=8)
         steps = sorted(outcome.staleness)
         axes[5].bar(steps, [outcome.staleness[step] for step in steps])
-        axes[5].set_title("own steps during an exchange (staleness)", fontsize=10)
-        axes[5].set_xlabel("steps")
+        serves = "servers" in class_of(outcome.result["mode"]).TAKES
+        of = "of pushes, in updates of the weights" if serves else "own steps during an exchange"
+        axes[5].set_title(f"staleness: {of}", fontsize=10)
+        axes[5].set_xlabel("updates" if serves else "steps")
 
     return picture(3, draw)
 
@@ -134,7 +138,8 @@ def picture(rows: int, draw: Callable[[list[Any]], None]) -> str:
     figure, axes = pyplot.subplots(rows, 2, figsize=(11, 10 / 3 * rows), layout="constrained")
     draw(list(axes.flat))
     text = io.StringIO()
-    figure.savefig(text, format="svg", metadata={"Date": None})  # the same run draws the same page
+    with mpl.rc_context({"svg.fonttype": "none"}):  # words as words, not their outlines
+        figure.savefig(text, format="svg", metadata={"Date": None})  # the same run draws the same page
     pyplot.close(figure)
     drawn = text.getvalue()
     return drawn[drawn.index("<svg") :]

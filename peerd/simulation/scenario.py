@@ -1,15 +1,15 @@
-"""What is simulated, for how long, and what came of it: one scenario from its settings to its result."""
+"""One run, from its settings to its outcome: the swarm is made, time passes, looks are taken, figures come out."""
 
 from __future__ import annotations
 
 import gc
 import math
-import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,100 +18,31 @@ import numpy as np
 from peerd.membership.timing import LAN, WAN
 from peerd.simulation.faults import calm_after_s, inject_faults, parse_faults
 from peerd.simulation.network import PROFILES, Topology, read_topology, uniform
+from peerd.simulation.options import Scenario
+from peerd.simulation.outcome import Outcome, Sample, columns, staleness_figures
 from peerd.simulation.problems import BytesOnly, Problem, Quadratic, mean_and_distance
-from peerd.simulation.swarm import Swarm
+from peerd.simulation.swarm import STOP_ASKED_EVERY_S, Swarm
+from peerd.simulation.teacher import NAME as TEACHER
+from peerd.simulation.teacher import Teacher
 from peerd.simulation.world import Violation, World
 from peerd.training.codecs import CODECS
-from peerd.training.modes import AUTO, check_given, check_options, class_of, exchanges
-from peerd.training.modes.own_mode import as_told
+from peerd.training.effects import Vector
+from peerd.training.modes import AUTO, class_of, exchanges
 from peerd.training.tasks import TASKS
 from peerd.training.trigger import parse_trigger
 from peerd.transport.errors import UserError
 from peerd.transport.messages import State
 
-PROBLEMS = ("members", "consensus", "bytes", *TASKS)
+__all__ = ["PROBLEMS", "Outcome", "Progress", "Sample", "Scenario", "simulate"]
+
+PROBLEMS = ("members", "consensus", "bytes", TEACHER, *TASKS)
 CONVERGE_S = 120.0  # after the last fault has ended: then all must agree
 ASK_EVERY_S = 2.0
-SAMPLES = 200  # looks at a run
+SAMPLES = 200  # looks at a run of so many minutes
+SCORED_SAMPLES = 100  # at a run with a target, where nobody says how often
 CHECK_EVERY_S = 10.0  # at all links and models: a tenth of a run's cost if done at every look
 VIEWS = 8  # nodes whose membership a look counts
 DISTANCES = 100  # nodes whose models a look compares
-
-
-@dataclass(frozen=True, slots=True)
-class Scenario:
-    """The settings; every name is an option of `peerd simulate`."""
-
-    peers: int = 16
-    seed: int = 0
-    minutes: float | None = None
-    problem: str = "consensus"
-    steps: int | None = None
-    parameters: int = 125_000_000
-    compute: str = "fixed:2"
-    network: str = "lan"
-    uplink_mbit: float | None = None
-    downlink_mbit: float | None = None
-    mode: str = "gossip"
-    codec: str = AUTO
-    trigger: str = "change:0.05"
-    view: int = 3
-    every: int = 1
-    overlap: str = "delayed"
-    topology: str = "auto"
-    servers: int = 1
-    min_peers: int = 1
-    shard: str = "iid"
-    faults: str = "crash"
-    fault_every: float = 60.0
-    join_over: float | None = None
-
-    def __post_init__(self) -> None:
-        """Check what options say together. Raises UserError."""
-        check_options(self.mode, self.overlap, self.topology)
-        for option, wanted in (("--servers", self.servers), ("--min-peers", self.min_peers)):
-            if wanted > self.peers:
-                raise UserError(f"{option} {wanted}: the swarm has {self.peers} peers")
-        if self.join_over is not None and self.minutes is not None and self.join_over > 60 * self.minutes:
-            raise UserError(f"--join-over {self.join_over:g}: the run ends after {60 * self.minutes:g} s")
-        check_given(self.mode, [setting.name for setting in fields(self) if self._says(setting)])
-
-    def command(self) -> str:
-        """The command line that runs this again."""
-        words = ["peerd", "simulate"]
-        for setting in fields(self):
-            if self._says(setting) or setting.name == "seed":
-                value = as_told(self.mode) if setting.name == "mode" else str(getattr(self, setting.name))
-                words += ["--" + setting.name.replace("_", "-"), value]
-        return shlex.join(words)
-
-    def _says(self, setting: Field[Any]) -> bool:
-        return bool(getattr(self, setting.name) != setting.default)
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """The swarm at one moment."""
-
-    at: float
-    loss: float
-    distance: float
-    bytes_sent: int
-    up: int
-    alive: float  # in the mean view of a few nodes
-    suspect: float
-    failed: float
-    busy: float  # share of the uplinks' time since the last look
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What a run leaves."""
-
-    result: dict[str, Any]
-    looks: list[Sample] = field(default_factory=list)
-    staleness: Counter[int] = field(default_factory=Counter)
-
 
 Progress = Callable[[float, Sample], None]
 """Told how much of the run is done, and the last look."""
@@ -145,16 +76,23 @@ class _Run:
             topology_of_rounds=scenario.topology,
             servers=scenario.servers,
             min_peers=scenario.min_peers,
+            exchange=scenario.exchange,
+            server_optimizer=scenario.server_optimizer,
+            robust=scenario.robust,
+            byzantine=scenario.byzantine,
+            slow_node=scenario.slow_node,
+            drop=scenario.drop,
             replay=scenario.command,
         )
-        self.looks: list[Sample] = []
+        self.series: list[Sample] = []
         self.measured: dict[str, Any] = {}
+        self.mean: Vector | None = None  # of the honest members' models, at the end
         self._busy = 0.0
 
     def go(self, progress: Progress) -> list[str]:
         """Run to the end; returns the violations."""
         scenario, swarm, world = self.scenario, self.swarm, self.world
-        every_s = min(10.0, self.ends_s / SAMPLES)
+        every_s = self._looks_every_s()
         check_at_s = 0.0
         try:
             if scenario.join_over is None:
@@ -162,13 +100,15 @@ class _Run:
             else:
                 swarm.start_all(scenario.join_over)
             inject_faults(swarm, self.faults, scenario.fault_every, lambda: bool(self.measured))
+            if scenario.scores:
+                self.series.append(self._look())
             while world.now < self.ends_s and not self._trained():
                 swarm.run(min(every_s, self.ends_s - world.now), self._trained)
                 if world.now >= check_at_s:
                     swarm.look_at_links()
                     check_at_s = world.now + CHECK_EVERY_S
-                self.looks.append(self._look())
-                progress(self._share(), self.looks[-1])
+                self.series.append(self._look())
+                progress(self._share(), self.series[-1])
             self.measured = self._measure()
             self._agree()
         except Violation as violation:
@@ -176,10 +116,20 @@ class _Run:
             return [str(violation)]
         return []
 
+    def _looks_every_s(self) -> float:
+        scenario = self.scenario
+        if scenario.look_every is not None:
+            return scenario.look_every
+        every_s = min(10.0, self.ends_s / SAMPLES)
+        if scenario.target is not None and scenario.steps is not None:
+            computing_s = scenario.steps * self.swarm.settings.compute.median_s
+            every_s = min(every_s, max(STOP_ASKED_EVERY_S, computing_s / SCORED_SAMPLES))
+        return every_s
+
     def _measure(self) -> dict[str, Any]:
         """The figures of the run itself, before what its faults began has come to an end."""
         swarm = self.swarm
-        counts, detections, models = swarm.counts(), swarm.detections_s, swarm.models()
+        counts, detections, models = swarm.counts(), swarm.detections_s, swarm.honest_models()
         steps = [trainee.steps for trainee in swarm.trainees] or [0]
         figures: dict[str, Any] = {
             "virtual_seconds": round(self.world.now, 3),
@@ -190,6 +140,8 @@ class _Run:
             "exchanges": exchanges(self.scenario.mode, counts["exchanges"]),
             "rounds": max((node.counts["rounds"] for node in swarm.nodes.values()), default=0),
             "snapshots": counts["snapshots"],
+            "dropped": swarm.network.dropped,
+            "graylisted": counts["graylisted"],
             "bytes_sent_total": swarm.bytes_sent,
             "probes": counts["probes"],
             "crashes": swarm.crashed,
@@ -200,8 +152,11 @@ class _Run:
         if trained_s := sum(trainee.trained_s for trainee in swarm.trainees):
             figures["computing_share"] = sum(trainee.computed_s for trainee in swarm.trainees) / trained_s
         if models and self.problem is not None:
-            figures["consensus_distance"] = mean_and_distance(models)[1]
+            mean, figures["consensus_distance"] = mean_and_distance(models)
             figures |= self.problem.score(models)
+            self.mean = mean
+            if class_of(self.scenario.mode).KEEPS_LINKS:
+                figures["mean_bias"] = swarm.mean_bias()
         return figures
 
     def _trained(self) -> bool:
@@ -229,23 +184,29 @@ class _Run:
         swarm = self.swarm
         nodes = list(swarm.nodes.values())
         trainees = list(swarm.trainees)
-        losses = [trainee.loss for trainee in trainees if not math.isnan(trainee.loss)]
-        models = [trainee.values() for trainee in trainees[:DISTANCES] if trainee.mode is not None]
+        losses = [trainee.loss for trainee in trainees if trainee.lie is None and not math.isnan(trainee.loss)]
+        models = swarm.honest_models()
+        scores: dict[str, float] = {}
+        if self.scenario.scores and models and self.problem is not None:
+            scores = self.problem.look(np.mean(models, axis=0, dtype=np.float64))
         counted = Counter(member.state for node in nodes[:VIEWS] for member in node.membership.members.values())
         views = max(1, min(VIEWS, len(nodes)))
         busy_s = sum(pipe.busy_s for pipe in swarm.network.up)
-        elapsed_s = self.world.now - (self.looks[-1].at if self.looks else 0.0)
+        elapsed_s = self.world.now - (self.series[-1].at if self.series else 0.0)
         busy, self._busy = (busy_s - self._busy) / max(1e-9, elapsed_s * swarm.peers), busy_s
         return Sample(
             self.world.now,
             sum(losses) / len(losses) if losses else math.nan,
-            mean_and_distance(models)[1] if models else 0.0,
+            mean_and_distance(models[:DISTANCES])[1] if models else 0.0,
             swarm.bytes_sent,
             len(nodes),
             counted[State.ALIVE] / views,
             counted[State.SUSPECT] / views,
             counted[State.FAILED] / views,
             busy,
+            sum(trainee.steps for trainee in trainees) / max(1, len(trainees)),
+            scores.get("accuracy", math.nan),
+            scores.get("loss", math.nan),
         )
 
 
@@ -258,12 +219,15 @@ def simulate(scenario: Scenario, trace: TextIO | None = None, progress: Progress
             trace.truncate(0)  # not before: an older one outlives settings that make no sense
         violations = run.go(progress)
         run.world.end(len(violations))
+        against = _against_honest(scenario, run) if scenario.byzantine != "none" else {}
     result = {
         "peers": scenario.peers,
         "problem": scenario.problem,
         "mode": scenario.mode,
+        "run": scenario.label,
         "seed": scenario.seed,
         **run.measured,
+        **against,
         "false_deaths": run.swarm.checkers.false_deaths,
         "violations": violations,
         "events": run.world.events,
@@ -271,7 +235,38 @@ def simulate(scenario: Scenario, trace: TextIO | None = None, progress: Progress
         "seconds": round(time.perf_counter() - began, 3),
         "replay": scenario.command(),
     }
-    return Outcome(result, run.looks, run.swarm.staleness())
+    outcome = Outcome(result, run.series, run.swarm.staleness(), scenario.wanted())
+    if staleness := staleness_figures(outcome.staleness):
+        result["staleness"] = staleness
+    if outcome.target is not None:
+        result |= {
+            "target": scenario.target,
+            "seconds_to_target": outcome.time_to(),
+            "bytes_to_target": outcome.bytes_to(),
+        }
+    if scenario.scores:
+        result["series"] = columns(run.series)
+    return outcome
+
+
+def _against_honest(scenario: Scenario, run: _Run) -> dict[str, Any]:
+    """How far the lies have taken the honest members from where the same run without lies takes all."""
+    if run.mean is None:
+        return {}
+    honest = _honest(replace(scenario, byzantine="none"))
+    assert honest.mean is not None, "the same members have models"
+    apart = float(np.linalg.norm(run.mean - honest.mean) / max(1e-30, float(np.linalg.norm(honest.mean))))
+    scores = ("accuracy", "accuracy_worst", "error")
+    clean = {f"clean_{name}": honest.measured[name] for name in scores if name in honest.measured}
+    return {"liars": sorted(run.swarm.liars), "clean_distance": apart, **clean}
+
+
+@lru_cache(maxsize=4)
+def _honest(scenario: Scenario) -> _Run:
+    """The run in which nobody lies: one for all attacks that are compared with it."""
+    run = _Run(scenario, None)
+    run.go(lambda share, look: None)
+    return run
 
 
 @contextmanager
@@ -289,24 +284,35 @@ def _problem(scenario: Scenario) -> Problem | None:
     if scenario.codec not in (AUTO, *CODECS):
         raise UserError(f"--codec {scenario.codec}: not one of {', '.join(CODECS)}")
     parse_trigger(scenario.trigger)
-    if scenario.shard != "iid" and scenario.problem not in TASKS:
-        raise UserError(f"--shard {scenario.shard}: only a task has samples, --problem {', '.join(TASKS)}")
-    match scenario.problem:
+    name, learning = scenario.problem.partition(":")[0], scenario.learning
+    if name not in PROBLEMS or (name != scenario.problem and name != TEACHER):
+        raise UserError(f"--problem {scenario.problem}: not one of {', '.join(PROBLEMS)}")
+    if scenario.shard != "iid" and name not in (TEACHER, *TASKS):
+        raise UserError(f"--shard {scenario.shard}: only a task has samples, --problem {', '.join((TEACHER, *TASKS))}")
+    if scenario.scores and name in ("members", "bytes"):
+        raise UserError(f"--target and --look-every: --problem {name} has no accuracy, nor a loss")
+    if scenario.steps is None and name in ("bytes", *TASKS):
+        raise UserError(f"--problem {name}: say how many --steps the run has")
+    match name:
         case "members":
+            learning.only(name)
             return None
         case "consensus":
-            return Quadratic(scenario.seed)
+            learning.only(name, "lr")
+            return Quadratic(scenario.seed) if learning.lr is None else Quadratic(scenario.seed, lr=learning.lr)
         case "bytes":
-            if scenario.steps is None:
-                raise UserError("--problem bytes: say how many --steps the run has")
+            learning.only(name)
+            assert scenario.steps is not None, "asked above"
             return BytesOnly(scenario.seed, scenario.parameters, scenario.steps)
-        case task if task in TASKS:
-            if scenario.steps is None:
-                raise UserError(f"--problem {task}: say how many --steps the run has")
+        case "teacher":
+            return Teacher(
+                scenario.problem, scenario.peers, scenario.steps, scenario.seed, scenario.shard, scenario.learning
+            )
+        case task:
+            learning.only(name, "optimizer", "lr", "momentum", "weight_decay", "batch")
             from peerd.simulation.task_problem import TaskProblem
 
-            return TaskProblem(task, scenario.peers, scenario.steps, scenario.seed, scenario.shard)
-    raise UserError(f"--problem {scenario.problem}: not one of {', '.join(PROBLEMS)}")
+            return TaskProblem(task, scenario.peers, scenario.steps, scenario.seed, scenario.shard, learning)
 
 
 def _topology(scenario: Scenario) -> Topology:

@@ -10,17 +10,23 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from peerd.membership.core import LAN, Timing
+from peerd.membership.proofs import claimed
+from peerd.simulation.byzantine import draw_liars, make_lie
 from peerd.simulation.checkers import Checkers
 from peerd.simulation.network import PROFILES, Network, Profile, Topology, uniform
 from peerd.simulation.node import Clock, Node
 from peerd.simulation.problems import Compute, Problem
+from peerd.simulation.referee import Referee
 from peerd.simulation.trainee import READY, NodeSettings, SimulatedTrainer
 from peerd.simulation.world import Kind, World
 from peerd.training.effects import Vector
-from peerd.training.modes import ModeSettings
+from peerd.training.mode import SGD, WEIGHTS
+from peerd.training.modes import ModeSettings, class_of
+from peerd.training.modes.push_sum import PushSum
 from peerd.training.trigger import PeriodTrigger, parse_trigger
 from peerd.transport.ids import Address, NodeId
 from peerd.transport.messages import Member, State
+from peerd.transport.secure.signing import Signing
 
 GRACE_S = 90.0  # after a fault has gone: until then a suspicion that it began may still become a verdict
 STOP_ASKED_EVERY_S = 0.1
@@ -69,13 +75,24 @@ class Swarm:
         topology_of_rounds: str = "auto",
         servers: int = 1,
         min_peers: int = 1,
+        exchange: str = WEIGHTS,
+        server_optimizer: str = SGD,
+        signed: bool = True,
+        robust: bool = True,
+        byzantine: str = "none",
+        slow_node: float = 1.0,
+        drop: float = 0.0,
         replay: Callable[[], str] = lambda: "run this test with this seed",
     ) -> None:
-        """`peers` places; `start` puts a node on one. Without a problem they are members and nothing else."""
+        """`peers` places; `start` puts a node on one. Without a problem they are members and nothing else.
+
+        Records are signed as in a sealed swarm, or not as in a plain one. Of the messages that the mode can do without
+        the share `drop` is lost.
+        """
         self.world = world
         self.peers = peers
         topology = topology or uniform(PROFILES["lan"], peers)
-        self.network = Network(world, topology)
+        self.network = Network(world, topology, drop, class_of(mode).MAY_BE_LOST)
         self.nodes: dict[int, Node] = {}  # by place: those whose process is there
         self.latest: dict[NodeId, Node] = {}
         self.checkers = Checkers(world, self.latest, replay, topology.flight_s)
@@ -85,17 +102,21 @@ class Swarm:
         self.crashed = 0
         self.settings = NodeSettings(
             mode, ModeSettings(
-                codec, parse_trigger(trigger), view, every, overlap, topology_of_rounds, servers, min_peers
+                codec, parse_trigger(trigger), view, every, overlap, topology_of_rounds, servers, min_peers,
+                robust, exchange, server_optimizer,
             ),
-            timing, Compute(compute), steps, problem.size_scale if problem is not None else 1.0,
+            timing, Compute(compute), steps, problem.size_scale if problem is not None else 1.0, slow_node,
         )  # fmt: skip
         self._problem = problem
+        self._referee = Referee(world.seed) if signed else None
+        self._attack, self.liars = draw_liars(byzantine, peers, world)
         self._lives = Counter[int]()
         self._identities = Counter[int]()
         self._gone_bytes = 0
         self._gone_counts: Counter[str] = Counter()
         self._gone_staleness: Counter[int] = Counter()
         self._gone_received: Vector = np.zeros(())
+        self._gone_mass: Vector = np.zeros(())
         self._cuts: list[_Cut] = []
         self._weathers: list[Profile] = []
 
@@ -125,7 +146,8 @@ class Swarm:
         learner = self._problem.learner(index) if self._problem is not None else None
         where = [self.address(seed) for seed in seeds if seed != index]
         self.world.note(Kind.START, index, self._lives[index])
-        node = Node(self, index, me, where, learner, wait_for, clock or Clock(), known)
+        lie = make_lie(self._attack, index, self.world) if self._attack and index in self.liars else None
+        node = Node(self, index, me, where, learner, wait_for, clock or Clock(), known, lie)
         self.nodes[index] = self.latest[id] = node
         self.crashes.pop(id, None)
         node.excused_until = self._calm_at(index) if self._lives[index] > 1 or self._cuts else self.world.now
@@ -136,11 +158,15 @@ class Swarm:
         """All nodes at once, as a swarm that formed long ago: they know each other, and have the model."""
         meta = READY.pack() if self._problem is not None else b""
         known = [
-            Member(f"n{index:05}", f"node-{index}", *self.address(index), 1, 0, State.ALIVE, "", meta)
+            self._said(Member(f"n{index:05}", f"node-{index}", *self.address(index), 1, 0, State.ALIVE, "", meta))
             for index in range(self.peers)
         ]
         for index in range(self.peers):
             self.start(index, [] if index == 0 else [0], wait_for=self.peers, known=known)
+
+    def _said(self, me: Member) -> Member:
+        """By the member itself."""
+        return me if (signing := self.signing(me.id)) is None else claimed(me, signing)
 
     def start_all(self, spread_s: float = 0.0) -> None:
         """The first node, then all others through it, within so many seconds."""
@@ -162,6 +188,7 @@ class Swarm:
         self._gone_counts += node.counts
         if node.trainee is not None:
             self._gone_staleness += node.trainee.staleness
+            self._gone_mass = self._gone_mass + node.trainee.put_by_others
             if (received := node.trainee.received) is not None:
                 self._gone_received = self._gone_received + received
         self.crashed += 1
@@ -257,6 +284,10 @@ class Swarm:
 
     # ---------------------------------------------------------------- what nodes see of it
 
+    def signing(self, id: NodeId) -> Signing | None:
+        """See `Environment`."""
+        return self._referee.signing(id) if self._referee is not None else None
+
     def listener(self, index: int) -> Node | None:
         """See `Surroundings`."""
         return self.nodes.get(index)
@@ -321,13 +352,35 @@ class Swarm:
         """Of all nodes that have one."""
         return [trainee.values() for trainee in self.trainees if trainee.mode is not None]
 
+    def honest_models(self) -> list[Vector]:
+        """Of those who do not lie about theirs."""
+        honest = (trainee for trainee in self.trainees if trainee.mode is not None and trainee.lie is None)
+        return [trainee.values() for trainee in honest]
+
     def counts(self) -> Counter[str]:
         """Of all nodes, those that are gone too."""
         return sum((node.counts for node in self.nodes.values()), Counter(self._gone_counts))
 
     def staleness(self) -> Counter[int]:
-        """Own steps between the two ends of an exchange, of all nodes, those that are gone too."""
+        """Of all nodes, those that are gone too: own steps between the ends of an exchange, or a server's updates."""
         return sum((trainee.staleness for trainee in self.trainees), Counter(self._gone_staleness))
+
+    def mean_bias(self) -> float:
+        """How far exchanges have moved the (weighted) mean of the models, over its norm.
+
+        What push-sum has under way, or waiting, counts as there. What died with a node counts as moved.
+        """
+        moved = sum((trainee.put_by_others for trainee in self.trainees), self._gone_mass)
+        for node in self.nodes.values():
+            mode = node.trainee.mode if node.trainee is not None else None
+            if isinstance(mode, PushSum):
+                moved = moved + sum(weight * model for weight, model in mode.waiting)
+                for peer, push, weight, model in mode.leaving:
+                    there = self.latest[peer].trainee
+                    if there is None or not isinstance(there.mode, PushSum) or not there.mode.has_taken(node.id, push):
+                        moved = moved + weight * model
+        norm = float(np.linalg.norm(sum(self.models())))
+        return float(np.linalg.norm(moved)) / norm if norm > 0 else 0.0
 
     @property
     def bytes_sent(self) -> int:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from torch.optim import SGD, AdamW
 
-from peerd.simulation.problems import Learner, Moved
+from peerd.simulation.options import Learning
+from peerd.simulation.problems import Learner, Moved, scores_of
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Vector
 from peerd.training.model.flat import FlatModel
+from peerd.training.model.gradients import FlatGradients
 from peerd.training.tasks import TASKS
 from peerd.training.tasks.run import Run
+from peerd.transport.errors import UserError
 
 
 class TaskProblem:
@@ -20,29 +25,29 @@ class TaskProblem:
 
     size_scale = 1.0
 
-    def __init__(self, task: str, peers: int, steps: int | None, seed: int, shard: str) -> None:
+    def __init__(self, task: str, peers: int, steps: int | None, seed: int, shard: str, learning: Learning) -> None:
         """Raises UserError when the task's data cannot be had."""
         torch.set_num_threads(1)  # the same sums in the same order on any machine
         self._task = TASKS[task]
         self._seed = seed
         self._argv = ["--peers", str(peers), "--seed", str(seed), "--shard", shard]
-        self._argv += ["--steps", str(steps)] if steps is not None else []
+        said = {"--steps": steps, "--lr": learning.lr, "--batch": learning.batch}
+        self._argv += [word for name, value in said.items() if value is not None for word in (name, str(value))]
+        self._learning = learning
 
     def learner(self, rank: int) -> Learner:
-        """See `Problem.learner`."""
-        return _Training(self._task.prepare([*self._argv, "--rank", str(rank)]))
+        """See `Problem.learner`. Raises UserError for a setting that the task's optimizer has not got."""
+        run = self._task.prepare([*self._argv, "--rank", str(rank)])
+        _tune(run, self._learning)
+        return _Training(run)
 
     def score(self, models: Sequence[Vector]) -> dict[str, float]:
         """The accuracy of the averaged model, and the mean and worst of the nodes' own."""
-        scores = [self._evaluate(model) for model in models]
-        averaged = self._evaluate(np.mean(models, axis=0, dtype=np.float64))
-        accuracies = [score["accuracy"] for score in scores]
-        return {
-            "accuracy": averaged["accuracy"],
-            "accuracy_mean": sum(accuracies) / len(accuracies),
-            "accuracy_worst": min(accuracies),
-            "loss_mean": sum(score["loss"] for score in scores) / len(scores),
-        }
+        return scores_of(models, self._evaluate)
+
+    def look(self, model: Vector) -> dict[str, float]:
+        """On the test samples: these tasks have no others."""
+        return self._evaluate(model)
 
     def _evaluate(self, values: Vector) -> dict[str, float]:
         model, _ = self._task.build(self._seed)
@@ -51,16 +56,58 @@ class TaskProblem:
         return self._task.evaluate(model)
 
 
+def _tune(run: Run, learning: Learning) -> None:
+    """The optimizer that was asked for; torch's own defaults are what is not said."""
+    said = {"momentum": learning.momentum, "weight_decay": learning.weight_decay}
+    given: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
+    (group,) = run.optimizer.param_groups
+    if learning.optimizer == "adamw":
+        run.optimizer = AdamW(group["params"], lr=group["lr"], **given)
+    elif learning.optimizer is not None:
+        given = {"momentum": 0.9, **given}
+        run.optimizer = SGD(group["params"], lr=group["lr"], **given, nesterov=learning.optimizer == "nesterov")
+    elif idle := given.keys() - group.keys():
+        option = idle.pop()
+        raise UserError(f"--{option}: the task trains with {type(run.optimizer).__name__}, which has none")
+    else:
+        group.update(given)
+
+
 class _Training:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._flat = FlatModel(run.model)
-        self._lr_most = 0.0
-        self.layout = Layout(self._flat.parameters, self._flat.total)
+        self._gradients = FlatGradients(self._flat)
+        self._lr_most = self._loss = 0.0
+        self._samples = 0
+        self.layout = Layout(
+            self._flat.parameters, self._flat.total, tensors=tuple(piece.stop for piece in self._flat.pieces)
+        )
 
     def step(self, number: int) -> Moved:
-        loss, _ = self._run.step(number)
-        lr = max(float(group["lr"]) for group in self._run.optimizer.param_groups)
+        return self._moved(self._run.step(number)[0])
+
+    def gradient(self, number: int) -> Vector:
+        self._loss, self._samples = self._run.backward(number)
+        gradient = np.empty(self.layout.gradients.total, np.float32)
+        self._gradients.gather(torch.from_numpy(gradient))
+        return gradient
+
+    def descend(self, gradient: Vector | None) -> Moved:
+        self._gradients.scatter(None if gradient is None else torch.from_numpy(gradient))
+        self._run.descend()
+        return self._moved(self._loss)
+
+    @property
+    def samples(self) -> float:
+        return float(self._samples)
+
+    @property
+    def rate(self) -> float:
+        return max(float(group["lr"]) for group in self._run.optimizer.param_groups)
+
+    def _moved(self, loss: float) -> Moved:
+        lr = self.rate
         self._lr_most = max(self._lr_most, lr)
         return Moved(loss, lr / self._lr_most)
 

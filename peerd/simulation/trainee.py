@@ -19,12 +19,26 @@ from peerd.membership.effects import MembershipEffect
 from peerd.membership.timing import Timing
 from peerd.node.donors import SLOWEST_DONOR, DonorChoice
 from peerd.node.meta import FetchFrom, NodeMeta, OwnModel, is_partner, whose_model
+from peerd.simulation.byzantine import Lie
 from peerd.simulation.checkers import Checkers, Watched
-from peerd.simulation.problems import Compute, Learner
+from peerd.simulation.last_copy import LearnersModel
+from peerd.simulation.problems import Compute, Learner, Moved
 from peerd.simulation.world import Kind, World
 from peerd.training.codecs import vector
-from peerd.training.effects import Apply, Effect, Proceed, Publish, Resume, StepReport, Vector
+from peerd.training.effects import (
+    Apply,
+    Averaged,
+    Become,
+    Effect,
+    Proceed,
+    Publish,
+    Resume,
+    StepReport,
+    Vector,
+)
+from peerd.training.mode import GRADIENTS
 from peerd.training.mode_core import (
+    GradientCame,
     ModeBegins,
     ModeCore,
     ModeEvent,
@@ -35,7 +49,7 @@ from peerd.training.mode_core import (
     Stepped,
     TimerDue,
 )
-from peerd.training.modes import Mode, ModeSettings, parse_mode
+from peerd.training.modes import Mode, ModeSettings, class_of, parse_mode
 from peerd.training.modes.gossip import Gossip
 from peerd.training.pairs.reference import PairedReference
 from peerd.transport.ids import NodeId
@@ -59,6 +73,7 @@ class NodeSettings:
     compute: Compute
     steps: int | None  # of a run; None trains for ever
     size_scale: float
+    slow_node: float = 1.0  # how many times as long the first node's steps take
 
 
 class Shell(Watched, Protocol):
@@ -88,29 +103,6 @@ class Shell(Watched, Protocol):
         ...
 
 
-class LearnersModel:
-    """The learner's last copy and all corrections since: what production shares between trainer and daemon."""
-
-    def __init__(self, learner: Learner) -> None:
-        self.step = 0
-        self.kept = learner.publish()
-        self._learner = learner
-        self._lent = np.empty_like(self.kept)
-
-    def values(self) -> Vector:
-        """See `Model`."""
-        np.copyto(self._lent, self.kept)
-        return self._lent
-
-    def add(self, correction: Vector) -> None:
-        """See `Model`."""
-        self.kept += correction
-
-    def published(self, copy: int, step: int) -> None:
-        """See `Model`; there is one copy."""
-        self.kept, self.step = self._learner.publish(), step
-
-
 class SimulatedTrainer:
     """What one life of a node trains, from its first model to the end of its run."""
 
@@ -126,9 +118,11 @@ class SimulatedTrainer:
         has_seeds: bool,
         formed: bool,
         wait_for: int,
+        lie: Lie | None = None,
     ) -> None:
         """In a swarm that is `formed` already it has the model, too."""
         self.learner = learner
+        self.lie = lie
         self.phase = "joining"
         self.steps = 0
         self._kept: LearnersModel | None = None
@@ -152,6 +146,7 @@ class SimulatedTrainer:
         self._pending: Vector | None = None  # corrections that the learner has not yet taken
         self._asked_publish = False
         self._at_barrier = False
+        self._waits_with: float | None = None  # seconds that its gradient took to compute
         self._choice = DonorChoice()  # of our first model
         self._arrived = 0  # bytes of it: a second in which it is on its way counts as fast enough
         self._began: dict[NodeId, int] = {}
@@ -197,6 +192,16 @@ class SimulatedTrainer:
         """What the others have made of the model, where a mode of paired exchanges may only hand it around."""
         return self.values() - self.own if self.own is not None and isinstance(self.mode, Gossip) else None
 
+    @property
+    def weight(self) -> float:
+        """Of its model in the swarm's mean, of a mode that has weights."""
+        return float(getattr(self.mode, "weight", 1.0))
+
+    @property
+    def put_by_others(self) -> Vector:
+        """What others have put into weight * model, and taken out of it, float64; nothing before the first model."""
+        return self._kept.received() if self._kept is not None else np.zeros(())
+
     def values(self) -> Vector:
         """The model, with every correction that has come."""
         values = self.learner.values()
@@ -234,10 +239,11 @@ class SimulatedTrainer:
         if self.mode is not None:
             self._node.later(0.0, lambda: self._handle(Reconnected(peer)))
 
-    def sent(self, peer: NodeId, message: Message) -> None:
-        """A message has left for the peer."""
+    def sent(self, peer: NodeId, message: Message) -> Message:
+        """A message leaves for the peer, as it is but for a liar's."""
         if isinstance(message, Delta) and message.wants_answer:
             self._began[peer] = self.steps
+        return message if self.lie is None else self.lie.sent(message)
 
     def receive(self, source: NodeId, message: Message) -> None:
         """A message of the mode, or about a whole model. Raises PeerError."""
@@ -259,8 +265,18 @@ class SimulatedTrainer:
         match effect:
             case Apply():
                 self._apply(effect.correction)
+            case Publish() if self._waits_with is not None:  # a copy of the model as it stands
+                report = StepReport(self.steps, 0.0, 1.0, published=True, finishing=False)
+                self._node.later(0.0, lambda: self._handle(Stepped(report, 0)))
             case Publish():
                 self._asked_publish = True
+            case Become(values, step) if self._kept is not None:
+                self._kept.load(values, step)
+                self.steps = step
+            case Averaged(gradient) if self._waits_with is not None:
+                seconds, self._waits_with = self._waits_with, None
+                taken = None if gradient is None else gradient.copy()
+                self._node.later(0.0, lambda: self._stepped(seconds, lambda: self.learner.descend(taken)))
             case Resume() if self._at_barrier:
                 self._at_barrier = False
                 self._take_corrections()
@@ -294,7 +310,7 @@ class SimulatedTrainer:
 
     def _give_model(self, peer: NodeId) -> None:
         if self._kept is not None:
-            self._kept.kept, self._kept.step = self.values(), self.steps  # production asks for it, and waits a step
+            self._kept.keep(self.values(), self.steps)  # production asks for it, and waits a step
             self._handle(ModelAsked(peer, self.learner.layout))
 
     def _take_model(self, source: NodeId, message: ModelSnapshot) -> None:
@@ -308,17 +324,22 @@ class SimulatedTrainer:
 
     def _have_model(self) -> None:
         learner, settings = self.learner, self._settings
-        self._kept = self._core.model = LearnersModel(learner)
+        self._kept = self._core.model = LearnersModel(learner, lambda: self.weight)
         self._kept.step = self.steps
         self._pending = np.zeros_like(self._kept.kept)
         if self._kept.kept.dtype == np.float64:
             self.own = self._kept.kept.copy()
-        make = parse_mode(settings.mode)
+        make = parse_mode(settings.mode, settings.mode_settings.exchange)
+        mode_settings = (
+            settings.mode_settings
+            if self.lie is None
+            else self.lie.told(settings.mode_settings, class_of(settings.mode).KEEPS_LINKS)
+        )
         self._handle(
             ModeBegins(
                 AS_STARTED,
                 frozenset(self._partners),
-                lambda values: make(self._node.id, learner.layout, self._rng, settings.mode_settings, values),
+                lambda values: make(self._node.id, learner.layout, self._rng, mode_settings, self._shown(values)),
             )
         )
         if isinstance(staleness := getattr(self.mode, "staleness", None), Counter):
@@ -327,6 +348,10 @@ class SimulatedTrainer:
         self._say_about(ready=True)
         self._tell_partners()
         self._maybe_go()
+
+    def _shown(self, values: Callable[[], Vector]) -> Callable[[], Vector]:
+        """What the mode takes for the model."""
+        return values if self.lie is None else self.lie.shown(values)
 
     def _maybe_go(self) -> None:
         if self.phase == "waiting" and 1 + len(self._partners) >= self._wait_for:
@@ -345,15 +370,27 @@ class SimulatedTrainer:
 
     def _next_step(self) -> None:
         seconds = self._settings.compute.draw(self._compute_rng)
-        self._node.later(seconds, lambda: self._step(seconds))
+        seconds *= self._settings.slow_node if self._node.index == 0 else 1.0
+        if self._settings.mode_settings.exchange == GRADIENTS:
+            self._node.later(seconds, lambda: self._wait_with_gradient(seconds))
+        else:
+            self._node.later(seconds, lambda: self._stepped(seconds, lambda: self.learner.step(self.steps)))
 
-    def _step(self, seconds: float) -> None:
+    def _wait_with_gradient(self, seconds: float) -> None:
+        assert self._kept is not None, "a mode runs only on a model"
+        self._kept.gradient = self.learner.gradient(self.steps)
+        self._waits_with = seconds
+        self._handle(GradientCame(self.steps, self.learner.samples, self.learner.rate))
+
+    def _stepped(self, seconds: float, step: Callable[[], Moved]) -> None:
         learner = self.learner
         self.computed_s += seconds
-        before = learner.values().copy() if self.own is not None else None
-        moved = learner.step(self.steps)
+        before = learner.values().copy() if self.own is not None or self.lie is not None else None
+        moved = step()
         if self.own is not None and before is not None:
             self.own += learner.values() - before
+        if self.lie is not None and before is not None:
+            self.lie.stepped(before, learner.values())
         self.steps += 1
         self.loss = moved.loss
         self._take_corrections()

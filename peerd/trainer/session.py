@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -18,6 +18,8 @@ from peerd.protocol.trainer import (
     FROM_DAEMON,
     Attach,
     Corrections,
+    GradientReady,
+    Load,
     Ready,
     Said,
     SpareWanted,
@@ -31,13 +33,17 @@ from peerd.protocol.trainer import (
 from peerd.trainer import checkpoint
 from peerd.trainer.checkpoint_writer import CheckpointWriter
 from peerd.trainer.figures import SAMPLES_MAX
+from peerd.trainer.gradient_hooks import GradientHooks
+from peerd.trainer.optimizer_state import OptimizerState
 from peerd.trainer.optimizers import forget, learning_rates
 from peerd.trainer.ranks import RankCommand, Ranks
 from peerd.trainer.rest import FrozenBase, Rest
 from peerd.trainer.say import say
 from peerd.trainer.sharded import ShardedModel, has_shards
 from peerd.training.model.flat import FlatModel, pin
+from peerd.training.model.gradients import FlatGradients
 from peerd.training.model.watch import ChangeWatch
+from peerd.transport.errors import UserError
 
 LR_RATIO_MIN = 1e-3  # a schedule that ends at 0 must not make what rounding moves worth an exchange
 ROLLBACKS_MAX = 3  # in a row: a model that is not finite again at once will not mend itself
@@ -69,17 +75,24 @@ class Session:
         self._model = model
         self._optimizer = optimizer
         self.flat: FlatModel | ShardedModel
+        self._exchanges, shares_optimizer = _exchange_of(link)
+        if self._exchanges and ranks is not None:
+            raise Refused("gradients are exchanged by one process a node: start this job as one, or with weights")
         try:
             if has_shards(model) and ranks is not None:
                 ranks.say(RankCommand.COMES)
                 self.flat = ShardedModel(model, optimizer, ranks, exclude)
             else:
                 self.flat = FlatModel(model, optimizer, exclude)
+                if shares_optimizer:
+                    self.flat.share_states(OptimizerState(optimizer, self.flat.pieces).tensors)
         except (ValueError, RuntimeError, NotImplementedError, TypeError) as error:  # torch's own, of odd tensors
             raise Refused(str(error).splitlines()[0]) from None
         self._frozen = FrozenBase(model)  # before a checkpoint changes what the script made
-        self._memory = SharedMemory.create(self.flat.total)
-        if self.flat.on_cuda and not pin(self._memory.vectors):
+        self._gradients = FlatGradients(self.flat) if self._exchanges and isinstance(self.flat, FlatModel) else None
+        gradients = self._gradients.total if self._gradients is not None else 0
+        self._memory = SharedMemory.create(self.flat.total, gradients)
+        if self.flat.on_cuda and not (pin(self._memory.vectors) and (not gradients or pin(self._memory.gradient))):
             say("CUDA does not pin the shared memory: copies of the model will be slower")
         self._board = self._memory.board
         self._watch = ChangeWatch()
@@ -94,6 +107,8 @@ class Session:
         self._heard_at = 0.0
         self._early: list[Said] = []  # requests that came before the start
         self.step = 0
+        self.hooks: GradientHooks | None = None  # where gradients are exchanged
+        self._weight = 1.0  # of a gradient in the mean: samples of the last step, if they were said
         self.restored_from: Path | None = None
         self._word = RankCommand.GO_ON
         self._attach()
@@ -103,8 +118,12 @@ class Session:
     def _attach(self) -> None:
         flat = self.flat
         variances = [list(each) for each in flat.variances]
+        ends = [piece.stop for piece in flat.pieces]
         try:
-            comes = Attach(os.getpid(), flat.signature, flat.parameters, flat.total, list(flat.tensors), variances)
+            comes = Attach(
+                os.getpid(), flat.signature, flat.parameters, flat.total, list(flat.tensors), variances, ends,
+                getattr(flat, "states", 0), self._gradients.total if self._gradients is not None else 0,
+            )  # fmt: skip
         except ValueError as error:
             raise Refused(f"the model has nothing to share ({error})") from None
         try:
@@ -133,6 +152,8 @@ class Session:
             self._poll(timeout_s=None)
         rest = Rest(self._model, flat.pieces, flat.signature)
         self._writer = CheckpointWriter(self._checkpoints, welcome.checkpoint_every_s, rest, self._capture)
+        if self._gradients is not None and isinstance(flat, FlatModel):
+            self.hooks = GradientHooks(flat, self._optimizer, self._exchange)
 
     def _restore(self) -> tuple[int, bool] | None:
         """Load the newest good checkpoint: its step, and whether it had a state that fits the optimizer."""
@@ -169,6 +190,8 @@ class Session:
 
         Where the daemon wants nothing of it, a step costs the figures on the board, whatever the size of the model.
         """
+        self.step = step
+        self._weight = float(samples or 1)
         now = time.monotonic()
         lr, ratio = self._note(step, now, loss, samples, metrics)
         if self._board.sent != self._client.heard or now - self._heard_at >= LISTEN_EVERY_S:
@@ -201,6 +224,42 @@ class Session:
         if keeps and not rolled_back:
             self._writer.write(step)
 
+    def weigh(self, samples: float) -> None:
+        """How many samples the next gradient is of."""
+        self._weight = samples
+
+    def _wait_with_gradient(self) -> None:
+        self._client.gradient = None
+        self._say(GradientReady(self.step, self._weight, self._rates()[0]))
+        while self._client.gradient is None and not self._client.stop:
+            if self._client.copy_asked:
+                self._wait_for_spare()
+                self._report(self.step, self._rates()[1], copies=True, rolled_back=False)
+            else:
+                self._poll(timeout_s=None)
+
+    def _exchange(self) -> bool:
+        """Put the swarm's mean in place of the gradients; whether it is finite. The trainer stands until it comes."""
+        assert self._gradients is not None, "hooks are set where gradients are exchanged"
+        try:
+            self._gradients.gather(torch.from_numpy(self._memory.gradient))
+        except ValueError as error:
+            raise SystemExit(f"peerd: {error}") from None
+        try:
+            self._wait_with_gradient()
+        except (OSError, EOFError):  # the daemon is gone: the step is this script's own, and says so
+            self.close()
+            return True
+        if self._client.gradient is None:
+            self._report_last(self.step, self._rates()[1], rolled_back=False)
+            self._end(self.step)
+        if not self._client.gradient.mean:
+            self._gradients.scatter(None)
+            return True
+        mean = torch.from_numpy(self._memory.gradient)
+        self._gradients.scatter(mean)
+        return bool(torch.isfinite(mean).all())
+
     def finish(self, step: int, *, at_exit: bool = False) -> None:
         """Publish the last model, take what comes until the daemon says that the flush is done.
 
@@ -216,7 +275,7 @@ class Session:
             self._end(step)
         self._writer.write_last(step)
 
-    def _end(self, step: int) -> None:
+    def _end(self, step: int) -> NoReturn:
         self._writer.write_last(step)
         raise SystemExit(0)
 
@@ -227,6 +286,8 @@ class Session:
 
     def close(self) -> None:
         """Let go of the daemon."""
+        if self.hooks is not None:
+            self.hooks.remove()
         self._link.close()
 
     def _note(
@@ -318,6 +379,9 @@ class Session:
         if isinstance(said, Corrections):
             self.flat.add(self._memory.corrections[said.half])
             self._word = max(self._word, RankCommand.CHANGED)
+        elif isinstance(said, Load):
+            self.flat.load(self._memory.copies[said.copy])
+            self.step = said.step
         if (answer := self._client.hear(said)) is not None:
             self._say(answer)
 
@@ -345,6 +409,15 @@ class Session:
             self.flat.about_to_capture()
         frozen = self._frozen.unchanged(self._model)
         return checkpoint.capture(self._model, self._optimizer, step, self.flat.signature, frozen)
+
+
+def _exchange_of(link: LocalSocket) -> tuple[bool, bool]:
+    """Whether members give each other gradients, and whether the optimizer's state belongs to the model then."""
+    try:
+        said = link.ask("exchange")
+    except UserError:  # a daemon that knows no such question exchanges weights
+        return False, False
+    return said.get("exchange") == "gradients", said.get("optimizer") is True
 
 
 def _say_restored(step: int, whole: bool, *, model_too: bool) -> None:

@@ -13,11 +13,12 @@ only where the mode has a barrier. Leaving the block waits for the swarm's final
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import sys
 import weakref
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import SupportsFloat
@@ -146,7 +147,7 @@ class Swarm:
         All of them may be Python's numbers, numpy's, or tensors of one value; what is no number is left out, and named
         once.
         """
-        self.step_count += 1
+        self.step_count = (self.step_count if self._session is None else self._session.step) + 1
         if self._follower is not None:
             self._follower.follow()
         if self._session is None:
@@ -165,6 +166,26 @@ class Swarm:
             raise
         else:
             self._lead(self._session.take_word())
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it backward passes accumulate gradients here alone: for all but the last pass before a step.
+
+        Without an effect where the swarm exchanges weights.
+        """
+        hooks = self._session.hooks if self._session is not None else None
+        with hooks.no_sync() if hooks is not None else nullcontext():
+            yield
+
+    def weigh(self, samples: float) -> None:
+        """How many samples the next backward pass is of, where gradients are exchanged and batches differ in size.
+
+        Otherwise it counts as many as `step` was told last. Raises ValueError: not a number above 0.
+        """
+        if not 0 < samples < math.inf:
+            raise ValueError(f"samples is {samples!r}, and should be a number above 0")
+        if self._session is not None:
+            self._session.weigh(float(samples))
 
     def finish(self) -> None:
         """Take part in the final flush; afterwards the model is the swarm's. Leaving the block does it.

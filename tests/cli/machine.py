@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+from forks import PEERD, Forked, Program, forks
+
 from peerd.daemon.supervisor import die_with_parent
 from peerd.local.local_socket import request
 from peerd.transport.errors import UserError
@@ -47,8 +49,8 @@ class Node:
 
     @property
     def log(self) -> str:
-        """What it and its script have said so far."""
-        return self._log.read_text(errors="replace")
+        """What it and its script have said so far, in whole lines: an unbuffered print comes in pieces."""
+        return "".join(self._log.read_text(errors="replace").rpartition("\n")[:2])
 
     @property
     def socket(self) -> Path:
@@ -177,7 +179,7 @@ class Machine:
         seed = join.address if isinstance(join, Node) else join
         flags = ["--name", name, *(["--join", seed] if seed else []), "--log", "human"]
         flags += [] if "--bind" in arguments else ["--bind", "127.0.0.1:0"]
-        command = ["-m", "peerd.cli.main", "start", *flags, *map(str, arguments)]
+        command = [*PEERD, "start", *flags, *map(str, arguments)]
         return self.spawn(name, command, output=output, **environment)
 
     def three(self, script: Path) -> tuple[Node, Node, Node]:
@@ -194,28 +196,33 @@ class Machine:
         log = self.path / f"{name}.log"
         with log.open("ab") as own:
             said = own.fileno() if output is None else output
-            process = subprocess.Popen(
-                [sys.executable, *python],
-                env={**self.environment, **environment},
-                cwd=self.path,
-                stdout=said,
-                stderr=said,
-                start_new_session=True,
-                preexec_fn=die_with_parent,
-            )
+            process = self._run(python, {**self.environment, **environment}, said, said)
         node = Node(self, name, process, log)
         self.nodes.append(node)
         return node
 
     def peerd(self, *arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
         """One command, to its end."""
-        return subprocess.run(
-            [sys.executable, "-m", "peerd.cli.main", *map(str, arguments)],
-            env={**self.environment, **environment},
+        command = [*PEERD, *map(str, arguments)]
+        with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+            process = self._run(command, {**self.environment, **environment}, output.fileno(), errors.fileno())
+            code = process.wait(PATIENCE_S)
+            output.seek(0)
+            errors.seek(0)
+            return subprocess.CompletedProcess(command, code, output.read().decode(), errors.read().decode())
+
+    def _run(self, python: list[str], environment: dict[str, str], output: int, errors: int) -> subprocess.Popen[bytes]:
+        """`python PYTHON` in the machine's folder; where it is peerd or a script, nobody waits for imports."""
+        of_its_start = "PYTHONPATH" in environment or signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        if (python[:2] == PEERD or python[0].endswith(".py")) and not of_its_start:
+            return Forked(forks(), Program(python, environment, str(self.path)), output, errors)
+        return subprocess.Popen(
+            [sys.executable, *python],
+            env=environment,
             cwd=self.path,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
+            stdout=output,
+            stderr=errors,
+            start_new_session=True,
             preexec_fn=die_with_parent,
         )
 
@@ -228,8 +235,9 @@ class Machine:
         mark = f"{MARK}={self.path.name}".encode()
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                if mark in (folder / "environ").read_bytes().split(b"\0"):
+            with suppress(OSError):  # of those that are forked the kernel knows another environment
+                here = (folder / "cwd").readlink() == self.path
+                if here or mark in (folder / "environ").read_bytes().split(b"\0"):
                     found.append(int(folder.name))
         return found
 

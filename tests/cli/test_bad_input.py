@@ -12,6 +12,7 @@ import time
 import zlib
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import msgpack
 import pytest
@@ -22,6 +23,9 @@ from scripts import TRAIN
 
 from peerd.cli.main import run
 from peerd.daemon.node import PROTOCOL
+from peerd.local.node_key import NodeKey
+from peerd.security import authority_folder, wall_clock
+from peerd.security.trust import Trust
 from peerd.training.codecs.compress import ZSTD
 from peerd.transport.connection import Connection, ConnectionLost
 from peerd.transport.hello import greet
@@ -55,7 +59,9 @@ class Terminal:
         assert err.count("\n") == 1, err
         assert expected in err
         assert not out
-        assert self._machine.nodes or not (self._machine.state.exists() or list(self._machine.runtime.iterdir()))
+        if not self._machine.nodes:  # the authority is its user's, whichever of their nodes made it
+            left = [path for path in self._machine.state.glob("*/*") if path.name != ".authority"]
+            assert not left + list(self._machine.runtime.iterdir())
 
 
 @pytest.fixture
@@ -189,7 +195,8 @@ def test_a_start_that_is_refused_leaves_no_folder(machine: Machine, terminal: Te
     port = a.address.rsplit(":")[1]
     terminal.refuses("port in use: 127.0.0.1:", "start", "--bind", f"127.0.0.1:{port}", **folders)
     terminal.refuses("no such script: nosuch.py", *START, "nosuch.py", **folders)
-    another = machine.start("b", "--mode", "diloco", join=a, XDG_STATE_HOME=str(state), XDG_RUNTIME_DIR=str(runtime))
+    own = {"PEERD_STATE_DIR": str(state / "b"), "XDG_RUNTIME_DIR": str(runtime)}
+    another = machine.start("b", "--mode", "diloco", join=a, output=None, **own)
     assert another.end() == 1
     assert "its mode is 'gossip', ours 'diloco'" in another.log
     assert not state.exists()
@@ -263,7 +270,7 @@ def test_a_swarm_is_unharmed(machine: Machine) -> None:
     for garbage in garbages():
         throw(a, garbage)
     assert_well(a, sick)
-    trio.run(bomb, a)
+    trio.run(bomb, a, machine.state / "peerd" / ".authority")
     a.eventually(lambda: a.ask("status")["counts"].get("unheard", 0) >= 2 * DELTAS)  # who is no member has no say
     assert_well(a, sick)
     throw_locally(a)
@@ -347,12 +354,15 @@ def throw_locally(node: Node) -> None:
 DELTAS = 8
 
 
-async def bomb(node: Node) -> None:
-    """As a stranger that has opened a link: chunks that swell to 2 MiB where 16 bytes are due, or make no sense."""
+async def bomb(node: Node, users: Path) -> None:
+    """As a node of the user's, but no member: chunks that swell to 2 MiB where 16 bytes are due, or make no sense."""
     host, port = node.address.split(":")
     swollen = bytes([ZSTD]) + zstandard.ZstdCompressor(level=19).compress(bytes(2 << 20))
-    delta = Delta(7, 1, "sign", 0.1, wants_answer=True, finishing=False, chunks=(swollen,))
-    hello = Hello(PROTOCOL, "peerd", "", "stranger", "stranger", 1, "127.0.0.1", 9, "gossip", "", ())
+    delta = Delta(7, 1, "sign", 0.1, wants_answer=True, finishing=False, limits=b"", chunks=(swollen,))
+    key, now = NodeKey.generate(), wall_clock.now()
+    mine = authority_folder.at(users, now)  # it could be a member, and is none
+    trust = Trust(key, mine.issue_own(key, now), [mine.certificate])
+    hello = Hello(PROTOCOL, "peerd", "", key.id, "stranger", 1, "127.0.0.1", 9, "gossip", "", ())
     deltas = (
         delta,
         replace(delta, codec="float32"),
@@ -366,7 +376,7 @@ async def bomb(node: Node) -> None:
     assert len(deltas) == DELTAS
     for message in (*deltas, ModelSnapshot((1 << 53) - 1, "float32", (swollen,))):
         async with trio.open_nursery() as nursery:
-            link = await TcpTransport(nursery).dial((host, int(port)))
+            link = await TcpTransport(nursery, credentials=trust).dial((host, int(port)))
             await greet(link, hello)
             await offer(link, LinkOpen(7))
             await offer(link, message)

@@ -187,6 +187,7 @@ def test_odd_optimizers_and_extra_state_train_and_resume(machine: Machine) -> No
     for number, kind in enumerate(OPTIMIZERS):
         node = machine.start(f"n{number}", machine.path / f"t{number}.py")
         node.trains()
+        node.says("begins at", times=2)
         begins = [line.split() for line in node.log.splitlines() if line.startswith("begins at")]
         assert int(begins[1][2]) > 20, kind
         assert begins[1][2] == begins[1][4], "the plain extra state is that of the same step"

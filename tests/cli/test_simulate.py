@@ -148,7 +148,36 @@ def test_of_several_modes_each_is_told_what_it_takes() -> None:
         (["--minutes", "1", "--every", "5"], "every: without effect in mode gossip, which takes codec, trigger, view"),
         (["--minutes", "1", "--mode", "gossip,push-sum", "--servers", "2"], "servers: without effect in mode gossip"),
         (["--minutes", "1", "--join-over", "61"], "--join-over 61: the run ends after 60 s"),
+        (["--minutes", "1", "--target", "speed:3"], "--target speed:3: wanted accuracy:SHARE"),
+        (["--minutes", "1", "--problem", "members", "--target", "loss:1"], "--problem members has no accuracy"),
+        (["--minutes", "1", "--batch", "8"], "--batch: without effect on --problem consensus, which takes --lr"),
+        (["--minutes", "1", "--lr", "nan"], "--lr nan: wanted a number above 0"),
+        (["--minutes", "1", "--optimizer", "magic"], "--optimizer magic: not one of sgd, nesterov, adamw"),
+        (
+            ["--minutes", "1", "--problem", "teacher", "--optimizer", "adamw", "--momentum", "0.5"],
+            "without effect with",
+        ),
+        (["--minutes", "1", "--problem", "teacher", "--schedule", "cosine"], "--schedule cosine: say how many --steps"),
+        (["--minutes", "1", "--problem", "teacher:5-x"], "--problem teacher:5-x: wanted teacher[:SIZES]"),
+        (["--minutes", "1", "--drop", "0.2"], "--drop 0.2: mode gossip needs every message"),
+        (["--minutes", "1", "--seeds", "3..1"], "--seeds 3..1: wanted FIRST..LAST"),
+        (["--minutes", "1", "--seeds", "0..1", "--seed", "4"], "--seed 4 and --seeds 0..1: say one of them"),
+        (["--minutes", "1", "--seeds", "0..1", "--trace", "t"], "--trace t: it holds one run"),
+        (["--minutes", "1", "--mode", "gossip;speed=3"], "'speed=3' is not KEY=VALUE with a KEY of codec"),
+        (["--minutes", "1", "--mode", "gossip;every=5"], "every: without effect in mode gossip"),
         (["--minutes", "1", "--report", "plan.pdf"], "must end in .html"),
+        (
+            ["--steps", "5", "--mode", "allreduce", "--exchange", "gradients", "--every", "10"],
+            "every: without effect in mode allreduce with gradients",
+        ),
+        (
+            ["--steps", "5", "--mode", "gossip,allreduce;exchange=gradients", "--every", "10"],
+            "every: without effect in mode gossip",
+        ),
+        (
+            ["--steps", "5", "--mode", "async", "--exchange", "gradients", "--optimizer", "sgd", "--weight-decay", "0"],
+            "--optimizer, --weight-decay: without effect in mode async with gradients",
+        ),
         (["--minutes", "1", "--trace", "/nowhere/trace"], "--trace /nowhere/trace"),
     ],
 )
@@ -157,6 +186,36 @@ def test_bad_input_gets_one_clear_line(words: list[str], says: str) -> None:
         CliRunner().invoke(app, ["simulate", *words], catch_exceptions=False)
     assert says in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("seconds", ["0", "1e-14", "0.0009", "inf", "nan"])
+def test_looks_are_a_while_apart(seconds: str) -> None:
+    result = CliRunner().invoke(app, ["simulate", "--minutes", "1", "--look-every", seconds])
+    assert result.exit_code != 0
+    with pytest.raises(UserError, match=r"wanted at least 0\.001 virtual seconds"):
+        Scenario(look_every=float(seconds))
+
+
+def test_modes_and_seeds_run_in_several_processes_as_they_do_in_one() -> None:
+    words = ["--problem", "teacher:6-8-3:examples=300", "--peers", "3", "--steps", "20", "--faults", "none"]
+    words += [
+        "--mode",
+        "gossip;codec=int8,diloco;every=5",
+        "--seeds",
+        "1,2",
+        "--look-every",
+        "5",
+        "--target",
+        "loss:0.1",
+    ]
+    here, there = (simulate(*words, "--workers", workers)["runs"] for workers in ("1", "2"))
+    told = [("gossip;codec=int8", 1), ("gossip;codec=int8", 2), ("diloco;every=5", 1), ("diloco;every=5", 2)]
+    assert [(run["run"], run["seed"]) for run in here] == told
+    assert [{**run, "seconds": 0} for run in here] == [{**run, "seconds": 0} for run in there]
+    assert here[0]["seconds_to_target"] is None
+    assert simulate(*here[2]["replay"].split()[2:])["series"] == here[2]["series"]
+    shown = CliRunner().invoke(app, ["simulate", *words, "--format", "text"], catch_exceptions=False).stdout
+    assert "reached by 0 of 2" in " ".join(shown.split())
 
 
 def test_an_older_trace_outlives_settings_that_make_no_sense(tmp_path: Path) -> None:

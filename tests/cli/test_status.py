@@ -27,7 +27,8 @@ def test_the_help_explains_every_trigger_decision() -> None:
 
 ANSWER: dict[str, Any] = {
     "name": "a", "phase": "training", "mode": "allreduce", "members": {"alive": 2}, "trainer": None,
-    "no_partner_s": None, "consensus_distance": 0.0, "bytes_sent": 0, "bytes_received": 0, "snapshots": 0,
+    "no_partner_s": None, "refused": {}, "consensus_distance": 0.0, "bytes_sent": 0, "bytes_received": 0,
+    "snapshots": 0,
     "loop_latency_p99_s": 0.0, "staleness": {},
 }  # fmt: skip
 
@@ -48,3 +49,25 @@ def test_what_is_counted_in_all_is_what_the_table_counts(
     (row,) = (line.split() for line in shown.splitlines() if line.startswith("b "))
     assert row[1] == str(of_link)
     assert re.search(rf"^PARTNER +{unit.upper()} ", shown, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("staleness", "rows"),
+    [
+        ({0: 5, 2: 15}, [["0", "5", "25.0%"], ["1", "0", "0.0%"], ["2", "15", "75.0%"]]),
+        ({0: 1, 12: 2, 25: 1}, [["0", "to", "2", "1", "25.0%"], ["12", "to", "14", "2", "50.0%"]]),
+    ],
+)
+def test_how_stale_pushes_were(
+    monkeypatch: pytest.MonkeyPatch, staleness: dict[int, int], rows: list[list[str]]
+) -> None:
+    """The whole histogram, in a few rows."""
+    answer = {**ANSWER, "exchanges": 0, "counts": {}, "links": [], "staleness": staleness}
+    monkeypatch.setattr("peerd.cli.status.find_node", lambda name: name)
+    monkeypatch.setattr("peerd.cli.status.request", lambda path, verb: json.loads(json.dumps(answer)))
+    shown = CliRunner().invoke(app, ["status"], catch_exceptions=False).stdout.splitlines()
+    (head,) = (number for number, line in enumerate(shown) if line.startswith("STALENESS"))
+    table = [line.split() for line in shown[head + 1 :]]
+    assert [row for row in table if row in rows] == rows
+    assert sum(int(row[-2]) for row in table) == sum(staleness.values())
+    assert len(table) <= 12

@@ -80,7 +80,7 @@ def test_two_nodes_train_over_it(carrier: Any) -> None:
             (host, port), (first, _) = (swarm.network.place(each) for each in (name, "a"))
             join = (f"{first}:{port}",) if name != "a" else ()
             flags = {"name": name, "bind": f"{host}:{port}", "join": join, "wait_for": 2}
-            settings = load({"transport": "memory", **flags}, {}, None)
+            settings = load({"transport": "memory", "insecure_plaintext": True, **flags}, {}, None)
             async with running(settings, Identity(NodeKey.generate(), 1, -1), expects=True) as (daemon, address):
                 assert address == (host, port)
                 daemon.nursery.start_soon(trainer.run, daemon)

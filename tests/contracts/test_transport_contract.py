@@ -8,12 +8,13 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
 import trio
 import trio.testing
+from certificates import Authority, TestCredentials
 from links import close_at_once, nobody, receive_a
 from ucx_here import needs_ucx, upgrade
 
@@ -28,14 +29,20 @@ from peerd.transport.messages import (
     MESSAGES,
     Ack,
     Applied,
+    AuthorityShown,
     BulkAnswer,
     BulkOffer,
     CentreIs,
     Challenge,
     Delta,
     DeltaTaken,
+    Enrolled,
+    EnrolmentRefused,
+    EnrolmentRequest,
     Finished,
+    Generation,
     Hello,
+    Keys,
     LinkClose,
     LinkClosed,
     LinkOpen,
@@ -61,11 +68,15 @@ from peerd.transport.messages import (
     Pushed,
     PushForgotten,
     Refuse,
+    RenewalRequest,
+    Revocation,
+    RevocationList,
     RoundBegin,
     RoundCommit,
     RoundPhase,
     RoundPieces,
     RoundReport,
+    SecretsHeld,
     ShardLeader,
     ShardPull,
     ShardPush,
@@ -73,12 +84,15 @@ from peerd.transport.messages import (
     SpeedRequest,
     SpeedSample,
     State,
+    Successor,
+    Successors,
     SumTaken,
     Weights,
     Welcome,
 )
 from peerd.transport.rdma import ucx
 from peerd.transport.rdma.fabric import UcxFabric
+from peerd.transport.same_host import SameHost
 from peerd.transport.tcp import TcpTransport
 from peerd.transport.udp import bind_udp
 
@@ -92,19 +106,26 @@ SAMPLES = [
     MemberTable("me", (MEMBER,) * 99), HELLO, Welcome("id", "naive", 4), Refuse("run", "a", "b"), ModelRequest(),
     SpeedRequest(), SpeedSample((b"any",)),
     ModelSnapshot(5, "float32", (b"abcd", b"", bytes(40_000))), LinkOpen(6), LinkSnapshot(6, "int8", ()),
-    Delta(6, 7, "sign", 0.25, True, False, (b"x" * 100,)), LinkClose(6, 7), LinkClosed(6, 7), DeltaTaken(6, 7),
+    Delta(6, 7, "sign", 0.25, True, False, b"\x00" * 8, (b"x" * 100,)),
+    LinkClose(6, 7), LinkClosed(6, 7), DeltaTaken(6, 7),
     Push(1, 2, "sign", 0.5, 0.25, True, False, (b"p" * 99,)), Pushed(1, 2, 2, 0.125, False), PushForgotten(1, 2),
     Pull(1, 0, True),
     BulkOffer("1.22", 5, (b"there",)), BulkAnswer("no", 0, ()), Plan(1, "id", False, "gossip"),
+    AuthorityShown(bytes(400), (bytes(300),)), EnrolmentRequest(bytes(8), bytes(200), bytes(32)),
+    Enrolled((bytes(400), bytes(300)), bytes(500)), EnrolmentRefused("used-up"),
+    RenewalRequest(bytes(200), (bytes(400),), bytes(400)),
+    SecretsHeld(bytes(32), bytes(32), bytes(32)), Successors((Successor(*(bytes(400),) * 4),)),
+    RevocationList((Revocation("id", 5, bytes(400), bytes(64)),)),
+    Keys((Generation(1, bytes(32), 0, b"", bytes(64)),)),
     Challenge("id", bytes(32), bytes(16), 3), Proof(bytes(16), 4, "10.0.0.1", 7946, bytes(64)),
     RoundReport(2**61, RoundPhase.HELD, 1, 2, 3, 4, True, False, True),
     RoundBegin(1, 2**40, "float32", "tree:2", True, False, ("a", "b"), (1, 2**61)),
     RoundPieces(1, 2, (3, 4), (b"r" * 9, b"s")), PiecesTaken(1, 2, (3, 4)), RoundCommit(1, 2),
-    ShardPush(0, 1, 2**61, 1, 4, "int8", True, False, (b"s" * 7,)),
+    ShardPush(0, 1, 2**61, 1, 4, "int8", True, False, -1.0, (b"s" * 7,)),
     ShardPull(0, 1, 2, True, False), Prepare(0, 1, 4), Promise(0, 1, 5, 2, (), ()), SumTaken(0, 1, "a", 2),
     Weights(0, 1, "a", 2, (Applied("w", 1, 3),), False, (Applied("w", 1, 2),), (b"w" * 8,)),
     ShardLeader(0, 1, "a", True, 2, (Applied("a", 1, 2), Applied("b", 3, 0))),
-    ShardSum(0, 1, "a", 2, 4, "float32", False, (Applied("w", 1, 2),), (b"s" * 7,)),
+    ShardSum(0, 1, "a", 2, 4, "float32", False, (Applied("w", 1, 2),), 0.1, (b"s" * 7,)),
     Finished(), CentreIs("a", 3), PairInvite(1), PairAnswer(1, False),
     PairHalf(1, "bfloat16", True, (b"h" * 4,)),
 ]  # fmt: skip
@@ -143,11 +164,25 @@ async def tcp_alone(nursery: trio.Nursery) -> Ends:
     return Ends(TcpTransport(nursery), TcpTransport(nursery), ("127.0.0.1", 0))
 
 
-async def over_ucx(nursery: trio.Nursery, transports: str) -> Ends:
+async def sealed(nursery: trio.Nursery) -> Ends:
+    authority = Authority()
+    near, far = (TcpTransport(nursery, SameHost(), credentials=TestCredentials(authority)) for _ in range(2))
+    return Ends(near, far, ("127.0.0.1", 0), "shm")
+
+
+async def sealed_alone(nursery: trio.Nursery) -> Ends:
+    authority = Authority()
+    near, far = (TcpTransport(nursery, credentials=TestCredentials(authority)) for _ in range(2))
+    return Ends(near, far, ("127.0.0.1", 0))
+
+
+async def over_ucx(nursery: trio.Nursery, transports: str, sealed: bool = False) -> Ends:
     fabrics = [UcxFabric(ucx.load(), transports, without_rdma=True) for _ in range(2)]
     for fabric in fabrics:
         await nursery.start(fabric.run)
-    near, far = (TcpTransport(nursery, fabric) for fabric in fabrics)
+    authority = Authority()
+    own = [TestCredentials(authority) if sealed else None for _ in fabrics]
+    near, far = (TcpTransport(nursery, fabric, credentials=of) for fabric, of in zip(fabrics, own, strict=True))
     return Ends(near, far, ("127.0.0.1", 0), "ucx")
 
 
@@ -156,7 +191,10 @@ ENDS: dict[str, MakeEnds] = {
     **{name: partial(of_peerd, name=name) for name in CARRIERS},
     "memory": memory,
     "tcp-alone": tcp_alone,
+    "tcp-sealed": sealed,
+    "tcp-sealed-alone": sealed_alone,
     "rdma-over-tcp": partial(over_ucx, transports="tcp"),
+    "rdma-over-tcp-sealed": partial(over_ucx, transports="tcp", sealed=True),
     "rdma-over-shm": partial(over_ucx, transports="posix,sysv,cma"),
 }
 carriers = pytest.mark.parametrize(
@@ -175,6 +213,7 @@ async def listening(
         give, taken = trio.open_memory_channel[Connection](99)
 
         async def accepted(link: Connection) -> None:
+            await link.shake_hands()
             await give.send(link)
             await trio.sleep_forever()
 
@@ -227,7 +266,7 @@ async def test_messages_of_a_queue_arrive_in_order(carrier: MakeEnds) -> None:
         sent = []
         for number in range(300):
             size = 5000 if number % 7 == 0 else 0
-            sent.append(Delta(1, number, "c", 0.5, True, False, (bytes(size),)) if size else LinkClosed(number))
+            sent.append(Delta(1, number, "c", 0.5, True, False, b"", (bytes(size),)) if size else LinkClosed(number))
 
         async def send_all() -> None:
             for message in sent:
@@ -264,7 +303,8 @@ async def test_bulk_arrives_whole(carrier: MakeEnds) -> None:
         assert found == message
         assert all(isinstance(chunk, memoryview | bytearray) for chunk in found.chunks)
         frames = 32 * 6 + 40
-        assert 20 * MIB < near.bytes_sent - before <= 20 * MIB + frames
+        seals = 0 if near.identity is None else 20 * (5 + 6)  # one for each chunk, and one for each frame
+        assert 20 * MIB < near.bytes_sent - before <= 20 * MIB + frames + seals
         assert far.bytes_received == near.bytes_sent
 
 
@@ -414,6 +454,7 @@ async def test_an_accepted_link_closes_with_its_task_and_errors_end_that_link_on
         made = await carrier(nursery)
 
         async def accepted(link: Connection) -> None:
+            await link.shake_hands()
             request = await link.receive()
             if request == LinkOpen(1):
                 raise PeerError("no")
@@ -465,7 +506,7 @@ async def test_a_refusal_names_the_field_at_both_ends(carrier: MakeEnds) -> None
             refused.append((caught.value.field, caught.value.here, caught.value.there))
 
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(refuse, greet, near, HELLO)
+            nursery.start_soon(refuse, greet, near, replace(HELLO, node=far.identity or HELLO.node))
             nursery.start_soon(
                 refuse, answer, far, lambda hello: first_difference(other, hello), Welcome("id2", "name2", 1)
             )

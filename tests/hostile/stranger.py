@@ -1,7 +1,8 @@
 """An attacker: whoever can reach a node's port speaks the real wire, without any of the sender's checks.
 
 A `Stranger` is no member. An `Insider` is one: it tells a valid record of itself, answers pings and takes connections,
-as an honest node does, until its test has it do otherwise.
+as an honest node does, until its test has it do otherwise. Either speaks plainly, or with `Papers` as a member of a
+sealed swarm, whose wire it then uses; a stranger with papers could be a member, and is none.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from types import TracebackType
 from typing import Any
 
 import msgpack
+from papers import Blocking, Papers, sealed
 
 from peerd.daemon.node import PROTOCOL
 from peerd.node.meta import NodeMeta
@@ -30,14 +32,17 @@ from peerd.transport.messages import (
     BulkAnswer,
     BulkOffer,
     Hello,
+    Keys,
     Member,
     MemberTable,
     Message,
     Ping,
     Refuse,
+    SecretsHeld,
     State,
     Welcome,
 )
+from peerd.transport.stream import ByteStream
 
 HANG_S = 10.0  # a bound on waiting for the victim
 HUGE = (1 << 53) - 1  # the largest number that any field may have
@@ -57,12 +62,14 @@ def frame(kind: int, header: bytes = b"", payload_length: int = 0, header_length
     return fixed + struct.pack("<I", zlib.crc32(header, zlib.crc32(fixed))) + header
 
 
-def stream_bytes(message: Message) -> bytes:
-    """A message as it travels over a connection."""
+def stream_bytes(message: Message, *, checked: bool = True) -> bytes:
+    """A message as it travels over a connection; what is sealed has no `checked` chunks."""
     chunks = tuple(bytes(chunk) for chunk in getattr(message, "chunks", ()))
     bulk = any(item.name == "chunks" for item in fields(message))
     header: bytes = msgpack.packb([[len(chunk) for chunk in chunks], *row(message)] if bulk else row(message))
-    return frame(message.KIND, header) + b"".join(bytes(framing.chunk_frame(chunk)) + chunk for chunk in chunks)
+    return frame(message.KIND, header) + b"".join(
+        framing.chunk_frame(chunk, checked=checked) + chunk for chunk in chunks
+    )
 
 
 def datagram_bytes(message: Message) -> bytes:
@@ -74,22 +81,29 @@ def datagram_bytes(message: Message) -> bytes:
 class Line:
     """One TCP connection, from either end."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, papers: Papers | None = None, *, dialled: bool = True) -> None:
+        """With papers, shake hands; raises OSError or PeerError."""
         self.sock = sock
         self._reader = framing.FrameReader(payload_limit=1 << 30)
         sock.settimeout(HANG_S)
+        self._stream: ByteStream = Blocking(sock)
+        if papers is not None:
+            self._stream = sealed(self._stream, papers.credentials, dialled=dialled).stream
+            self._reader.checked = False
 
     def say(self, *messages: Message) -> None:
         """Raises OSError when the victim has hung up."""
-        self.raw(b"".join(stream_bytes(message) for message in messages))
+        self.raw(b"".join(stream_bytes(message, checked=self._reader.checked) for message in messages))
 
     def raw(self, data: bytes) -> None:
-        self.sock.sendall(data)
+        rest = memoryview(data)
+        while rest:
+            rest = rest[self._stream.send_some([rest]) :]
 
     def hear(self) -> Message:
         """The next message; raises OSError when none comes, PeerError when it is none."""
         while (message := self._reader.next_message()) is None:
-            count = self.sock.recv_into(self._reader.buffer())
+            count = self._stream.receive_some(self._reader.buffer())
             if not count:
                 raise ConnectionError("hung up")
             self._reader.received(count)
@@ -114,12 +128,13 @@ class Line:
 class Stranger:
     """One without a place in the swarm: sockets of its own, and what anybody is told."""
 
-    def __init__(self, id: str | None = None, name: str = "stranger") -> None:
-        self.id = id or os.urandom(32).hex()
+    def __init__(self, id: str | None = None, name: str = "stranger", papers: Papers | None = None) -> None:
+        """Papers say who it is."""
+        self.papers = papers
+        self.id = papers.id if papers else id or os.urandom(32).hex()
         self.name = name
         self._lines: list[Line] = []
-        self.udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        self.udp.bind(("127.0.0.1", 0))
+        self.udp = self._bound()
         self.udp.settimeout(HANG_S)
         self.sent_bytes = 0
 
@@ -133,6 +148,11 @@ class Stranger:
             line.close()
         self.udp.close()
 
+    def _bound(self) -> socket.socket:
+        udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        udp.bind(("127.0.0.1", 0))
+        return udp
+
     @property
     def address(self) -> Address:
         host, port = self.udp.getsockname()
@@ -141,15 +161,28 @@ class Stranger:
     def shout(self, where: Address, *messages: Message) -> None:
         """A datagram each."""
         for message in messages:
-            self.sent_bytes += self.udp.sendto(datagram_bytes(message), where)
+            self.sent_bytes += self.udp.sendto(self._datagram(message), where)
+
+    def _datagram(self, message: Message) -> bytes:
+        plain = datagram_bytes(message)
+        if self.papers is None:
+            return plain
+        datagram = self.papers.seal.seal(plain, b"")
+        assert datagram is not None, "it has not learnt the key"
+        return datagram
 
     def tell(self, where: Address, *records: Member) -> None:
         """News of members that answers nothing, a datagram for each."""
         self.shout(where, *(Ack(0, self.id, (record,)) for record in records))
 
     def call(self, where: Address) -> Line:
-        """Connect, and say nothing."""
-        line = Line(socket.create_connection(where, timeout=HANG_S))
+        """Connect, and say nothing; with papers, once hands are shaken."""
+        sock = socket.create_connection(where, timeout=HANG_S)
+        try:
+            line = Line(sock, self.papers)
+        except BaseException:
+            sock.close()
+            raise
         self._lines.append(line)
         return line
 
@@ -173,7 +206,18 @@ class Stranger:
 
     def learn(self, where: Address) -> dict[str, Member]:
         """The table that a node gives to whoever asks, by name."""
+        return self._exchange(where)
+
+    def _exchange(self, where: Address, *records: Member) -> dict[str, Member]:
+        """A push-pull, and before it, with papers, what goes before it."""
         line = self.greet(where)
+        if self.papers is not None:
+            line.say(SecretsHeld(b"", b"", b""))
+            while not isinstance(message := line.hear(), SecretsHeld):
+                if isinstance(message, Keys):
+                    self.papers.install(message)
+        if records:
+            line.say(MemberTable(self.id, records))
         line.say(MemberTable(self.id, ()))
         table: dict[str, Member] = {}
         while isinstance(part := line.hear(), MemberTable) and part.members:
@@ -185,20 +229,39 @@ class Stranger:
 class Insider(Stranger):
     """A member that is as good as any, until `misbehave` has it answer a message in its own way."""
 
-    def __init__(self, like: Member, id: str | None = None, name: str = "insider", *, refuses: Refuse | None = None):
+    def __init__(
+        self,
+        like: Member,
+        id: str | None = None,
+        name: str = "insider",
+        papers: Papers | None = None,
+        *,
+        refuses: Refuse | None = None,
+    ):
         """`like` is an honest one: what it says of its model and its plan is said of this one, too."""
-        super().__init__(id, name)
+        super().__init__(id, name, papers)
         self.heard: list[tuple[str, Message]] = []  # over TCP, with who said it
         self.pinged_by: list[str] = []
         self.misbehave: Callable[[str, Message], None] = lambda sender, message: None
         self._refuses = refuses
         about = replace(NodeMeta.unpack(like.meta), founder=False, averaged=False, stands=False)
         host, port = self.address
-        self.row = Member(self.id, name, host, port, 1, 0, State.ALIVE, "", about.pack())
-        self._listener = socket.create_server((host, port))
+        self.row = self.says(Member(self.id, name, host, port, 1, 0, State.ALIVE, "", about.pack()))
         self._ended = False
         for task in (self._answer_pings, self._accept):
             threading.Thread(target=task, daemon=True).start()
+
+    def _bound(self) -> socket.socket:
+        """The port of its listener, which may be another's for datagrams."""
+        while True:
+            self._listener = socket.create_server(("127.0.0.1", 0))
+            udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+            try:
+                udp.bind(self._listener.getsockname())
+                return udp
+            except OSError:
+                udp.close()
+                self._listener.close()
 
     def __exit__(self, *arguments: Any) -> None:
         self._ended = True
@@ -213,17 +276,15 @@ class Insider(Stranger):
             self.learn(each)
 
     def learn(self, where: Address) -> dict[str, Member]:
-        line = self.greet(where)
-        line.say(MemberTable(self.id, (self.row,)), MemberTable(self.id, ()))
-        table: dict[str, Member] = {}
-        while isinstance(part := line.hear(), MemberTable) and part.members:
-            table |= {member.name: member for member in part.members}
-        line.close()
-        return table
+        return self._exchange(where, self.row)
+
+    def says(self, record: Member) -> Member:
+        """A record of its own, as its swarm wants it."""
+        return record if self.papers is None else self.papers.signed(record)
 
     def leave(self, *where: Address) -> None:
         """In good order."""
-        self.row = replace(self.row, state=State.LEFT)
+        self.row = self.says(replace(self.row, state=State.LEFT))
         for each in where:
             with suppress(OSError, PeerError):
                 self.learn(each)
@@ -242,6 +303,8 @@ class Insider(Stranger):
         while not self._ended:
             try:
                 datagram, source = self.udp.recvfrom(2048)
+                if self.papers is not None:
+                    datagram = self.papers.seal.open(datagram, b"")
                 message = wire.decode_datagram(datagram)
             except TimeoutError:
                 continue
@@ -252,7 +315,7 @@ class Insider(Stranger):
             if isinstance(message, Ping):
                 self.pinged_by.append(message.sender)
                 with suppress(OSError):
-                    self.udp.sendto(datagram_bytes(Ack(message.seq, self.id, (self.row,))), source)
+                    self.udp.sendto(self._datagram(Ack(message.seq, self.id, (self.row,))), source)
 
     def _accept(self) -> None:
         while not self._ended:
@@ -260,9 +323,14 @@ class Insider(Stranger):
                 sock, _ = self._listener.accept()
             except OSError:
                 return
-            threading.Thread(target=self._serve, args=(Line(sock),), daemon=True).start()
+            threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
 
-    def _serve(self, line: Line) -> None:
+    def _serve(self, sock: socket.socket) -> None:
+        try:
+            line = Line(sock, self.papers, dialled=False)
+        except (OSError, PeerError):
+            sock.close()
+            return
         line.sock.settimeout(None)
         self._lines.append(line)
         with suppress(OSError, PeerError, ValueError):
@@ -274,6 +342,8 @@ class Insider(Stranger):
                 message = line.hear()
                 if isinstance(message, BulkOffer):
                     line.say(BulkAnswer("none here", 0, ()))
+                elif isinstance(message, SecretsHeld):
+                    line.say(message)  # it holds the same
                 elif isinstance(message, MemberTable) and not message.members:
                     line.say(MemberTable(self.id, (self.row,)), MemberTable(self.id, ()))
                 else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import threading
 import time
@@ -13,13 +14,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from machine import Machine, Node, eventually
+from papers import Papers
 from safetensors.torch import load_file
 from scripts import TRAIN
 from stranger import Stranger
 
 from peerd.settings import parse_address
 from peerd.training.codecs.vector import Layout
-from peerd.transport.errors import UserError
+from peerd.transport.errors import PeerError, UserError
 from peerd.transport.ids import Address
 from peerd.transport.messages import Member, Plan
 
@@ -28,6 +30,7 @@ BLOCKED_MAX_S = 0.5  # of the processor's time: ten times what is promised, for 
 GROWN_MAX = 64 << 20  # bytes
 ROOM = 2 << 30  # bytes that a daemon may take beyond what it has: an attack must not take the machine along
 LEARNED = 0.5  # the loss of a model that has: 4.0 before, below 0.1 at the end
+POINT = 0.01  # of accuracy, which an attack may cost at most
 NEAR = 0.5  # of its norm: further than training moves one that has learned, or two differ, within a test
 
 TENSORS = ["0.bias", "0.weight", "2.bias", "2.weight"]  # but for the padding
@@ -51,9 +54,10 @@ socket.getaddrinfo = getaddrinfo
 class Victims:
     """Two nodes that train together; anew for each test that finds one of them dead."""
 
-    def __init__(self, pad: int) -> None:
+    def __init__(self, pad: int, sealed: bool) -> None:
         """`pad` is of values that the model has and training leaves as they are."""
         self._pad = str(pad)
+        self._sealed = sealed
         self.blocked_s = 0.0  # the longest that one was, in the last attack
         self.grown = 0  # bytes, of the one that grew most
         self._start()
@@ -65,6 +69,7 @@ class Victims:
         folder.mkdir()
         (folder / "sitecustomize.py").write_text(SLOW_NAMES)
         self.machine.environment |= {"PYTHONPATH": str(folder), "PAD": self._pad}
+        self.machine.environment |= {"PEERD_INSECURE_PLAINTEXT": str(not self._sealed).lower()}
         self.script = self.machine.script("train.py", PADDED)
         a = self.machine.start("a", self.script)
         b = self.machine.start("b", self.script, join=a, SEED="1")
@@ -91,9 +96,13 @@ class Victims:
     def addresses(self) -> list[Address]:
         return [parse_address(node.address, "test") for node in self.nodes]
 
+    def papers(self) -> Papers | None:
+        """Those of another insider; None where nobody has any."""
+        return Papers(self.machine.state / "peerd" / ".authority") if self._sealed else None
+
     def rows(self) -> list[Member]:
-        """What each says of itself to a stranger."""
-        with Stranger() as stranger:
+        """What each says of itself to a stranger; where they are sealed, to one who could be a member."""
+        with Stranger(papers=self.papers()) as stranger:
             return [
                 stranger.learn(address)[node.name] for node, address in zip(self.nodes, self.addresses, strict=True)
             ]
@@ -118,7 +127,10 @@ class Victims:
 
     @contextmanager
     def unharmed(self, settle_s: float = 1.0) -> Iterator[None]:
-        """Whatever happens in the block, and for a moment after it, is none of their business."""
+        """Whatever happens in the block, and for a moment after it, is none of their business.
+
+        What it has cost them is printed (`pytest -s`).
+        """
         self._harmed = True
         pids = [node.ask("info")["pid"] for node in self.nodes]
         sizes = [_status_bytes(pid, "VmRSS") for pid in pids]
@@ -139,6 +151,9 @@ class Victims:
         self.grown = max(_status_bytes(pid, "VmRSS") - size for pid, size in zip(pids, sizes, strict=True))
         assert [node.ask("info")["pid"] for node in self.nodes] == pids
         after = [self.model(node) for node in self.nodes]
+        points = 100 * min(accuracy(now) - accuracy(before) for before, now in zip(models, after, strict=True))
+        cost = f"{self.grown / (1 << 20):+.1f} MiB, {1e3 * self.blocked_s:.0f} ms, {points:+.2f} points"
+        print(f"{os.environ.get('PYTEST_CURRENT_TEST', '')} {cost}")  # noqa: T201
         for node in self.nodes:
             node.sees(a="alive", b="alive")
             assert node.ask("status")["name"] == node.name
@@ -148,13 +163,14 @@ class Victims:
         for before, now in zip(models, after, strict=True):
             assert distance(before, now) < NEAR, "the model is another"
             assert loss(now) < 2 * LEARNED
+            assert accuracy(now) > accuracy(before) - POINT, f"{100 * accuracy(before):.2f} % before, {cost}"
         assert distance(*after) < NEAR, "the models differ"
         self._harmed = False
 
 
-def victims(pad: int = 1) -> Iterator[Victims]:
-    """A fixture's body."""
-    them = Victims(pad)
+def victims(pad: int = 1, *, sealed: bool = False) -> Iterator[Victims]:
+    """A fixture's body. Plain ones are what strangers can say most to."""
+    them = Victims(pad, sealed)
     yield them
     them.end()
 
@@ -165,12 +181,23 @@ def distance(before: npt.NDArray[np.float32], now: npt.NDArray[np.float32]) -> f
 
 
 def loss(values: npt.NDArray[np.float32]) -> float:
-    """Of the task's model (scripts.TRAIN), whose tensors come in the order of their names: a bias before a weight."""
+    """Of the task's model."""
+    found, wanted = predicted(values, 256)
+    return float(np.mean((found - wanted) ** 2))
+
+
+def accuracy(values: npt.NDArray[np.float32]) -> float:
+    """How often its sign is right."""
+    found, wanted = predicted(values, 8192)
+    return float(np.mean((found > 0) == (wanted > 0)))
+
+
+def predicted(values: npt.NDArray[np.float32], samples: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """What the model (scripts.TRAIN) says, and what is right; tensors come by name: a bias before a weight."""
     hidden = (len(values) - 1) // 6
     b0, w0, b2, w2 = np.split(values.astype(np.float64), np.cumsum([hidden, 4 * hidden, 1]))
-    x = torch.randn(256, 4, generator=torch.Generator().manual_seed(0)).double().numpy()
-    y = np.maximum(x @ w0.reshape(hidden, 4).T + b0, 0) @ w2 + b2[0]
-    return float(np.mean((y - x.sum(1)) ** 2))
+    x = torch.randn(samples, 4, generator=torch.Generator().manual_seed(0)).double().numpy()
+    return np.maximum(x @ w0.reshape(hidden, 4).T + b0, 0) @ w2 + b2[0], x.sum(1)
 
 
 class _Probe:
@@ -205,6 +232,14 @@ def _processor_s(pid: int) -> float:
 def _status_bytes(pid: int, key: str) -> int:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key + ":"))
+
+
+def gets_in(them: Victims) -> bool:
+    """Whether a node that has its papers is greeted by the first of them."""
+    with Stranger(name="newcomer", papers=them.papers()) as newcomer, suppress(OSError, PeerError):
+        newcomer.greet(them.addresses[0])
+        return True
+    return False
 
 
 def comes_true(look: Callable[[], object], within_s: float) -> bool:

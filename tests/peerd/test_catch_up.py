@@ -248,5 +248,5 @@ async def test_the_first_step_waits_for_enough_members_with_the_same_model(caplo
         assert await unfinished(enough, 15)
         there.member("c", ready=True, model="m")
         assert not await unfinished(enough, 1)
-    line = "the trainer waits: 2 of 3 members are ready; others join with peerd start --join h:1"
+    line = "the trainer waits: 2 of 3 members are ready; others join through h:1"
     assert [record.message for record in caplog.records] == [line] * 2

@@ -19,6 +19,9 @@ from ucx_here import needs_ucx
 
 from peerd import doctor
 from peerd.carriers import Finding, rdma_check
+from peerd.local.node_key import NodeKey
+from peerd.security import authority_folder, wall_clock
+from peerd.security.trust import Trust
 from peerd.settings import Settings
 from peerd.transport import hello, speed
 from peerd.transport.connection import Connection
@@ -71,7 +74,8 @@ def test_a_port_that_a_node_of_this_host_holds_is_no_failure(
 def test_what_only_listens_is_timed_and_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "MEASURE_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as there:
-        timed, measured = found(Settings(join=(f"127.0.0.1:{there.getsockname()[1]}",)), "peer")
+        where = f"127.0.0.1:{there.getsockname()[1]}"
+        timed, measured = found(Settings(join=(where,), insecure_plaintext=True), "peer")
     assert (timed.state, measured.state) == ("ok", "note")
     assert "ms" in timed.found
     assert "does not answer" in measured.found
@@ -83,8 +87,15 @@ def test_a_name_that_cannot_be_one_is_refused_in_a_line() -> None:
     assert (peer.state, bool(peer.cure)) == ("fail", True)
 
 
-@pytest.mark.parametrize("is_loopback", [True, False])
-def test_the_speed_of_the_line_from_a_node(monkeypatch: pytest.MonkeyPatch, is_loopback: bool) -> None:
+def member() -> Trust:
+    """Of the user's own authority."""
+    key, now = NodeKey.generate(), wall_clock.now()
+    mine = authority_folder.at(Settings().authority_path, now)
+    return Trust(key, mine.issue_own(key, now), [mine.certificate])
+
+
+@pytest.mark.parametrize(("is_loopback", "sealed"), [(True, False), (False, False), (True, True)])
+def test_the_speed_of_the_line_from_a_node(monkeypatch: pytest.MonkeyPatch, is_loopback: bool, sealed: bool) -> None:
     monkeypatch.setattr(speed, "MEASURE_S", 0.1)
     monkeypatch.setattr(ipaddress.IPv4Address, "is_loopback", is_loopback)  # a listener is stricter with other hosts
     give: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
@@ -94,9 +105,11 @@ def test_the_speed_of_the_line_from_a_node(monkeypatch: pytest.MonkeyPatch, is_l
         async with trio.open_nursery() as nursery:
 
             async def answered(link: Connection) -> None:
+                await link.shake_hands()
                 await hello.answer(link, lambda _: None, Welcome("id", "name", 1))
 
-            give.put(await nursery.start(TcpTransport(nursery).listen, ("127.0.0.1", 0), answered))
+            transport = TcpTransport(nursery, credentials=member() if sealed else None)
+            give.put(await nursery.start(transport.listen, ("127.0.0.1", 0), answered))
             await trio.to_thread.run_sync(taken.wait)
             nursery.cancel_scope.cancel()
 
@@ -104,7 +117,7 @@ def test_the_speed_of_the_line_from_a_node(monkeypatch: pytest.MonkeyPatch, is_l
     thread.start()
     try:
         host, port = give.get(timeout=10)
-        _, measured = found(Settings(join=(f"{host}:{port}",)), "peer")
+        _, measured = found(Settings(join=(f"{host}:{port}",), insecure_plaintext=not sealed), "peer")
     finally:
         taken.set()
         thread.join()

@@ -44,7 +44,7 @@ from peerd.transport.messages import AS_STARTED, Connected, Delta, LinkOpen, Mes
 pytestmark = pytest.mark.trio(clock="still")  # the compute thread takes no time
 
 LAYOUT = Layout(2, 2)
-HALF = Delta(1, 1, "sign", 0.5, True, False, ())
+HALF = Delta(1, 1, "sign", 0.5, True, False, b"", ())
 ONE = np.array([1, 1], np.float32)
 
 
@@ -78,6 +78,9 @@ class Mode:
     def on_timer(self, now: float) -> list[Effect]:
         self.deadline = float("inf")
         return self._hear("timer")
+
+    def on_trainer_lost(self, now: float) -> list[Effect]:
+        return []
 
     @property
     def quiet(self) -> Quiet:

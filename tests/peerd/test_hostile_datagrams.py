@@ -21,7 +21,8 @@ KEY = NodeKey.generate()
 
 
 def node(folder: Path) -> Any:
-    settings = load({"name": "me", "bind": "127.0.0.1:0", "state_dir": str(folder)}, {}, None)
+    told = {"name": "me", "bind": "127.0.0.1:0", "state_dir": str(folder), "insecure_plaintext": True}
+    settings = load(told, {}, None)
     return running(settings, Identity(KEY, 3, -1), expects=False)
 
 

@@ -117,9 +117,19 @@ def of_another_kind() -> bytes:
     return ec.generate_private_key(ec.SECP256R1()).private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
 
+def of_a_flipped_bit() -> bytes:
+    """Which makes Ed448's of it: the library calls that an internal error."""
+    private = Ed25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    return private.replace(b"BQYDK2Vw", b"BQYDK2Vv")
+
+
 @pytest.mark.parametrize(
-    "content", [b"", b"\xff" * 99, b"-----BEGIN PRIVATE KEY-----\n", password_protected(), of_another_kind()]
-)
+    "content",
+    [
+        b"", b"\xff" * 99, b"-----BEGIN PRIVATE KEY-----\n", password_protected(), of_another_kind(),
+        of_a_flipped_bit(),
+    ],
+)  # fmt: skip
 def test_a_damaged_key_is_one_line_and_never_another_identity(tmp_path: Path, content: bytes) -> None:
     first = live_once(tmp_path)
     whole = (tmp_path / KEY).read_bytes()

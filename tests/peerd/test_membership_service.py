@@ -29,6 +29,7 @@ class Core:
     """A membership core that asks for nothing by itself."""
 
     deadline = math.inf
+    verifications = forgeries = 0
 
     def __init__(self) -> None:
         self.members: dict[str, Member] = {}
@@ -173,6 +174,7 @@ def test_only_a_proof_ends_the_node(proves: bool) -> None:
 class Link:
     """A connection whose other end sends whole parts without end."""
 
+    identity = None
     remote = "192.0.2.1:999"
     rows = tuple(Member(f"n{n}", "n", "10.0.0.2", 7, 1, 0, State.ALIVE, "", b"") for n in range(TABLE_PART))
 

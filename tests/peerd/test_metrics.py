@@ -23,6 +23,7 @@ def status(**changes: Any) -> dict[str, Any]:
         "loop_latency_p99_s": 0.001,
         "trainer": None,
         "counts": {},
+        "refused": {"b": 600.0},
         **changes,
     }
 

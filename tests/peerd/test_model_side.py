@@ -148,10 +148,10 @@ async def test_a_newcomer_starts_from_the_swarms_model(tmp_path: Path, kept: int
             await trainer.say("ready", step=kept)
             await node.sent_to("donor", ModelRequest)
             assert not node.side.about.ready
-            await node.side.on_message("another", ModelRequest())  # it has none to give yet
+            node.side.on_message("another", ModelRequest())  # it has none to give yet
             assert len(node.sent) == 1
-            await node.side.on_message("donor", LinkOpen(1))  # too early for the mode: there is none
-            await node.side.on_message("donor", snapshot(7))
+            await node.side.runner.on_message("donor", LinkOpen(1))  # too early for the mode: there is none
+            node.side.on_message("donor", snapshot(7))
             start = await trainer.hear("start")
             assert (start["load"], start["step"]) == (0, step)
             assert trainer.memory.copies[0].tolist() == MODEL.tolist()
@@ -190,12 +190,12 @@ async def test_the_model_is_given_to_newcomers_once_there_is_one(tmp_path: Path)
     node.member("newcomer", NEW)
     with script() as trainer:
         async with running(node) as nursery:
-            await node.side.on_message("newcomer", ModelRequest())
+            node.side.on_message("newcomer", ModelRequest())
             assert node.sent == []
             nursery.start_soon(trainer.serve, node)
             trainer.memory.copies[0][:] = MODEL
             await trainer.trains(step=5)
-            await node.side.on_message("newcomer", ModelRequest())
+            node.side.on_message("newcomer", ModelRequest())
             given = await node.sent_to("newcomer", ModelSnapshot)
             assert isinstance(given, ModelSnapshot)
             found = np.empty(6, np.float32)
@@ -212,8 +212,8 @@ async def test_no_stranger_is_given_the_model_nor_a_member_too_often(tmp_path: P
             nursery.start_soon(trainer.serve, node)
             await trainer.trains(step=5)
             for _ in range(100):
-                await node.side.on_message("stranger", ModelRequest())
-                await node.side.on_message("newcomer", ModelRequest())
+                node.side.on_message("stranger", ModelRequest())
+                node.side.on_message("newcomer", ModelRequest())
                 await trio.sleep(0.1)
             assert {peer for peer, message in node.sent if isinstance(message, ModelSnapshot)} == {"newcomer"}
             assert 2 <= node.side.snapshots <= 4, "again after a second, then every ten"
@@ -240,7 +240,7 @@ async def test_a_donor_gives_the_model_of_its_next_step_once_however_often_it_is
             await trainer.trains(step=5)
             await trainer.step(1005)
             for _ in range(3):
-                await node.side.on_message("newcomer", ModelRequest())
+                node.side.on_message("newcomer", ModelRequest())
             copy = await trainer.asked_to_publish()
             assert node.sent == [], "the copy of step 5 is not the model"
             trainer.memory.copies[copy][:] = 3 * MODEL

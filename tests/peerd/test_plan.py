@@ -4,20 +4,36 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
+import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from peerd.membership.roster import META_BYTES
 from peerd.node.meta import NodeMeta
-from peerd.protocol.plan import NUMBER_MAX, after, is_over, newest, pack, parts, proposal, text_of, unpack, works_with
+from peerd.protocol.plan import (
+    NUMBER_MAX,
+    after,
+    is_over,
+    is_signed,
+    newest,
+    pack,
+    parts,
+    proposal,
+    text_of,
+    unpack,
+    works_with,
+)
 from peerd.settings import PLANNED, Settings, planned
+from peerd.simulation.referee import Referee
 from peerd.training.codecs import CODECS
 from peerd.training.modes import MODES, class_of
 from peerd.training.modes.parameter_server import ParameterServer
 from peerd.transport.errors import UserError
 from peerd.transport.messages import AS_STARTED, Plan
+from peerd.transport.secure.signing import PROOF_BYTES
 
 ids = st.text("0123456789abcdef", min_size=1, max_size=16)
 texts = st.sampled_from(["", "gossip", "allreduce every=5", "diloco every=50 overlap=blocking"])
@@ -90,17 +106,23 @@ def test_an_average_is_over_when_nobody_needs_us(plan: Plan, others: list[tuple[
     assert is_over(plan, others) == (not any(needs_us))
 
 
-@given(plans)
-def test_what_is_said_is_understood_and_fits(plan: Plan) -> None:
+proofs = st.just(b"") | st.binary(min_size=PROOF_BYTES, max_size=PROOF_BYTES)
+
+
+@given(plans, proofs)
+def test_what_is_said_is_understood_and_fits(plan: Plan, proof: bytes) -> None:
+    plan = replace(plan, proof=proof)
     assert unpack([*pack(plan)]) == plan
+    assert unpack([*pack(plan)], proof).proof == proof
     for said in itertools.product((False, True), repeat=3):
         about = NodeMeta("m" * 16, True, True, True, plan, *said)
         assert NodeMeta.unpack(about.pack()) == about
+        assert NodeMeta.unpack(about.pack()).plan.proof == proof
         assert len(about.pack()) <= META_BYTES
 
 
 def test_the_longest_plan_fits_and_a_longer_one_is_none() -> None:
-    longest = Plan(NUMBER_MAX, "i" * 128, False, "t" * 200)
+    longest = Plan(NUMBER_MAX, "i" * 128, False, "t" * 200, bytes(PROOF_BYTES))
     about = NodeMeta("m" * 16, True, True, True, longest, True, True, True)
     assert len(about.pack()) <= META_BYTES
     assert NodeMeta.unpack(about.pack()) == about
@@ -117,6 +139,42 @@ def test_the_longest_plan_fits_and_a_longer_one_is_none() -> None:
 @given(st.lists(st.none() | st.booleans() | st.integers() | st.text(max_size=9) | st.binary(max_size=9), max_size=5))
 def test_anything_said_is_a_plan_or_as_started(said: list[object]) -> None:
     assert unpack(said) == AS_STARTED or pack(unpack(said)) == said
+
+
+@given(st.lists(st.none() | st.integers(-9, 9) | st.binary(max_size=100), min_size=1, max_size=3))
+def test_anything_beside_a_plan_is_a_proof_or_none(said: list[object]) -> None:
+    meta = msgpack.packb(["m", True, True, True, 1, "a", True, "gossip", True, True, True, *said])
+    proof = NodeMeta.unpack(meta).plan.proof
+    assert proof == (said[0] if isinstance(said[0], bytes) and len(said[0]) == PROOF_BYTES else b"")
+
+
+# Whose plan it is -------------------------------------------------------------------------------------------------
+
+REFEREE = Referee(3)
+
+
+@given(plans, st.booleans(), st.sampled_from(["number", "author", "text", "proof", "swarm"]))
+def test_a_plan_is_its_authors_and_of_one_swarm(known: Plan, once: bool, changed: str) -> None:
+    here = REFEREE.signing("a")
+    plan = proposal(known, "a", "gossip", once=once, signing=here)
+    others = REFEREE.signing("b")
+    assert is_signed(plan, others)
+    assert is_signed(after(plan), others) if once else is_signed(plan, here)
+    lie = {
+        "number": replace(plan, number=plan.number + 1),
+        "author": replace(plan, author="b"),
+        "text": replace(plan, text="allreduce"),
+        "proof": replace(plan, proof=b""),
+        "swarm": proposal(known, "a", "gossip", once=once, signing=Referee(4).signing("a")),
+    }[changed]
+    assert not is_signed(lie, others)
+    assert not is_signed(replace(lie, done=not lie.done), others)
+
+
+def test_nobody_makes_an_average_of_what_was_proposed_for_good() -> None:
+    plan = proposal(AS_STARTED, "a", "gossip", signing=REFEREE.signing("a"))
+    assert not is_signed(replace(plan, done=False), REFEREE.signing("b"))
+    assert is_signed(AS_STARTED, REFEREE.signing("b"))
 
 
 changes = st.fixed_dictionaries(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,26 +12,32 @@ import pytest
 import trio
 import trio.testing
 
+from peerd.daemon import known_members
 from peerd.daemon.plan_follower import ONCE_MAX_S, PlanFollower
 from peerd.node.meta import NodeMeta
-from peerd.protocol.plan import AHEAD_MAX, NUMBER_MAX
+from peerd.protocol.plan import AHEAD_MAX, NUMBER_MAX, is_signed, proposal
 from peerd.settings import Settings
+from peerd.simulation.referee import Referee
 from peerd.transport.errors import UserError
 from peerd.transport.messages import AS_STARTED, Member, Plan, State
+from peerd.transport.secure.signing import Signing
 
 pytestmark = pytest.mark.trio(clock="autojump")
+
+
+STARTED = Settings(name="me")
 
 
 class Node:
     """A follower among members that say what a test wants."""
 
-    def __init__(self) -> None:
+    def __init__(self, signing: Signing | None = None, started: Settings = STARTED) -> None:
         self.members: dict[str, Member] = {}
         self.followed: list[Plan] = []
         core = SimpleNamespace(mode=None)
         runner = SimpleNamespace(core=core, wind_up=self._nothing, averaged=trio.Event(), all_taken=False)
         self.follower = PlanFollower(
-            "me", Settings(name="me"), cast(Any, runner), lambda: self.members, self._change, self._nothing
+            "me", started, cast(Any, runner), lambda: self.members, self._change, self._nothing, signing
         )
         self.says("me", AS_STARTED)
 
@@ -56,6 +64,54 @@ async def following(node: Node, says: Callable[[], None], seconds: float = 1.0) 
 
 
 GOSSIP = Plan(1, "b", True, "gossip")
+REFEREE = Referee(5)
+
+
+def by(author: str, number: int, text: str = "allreduce") -> Plan:
+    return proposal(Plan(number - 1), author, text, signing=REFEREE.signing(author))
+
+
+async def test_in_a_signed_swarm_only_what_its_author_signed_is_a_plan() -> None:
+    node = Node(REFEREE.signing("me"))
+    node.says("b", AS_STARTED)
+    good = by("b", 3)
+
+    def says() -> None:
+        for number, lie in enumerate([
+            Plan(9, "b", True, "gossip"), replace(good, number=8), replace(good, done=False),
+            replace(by("a", 7), author="b"), replace(good, text="gossip", proof=by("a", 3).proof),
+        ]):  # fmt: skip
+            node.says(f"a{number}", lie)
+        node.says("a", good)
+        node.says("z", replace(good, proof=b""))
+
+    assert await following(node, says) == [good]
+    assert node.follower.plan.proof == good.proof, "so others believe this node"
+    mine = node.follower.propose("noloco")
+    assert is_signed(mine, REFEREE.signing("a"))
+
+
+@pytest.mark.parametrize(("tellers", "followed"), [("a", False), ("ab", False), ("abc", True)])
+async def test_an_author_who_is_no_member_needs_most_members(tellers: str, followed: bool) -> None:
+    node, plan = Node(REFEREE.signing("me")), by("gone", 4)
+    for id in "abcd":
+        node.says(id, AS_STARTED)
+
+    def says() -> None:
+        for id in tellers:
+            node.says(id, plan)
+
+    assert await following(node, says) == [plan] * followed
+    node.says("gone", AS_STARTED)
+    assert await following(node, lambda: None) == [plan]
+
+
+async def test_a_plan_that_was_kept_unsigned_is_not_taken_up(tmp_path: Path) -> None:
+    settings = Settings(name="me", state_dir=str(tmp_path))
+    for plan, taken in ((GOSSIP, False), (by("b", 2), True)):
+        known_members.write_plan(settings, plan, lambda: False)
+        node = Node(REFEREE.signing("me"), settings)
+        assert await following(node, lambda node=node: node.follower.keep(trio.Event())) == [plan] * taken  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from peerd.carriers import CARRIERS
+from peerd.security.token import Token
 from peerd.settings import DEFAULT_PORT, Settings, load, parse_address, unknown_variables
 from peerd.training.codecs import CODECS
 from peerd.training.modes import MODES, ModeSettings, class_of, heeds
@@ -22,11 +23,28 @@ from peerd.transport.errors import UserError
 ROOT = Path(__file__).parent.parent.parent
 PRINTED = settings(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setattr(Path, "home", homeless)
+    with pytest.raises(UserError, match="set XDG_STATE_HOME"):
+        _ = Settings().authority_path
+
+
+def token_at(host: str) -> str:
+    return Token(((host, 1),), bytes(32), bytes(8), bytes(16), 1).pack()
+
+
 # a good value of every setting, another one for each source
 GOOD: dict[str, tuple[Any, Any, Any]] = {
     "name": ("a", "b.c", "D-1_2"),
     "bind": ("127.0.0.1:1", "[::1]:2", "host"),
     "join": (("h:1",), ("h:2", "i:3"), ("[::1]",)),
+    "token": (token_at("h"), token_at("i"), token_at("::1")),
+    "insecure_plaintext": (False, False, False),  # which no token goes with
     "swarm": ("s1", "s2", ""),
     "run": ("r1", "r2", "r3"),
     "mode": ("diloco", "gossip", "allreduce"),
@@ -38,6 +56,9 @@ GOOD: dict[str, tuple[Any, Any, Any]] = {
     "topology": ("auto", "ring", "tree:3"),
     "servers": (1, 2, 9),
     "min_peers": (1, 2, 9),
+    "exchange": ("weights", "weights", "weights"),  # with gossip, gradients are refused
+    "server_optimizer": ("adamw", "sgd", "sgd:momentum=0.9"),
+    "robust": (False, True, False),
     "wait_for": (1, 2, 9),
     "network": ("lan", "wan", "lan"),
     "transport": tuple((list(CARRIERS) * 3)[:3]),  # type: ignore[dict-item]
@@ -92,7 +113,7 @@ def test_flags_win_over_variables_over_the_file_over_defaults(
         assert getattr(loaded, key) == expected
 
 
-MODE_SETTINGS = tuple(item.name for item in fields(ModeSettings))
+MODE_SETTINGS = tuple(item.name for item in fields(ModeSettings) if item.name != "robust")  # which all have
 A_TOPOLOGY = {"hardsync": "adv:2", "softsync:3": "adv:2", "async": "adv:2"}
 
 

@@ -13,6 +13,10 @@ from torch import nn
 from peerd.daemon import known_members
 from peerd.local import identity
 from peerd.local.durable import replace
+from peerd.security import authority_folder, kept, wall_clock
+from peerd.security.authority import request_of
+from peerd.security.enrolment import granted
+from peerd.security.token_store import TokenStore
 from peerd.settings import Settings
 from peerd.trainer.checkpoint import capture, save
 from peerd.trainer.rest import Rest
@@ -29,13 +33,19 @@ def umask(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def test_all_that_is_in_the_state_folder(tmp_path: Path) -> None:
     settings = Settings(name="a", state_dir=str(tmp_path / "state"))
-    os.close(identity.take(settings.state_path).lock)
+    mine = identity.take(settings.state_path)
+    os.close(mine.lock)
+    key = mine.key
     known_members.write(settings, (("10.0.0.1", 1),))
     known_members.write_plan(settings, Plan(3, "a"), lambda: False)
     model = nn.Linear(2, 1)
     flat = FlatModel(model)
     save(settings.state_path / "checkpoints", capture(model, torch.optim.SGD(model.parameters(), 0.1), 1, "signature"))
     Rest(model, flat.pieces, flat.signature).write(settings.state_path / "checkpoints")
+    by, now = authority_folder.at(settings.state_path / "authority", wall_clock.now()), wall_clock.now()
+    kept.write(settings.state_path, granted(by, request_of(key), now, issuer=True))
+    for folder in (settings.state_path, settings.state_path / "authority"):
+        TokenStore(folder).make((("10.0.0.1", 1),), bytes(32), 1, 60, 0, issuer=False)
     found = [settings.state_path, *settings.state_path.rglob("*")]
     assert len(found) > 8
     assert {str(path): path.stat().st_mode & 0o777 for path in found} == {

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.node.strikes import REFUSED_MAX_S, REFUSED_S, REMEMBERED_MAX, STRIKES_MAX, WINDOW_S, Strikes
+from peerd.node.strikes import REMEMBERED_MAX, STRIKES_MAX, WINDOW_S, Strikes
+from peerd.training.refusal import REFUSED_MAX_S, REFUSED_S
 
 WAITS = st.lists(st.sampled_from([0.0, 1.0, WINDOW_S / 2, WINDOW_S, REFUSED_S, 2 * REFUSED_S, 1e5]), max_size=40)
 
@@ -61,3 +62,14 @@ def test_any_number_of_names_takes_bounded_memory_and_sets_nobody_free() -> None
         strikes.strike(number, 1.0)
     assert len(strikes) <= REMEMBERED_MAX
     assert strikes.refused_s("a", 1.0) > 0
+
+
+def test_who_is_forgiven_is_heard_and_the_others_are_not() -> None:
+    strikes = Strikes()
+    for who in (("a", "h"), ("a", "i"), ("b", "h")):
+        for _ in range(STRIKES_MAX):
+            strikes.strike(who, 0.0)
+    assert strikes.forgive(lambda who: isinstance(who, tuple) and who[0] == "a")
+    assert strikes.refused_s(("a", "h"), 1.0) == strikes.refused_s(("a", "i"), 1.0) == 0.0
+    assert strikes.refused_s(("b", "h"), 1.0) > 0
+    assert not strikes.forgive(lambda who: who == "c")

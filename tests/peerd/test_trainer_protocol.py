@@ -20,6 +20,7 @@ from peerd.protocol.trainer import (
     Corrections,
     Finished,
     Go,
+    GradientReady,
     Publish,
     Resume,
     Said,
@@ -56,6 +57,10 @@ def of(cls: type[Said]) -> st.SearchStrategy[Said]:
     drawn = {item.name: VALUES[hints[item.name]] for item in fields(cls)}
     if cls is Attach:
         drawn |= {"parameters": st.integers(1, 5), "total": st.integers(5, 9), "variances": st.just([[1, 4]])}
+        drawn["states"] = st.just(0)
+    if cls is GradientReady:
+        drawn["samples"] = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
+        drawn["rate"] = st.floats(min_value=0, allow_infinity=False)
     return st.builds(cls, **drawn)
 
 

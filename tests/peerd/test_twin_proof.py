@@ -119,7 +119,7 @@ async def test_a_signature_of_another_key_proves_nothing() -> None:
 
     class Forged(NodeKey):
         def __init__(self) -> None:
-            self._private, self._public, self.id = OTHERS._private, OTHERS._public, OURS.id
+            self.private, self.public, self.id = OTHERS.private, OTHERS.public, OURS.id
 
     async with setting() as there:
         mine, liar = await there.life("a", 4), await there.life("b", 5, key=Forged())

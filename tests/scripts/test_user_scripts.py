@@ -127,7 +127,7 @@ def test_a_buffer_that_nobody_trains_stays_the_bits_that_it_is(machine: Machine,
     b.trains(beyond=b.trains() + 120)
     a.trains(beyond=a.step + 60)
     for node in (a, b):
-        assert have_met(node)
+        node.eventually(lambda node=node: have_met(node))  # type: ignore[misc]
         exported = script.export(node)
         for name in script.constants():
             assert torch.equal(exported.tensors[name], script.constants()[name]), (node.name, name)
@@ -153,7 +153,7 @@ def test_compiled_beside_plain(machine: Machine) -> None:
 
 @pytest.mark.scripts
 def test_mixed_precision_with_a_scaler_and_without(machine: Machine) -> None:
-    assert max(one_model(Script("amp"), machine, 400, SCALER="on")) < 0.5
+    assert max(one_model(Script("amp"), machine, 600, SCALER="on")) < 0.5
 
 
 @pytest.mark.scripts

@@ -23,14 +23,18 @@ from peerd.transport.messages import State
 NEAR = Profile(latency_s=0.005, jitter_s=0.01)
 
 
-def swarm_of(peers: int, seed: int, profile: Profile = NEAR, trace: io.StringIO | None = None) -> Swarm:
+def swarm_of(
+    peers: int, seed: int, profile: Profile = NEAR, trace: io.StringIO | None = None, *, signed: bool = True
+) -> Swarm:
     """Places, and nobody there yet."""
-    return Swarm(World(seed, trace), peers, topology=uniform(profile, peers))
+    return Swarm(World(seed, trace), peers, topology=uniform(profile, peers), signed=signed)
 
 
-def grown(peers: int, seed: int, profile: Profile = NEAR, trace: io.StringIO | None = None) -> Swarm:
+def grown(
+    peers: int, seed: int, profile: Profile = NEAR, trace: io.StringIO | None = None, *, signed: bool = True
+) -> Swarm:
     """One that has formed."""
-    swarm = swarm_of(peers, seed, profile, trace)
+    swarm = swarm_of(peers, seed, profile, trace, signed=signed)
     swarm.start_all()
     swarm.run(20)
     check(

@@ -73,12 +73,12 @@ def found(patch: Callable[[pytest.MonkeyPatch], None]) -> tuple[int, int, list[t
 def skip_one_reference_update(planted: pytest.MonkeyPatch) -> None:
     complete = PairedReference._complete
 
-    def skipping(self: PairedReference, theirs: Any, theirs_next: Any) -> Any:
+    def skipping(self: PairedReference, *halves: Any) -> Any:
         before = self.mine.copy()
-        correction = complete(self, theirs, theirs_next)
+        moved = complete(self, *halves)
         if self.version == 3:
             self.mine[:] = before
-        return correction
+        return moved
 
     planted.setattr(PairedReference, "_complete", skipping)
 

@@ -40,6 +40,40 @@ def test_a_tree_keeps_the_law(n: int, group: int) -> None:
     assert sum(count for staleness, count in outcome.staleness.items() if staleness > 2 * n) <= 0.01 * pushes
 
 
+@pytest.mark.parametrize("topology", ["auto", "adv:2"])
+def test_gradients_keep_the_law_and_reach_the_optimum(topology: str) -> None:
+    """And a schedule with an optimizer of the servers'; the answer has the histogram."""
+    outcome = simulate(
+        Scenario(
+            peers=6, steps=120, mode="softsync:3", topology=topology, exchange="gradients",
+            server_optimizer="sgd:momentum=0.5", compute="lognormal:1:0.05", faults="none",
+        )
+    )  # fmt: skip
+    result = outcome.result
+    assert result["violations"] == []
+    pushes = outcome.staleness.total()
+    assert pushes == 6 * 120
+    assert result["staleness"]["counts"] == {str(age): count for age, count in sorted(outcome.staleness.items())}
+    mean = sum(age * count for age, count in outcome.staleness.items()) / pushes
+    assert mean == pytest.approx(5 / 2, rel=0.06)
+    assert result["consensus_distance"] < 1e-6
+    assert result["error"] < 0.05
+
+
+@pytest.mark.parametrize("mode", ["hardsync", "async"])
+def test_servers_of_gradients_may_crash(mode: str) -> None:
+    outcome = simulate(
+        Scenario(
+            peers=5, steps=80, mode=mode, servers=2, exchange="gradients", server_optimizer="adamw:weight_decay=0",
+            compute="fixed:1", fault_every=15, seed=3,
+        )
+    )  # fmt: skip
+    assert outcome.result["violations"] == []
+    assert outcome.result["crashes"] > 0
+    assert outcome.result["ended_by"] == "steps"
+    assert outcome.result["consensus_distance"] < 1e-6
+
+
 def test_hardsync_is_never_stale_and_all_end_with_one_model() -> None:
     outcome = simulate(Scenario(peers=6, steps=40, mode="hardsync", codec="int8", faults="none"))
     assert set(outcome.staleness) == {0}
@@ -80,3 +114,18 @@ def test_with_a_tree_a_round_takes_time_in_proportion_to_its_depth() -> None:
     rounds = [seconds(peers, 6) - seconds(peers, 3) for peers in (7, 15, 31)]
     levels = [after - before for before, after in itertools.pairwise(rounds)]
     assert 0 < levels[1] < 1.3 * levels[0], rounds
+
+
+def test_the_rate_suits_the_samples_of_all_workers() -> None:
+    """Two batches of 16 are the 32 that the rate is for; of 8 they are half as many, and the steps are shorter."""
+
+    def series(mode: str, batch: int) -> object:
+        scenario = Scenario(
+            peers=2, problem="teacher:6-8-3:examples=300", steps=10, batch=batch, mode=mode, exchange="gradients",
+            faults="none", look_every=2.0,
+        )  # fmt: skip
+        looks = simulate(scenario).series
+        return [(look.loss, look.accuracy, look.validation_loss) for look in looks[1:]]
+
+    assert series("hardsync:batch=32", 16) == series("hardsync", 16)
+    assert series("hardsync:batch=32", 8) != series("hardsync", 8)

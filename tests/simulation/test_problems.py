@@ -5,13 +5,16 @@ from __future__ import annotations
 import random
 import statistics
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from peerd.simulation.options import Learning
 from peerd.simulation.problems import SURROGATE_VALUES, BytesOnly, Compute, Problem, Quadratic, mean_and_distance
+from peerd.simulation.task_problem import TaskProblem
 from peerd.transport.errors import UserError
 
 BAD = [
@@ -163,3 +166,16 @@ def test_the_distance_is_relative_to_the_mean() -> None:
     assert mean.tolist() == [2.0, 0.0]
     assert distance == pytest.approx(0.5)
     assert mean_and_distance([np.zeros(3)])[1] == 0.0
+
+
+def test_a_task_of_torch_trains_as_it_is_told() -> None:
+    def group(**said: Any) -> dict[str, Any]:
+        run = TaskProblem("digits", 2, 10, 0, "iid", Learning(**said)).learner(0)._run  # type: ignore[attr-defined]
+        (found,) = run.optimizer.param_groups
+        return {"batch": run._options.batch, "kind": type(run.optimizer).__name__, **found}
+
+    told = group(lr=0.02, batch=7, momentum=0.5, weight_decay=0.01)
+    assert [told[key] for key in ("batch", "kind", "lr", "momentum", "weight_decay")] == [7, "SGD", 0.02, 0.5, 0.01]
+    assert group(optimizer="nesterov")["nesterov"] is True
+    adamw = group(optimizer="adamw", lr=0.003)
+    assert (adamw["kind"], adamw["lr"]) == ("AdamW", 0.003)

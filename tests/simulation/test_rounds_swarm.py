@@ -86,3 +86,23 @@ def test_members_crash_and_come_back_and_the_run_ends(mode: str, overlap: str) -
     assert result["virtual_seconds"] < 1200
     assert result["rounds"] > 20
     assert result["error"] < 0.5  # of the optimum, from 1.0; outer momentum one window late still rings, calm or not
+
+
+def test_gradients_make_one_model_of_all_whatever_crashes_and_parts() -> None:
+    scenario = Scenario(
+        peers=5, seed=3, minutes=2.0, mode="allreduce", exchange="gradients", faults="crash,partition",
+        fault_every=20.0, compute="fixed:1",
+    )  # fmt: skip
+    result = simulate(scenario).result
+    assert result["violations"] == []
+    assert result["consensus_distance"] < 1e-6, "a float64 model is rounded on the wire"
+
+
+def test_digits_train_by_gradients() -> None:
+    scenario = Scenario(
+        peers=3, problem="digits", steps=20, mode="allreduce", exchange="gradients", compute="fixed:0.2", faults="none"
+    )
+    result = simulate(scenario).result
+    assert result["violations"] == []
+    assert result["consensus_distance"] == 0.0
+    assert result["accuracy"] > 0.5

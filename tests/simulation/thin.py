@@ -12,7 +12,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ from peerd.daemon.verbs import Verbs
 from peerd.local.local_socket import pack, take
 from peerd.local.node_key import NodeKey
 from peerd.local.shared_memory import SharedMemory
+from peerd.local.signing import NodeSigning
 from peerd.node.meta import NodeMeta
 from peerd.protocol import trainer as protocol
 from peerd.settings import Settings
@@ -37,6 +38,7 @@ from peerd.transport.messages import AS_STARTED, Delta, Member, Message, Plan, S
 from peerd.transport.rdma import ucx
 from peerd.transport.rdma.fabric import UcxFabric
 from peerd.transport.same_host import SameHost
+from peerd.transport.secure.signing import Signing
 from peerd.transport.tcp import TcpTransport
 from peerd.transport.udp import bind_udp
 
@@ -109,7 +111,7 @@ class Trainer:
         connection = Connection(os.dup(self._memory.fd))
         self._memory.close_fd()
         self._tell, self._told = connection.to_daemon, connection.from_daemon
-        comes = protocol.Attach(1, "thin", VALUES, VALUES, [f"x float32 {VALUES}"], [])
+        comes = protocol.Attach(1, "thin", VALUES, VALUES, [f"x float32 {VALUES}"], [], [])
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._session)
@@ -207,17 +209,36 @@ def targets(name: str) -> Model:
     return (2 + np.random.default_rng([1, *name.encode()]).normal(size=VALUES)).astype(np.float32)
 
 
+class NamedSigning(NodeSigning):
+    """Real keys, for nodes whose ids are their names."""
+
+    names: ClassVar[dict[bytes, NodeId]] = {}
+
+    def __init__(self, name: str, settings: Settings) -> None:
+        super().__init__(NodeKey.generate(), settings.swarm, settings.run)
+        self.names[self.key] = name
+
+    def id_of(self, key: bytes) -> NodeId:
+        """By whom the key was made."""
+        return self.names.get(key, key.hex())
+
+
 class WatchedDaemon(Daemon):
     """Notes what its node comes to know, and every half of an exchange that it takes in."""
 
-    def __init__(self, note: Callable[[str], None], settings: Settings, me: Member, *rest: Any) -> None:
+    def __init__(
+        self, note: Callable[[str], None], settings: Settings, me: Member, *rest: Any, signing: Signing | None = None
+    ) -> None:
         self.latency_s = 0.0  # of a mode's messages
         self._note = note
         self._known: dict[NodeId, str] = {}
         rng = random.Random(f"{me.id}/{me.epoch}")
         nursery, transport, datagrams, kept = (*rest, ())[:4]
-        super().__init__(settings, me, KEY, (me.host, me.port), nursery, transport, datagrams, kept, rng)
-        self._to_model, self.model.on_message = self.model.on_message, self._on_message  # type: ignore[method-assign]
+        super().__init__(
+            settings, me, KEY, (me.host, me.port), nursery, transport, datagrams, kept, rng, signing=signing
+        )
+        runner = self.model.runner
+        self._to_mode, runner.on_message = runner.on_message, self._on_message  # type: ignore[method-assign]
 
     def _on_members(self) -> None:
         super()._on_members()
@@ -230,7 +251,7 @@ class WatchedDaemon(Daemon):
 
     async def _on_message(self, sender: NodeId, message: Message, plan: Plan = AS_STARTED) -> None:
         await trio.sleep(self.latency_s)
-        await self._to_model(sender, message, plan)
+        await self._to_mode(sender, message, plan)
         if isinstance(message, Delta):
             self._note(f"exchange {message.seq} with {sender}")
 
@@ -250,6 +271,7 @@ class Node:
             settings["state_dir"] = f"{settings['state_dir']}/{name}"
             Path(settings["state_dir"]).mkdir()
         self._settings = Settings(name=name, join=(f"{join[0]}:{join[1]}",) if join else (), **settings)
+        self.signing = NamedSigning(name, self._settings) if swarm.signed else None
 
     async def start(self, steps: int) -> None:
         """A new life, that ends with `crash`."""
@@ -275,7 +297,7 @@ class Node:
         with self._scope:
             async with aclosing(await network.bind(self.address)) as datagrams, trio.open_nursery() as nursery:
                 carriers = nursery, network.carrier(nursery, host), datagrams
-                self.daemon = WatchedDaemon(self._note, self._settings, me, *carriers)
+                self.daemon = WatchedDaemon(self._note, self._settings, me, *carriers, signing=self.signing)
                 if self._settings.state_dir:
                     self.daemon.model.plans.keep(trio.Event())
                 await self.daemon.start()
@@ -393,6 +415,7 @@ class Swarm:
     def __init__(self, nursery: trio.Nursery, network: Memory | Loopback) -> None:
         self.nursery = nursery
         self.network = network
+        self.signed = False  # of nodes that start from now on: whether their records and plans are
         self.nodes: dict[str, Node] = {}
         self.trace: list[Event] = []
 

@@ -18,9 +18,11 @@ class GossipSwarm(ModeSwarm):
     def __init__(
         self, count: int, size: int, codec: str, trigger: str = "always", view: int = 3, seed: int = 0,
         buffers: int = 0, mode: str = "gossip", dtype: str = "float64", every: int = 1, make: Core | None = None,
+        robust: bool = False,
     ) -> None:  # fmt: skip
+        """Models that start apart are further from each other than limits by own steps let come together at once."""
         names = "abcdefghijklmnop"[:count]
-        settings: dict[str, Any] = {"trigger": parse_trigger(trigger), "view": view, "every": every}
+        settings: dict[str, Any] = {"trigger": parse_trigger(trigger), "view": view, "every": every, "robust": robust}
         super().__init__(mode, names, size, buffers=buffers, dtype=dtype, seed=seed, codec=codec, make=make, **settings)
         first, *others = (node.x for node in self.nodes.values())
         self.initial_sum: Vector = sum(others, first)

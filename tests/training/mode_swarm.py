@@ -21,7 +21,7 @@ from peerd.training.trigger import parse_trigger
 from peerd.transport.framing import FrameReader, frames
 from peerd.transport.messages import Connected, Message
 
-SETTINGS = ModeSettings("float32", parse_trigger("always"), view=3)
+SETTINGS = ModeSettings("float32", parse_trigger("always"), view=3, robust=False)
 MESSAGES_MAX = 20_000  # until a swarm of a few nodes must be at rest
 ROUNDS_MAX = 100  # of everybody's next thing
 PATIENCE_S = 4000.0  # of time that the test itself lets pass: whatever takes longer does not come
@@ -97,7 +97,7 @@ class ModeSwarm:
         **settings: Any,
     ) -> None:  # fmt: skip
         """All start from one model; nobody has heard of anybody."""
-        self.layout = Layout(size - buffers, size, variances)
+        self.layout = Layout(size - buffers, size, variances, tuple(range(2, size + 1, 3)))
         self.settings = replace(SETTINGS, codec=codec or class_of(mode).CODEC, **settings)
 
         def made(name: str, layout: Layout, rng: random.Random, values: Callable[[], Vector]) -> Mode:

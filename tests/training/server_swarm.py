@@ -7,14 +7,17 @@ from typing import Any
 import numpy as np
 from mode_swarm import ModeSwarm
 
-from peerd.training.effects import Vector
+from peerd.training.effects import Averaged, Effect, Vector
+
+CALM_S = 600.0  # until timers have reminded of what was lost
 
 
 class ServerSwarm(ModeSwarm):
     """Everybody has heard of everybody, and each shard is served."""
 
     def __init__(self, mode: str, names: str, size: int = 8, codec: str = "float32", **settings: Any) -> None:
-        super().__init__(mode, names, size, codec=codec, **settings)
+        """What is counted is exact, so no push is shortened and no model doubted, unless the settings say so."""
+        super().__init__(mode, names, size, codec=codec, **{"robust": False, **settings})
         super().all_hear()  # one that is alone, too
         self.settle()
 
@@ -65,8 +68,10 @@ class ServerSwarm(ModeSwarm):
         self.all_hear()
         self.settle()
         super().heal()
-        self.pass_time(3600.0)
-        self.settle()
+        until = self.now + CALM_S
+        while (deadline := min(node.core.deadline for node in self.nodes.values())) <= until:  # each in its turn
+            self.pass_time(max(0.0, deadline - self.now))
+            self.settle()
 
     def serving(self, shard: int = 0) -> list[str]:
         return [name for name, node in self.nodes.items() if node.core._seats.all[shard].server is not None]
@@ -78,3 +83,31 @@ class ServerSwarm(ModeSwarm):
             (name,) = self.serving(shard)
             pieces.append(self.nodes[name].core._seats.all[shard].server.weights)
         return np.concatenate(pieces)
+
+
+class GradientSwarm(ServerSwarm):
+    """Trainers that push gradients and wait for the servers' steps."""
+
+    def __init__(self, mode: str, names: str, optimizer: str, **settings: Any) -> None:
+        """No rate is limited, unless the settings say so."""
+        super().__init__(mode, names, exchange="gradients", server_optimizer=optimizer, **settings)
+
+    def first_model(self) -> Vector:
+        return self.start
+
+    def push(self, name: str, gradient: Vector | float, rate: float, samples: float = 1.0) -> None:
+        """Its trainer has a gradient, and waits; float buffers are as they are."""
+        node = self.nodes[name]
+        assert not node.waits
+        cut = self.layout.parameters
+        flat = np.concatenate([np.zeros(cut) + gradient, node.x[cut:], np.ones(1)])
+        node.waits, node.steps = True, node.steps + 1
+        self.perform(name, node.core.on_gradient(flat, samples, node.steps, self.now, rate))
+
+    def perform(self, name: str, effects: list[Effect]) -> None:
+        super().perform(name, effects)
+        for effect in effects:
+            if isinstance(effect, Averaged):
+                assert effect.gradient is None
+                assert self.nodes[name].waits
+                self.nodes[name].waits = False

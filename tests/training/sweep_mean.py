@@ -28,7 +28,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -50,6 +50,7 @@ from peerd.transport.messages import Delta, LinkOpen, LinkSnapshot, Message, Pus
 MODES = ("gossip", "elastic:pairwise", "elastic", "push-sum", "gossip-push", "gossip-pull")
 KEEP_NO_MEAN = ("gossip-push", "gossip-pull")
 EXACT = 1e-10  # relative: sums of float64
+ROBUST = 0.7  # of the lives bound what others do to them
 TINY = 1e-9  # of one correction
 SIZE, BUFFERS = 5, 1  # values of a model, of them buffers
 EVENTS = 60
@@ -99,7 +100,8 @@ class LedgerSwarm(GossipSwarm):
                 model[0] = np.nan
             return model
 
-        core = parse_mode(self.mode)(name, layout, rng, self.settings, read)
+        told = replace(self.settings, robust=random.Random(f"robust/{self.lives}").random() < ROBUST)
+        core = parse_mode(self.mode)(name, layout, rng, told, read)
         if isinstance(core, PushSum):
             self._watch(core, name)
         return core
@@ -130,6 +132,8 @@ class LedgerSwarm(GossipSwarm):
         centre = getattr(node.core, "centre_values", None)
         if centre is not None:
             total[:SIZE] += centre
+        for waiting in getattr(node.core, "_waiting", {}).values():  # of push-sum: here, and not let in yet
+            total += waiting.weight * np.append(waiting.model, 1.0)
         return total
 
     def end_of(self, name: NodeId, peer: NodeId, link: int) -> End:

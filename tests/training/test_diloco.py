@@ -169,3 +169,31 @@ def test_float_buffers_take_the_mean_with_no_momentum(mode: str) -> None:
             swarm.step(name, move)
         swarm.settle()
         assert all((node.x[30:] > 0).all() for node in swarm.nodes.values())
+
+
+@pytest.mark.parametrize("mode", ["diloco", "diloco:2"])
+def test_a_round_of_whole_models_begins_the_momentum_anew(mode: str) -> None:
+    """A newcomer has none: with what the others had before it came, all would go on from one model to several."""
+    swarm = formed("ab", mode, overlap="blocking", every=4)
+    move = np.zeros(SIZE)
+    move[: swarm.layout.parameters] = 100.0
+
+    def rounds(count: int, move: Vector) -> None:
+        wanted = {name: len(node.rounds) + count for name, node in swarm.nodes.items()}
+        while any(len(swarm.nodes[name].rounds) < wanted[name] for name in wanted):
+            for name in sorted(swarm.nodes):
+                swarm.step(name, move)
+            swarm.settle()
+
+    rounds(6, move)
+    swarm.restart("c", swarm.nodes["a"].x)
+    swarm.all_hear()
+    swarm.settle()
+    still = np.zeros(SIZE)
+    while not swarm.nodes["c"].rounds:
+        rounds(1, still)
+    before = swarm.nodes["a"].x.copy()
+    assert all((node.x == before).all() for node in swarm.nodes.values()), "the round of whole models"
+    assert all(node.core._momentum is None for node in swarm.nodes.values())
+    rounds(4, still)
+    assert all((node.x == before).all() for node in swarm.nodes.values()), "nobody has moved since"

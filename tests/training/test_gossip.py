@@ -21,9 +21,11 @@ from peerd.transport.messages import Connected, Delta, LinkClosed, LinkOpen, Lin
 class Weather(Connections):
     """Exactness once the weather clears."""
 
-    @initialize(codec=st.sampled_from(sorted(CODECS)), seed=st.integers(0, 2**16), view=st.integers(1, 3))
-    def start(self, codec: str, seed: int, view: int) -> None:
-        self.swarm: GossipSwarm = GossipSwarm(4, 40, codec, seed=seed, view=view, buffers=7)
+    @initialize(
+        codec=st.sampled_from(sorted(CODECS)), seed=st.integers(0, 2**16), view=st.integers(1, 3), robust=st.booleans()
+    )
+    def start(self, codec: str, seed: int, view: int, robust: bool) -> None:
+        self.swarm: GossipSwarm = GossipSwarm(4, 40, codec, seed=seed, view=view, buffers=7, robust=robust)
         self.rng = np.random.default_rng(seed)
         self.swarm.everyone_alive()
 
@@ -46,9 +48,9 @@ class Weather(Connections):
 class NarrowView(Partings, Weather):
     """As few links as there can be, and members that lose sight of each other: links are forgotten at any moment."""
 
-    @initialize(codec=st.sampled_from(sorted(CODECS)), seed=st.integers(0, 2**16))
-    def start(self, codec: str, seed: int) -> None:
-        super().start(codec, seed, view=1)
+    @initialize(codec=st.sampled_from(sorted(CODECS)), seed=st.integers(0, 2**16), robust=st.booleans())
+    def start(self, codec: str, seed: int, robust: bool) -> None:
+        super().start(codec, seed, view=1, robust=robust)
 
 
 for machine in (Weather, NarrowView):
@@ -215,6 +217,32 @@ def test_a_leaver_hands_over_to_partners_that_train_on() -> None:
     assert swarm.nodes["a"].proceeded == [False], "handed over, but nobody else has finished"
 
 
+@pytest.mark.parametrize(("seed", "steps", "robust"), [(0, 1, False), (1, 5, False), (2, 1, True), (3, 5, True)])
+def test_what_comes_of_one_who_trains_on_is_told_when_it_ends(seed: int, steps: int, robust: bool) -> None:
+    swarm = GossipSwarm(4, 30, "float32", seed=seed, robust=robust)
+    swarm.everyone_alive()
+    swarm.settle()
+    for _ in range(12):  # close enough for a bound flush
+        for name in swarm.nodes:
+            swarm.step(name, swarm.rng.normal(size=30))
+            swarm.settle()
+    for name in "abc":
+        swarm.step(name, finishing=True)
+        swarm.settle()
+    before = {name: dict(core.references()) for name, core in ((name, swarm.nodes[name].core) for name in "abc")}
+    versions = {(name, peer): one.version for name in before for peer, one in before[name].items() if peer != "d"}
+    for _ in range(steps):
+        swarm.step("d", 10 * swarm.rng.normal(size=30))
+        swarm.settle()
+    after = {(name, peer): one.version for name in before for peer, one in before[name].items() if peer != "d"}
+    assert versions == after, "who waits says nothing to others who wait"
+    swarm.step("d", finishing=True)
+    swarm.quiesce()
+    assert swarm.drift() < 1e-12
+    assert all(node.proceeded[-1] for node in swarm.nodes.values())
+    assert robust or swarm.spread() < 0.02
+
+
 def test_silence_ends() -> None:
     swarm = GossipSwarm(2, 600, "sign", trigger="change:0.05")
     swarm.everyone_alive()
@@ -280,7 +308,7 @@ def test_a_gain_that_overshoots_is_refused(gain: float) -> None:
     swarm.step("a", np.ones(50))
     message = swarm.queues["a", "b"].popleft()
     assert isinstance(message, Delta)
-    bad = Delta(message.link, message.seq, message.codec, gain, True, False, message.chunks)
+    bad = Delta(message.link, message.seq, message.codec, gain, True, False, b"", message.chunks)
     with pytest.raises(PeerError, match="gain"):
         swarm.nodes["b"].core.on_message("a", bad, 0.0)
 
@@ -293,7 +321,7 @@ def test_a_payload_that_is_damaged_changes_nothing() -> None:
     swarm.step("a", np.ones(50))
     message = swarm.queues["a", "b"].popleft()
     assert isinstance(message, Delta)
-    bad = Delta(message.link, message.seq, message.codec, message.gain, True, False, (b"\x00garbage",))
+    bad = Delta(message.link, message.seq, message.codec, message.gain, True, False, b"", (b"\x00garbage",))
     with pytest.raises(PeerError):
         swarm.nodes["b"].core.on_message("a", bad, 0.0)
     assert np.array_equal(swarm.nodes["b"].x, before)
@@ -305,7 +333,7 @@ def test_a_payload_that_is_damaged_changes_nothing() -> None:
 def test_messages_of_unknown_links_are_declined() -> None:
     core = GossipSwarm(2, 10, "sign").nodes["a"].core
     assert [e.message for e in core.on_message("b", LinkSnapshot(9, "bfloat16", ()), 0.0)] == [LinkClosed(9, -1)]
-    stray = Delta(9, 1, "sign", 0.5, True, False, ())
+    stray = Delta(9, 1, "sign", 0.5, True, False, b"", ())
     assert [e.message for e in core.on_message("b", stray, 0.0)] == [LinkClosed(9, -1)]
 
 
@@ -384,3 +412,25 @@ def test_a_link_that_one_end_never_got_leaves_no_exchange_waiting() -> None:
     swarm.calm()
     assert not holder.under_way
     assert swarm.drift() < 1e-12
+
+
+@pytest.mark.parametrize("standing", ["a", "ab", "abcd"])
+def test_a_pause_is_no_offence(standing: str) -> None:
+    """Whoever makes no steps for a while follows nobody, and nobody is graylisted for that."""
+    swarm = GossipSwarm(5, 40, "float32", "change:0.05", view=4, seed=1, dtype="float32", robust=True)
+    for node in swarm.nodes.values():
+        node.x = swarm.nodes["a"].x.copy()
+        node.publish()
+    swarm.everyone_alive()
+    swarm.quiesce()
+    goal = 10 * swarm.rng.normal(size=40)
+    for second in range(400):
+        for name, node in swarm.nodes.items():
+            if name not in standing or not 50 < second < 350:
+                swarm.step(name, 0.01 * (goal - node.x) + 0.02 * swarm.rng.normal(size=40))
+        swarm.settle()
+        swarm.now += 1
+        if second % 60 == 59:
+            swarm.quiesce()
+    assert sum(node.core.counts["far_away"] for node in swarm.nodes.values()) > 20, "or nothing is seen here"
+    assert not any(node.core.counts["graylisted"] for node in swarm.nodes.values())

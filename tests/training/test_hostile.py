@@ -9,39 +9,30 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import fields, replace
-from typing import Any, get_type_hints
+from typing import Any, cast, get_type_hints
 
 import numpy as np
 import pytest
+from attacked import ROWS, Attacked
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mode_swarm import SETTINGS, ModeSwarm, framed
+from mode_swarm import SETTINGS
 from wire_strategies import instances_of, values_of
 
 from peerd.training.codecs import CODECS
-from peerd.training.codecs.vector import Layout
+from peerd.training.counts import REPORTED_MAX
 from peerd.training.early import BYTES_MAX, MESSAGES_MAX, SENDERS_MAX, EarlyMessages
-from peerd.training.effects import Effect, StepReport, Vector
 from peerd.training.mode_core import (
     LAST_WORDS_S,
-    ModeBegins,
-    ModeCore,
-    PeersChanged,
     Received,
-    Reconnected,
-    Stepped,
-    TimerDue,
 )
-from peerd.training.modes import MODES, parse_mode
 from peerd.training.rounds.attempt import Pace
 from peerd.training.rounds.leader import Leader
 from peerd.training.rounds.member import EARLY_OF_ONE
 from peerd.transport.errors import PeerError
 from peerd.transport.messages import (
-    AS_STARTED,
     MESSAGES,
     CentreIs,
-    Connected,
     LinkOpen,
     LinkSnapshot,
     Message,
@@ -55,12 +46,7 @@ from peerd.transport.messages import (
     ShardLeader,
 )
 
-EXAMPLES = 3  # of each mode
-ROWS: list[tuple[str, dict[str, Any]]] = [
-    *((mode, {}) for mode in [*MODES, "elastic:pairwise", "diloco:2"]),
-    ("hardsync", {"servers": 3}),
-    ("softsync:2", {"topology": "adv:2"}),
-]
+EXAMPLES = max(1, settings().max_examples // 33)  # of each mode: 3, or 300 by --hypothesis-profile=long
 MODE_MESSAGES = [cls for kind, cls in MESSAGES.items() if 48 <= kind < 128]
 HOSTILE = settings(max_examples=EXAMPLES, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck))
 
@@ -70,82 +56,6 @@ numbers = st.one_of(
 )
 texts = st.sampled_from(["a", "b", "c", "x", "", "ring", "tree:0", "tree:64", "halving", "no", *CODECS])
 floats = st.sampled_from([0.0, -1.0, 1e-300, 0.25, 0.5, 2.0, 1e6, 1e300])
-
-
-class Inside:
-    """A mode in the core that every node has around it, which the harness takes for the mode."""
-
-    def __init__(self, mode: str, name: str, layout: Layout, rng: random.Random, chosen: Any, read: Any) -> None:
-        self.step = 0
-        self.values = read
-        self.core = ModeCore()
-        self.core.model = self
-        make = parse_mode(mode)
-        begins = ModeBegins(AS_STARTED, frozenset(), lambda values: make(name, layout, rng, chosen, values))
-        self.core.handle(begins, 0.0)
-        self.mode: Any = self.core.mode
-
-    def add(self, correction: Vector) -> None:
-        raise AssertionError("the harness applies it")
-
-    def published(self, copy: int, step: int) -> None:
-        self.step = step
-
-    def on_step(self, report: StepReport, now: float) -> list[Effect]:
-        return self.core.handle(Stepped(report, 0 if report.published else None), now)
-
-    def on_message(self, sender: str, message: Message | Connected, now: float) -> list[Effect]:
-        event = Reconnected(sender) if isinstance(message, Connected) else Received(sender, message)
-        return self.core.handle(event, now)
-
-    def on_peers(self, alive: frozenset[str], now: float) -> list[Effect]:
-        return self.core.handle(PeersChanged(alive), now)
-
-    def on_timer(self, now: float) -> list[Effect]:
-        return self.core.handle(TimerDue(), now)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.mode, name)
-
-
-class Attacked(ModeSwarm):
-    """A swarm that remembers what was said, and breaks the connection of whoever breaks a rule."""
-
-    def __init__(self, row: tuple[str, dict[str, Any]], names: str = "abc", **told: Any) -> None:
-        mode, options = row
-        self.said: list[Message] = []
-        self.lies: list[tuple[str, str, Message]] = []
-        self.number = 0
-        self.refused = 0
-
-        def make(name: str, layout: Layout, rng: random.Random, values: Callable[[], Vector]) -> Any:
-            return Inside(mode, name, layout, rng, self.settings, values)
-
-        super().__init__(mode, names, every=2, make=make, dtype="float32", buffers=3, **{**options, **told})
-
-    def perform(self, name: str, effects: list[Effect]) -> None:
-        before = sum(map(len, self.queues.values()))
-        super().perform(name, effects)
-        if sum(map(len, self.queues.values())) > before:
-            self.said += [message for link, queue in self.queues.items() if link[0] == name for message in queue][-4:]
-            del self.said[:-64]
-
-    def deliver(self, source: str, target: str) -> bool:
-        try:
-            return super().deliver(source, target)
-        except PeerError:
-            self.refused += 1
-            self.lose(source, target)
-            return True
-
-    def lie(self, sender: str, target: str, message: Message) -> None:
-        """One message beside the queues."""
-        try:
-            came = framed(message)
-        except (PeerError, ValueError):
-            return  # no wire brings it
-        self.queues[sender, target].appendleft(came)
-        self.deliver(sender, target)
 
 
 def made_up(said: list[Message], data: st.DataObject) -> Message:
@@ -255,6 +165,23 @@ def test_a_reports_numbers_do_not_take_the_rounds_to_their_end(field: str, numbe
     with pytest.raises(PeerError):
         swarm.nodes["a"].core.on_message("b", replace(report, **{field: number}), swarm.now)
     swarm.train(4)
+
+
+@pytest.mark.parametrize("field", ["round", "attempt", "agreed"])
+def test_a_leader_that_believes_a_first_report_is_believed_by_the_others(field: str) -> None:
+    swarm = Attacked(("allreduce", {}), codec="float32")
+    swarm.all_hear()
+    swarm.settle()
+    for _ in range(2):
+        for name in "abc":
+            swarm.step(name, 0.1)
+    said = swarm.queues["b", "a"]
+    assert any(isinstance(each, RoundReport) and each.phase == RoundPhase.READY for each in said)
+    for place, each in enumerate(said):
+        if isinstance(each, RoundReport):
+            said[place] = replace(each, **cast(Any, {field: REPORTED_MAX}))
+    swarm.train(4)
+    assert not swarm.refused
 
 
 def test_a_member_that_claims_to_have_waited_for_ever_takes_nobody_elses_turn() -> None:

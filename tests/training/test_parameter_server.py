@@ -13,6 +13,8 @@ from weather import weather_settings
 from peerd.training.codecs import CODECS
 from peerd.training.effects import Vector
 from peerd.training.modes import parse_mode
+from peerd.training.parameter_server.leadership import HEARD_S
+from peerd.training.parameter_server.optimizer import DIFFERENCE
 from peerd.training.parameter_server.shard_server import ShardServer
 from peerd.training.parameter_server.worker import NEVER
 from peerd.transport.errors import PeerError, UserError
@@ -45,10 +47,10 @@ class Storm(RuleBasedStateMachine):
             update(server, updates)
 
         def note_dropped(
-            server: ShardServer, marks: list[Applied], clock: int, pushed: Vector, training: frozenset[str]
+            server: ShardServer, marks: list[Applied], clock: int, pushed: Vector, training: frozenset[str], rate: float
         ) -> None:
             before = server.counts["pushes_dropped"]
-            take(server, marks, clock, pushed, training)
+            take(server, marks, clock, pushed, training, rate)
             if server.counts["pushes_dropped"] > before:
                 self.dropped |= {(int(place) % PUSHES, float(pushed[place])) for place in np.flatnonzero(pushed)}
 
@@ -117,6 +119,12 @@ class Storm(RuleBasedStateMachine):
 
     @rule()
     def timers(self) -> None:
+        """Membership names whoever lives before its claim is forgotten: a partition loses pushes."""
+        now = self.swarm.now + 15.0
+        for name, node in self.swarm.nodes.items():
+            claims = node.core._seats._heard.items()
+            if any(id in self.swarm.nodes and now - at >= HEARD_S for id, at in claims):
+                self.swarm.hear(name)
         self.swarm.pass_time(15.0)
 
     def teardown(self) -> None:
@@ -130,18 +138,15 @@ class Storm(RuleBasedStateMachine):
     def finish(self, swarm: ServerSwarm) -> None:
         """Calm weather: nobody hangs, and all end with the same weights, each push in them once."""
         swarm.heal()
-        for _ in range(3):
-            for name in sorted(swarm.nodes):
-                assert not swarm.nodes[name].waits or self.mode == "hardsync", f"{name} hangs"
-                if not swarm.nodes[name].waits:
-                    swarm.step(name, 0.0)
-            swarm.settle()
-            swarm.pass_time(3600.0)
-            swarm.settle()
-        for name in swarm.nodes:
-            assert not swarm.nodes[name].waits, f"{name} hangs"
-            swarm.step(name, 0.0, finishing=True)
-        swarm.settle()
+        steps = {name: node.steps + 3 for name, node in swarm.nodes.items()}
+
+        def go_on(name: str) -> None:
+            assert not swarm.nodes[name].waits or self.mode == "hardsync", f"{name} hangs"
+            if not swarm.nodes[name].waits:
+                swarm.step(name, 0.0)
+
+        swarm.come_to(lambda name: swarm.nodes[name].steps >= steps[name], go_on)
+        swarm.end()
         weights = swarm.weights()
         for node in swarm.nodes.values():
             assert node.proceeded == [False, True]
@@ -242,6 +247,64 @@ def test_who_serves_and_who_claims_do_not_argue_without_end() -> None:
     assert [len(swarm.serving(shard)) for shard in range(3)] == [1, 1, 1]
 
 
+def test_rounds_close_with_all_while_a_shard_has_no_server() -> None:
+    """Who claimed it died unknown; else the other shards' rounds, each without one worker, set both apart for good."""
+    swarm = ServerSwarm("hardsync", NAMES, servers=3)
+    swarm.die("a")
+    swarm.die("d")
+    swarm.join("w", "b")
+    swarm.join("x", "c")
+    swarm.die("b")
+    swarm.step("c", 1.0)
+    swarm.step("w", 1.0)
+    swarm.join("y", "c")
+    swarm.die("y")
+    swarm.die("x")
+    swarm.settle()
+    swarm.heal()
+    for _ in range(3):
+        for name in "cw":
+            swarm.step(name, 1.0)
+        swarm.settle()
+    assert not [name for name, node in swarm.nodes.items() if node.waits], "without any timer"
+
+
+def test_who_owns_a_shard_after_a_claimant_that_is_forgotten_need_not_ask_again() -> None:
+    """It claimed while the dead one, whom no membership named, still seemed to own the shard."""
+    swarm = ServerSwarm("softsync:99", NAMES, servers=3)
+    swarm.join("w", "a")
+    swarm.join("x", "b")
+    swarm.join("y", "c")
+    for victim in "abcdw":
+        swarm.die(victim)
+    swarm.settle()
+    swarm.die("y")
+    swarm.join("z", "x")
+    swarm.all_hear()
+    swarm.settle()
+    swarm.now += HEARD_S
+    swarm.perform("x", swarm.nodes["x"].core.on_timer(swarm.now))
+    swarm.settle()
+    assert [len(swarm.serving(shard)) for shard in range(3)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_server_that_no_membership_names_is_a_half_of_its_own(named: bool) -> None:
+    """While it is silent for longer than a claimant may be: as in a partition, which ends when it is named."""
+    swarm = ServerSwarm("async", NAMES, servers=3)
+    swarm.join("y", "a")
+    swarm.settle()
+    assert swarm.serving(1) == ["y"]
+    if named:
+        swarm.all_hear()
+    swarm.pass_time(HEARD_S)
+    swarm.settle()
+    assert swarm.serving(1) == (["y"] if named else ["c", "y"])
+    swarm.all_hear()
+    swarm.settle()
+    assert swarm.serving(1) == ["y"]
+
+
 def test_a_model_that_is_not_finite_holds_nobody_up() -> None:
     swarm = ServerSwarm("hardsync", "ab")
     swarm.step("a", np.nan)
@@ -335,13 +398,12 @@ def test_a_lone_node_trains_and_ends() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        Delta(1, 1, "sign", 0.5, True, False, ()),
+        Delta(1, 1, "sign", 0.5, True, False, b"", ()),
         ShardPull(7, 1, 1, False, True),
         ShardPull(-1, 1, 1, False, True),
-        ShardPush(0, 1, 1, 1, 0, "sign", True, False, (b"", b"")),
-        ShardPush(0, 1, 1, 1, 0, "nope", True, False, (b"",)),
+        ShardPush(0, 1, 1, 1, 0, "sign", True, False, DIFFERENCE, (b"", b"")),
+        ShardPush(0, 1, 1, 1, 0, "nope", True, False, DIFFERENCE, (b"",)),
         Weights(0, 1 << 60, "b", 0, (Applied("a", 0, 0),), False, (), (b"",)),
-        Weights(0, 9, "b", 9, (Applied("a", 0, 0),), False, (), (b"short",)),
         Prepare(0, 1 << 63, 0),
         ShardLeader(3, 1, "b", True, 0, ()),
         ShardLeader(0, 9, "b", True, 2, (Applied("a", 1, 1),)),
@@ -362,3 +424,25 @@ def test_what_breaks_the_rules_is_refused(message: Message) -> None:
 def test_a_bad_mode_is_the_users_error(text: str) -> None:
     with pytest.raises(UserError, match=f"--mode {text}"):
         parse_mode(text)
+
+
+@pytest.mark.parametrize("mode", ["hardsync", "async"])
+def test_a_claim_that_was_lost_with_a_connection_is_said_when_it_is_back(mode: str) -> None:
+    """Without any timer: nobody trains until all have answered it."""
+    swarm = ServerSwarm(mode, "abcd")
+    (server,) = swarm.serving()
+    swarm.die(server)
+    left = sorted(swarm.nodes)
+    swarm.all_hear()
+    claimants = {source for source, _ in swarm.waiting() if swarm.nodes[source].core._seats.all[0].claim is not None}
+    (claimant,) = claimants
+    others = [name for name in left if name != claimant]
+    for name in others:
+        assert any(isinstance(each, Prepare) for each in swarm.queues[claimant, name])
+        swarm.lose(claimant, name)
+    swarm.settle()
+    assert swarm.serving() == []
+    for name in others:
+        swarm.cut(claimant, name)
+    swarm.settle()
+    assert swarm.serving() == [claimant]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from peerd.training.modes.allreduce import LANDS_WITHIN, SETTLE_STEPS
 from peerd.training.rounds.attempt import WINDOW
 from peerd.training.rounds.leader import PATIENCE_FIRST_S
 from peerd.transport.errors import PeerError
-from peerd.transport.messages import LinkClosed, RoundPieces
+from peerd.transport.messages import LinkClosed, RoundBegin, RoundCommit, RoundPhase, RoundPieces
 
 NAMES = "abcde"
 names = st.sampled_from(NAMES)
@@ -362,3 +363,69 @@ def test_who_restarts_every_five_steps_does_not_starve_the_others(
             swarm.settle()
     others = [node.steps for name, node in swarm.nodes.items() if name != victim]
     assert min(others) > (seconds - PATIENCE_FIRST_S) / 2
+
+
+def until_ordered(swarm: RoundSwarm, member: str) -> RoundBegin:
+    """The leader, a, has just ordered a round that `member` has not heard of."""
+    for _ in range(100):
+        if orders := [each for each in swarm.queues["a", member] if isinstance(each, RoundBegin)]:
+            return orders[0]
+        assert any(swarm.deliver(*link) for link in swarm.waiting() if link[1] == "a")
+    raise AssertionError("no order")
+
+
+def in_a_round() -> RoundSwarm:
+    swarm = RoundSwarm("abc")
+    swarm.all_hear()
+    swarm.settle()
+    for name in "abc":
+        swarm.step(name)
+    return swarm
+
+
+def test_a_commit_of_another_attempt_is_not_applied() -> None:
+    """What is held is the result of the attempt that was begun, whatever the number of its round."""
+    swarm = in_a_round()
+    begin = until_ordered(swarm, "b")
+    core = swarm.nodes["b"].core
+    while core._rounds.phase != RoundPhase.HELD:
+        for link in swarm.waiting():
+            if core._rounds.phase != RoundPhase.HELD:
+                swarm.deliver(*link)
+    for attempt in (begin.attempt - 1, begin.attempt + 1):
+        swarm.perform("b", core.on_message("a", RoundCommit(begin.round, attempt), swarm.now))
+        assert core._rounds.phase == RoundPhase.HELD
+        assert not swarm.nodes["b"].rounds
+    swarm.perform("b", core.on_message("a", RoundCommit(begin.round, begin.attempt), swarm.now))
+    assert swarm.nodes["b"].rounds == {begin.round: begin.attempt}
+    end(swarm)
+
+
+def test_an_order_that_names_another_life_is_not_begun() -> None:
+    """The life that it meant has given its contribution away with its death: this one has another."""
+    swarm = in_a_round()
+    begin = until_ordered(swarm, "b")
+    core = swarm.nodes["b"].core
+    place = begin.roster.index("b")
+    lives = tuple(life + (rank == place) for rank, life in enumerate(begin.lives))
+    swarm.perform("b", core.on_message("a", replace(begin, lives=lives), swarm.now))
+    assert core._rounds.phase == RoundPhase.READY
+    swarm.perform("b", core.on_message("a", begin, swarm.now))
+    assert core._rounds.phase == RoundPhase.RUNNING
+    end(swarm)
+
+
+def test_pieces_that_were_lost_with_a_connection_come_when_it_is_back() -> None:
+    """Without any timer: the round does not wait for the minute after which pieces are said again."""
+    swarm = in_a_round()
+    lost = 0
+    for _ in range(200):
+        for source, target in swarm.waiting():
+            if any(isinstance(each, RoundPieces) for each in swarm.queues[source, target]) and lost < 6:
+                lost += 1
+                swarm.lose(source, target)
+                swarm.cut(source, target)
+                swarm.cut(target, source)
+            swarm.deliver(source, target)
+    assert lost == 6
+    assert [len(node.rounds) for node in swarm.nodes.values()] == [1, 1, 1]

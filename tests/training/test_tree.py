@@ -19,6 +19,7 @@ from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Send
 from peerd.training.modes import check_options
 from peerd.training.parameter_server.aggregator import Aggregator
+from peerd.training.parameter_server.optimizer import DIFFERENCE
 from peerd.training.parameter_server.shard_server import Rule, ShardServer
 from peerd.training.parameter_server.shard_state import Members, ShardState
 from peerd.training.parameter_server.tree import Tree
@@ -81,13 +82,13 @@ def test_sums_hold_each_push_once_by_clock_and_in_the_workers_order(
         wanted[clock] = wanted.get(clock, 0) + value
         chunks, _ = vector.encode("float32", layout, np.array([float(value)]))
         if worker == "n1":
-            push = ShardPush(0, seqs[worker], life, 0, clock, "float32", True, False, chunks)
+            push = ShardPush(0, seqs[worker], life, 0, clock, "float32", True, False, DIFFERENCE, chunks)
             assert core.take_push(push)
             assert not core.take_push(push), "said again"
         else:
             hops[worker] += 1
             part = Applied(worker, life, seqs[worker])
-            core.take_sum(ShardSum(0, 1, "n0", hops[worker], clock, "float32", False, (part,), chunks))
+            core.take_sum(ShardSum(0, 1, "n0", hops[worker], clock, "float32", False, (part,), DIFFERENCE, chunks))
         sent += core.due(frozenset())
         if free and sent:
             core.taken(sent[-1].seq)
@@ -231,7 +232,7 @@ def test_a_sum_that_comes_before_the_news_of_its_tree_waits_for_it() -> None:
     core, term = swarm.nodes[middle].core, seat.leader[0] + 1
     life = swarm.nodes[leaf].core._worker.life
     chunks, _ = vector.encode("float32", Layout(8, 8), np.ones(8))
-    early = ShardSum(0, term, root, 1, 0, "float32", False, (Applied(leaf, life, 1),), chunks)
+    early = ShardSum(0, term, root, 1, 0, "float32", False, (Applied(leaf, life, 1),), DIFFERENCE, chunks)
     assert core.on_message(leaf, early, 0.0) == []
     said = core.on_message(root, ShardLeader(0, term, root, True, 2, seat.tree.members), 0.0)
     assert Send(leaf, SumTaken(0, term, root, 1)) in said
@@ -288,7 +289,7 @@ def test_an_early_sum_that_cannot_be_is_not_held_against_the_server() -> None:
     chunks = vector.encode("float32", layout, np.ones(8, np.float32))[0]
 
     def a_sum(sender: str, of: str) -> tuple[str, ShardSum]:
-        return sender, ShardSum(0, 1, "a", 1, 0, "float32", False, (Applied(of, 1, 1),), chunks)
+        return sender, ShardSum(0, 1, "a", 1, 0, "float32", False, (Applied(of, 1, 1),), DIFFERENCE, chunks)
 
     for sender, message in (a_sum("c", "stranger"), a_sum("d", "d")):
         branches.on_sum(seat, sender, message)

@@ -13,7 +13,9 @@ names = st.sampled_from(NAMES)
 
 
 def weather_settings(examples: int, steps: int = 30) -> settings:
-    """Of a machine whose failures print the blob that replays them."""
+    """Of a machine whose failures print the blob that replays them; by the profile `long`, of no fewer than it says."""
+    if settings.get_current_profile_name() == "long":
+        examples = max(examples, settings().max_examples)
     return settings(
         max_examples=examples,
         stateful_step_count=steps,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,6 +13,7 @@ from peerd.transport.admission import (
     BURST,
     GREETED_MAX,
     GREETED_PER_PEER_MAX,
+    MAKES_WAY_AFTER_S,
     PENDING_MAX,
     PROVED_S,
     Admission,
@@ -18,13 +21,19 @@ from peerd.transport.admission import (
 )
 
 
+def entered(admission: Admission, host: str, now: float = 0.0) -> int:
+    number = admission.enter(host, now)
+    assert number is not None
+    return number
+
+
 def test_a_burst_then_a_steady_rate() -> None:
     admission = Admission(now=100.0)
     for _ in range(int(BURST)):
         assert admission.delay_s(100.0) == 0.0
-        admission.enter("127.0.0.1")
-        admission.admit("127.0.0.1")
-        admission.leave()
+        number = entered(admission, "127.0.0.1", 100.0)
+        admission.admit(number)
+        admission.leave(number)
     assert admission.delay_s(100.0) == 1 / ACCEPTS_PER_S
     assert admission.delay_s(100.0 + 1 / ACCEPTS_PER_S) < 1e-9
     assert admission.delay_s(1000.0) == 0.0
@@ -32,32 +41,67 @@ def test_a_burst_then_a_steady_rate() -> None:
 
 def test_one_host_has_four_in_their_handshake() -> None:
     admission = Admission(now=0.0)
-    assert [admission.enter("10.0.0.1") for _ in range(5)] == [True] * 4 + [False]
-    assert admission.enter("10.0.0.2")
-    admission.admit("10.0.0.1")
-    assert admission.enter("10.0.0.1")
-    assert admission.refused == 1
+    first, *others = [admission.enter("10.0.0.1", 0.0) for _ in range(5)]
+    assert [number is not None for number in others] == [True] * 3 + [False]
+    entered(admission, "10.0.0.2")
+    assert first is not None
+    admission.admit(first)
+    admission.admit(first)  # counts once
+    entered(admission, "10.0.0.1")
+    assert admission.enter("10.0.0.1", 0.0) is None
+    assert admission.refused == 2
 
 
 def test_loopback_is_exempt_up_to_the_total() -> None:
     admission = Admission(now=0.0)
     for host in ("127.0.0.1", "::1") * (PENDING_MAX // 2):
         assert not admission.full
-        assert admission.enter(host)
+        last = entered(admission, host)
     assert admission.full
-    admission.admit("::1")
+    admission.admit(last)
     assert not admission.full
 
 
 def test_the_admitted_are_counted_until_they_leave() -> None:
     admission = Admission(now=0.0)
     for _ in range(ACCEPTED_MAX):
-        admission.enter("10.0.0.1")
-        admission.admit("10.0.0.1")
+        number = entered(admission, "10.0.0.1")
+        admission.admit(number)
     assert admission.pending == 0
     assert admission.full
-    admission.leave()
+    admission.leave(number)
     assert not admission.full
+
+
+def test_the_oldest_of_the_host_with_most_makes_way_and_nobody_who_has_just_come() -> None:
+    admission = Admission(now=0.0)
+    assert admission.makes_way(9.0) is None
+    assert admission.makes_way_at == math.inf
+    alone = entered(admission, "10.0.0.9", 0.0)
+    many = [entered(admission, "127.0.0.1", 0.1 * n) for n in range(1, PENDING_MAX)]
+    assert admission.full
+    assert admission.makes_way_at == MAKES_WAY_AFTER_S
+    assert admission.makes_way(0.9 * MAKES_WAY_AFTER_S) is None
+    assert admission.makes_way(MAKES_WAY_AFTER_S) == alone, "nobody else is old enough"
+    assert admission.makes_way(9.0) == many[0]
+    admission.leave(many[0])
+    assert admission.makes_way(9.0) == many[1]
+
+
+@given(st.lists(st.tuples(st.sampled_from(["127.0.0.1", "10.0.0.1", "10.0.0.2"]), st.floats(0, 2)), max_size=80))
+def test_with_room_made_whoever_comes_waits_no_longer_than_a_second(comings: list[tuple[str, float]]) -> None:
+    """Strangers who say nothing hold nobody up, however many they are."""
+    admission, now = Admission(now=0.0), 0.0
+    for host, pause in comings:
+        now += pause
+        while admission.full:
+            assert admission.makes_way_at <= now + MAKES_WAY_AFTER_S
+            now = max(now, admission.makes_way_at)
+            leaves = admission.makes_way(now)
+            assert leaves is not None
+            admission.leave(leaves)
+        admission.enter(host, now)
+        assert admission.pending <= PENDING_MAX
 
 
 def test_silent_connections_make_way_and_those_of_use_stay() -> None:

@@ -105,6 +105,23 @@ async def test_a_dial_without_an_answer_ends(monkeypatch: pytest.MonkeyPatch) ->
             filler.close()
 
 
+async def test_a_dial_that_is_given_up_as_it_connects_leaves_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    connect, made, scope = tcp._connect, [], trio.CancelScope()
+
+    async def connected(address: Address) -> tuple[socket.socket, str]:
+        made.append(await connect(address))
+        scope.cancel()
+        return made[0]
+
+    monkeypatch.setattr(tcp, "_connect", connected)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        async with trio.open_nursery() as nursery:
+            with scope:
+                await TcpTransport(nursery).dial(server.getsockname())
+    assert scope.cancelled_caught
+    assert made[0][0].fileno() < 0
+
+
 async def test_a_connection_that_is_gone_as_it_is_made_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[socket.socket] = []
 
@@ -146,6 +163,19 @@ async def test_no_more_than_so_many_in_their_handshake() -> None:
         await trio.testing.wait_all_tasks_blocked(0.02)
         assert taken.statistics().current_buffer_used == 0
         assert len(links) == PENDING_MAX + 3
+
+
+async def test_who_is_slow_in_its_handshake_makes_way_where_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peerd.transport.admission.MAKES_WAY_AFTER_S", 0.05)
+    async with listening() as (transport, address, taken):
+        links = [await transport.dial(address) for _ in range(PENDING_MAX + 3)]
+        for _ in links:
+            await taken.receive()
+        for slow in links[:3]:
+            with pytest.raises(ConnectionLost):
+                await slow.receive()
+        await links[-1].send(LinkClosed(1))
+        await links[-1].flushed()
 
 
 async def test_a_host_with_too_many_pending_is_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,11 +167,11 @@ def test_chunks_are_not_copied() -> None:
 
 
 OURS = {
-    "int for float is taken": (Delta(1, 2, "c", 1, True, True, ()), True),
+    "int for float is taken": (Delta(1, 2, "c", 1, True, True, b"", ()), True),
     "bool for int": (LinkClosed(True), False),
     "float for int": (LinkClosed(1.0), False),  # type: ignore[arg-type]
     "int over 64 bit": (LinkClosed(2**64), False),
-    "not finite": (Delta(1, 2, "c", math.nan, True, True, ()), False),
+    "not finite": (Delta(1, 2, "c", math.nan, True, True, b"", ()), False),
     "a long string": (replace(PING, sender="x" * 257), False),
     "long meta": (replace(PING, news=(replace(MEMBER, meta=bytes(513)),)), False),
     "too many members": (replace(PING, news=(MEMBER,) * 1025), False),
@@ -249,11 +249,11 @@ OUT_OF_RANGE = {
     "no id": (at([1], ""), Ping),
     "a host with a blank": (at([3, 0, 2], "a b"), Ping),
     "a round that no sum holds": ([2**53, 1], RoundCommit),
-    "the number of a later plan than people make": ([2**32 + 1, "a", True, "gossip"], Plan),
-    "a plan of control characters": ([1, "a", True, "gossip\x1b[2J"], Plan),
+    "the number of a later plan than people make": ([2**32 + 1, "a", True, "gossip", b""], Plan),
+    "a plan of control characters": ([1, "a", True, "gossip\x1b[2J", b""], Plan),
     "a negative step": ([[], -1, "sign"], ModelSnapshot),
     "a negative length of life": ([1, -1], LinkClose),
-    "one of the lives": ([1, 2, "sign", "ring", True, True, ["a"], [-1]], RoundBegin),
+    "one of the lives": ([1, 2, "sign", "ring", True, True, ["a"], [-1], [], [], False, "", 0, 0], RoundBegin),
     "one of the pieces": ([1, 2, [3, 2**53]], PiecesTaken),
 }
 

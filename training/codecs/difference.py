@@ -35,7 +35,9 @@ def encode_difference(
     return chunks, decoded
 
 
-def decode_onto(codec: str, layout: Layout, chunks: Chunks, known: Vector, scratch: Scratch) -> Vector:
+def decode_onto(
+    codec: str, layout: Layout, chunks: Chunks, known: Vector, scratch: Scratch, value_max: float = VALUE_MAX
+) -> Vector:
     """known + what `chunks` hold, in scratch. Raises PeerError, also for a sum that no model reaches."""
     incoming = scratch.take(known)
     try:
@@ -43,8 +45,8 @@ def decode_onto(codec: str, layout: Layout, chunks: Chunks, known: Vector, scrat
         with np.errstate(over="ignore"):
             for part in parts(len(incoming)):
                 incoming[part] += known[part]
-                if not np.abs(incoming[part]).max() <= VALUE_MAX:  # its difference could overflow
-                    raise PeerError(f"a value beyond {VALUE_MAX:g}")
+                if not np.abs(incoming[part]).max() <= value_max:  # at VALUE_MAX its difference could overflow
+                    raise PeerError(f"a value beyond {value_max:g}")
     except PeerError:
         scratch.give(incoming)
         raise

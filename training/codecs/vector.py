@@ -56,15 +56,28 @@ gain at most."""
 class Layout:
     """What a flat vector holds: values [0, parameters) are parameters, [parameters, total) float buffers.
 
-    Of these the ranges (start, stop) in `variances` are running variances; see variances.py.
+    Of these the ranges (start, stop) in `variances` are running variances; see variances.py. The last `states` of them
+    are the optimizer's, where gradients are exchanged by members that step alike.
     """
 
     parameters: int
     total: int
     variances: tuple[tuple[int, int], ...] = ()
+    tensors: tuple[int, ...] = ()  # where each ends, in order; what bounds one tensor's change needs to know
+    states: int = 0
 
     def __post_init__(self) -> None:
-        assert 0 <= self.parameters <= self.total
+        assert 0 <= self.parameters <= self.total - self.states
+
+    @property
+    def gradients(self) -> Layout:
+        """Of the vector that is exchanged in place of the model: parameters' gradients, then what travels as it is.
+
+        These are the float buffers as they are at that step, and a flag for each tensor of parameters, in order: 1
+        where it has a gradient, 0 where none came to it (and its part of the vector is zeros).
+        """
+        flags = sum(end <= self.parameters for end in self.tensors)
+        return Layout(self.parameters, self.total - self.states + flags)
 
     def cut(self, count: int) -> list[tuple[slice, Layout]]:
         """The vector in `count` parts that follow each other, equal but for a value: where each is, and its layout."""
@@ -184,8 +197,10 @@ def decode(codec_name: str, layout: Layout, chunks: Chunks, out: Vector) -> None
         codec.decode(unpack(chunk, codec.body_limit(stop - start)), out[start:stop])
 
 
-def payload_limit(layout: Layout) -> int:
+def payload_limit(layout: Layout, kept: int = 0) -> int:
     """Bytes in the longest payload that any codec can make of such a vector, or of a piece of it alone.
+
+    Or of it as it is, with so many values more for each parameter: those that a server's optimizer keeps.
 
     A round sends each float buffer in two halves (training/rounds/attempt.py), at most all of them in one message.
     """
@@ -194,7 +209,9 @@ def payload_limit(layout: Layout) -> int:
         sum(1 + codec.body_limit(stop - start) for codec, start, stop in _pieces(name, layout)) for name in CODECS
     )
     piece = max(1 + codec.body_limit(min(PIECE_VALUES, layout.total)) for codec in CODECS.values())
-    return max(whole, piece) + halves
+    count = layout.total + kept * layout.parameters
+    exact = sum(1 + codec.body_limit(stop - start) for codec, start, stop in _pieces(BUFFER_CODEC, Layout(0, count)))
+    return max(whole, piece, exact) + halves
 
 
 def _pieces(codec_name: str, layout: Layout) -> Iterator[tuple[Codec, int, int]]:

@@ -14,7 +14,7 @@ that it is, in float64 too.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -96,6 +96,7 @@ class FlatModel:
             start = stop
         self.total = start
         self.parameters = sum(shard_of(p).numel() for p in shared.values())
+        self.states = 0  # values at the end that are the optimizer's
         ours = {name: parameter for name, parameter in parameters.items() if name not in private}
         self.tensors = described(ours, averaged)
         self.signature = signature_of(self.tensors)
@@ -106,8 +107,21 @@ class FlatModel:
         self._told: set[str] = set()
         self._device = next(iter(shared.values())).device
         self._trainable = len(shared)
+        self._states: Callable[[], dict[str, torch.Tensor]] = dict
         self._base = torch.zeros(self.total, dtype=torch.float32, device=self._device)
         self._carry: dict[str, torch.Tensor] = {}
+
+    def share_states(self, states: Callable[[], dict[str, torch.Tensor]]) -> None:
+        """Have the optimizer's state at the end of the vector, too: `states` gives its tensors as they are then."""
+        self._states = states
+        for name, tensor in states().items():
+            stop = self.total + tensor.numel()
+            self.pieces.append(Piece(name, tensor, self.total, stop, is_buffer=True))
+            self.states += stop - self.total
+            self.total = stop
+        self.tensors += [f"{line.removesuffix('buffer')}state" for line in described({}, states())]
+        self.signature = signature_of(self.tensors)
+        self._base = torch.zeros(self.total, dtype=torch.float32, device=self._device)
 
     @property
     def on_cuda(self) -> bool:
@@ -236,6 +250,13 @@ class FlatModel:
         for piece in self.pieces:
             self._write(piece, values[piece.start : piece.stop])
 
+    @torch.no_grad()
+    def put_buffers(self, values: torch.Tensor) -> None:
+        """The buffers of the model become their part of `values`, whatever stands elsewhere."""
+        for piece in self.pieces[self._trainable :]:
+            if piece.stop <= self.total - self.states:
+                self._write(piece, values[piece.start : piece.stop])
+
     def _read_into(self, flat: torch.Tensor) -> None:
         for piece in self.pieces:
             flat[piece.start : piece.stop].copy_(self._value(piece))
@@ -276,10 +297,10 @@ class FlatModel:
 
     def _look_again(self) -> None:
         """Follow what was replaced by its like, and see what cannot be followed."""
-        parameters, buffers = parameters_of(self._model), buffers_of(self._model)
+        parameters, buffers, states = parameters_of(self._model), buffers_of(self._model), self._states()
         lost = set()
         for index, piece in enumerate(self.pieces):
-            found = (buffers if piece.is_buffer else parameters).get(piece.name)
+            found = (states if piece.name in states else buffers if piece.is_buffer else parameters).get(piece.name)
             if found is piece.held:
                 continue
             if found is None or (found.shape, found.dtype) != (piece.held.shape, piece.held.dtype):

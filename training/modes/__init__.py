@@ -8,7 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from peerd.training.mode import AUTO, LinkStatus, Mode, ModeClass, ModeMaker, ModeSettings
+from peerd.training.mode import (
+    AUTO,
+    EXCHANGES,
+    SGD,
+    WEIGHTS,
+    LinkStatus,
+    Mode,
+    ModeClass,
+    ModeMaker,
+    ModeSettings,
+)
 from peerd.training.model.quiet import EVERY_STEP, Quiet
 from peerd.training.modes.allreduce import AllReduce
 from peerd.training.modes.diloco import DiLoCo
@@ -66,9 +76,9 @@ def class_of(mode: str) -> type[ModeClass]:
     return MODES[name]
 
 
-def parse_mode(text: str) -> ModeMaker:
+def parse_mode(text: str, exchange: str = WEIGHTS) -> ModeMaker:
     """NAME, or NAME:ARGUMENT as its class says. Raises UserError."""
-    mode, argument = class_of(text), text.partition(":")[2]
+    mode, argument = class_of(text).exchanging(exchange), text.partition(":")[2]
     if argument or not text.endswith(":"):
         maker = mode.of(argument)
         if maker is not None:
@@ -77,23 +87,32 @@ def parse_mode(text: str) -> ModeMaker:
     raise UserError(f"--mode {text}: what takes an argument is {arguments}")
 
 
-def check_options(mode: str, overlap: str, topology: str) -> None:
+def check_options(mode: str, overlap: str, topology: str, exchange: str = WEIGHTS, server_optimizer: str = SGD) -> None:
     """What a mode is told must fit it, and be there at all. Raises UserError."""
     parse_mode(mode)
     class_of(mode).check(mode.partition(":")[2], overlap, topology)
+    if exchange not in EXCHANGES:
+        raise UserError(f"exchange {exchange!r}: not one of {', '.join(EXCHANGES)}")
+    if exchange not in class_of(mode).EXCHANGES:
+        able = ", ".join(name for name, other in MODES.items() if exchange in other.EXCHANGES)
+        raise UserError(f"exchange {exchange}: not with mode {mode}; modes that do so: {able}")
+    class_of(mode).check_exchange(mode.partition(":")[2], exchange, server_optimizer)
 
 
-def heeds(mode: str, setting: str) -> bool:
+def heeds(mode: str, setting: str, exchange: str = WEIGHTS) -> bool:
     """Whether a setting has an effect in this mode; what is no setting of modes, or no mode, is not ours to judge."""
     known = MODES.get(mode.partition(":")[0])
-    return known is None or setting in known.TAKES or all(setting not in other.TAKES for other in MODES.values())
+    if known is None or all(setting not in other.TAKES for other in MODES.values()):
+        return True
+    return setting in known.exchanging(exchange).TAKES
 
 
-def check_given(mode: str, given: Iterable[str]) -> None:
+def check_given(mode: str, given: Iterable[str], exchange: str = WEIGHTS) -> None:
     """What a user gives, defaults aside, must have an effect in the mode. Raises UserError."""
-    if idle := [setting for setting in given if not heeds(mode, setting)]:
-        takes = ", ".join(class_of(mode).TAKES)
-        raise UserError(f"{', '.join(idle)}: without effect in mode {mode}, which takes {takes}; leave it out")
+    if idle := [setting for setting in given if not heeds(mode, setting, exchange)]:
+        takes = ", ".join(class_of(mode).exchanging(exchange).TAKES)
+        told = f"{mode} with gradients" if exchange != WEIGHTS else mode
+        raise UserError(f"{', '.join(idle)}: without effect in mode {told}, which takes {takes}; leave it out")
 
 
 def exchanges(mode: str, counted: int) -> int:

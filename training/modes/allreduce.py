@@ -24,15 +24,28 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable
+from typing import ClassVar
 
 import numpy as np
 
 from peerd.training.codecs.difference import norm_of_difference
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Apply, Effect, Proceed, Resume, StepReport, Vector
-from peerd.training.mode import AUTO, LAND_AGAIN_S, OVERLAPS, LinkStatus, ModeClass, ModeSettings, not_finite
+from peerd.training.mode import (
+    AUTO,
+    EXCHANGES,
+    GRADIENTS,
+    LAND_AGAIN_S,
+    OVERLAPS,
+    LinkStatus,
+    ModeClass,
+    ModeSettings,
+    not_finite,
+)
 from peerd.training.model.quiet import EVERY_STEP, NEVER, Quiet
+from peerd.training.modes.gradients import GradientAllReduce
 from peerd.training.rounds.attempt import EXACT_CODEC
+from peerd.training.rounds.lengths import lengths_of, limits_of, shorten
 from peerd.training.rounds.member import Committed, Outcome, Rounds, Withdrawn
 from peerd.training.rounds.topology import parse_topology
 from peerd.transport.errors import UserError
@@ -49,7 +62,8 @@ class AllReduce(ModeClass):
     """The mode's core for one node."""
 
     NAME = "allreduce"
-    TAKES = ("codec", "every", "overlap", "topology", "min_peers")
+    TAKES: ClassVar[tuple[str, ...]] = ("codec", "every", "overlap", "topology", "min_peers", "exchange")
+    EXCHANGES: ClassVar[tuple[str, ...]] = EXCHANGES
 
     EVERY = 1  # steps between rounds, unless the settings say otherwise
     DIFFERENCES = False  # whether a round needs an agreed model even without loss
@@ -79,6 +93,9 @@ class AllReduce(ModeClass):
         self._layout = layout
         self._values = values
         self._lossy = settings.codec != EXACT_CODEC
+        self._robust = settings.robust
+        # what lengths count from before there is an agreed one
+        self._start = values().copy() if settings.robust else None
         self._keeps_agreed = self._lossy or self.DIFFERENCES
         self._rounds = Rounds(
             me, layout, rng, settings, self._contribution, self.counts,
@@ -101,6 +118,11 @@ class AllReduce(ModeClass):
         self._distance = 0.0
         self._norm = 0.0
         self._partners: list[NodeId] = []
+
+    @classmethod
+    def exchanging(cls, exchange: str) -> type[ModeClass]:
+        """See `ModeClass`."""
+        return GradientAllReduce if exchange == GRADIENTS else cls
 
     @classmethod
     def check(cls, argument: str, overlap: str, topology: str) -> None:
@@ -216,7 +238,30 @@ class AllReduce(ModeClass):
         elif self._overlap == "hpsgd":
             self._origin = values.copy()
         self._taken = values
+        self._measure(values)
         return outcomes + self._rounds.reach(now)
+
+    def _measure(self, values: Vector) -> None:
+        """Say how far our contribution is from what all had last."""
+        since = self._agreed if self._agreed is not None else self._start
+        if self._robust and since is not None:
+            difference = values - since
+            if self._lost is not None:
+                difference += self._lost
+            self._rounds.measured(lengths_of(difference, self._layout, since))
+
+    def _bounded(self, committed: Committed) -> Vector:
+        """The mean, no further from the last agreed model than the members' lengths allow."""
+        begin, where, mean = committed.begin, committed.where, committed.mean
+        if not (self._robust and begin.lengths and self._agreed is not None):
+            return mean
+        agreed = self._agreed[where]
+        difference = mean - agreed if begin.whole else mean
+        (_, layout) = self._rounds.summed(begin)
+        if not shorten(difference, layout, limits_of(begin.lengths)):
+            return mean
+        self.counts["rounds_shortened"] += 1
+        return difference + agreed if begin.whole else difference
 
     def _contribution(self, whole: bool, where: slice) -> Vector:
         """This member's summand. A member that has finished gives its model as it is."""
@@ -259,14 +304,15 @@ class AllReduce(ModeClass):
         return effects
 
     def _on_committed(self, committed: Committed) -> list[Effect]:
-        begin, where, mean = committed.begin, committed.where, committed.mean
+        begin, where, mean = committed.begin, committed.where, self._bounded(committed)
         assert self._taken is not None, "nobody is in a round without a contribution"
         taken = self._taken[where]
         target = self._agree(mean, where, whole=begin.whole)
         if self._lost is not None or committed.lost is not None:
             lost = np.zeros_like(mean) if committed.lost is None else committed.lost
             self._lost = self._with(self._lost, where, lost)
-        if self._keeps_agreed:
+        if self._keeps_agreed or self._robust:
+            self._start = None
             self._agreed = self._with(self._agreed, where, target)
         self._partners = [peer for peer in begin.roster if peer != self._me]
         self._distance = norm_of_difference(target, taken)
@@ -314,7 +360,9 @@ class AllReduce(ModeClass):
             outcomes.append(self._apply(self._merge - self._origin))  # no window comes to roll this one's progress into
             self._merge = None
         self._waits = False
-        return self._perform(outcomes, now) + self._perform(self._rounds.finish(True, now), now)
+        effects = self._perform(outcomes, now)
+        self._measure(self._current())
+        return effects + self._perform(self._rounds.finish(True, now), now)
 
     def _land(self) -> list[Effect]:
         """x + (average - x) is rounded, the same again from there is not: at the second time x is the average."""

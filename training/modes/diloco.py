@@ -22,7 +22,7 @@ from functools import partial
 import numpy as np
 
 from peerd.training.effects import Vector
-from peerd.training.mode import ModeMaker
+from peerd.training.mode import WEIGHTS, ModeMaker
 from peerd.training.modes.allreduce import AllReduce
 from peerd.transport.errors import UserError
 
@@ -37,6 +37,8 @@ class DiLoCo(AllReduce):
     NAME = "diloco"
     ARGUMENT = f"P with P from 1 to {FRAGMENTS_MAX}"
 
+    TAKES = AllReduce.TAKES[:-1]
+    EXCHANGES = (WEIGHTS,)
     EVERY = 50
     DIFFERENCES = True
     _momentum: Vector | None = None

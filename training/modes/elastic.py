@@ -23,6 +23,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -36,6 +37,7 @@ from peerd.training.modes.elastic_pairs import ALPHA, ElasticPairs
 from peerd.training.modes.gossip import Gossip
 from peerd.training.pairs.links import PairLink
 from peerd.training.pairs.reference import PairedReference
+from peerd.training.pairs.robust import CentreAllowances, tensors_of
 from peerd.training.trigger import ONLY_FINISHING
 from peerd.transport.errors import PeerError
 from peerd.transport.ids import NodeId
@@ -72,6 +74,10 @@ class _Centre(Gossip):
 
     _members: frozenset[NodeId] = frozenset()
     _half_way = False
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._allowances = CentreAllowances(tensors_of(self._layout))
 
     def _round(self, live: list[PairLink]) -> list[PairLink]:
         links = [link for link in live if link.peer_finishing or not link.flushed]

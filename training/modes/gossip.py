@@ -17,13 +17,15 @@ from collections.abc import Callable
 
 import numpy as np
 
-from peerd.training.codecs.difference import norm_of_difference
+from peerd.training.codecs.difference import VALUE_MAX, norm_of_difference
 from peerd.training.codecs.vector import Layout, NotFinite
-from peerd.training.effects import Apply, Effect, Send, Vector
+from peerd.training.effects import Apply, Effect, Log, Send, StepReport, Vector
 from peerd.training.flush import FLUSH_CODEC, ROTATE_AFTER_EXCHANGES
 from peerd.training.mode import ModeSettings, not_finite
+from peerd.training.pairs.graylist import Graylist
 from peerd.training.pairs.links import PairLink, PairLinks
-from peerd.training.pairs.reference import ExchangeHalf, LinkMismatch, PairedReference
+from peerd.training.pairs.reference import Exchanged, ExchangeHalf, LinkMismatch, PairedReference
+from peerd.training.pairs.robust import Allowances, packed, tensors_of
 from peerd.training.partnered import PartneredMode
 from peerd.transport.errors import PeerError
 from peerd.transport.ids import NodeId
@@ -37,6 +39,9 @@ from peerd.transport.messages import (
     LinkSnapshot,
     Message,
 )
+
+VALUE_TIMES = 1e4
+"""A value of another's model is at most so many times as large as the norm of ours."""
 
 
 class Gossip(PartneredMode[PairLink]):
@@ -58,8 +63,20 @@ class Gossip(PartneredMode[PairLink]):
         """The last two are for modes that are made of this one: whether it looks for partners, where it counts."""
         super().__init__(layout, rng, settings, values, counts)
         self._links = PairLinks(me, layout, rng, settings.view, values, self._scratch, self.counts, opens=opens)
+        self._allowances = Allowances(tensors_of(layout), layout.variances)
+        self._alive: frozenset[NodeId] = frozenset()
+        self._looked = False  # at the model that the first steps start from
 
     # ---------------------------------------------------------------- events
+
+    def on_step(self, report: StepReport, now: float) -> list[Effect]:
+        """See `PartneredMode`."""
+        if report.finishing and not self._report.finishing and self._settings.robust:
+            self._allowances.end_run(self._current(), self._partners())
+        elif self._report.finishing and not report.finishing:
+            self._allowances.begin_run()
+            self._tell_news()
+        return super().on_step(report, now)
 
     def on_message(self, sender: NodeId, message: Message | Connected, now: float) -> list[Effect]:
         """One event of one link."""
@@ -87,6 +104,11 @@ class Gossip(PartneredMode[PairLink]):
     def on_peers(self, alive: frozenset[NodeId], now: float) -> list[Effect]:
         """Peers came or went."""
         self._reclaim()
+        if self._settings.robust and not self._looked:
+            self._allowances.look(self._values())
+            self._looked = True
+        self._allowances.forget(self._alive - alive)
+        self._alive = alive
         effects = self._links.on_peers(alive, now) + self._flush(now)
         self._rearm(now)
         return effects
@@ -107,6 +129,11 @@ class Gossip(PartneredMode[PairLink]):
     def holds(self, peer: NodeId, link: int) -> bool:
         """Whether there is a link of this number with `peer`, or was."""
         return self._links.knows(peer, link)
+
+    @property
+    def graylist(self) -> Graylist:
+        """Whom this node leaves alone."""
+        return self._links.graylist
 
     @property
     def under_way(self) -> bool:
@@ -139,7 +166,7 @@ class Gossip(PartneredMode[PairLink]):
             return [*not_finite(self.counts), Send(sender, LinkClosed(number, 0))]
 
     def _begin(self, link: PairLink, values: Vector, reason: str, now: float) -> list[Effect]:
-        half = self._half(flush=self._report.finishing)
+        half = self._half(link.peer, values, flush=self._report.finishing)
         try:
             message = link.reference.begin(values, half)
         except NotFinite:
@@ -153,8 +180,8 @@ class Gossip(PartneredMode[PairLink]):
         link = self._links.held.get(sender)
         if link is None or link.reference.link != message.link:
             return self._on_late(sender, message, now)
-        half = self._half(flush=message.finishing)  # a peer that trains on comes back; one that ends needs it all now
-        values = self._current()
+        values = self._current()  # a peer that trains on comes back; one that ends needs it all now
+        half = self._half(sender, values, flush=message.finishing, answers=link.reference.under_way is not None)
         try:
             outcome = link.reference.receive(message, values, half)
         except LinkMismatch:
@@ -169,26 +196,33 @@ class Gossip(PartneredMode[PairLink]):
         under_way = link.reference.under_way
         if message.seq == link.reference.version and message.wants_answer and under_way is not None:
             effects.append(Send(sender, under_way))  # it came too early for a peer that lacked our last half
-        if outcome.correction is not None:
-            effects += self._completed(link, message, values, outcome.correction, now)
+        if outcome.exchanged is not None:
+            effects += self._completed(link, message, values, outcome.exchanged, now)
         if link.closing:
             effects.append(Send(sender, LinkClose(link.reference.link, link.reference.version)))
         return effects + self._flush(now)
 
-    def _completed(self, link: PairLink, theirs: Delta, values: Vector, correction: Vector, now: float) -> list[Effect]:
-        parameters = self._layout.parameters
+    def _completed(self, link: PairLink, theirs: Delta, values: Vector, both: Exchanged, now: float) -> list[Effect]:
+        correction, parameters = both.correction, self._layout.parameters
         np.add(values, correction, out=link.anchor)
         link.anchor_norm = norm_of_difference(link.anchor[:parameters])
         link.distance = link.reference.distance()
-        link.moved = 0.0
+        link.moved = link.news = 0.0
         link.last_exchange = now
         link.exchanges += 1
+        if theirs.finishing and not link.peer_finishing:
+            self._allowances.peer_ended(link.peer, self._partners())
         link.peer_finishing = theirs.finishing
         ours = link.reference.answered
+        self._allowances.heard(link.peer, both.limits)
+        self._allowances.spent(link.peer, both.moved, both.distances)
+        self._note_progress(link)
         link.flushed |= self._report.finishing and ours is not None and ours.codec == FLUSH_CODEC
         self.counts["exchanges"] += 1
         self._lend(correction, link)
         effects: list[Effect] = [Apply(correction)]
+        if self._settings.robust:
+            effects += self._judge(link, now, stood=not both.moved.any())
         if self.counts["exchanges"] % ROTATE_AFTER_EXCHANGES == 0 and not self._report.finishing:
             effects += self._links.rotate(now)
         return effects
@@ -202,14 +236,63 @@ class Gossip(PartneredMode[PairLink]):
         self._lend(correction)
         return [*effects, Apply(correction), *self._flush(now)]
 
-    def _half(self, *, flush: bool) -> ExchangeHalf:
+    def _half(self, peer: NodeId, values: Vector, *, flush: bool, answers: bool = False) -> ExchangeHalf:
         codec = FLUSH_CODEC if flush else self._settings.codec
         if self._report.finishing:
             limit = self._flush_limit()
         else:
             overlapping = sum(link.reference.under_way is not None for link in self._links.live())
             limit = min(self.gain_limit, 1 / (2 + overlapping))
-        return ExchangeHalf(codec, self._gain(codec), limit, self._report.finishing)
+        gain = self._gain(codec)
+        if not self._settings.robust or answers:  # an answer to our half: that one has said its limits
+            return ExchangeHalf(codec, gain, limit, self._report.finishing, b"", self._values_max())
+        self._allowances.look(values)
+        limits = packed(self._allowances.limits(peer, self._partners()))
+        return ExchangeHalf(codec, gain, limit, self._report.finishing, limits, self._values_max())
+
+    def _values_max(self) -> float:
+        """What no honest peer's weight is beyond: that of a model this many times as long as ours."""
+        if not self._settings.robust:
+            return VALUE_MAX
+        norms = (max(link.anchor_norm, link.start_norm) for link in self._links.held.values())
+        return min(VALUE_MAX, VALUE_TIMES * max(1.0, *norms))
+
+    def _partners(self) -> list[NodeId]:
+        return [link.peer for link in self._links.live()]
+
+    def _lend(self, correction: Vector, but: PairLink | None = None) -> None:
+        self._allowances.corrected(correction)
+        super()._lend(correction, but)
+
+    def _shifted(self, by: float, but: PairLink | None = None) -> None:
+        """At a run's end what comes of one who trains on is told when that one has ended, too: not at each of its
+        steps, to all by all."""
+        if not self._report.finishing or but is None or but.peer_finishing:
+            super()._shifted(by, but)
+            return
+        for link in self._held():
+            if link is not but:
+                link.news += by
+
+    def _tell_news(self) -> None:
+        for link in self._held():
+            link.moved, link.news = link.moved + link.news, 0.0
+
+    def _judge(self, link: PairLink, now: float, *, stood: bool) -> list[Effect]:
+        """A peer that is far away and stays there is left alone for a while.
+
+        Where both models `stood`, one end makes no steps, and lets nobody move it: that says nothing of the other.
+        """
+        far = not self._report.finishing and self._allowances.is_far(link.peer, self._partners())
+        self.counts["far_away"] += far
+        if far and stood:
+            return []
+        gray_s = self._links.graylist.note(link.peer, link.distance, now, far=far)
+        if not gray_s:
+            return []
+        self.counts["graylisted"] += 1
+        text = f"{link.peer} shows a model far from all others': no exchanges with it for {gray_s / 60:.0f} min"
+        return [Log("warning", text), *self._links.end(link.peer, now), *self._links.fill_view(now)]
 
     # ---------------------------------------------------------------- the final flush
 
@@ -219,6 +302,8 @@ class Gossip(PartneredMode[PairLink]):
             return []
         effects: list[Effect] = []
         live = [link for link in self._links.live() if not link.closing]
+        if all(link.peer_finishing for link in live):
+            self._tell_news()
         under_way = any(link.reference.under_way is not None for link in live)
         if not under_way:  # then with all at once: a round
             for link in self._round(sorted(live, key=lambda link: link.peer)):

@@ -46,6 +46,7 @@ class GossipPull(GossipPush):
     def _merged(self, sender: NodeId, distance: float, now: float) -> None:
         partner = self._partners.held.get(sender)
         if partner is not None and partner.asked_at is not None:
+            self._answers.came(sender, now - partner.asked_at)
             partner.asked_at = None
             partner.distance = distance
             partner.exchanges += 1

@@ -1,12 +1,15 @@
 """How do workers train through parameter servers? Rudra (Gupta, Zhang, Wang 2016), without a machine of its own for it.
 
-The model is cut into `servers` shards; each is served by one member, which is a worker, too (seats.py says which, and
-how a shard changes hands). After a step the trainer waits; its worker pushes by how much the step moved each shard
+The model is cut into `servers` shards; each is served by one member, which is a worker, too (leadership.py says which,
+and how a shard changes hands). After a step the trainer waits; its worker pushes by how much the step moved each shard
 (worker.py), each shard's server answers with its weights at once or after its rule's round (shard_server.py), and when
 all have answered the model becomes those weights and the trainer goes on.
 
+Where gradients are exchanged the trainer waits with its gradient, before its step, and pushes that; the servers make
+the step, with an optimizer of their own, and the trainer's does none.
+
 With `--topology adv:K` pushes come to each shard's server by a tree of its own (Rudra-adv: tree.py, aggregator.py), and
-its weights go down it from learner to learner, as Rudra-adv* broadcasts them (branches.py). A server then hears and
+its weights go down it from learner to learner, as Rudra-adv* broadcasts them (tree_node.py). A server then hears and
 says K whole shards a round in place of as many as there are workers; a worker waits for as many hops as the tree is
 deep, and for every member on its way to be there: one that lives but cannot be heard holds those below it up until it
 is declared failed. Who asks again is answered without the tree.
@@ -21,23 +24,34 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import ClassVar
 
 import numpy as np
 
-from peerd.training.codecs import vector
 from peerd.training.codecs.vector import Layout
-from peerd.training.effects import Apply, Effect, Proceed, Resume, Send, StepReport, Vector
-from peerd.training.mode import LAND_AGAIN_S, LinkStatus, ModeClass, ModeMaker, ModeSettings, not_finite
+from peerd.training.effects import Apply, Averaged, Effect, Proceed, Resume, Send, StepReport, Vector
+from peerd.training.mode import (
+    EXCHANGES,
+    GRADIENTS,
+    LAND_AGAIN_S,
+    SGD,
+    LinkStatus,
+    ModeClass,
+    ModeMaker,
+    ModeSettings,
+    not_finite,
+)
 from peerd.training.model.quiet import EVERY_STEP, Quiet
 from peerd.training.parameter_server.leadership import Leadership
+from peerd.training.parameter_server.optimizer import RATE_MAX, check_rate, parse_optimizer
 from peerd.training.parameter_server.shard_server import RATES, Rule, ShardServer
-from peerd.training.parameter_server.shard_state import WEIGHTS_CODEC, Members, ShardState, exact
+from peerd.training.parameter_server.shard_state import Members, ShardState
 from peerd.training.parameter_server.tree import parse_arity
 from peerd.training.parameter_server.tree_node import TreeRelay
 from peerd.training.parameter_server.worker import Part, Worker
-from peerd.transport.errors import PeerError
+from peerd.transport.errors import PeerError, UserError
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import (
     Applied,
@@ -64,8 +78,9 @@ class ParameterServer(ModeClass):
 
     RULE: ClassVar[Rule]
     """Unless an argument says another one."""
-    TAKES = ("codec", "topology", "servers")
+    TAKES = ("codec", "topology", "servers", "exchange", "server_optimizer")
     ENDS_THAT_COUNT = 1  # the worker's
+    EXCHANGES = EXCHANGES
 
     @classmethod
     def of(cls, argument: str) -> ModeMaker | None:
@@ -78,7 +93,15 @@ class ParameterServer(ModeClass):
         super().check(argument, overlap, topology)
         parse_arity(topology)
 
-    barrier = 1
+    @classmethod
+    def check_exchange(cls, argument: str, exchange: str, server_optimizer: str) -> None:
+        """See `ModeClass`."""
+        if exchange == GRADIENTS:
+            parse_optimizer(server_optimizer)
+        elif server_optimizer != SGD:
+            raise UserError("server_optimizer: only with exchange gradients, which servers step by; leave it out")
+        elif "batch=" in argument:
+            raise UserError(f"--mode {cls.NAME}:{argument}: only with exchange gradients, whose rate the server scales")
 
     def __init__(
         self,
@@ -96,13 +119,17 @@ class ParameterServer(ModeClass):
         self._me = me
         self._rule = rule
         self._values = values
+        self._optimizer = parse_optimizer(settings.server_optimizer) if settings.exchange == GRADIENTS else None
+        self.barrier = 1 if self._optimizer is None else 0
         life = rng.getrandbits(31)
-        self._worker = Worker(me, life, layout, settings.servers, settings.codec, values().copy())
+        self._worker = Worker(me, life, layout, settings.servers, settings.codec, values().copy(), self._optimizer)
         self._members = Members(me)
-        self._branches = TreeRelay(self._members, self._worker, self._send, self.counts, waits=rule.n == 0)
+        self._branches = TreeRelay(
+            self._members, self._worker, self._send, self.counts, waits=rule.n == 0 and not rule.backup
+        )
         self._seats = Leadership(
             self._members, self._branches, rule, self._worker, self._send, self._answered_here, self.counts,
-            self.staleness, parse_arity(settings.topology),
+            self.staleness, parse_arity(settings.topology), robust=settings.robust, optimizer=self._optimizer,
         )  # fmt: skip
         self._effects: list[Effect] = []
         self._to_self: list[Message] = []
@@ -115,6 +142,8 @@ class ParameterServer(ModeClass):
         self._land_at = 0.0
         self._bounds = bool(layout.variances)
         self._pushed_step = -1
+        self._cut = layout.parameters
+        self._buffers: Vector | None = None  # float buffers as they are with a trainer that waits with its gradient
         self._finishing = False
         self._handed_over = False
         self._settled = False
@@ -124,17 +153,41 @@ class ParameterServer(ModeClass):
     def on_step(self, report: StepReport, now: float) -> list[Effect]:
         """ShardPush what the step did. A trainer that came back while an earlier push waits waits with it."""
         self._now = now
-        if self._finishing and not report.finishing:  # a new run follows a flush
+        self._note_run(finishing=report.finishing)
+        is_push = report.published and self._optimizer is None
+        if is_push or report.finishing:
+            if is_push and report.step != self._pushed_step and not self._worker.awaiting:
+                self._pushed_step = report.step
+                if not self._worker.step(self._values(), now):
+                    self._effects += not_finite(self.counts)
+                self._tell_all()
+            self._waits = True
+        return self._done()
+
+    def on_gradient(self, gradient: Vector, samples: float, step: int, now: float, rate: float) -> list[Effect]:
+        """Push it. A trainer that came back while an earlier one's gradient waits waits with that."""
+        self._now = now
+        self._note_run(finishing=False)
+        self._buffers = gradient[self._cut : len(self._worker.base)].astype(self._worker.base.dtype)
+        if not self._worker.awaiting:
+            said = min(RATE_MAX, self._rule.said_rate(rate, samples))
+            if not self._worker.differentiate(gradient, said, now):
+                self._effects += not_finite(self.counts, "a gradient")
+            self._tell_all()
+        self._waits = True
+        return self._done()
+
+    def on_trainer_lost(self, now: float) -> list[Effect]:
+        """Nobody waits for the answer."""
+        self._waits, self._buffers = False, None
+        return []
+
+    def _note_run(self, *, finishing: bool) -> None:
+        if self._finishing and not finishing:  # a new run follows a flush
             self._handed_over = self._settled = False
             self._pushed_step = -1
             self._members.finished.discard(self._me)
-        self._finishing = report.finishing
-        if report.published or report.finishing:
-            if report.published and report.step != self._pushed_step and not self._worker.awaiting:
-                self._pushed_step = report.step
-                self._push()
-            self._waits = True
-        return self._done()
+        self._finishing = finishing
 
     def on_message(self, sender: NodeId, message: Message | Connected, now: float) -> list[Effect]:
         """A peer's message."""
@@ -164,7 +217,9 @@ class ParameterServer(ModeClass):
             seat.part.asked_at = now
             seat.part.repeats += 1
             self.counts["repeats"] += 1
-        if late and self._rule.n == 0:  # those that have answered shall not wait for our next push
+        if late and self._rule.n == 0 and all(seat.announced for seat in self._seats.all if seat.part.awaiting):
+            # those that have answered shall not wait for our next push; but where a shard has no server all wait for
+            # that, and rounds that closed without two of them at each other's servers would hold both up
             late += [seat for seat in self._seats.all if not seat.part.awaiting]
         for seat in late:
             part = seat.part
@@ -179,6 +234,7 @@ class ParameterServer(ModeClass):
         seats, now = self._seats, self._now
         match message:
             case ShardPush():
+                check_rate(message.rate, self._optimizer)
                 seats.on_push(sender, message)
             case ShardPull():
                 seats.on_pull(sender, message)
@@ -192,6 +248,7 @@ class ParameterServer(ModeClass):
                 if seats.on_serves(sender, message, now):
                     self._tell(seats.seat(message.shard))
             case ShardSum():
+                check_rate(message.rate, self._optimizer)
                 seat = seats.seat(message.shard, message.seq, term=message.term, clock=message.clock)
                 self._branches.on_sum(seat, sender, message)
             case SumTaken():
@@ -244,9 +301,7 @@ class ParameterServer(ModeClass):
 
     # ---------------------------------------------------------------- the worker
 
-    def _push(self) -> None:
-        if not self._worker.step(self._values(), self._now):
-            self._effects += not_finite(self.counts)
+    def _tell_all(self) -> None:
         for seat in self._seats.all:
             self._tell(seat)
 
@@ -263,22 +318,21 @@ class ParameterServer(ModeClass):
         if answer is None:
             return
         seat = self._seats.seat(message.shard, answer.seq)
-        weights = np.empty_like(self._worker.base[seat.part.where])
-        vector.decode(WEIGHTS_CODEC, exact(seat), message.chunks, weights)
+        held = self._seats.held(seat, message.chunks)
         seq = answer.seq if answer.life == self._worker.life else 0
-        self._take(seat, message.clock, seq, message.applied, weights, message.final)
+        self._take(seat, message.clock, seq, message.applied, held, message.final)
 
     def _answered_here(self, seat: ShardState, server: ShardServer, final: bool) -> None:
         """Our own worker's answer needs no bytes."""
         seq = server.last_of(self._me, self._worker.life)
-        self._take(seat, server.clock, seq, server.applied.values(), server.weights, final)
+        self._take(seat, server.clock, seq, server.applied.values(), server.held, final)
 
     def _take(
-        self, seat: ShardState, clock: int, seq: int, applied: Iterable[Applied], weights: Vector, final: bool
+        self, seat: ShardState, clock: int, seq: int, applied: Iterable[Applied], held: Vector, final: bool
     ) -> None:
         part = seat.part
         awaited = part.awaiting
-        taken = self._worker.take(part, clock, seq, applied, weights, final and self._finishing)
+        taken = self._worker.take(part, clock, seq, applied, held, final and self._finishing)
         if taken is False:
             self._tell(seat, after=seq)
         elif taken:
@@ -304,7 +358,7 @@ class ParameterServer(ModeClass):
             if self._finishing:
                 self._hand_over()
             else:
-                self._effects.append(Resume())
+                self._effects.append(Resume() if self._optimizer is None else Averaged(None))
                 self.counts["exchanges"] += 1
         elif self._pulled and self._finishing and not self._worker.awaiting:
             self._become()
@@ -335,6 +389,8 @@ class ParameterServer(ModeClass):
         self._pulled = False
         self._landing, self._land_at = self._finishing and self._bounds, self._now + LAND_AGAIN_S
         values = self._values()
+        if self._buffers is not None:  # its forward pass has moved them since it published its model
+            values[self._cut :], self._buffers = self._buffers, None
         self._correction = np.subtract(self._worker.base, values, out=values)
         if np.isfinite(self._correction).all():
             self._effects.append(Apply(self._correction))
@@ -366,6 +422,17 @@ class HardSync(ParameterServer):
 
     NAME = "hardsync"
     RULE = Rule(n=0)
+    ARGUMENT = "batch=B and backup=K, one or both with a colon between, from 1 on"
+
+    @classmethod
+    def of(cls, argument: str) -> ModeMaker | None:
+        """See `ModeClass`."""
+        given = dict(word.partition("=")[::2] for word in argument.split(":")) if argument else {}
+        numbers = {key: _count(text) for key, text in given.items()}
+        if not numbers.keys() <= {"batch", "backup"} or not all(numbers.values()):
+            return None
+        batch, backup = numbers.get("batch", 0), numbers.get("backup", 0)
+        return partial(ParameterServer, rule=replace(cls.RULE, batch=batch, backup=backup))
 
 
 class SoftSync(ParameterServer):
@@ -381,7 +448,7 @@ class SoftSync(ParameterServer):
         if not argument:
             return super().of(argument)
         first, _, rate = argument.partition(":")
-        number = int(first) if first.isascii() and first.isdigit() and len(first) < 9 else 0
+        number = _count(first)
         return (
             partial(ParameterServer, rule=Rule(number, rate or RATES[0])) if number and rate in ("", *RATES) else None
         )
@@ -392,3 +459,15 @@ class Async(ParameterServer):
 
     NAME = "async"
     RULE = Rule(n=None)
+    ARGUMENT = f"RATE of {', '.join(RATES)}"
+
+    @classmethod
+    def of(cls, argument: str) -> ModeMaker | None:
+        """See `ModeClass`."""
+        rate = argument or RATES[0]
+        return partial(ParameterServer, rule=replace(cls.RULE, rate=rate)) if rate in RATES else None
+
+
+def _count(text: str) -> int:
+    """From 1 on; 0: it is none."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 9 else 0

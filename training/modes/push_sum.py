@@ -11,6 +11,8 @@ by w / (w - part), so (1 - part / w) must exceed sqrt(1 - delta).
 A member that has finished, or makes no step for long, gives weight back to whoever pushes to it: else all of the
 swarm's would gather where nobody learns.
 
+What a push may do at once is limited (training/one_way/allowance.py); what is over waits here, weight and model.
+
 Exact, but for rounding: losses, repeats, restarts of a link, partitions. A push to a peer that went unanswered waits
 for it: the peer may live on, and have taken it. It is said again when the peer is back, and taken back when that is
 its next life, which knows nothing of the link; or when its place is needed for a link to another (exchanges_cut
@@ -25,7 +27,15 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from peerd.training.effects import Apply, Effect, Vector
+from peerd.training.effects import Apply, Effect, StepReport, Vector
+from peerd.training.one_way.allowance import (
+    BUFFERS_MAX,
+    WEIGHT_SHARE,
+    Allowances,
+    Waiting,
+    finite_norm,
+    part_within,
+)
 from peerd.training.one_way.core import OneWay
 from peerd.training.one_way.mass import Outflow, WeightAccount
 from peerd.training.one_way.partners import Partner
@@ -37,6 +47,7 @@ from peerd.transport.messages import Push
 PART_SHARE = 0.8  # of the largest stable part: as delta.GAIN_SHARE
 WEIGHT_MIN = 1e-3  # a node that gave away all but this waits for some to come
 WEIGHT_MAX = 1e6  # more than a swarm has
+GONE: NodeId = ""  # in place of all peers that are no more
 
 
 class PushSum(OneWay):
@@ -48,11 +59,56 @@ class PushSum(OneWay):
         super().__init__(*arguments)
         self._purse = WeightAccount(1.0)
         self._outflows: dict[NodeId, Outflow] = {}
+        self._robust = self._settings.robust
+        self._allowances = Allowances(2 * self._settings.view)
+        self._waiting: dict[NodeId, Waiting] = {}
+
+    def on_step(self, report: StepReport, now: float) -> list[Effect]:
+        """A step of this node lets more of what has come in."""
+        ends = report.finishing and not self._report.finishing
+        self._allowances.walked(report.change, published=report.published)
+        effects = super().on_step(report, now)
+        if ends:
+            self._allowances.ended(self._norm(self._current()))
+        return effects + self._let_in()
+
+    def on_peers(self, alive: frozenset[NodeId], now: float) -> list[Effect]:
+        """What waits of a peer that went goes on waiting, with that of all who went."""
+        for peer in sorted((self._waiting.keys() | self._partners.alive) - alive - {GONE}):
+            self._allowances.forget(peer)
+            if (left := self._waiting.pop(peer, None)) is not None:
+                if GONE in self._waiting:
+                    self._waiting[GONE].join(left.weight, left.model)
+                else:
+                    self._waiting[GONE] = left
+        return super().on_peers(alive, now)
 
     @property
     def weight(self) -> float:
         """This node's share of the swarm's mean is this over the sum of all."""
         return float(self._purse.weight)
+
+    @property
+    def waiting(self) -> list[tuple[float, Vector]]:
+        """Mass that has come and is not merged yet: weight, and the model that comes with it."""
+        return [(one.weight, one.model) for one in self._waiting.values()]
+
+    @property
+    def leaving(self) -> list[tuple[NodeId, Push, float, Vector]]:
+        """Mass that has left and is not known to have arrived: to whom, in which push, weight and model."""
+        outgoing = self._copies.outgoing.items()
+        return [
+            (peer, one.under_way, self._outflows[peer].under_way, one.next_known)
+            for peer, one in outgoing
+            if one.under_way is not None and one.next_known is not None
+        ]
+
+    def has_taken(self, sender: NodeId, push: Push) -> bool:
+        """Whether this push of that node is part of this node's mass."""
+        held, ended = self._copies.incoming.get(sender), self._copies.ended.get(sender, (-1, 0))
+        if held is not None and held.link == push.link:
+            return push.seq <= held.version
+        return ended[0] == push.link and push.seq <= ended[1]
 
     def _begin(self, partner: Partner, values: Vector, reason: str, now: float) -> list[Effect]:
         if self.weight < WEIGHT_MIN:
@@ -82,6 +138,7 @@ class PushSum(OneWay):
 
     def _answered(self, peer: NodeId) -> None:
         self._outflows[peer].answered()
+        self._allowances.exchanged()
 
     def _may_drop(self, peer: NodeId) -> bool:
         """What is under way would be taken back here, and merged there."""
@@ -104,8 +161,58 @@ class PushSum(OneWay):
         part = incoming.inflow.part(push.weight)
         if not 0 <= part <= WEIGHT_MAX:
             raise PeerError(f"a push of weight {part}")
-        correction = self._scratch.take(came)
-        self._purse.take(part, values, came, correction)
+        sender = incoming.peer
+        waiting = self._waiting.get(sender)
+        offered = part + (waiting.weight if waiting is not None else 0.0)
+        if offered > WEIGHT_MAX:
+            raise PeerError(f"a push of weight {part}, where {offered - part} of the sender's waits")
+        if waiting is not None:
+            waiting.join(part, came)
+        correction = self._take_part(sender, offered, came if waiting is None else waiting.model, values)
         self._came += not push.back
         incoming.inflow.taken(push.weight)
         return correction
+
+    # ---------------------------------------------------------------- what a peer may do to this model
+
+    def _take_part(self, peer: NodeId, offered: float, model: Vector, values: Vector) -> Vector:
+        """Merge what the peer's allowance covers of mass offered * (model, 1), and keep the rest."""
+        part = self._allowed(peer, offered, model, values) if self._robust else offered
+        correction = self._scratch.take(model)
+        self._purse.take(part, values, model, correction)
+        if self._robust:
+            self._allowances.moved(peer, self._norm(correction))
+        if part < offered:
+            self.counts["pushes_late"] += 1
+            if peer in self._waiting:
+                self._waiting[peer].weight = offered - part
+            else:
+                self._waiting[peer] = Waiting(offered - part, model.copy())
+        else:
+            self._waiting.pop(peer, None)
+        return correction
+
+    def _allowed(self, peer: NodeId, offered: float, model: Vector, values: Vector) -> float:
+        cut, weight = self._layout.parameters, self.weight
+        most = max(0.0, WEIGHT_SHARE * (1 + len(self._partners.alive)) - weight)
+        distance = finite_norm(model[:cut] - values[:cut])
+        limit = self._allowances.of(peer, self._norm(values), distance, still=self._report.finishing)
+        part = part_within(weight, offered, distance, limit)
+        if cut < len(values):
+            limit = BUFFERS_MAX * finite_norm(values[cut:])
+            part = part_within(weight, part, finite_norm(model[cut:] - values[cut:]), limit)
+        return min(part, most)
+
+    def _let_in(self) -> list[Effect]:
+        effects: list[Effect] = []
+        for peer, waiting in sorted(self._waiting.items()):
+            values = self._current()
+            if not self._is_finite(values):
+                break
+            correction = self._take_part(peer, waiting.weight, waiting.model, values)
+            self._lend(correction)
+            effects.append(Apply(correction))
+        return effects
+
+    def _norm(self, values: Vector) -> float:
+        return finite_norm(values[: self._layout.parameters])

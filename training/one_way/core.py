@@ -20,6 +20,7 @@ from peerd.training.effects import Apply, Effect, Send, StepReport, Vector
 from peerd.training.flush import FLUSH_CODEC, FLUSH_TOLERANCE, ROTATE_AFTER_EXCHANGES
 from peerd.training.mode import ModeSettings, not_finite
 from peerd.training.model.quiet import Quiet
+from peerd.training.one_way.answer_time import AnswerTime
 from peerd.training.one_way.copies import Copies
 from peerd.training.one_way.partners import Partner, Partners
 from peerd.training.one_way.public_copy import Incoming, Outgoing
@@ -27,7 +28,7 @@ from peerd.training.partnered import PartneredMode
 from peerd.training.trigger import SILENCE_MAX_S, WAKE_AFTER_S
 from peerd.transport.errors import PeerError
 from peerd.transport.ids import NodeId
-from peerd.transport.messages import Connected, Message, Push, Pushed, PushForgotten
+from peerd.transport.messages import Connected, Message, Pull, Push, Pushed, PushForgotten
 
 STILL_AFTER = 4  # pushes that came, or were asked for, since the last own exchange: of equals one in 270 gets more
 DISTANCE_MAX = 1e100  # what is said of one; its square is a float
@@ -37,12 +38,15 @@ ROUNDS_UNHEARD = 4  # of the flush, to partners that send nothing back: then one
 class OneWay(PartneredMode[Partner]):
     """A core without the one thing that differs: what firing, sending and merging mean."""
 
+    MAY_BE_LOST = (Push, Pushed, PushForgotten, Pull)
+
     def __init__(
         self, me: NodeId, layout: Layout, rng: random.Random, settings: ModeSettings, values: Callable[[], Vector]
     ) -> None:
         super().__init__(layout, rng, settings, values)
         self._copies = Copies(layout, rng, settings.view, self._scratch)
         self._partners = Partners(me, layout, rng, settings.view, self._current)
+        self._answers = AnswerTime()
         self._received = 0  # pushes merged since the last own step, or round of the flush
         self._came = 0  # pushes, or asks for one, since this member last began an exchange itself
         self._to_flush = 0  # partners of this round that have not had their push yet
@@ -191,12 +195,14 @@ class OneWay(PartneredMode[Partner]):
         if partner is not None:
             partner.peer_finishing = message.finishing
             partner.distance = message.distance
+            self._note_progress(partner)
         if outgoing.under_way is None or outgoing.under_way.seq != message.taken:
             return []
         self._completed(outgoing, outgoing.under_way, sender, now)
         return []
 
     def _completed(self, outgoing: Outgoing, push: Push, peer: NodeId, now: float) -> None:
+        self._answers.came(peer, now - outgoing.sent_at)
         outgoing.answered()
         self._answered(peer)
         self.counts["exchanges"] += 1
@@ -342,17 +348,18 @@ class OneWay(PartneredMode[Partner]):
     def _say_again(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
         for peer, since in sorted(self._waits().items()):
-            if now - since >= SILENCE_MAX_S:
+            if now - since >= self._answers.wait_s(peer):
+                self._answers.repeated(peer)
                 self.counts["repeats"] += 1
                 effects += self._repeat(peer, now)
         return effects + self._flush(now)
 
     def _say_again_at(self, now: float) -> float:
-        waits = list(self._waits().values())
+        due = [since + self._answers.wait_s(peer) for peer, since in self._waits().items()]
         round_waits = self._unheard >= ROUNDS_UNHEARD and not self._round_under_way() and bool(self._due())
         if self._report.finishing and round_waits:
-            waits.append(self._round_at)
-        return min(waits, default=float("inf")) + WAKE_AFTER_S
+            due.append(self._round_at + SILENCE_MAX_S)
+        return min(due, default=float("inf")) + (WAKE_AFTER_S - SILENCE_MAX_S)
 
     # ---------------------------------------------------------------- the final flush
 

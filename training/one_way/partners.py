@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from peerd.training.codecs.difference import norm_of_difference
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Vector
+from peerd.training.flush import Progress
 from peerd.transport.ids import NodeId
 
 
@@ -32,6 +33,7 @@ class Partner:
     peer_finishing: bool = False
     flushed: bool = False  # took a push since our own trainer ended
     last_reason: str = ""
+    progress: Progress = field(default_factory=Progress)  # since our own trainer ended
 
 
 class Partners:

@@ -29,7 +29,7 @@ from __future__ import annotations
 import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -37,7 +37,9 @@ from peerd.training.codecs import vector
 from peerd.training.codecs.difference import norm_of_difference
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Effect, Send, Vector
+from peerd.training.flush import Progress
 from peerd.training.mode import ENDED_MAX
+from peerd.training.pairs.graylist import Graylist
 from peerd.training.pairs.reference import PairedReference, Unfinished
 from peerd.training.scratch import Scratch
 from peerd.training.trigger import SILENCE_MAX_S, WAKE_AFTER_S
@@ -64,12 +66,15 @@ class PairLink:
     active: bool  # the peer is alive
     declined_at: float = float("-inf")  # when it was overdue, and the trigger had no reason
     moved: float = 0.0  # at most ||x at the last publish - anchor||
+    news: float = 0.0  # the same, of partners that train on, since our own trainer ended
     exchanges: int = 0
     distance: float = 0.0  # between the two models, at the last exchange
     closing: bool = False
     peer_finishing: bool = False
     flushed: bool = False  # exchanged since our own trainer ended
     last_reason: str = ""
+    start_norm: float = 0.0  # of the whole vector, buffers too, when the link was made
+    progress: Progress = field(default_factory=Progress)  # since our own trainer ended
 
     @property
     def idle(self) -> bool:
@@ -121,6 +126,7 @@ class PairLinks:
         self._counts = counts
         self._alive: frozenset[NodeId] = frozenset()
         self._declined: set[NodeId] = set()
+        self.graylist = Graylist()
 
     def live(self) -> list[PairLink]:
         """Those whose peer is alive."""
@@ -196,7 +202,8 @@ class PairLinks:
         if sender in self.opening and self._me > sender:
             return []  # both ends asked at once: the smaller id answers, the larger's number stands
         frees = sender in self.opening or (link is not None and link.active)  # the place that it has
-        declines = self.opens and self._places_taken() - frees >= 2 * self._view
+        full = self.opens and self._places_taken() - frees >= 2 * self._view
+        declines = full or self.graylist.refuses(sender, now)
         values = self._values()
         start = np.empty_like(values)
         chunks = () if declines else vector.encode(SNAPSHOT_CODEC, self._layout, values)[0]
@@ -294,6 +301,7 @@ class PairLinks:
     def fill_view(self, now: float) -> list[Effect]:
         """Ask strangers for links while there are fewer than wanted."""
         strangers = sorted(self._alive - set(self.held) - set(self.opening) - self._declined)
+        strangers = [peer for peer in strangers if not self.graylist.refuses(peer, now)]
         effects: list[Effect] = []
         for peer in self._rng.sample(strangers, max(0, min(self._wanted() - self._places_taken(), len(strangers)))):
             number = self._rng.getrandbits(62)
@@ -395,7 +403,10 @@ class PairLinks:
         norm = norm_of_difference(values[: self._layout.parameters])
         # a peer may open before its own news has come; one that membership never confirms holds no place of the view
         active = peer in self._alive
-        self.held[peer] = PairLink(peer, reference, values.copy(), norm, last_exchange=now, sent_at=now, active=active)
+        self.held[peer] = PairLink(
+            peer, reference, values.copy(), norm, last_exchange=now, sent_at=now, active=active,
+            start_norm=norm_of_difference(values),
+        )  # fmt: skip
         self._make_room()
 
     def _wanted(self) -> int:

@@ -7,6 +7,8 @@ knows of the peer's). An exchange is two halves, one from each end, under one se
     mine += q_mine;  theirs += q_theirs       the same bits on both ends
     x += gain * (theirs - mine)               the peer adds exactly the negative: the mean of the two is conserved
 
+Both ends scale what they add to a tensor down to the lower of the limits that come with the halves (robust.py).
+
 Neither reference moves until both halves are known, so an exchange that is cut is either repeated (the half under way
 is resent, the peer answers again with its half, each is applied once) or dropped on both ends with nothing to undo.
 Two halves that cross on the wire are one exchange: neither end needs to yield.
@@ -23,9 +25,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from peerd.training.codecs.difference import decode_onto, encode_difference, norm_of_difference, parts
+import numpy as np
+
+from peerd.training.codecs.difference import VALUE_MAX, decode_onto, encode_difference, parts
 from peerd.training.codecs.vector import GAIN_MAX, Gain, Layout, NotFinite
 from peerd.training.effects import Vector
+from peerd.training.pairs.robust import Norms, factors, tensors_of, unpacked
 from peerd.training.scratch import Scratch
 from peerd.transport.errors import PeerError
 from peerd.transport.messages import Delta, DeltaTaken, LinkClosed
@@ -43,14 +48,26 @@ class ExchangeHalf:
     gain: Gain
     gain_limit: float  # so that exchanges that overlap do not overshoot together
     finishing: bool
+    limits: bytes = b""  # how far each tensor may be moved (robust.py)
+    value_max: float = VALUE_MAX  # what no weight of the peer's can be beyond
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Exchanged:
+    """An exchange of which both halves are here."""
+
+    correction: Vector  # of x; scratch: the caller gives it back
+    distances: Norms  # ||theirs - mine||, of each tensor
+    moved: Norms  # and how much of it the correction is
+    limits: Norms  # what the peer said of its own
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
-    """What a half from the peer led to: perhaps a correction for x, perhaps a half to send back."""
+    """What a half from the peer led to: perhaps a half to send back, perhaps an exchange that is complete."""
 
-    correction: Vector | None  # scratch: the caller gives it back
     reply: Delta | DeltaTaken | None
+    exchanged: Exchanged | None = None
 
 
 class PairedReference:
@@ -59,6 +76,8 @@ class PairedReference:
     def __init__(self, link: int, start: Vector, layout: Layout, scratch: Scratch) -> None:
         """Both references begin at `start` (shape (total,)), the same bits on both ends."""
         self._scratch = scratch
+        self._tensors = tensors_of(layout)
+        self.distances: Norms = np.zeros(len(self._tensors))
         self.link = link
         self.version = 0
         self.layout = layout
@@ -84,25 +103,26 @@ class PairedReference:
         if theirs.seq == self.version:
             if not theirs.wants_answer:  # said by one who has applied it, and wonders whether we have
                 self.confirmed = True
-                return Outcome(None, DeltaTaken(self.link, self.version))
-            return Outcome(None, replace(self.answered, wants_answer=False) if self.answered else None)
+                return Outcome(DeltaTaken(self.link, self.version))
+            return Outcome(replace(self.answered, wants_answer=False) if self.answered else None)
         if theirs.seq < self.version:
-            return Outcome(None, None)  # said again after a reconnect; a later exchange proves that it had arrived
+            return Outcome(None)  # said again after a reconnect; a later exchange proves that it had arrived
         if theirs.seq == self.version + 2 and self.under_way is not None:
-            return Outcome(None, self.under_way)  # early: the answer to our half was lost, so we ask for it again
+            return Outcome(self.under_way)  # early: the answer to our half was lost, so we ask for it again
         if theirs.seq != self.version + 1:
             raise LinkMismatch(f"the peer is at exchange {theirs.seq}, this end at {self.version}")
         if not 0 < theirs.gain <= GAIN_MAX:
             raise PeerError(f"a gain of {theirs.gain} is outside (0, {GAIN_MAX}]")
-        incoming = decode_onto(theirs.codec, self.layout, theirs.chunks, self.theirs, self._scratch)
+        limits = unpacked(theirs.limits, len(self._tensors))
+        incoming = decode_onto(theirs.codec, self.layout, theirs.chunks, self.theirs, self._scratch, half.value_max)
         self.confirmed = True  # who goes on to the next has applied the last
         try:
             reply = self._encode(values, half, wants_answer=False) if self.under_way is None else None
         except NotFinite:
             self._scratch.give(incoming)
             raise
-        correction = self._complete(theirs, incoming)
-        return Outcome(correction, reply or DeltaTaken(self.link, self.version))
+        exchanged = self._complete(theirs, incoming, limits)
+        return Outcome(reply or DeltaTaken(self.link, self.version), exchanged)
 
     def taken(self, seq: int) -> None:
         """The peer has applied exchange `seq`."""
@@ -132,8 +152,7 @@ class PairedReference:
 
     def distance(self) -> float:
         """||theirs - mine|| over the parameters: how far apart the two models are, as far as both ends know."""
-        parameters = self.layout.parameters
-        return norm_of_difference(self.theirs[:parameters], self.mine[:parameters])
+        return self._tensors.whole(self.distances)
 
     def _encode(self, values: Vector, half: ExchangeHalf, *, wants_answer: bool) -> Delta:
         chunks, decoded = encode_difference(half.codec, self.layout, values, self.mine, half.gain, self._scratch)
@@ -144,12 +163,14 @@ class PairedReference:
             min(half.gain.value, half.gain_limit),
             wants_answer,
             half.finishing,
+            half.limits,
             chunks,
         )
         self._outgoing = decoded
         return self.under_way
 
-    def _complete(self, theirs: Delta, theirs_next: Vector) -> Vector:
+    def _complete(self, theirs: Delta, theirs_next: Vector, limits: Norms) -> Exchanged:
+        """Move both references, and make `theirs_next` the correction."""
         assert self.under_way is not None, "an exchange has two halves"
         assert self._outgoing is not None, "kept beside the half under way"
         gain = min(theirs.gain, self.under_way.gain)
@@ -157,12 +178,14 @@ class PairedReference:
             self.mine[part] += self._outgoing[part]
             self.theirs[part] = theirs_next[part]
             theirs_next[part] -= self.mine[part]
-            theirs_next[part] *= gain
+        self.distances = self._tensors.norms(theirs_next)
+        scale = factors(gain, self.distances, unpacked(self.under_way.limits, len(self._tensors)), limits)
+        self._tensors.scale(theirs_next, scale)
         self.version += 1
         self.answered = self.under_way
         self.confirmed = not theirs.wants_answer  # who answers has applied it; who began waits for our half
         self.cancel()
-        return theirs_next
+        return Exchanged(theirs_next, self.distances, scale * self.distances, limits)
 
 
 class Unfinished:
@@ -222,8 +245,11 @@ class Unfinished:
             return None
         if not 0 < theirs.gain <= GAIN_MAX:
             raise PeerError(f"a gain of {theirs.gain} is outside (0, {GAIN_MAX}]")
+        tensors = tensors_of(self.layout)
+        limits = unpacked(theirs.limits, len(tensors))
         correction = decode_onto(theirs.codec, self.layout, theirs.chunks, self._apart, self._scratch)
-        correction *= min(theirs.gain, self.under_way.gain)
+        gain, ours = min(theirs.gain, self.under_way.gain), unpacked(self.under_way.limits, len(tensors))
+        tensors.scale(correction, factors(gain, tensors.norms(correction), ours, limits))
         self.version += 1
         self.answered = self.under_way if theirs.wants_answer else None
         self.cancel()

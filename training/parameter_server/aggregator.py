@@ -34,6 +34,7 @@ class _Sum:
     clock: int
     finishing: bool
     parts: list[Applied]
+    rate: float  # the mean of theirs
     codec: str
     chunks: Chunks  # of the first part
     values: Vector | None  # None: as the chunks say
@@ -72,7 +73,8 @@ class Aggregator:
             return False
         self._gather(
             _Sum(
-                push.clock, push.finishing, [Applied(self.me, push.life, push.seq)], push.codec, push.chunks, None
+                push.clock, push.finishing, [Applied(self.me, push.life, push.seq)], push.rate, push.codec,
+                push.chunks, None,
             )
         )  # fmt: skip
         return True
@@ -81,7 +83,8 @@ class Aggregator:
         """One from below, which comes once and in order. Raises PeerError."""
         values = np.empty_like(self.like)
         vector.decode(message.codec, layout_of(message, self.layout), message.chunks, values)
-        self._gather(_Sum(message.clock, message.finishing, list(message.parts), message.codec, message.chunks, values))
+        parts, rate = list(message.parts), message.rate
+        self._gather(_Sum(message.clock, message.finishing, parts, rate, message.codec, message.chunks, values))
 
     def due(self, training: frozenset[NodeId]) -> list[ShardSum]:
         """What to send on now."""
@@ -120,7 +123,9 @@ class Aggregator:
                 with np.errstate(over="ignore"):
                     held.values = self._values(held)
                     held.values += self._values(new)
+                rates = held.rate * len(held.parts) + new.rate * len(new.parts)
                 held.parts += new.parts
+                held.rate = rates / len(held.parts)
                 self.counts["summed"] += 1
                 return
             if not workers.isdisjoint(part.worker for part in held.parts):
@@ -141,8 +146,9 @@ class Aggregator:
         self._seq += 1
         term, server = self.bid
         return ShardSum(
-            self.shard, term, server, self._seq, held.clock, codec, held.finishing, tuple(held.parts), chunks
-        )
+            self.shard, term, server, self._seq, held.clock, codec, held.finishing, tuple(held.parts), held.rate,
+            chunks,
+        )  # fmt: skip
 
     def _encoded(self, values: Vector) -> Chunks:
         layout = Layout(self.layout.total, self.layout.total)

@@ -8,7 +8,8 @@ first phase; a member that served stops. When all alive have answered, the claim
 Nothing that counts is in the server alone: a worker keeps each push until it has pulled weights that hold it, weights
 travel with the last push of each worker in them, and one of those answers is the highest clock. So pushes said again
 to the new server are in its weights once. Two halves of a partition each serve; when they meet, the claim after it
-takes the higher clock, and the other half's updates are lost.
+takes the higher clock, and the other half's updates are lost. Such a half is also a server that membership has not
+named and of which nothing has come for HEARD_S.
 
 With a tree (tree.py), a server that loses an aggregator claims its own shard again, and lays another tree out: all that
 was on its way in the old one is void, and said again in the new one. So it does when a member of the tree comes back in
@@ -24,7 +25,10 @@ from hashlib import blake2b
 import numpy as np
 
 from peerd.training.codecs import vector
-from peerd.training.counts import COUNT_MAX, within_step
+from peerd.training.counts import COUNT_END, within_step
+from peerd.training.effects import Vector
+from peerd.training.parameter_server.limits import PushLimits
+from peerd.training.parameter_server.optimizer import Optimizer
 from peerd.training.parameter_server.shard_server import Rule, ShardServer
 from peerd.training.parameter_server.shard_state import WEIGHTS_CODEC, Members, Newest, Preparing, ShardState, exact
 from peerd.training.parameter_server.tree import TREE_MAX, Tree, tree_of
@@ -45,6 +49,7 @@ from peerd.transport.messages import (
 )
 
 NO_TREE = Tree(0, ())
+BIDDERS_MAX = 64  # of one shard, that we do not know to own it
 HEARD_S = 30.0  # how long a claimant counts as alive that membership does not name
 
 
@@ -62,8 +67,13 @@ class Leadership:
         counts: Counter[str],
         staleness: Counter[int],
         arity: int,
+        *,
+        robust: bool,
+        optimizer: Optimizer | None = None,
     ) -> None:
-        """`arity` is of the trees that are laid out here, 0 for none.
+        """`arity` is of the trees that are laid out here, 0 for none; `robust`: pushes and models have limits.
+
+        `optimizer` is what servers step the weights with, where workers push gradients.
 
         `answer_here` gives this node's own worker the weights of a seat that is served here.
         """
@@ -78,13 +88,15 @@ class Leadership:
         self._counts = counts
         self._staleness = staleness
         self._arity = arity
+        self._robust = robust
+        self._optimizer = optimizer
         self._heard: dict[NodeId, float] = {}  # claimants that membership does not name, and when they last spoke
 
     def seat(self, shard: int, *counts: int, term: int = 0, clock: int = NEVER) -> ShardState:
         """The seat that a message names, whose other numbers are in bounds. Raises PeerError."""
         if not 0 <= shard < len(self.all):
             raise PeerError(f"shard {shard} of {len(self.all)}")
-        if not all(0 <= count < COUNT_MAX for count in counts):
+        if not all(0 <= count < COUNT_END for count in counts):
             raise PeerError(f"a number out of bounds: {counts}")
         seat = self.all[shard]
         within_step("a term", term, seat.leader[0])
@@ -115,6 +127,8 @@ class Leadership:
                 for id in gone:
                     seat.server.owed.pop(id, None)
                     seat.server.dropped.discard(id)
+                    if seat.server.limits is not None:
+                        seat.server.limits.forget(id)
                 for id in sorted(come):
                     self._announce(seat, id)
                 seat.outdated |= self._branches.has_gaps(seat)
@@ -124,6 +138,7 @@ class Leadership:
                 for id in sorted(come):
                     self._ask(seat, id)
             self._reconsider(seat, now)
+            self._hear_owner(seat, now)
 
     def on_connected(self, peer: NodeId) -> None:
         """What was said to this peer may be lost."""
@@ -153,6 +168,7 @@ class Leadership:
                 for id in sorted(seat.claim.waiting):
                     self._ask(seat, id)
             self._reconsider(seat, now)
+            self._hear_owner(seat, now)
 
     def deadline(self, repeat_s: float) -> float:
         """When `on_timer` has something to do."""
@@ -185,11 +201,14 @@ class Leadership:
 
     def _serve(self, seat: ShardState) -> None:
         assert seat.claim is not None, "a claim was answered"
-        best, applied, weights = seat.claim.best
-        clock = max(0, best)
+        if seat.claim.best[0] == NEVER and seat.claim.doubted:  # ours came from no server: any is better
+            seat.claim.best = max(seat.claim.doubted, key=lambda model: model[0])
+        best, applied, held = seat.claim.best
+        clock, layout = max(0, best), seat.part.layout
         seat.server = ShardServer(
-            self._rule, weights.copy(), clock, dict(applied), self._counts, self._staleness, seat.part.layout.variances
-        )
+            self._rule, held.copy(), clock, dict(applied), self._counts, self._staleness, layout.variances,
+            PushLimits(self._me, layout) if self._robust else None, self._optimizer, layout.parameters,
+        )  # fmt: skip
         seat.tree = self._lay_out(seat, seat.claim.lives, applied)
         seat.claim, seat.announced, seat.encoded = None, True, (-1, ())
         seat.final_to.clear()
@@ -228,8 +247,8 @@ class Leadership:
         if seat.claim is not None:
             return seat.claim.best
         if seat.server is not None:
-            return seat.server.clock, seat.server.applied, seat.server.weights
-        return seat.part.clock, seat.part.applied, self._worker.base[seat.part.where]
+            return seat.server.clock, seat.server.applied, seat.server.held
+        return seat.part.clock, seat.part.applied, self._worker.held(seat.part)
 
     def _accept_ballot(self, seat: ShardState, bid: Ballot, *, announced: bool) -> bool:
         """Whether a bid is the highest so far; whoever serves or claims by a lower one stops."""
@@ -245,14 +264,16 @@ class Leadership:
         seat = self.seat(message.shard, term=message.term, clock=message.clock)
         if sender not in self._members.alive:
             self._heard[sender] = now
-        clock, applied, weights = self._newest(seat)
+        if not self._may_bid(seat, sender, message):
+            return
+        clock, applied, held = self._newest(seat)
         bid = (message.term, sender)
         if (seat.announced and bid == seat.leader) or not self._accept_ballot(seat, bid, announced=False):
             self._announce(seat, sender)  # a higher bid, or its own of another life: it claims again above that
             return
         chunks: Chunks = ()
         if clock > message.clock:
-            chunks, _ = vector.encode(WEIGHTS_CODEC, exact(seat), weights)
+            chunks, _ = vector.encode(WEIGHTS_CODEC, exact(seat), held)
         marks = tuple(applied.values()) if chunks else ()
         self._send(sender, Promise(message.shard, message.term, self._worker.life, clock, marks, chunks))
         self._reconsider(seat, now)
@@ -264,12 +285,41 @@ class Leadership:
         if claim is None or seat.leader != (message.term, self._me) or sender not in claim.waiting:
             return
         if message.clock > claim.best[0] and message.chunks:
-            weights = np.empty_like(claim.best[2])
-            vector.decode(WEIGHTS_CODEC, exact(seat), message.chunks, weights)
-            claim.best = message.clock, {mark.worker: mark for mark in message.applied}, weights
+            newer = message.clock, {mark.worker: mark for mark in message.applied}, self.held(seat, message.chunks)
+            sure = not self._robust or len(self._members.everyone) <= 2
+            self._counts["replicas_doubted"] += not claim.weigh(newer, seat.part, sure=sure)
         claim.waiting.discard(sender)
         claim.lives[sender] = message.life
         self._reconsider(seat, now)
+
+    def held(self, seat: ShardState, chunks: Chunks) -> Vector:
+        """Weights that came, and what the optimizer remembers. Raises PeerError."""
+        layout = seat.part.layout
+        held = np.empty(exact(seat).total, self._worker.base.dtype)
+        vector.decode(WEIGHTS_CODEC, exact(seat), chunks, held)
+        if self._optimizer is not None:
+            state = held[layout.total :].reshape(self._optimizer.rows, layout.parameters)
+            if not self._optimizer.is_possible(state):
+                raise PeerError("an optimizer's state that no gradients make")
+        return held
+
+    def _may_bid(self, seat: ShardState, bidder: NodeId, message: Prepare | ShardLeader) -> bool:
+        """Whether it owns the shard, or leads already. If not, it may own it by the next news of the members."""
+        if bidder == self.owner(seat) or bidder == seat.leader[1]:
+            return True
+        if bidder in seat.not_owners or len(seat.not_owners) < BIDDERS_MAX:
+            seat.not_owners[bidder] = message
+        self._counts["bids_refused"] += 1
+        return False
+
+    def _hear_owner(self, seat: ShardState, now: float) -> None:
+        """What it said before we knew that it owns the shard."""
+        owner = self.owner(seat)
+        message = seat.not_owners.pop(owner, None)
+        if isinstance(message, Prepare):
+            self.on_claim(owner, message, now)
+        elif message is not None:
+            self.on_serves(owner, message, now)
 
     def on_serves(self, sender: NodeId, message: ShardLeader, now: float) -> bool:
         """Somebody says who serves a shard. Says whether that is news to our worker."""
@@ -289,6 +339,10 @@ class Leadership:
                 self._reconsider(seat, now)
             elif bid > seat.leader and message.serving:  # who claims asks us itself
                 self._announce(seat, message.server)
+        elif bid > seat.leader and not self._may_bid(seat, message.server, message):
+            if self.owner(seat) == self._me:
+                self._claim(seat, now, above=bid[0])
+                self._reconsider(seat, now)
         elif self._accept_ballot(seat, bid, announced=message.serving):
             held = seat.tree
             if sender == message.server and message.serving and held is not None and held.members != tree.members:
@@ -309,7 +363,8 @@ class Leadership:
         seat = self.seat(message.shard, term=message.term, clock=message.clock)
         bid = (message.term, message.server)
         if sender == message.server:
-            if not self._accept_ballot(seat, bid, announced=False):
+            is_known = bid <= seat.leader or sender == self.owner(seat)
+            if not is_known or not self._accept_ballot(seat, bid, announced=False):
                 return None
         elif bid != seat.leader or sender != seat.parent(self._me):
             return None
@@ -337,7 +392,8 @@ class Leadership:
             update = np.empty_like(server.weights)
             vector.decode(message.codec, seat.part.layout, message.chunks, update)
             self._members.hear(sender, finishing=message.finishing)
-            server.take([Applied(sender, message.life, message.seq)], message.clock, update, self._members.training)
+            mark, training = Applied(sender, message.life, message.seq), self._members.training
+            server.take([mark], message.clock, update, training, message.rate)
         if message.wants_answer:
             server.owed[sender] = None
 
@@ -400,7 +456,7 @@ class Leadership:
         answers = tuple(server.come.get(worker, Applied(worker, 0, 0)) for worker in workers if worker != self._me)
         if answers:
             if seat.encoded[0] != server.clock:
-                seat.encoded = server.clock, vector.encode(WEIGHTS_CODEC, exact(seat), server.weights)[0]
+                seat.encoded = server.clock, vector.encode(WEIGHTS_CODEC, exact(seat), server.held)[0]
             marks = tuple(server.applied.values())
             term, me = seat.leader
             self._branches.send_down(

@@ -7,8 +7,16 @@ pushes by how much that moved them; at clock i that push is i - j stale.
     softsync:n    the mean of any floor(workers / n), each over its staleness; nobody waits
     async         softsync with n = workers: each push on its own (Downpour)
 
-Workers push optimizer steps where the paper's push gradients. Plain SGD and its momentum are linear, so the mean of
-the steps is the step of the mean gradient, and the server needs no optimizer of its own (nor the daemon torch).
+Without an optimizer of its own the server adds what workers' optimizer steps moved. Plain SGD and its momentum are
+linear, so the mean of the steps is the step of the mean gradient; of any other optimizer it is not.
+
+With one (optimizer.py) workers push gradients g, as the paper's do, each with its learning rate a. What a step would be
+divided by divides the rate: of an update's c pushes with factors f = 1 / max(1, staleness), 1 / n or 1 the gradient is
+sum(f g) / sum(f), and the rate mean(f a). So plain SGD adds -mean(f a g), and an optimizer that does not care how long
+a gradient is heeds its staleness, too. hardsync can scale the rate by the square root of the batch of all workers
+(`batch`), and can go on without the last few (`backup`; Chen et al. 2016, arXiv:1604.00981): what comes from those
+later is dropped, and answered at once with the weights that the others have made.
+
 Pushes that come as one sum (aggregator.py) are of one clock: each of them is as stale, and counts, as if it came alone.
 A push more than 2n clocks stale (in hardsync: stale at all) is dropped; so is one that was made from no weights.
 
@@ -20,6 +28,7 @@ already that they shall not wait for it (a ShardPull).
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,6 +37,8 @@ import numpy as np
 
 from peerd.training.effects import Vector
 from peerd.training.model.variances import bounded
+from peerd.training.parameter_server.limits import PushLimits
+from peerd.training.parameter_server.optimizer import DIFFERENCE, Optimizer
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import Applied
 
@@ -44,6 +55,8 @@ class Rule:
 
     n: int | None  # 0: hardsync; None: as many as there are workers
     rate: str = "staleness"
+    backup: int = 0  # hardsync: how many of the workers a round does without
+    batch: int = 0  # hardsync: the samples of the step that the learning rate suits; 0: it suits any
 
     def group(self, workers: int) -> int:
         """Pushes in one update of softsync."""
@@ -59,6 +72,14 @@ class Rule:
             return 1 / max(1, staleness)
         return 1 / max(1, self._n(workers)) if self.rate == "mean" else 1.0
 
+    def said_rate(self, rate: float, samples: float) -> float:
+        """What a worker says whose optimizer has this learning rate and whose gradient is of so many samples."""
+        return rate * math.sqrt(samples / self.batch) if self.batch else rate
+
+    def rate_of_all(self, rate: float, pushes: int) -> float:
+        """alpha0 sqrt(mu lambda / B): of an update of so many gradients, whose workers said this rate on average."""
+        return rate * math.sqrt(pushes) if self.batch else rate
+
     def _n(self, workers: int) -> int:
         return max(1, workers) if self.n is None else self.n
 
@@ -68,23 +89,36 @@ class ShardServer:
     """The weights of one shard and what is to be added to them."""
 
     rule: Rule
-    weights: Vector
+    held: Vector  # the weights, and behind them what the optimizer remembers
     clock: int
     applied: dict[NodeId, Applied]  # what the weights hold of each worker
     counts: Counter[str]
     staleness: Counter[int]
     variances: tuple[tuple[int, int], ...] = ()  # where in the weights
+    limits: PushLimits | None = None  # None: every push is taken as it is
+    optimizer: Optimizer | None = None  # None: pushes are by how much steps moved the model
+    parameters: int = 0  # of the weights; behind them are float buffers
     pushers: list[NodeId] = field(default_factory=list)  # of the next update
     dropped: set[NodeId] = field(default_factory=set)  # hardsync: those who wait for it all the same,
     passed: set[NodeId] = field(default_factory=set)  # and those for whom it does not wait
     owed: dict[NodeId, None] = field(default_factory=dict)  # who waits for weights, in order
     come: dict[NodeId, Applied] = field(init=False)  # the last push of each worker
-    _sum: Vector = field(init=False)
+    _sum: Vector = field(init=False)  # of the pushes of the next update, each times its factor,
+    _factors: float = 0.0  # those factors,
+    _rates: float = 0.0  # and the learning rates times them
+    _next: Vector = field(init=False)  # scratch
 
     def __post_init__(self) -> None:
         """The pushes that are in the weights have come."""
         self.come = dict(self.applied)
         self._sum = np.zeros_like(self.weights)
+        self._next = np.empty_like(self.held) if self.optimizer is not None else self._sum
+
+    @property
+    def weights(self) -> Vector:
+        """Parameters and float buffers, shape (total,)."""
+        rows = self.optimizer.rows if self.optimizer is not None else 0
+        return self.held[: len(self.held) - rows * self.parameters]
 
     def last_of(self, worker: NodeId, life: int) -> int:
         """The number of the worker's last push that has come; 0: none."""
@@ -101,8 +135,14 @@ class ShardServer:
         last = self.last_of(worker, life)
         return last < seq <= max(last + 1, oldest)
 
-    def take(self, marks: Sequence[Applied], clock: int, update: Vector, training: frozenset[NodeId]) -> None:
-        """Count pushes made from one clock's weights in, of which `update` is the sum, or drop them."""
+    def take(
+        self, marks: Sequence[Applied], clock: int, update: Vector, training: frozenset[NodeId],
+        rate: float = DIFFERENCE,
+    ) -> None:  # fmt: skip
+        """Count pushes made from one clock's weights in, of which `update` (scratch) is the sum, or drop them.
+
+        `rate` is the mean of their learning rates, if they are gradients.
+        """
         staleness = max(0, self.clock - max(0, clock))
         for mark in marks:
             self.come.pop(mark.worker, None)
@@ -118,9 +158,17 @@ class ShardServer:
             if not self.pushers:
                 self.applied = dict(self.come)
             return
+        workers = [mark.worker for mark in marks]
+        if self.limits is not None:
+            if self.optimizer is not None:
+                rate = self.limits.rate(workers, rate, self.weights, adaptive=self.optimizer.ADAPTIVE)
+            self.counts["pushes_clipped"] += self.limits.clip(workers, update, self.weights, rate)
+        factor = self.rule.factor(staleness, len(training))
         with np.errstate(over="ignore"):
-            self._sum += self.rule.factor(staleness, len(training)) * update
-        self.pushers += [mark.worker for mark in marks]
+            self._sum += factor * update
+        self._factors += factor * len(marks)
+        self._rates += factor * len(marks) * rate
+        self.pushers += workers
 
     def due(self, training: frozenset[NodeId]) -> list[NodeId]:
         """Update if it is time, then say who gets the weights. `training` are the workers that will push again."""
@@ -130,8 +178,10 @@ class ShardServer:
                 self._update(updates)
             answered = list(self.owed)
         else:
+            if self.rule.backup:  # what is dropped came late: its worker shall be in this round
+                self.dropped.clear()
             waiting = {*self.pushers, *self.dropped}
-            if waiting and training <= waiting | self.passed:
+            if waiting and len(training - waiting - self.passed) <= self.rule.backup:
                 self._update(1)
             answered = [worker for worker in self.owed if worker not in self.pushers and worker not in self.dropped]
         for worker in answered:
@@ -147,17 +197,36 @@ class ShardServer:
         self.passed.clear()
         if not self.pushers:
             return
-        self._sum /= len(self.pushers) / updates
-        with np.errstate(over="ignore"):
-            self._sum += self.weights
+        after = self._next
+        with np.errstate(over="ignore", invalid="ignore"):
+            self._move(after, updates)
         for start, stop in self.variances:
-            self._sum[start:stop] = bounded(self.weights[start:stop], self._sum[start:stop])
-        if np.isfinite(self._sum).all():  # each push is, but a sum of huge ones need not be
-            self.weights, self._sum = self._sum, self.weights
+            after[start:stop] = bounded(self.weights[start:stop], after[start:stop])
+        if np.isfinite(after).all():  # each push is, but a sum of huge ones need not be
+            self.held, self._next = after, self.held
+            if self.optimizer is None:
+                self._sum = self._next
         else:
             self.counts["updates_not_finite"] += 1
         self._sum.fill(0.0)
+        self._factors = self._rates = 0.0
         self.clock += updates
         self.applied = dict(self.come)
         self.pushers.clear()
         self.counts["updates"] += updates
+
+    def _move(self, after: Vector, updates: int) -> None:
+        """Make `after` what is held after so many updates; without an optimizer it is the sum itself."""
+        pushes, cut = len(self.pushers), self.parameters
+        if self.optimizer is None:
+            after /= pushes / updates
+            after += self.held
+            return
+        np.copyto(after, self.held)
+        total = len(self._sum)
+        weights, state = after[:total], after[total:].reshape(self.optimizer.rows, cut)
+        gradient = self._sum[:cut] / self._factors
+        rate = self.rule.rate_of_all(self._rates / pushes, pushes)
+        for number in range(updates):
+            self.optimizer.step(weights[:cut], gradient, state, rate, self.clock + number + 1)
+        weights[cut:] += self._sum[cut:] * (updates / pushes)

@@ -7,16 +7,19 @@ from dataclasses import dataclass, field
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Vector
 from peerd.training.parameter_server.aggregator import Aggregator
+from peerd.training.parameter_server.limits import are_near, remembers_alike
 from peerd.training.parameter_server.shard_server import ShardServer
 from peerd.training.parameter_server.tree import Tree
 from peerd.training.parameter_server.worker import NEVER, NOBODY, Ballot, Part
 from peerd.transport.ids import NodeId
-from peerd.transport.messages import Applied, Chunks, ShardSum
+from peerd.transport.messages import Applied, Chunks, Prepare, ShardLeader, ShardSum
 
 WEIGHTS_CODEC = "float32"  # what it dropped would be lost: an answer has no error feedback
 
+DOUBTED_MAX = 3  # models of a shard that wait for another one like them
+
 Newest = tuple[int, dict[NodeId, Applied], Vector]
-"""Clock, what of each worker is in the weights, and the weights."""
+"""Clock, what of each worker is in the weights, and the weights with what the optimizer remembers behind them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +53,20 @@ class Preparing:
     best: Newest
     asked_at: float
     lives: dict[NodeId, int]  # of the workers that have answered
+    doubted: list[Newest] = field(default_factory=list)  # newer than `best`, and far from all that others say
+
+    def weigh(self, newer: Newest, part: Part, *, sure: bool) -> bool:
+        """Take a newer model that is near ours, or near another member's: one alone may say anything.
+
+        `part` knows how long a step of ours is. Of two members nobody can say which is right, so one is `sure` of the
+        newer.
+        """
+        for known in [self.best, *self.doubted]:
+            if sure or _are_alike(known, newer, part):
+                self.best = max(self.best, known, newer, key=lambda model: model[0])
+                return True
+        self.doubted = [*self.doubted[1 - DOUBTED_MAX :], newer]
+        return False
 
 
 @dataclass(slots=True, eq=False)
@@ -69,6 +86,7 @@ class ShardState:
     sums: dict[NodeId, int] = field(default_factory=dict)  # the last that has come from each who is next below us
     early: list[tuple[NodeId, ShardSum]] = field(default_factory=list)  # of a reign that has not been heard of
     outdated: bool = False  # our tree
+    not_owners: dict[NodeId, Prepare | ShardLeader] = field(default_factory=dict)  # who bade for it, as far as we know
     asked: set[NodeId] = field(default_factory=set)  # who pulled, and is answered without the tree: it may be broken
 
     def parent(self, id: NodeId) -> NodeId | None:
@@ -76,7 +94,15 @@ class ShardState:
         return self.tree.parent(id) if self.tree is not None else None
 
 
+def _are_alike(one: Newest, other: Newest, part: Part) -> bool:
+    clocks, cut = other[0] - one[0], part.layout.total
+    if not are_near(one[2][:cut], other[2][:cut], clocks, part.moved):
+        return False
+    rows = [each[2][cut:].reshape(-1, max(1, part.layout.parameters)) for each in (one, other)]
+    return remembers_alike(rows[0], rows[1], clocks, part.gradient)
+
+
 def exact(seat: ShardState) -> Layout:
-    """Of weights that travel: float buffers too are exact."""
-    count = seat.part.layout.total
+    """Of weights that travel, and of what the optimizer remembers: float buffers too are exact."""
+    count = seat.part.layout.total + len(seat.part.state)
     return Layout(count, count)

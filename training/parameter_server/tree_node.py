@@ -139,7 +139,7 @@ class TreeRelay:
                 return
             update = np.empty_like(server.weights)
             vector.decode(message.codec, layout_of(message, seat.part.layout), message.chunks, update)
-            server.take(message.parts, message.clock, update, self._members.training)
+            server.take(message.parts, message.clock, update, self._members.training, message.rate)
             server.owed |= dict.fromkeys(part.worker for part in message.parts)
 
     # ---------------------------------------------------------------- down

@@ -1,12 +1,13 @@
 """What does a worker of a parameter server push, and what has it pulled? One node's own half, without whom it talks to.
 
-A push is by how much the optimizer's step moved the model from the weights that were pulled, plus what the codec
-dropped of earlier pushes (error feedback). It is kept until it is in weights that this worker has pulled: then no
-death of a server can lose it. That is at most the pushes of one update.
+A push is by how much the optimizer's step moved the model from the weights that were pulled, or a gradient at those
+weights, plus what the codec dropped of earlier pushes (error feedback). It is kept until it is in weights that this
+worker has pulled: then no death of a server can lose it. That is at most the pushes of one update.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -14,8 +15,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from peerd.training.codecs import vector
+from peerd.training.codecs.difference import norm_of_difference
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Vector
+from peerd.training.parameter_server.optimizer import DIFFERENCE, Optimizer
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import Applied, Chunks, ShardPull, ShardPush
 
@@ -38,6 +41,9 @@ class Part:
     clock: int = NEVER  # of the weights that were pulled, which the worker's base holds
     applied: dict[NodeId, Applied] = field(default_factory=dict)  # what they hold of each worker
     seq: int = 0  # of the last push
+    moved: float = 0.0  # norm of the last step, here; where gradients are pushed, of the weights' last change a clock
+    gradient: float = 0.0  # norm of the last one, here
+    state: Vector = field(init=False)  # what the server's optimizer remembers, behind the weights of this clock
     pushes: deque[ShardPush] = field(default_factory=deque)  # those not known to be in the weights
     told: Ballot = NOBODY  # who was told of them,
     said: int = 0  # up to this one
@@ -51,8 +57,14 @@ class Part:
 class Worker:
     """Base is what was pulled of all shards; `base` of a part is also the replica that outlives its server."""
 
-    def __init__(self, me: NodeId, life: int, layout: Layout, shards: int, codec: str, start: Vector) -> None:
-        """Start from the model that all start from, or that was fetched, until the first pull."""
+    def __init__(
+        self, me: NodeId, life: int, layout: Layout, shards: int, codec: str, start: Vector,
+        optimizer: Optimizer | None = None,
+    ) -> None:  # fmt: skip
+        """Start from the model that all start from, or that was fetched, until the first pull.
+
+        `optimizer` is the servers', to which gradients are pushed.
+        """
         self.base = start
         self.shift: Vector | None = None  # from `start` to the first weights, if those came between two reports
         self.moved = 0.0  # norm of the last step
@@ -62,6 +74,10 @@ class Worker:
         self.life = life
         self._codec = codec
         self._residual = np.zeros_like(start)
+        self._optimizer = optimizer
+        for part in self.parts:
+            rows = optimizer.rows if optimizer is not None else 0
+            part.state = np.zeros(rows * part.layout.parameters, start.dtype)
 
     @property
     def awaiting(self) -> bool:
@@ -74,19 +90,43 @@ class Worker:
         self.moved = float(np.sqrt(vector.squared_norm(moved)))
         self.norm = float(np.sqrt(vector.squared_norm(self.base)))
         moved += self._residual
-        with np.errstate(over="ignore"):  # a float64 model may be beyond float32
-            finite = bool(np.isfinite(moved.astype(np.float32, copy=False)).all())
-        if not finite:
+        if not (finite := _fits(moved)):
             moved.fill(0.0)  # the others must not wait for it
         for part in self.parts:
-            chunks = self._encoded(part, moved[part.where])
-            part.seq += 1
-            part.pushes.append(
-                ShardPush(part.number, part.seq, self.life, 0, part.clock, self._codec, False, False, chunks)
-            )
-            part.awaiting, part.final, part.repeats = True, False, 0
-            part.pushed_at = part.asked_at = now
+            part.moved = norm_of_difference(moved[part.where])
+            self._push(part, moved, part.clock, DIFFERENCE, now)
         return finite
+
+    def differentiate(self, gradient: Vector, rate: float, now: float) -> bool:
+        """Make the pushes of a gradient at the weights, of this learning rate; float buffers may have moved beside it.
+
+        Shape (total or more,): the parameters' gradients, then the buffers as they are. Says whether they were finite:
+        if not, the servers know by the clock that there is nothing to count.
+        """
+        cut = sum(part.layout.parameters for part in self.parts)
+        moved = gradient[: len(self.base)].astype(self.base.dtype)
+        moved[cut:] -= self.base[cut:]
+        moved += self._residual
+        finite = _fits(moved)
+        waits = None if finite else self._residual.copy()  # for a push that counts
+        if not finite:
+            moved.fill(0.0)
+        self.norm = float(np.sqrt(vector.squared_norm(self.base)))
+        for part in self.parts:
+            part.gradient = norm_of_difference(moved[part.where][: part.layout.parameters])
+            self._push(part, moved, part.clock if finite else NEVER, rate, now)
+        if waits is not None:
+            self._residual = waits
+        return finite
+
+    def _push(self, part: Part, moved: Vector, clock: int, rate: float, now: float) -> None:
+        chunks = self._encoded(part, moved[part.where])
+        part.seq += 1
+        part.pushes.append(
+            ShardPush(part.number, part.seq, self.life, 0, clock, self._codec, False, False, rate, chunks)
+        )
+        part.awaiting, part.final, part.repeats = True, False, 0
+        part.pushed_at = part.asked_at = now
 
     def _encoded(self, part: Part, moved: Vector) -> Chunks:
         arrives = np.empty_like(moved)
@@ -115,10 +155,16 @@ class Worker:
         wants = part.awaiting or part.clock == NEVER or (finishing and not part.final)
         return pushes or ([ShardPull(part.number, part.seq, self.life, False, True)] if wants else [])
 
+    def held(self, part: Part) -> Vector:
+        """The weights of the last pull, and behind them what the optimizer remembers."""
+        base = self.base[part.where]
+        return np.concatenate([base, part.state]) if len(part.state) else base
+
     def take(
-        self, part: Part, clock: int, seq: int, applied: Iterable[Applied], weights: Vector, final: bool
+        self, part: Part, clock: int, seq: int, applied: Iterable[Applied], held: Vector, final: bool
     ) -> bool | None:
         """The server's answer. True: taken; None: not wanted (any more); False: the server lacks pushes."""
+        weights, state = held[: part.layout.total], held[part.layout.total :]
         marks = {mark.worker: mark for mark in applied}
         mine = marks.get(self._me)
         while mine is not None and mine.life == self.life and part.pushes and part.pushes[0].seq <= mine.seq:
@@ -130,9 +176,19 @@ class Worker:
             self.shift[part.where] = weights - self.base[part.where]
         elif not part.awaiting and not final:
             return None
+        if self._optimizer is not None and part.clock != NEVER:
+            part.moved = norm_of_difference(weights, self.base[part.where]) / max(1, clock - part.clock)
+            self.moved = math.hypot(*(each.moved for each in self.parts))
         np.copyto(self.base[part.where], weights)
+        np.copyto(part.state, state)
         part.clock, part.applied, part.awaiting, part.final = clock, marks, False, final
         return True
+
+
+def _fits(moved: Vector) -> bool:
+    """Whether it is finite as it travels: a float64 model may be beyond float32."""
+    with np.errstate(over="ignore"):
+        return bool(np.isfinite(moved.astype(np.float32, copy=False)).all())
 
 
 def parts_of(layout: Layout, shards: int) -> list[Part]:

@@ -163,11 +163,14 @@ class Attempt:
     def mean(self) -> Vector:
         """The mean of all contributions, shape (layout.total,), the same bits for all members; ask once.
 
-        A float buffer that all contribute as the same bits has these bits in the mean of whole models.
+        Of gradients, and of a model that all take over, it is their sum: each member knows what to divide it by. A
+        float buffer that all contribute as the same bits has these bits in the mean of whole models.
         """
         assert self.done
         count, sums = len(self.begin.roster), self._collective.vector
         parameters, total = self._layout.parameters, self._layout.total
+        if self._only_sums:
+            return sums
         if self._in_halves:
             sums[parameters:total] = mean_of(sums[parameters:], count)
             sums[:parameters] /= count
@@ -176,9 +179,13 @@ class Attempt:
         return sums[:total]
 
     @property
+    def _only_sums(self) -> bool:
+        return bool(self.begin.weights or self.begin.source)
+
+    @property
     def _in_halves(self) -> bool:
         """A lossy codec carries differences from what all hold: those of a constant are zeros."""
-        return self._packing.exact and self._layout.total > self._layout.parameters
+        return self._packing.exact and self._layout.total > self._layout.parameters and not self._only_sums
 
     @property
     def lost(self) -> Vector | None:

@@ -16,10 +16,14 @@ another is safe. If all who took part in it hold it, or one has applied it, it i
 from __future__ import annotations
 
 import random
+from collections import Counter
+from typing import Any
 
-from peerd.training.mode import ModeSettings
+from peerd.training.mode import GRADIENTS, ModeSettings
 from peerd.training.rounds.attempt import EXACT_CODEC, Pace
+from peerd.training.rounds.lengths import GROUPS, far_off
 from peerd.training.rounds.topology import choose
+from peerd.training.rounds.weights import capped
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import RoundBegin, RoundCommit, RoundPhase, RoundReport
 
@@ -41,11 +45,14 @@ class Leader:
         """`differences`: from an agreed model on, contributions are differences from it."""
         self.begun: RoundBegin | None = None
         self.abandoned = 0  # attempts that were begun in vain
+        self.left_out: dict[NodeId, int] = {}  # whose contribution was far too long, in this life
+        self._blames: dict[NodeId, NodeId] = {}  # whom each member blamed first
         self._me = me
         self._rng = rng
         self._settings = settings
         self._size_bytes = size_bytes
         self._differences = differences
+        self._gradients = settings.exchange == GRADIENTS
         self._reports: dict[NodeId, RoundReport] = {}
         self._since: dict[NodeId, float] = {}  # when each member came to the round
         self._told: dict[NodeId, RoundBegin | RoundCommit] = {}  # since its last report
@@ -105,7 +112,7 @@ class Leader:
 
     def _waits_s(self, pace: Pace) -> float:
         """For a member without a contribution. Who does not stand meanwhile comes by its own steps, be they slow."""
-        if self._settings.overlap == "blocking":
+        if self._settings.overlap == "blocking" or self._gradients:
             return _patience_s(pace)
         return max(_patience_s(pace), PATIENCE_SHARE * pace.usual_period_s)
 
@@ -147,10 +154,15 @@ class Leader:
     def _begin(self, reports: dict[NodeId, RoundReport], pace: Pace, now: float) -> list[Order]:
         """Begin a round when all have come to it; a newcomer to a swarm that has had rounds comes to the next one."""
         newest = max((report.round for report in reports.values()), default=0)
-        roster = [id for id, report in reports.items() if report.phase != RoundPhase.IDLE][:ROSTER_MAX]
+        reports = self._near(reports)
         applied = {report.agreed for report in reports.values()}
         late = {id for id, report in reports.items() if report.phase == RoundPhase.HELD and report.attempt in applied}
         final = not late and all(report.finished for report in reports.values())
+        roster = [
+            id
+            for id, report in reports.items()
+            if report.phase != RoundPhase.IDLE and (final or not (self._gradients and report.finished))
+        ][:ROSTER_MAX]
         wanting = [id for id in roster if not reports[id].given or (final and not reports[id].settled)]
         if not wanting or len(roster) < self._settings.min_peers:
             self._wanted_at = None
@@ -167,6 +179,9 @@ class Leader:
             topology = choose(self._size_bytes, len(roster), pace.latency_s, pace.bytes_per_s)[0]
         if self._shuffle:
             self._rng.shuffle(roster)
+        lengths = (
+            [length for id in roster for length in reports[id].lengths] if len(agreed) == 1 and 0 not in agreed else []
+        )
         attempts = max(self._newest, *(report.attempt for report in reports.values())) // ATTEMPT_STEP
         self._newest = (attempts + 1) * ATTEMPT_STEP + self._rng.randrange(ATTEMPT_STEP)
         self.begun = RoundBegin(
@@ -178,9 +193,44 @@ class Leader:
             final,
             tuple(roster),
             tuple(reports[id].life for id in roster),
+            tuple(lengths) if len(lengths) == GROUPS * len(roster) else (),
+            **(self._of_gradients(roster, reports, whole=whole) if self._gradients else {}),
         )
         self._moved_at = self._begun_at = now
         return self._tell(roster, self.begun)
+
+    @staticmethod
+    def _of_gradients(roster: list[NodeId], reports: dict[NodeId, RoundReport], *, whole: bool) -> dict[str, Any]:
+        """What the order of a round says of gradients, or whose model those take over who do not all hold one."""
+        if whole:
+            alike = Counter(reports[id].agreed for id in roster)
+            alike[0] = 0  # they have agreed with nobody
+            source = max(
+                roster,
+                key=lambda id: (alike[reports[id].agreed], reports[id].round, reports[id].step, reports[id].agreed),
+            )  # who stands alone with what it says takes over nobody
+            return {"source": source, "basis": reports[source].agreed, "step": reports[source].step}
+        weights = capped(reports[id].weight for id in roster)
+        return {"weights": weights, "nonfinite": not any(weights) or any(reports[id].nonfinite for id in roster)}
+
+    def _near(self, reports: dict[NodeId, RoundReport]) -> dict[NodeId, RoundReport]:
+        """Without those who are left out: for the rest of a life, as a round without them is one that they lack."""
+        if not self._settings.robust:
+            return reports
+        here = {id: one for id, one in reports.items() if self.left_out.get(id) != one.life}
+        blamed = {}
+        for id, one in here.items():
+            if one.blames in here and one.blames != self._me and self._blames.setdefault(id, one.blames) == one.blames:
+                blamed[one.blames] = here[one.blames].life  # one member a member: a liar gets one other out at most
+        ready = {
+            id: one.lengths
+            for id, one in here.items()
+            if one.phase != RoundPhase.IDLE and len(one.lengths) == GROUPS and id != self._me
+        }
+        silent = {id for id, one in here.items() if one.phase != RoundPhase.IDLE and len(one.lengths) != GROUPS}
+        far = far_off(ready) | (silent - {self._me}) if not self._gradients else set()  # each of us says it
+        self.left_out |= blamed | {id: here[id].life for id in far}
+        return {id: one for id, one in here.items() if id not in far | blamed.keys()}
 
     def _tell(self, members: list[NodeId], order: RoundBegin | RoundCommit) -> list[Order]:
         """Once for each report."""

@@ -22,18 +22,20 @@ Every order is repeated until the report that follows from it comes, every repor
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from peerd.training.codecs import CODECS
 from peerd.training.codecs.vector import Layout, NotFinite
-from peerd.training.counts import within_step
-from peerd.training.effects import Effect, Send, Vector
-from peerd.training.mode import ModeSettings
+from peerd.training.counts import REPORTED_MAX, within_step
+from peerd.training.effects import Effect, Log, Publish, Send, Vector
+from peerd.training.mode import GRADIENTS, ModeSettings
 from peerd.training.rounds.attempt import EXACT_CODEC, WINDOW, Attempt, Pace
 from peerd.training.rounds.leader import Leader
+from peerd.training.rounds.lengths import GROUPS, Lengths, are_lengths
 from peerd.training.rounds.topology import parse_topology
+from peerd.training.rounds.weights import are_weights
 from peerd.transport.errors import PeerError, UserError
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import (
@@ -54,7 +56,8 @@ EARLY_OF_ONE = 2 * WINDOW  # pieces of one member: its window, and the same of a
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Committed:
-    """A round took place: the mean of its contributions, and what our encoding lost of them (None: nothing)."""
+    """A round took place: the mean of its contributions (see `Attempt.mean`), and what our encoding lost of them (None:
+    nothing)."""
 
     begin: RoundBegin
     where: slice  # of the model: the values that were summed
@@ -65,6 +68,16 @@ class Committed:
 @dataclass(frozen=True, slots=True)
 class Withdrawn:
     """This member's contribution was of no use: a value on its way was not finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a member says of its gradient before a round."""
+
+    step: int = 0  # of its trainer
+    weight: float = 0.0  # 0: it counts nothing
+    nonfinite: bool = False  # it is not finite
+    copied: bool = False  # there is a copy of the model as it stands
 
 
 Outcome = Effect | Committed | Withdrawn
@@ -91,6 +104,8 @@ class Rounds:
         self.finished = False
         self.given = False  # a round has had what this member's finished run had to give
         self.settled = False  # and the final round has been applied
+        self._lengths: deque[Lengths] = deque([()], maxlen=4)  # of our contribution, the last last
+        self._blames: NodeId = ""
         self._me = me
         self._layout = layout
         self._rng = rng
@@ -98,7 +113,12 @@ class Rounds:
         self._contribute = contribute
         self._counts = counts
         self._differences = differences
-        self._fragments = layout.cut(fragments)
+        self._gradients = settings.exchange == GRADIENTS
+        of_gradients = layout.gradients
+        self._fragments = [(slice(0, of_gradients.total), of_gradients)] if self._gradients else layout.cut(fragments)
+        self._offer = Offer()
+        self._awaited: RoundBegin | None = None  # an order to give our model, until there is a copy as it stands
+        self.order: RoundBegin | None = None  # of the last attempt begun
         self._pace = Pace()
         self._life = rng.getrandbits(62)
         self._alive: frozenset[NodeId] = frozenset()
@@ -115,9 +135,10 @@ class Rounds:
 
     # ---------------------------------------------------------------- from the mode
 
-    def reach(self, now: float) -> list[Outcome]:
+    def reach(self, now: float, offer: Offer | None = None) -> list[Outcome]:
         """There is a contribution to the next round."""
         assert self.phase == RoundPhase.IDLE
+        self._offer = offer or self._offer
         self.phase = RoundPhase.READY
         self._reached_at = now
         return self.say(now)
@@ -130,6 +151,24 @@ class Rounds:
             self._reached_at = now
         return self.say(now)
 
+    def reach_end(self, now: float, offer: Offer) -> list[Outcome]:
+        """`finish`, where gradients are exchanged."""
+        self._offer = offer
+        return self.finish(True, now)
+
+    def copied(self, now: float) -> list[Outcome]:
+        """There is a copy of the model as it stands, which Publish has asked for."""
+        self._offer = replace(self._offer, copied=True)
+        order, self._awaited = self._awaited, None
+        if order is None:
+            return []
+        outcomes = self._begin(order, now)
+        return outcomes + (self.say(now) if self._leads == self._me else [])
+
+    def measured(self, lengths: Lengths) -> None:
+        """How long the contribution is; reports say it."""
+        self._lengths.append(lengths)
+
     def say(self, now: float) -> list[Outcome]:
         """Report to the leader; when that is this member, decide."""
         self._said_at = now
@@ -138,7 +177,9 @@ class Rounds:
         outcomes: list[Outcome] = []
         while True:
             self._leader.heard(self._me, self._report(now), now)
+            before = set(self._leader.left_out)
             orders = self._leader.decide(self._alive | {self._me}, self._pace, now)
+            outcomes += self._left_out(set(self._leader.left_out) - before)
             outcomes += [Send(to, order) for to, order in orders if to != self._me]
             own = [order for to, order in orders if to == self._me]
             if any(isinstance(order, RoundBegin) for _, order in orders):
@@ -150,6 +191,11 @@ class Rounds:
                 return outcomes
             if not own:
                 return outcomes
+
+    def _left_out(self, members: set[NodeId]) -> list[Outcome]:
+        self._counts["members_left_out"] += len(members)
+        why = "what it contributes is far longer than what others do, or cannot be summed; restart it to have it back"
+        return [Log("warning", f"rounds go on without member {member}: {why}") for member in sorted(members)]
 
     def deadline(self) -> float:
         """When to call `on_timer`."""
@@ -170,6 +216,7 @@ class Rounds:
             outcomes += self._repeat(peer, now)
         before, self._leads = self._leads, min(alive | {self._me})
         if self._leads != before:
+            self._awaited = None
             if self.phase == RoundPhase.RUNNING:
                 self._give_up()
             self._leader = self._leadership()
@@ -220,7 +267,7 @@ class Rounds:
             ("a round", report.round, self.round), ("an agreed attempt", report.agreed, self._seen),
             ("an attempt", report.attempt, self._seen),
         ):  # fmt: skip
-            within_step(what, told, ours)
+            within_step(what, told, ours, first=REPORTED_MAX)
         if self._begun_at is not None and report.phase == RoundPhase.RUNNING:
             self._pace.answered(now - self._begun_at)  # the first answer to a RoundBegin
             self._begun_at = None
@@ -242,21 +289,27 @@ class Rounds:
             self._pace.committed_after(now - self._committed_at)
         self._committed_at = now
         self._reached_at = now
-        where, _ = self._summed(attempt.begin)
+        where, _ = self.summed(attempt.begin)
         return [Committed(attempt.begin, where, attempt.mean(), attempt.lost), *self._answer(now)]
 
     def _begin(self, begin: RoundBegin, now: float) -> list[Outcome]:
-        self._check(begin)
+        if self._leads != self._me:  # our own leader goes on from what it has heard, which was checked
+            self._check(begin)
         meant = (self._me, self._life) in zip(begin.roster, begin.lives, strict=False)
+        meant &= begin.whole or not (self._gradients and self.finished)  # then there is no gradient to give
         fits = meant and begin.attempt > self._seen and begin.round > self.round and (begin.whole or self._agreed > 0)
         if not fits or len(set(begin.roster)) < len(begin.roster) or self.phase == RoundPhase.IDLE:
             return self._answer(now)
+        if begin.source == self._me and len(begin.roster) > 1 and not self._offer.copied:
+            self._awaited = begin
+            return [Publish()]  # pieces that come meanwhile are kept
+        self._awaited, self.order = None, begin
         self._seen = begin.attempt
         self._gives = self.finished
         self.phase = RoundPhase.RUNNING
         self._counts["attempts"] += 1
         early, self._early = self._early, []
-        where, layout = self._summed(begin)
+        where, layout = self.summed(begin)
         try:
             self._attempt = Attempt(begin, self._me, self._contribute(begin.whole, where), layout, self._pace)
             outcomes: list[Outcome] = [*self._answer(now), *self._attempt.start(now)]
@@ -276,8 +329,19 @@ class Rounds:
             raise PeerError(f"a roster of {len(begin.roster)} members with {len(begin.lives)} lives")
         if begin.whole and begin.codec != EXACT_CODEC:
             raise PeerError(f"a round of whole models in {begin.codec[:40]!r}")
+        if self._gradients:
+            self._check_gradients(begin)
+        elif begin.weights or begin.source:
+            raise PeerError("a round of gradients in a swarm that exchanges weights")
         if not begin.whole and (begin.final or not self._differences):
             raise PeerError("a round of differences where whole models are due")
+        if begin.lengths:
+            place = GROUPS * begin.roster.index(self._me) if self._me in begin.roster else 0
+            said = begin.lengths[place : place + GROUPS]
+            if not are_lengths(begin.lengths, len(begin.roster)) or (
+                self._me in begin.roster and said not in self._lengths
+            ):
+                raise PeerError("a round whose members did not say these lengths")
         if begin.codec not in CODECS:
             raise PeerError(f"codec {begin.codec[:40]!r} is none of {', '.join(CODECS)}")
         try:
@@ -285,7 +349,14 @@ class Rounds:
         except UserError as error:
             raise PeerError(str(error)) from None
 
-    def _summed(self, begin: RoundBegin) -> tuple[slice, Layout]:
+    @staticmethod
+    def _check_gradients(begin: RoundBegin) -> None:
+        if begin.whole and begin.source not in begin.roster:
+            raise PeerError(f"a round of {begin.source[:40]!r}'s model, who is not in it")
+        if not begin.whole and (begin.source or not are_weights(begin.weights, len(begin.roster))):
+            raise PeerError("a round of gradients whose weights no members have")
+
+    def summed(self, begin: RoundBegin) -> tuple[slice, Layout]:
         """The values that a round is of: the model, or the fragment whose turn it is by the round's number."""
         if begin.whole:
             return slice(0, self._layout.total), self._layout
@@ -306,6 +377,11 @@ class Rounds:
             outcomes: list[Outcome] = [*self._attempt.on_pieces(sender, pieces, now)]
         except NotFinite:
             return self._withdraw(now)
+        except PeerError:
+            if self.phase == RoundPhase.RUNNING and sender in self._attempt.begin.roster:
+                self._blames = sender  # an honest one would have blamed whom it had this from
+                self._give_up()
+            raise
         return [*outcomes, *self._advance(now)]
 
     def _advance(self, now: float) -> list[Outcome]:
@@ -331,12 +407,14 @@ class Rounds:
         return [*self._attempt.repeat(peer, now)] if self._attempt is not None else []
 
     def _leadership(self) -> Leader:
-        size_bytes = 4 * self._layout.total // len(self._fragments)  # of most rounds
+        size_bytes = 4 * self._fragments[0][1].total  # of most rounds
         return Leader(self._me, self._rng, self._settings, size_bytes, differences=self._differences)
 
     def _report(self, now: float) -> RoundReport:
         return RoundReport(
             self._life, self.phase, self.round, self._agreed, self._seen,
             self._attempt.taken if self._attempt is not None else 0, self.finished, self.given, self.settled,
+            self._blames, self._lengths[-1] if self.phase != RoundPhase.IDLE else (),
             now - self._reached_at if self.phase != RoundPhase.IDLE else 0.0,
+            self._offer.step, self._offer.weight, self._offer.nonfinite,
         )  # fmt: skip

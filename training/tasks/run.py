@@ -39,6 +39,17 @@ class Run:
 
     def step(self, number: int) -> tuple[float, int]:
         """Make optimizer step `number`; returns the loss before it and the samples that it saw."""
+        found = self.backward(number)
+        self.descend()
+        return found
+
+    def descend(self) -> None:
+        """The optimizer's step, by the gradients that there are."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def backward(self, number: int) -> tuple[float, int]:
+        """The half of step `number` before the optimizer's; returns the same."""
         options, train = self._options, self._train
         if self._batches is None or number != self._next:
             self._batches = shards.batches(self._mine, options.batch, options.rank, options.seed, number)
@@ -48,6 +59,4 @@ class Run:
         logits = self.model(train.inputs[batch]).flatten(0, -2)
         loss = functional.cross_entropy(logits, train.targets[batch].flatten())
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it so
-        self.optimizer.step()
-        self.optimizer.zero_grad()
         return loss.item(), len(batch)

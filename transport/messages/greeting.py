@@ -46,6 +46,10 @@ class Refuse(Message):
     there: str
 
 
+NO_TLS = Refuse("encryption", "off", "on")
+"""Said by a node whose connections are not sealed to one that begins with TLS."""
+
+
 @dataclass(frozen=True, slots=True)
 class BulkOffer(Message):
     """The dialler, after its greeting: large chunks could go past this connection; this is where I am."""

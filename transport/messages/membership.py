@@ -31,6 +31,7 @@ class Member:
     state: State
     accuser: NameOrNone  # who suspects or declared it failed; "" otherwise
     meta: bytes  # at most 512 bytes; what the member says of itself
+    proof: bytes = b""  # its key and signature, and the accuser's signature (membership/proofs.py); plain swarms: none
 
 
 @dataclass(frozen=True, slots=True)

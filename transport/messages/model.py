@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 from peerd.transport.messages.base import Chunks, Message, Name, NameOrNone, VisibleText, Within
@@ -37,6 +37,7 @@ class Plan(Message):
     author: NameOrNone = ""
     done: bool = True  # False: one exact average of all models comes first
     text: VisibleText = ""  # the mode, and its settings as key=value, with blanks between; "": as each node was started
+    proof: bytes = field(default=b"", compare=False)  # the author's key and signature (plan.py); plain swarms: none
 
     @property
     def once(self) -> bool:

@@ -39,6 +39,7 @@ class Delta(Message):
     gain: float  # what the sender's measured contraction allows; both ends use the smaller of the two
     wants_answer: bool
     finishing: bool  # the sender's trainer has ended: it is flushing
+    limits: bytes  # float32, how far the exchange may move each tensor of the sender; none: it keeps to no bound
     chunks: Chunks
 
 

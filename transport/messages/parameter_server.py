@@ -21,7 +21,10 @@ class Applied:
 
 @dataclass(frozen=True, slots=True)
 class ShardPush(Message):
-    """A worker's update of one shard, `seq` of its life, made from the weights at `clock`, encoded with `codec`."""
+    """A worker's update of one shard, `seq` of its life, made from the weights at `clock`, encoded with `codec`.
+
+    A gradient is of the parameters; float buffers come as differences beside it. One that was not finite has no clock.
+    """
 
     KIND: ClassVar[int] = 80
     about: ClassVar[tuple[str, ...]] = ("shard", "seq")
@@ -33,6 +36,7 @@ class ShardPush(Message):
     codec: Name
     wants_answer: bool  # False: the worker has gone on already, and says it again to a new server
     finishing: bool  # this worker's trainer has ended: nobody need wait for its next push
+    rate: float  # of a gradient; DIFFERENCE: it is by how much a step moved the model
     chunks: Chunks
 
 
@@ -50,7 +54,7 @@ class ShardPull(Message):
 
 @dataclass(frozen=True, slots=True)
 class Weights(Message):
-    """A shard's weights at `clock`, in float32."""
+    """A shard's weights at `clock`, in float32, and behind them what its optimizer remembers, if it has one."""
 
     KIND: ClassVar[int] = 82
     about: ClassVar[tuple[str, ...]] = ("shard", "term", "clock")
@@ -115,6 +119,7 @@ class ShardSum(Message):
     codec: Name
     finishing: bool  # the trainers of all these workers have ended
     parts: tuple[Applied, ...]
+    rate: float  # the mean of theirs
     chunks: Chunks
 
 

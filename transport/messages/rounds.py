@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import ClassVar
 
-from peerd.transport.messages.base import Chunks, Drawn, Message, Name, Visible
+from peerd.transport.messages.base import Chunks, Drawn, Message, Name, NameOrNone, Visible
 
 
 class RoundPhase(IntEnum):
@@ -33,7 +33,12 @@ class RoundReport(Message):
     finished: bool  # its trainer has ended
     given: bool  # and its last model has been in a round
     settled: bool  # and it has applied the final round
+    blames: NameOrNone = ""  # who sent pieces that cannot be
+    lengths: tuple[float, ...] = ()  # of the contribution, since the last agreed model: parameters, float buffers
     waits_s: float = field(default=0.0, compare=False)  # for how long it has had a contribution that is in no result
+    step: int = 0  # where gradients are exchanged: of its trainer, and these two of its gradient
+    weight: float = 0.0  # in the mean; 0: it is of another model
+    nonfinite: bool = False  # not finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,12 @@ class RoundBegin(Message):
     final: bool  # the last round of a run
     roster: tuple[Name, ...]
     lives: tuple[Drawn, ...]  # of the roster's members: a later life is not meant
+    lengths: tuple[float, ...] = ()  # as they reported them; empty: they do not hold one agreed model
+    weights: tuple[float, ...] = ()  # of the roster's gradients, which are summed; empty: models are
+    nonfinite: bool = False  # no mean comes of these gradients: a member's is not finite
+    source: NameOrNone = ""  # whose whole model all take over; "": they take their mean
+    basis: int = 0  # the attempt that the source agreed in last: who did so, too, has its model
+    step: int = 0  # of the source's trainer
 
 
 @dataclass(frozen=True, slots=True)

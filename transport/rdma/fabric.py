@@ -30,9 +30,9 @@ from peerd.transport.connection import ConnectionLost
 from peerd.transport.messages import Chunk
 from peerd.transport.rdma import ucx
 from peerd.transport.rdma.peers import COUNTS, TAG_BITS, Arrivals, Endpoint, Endpoints
-from peerd.transport.rdma.staging import Slot, Staging
+from peerd.transport.rdma.staging import ROOM_BYTES, Slot, Staging
 
-WINDOW_BYTES = UNDER_WAY * wire.CHUNK_MAX  # in one direction of a channel
+WINDOW_BYTES = UNDER_WAY * (wire.CHUNK_MAX + ROOM_BYTES)  # in one direction of a channel
 TURN_S = 0.004  # of moving before other tasks get a turn
 IDLE_CALLS = 16  # that move nothing before waiting: 30 us, in which the other end fills or empties a socket's buffer
 TRIAL_BYTES = 64 << 10

@@ -27,6 +27,7 @@ from peerd.transport.rdma.ucx import Context, UcxError
 
 SPARE_BYTES = (ZERO_COPY_CHUNKS_MAX + 2 * UNDER_WAY) * wire.CHUNK_MAX  # as much as is read and on its way at a time
 LEAST_BYTES = 64 << 10
+ROOM_BYTES = 4 << 10  # beyond a power of two, for the seal of a chunk
 HUGE_BYTES = 2 << 20
 
 
@@ -56,7 +57,7 @@ class Staging:
     def lend(self, size: int) -> Slot:
         """Return a slot of `size` bytes or more, for `free` to take back. Raises UcxError."""
         self.sweep()
-        whole = max(LEAST_BYTES, 1 << (size - 1).bit_length())
+        whole = max(LEAST_BYTES, 1 << (size - ROOM_BYTES - 1).bit_length()) + ROOM_BYTES
         spare = self._spare.get(whole)
         if not spare:
             return self._registered(whole)

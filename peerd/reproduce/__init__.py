@@ -1,0 +1,41 @@
+"""The published claims that peerd is built on, each tried at small scale: a new experiment is one file and one line."""
+
+from __future__ import annotations
+
+from peerd.reproduce import (
+    e01_staleness,
+    e02_learning_rate,
+    e03_batch_rule,
+    e04_crossover,
+    e05_trigger,
+    e05b_fixed_period,
+    e06_topologies,
+    e07_speedup,
+    e08_large_batch,
+    e09_hpsgd,
+    e10_compression,
+    e11_outer_steps,
+    e12_drops,
+)
+from peerd.reproduce.experiment import Experiment
+
+__all__ = ["EXPERIMENTS"]
+
+EXPERIMENTS: dict[str, Experiment] = {
+    each.EXPERIMENT.name: each.EXPERIMENT
+    for each in (
+        e01_staleness,
+        e02_learning_rate,
+        e03_batch_rule,
+        e04_crossover,
+        e05_trigger,
+        e05b_fixed_period,
+        e06_topologies,
+        e07_speedup,
+        e08_large_batch,
+        e09_hpsgd,
+        e10_compression,
+        e11_outer_steps,
+        e12_drops,
+    )
+}

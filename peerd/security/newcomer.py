@@ -1,0 +1,124 @@
+"""How does a node without a certificate get in? It asks at the addresses of its token, before it listens itself."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+
+import trio
+
+from peerd.local.node_key import NodeKey
+from peerd.security import wall_clock
+from peerd.security.certificates import Untrusted
+from peerd.security.enrolment import REASONS, REVOKED, Enrolment, asked, authority_shown, checked
+from peerd.security.token import EXPIRED, USED_UP, WRONG_SECRET, Token
+from peerd.security.trust import Newcomer
+from peerd.transport.connection import Connection, ConnectionLost
+from peerd.transport.errors import PeerError, UserError
+from peerd.transport.ids import Address, shown
+from peerd.transport.messages import AuthorityShown, Enrolled, EnrolmentRefused, Message
+from peerd.transport.patience import GREETING_DEADLINE_S, PATIENCE_S, RETRY_FIRST_S, RETRY_MAX_S
+from peerd.transport.printable import printable
+from peerd.transport.secure.credentials import Credentials
+
+Dial = Callable[[Credentials, Address], Awaitable[Connection]]
+
+
+class Unanswered(UserError):
+    """It was asked for, and nobody said whether it was granted: the same key may ask again."""
+
+
+async def enrolled(token: Token, key: NodeKey, dial: Dial) -> Enrolment:
+    """Turn a token into a certificate for this key. Raises UserError: one line, with what each address said.
+
+    It raises Unanswered where the token may have been used, for this key alone. Who cannot be reached, or is too busy,
+    is tried again for PATIENCE_S.
+    """
+    said: dict[Address, PeerError | ConnectionLost] = {}
+    unanswered = False
+    pause_s, until = RETRY_FIRST_S, trio.current_time() + PATIENCE_S
+    while True:
+        for address in token.addresses:
+            if isinstance(said.get(address), PeerError):
+                continue
+            try:
+                return await _ask(token, key, dial, address)
+            except (PeerError, ConnectionLost) as error:
+                said[address] = error
+                unanswered |= isinstance(error, _Silent)
+                if isinstance(error, _Refused):  # by who made the token; the others made none
+                    raise UserError(_why_not({address: error})) from None
+        tried_again = any(isinstance(error, ConnectionLost) for error in said.values())
+        if not tried_again or trio.current_time() + pause_s > until:
+            raise (Unanswered if unanswered else UserError)(_why_not(said))
+        await trio.sleep(pause_s)
+        pause_s = min(2 * pause_s, RETRY_MAX_S)
+
+
+async def _ask(token: Token, key: NodeKey, dial: Dial, address: Address) -> Enrolment:
+    credentials = Newcomer()
+    link = await dial(credentials, address)
+    try:
+        first = await _answer(link)
+        if not isinstance(first, AuthorityShown):
+            raise PeerError(f"{link.remote}: a {type(first).__name__} before anything was asked")
+        if credentials.shown is None:
+            raise PeerError(f"{link.remote} has shown no certificate")
+        with _saying("its certificate is"):
+            authority = authority_shown(token, first, credentials.shown, wall_clock.now())
+        await link.send(asked(token, key, credentials.shown))
+        try:
+            answer = await _answer(link)
+        except ConnectionLost as lost:
+            raise _Silent(*lost.args) from None
+        if not isinstance(answer, Enrolled):
+            raise PeerError(f"{link.remote}: a {type(answer).__name__} instead of a certificate")
+        with _saying("the certificate that it sent is"):
+            return checked(answer, key, [authority], wall_clock.now())
+    finally:
+        await link.aclose()
+
+
+async def _answer(link: Connection) -> Message:
+    """Raises _Refused."""
+    try:
+        with trio.fail_after(GREETING_DEADLINE_S):
+            message = await link.receive()
+    except trio.TooSlowError:
+        raise ConnectionLost(f"{link.remote}: no answer within {GREETING_DEADLINE_S:g} s") from None
+    if isinstance(message, EnrolmentRefused):
+        why = REASONS[message.reason][0] if message.reason in REASONS else f"it says {message.reason}"
+        raise (_Refused if message.reason in (EXPIRED, USED_UP, WRONG_SECRET, REVOKED) else PeerError)(why)
+    return message
+
+
+@contextmanager
+def _saying(what: str) -> Iterator[None]:
+    try:
+        yield
+    except Untrusted as error:
+        raise Untrusted(f"{what} {error}") from None
+
+
+class _Silent(ConnectionLost):
+    """It was gone after it had been asked."""
+
+
+class _Refused(PeerError):
+    """It knows the token, and will not take it."""
+
+
+def _why_not(said: dict[Address, PeerError | ConnectionLost]) -> str:
+    answers = []
+    for address, error in said.items():
+        where, what = shown(address), printable(str(error))
+        answers.append(what if where in what else f"{where}: {what}")
+    if any(isinstance(error, ConnectionLost) for error in said.values()):
+        cure = "does the node that made the token run, and can this machine reach it?"
+    elif any("here it is" in str(error) for error in said.values()):
+        cure = "set the clocks of both machines"
+    elif any(isinstance(error, Untrusted) for error in said.values()):
+        cure = "is it another swarm's node, or was its authority replaced since (peerd rotate)? Then make another token"
+    else:
+        cure = "make another token with peerd token on that node"
+    return f"not let in: {'; '.join(answers)}; {cure}"

@@ -1,0 +1,142 @@
+"""Who answers those who are not members yet, and members whose certificates end? Every node; issuers do more.
+
+A stranger has one connection for one request, and is told of the authority and nothing else. Connections that have not
+greeted are few (transport/admission.py), and so each of them may be a stranger's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import partial
+from typing import NoReturn
+
+import trio
+from cryptography.x509 import Certificate
+
+from peerd.process.logs import LOGGER
+from peerd.security import wall_clock
+from peerd.security.authority import Authority
+from peerd.security.certificates import pin_of, read_der
+from peerd.security.enrolment import (
+    BROKEN,
+    NO_ISSUER,
+    REASONS,
+    REVOKED,
+    expected_proof,
+    granted,
+    is_issuer_of,
+    node_of,
+    renewed_from,
+    shown,
+)
+from peerd.security.token import UNKNOWN, WRONG_SECRET, Kept, Token
+from peerd.security.token_store import TokenStore
+from peerd.security.trust import Trust
+from peerd.transport.connection import Connection
+from peerd.transport.errors import Blameless, PeerError, UserError
+from peerd.transport.ids import Address, NodeId
+from peerd.transport.messages import EnrolmentRefused, EnrolmentRequest, RenewalRequest
+from peerd.transport.patience import GREETING_DEADLINE_S
+
+AT_ONCE_MAX = 4  # threads that wait for the disk
+
+
+@dataclass(frozen=True, slots=True)
+class Issuer:
+    """What a node that lets others in has beside its own certificate."""
+
+    authority: Authority
+    tokens: TokenStore
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it may issue nothing more: its own certificate is over."""
+        return self.authority.certificate.not_valid_after_utc <= wall_clock.now()
+
+    def token(self, addresses: tuple[Address, ...], uses: int, life_s: int, *, issues: bool) -> Token:
+        """A new one, for who comes to the first of these addresses; waits for the disk. Raises UserError.
+
+        At the others are members, by which a node that is let in already finds the swarm when this one is gone.
+        """
+        if self.has_ended:
+            raise UserError(
+                "the certificate by which this node lets others in has ended; only the first node renews it"
+            )
+        if issues and not self.authority.is_root:
+            raise UserError("this node may not make others issuers; run peerd token --issuer on the swarm's first node")
+        pin, now = pin_of(self.authority.root), int(wall_clock.now().timestamp())
+        return self.tokens.make(addresses, pin, uses, life_s, now, issuer=issues)
+
+
+class Reception:
+    """The strangers of one node, and the members that want their certificates renewed."""
+
+    def __init__(self, trust: Trust, issuer: Issuer | None) -> None:
+        self._trust = trust
+        self._issuer = issuer
+        self._threads = trio.CapacityLimiter(AT_ONCE_MAX)
+        self.counts = {"enrolled": 0, "enrolments_refused": 0, "renewed": 0}
+
+    async def enrol(self, link: Connection) -> None:
+        """Serve one stranger. Raises PeerError for who knows no secret of ours, ConnectionLost when it is gone."""
+        if self._issuer is None or self._issuer.has_ended:
+            await self._refuse(link, NO_ISSUER)
+        chain = self._trust.chain
+        await link.send(shown(chain, self._issuer.authority.root))
+        try:
+            with trio.fail_after(GREETING_DEADLINE_S):
+                request = await link.receive()
+        except trio.TooSlowError:
+            raise Blameless(f"{link.remote}: it asked for nothing within {GREETING_DEADLINE_S:g} s") from None
+        if not isinstance(request, EnrolmentRequest):
+            raise PeerError(f"{link.remote}: a {type(request).__name__} of a node without a certificate")
+        node = node_of(request.request)
+        if self._trust.revoked(node):
+            await self._refuse(link, REVOKED)
+        use = partial(self._use, self._issuer, chain[0], node, request)
+        try:
+            result = await trio.to_thread.run_sync(use, limiter=self._threads)
+        except UserError as error:
+            LOGGER.error("cannot let %s in: %s", link.remote, error)
+            result = BROKEN
+        if not isinstance(result, Kept):
+            await self._refuse(link, result)
+        await self._grant(link, request.request, self._issuer, issuer=result.issuer)
+        self.counts["enrolled"] += 1
+        text = "let in %s from %s with the token %s, which lets in %d more"
+        LOGGER.info(text, node, link.remote, result.id.hex(), result.left)
+
+    async def renew(self, link: Connection, request: RenewalRequest) -> None:
+        """Give a member another certificate, which names the issuers of the one that it has. Raises PeerError."""
+        node = node_of(request.request)
+        if node != link.identity:
+            raise PeerError(f"{link.remote}: it asks for the certificate of {node}")
+        if self._issuer is None or self._issuer.has_ended:
+            await self._refuse(link, NO_ISSUER)
+        earlier = renewed_from(request, node, self._trust.authorities, wall_clock.now())
+        if any(map(self._trust.revoked, earlier)):
+            await self._refuse(link, REVOKED)
+        issues = bool(request.issuer) and is_issuer_of(read_der(request.issuer), node, self._trust.authorities)
+        await self._grant(link, request.request, self._issuer, issuer=issues, renewed_from=earlier)
+        self.counts["renewed"] += 1
+
+    @staticmethod
+    def _use(issuer: Issuer, leaf: Certificate, node: NodeId, request: EnrolmentRequest) -> Kept | str:
+        proof = partial(expected_proof, issuer.authority.root, leaf, request)
+        now = int(wall_clock.now().timestamp())
+        return issuer.tokens.use(request.token, node, proof, request.proof, now)
+
+    async def _grant(
+        self, link: Connection, request: bytes, by: Issuer, *, issuer: bool, renewed_from: Collection[NodeId] = ()
+    ) -> None:
+        given = granted(by.authority, request, wall_clock.now(), issuer=issuer, renewed_from=renewed_from)
+        await link.send(given.message())
+        await link.flushed()
+
+    async def _refuse(self, link: Connection, reason: str) -> NoReturn:
+        self.counts["enrolments_refused"] += 1
+        await link.send(EnrolmentRefused(reason))
+        await link.flushed()
+        text = f"{link.remote}: not let in: {REASONS[reason][1]}"
+        raise PeerError(text) if reason in (UNKNOWN, WRONG_SECRET) else Blameless(text)

@@ -1,0 +1,139 @@
+"""How does a node stay a member for longer than its certificate lives? It gets another one while the old one is good.
+
+The key, and with it the id, stays. Connections that are open when a certificate ends stay open: whom they are to is
+proved already.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import trio
+from cryptography.x509 import Certificate
+
+from peerd.local.node_key import NodeKey
+from peerd.process.logs import LOGGER
+from peerd.security import authority_folder, kept, wall_clock
+from peerd.security.authority import Authority, request_of
+from peerd.security.certificates import Untrusted, der, renews_at
+from peerd.security.enrolment import REASONS, Enrolment, checked
+from peerd.security.entry import Entry
+from peerd.transport.connection import ConnectionLost, Transport
+from peerd.transport.errors import PeerError, UserError
+from peerd.transport.ids import Address, shown
+from peerd.transport.messages import Enrolled, EnrolmentRefused, RenewalRequest
+from peerd.transport.patience import DIAL_TIMEOUT_S, GREETING_DEADLINE_S
+
+ALL_AT_ONCE_S = 5.0  # the time over which they spread what they ask when the authority is replaced
+AGAIN_S = 60.0  # then, where nobody gives any yet: issuers need another certificate first
+LOOK_EVERY_S = 3600.0  # a machine that slept, or whose clock was set, is late by this at most
+
+
+class Renewal:
+    """That of one node's certificate."""
+
+    def __init__(
+        self, entry: Entry, key: NodeKey, state: Path, transport: Transport, issuers: Callable[[], list[Address]]
+    ) -> None:
+        """Kept in the folder `state`, where it is not made here; `issuers` are asked for when they are needed."""
+        self._entry = entry
+        self._key = key
+        self._state = state
+        self._transport = transport
+        self._issuers = issuers
+        self._touched = trio.Event()
+
+    async def run(self) -> None:
+        """Renew it whenever two thirds of its life are over, until cancelled."""
+        while True:
+            self._touched, trust = trio.Event(), self._entry.trust
+            pause_s = 0.0 if trust.outdated else _good_for(trust.certificate).total_seconds()
+            if pause_s <= 0:
+                if trust.outdated and self._entry.folder is None:  # all members ask, and nearly at once
+                    await trio.sleep(random.uniform(0, ALL_AT_ONCE_S))
+                renewed = await self.renewed()
+                pause_s = 0.0 if renewed else LOOK_EVERY_S
+                if trust.outdated:  # who has just joined does not know the members yet
+                    pause_s = AGAIN_S if self._issuers() else ALL_AT_ONCE_S
+            with trio.move_on_after(min(pause_s, LOOK_EVERY_S)):
+                await self._touched.wait()
+
+    def look(self) -> None:
+        """Whether another certificate is needed: the authorities in force have changed."""
+        self._touched.set()
+
+    async def renewed(self) -> bool:
+        """Whether there is another certificate now; the log says why not, once each time that it is due."""
+        trust, here = self._entry.trust, self._entry.issuer
+        said = []
+        if here is not None and self._entry.folder is not None:
+            now = wall_clock.now()
+            if trust.outdated and (made := authority_folder.load(self._entry.folder, now)) is not None:
+                here.authority.become(made)  # another node of this user has replaced it
+            chain = here.authority.issue_own(self._key, now)
+            trust.renew(chain, trust.authorities)
+            if not trust.outdated:
+                return True
+            said.append(f"{self._entry.folder} has an authority that was replaced on another machine; copy that one")
+        for address in self._issuers():
+            try:
+                got = await self._ask(address)
+                await trio.to_thread.run_sync(kept.write, self._state, got)
+            except (ConnectionLost, PeerError, UserError) as error:
+                said.append(str(error))
+                continue
+            trust.renew(got.chain, trust.authorities)
+            if here is not None and got.issuer is not None:  # what it issues from now on may end later
+                here.authority.become(Authority(self._key, got.issuer, got.authorities[0]))
+            LOGGER.info("the certificate is renewed until %s", wall_clock.shown(got.chain[0].not_valid_after_utc))
+            return True
+        why = "; ".join(said) or "no member issues any now"
+        begins, ends = (
+            wall_clock.shown(one)
+            for one in (trust.certificate.not_valid_before_utc, trust.certificate.not_valid_after_utc)
+        )
+        if wall_clock.now() < trust.certificate.not_valid_before_utc:
+            text = "this node's certificate begins at %s, and here it is %s: set this machine's clock (not renewed: %s)"
+            LOGGER.warning(text, begins, wall_clock.shown(wall_clock.now()), why)
+        else:
+            LOGGER.warning("this node's certificate ends at %s, and is not renewed yet: %s", ends, why)
+        return False
+
+    async def _ask(self, address: Address) -> Enrolment:
+        trust, here = self._entry.trust, self._entry.issuer
+        try:
+            with trio.fail_after(DIAL_TIMEOUT_S + GREETING_DEADLINE_S):
+                link = await self._transport.dial(address)
+                try:
+                    issuer = der(here.authority.certificate) if here else b""
+                    await link.send(RenewalRequest(request_of(self._key), tuple(map(der, trust.chain)), issuer))
+                    answer = await link.receive()
+                finally:
+                    await link.aclose()
+        except trio.TooSlowError:
+            raise ConnectionLost(f"{shown(address)}: no answer") from None
+        if isinstance(answer, EnrolmentRefused) and answer.reason in REASONS:
+            raise PeerError(f"{link.remote}: {REASONS[answer.reason][0]}")
+        if not isinstance(answer, Enrolled):
+            raise PeerError(f"{link.remote}: a {type(answer).__name__} instead of a certificate")
+        try:
+            got = checked(answer, self._key, trust.authorities, wall_clock.now())
+            if _good_for(got.chain[0]) <= timedelta(0):
+                raise Untrusted("good for no longer than this node's")
+            if trust.outdated and got.authorities[0] not in trust.newest:
+                raise Untrusted("of the authority that is being replaced")
+            if here and not got.issuer and got.authorities[0] != here.authority.root:
+                raise Untrusted("not from the new authority itself, which alone makes issuers")
+        except Untrusted as error:
+            raise Untrusted(f"{link.remote}: the certificate that it sent is {error}") from None
+        return replace(got, issuer=got.issuer or (here.authority.certificate if here else None))
+
+
+def _good_for(certificate: Certificate) -> timedelta:
+    """How long until it is to be renewed; nothing where the clock says that it has not begun, for it was set back."""
+    now = wall_clock.now()
+    return renews_at(certificate) - now if now >= certificate.not_valid_before_utc else timedelta(0)

@@ -1,0 +1,115 @@
+"""Which authorities are in force? A set of signed statements, each of which puts one in another's place.
+
+How this works. An authority is known by its pin, the hash of its key. A statement (`Successor`) says that `new` takes
+the place of `old`, and is signed by both: who believes either believes the other. Until it ends both are in force, so
+that nobody is shut out who has not heard of it, or still has a certificate of the old one; from then on the old one is
+in force no more, whoever says so. Certificates are given under the newest ones, which no statement replaces.
+
+Statements only come, and of two about the same pair the one that ends first is kept, whatever the order in which they
+come. One that has ended is believed from one's own disk alone: who has stolen an old authority can make no more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import msgpack
+
+from peerd.security.statements import Unbelieved
+from peerd.transport.messages import Successor
+
+SUCCESSORS_MAX = 16  # an authority is good for ten years
+DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a statement says. Pins are SHA-256 of keys."""
+
+    old: bytes
+    new: bytes
+    ends: int  # unix seconds
+
+
+class Succession:
+    """The authorities that one node knows. Methods that take `now` want the wall clock's unix seconds."""
+
+    def __init__(self, believed: Iterable[bytes], read: Callable[[Successor], Step]) -> None:
+        """`believed` are the pins that it begins with; `read` checks a statement's signatures, or raises PeerError."""
+        self._believed = list(believed)
+        self._read = read
+        self._kept: dict[tuple[bytes, bytes], tuple[Step, Successor]] = {}
+
+    def recall(self, said: Successor) -> None:
+        """Take in what was kept on the disk, whether it has ended or not. Raises PeerError."""
+        self._keep(self._read(said), said)
+
+    def add(self, said: Sequence[Successor], now: float) -> bool:
+        """Believe what was heard; True where that changed anything. Raises PeerError, and believes what it can."""
+        changed, progress = False, True
+        todo = [one for one in said if all(one != kept for _, kept in self._kept.values())]
+        steps = [(step, one) for one in todo if (step := self._read(one)).ends > now]
+        while progress:
+            progress = False
+            for step, one in list(steps):
+                if {step.old, step.new} & set(self.in_force(now)):
+                    steps.remove((step, one))
+                    progress = True
+                    changed |= self._keep(step, one)
+        if steps:
+            raise Unbelieved("an authority that no other one vouches for which this node believes")
+        return changed
+
+    def _keep(self, step: Step, said: Successor) -> bool:
+        pair = step.old, step.new
+        if pair in self._kept:
+            if _order(*self._kept[pair]) <= _order(step, said):
+                return False
+        elif len(self._kept) >= SUCCESSORS_MAX:
+            return False
+        self._kept[pair] = step, said
+        return True
+
+    @property
+    def known(self) -> set[bytes]:
+        """The pins of all that it has ever believed."""
+        return {*self._believed, *(pin for pair in self._kept for pin in pair)}
+
+    def in_force(self, now: float) -> list[bytes]:
+        """The pins to be believed, those of the newest first."""
+        left = [pin for pin in sorted(self.known) if now < self.retires_at(pin)]
+        newest = self.newest(now)
+        return [*newest, *(pin for pin in left if pin not in newest)]
+
+    def newest(self, now: float) -> list[bytes]:
+        """The pins under which certificates are given: one, unless an authority was copied and replaced twice."""
+        replaced = {step.old for step, _ in self._kept.values()}
+        return [pin for pin in sorted(self.known) if pin not in replaced and now < self.retires_at(pin)]
+
+    def retires_at(self, pin: bytes) -> float:
+        """Unix seconds; infinity: nothing takes its place."""
+        return min((step.ends for step, _ in self._kept.values() if step.old == pin), default=math.inf)
+
+    def statements(self) -> list[Successor]:
+        """All, for the disk."""
+        return [said for _, said in self._kept.values()]
+
+    def live(self, now: float) -> list[Successor]:
+        """Those that have not ended, for others."""
+        return [said for step, said in self._kept.values() if now < step.ends]
+
+    def digest(self, now: float) -> bytes:
+        """Equal where the same live ones are kept."""
+        rows = sorted(_order(step, said) for step, said in self._kept.values() if now < step.ends)
+        return hashlib.sha256(msgpack.packb(rows)).digest()[:DIGEST_BYTES]
+
+    def deadline(self, now: float) -> float:
+        """When `in_force` says something else by itself; infinity: never."""
+        return min((step.ends for step, _ in self._kept.values() if now < step.ends), default=math.inf)
+
+
+def _order(step: Step, said: Successor) -> tuple[int, bytes]:
+    return step.ends, hashlib.sha256(b"".join((said.old, said.new, said.new_by_old, said.old_by_new))).digest()

@@ -1,0 +1,77 @@
+"""When are gradients exchanged? At the end of each backward pass, before the script clips, unscales or steps by them.
+
+The first gradient of a pass asks autograd for a call at its end, as torch's DistributedDataParallel does. The exchange
+is linear in what has accumulated, so several passes before one step are right with an exchange each, and cheaper with
+one: `no_sync`. A script that makes gradients in a way of its own gets its exchange as the optimizer steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+from torch.optim import Optimizer
+
+from peerd.trainer.optimizers import Several
+from peerd.training.model.flat import FlatModel
+
+
+class GradientHooks:
+    """On the parameters and the optimizers of one model, until `remove`."""
+
+    def __init__(self, flat: FlatModel, optimizer: Any, exchange: Callable[[], bool]) -> None:
+        """`exchange` puts the mean in place of the gradients; whether it is finite."""
+        self._exchange = exchange
+        self._parameters = [piece.held for piece in flat.pieces if not piece.is_buffer]
+        parts = optimizer.parts if isinstance(optimizer, Several) else [optimizer]
+        self._parts = [part for part in parts if isinstance(part, Optimizer)]  # not what only looks like one
+        self._passes: set[int] = set()  # backward passes whose end is asked for
+        self._paused = 0
+        self._finite = True
+        self._stepped = set(map(id, self._parts))  # optimizers that have stepped since the last exchange
+        self._hooks: list[Any] = [
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+            for parameter in self._parameters
+        ]
+        self._hooks += [part.register_step_pre_hook(self._on_step) for part in self._parts]
+
+    def remove(self) -> None:
+        """No further exchange."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients accumulate here alone meanwhile."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    def _on_gradient(self, _: torch.Tensor) -> None:
+        number = torch._C._current_graph_task_id()
+        if self._paused or number in self._passes:
+            return
+        self._passes = {number}
+        Variable._execution_engine.queue_callback(self._at_end)
+
+    def _at_end(self) -> None:
+        self._passes.clear()
+        if not self._hooks:
+            return
+        self._finite = self._exchange()
+        self._stepped.clear()
+
+    def _on_step(self, part: Optimizer, *_: Any) -> None:
+        """No scaler has left this step out: what is not finite would spoil the model."""
+        if id(part) in self._stepped:
+            self._at_end()
+        self._stepped.add(id(part))
+        if not self._finite:
+            for parameter in self._parameters:
+                parameter.grad = None

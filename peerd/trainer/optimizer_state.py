@@ -1,0 +1,72 @@
+"""What of an optimizer must be the same on all members that step by one gradient? Its momentum, and what else it keeps.
+
+Torch's optimizers make their state at the first step. Here it is made at once, as that step would begin with it, so
+that it is a part of the flat model from the start and a newcomer takes it over with the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from peerd.trainer.optimizers import Several
+from peerd.training.model.flat import Piece
+
+
+class OptimizerState:
+    """The state of the optimizer of some parameters, each tensor of it under a name."""
+
+    def __init__(self, optimizer: Any, pieces: Iterable[Piece]) -> None:
+        """Raises ValueError: an optimizer whose state peerd does not know."""
+        self._parts = optimizer.parts if isinstance(optimizer, Several) else [optimizer]
+        stepped = ((piece, piece.held if piece.master is None else piece.master) for piece in pieces)
+        self._names = {id(tensor): piece.name for piece, tensor in stepped if not piece.is_buffer}
+        for part in self._parts:
+            _require_known(part)
+
+    @torch.no_grad()
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Made where they are missing; the same names in the same order for the same optimizer of the same model."""
+        found = {}
+        for part in self._parts:
+            for group in part.param_groups:
+                for parameter in group["params"]:
+                    name = self._names.get(id(parameter))
+                    if name is None:
+                        continue
+                    state = part.state[parameter]
+                    for key, make in _kept(part, group, parameter):
+                        if not isinstance(state.get(key), torch.Tensor):
+                            state[key] = make()
+                        found[f"optimizer.{name}.{key}"] = state[key]
+        return found
+
+
+def _require_known(part: Any) -> None:
+    name = type(part).__name__
+    if type(part) not in (SGD, Adam, AdamW):
+        raise ValueError(
+            f"gradients are exchanged with torch's SGD, Adam or AdamW, not with {name}: start with weights"
+        )
+    if any(group.get("dampening", 0) for group in part.param_groups):
+        raise ValueError("gradients are not exchanged with SGD's dampening, whose first step is another: leave it out")
+
+
+def _kept(
+    part: Optimizer, group: dict[str, Any], parameter: torch.Tensor
+) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+    """Each name, and what makes that with which the first step would begin."""
+    zeros = partial(torch.zeros_like, parameter, memory_format=torch.preserve_format)
+    if isinstance(part, SGD):
+        if group["momentum"]:
+            yield "momentum_buffer", zeros
+        return
+    on_device = group["capturable"] or group["fused"]
+    dtype = torch.float64 if torch.get_default_dtype() == torch.float64 and not group["fused"] else torch.float32
+    yield "step", partial(torch.zeros, (), dtype=dtype, device=parameter.device if on_device else "cpu")
+    for key in ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])):
+        yield key, zeros

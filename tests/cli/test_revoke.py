@@ -1,0 +1,83 @@
+"""`peerd revoke` on real nodes: who is out, who hears of it, and that nobody else loses anything by it."""
+
+from __future__ import annotations
+
+import json
+from signal import SIGINT, SIGKILL
+
+from machine import Machine, Node
+from scripts import TRAIN
+
+
+def counts(node: Node) -> dict[str, int]:
+    return dict(node.ask("status")["counts"])
+
+
+def mode_of(machine: Machine, node: Node, file: str) -> int:
+    return (machine.state / "peerd" / node.name / file).stat().st_mode & 0o777
+
+
+def test_a_node_is_put_out_and_the_others_go_on(machine: Machine) -> None:
+    a, b, c = machine.three(machine.script("train.py", TRAIN))
+    for node in (a, b, c):
+        node.sees(a="alive", b="alive", c="alive")
+        node.eventually(lambda node=node: counts(node)["datagram_key_number"] == 1)  # type: ignore[misc]
+    node_id = str(c.ask("info")["id"])
+
+    ran = machine.peerd("revoke", "c", "--name", "a", "--format", "json")
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout) == {"revoked": node_id, "name": "c", "new": True, "key": 2}
+    for node in (a, b):
+        node.sees(a="alive", b="alive", c="failed")
+        node.says("was revoked: it is out for ever")
+        node.eventually(lambda node=node: counts(node)["datagram_key_number"] == 2)  # type: ignore[misc]
+        assert mode_of(machine, node, "keyring.hex") == mode_of(machine, node, "revocations.hex") == 0o600
+        node.trains(beyond=node.step)
+    assert "was out already" in machine.peerd("revoke", node_id, "--name", "b").stdout
+
+    c.eventually(lambda: "revoked" in c.log)
+    c.signal(SIGINT)
+    c.end()
+    again = machine.start("c", join=a)
+    again.eventually(lambda: again.log.count("revoked") > 1 or again.process.poll() is not None)
+    assert "Traceback" not in machine.logs()
+    for node in (a, b):
+        assert node.members()["c"] == "failed"
+        assert "failures" not in counts(node), "nobody was accused for want of a key"
+
+
+def test_what_is_remembered_outlives_a_restart(machine: Machine) -> None:
+    a = machine.start("a")
+    b = machine.start("b", join=a)
+    b.sees(a="alive", b="alive")
+    assert machine.peerd("revoke", "b", "--name", "a").returncode == 0
+    a.signal(SIGKILL)
+    a.end()
+    b.signal(SIGKILL)
+    b.end()
+    again = machine.start("a")
+    again.eventually(lambda: counts(again)["revocations"] == 1)
+    assert counts(again)["datagram_key_number"] == 2
+    b = machine.start("b", join=again)
+    b.eventually(lambda: b.log.count("revoked") or b.process.poll() is not None)
+    assert "Traceback" not in machine.logs()
+    assert again.members() == {"a": "alive"}
+
+
+def test_what_makes_no_sense_is_refused_in_a_line(machine: Machine) -> None:
+    a = machine.start("a")
+    a.eventually(lambda: counts(a)["datagram_keys"] == 1)
+    unknown = "0" * 32
+    for arguments, line in (
+        (["nobody"], "no member is called 'nobody'"),
+        (["a"], "this is the node itself"),
+    ):
+        ran = machine.peerd("revoke", *arguments)
+        assert ran.returncode == 1
+        assert line in ran.stderr
+        assert len(ran.stderr.splitlines()) == 1
+    assert "out for ever" in machine.peerd("revoke", unknown).stdout
+    assert counts(a)["revocations"] == 1
+    plain = machine.start("p", "--insecure-plaintext")
+    plain.eventually(lambda: plain.ask("info"))
+    assert "insecure-plaintext" in machine.peerd("revoke", unknown, "--name", "p").stderr

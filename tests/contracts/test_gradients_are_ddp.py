@@ -1,0 +1,169 @@
+"""Gradients over real daemons are torch's DDP: one model of the same data, and of the survivors' after a death."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+import threading
+from functools import partial
+from pathlib import Path
+
+import ddp_zoo
+import pytest
+import script_nodes
+import torch
+from safetensors.torch import load_file
+from script_nodes import Swarm
+
+import peerd
+
+STEPS = 100
+WORLD = 3
+CLOSE = 1e-6  # relative
+
+
+@pytest.fixture(scope="module")
+def of_ddp(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """What DDP over gloo makes of the zoo in three processes."""
+    folder = tmp_path_factory.mktemp("ddp")
+    command = [str(WORLD), str(STEPS), str(folder / "group"), str(folder / "out")]
+    ranks = [subprocess.Popen([sys.executable, ddp_zoo.__file__, str(rank), *command]) for rank in range(WORLD)]
+    assert [rank.wait(240) for rank in ranks] == [0] * WORLD
+    return load_file(folder / "out")
+
+
+def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    """Each model as one vector: a tensor that training has made small has the rounding of when it was large."""
+    assert found.keys() == wanted.keys()
+    apart = {}
+    for model in {name.partition(".")[0] for name in wanted}:
+        ours, theirs = (
+            torch.cat(
+                [
+                    value.double().reshape(-1)
+                    for name, value in sorted(state.items())
+                    if name.startswith(f"{model}.") and value.is_floating_point()
+                ]
+            )
+            for state in (found, wanted)
+        )
+        apart[model] = float((ours - theirs).norm() / theirs.norm())
+    assert max(apart.values()) <= CLOSE, apart
+
+
+@pytest.mark.parametrize("topology", ["ring", "tree", "halving"])
+def test_the_model_is_that_of_ddp(topology: str, of_ddp: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    """SGD with momentum, AdamW, clipping, accumulation, BatchNorm, unused and frozen parameters, a scaler."""
+    found: dict[int, dict[str, torch.Tensor]] = {}
+    skipped: list[int] = []
+
+    made = [ddp_zoo.Zoo() for _ in range(WORLD)]  # one after the other: they share the random state
+
+    def script(rank: int) -> None:
+        zoo = made[rank]
+        with peerd.attach(zoo.models, zoo.optimizers) as swarm:
+            for step in range(STEPS):
+                ddp_zoo.train(zoo, zoo.models, rank, step, swarm.no_sync)
+                swarm.step()
+        found[rank] = zoo.state()
+        skipped.append(zoo.skipped)
+
+    async def scenario(swarm: Swarm) -> None:
+        for rank, name in enumerate("abc"):
+            await swarm.start(name, partial(script, rank), wait_for=WORLD)
+        await swarm.ended("abc")
+
+    script_nodes.run(tmp_path, scenario, topology=topology)
+    assert skipped == [1] * WORLD
+    assert_same(found[0], of_ddp)
+    for rank in range(1, WORLD):
+        assert all(torch.equal(found[rank][name], value) for name, value in found[0].items()), "to the bit"
+
+
+class Line:
+    """A model that a test can step by itself, with the gradients of whom it likes."""
+
+    def __init__(self, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.model = ddp_zoo.perceptron()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+
+    def backward(self, rank: int, step: int) -> None:
+        x, y = ddp_zoo.batch(rank, step)
+        torch.nn.functional.mse_loss(self.model(x), y).backward()  # type: ignore[no-untyped-call]
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state(self) -> list[torch.Tensor]:
+        """Parameters and momentum."""
+        momentum = [self.optimizer.state[p]["momentum_buffer"].clone() for p in self.model.parameters()]
+        return [p.detach().clone() for p in self.model.parameters()] + momentum
+
+
+def after_one_more(line: Line, ranks: list[int], step: int) -> list[torch.Tensor]:
+    """What DDP over these ranks makes of it."""
+    for rank in ranks:
+        line.backward(rank, step)
+    for parameter in line.model.parameters():
+        assert parameter.grad is not None
+        parameter.grad /= len(ranks)
+    line.step()
+    return line.state()
+
+
+def are_close(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(float((a - b).norm()) <= CLOSE * (1e-3 + float(b.norm())) for a, b in zip(one, other, strict=True))
+
+
+def test_survivors_of_a_kill_are_ddp_and_a_newcomer_enters_with_their_bits(tmp_path: Path) -> None:
+    killed_at, joined_at, more = 4, 10, 4
+    seen: dict[int, dict[int, list[torch.Tensor]]] = {rank: {} for rank in range(4)}  # by rank and step
+    ends = threading.Event()
+
+    def script(rank: int) -> None:
+        line = lines[rank]
+        with peerd.attach(line.model, line.optimizer) as swarm:
+            while not (ends.is_set() or swarm.alone):
+                line.backward(rank, swarm.step_count)
+                line.step()
+                swarm.step()
+                if not swarm.alone:
+                    seen[rank][swarm.step_count] = line.state()
+                if len(seen[3]) >= more:
+                    ends.set()
+
+    lines = [Line(seed) for seed in (0, 0, 0, 1)]
+    start = Line()
+
+    async def scenario(swarm: Swarm) -> None:
+        for rank, name in enumerate("abc"):
+            await swarm.start(name, partial(script, rank), wait_for=WORLD)
+        await swarm.until(lambda: len(seen[1]) >= killed_at)
+        await swarm.nodes["b"].crash()
+        await swarm.until(lambda: len(seen[0]) >= joined_at)
+        await swarm.start("d", lambda: script(3))
+        await swarm.ended("acd")
+
+    script_nodes.run(tmp_path, scenario)
+    ranks = [0, 1, 2]
+    for step in range(joined_at):
+        before = copy.deepcopy((start.model.state_dict(), start.optimizer.state_dict()))
+        if not are_close(after_one_more(start, ranks, step), seen[0][step + 1]):
+            assert ranks == [0, 1, 2], f"step {step} is nobody's mean"
+            start.model.load_state_dict(before[0])
+            start.optimizer.load_state_dict(before[1])
+            ranks = [0, 2]
+            assert are_close(after_one_more(start, ranks, step), seen[0][step + 1])
+    assert ranks == [0, 2]
+    newcomers = [step for step in seen[3] if step in seen[0]]
+    assert len(newcomers) >= more - 1
+    differ = [
+        (rank, step)
+        for rank in (2, 3)
+        for step in sorted(seen[0].keys() & seen[rank].keys())
+        if not all(torch.equal(a, b) for a, b in zip(seen[rank][step], seen[0][step], strict=True))
+    ]
+    assert not differ, f"{differ} of {sorted(seen[0])}"

@@ -1,0 +1,62 @@
+"""What fuzzing has found stays found: the corpus is replayed, and each target is fed a little that is new."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fuzz import CORPUS, TARGETS, Run
+from target import Drawn, Target, episode, keep, read, replay, shrunk
+
+FILES = sorted(path for path in CORPUS.iterdir() if path.name.partition("-")[0] in TARGETS)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_what_was_found_once_is_mended(name: str) -> None:
+    for path in FILES:
+        if path.name.startswith(f"{name}-"):
+            replay(TARGETS[name], read(path.read_bytes()))
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_an_episode_of_each_target(name: str, tmp_path: Path) -> None:
+    run = Run([TARGETS[name]], "test", tmp_path)
+    run.one(TARGETS[name])
+    assert run.items == TARGETS[name].items
+    assert not run.failures
+
+
+def test_the_same_seed_draws_the_same_items() -> None:
+    """So a failure is found again."""
+    drawn: list[dict[str, list[bytes]]] = [{name: [] for name in TARGETS} for _ in range(2)]
+    for each in drawn:
+        for name, target in TARGETS.items():
+            episode(replace(target, items=50), "again", each[name])
+    assert {name for name in TARGETS if drawn[0][name] != drawn[1][name]} == set()
+
+
+class Touchy(Drawn):
+    """Breaks at a second "b" after an "a"."""
+
+    def __init__(self) -> None:
+        self._taken = b""
+
+    def draw(self, rng: object) -> bytes:
+        raise AssertionError
+
+    def take(self, item: bytes) -> None:
+        self._taken += item
+        if self._taken.count(b"b") == 2 and b"a" in self._taken:
+            raise RuntimeError
+
+
+def test_a_failure_is_cut_down_and_kept(tmp_path: Path) -> None:
+    target = Target("touchy", Touchy, 1, 1.0)
+    items = [b"x", b"b", b"x", b"a", b"y", b"b", b"z"]
+    try:
+        replay(target, items)
+    except RuntimeError as error:
+        few = shrunk(target, items, error)
+    assert few == [b"b", b"a", b"b"]
+    assert read(keep(target, few, tmp_path).read_bytes()) == few

@@ -1,0 +1,173 @@
+"""Before a trainer's optimizer steps: when gradients are exchanged, in what vector, and what else must be shared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from peerd.trainer.gradient_hooks import GradientHooks
+from peerd.trainer.optimizer_state import OptimizerState
+from peerd.trainer.optimizers import as_one
+from peerd.training.codecs.vector import Layout
+from peerd.training.model.flat import FlatModel
+from peerd.training.model.gradients import FlatGradients
+
+
+def normed(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+
+def backward(model: nn.Module, seed: int = 0) -> None:
+    x = torch.randn(8, 3, generator=torch.Generator().manual_seed(seed))
+    model(x).square().mean().backward()
+
+
+class Counting:
+    """An exchange that only counts."""
+
+    def __init__(self, *, finite: bool = True) -> None:
+        self.count = 0
+        self.finite = finite
+
+    def __call__(self) -> bool:
+        self.count += 1
+        return self.finite
+
+
+def hooked(exchange: Counting, optimizers: int = 1) -> tuple[nn.Module, list[torch.optim.Optimizer], GradientHooks]:
+    model = normed()
+    parts: list[torch.optim.Optimizer] = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(optimizers)]
+    return model, parts, GradientHooks(FlatModel(model), as_one(parts), exchange)
+
+
+def test_each_backward_pass_is_exchanged_once_at_its_end() -> None:
+    model, (optimizer,), hooks = hooked(exchange := Counting())
+    for count in (1, 2, 3):
+        backward(model)
+        assert exchange.count == count
+    with hooks.no_sync():
+        backward(model)
+    assert exchange.count == 3
+    optimizer.step()
+    assert exchange.count == 3, "its gradients are the swarm's"
+    hooks.remove()
+    backward(model)
+    optimizer.step()
+    assert exchange.count == 3
+
+
+def test_a_pass_that_fails_keeps_no_later_one_from_its_exchange() -> None:
+    model, _, _ = hooked(exchange := Counting())
+    first = model.get_parameter("0.weight")
+    failing = first.register_hook(lambda _: (_ for _ in ()).throw(KeyError("mine")))  # type: ignore[no-untyped-call]
+    with pytest.raises(KeyError, match="mine"):
+        backward(model)
+    failing.remove()
+    backward(model)
+    assert exchange.count == 1
+
+
+def test_gradients_that_no_backward_pass_made_are_exchanged_as_the_optimizer_steps() -> None:
+    model, (one, other), _ = hooked(exchange := Counting(), optimizers=2)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    backward(model)
+    one.step()
+    other.step()
+    assert exchange.count == 1
+    one.step()
+    assert exchange.count == 2
+
+
+def test_what_is_not_finite_moves_no_parameter() -> None:
+    model, (optimizer,), _ = hooked(Counting(finite=False))
+    before = [parameter.clone() for parameter in model.parameters()]
+    backward(model)
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+
+
+def test_the_vector_has_gradients_buffers_and_flags() -> None:
+    model = normed()
+    model.get_parameter("2.bias").requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    flat = FlatModel(model, optimizer)
+    flat.share_states(OptimizerState(optimizer, flat.pieces).tensors)
+    gradients = FlatGradients(flat)
+    ends = tuple(piece.stop for piece in flat.pieces)
+    layout = Layout(flat.parameters, flat.total, tuple(flat.variances), ends, flat.states).gradients
+    assert (layout.parameters, layout.total) == (flat.parameters, gradients.total)
+    out = torch.full((gradients.total,), torch.nan)
+    gradients.gather(out)
+    flags = [0.0] * 5
+    assert out[-5:].tolist() == flags
+    assert not out[: flat.parameters].any()
+    backward(model)
+    gradients.gather(out)
+    assert out[-5:].tolist() == [1.0] * 5
+    assert out[flat.parameters : -5].tolist() == [
+        *model.get_buffer("1.running_mean"),
+        *model.get_buffer("1.running_var"),
+    ]
+    wanted = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    model.get_parameter("0.weight").grad = torch.ones_like(model.get_parameter("0.weight"))
+    out[flat.parameters : flat.parameters + 4] = 7.0
+    out[-5] = 0.0
+    gradients.scatter(out)
+    assert model.get_parameter("0.weight").grad is None, "nobody's counts, its own neither"
+    for name in list(wanted)[1:]:
+        assert torch.equal(model.get_parameter(name).grad, wanted[name])  # type: ignore[arg-type]
+    assert model.get_buffer("1.running_mean").tolist() == [7.0] * 4
+    gradients.scatter(None)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
+    (torch.optim.SGD, {}), (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}), (torch.optim.Adam, {}),
+    (torch.optim.AdamW, {"amsgrad": True, "foreach": False}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "options"), OPTIMIZERS)
+def test_state_that_is_made_at_once_steps_as_torchs_own(kind: Any, options: dict[str, Any]) -> None:
+    models, optimizers = [normed(), normed()], []
+    for number, model in enumerate(models):
+        optimizers.append(kind(model.parameters(), lr=0.1, **options))
+        if number:
+            flat = FlatModel(model, optimizers[1])
+            flat.share_states(OptimizerState(optimizers[1], flat.pieces).tensors)
+    for step in range(4):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+    ours, theirs = (model.state_dict() for model in models)
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+    values = flat.values()
+    assert values[flat.total - flat.states :].any() == bool(flat.states)
+    newcomer = normed(1)
+    other = kind(newcomer.parameters(), lr=0.1, **options)
+    fresh = FlatModel(newcomer, other)
+    fresh.share_states(OptimizerState(other, fresh.pieces).tensors)
+    assert fresh.signature == flat.signature
+    fresh.replace(values)
+    for model, optimizer in ((models[1], optimizers[1]), (newcomer, other)):
+        backward(model, 9)
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(models[1].parameters(), newcomer.parameters(), strict=True))
+
+
+def test_other_optimizers_are_refused_in_one_line() -> None:
+    model = normed()
+    flat = FlatModel(model)
+    for optimizer, words in (
+        (torch.optim.RMSprop(model.parameters()), "torch's SGD, Adam or AdamW, not with RMSprop"),
+        (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5), "SGD's dampening"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            OptimizerState(optimizer, flat.pieces)

@@ -1,0 +1,279 @@
+"""A certificate that is renewed while the old one is good, here or by an issuer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import trio
+
+from peerd.local.node_key import NodeKey
+from peerd.security import authority, kept, wall_clock
+from peerd.security.authority import NODE_LIFE, Authority, request_of, succeed
+from peerd.security.certificates import der
+from peerd.security.enrolment import Enrolment, granted
+from peerd.security.entry import Entry
+from peerd.security.reception import Issuer, Reception
+from peerd.security.renewal import Renewal
+from peerd.security.secrets_folder import succession
+from peerd.security.token_store import TokenStore
+from peerd.security.trust import Trust
+from peerd.transport.connection import Connection
+from peerd.transport.errors import Blameless, UserError
+from peerd.transport.ids import Address
+from peerd.transport.memory import MemoryNetwork
+from peerd.transport.messages import EnrolmentRefused, Message, RenewalRequest
+
+NOW = wall_clock.now()
+ROOT = authority.generate(NOW)
+KEY, ISSUER_KEY = NodeKey.generate(), NodeKey.generate()
+WHERE = ("10.0.0.5", 7946)
+DUE = NOW + NODE_LIFE * 0.7
+
+
+class Node:
+    """One that is due, and an issuer that it may ask."""
+
+    def __init__(self, network: MemoryNetwork, folder: Path, *, issues: bool = False) -> None:
+        self.folder = folder
+        enrolment = granted(ROOT, request_of(KEY), NOW, issuer=issues)
+        issuer = (
+            Issuer(Authority(KEY, enrolment.issuer, ROOT.certificate), TokenStore(folder)) if enrolment.issuer else None
+        )
+        self.entry = entry(enrolment, issuer)
+        self.asked: list[Message] = []
+        self.answer: Callable[[RenewalRequest], Message] | None = None
+        trust = Trust(ISSUER_KEY, ROOT.issue_own(ISSUER_KEY, NOW), [ROOT.certificate])
+        self.reception = Reception(trust, Issuer(ROOT, TokenStore(folder)))
+        self.issuers: list[Address] = [WHERE]
+        transport = network.transport("10.0.0.9")
+        self.renewal = Renewal(self.entry, KEY, folder, transport, lambda: self.issuers)
+
+    async def serve(self, link: Connection) -> None:
+        request = await link.receive()
+        assert isinstance(request, RenewalRequest)
+        self.asked.append(request)
+        if self.answer:
+            await link.send(self.answer(request))
+            await link.flushed()
+        else:
+            link.identity = KEY.id
+            await self.reception.renew(link, request)
+
+
+def entry(enrolment: Enrolment, issuer: Issuer | None = None, folder: Path | None = None) -> Entry:
+    return Entry(Trust(KEY, enrolment.chain, enrolment.authorities), issuer, "test", folder)
+
+
+@asynccontextmanager
+async def node(folder: Path, *, issues: bool = False) -> AsyncIterator[Node]:
+    async with trio.open_nursery() as nursery:
+        network = MemoryNetwork(nursery)
+        it = Node(network, folder, issues=issues)
+        await nursery.start(network.transport(WHERE[0]).listen, WHERE, it.serve)
+        yield it
+        nursery.cancel_scope.cancel()
+
+
+@pytest.fixture(autouse=True)
+def due(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wall_clock, "now", lambda: DUE)
+
+
+async def test_an_issuer_renews_it(tmp_path: Path) -> None:
+    async with node(tmp_path) as it:
+        assert await it.renewal.renewed()
+        assert it.entry.trust.certificate.not_valid_after_utc == DUE + NODE_LIFE
+        again = kept.read(tmp_path, KEY)
+        assert again is not None
+        assert again.chain == it.entry.trust.chain
+
+
+async def test_an_issuer_stays_one(tmp_path: Path) -> None:
+    async with node(tmp_path, issues=True) as it:
+        assert await it.renewal.renewed()
+        again = kept.read(tmp_path, KEY)
+        assert again is not None
+        assert again.issuer is not None
+        assert again.issuer.not_valid_after_utc == DUE + authority.ISSUER_LIFE
+        assert it.entry.issuer is not None
+        assert again.issuer is not None
+        assert it.entry.issuer.authority.issuer_certificate == der(again.issuer)
+
+
+async def test_an_issuer_that_another_issuer_renews_keeps_the_newest_certificate_that_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with node(tmp_path, issues=True) as it:
+        assert await it.renewal.renewed()
+        later = DUE + NODE_LIFE * 0.7
+        monkeypatch.setattr(wall_clock, "now", lambda: later)
+        other = Authority(ISSUER_KEY, ROOT.make_issuer(request_of(ISSUER_KEY), later), ROOT.certificate)
+        it.answer = lambda said: granted(other, said.request, later, issuer=False).message()
+        assert await it.renewal.renewed()
+        again = kept.read(tmp_path, KEY)
+        assert again is not None
+        assert again.issuer is not None
+        assert again.issuer.not_valid_after_utc == DUE + authority.ISSUER_LIFE
+
+
+async def test_a_node_with_an_authority_of_its_own_asks_nobody(tmp_path: Path) -> None:
+    async with node(tmp_path) as it:
+        enrolment = Enrolment(ROOT.issue_own(KEY, NOW), (ROOT.certificate,))
+        own = entry(enrolment, Issuer(ROOT, TokenStore(tmp_path)), tmp_path)
+        assert await Renewal(own, KEY, tmp_path, None, list).renewed()  # type: ignore[arg-type]
+        assert own.trust.certificate.not_valid_after_utc == DUE + NODE_LIFE
+        assert not it.asked
+
+
+def of_another_key(_: RenewalRequest) -> Message:
+    return granted(ROOT, request_of(ISSUER_KEY), DUE, issuer=False).message()
+
+
+def of_another_authority(request: RenewalRequest) -> Message:
+    other = authority.generate(DUE)
+    return granted(other, request.request, DUE, issuer=False).message()
+
+
+def of_old(request: RenewalRequest) -> Message:
+    return granted(ROOT, request.request, NOW, issuer=False).message()
+
+
+def of_nobody(_: RenewalRequest) -> Message:
+    return EnrolmentRefused("no-issuer")
+
+
+@pytest.mark.parametrize("answer", [of_another_key, of_another_authority, of_old, of_nobody])
+async def test_what_a_bad_issuer_sends_changes_nothing(
+    tmp_path: Path, answer: Callable[[RenewalRequest], Message]
+) -> None:
+    async with node(tmp_path) as it:
+        before = it.entry.trust.chain
+        it.answer = answer
+        assert not await it.renewal.renewed()
+        assert it.entry.trust.chain == before
+        assert kept.read(tmp_path, KEY) is None
+        it.answer = None
+        it.issuers = [("10.0.0.1", 1), WHERE]
+        assert await it.renewal.renewed()
+
+
+async def test_nobody_is_there_who_could(tmp_path: Path) -> None:
+    async with node(tmp_path) as it:
+        it.issuers = []
+        assert not await it.renewal.renewed()
+
+
+async def test_an_issuers_own_statement_does_not_make_another_issuer(tmp_path: Path) -> None:
+    """Only the authority renews what lets a node issue."""
+    async with node(tmp_path, issues=True) as it:
+        middle = Authority(ISSUER_KEY, ROOT.make_issuer(request_of(ISSUER_KEY), NOW), ROOT.certificate)
+        trust = Trust(ISSUER_KEY, middle.issue_own(ISSUER_KEY, DUE), [ROOT.certificate])
+        it.reception = Reception(trust, Issuer(middle, TokenStore(tmp_path)))
+        assert await it.renewal.renewed()
+        again = kept.read(tmp_path, KEY)
+        assert again is not None
+        assert it.entry.issuer is not None
+        assert again.issuer == it.entry.issuer.authority.certificate, "the one that it has"
+
+
+@pytest.mark.trio(clock="autojump")
+async def test_it_is_renewed_when_it_is_due_and_not_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    began = trio.current_time()
+    monkeypatch.setattr(wall_clock, "now", lambda: NOW + timedelta(seconds=trio.current_time() - began))
+    issuer = Issuer(ROOT, TokenStore(tmp_path))
+    own = entry(Enrolment(ROOT.issue_own(KEY, NOW), (ROOT.certificate,)), issuer, tmp_path)
+    renewal = Renewal(own, KEY, tmp_path, None, list)  # type: ignore[arg-type]
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(renewal.run)
+        first = own.trust.certificate
+        await trio.sleep((NODE_LIFE * 0.66).total_seconds())
+        assert own.trust.certificate == first
+        await trio.sleep((NODE_LIFE * 0.01).total_seconds())
+        assert own.trust.certificate != first
+        assert own.trust.identity(der(own.trust.certificate)) == KEY.id
+        nursery.cancel_scope.cancel()
+    assert replace(own).summary()["member_by"] == "test"
+
+
+async def test_an_issuer_whose_own_certificate_has_ended_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = Authority(ISSUER_KEY, ROOT.make_issuer(request_of(ISSUER_KEY), NOW), ROOT.certificate)
+    async with node(tmp_path) as it:
+        it.reception = Reception(it.entry.trust, Issuer(ended, TokenStore(tmp_path)))
+        monkeypatch.setattr(wall_clock, "now", lambda: NOW + authority.ISSUER_LIFE + timedelta(days=1))
+        link = Deaf()
+        with pytest.raises(Blameless, match="issues none"):
+            await it.reception.renew(link, RenewalRequest(request_of(KEY), tuple(map(der, it.entry.trust.chain)), b""))  # type: ignore[arg-type]
+        assert link.said == [EnrolmentRefused("no-issuer")]
+        with pytest.raises(UserError, match="has ended"):
+            Issuer(ended, TokenStore(tmp_path)).token((WHERE,), 1, 3600, issues=False)
+
+
+class Deaf:
+    """Who only hears."""
+
+    remote, identity = "10.0.0.9:1", KEY.id
+
+    def __init__(self) -> None:
+        self.said: list[Message] = []
+
+    async def send(self, message: Message) -> None:
+        self.said.append(message)
+
+    async def flushed(self) -> None:
+        """At once."""
+
+
+async def test_a_clock_that_was_set_back_is_said_and_a_node_with_its_own_authority_mends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = NOW - timedelta(days=30)
+    async with node(tmp_path) as it:
+        monkeypatch.setattr(wall_clock, "now", lambda: before)
+        it.issuers = []
+        assert not await it.renewal.renewed()
+        assert "set this machine's clock" in caplog.text
+    of_old = authority.generate(before - timedelta(days=1))
+    own = Entry(
+        Trust(KEY, of_old.issue_own(KEY, NOW), [of_old.certificate]), Issuer(of_old, TokenStore(tmp_path)), "test",
+        tmp_path,
+    )  # fmt: skip
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(Renewal(own, KEY, tmp_path, None, list).run)  # type: ignore[arg-type]
+        while own.trust.certificate.not_valid_before_utc > before:
+            await trio.sleep(0.01)
+        nursery.cancel_scope.cancel()
+
+
+def is_outdated(trust: Trust) -> bool:
+    return trust.outdated
+
+
+async def test_an_issuer_becomes_one_of_the_authority_that_takes_the_old_ones_place(tmp_path: Path) -> None:
+    following = authority.generate(NOW)
+    said = [succeed(ROOT, following, NOW, DUE + NODE_LIFE)]
+    async with node(tmp_path, issues=True) as it:
+        trust = it.entry.trust
+        trust.follow(succession([ROOT.certificate], said), NOW.timestamp())
+        assert is_outdated(trust)
+        assert not await it.renewal.renewed(), "who is asked issues under the old one"
+        middle = Authority(ISSUER_KEY, following.make_issuer(request_of(ISSUER_KEY), NOW), following.certificate)
+        for by in (middle, following):
+            there = Trust(ISSUER_KEY, following.issue_own(ISSUER_KEY, DUE), [following.certificate])
+            there.follow(succession([following.certificate], said), NOW.timestamp())
+            it.reception = Reception(there, Issuer(by, TokenStore(tmp_path)))
+            assert await it.renewal.renewed() == (by is following), "an issuer makes none"
+        assert not is_outdated(trust)
+        again = kept.read(tmp_path, KEY)
+        assert again is not None
+        assert again.authorities == (following.certificate,)
+        assert it.entry.issuer is not None
+        assert it.entry.issuer.authority.root == following.certificate
+        assert again.issuer is not None
+        assert it.entry.issuer.authority.issuer_certificate == der(again.issuer)

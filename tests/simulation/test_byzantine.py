@@ -1,0 +1,65 @@
+"""Do members lie as they are told to: the same at each run of a seed, and to no effect on who tells the figures?"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from peerd.simulation.byzantine import ATTACKS, parse_byzantine
+from peerd.simulation.scenario import Scenario, simulate
+from peerd.transport.errors import UserError
+
+SMALL = Scenario(peers=5, problem="consensus", steps=60, compute="fixed:1", faults="none", seed=3)
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_run_with_liars_is_the_same_again_and_breaks_no_invariant(attack: str) -> None:
+    scenario = replace(SMALL, byzantine=f"{attack}:1")
+    first, again = (simulate(scenario).result for _ in range(2))
+    assert first["violations"] == []
+    assert first["digest"] == again["digest"]
+    assert len(first["liars"]) == 1
+    assert math.isfinite(first["error"])
+    assert f"--byzantine {attack}:1" in first["replay"]
+
+
+def test_without_the_robust_merge_a_huge_value_ruins_the_honest_models() -> None:
+    result = simulate(replace(SMALL, byzantine="huge:1", robust=False)).result
+    assert result["error"] > 100 > result["clean_error"]
+    assert result["clean_distance"] > 100
+    assert "--no-robust" in result["replay"]
+
+
+@pytest.mark.parametrize(
+    "text", ["lies", "huge:", "huge:x", "huge:0", "huge:16", "huge:100%", "huge:1%", "huge:-1", "none:1", "huge:1:1"]
+)
+def test_what_makes_no_sense_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="--byzantine"):
+        parse_byzantine(text, 16)
+
+
+def test_a_share_is_of_all_members() -> None:
+    found = parse_byzantine("noise:25%", 16)
+    assert found is not None
+    assert found[1] == 4
+
+
+@pytest.mark.parametrize(("mode", "seed"), [("gossip", 0), ("gossip", 1), ("elastic", 2), ("elastic:pairwise", 3)])
+def test_whatever_happens_to_honest_members_none_is_graylisted(mode: str, seed: int) -> None:
+    faults = Scenario(6, seed, 4.0, compute="fixed:1", faults="all", fault_every=20.0, mode=mode, slow_node=4.0)
+    result = simulate(faults).result
+    assert result["violations"] == []
+    assert result["graylisted"] == 0
+
+
+def test_newcomers_and_the_slow_agree_with_the_others_at_the_end() -> None:
+    result = simulate(replace(SMALL, peers=8, steps=150, join_over=60.0, slow_node=4.0)).result
+    assert result["consensus_distance"] < 0.02
+    assert result["graylisted"] == 0
+
+
+def test_a_slow_node_makes_fewer_steps() -> None:
+    result = simulate(replace(SMALL, steps=None, minutes=1, slow_node=4.0)).result
+    assert result["steps_least"] == pytest.approx(result["steps"] / 4, abs=1)

@@ -1,0 +1,168 @@
+"""What a push-sum member may do to another one's model: so far and no further, and no mass is lost by it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from gossip_swarm import GossipSwarm
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peerd.training.effects import Apply, Vector
+from peerd.training.modes.push_sum import WEIGHT_MAX
+from peerd.training.one_way.allowance import FAR, LIMIT, REACH_MIN, WEIGHT_SHARE, Allowances, Waiting, part_within
+from peerd.transport.errors import PeerError
+from peerd.transport.messages import Push
+
+SIZE = 40
+weights = st.floats(1e-3, 1e6)
+
+
+class OneStart(GossipSwarm):
+    """All start from one model, as swarms do."""
+
+    def first_model(self) -> Vector:
+        return self.start
+
+
+def total_weight(swarm: GossipSwarm) -> float:
+    cores = [node.core for node in swarm.nodes.values()]
+    return float(sum(core.weight + sum(one.weight for one in core._waiting.values()) for core in cores))
+
+
+def drift(swarm: GossipSwarm) -> float:
+    """As `GossipSwarm.drift`, with what waits."""
+    total = np.zeros(swarm.layout.total)
+    for node in swarm.nodes.values():
+        total += node.core.weight * node.x
+        for one in node.core._waiting.values():
+            total += one.weight * one.model
+    expected = swarm.initial_sum + swarm.injected
+    return float(np.abs(total - expected).max() / max(1.0, np.abs(expected).max()))
+
+
+@given(weights, weights, st.floats(0, 1e30), st.floats(0, 1e6))
+def test_the_part_that_is_taken_keeps_to_the_limit(weight: float, part: float, distance: float, limit: float) -> None:
+    taken = part_within(weight, part, distance, limit)
+    assert 0 <= taken <= part
+    assert taken / (weight + taken) * distance <= limit * (1 + 1e-9) + 1e-300  # below, floats have few digits
+    if part / (weight + part) * distance <= limit:
+        assert taken == part
+
+
+@given(st.lists(st.tuples(st.floats(1e-3, 9), st.floats(-9, 9)), min_size=1, max_size=9))
+def test_what_waits_is_the_mass_of_all_that_came(came: list[tuple[float, float]]) -> None:
+    waiting = Waiting(0.0, np.zeros(1))
+    for weight, value in came:
+        waiting.join(weight, np.array([value]))
+    assert waiting.weight == pytest.approx(sum(weight for weight, _ in came))
+    assert (waiting.weight * waiting.model)[0] == pytest.approx(sum(w * v for w, v in came), abs=1e-9)
+
+
+@given(st.integers(2, 12), st.floats(0.1, 10))
+def test_liars_do_not_fill_each_others_allowances_for_ever(liars: int, path: float) -> None:
+    allowances = Allowances(1)
+    names = [str(number) for number in range(liars)]
+    for name in names:
+        allowances.of(name, 0.0)
+    allowances.walked(path, published=True)
+    dragged = 0.0
+    for name in 60 * liars * names:
+        left = allowances.of(name, 0.0)
+        allowances.moved(name, left)
+        dragged += left
+    assert dragged <= liars * liars * LIMIT * path * (1 + 1e-9)
+    assert dragged > LIMIT * path
+
+
+def test_who_is_far_from_the_others_has_less_to_say_the_further_it_is() -> None:
+    allowances = Allowances(1)
+    near = [allowances.of(name, 64.0, 1.0) for name in "abc"]
+    assert allowances.of("z", 64.0, FAR) == near[0]
+    assert allowances.of("z", 64.0, 10 * FAR) == pytest.approx(near[0] / 10)
+    allowances.of("y", 64.0, 1e9)
+    assert allowances.of("a", 64.0, 1.0) == near[0], "of five, two that are far are not the others' median"
+    assert Allowances(1).of("z", 64.0, 1e9) == near[0], "there is nobody to compare it with"
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    lies=st.lists(st.tuples(st.floats(0, WEIGHT_MAX), st.floats(-1e17, 1e17), st.integers(0, 3)), min_size=1),
+    move=st.floats(0, 0.5),
+)  # fmt: skip
+def test_a_liars_pushes_move_a_model_by_no_more_than_its_own_steps_allow(
+    lies: list[tuple[float, float, int]], move: float
+) -> None:
+    """Whatever its weight and its values: b's model goes from where it was by a multiple of b's own path, in all."""
+    swarm = OneStart(2, SIZE, "float32", mode="push-sum", robust=True, dtype="float32")
+    swarm.everyone_alive()
+    victim = swarm.nodes["b"]
+    norm = float(np.linalg.norm(victim.x))
+    dragged, path, refused = 0.0, 0.0, 0
+    total = 0.0
+    for weight, value, steps in lies:
+        for _ in range(steps):
+            swarm.step("b", np.full(SIZE, move, np.float32))
+            path += move * SIZE**0.5
+        while swarm.deliver("b", "a"):
+            pass
+        swarm.nodes["a"].x = np.full(SIZE, value, np.float32)
+        swarm.step("a", np.zeros(SIZE, np.float32))
+        while queue := swarm.queues["a", "b"]:
+            message = queue.popleft()
+            total += weight
+            if isinstance(message, Push):
+                message = replace(message, weight=total)
+            try:
+                effects = victim.core.on_message("a", message, swarm.now)
+            except PeerError:
+                refused += 1
+                total -= weight
+                continue
+            dragged += sum(float(np.linalg.norm(e.correction)) for e in effects if isinstance(e, Apply))
+            swarm.perform("b", effects)
+        assert victim.core.weight <= WEIGHT_SHARE * 2 + 1e-6
+        assert np.isfinite(victim.x).all()
+        full = LIMIT * (1 + 2 * swarm.settings.view) * path + norm * REACH_MIN  # what an allowance begins with
+        assert dragged <= (LIMIT * path + full) * 1.01 + 1e-3
+
+
+@settings(deadline=None, max_examples=20)
+@given(seed=st.integers(0, 1000), codec=st.sampled_from(["float32", "sign"]), count=st.integers(2, 5))
+def test_what_is_held_back_is_late_and_not_lost(seed: int, codec: str, count: int) -> None:
+    """Members of very unlike speed, so that limits are met: the mean is kept, and weight, to the end."""
+    swarm = OneStart(count, SIZE, codec, mode="push-sum", robust=True, seed=seed)
+    swarm.everyone_alive()
+    rng = np.random.default_rng(seed)
+    names = sorted(swarm.nodes)
+    for _ in range(60):
+        for place, name in enumerate(names):
+            if rng.random() < 0.3**place:
+                swarm.step(name, rng.normal(size=SIZE))
+        for link in swarm.waiting():
+            if rng.random() < 0.7:
+                swarm.deliver(*link)
+    swarm.quiesce()
+    assert abs(total_weight(swarm) - count) < 1e-9
+    assert drift(swarm) < 1e-9
+
+
+def test_a_swarm_ends_with_one_model_within_its_limits() -> None:
+    swarm = OneStart(5, SIZE, "sign", mode="push-sum", robust=True, seed=3)
+    swarm.everyone_alive()
+    rng = np.random.default_rng(3)
+    for _ in range(100):
+        for name in swarm.nodes:
+            swarm.step(name, 0.05 * rng.normal(size=SIZE) - 0.01)
+            swarm.settle()
+    late = sum(node.core.counts["pushes_late"] for node in swarm.nodes.values())
+    pushes = sum(node.core.counts["exchanges"] for node in swarm.nodes.values())
+    assert late < 0.1 * pushes, "of an honest swarm hardly any"
+    for name in swarm.nodes:
+        swarm.step(name, finishing=True)
+    swarm.quiesce()
+    assert swarm.spread() < 0.01
+    assert all(node.proceeded == [False, True] for node in swarm.nodes.values())
+    assert drift(swarm) < 1e-9

@@ -1,0 +1,281 @@
+"""Gradients in rounds: one mean, one model to the bit, whoever dies, comes or parts; and nobody waits for ever."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from gradient_swarm import GradientSwarm
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, run_state_machine_as_test
+from weather import NAMES, Lives, weather_settings
+
+from peerd.training.codecs import CODECS
+from peerd.training.effects import Vector
+from peerd.training.modes import check_given, check_options
+from peerd.training.rounds.weights import CAP, are_weights, capped, scales
+from peerd.transport.errors import PeerError, UserError
+
+topologies = st.sampled_from(["auto", "ring", "tree", "halving"])
+
+
+@given(st.integers(1, 5), topologies, st.integers(0, 2**16))
+@settings(deadline=None, max_examples=15)
+def test_all_step_by_the_mean_of_all_from_the_first_step_on(count: int, topology: str, seed: int) -> None:
+    swarm = GradientSwarm("abcde"[:count], topology=topology, seed=seed)
+    for step in range(1, 6):
+        for name in swarm.nodes:
+            swarm.step(name)
+        swarm.settle()
+        assert [node.steps for node in swarm.nodes.values()] == [step] * count
+        swarm.one_model()
+        order = swarm.nodes["a"].core._rounds.order
+        assert len(order.roster) == count
+        assert scales(order.weights) == [1.0] * count, "the gradients of the first step count, too"
+    swarm.end()
+    swarm.one_model()
+
+
+@given(st.lists(st.floats(0.1, 1e6), min_size=2, max_size=5), st.integers(0, 2**16))
+@settings(deadline=None, max_examples=15)
+def test_the_mean_is_weighted_by_samples(samples: list[float], seed: int) -> None:
+    swarm = GradientSwarm("abcde"[: len(samples)], seed=seed)
+    swarm.samples = dict(zip(swarm.nodes, samples, strict=True))
+    swarm.train(3, lambda name: swarm.integers() / 1000)
+    swarm.one_model()
+    assert swarm.nodes["a"].core._rounds.order.weights == capped(samples)
+
+
+@given(st.lists(st.floats(), max_size=8))
+def test_weights_are_capped_and_known_again(said: list[float]) -> None:
+    weights = capped(said)
+    assert are_weights(weights, len(said))
+    counting = sorted(weight for weight in weights if weight > 0)
+    assert all(weight <= CAP * counting[len(counting) // 2] for weight in counting)
+    assert not counting or max(scales(weights)) == 1.0
+
+
+def test_flags_say_which_tensors_anybody_used() -> None:
+    swarm = GradientSwarm("abc")
+    before = swarm.nodes["a"].x.copy()
+    swarm.unused = {"a": {0, 1}, "b": {0}, "c": {0}}
+    swarm.train(3, lambda name: swarm.integers() / 1000)
+    swarm.one_model()
+    first, second, *_ = swarm.layout.tensors
+    moved = swarm.nodes["a"].x != before
+    assert not moved[:first].any(), "nobody used it: it has no step, and no momentum"
+    assert moved[first:second].any(), "who did not use it takes the others' mean, its own part zeros"
+
+
+def test_one_gradient_that_is_not_finite_makes_all_skip() -> None:
+    swarm = GradientSwarm("abc")
+    swarm.train(2, lambda name: swarm.integers() / 1000)
+    swarm.spoils = {"b"}
+    models = [node.x[: swarm.layout.parameters].tobytes() for node in swarm.nodes.values()]
+    swarm.train(1, lambda name: swarm.integers() / 1000)
+    assert [node.skipped for node in swarm.nodes.values()] == [1, 1, 1]
+    assert [node.x[: swarm.layout.parameters].tobytes() for node in swarm.nodes.values()] == models
+    swarm.spoils = set()
+    swarm.train(2, lambda name: swarm.integers() / 1000)
+    swarm.one_model()
+
+
+def test_who_joins_has_the_models_bits_and_its_first_gradient_counts_nothing() -> None:
+    swarm = GradientSwarm("bcd")
+    swarm.train(3, lambda name: swarm.integers() / 1000)
+    stale = swarm.nodes["b"].x.copy()
+    stale[swarm.layout.parameters :] = 0  # as old as can be, without momentum
+    swarm.train(2, lambda name: swarm.integers() / 1000)
+    swarm.live("a", stale)  # it leads from now on
+    swarm.all_hear()
+    swarm.settle()
+    swarm.train(1, lambda name: swarm.integers() / 1000)
+    swarm.one_model()
+    order = swarm.nodes["a"].core._rounds.order
+    assert dict(zip(order.roster, order.weights, strict=True)) == {"a": 0.0, "b": 1.0, "c": 1.0, "d": 1.0}
+    assert {node.steps for node in swarm.nodes.values()} == {6}
+    swarm.train(1, lambda name: swarm.integers() / 1000)
+    assert scales(swarm.nodes["a"].core._rounds.order.weights) == [1.0] * 4
+    swarm.one_model()
+
+
+def drawn(swarm: GradientSwarm) -> Callable[[str], Vector]:
+    return lambda name: swarm.integers() / 1000
+
+
+def at_messages(event: str) -> None:
+    """A step of all in whose middle something happens to one: before the first message, a later one, ..."""
+    for boundary in itertools.count(0, 4):
+        swarm = GradientSwarm("abc", seed=boundary)
+        swarm.train(2, drawn(swarm))
+        victim = "abc"[boundary // 4 % 3]
+        for name in "abc":
+            swarm.step(name)
+        for _ in range(boundary):
+            if not (links := swarm.waiting()):
+                return
+            swarm.deliver(*links[boundary % len(links)])
+        model = swarm.nodes[victim].x
+        if event == "dies":
+            swarm.die(victim)
+            swarm.settle()
+            swarm.all_hear()
+        elif event == "restarts":
+            swarm.restart(victim, model)
+        elif event == "trainer lost":
+            swarm.nodes[victim].waits = False
+            swarm.perform(victim, swarm.nodes[victim].core.on_trainer_lost(swarm.now))
+        else:
+            for other in sorted({*"abc"} - {victim}):
+                swarm.cut(victim, other)
+                swarm.cut(other, victim)
+        swarm.train(2, drawn(swarm))
+        swarm.one_model()
+        swarm.end()
+        swarm.one_model()
+
+
+@pytest.mark.parametrize("event", ["dies", "restarts", "trainer lost", "loses its connections"])
+def test_at_any_message_of_a_step(event: str) -> None:
+    at_messages(event)
+
+
+def test_who_is_left_alone_trains_on_at_once() -> None:
+    swarm = GradientSwarm("ab")
+    swarm.train(2, lambda name: swarm.integers() / 1000)
+    for name in "ab":
+        swarm.step(name)
+    swarm.die("b")
+    swarm.hear("a")
+    assert not swarm.nodes["a"].waits
+    for _ in range(5):
+        swarm.step("a")
+        assert not swarm.nodes["a"].waits
+    assert swarm.now == 0
+
+
+@pytest.mark.parametrize(
+    ("small", "large"),
+    [("ab", "cd"), ("a", "bcd"), ("d", "abc")],
+    ids=["as large, and further on", "larger", "larger, and leads"],
+)
+def test_both_sides_of_a_partition_train_and_the_larger_one_stays(small: str, large: str) -> None:
+    """However far the smaller one says it is; where they are as large, the one that is further on."""
+    swarm = GradientSwarm("abcd")
+    swarm.train(2, lambda name: swarm.integers() / 1000)
+    for side in (small, large):
+        for name in side:
+            swarm.peers(name, set(side))
+    swarm.settle()
+    for _ in range(3):
+        for name in "abcd":
+            swarm.step(name)
+        swarm.settle()
+    for name in large if len(small) == len(large) else small:
+        swarm.step(name)
+    swarm.settle()
+    kept = swarm.nodes[large[0]].x[: swarm.layout.parameters].copy()
+    swarm.heal()
+    sources = []
+    for name in "abcd":
+        swarm.step(name, np.zeros(swarm.layout.parameters))
+    for core in (node.core for node in swarm.nodes.values()):
+        taken = core._take_over
+        core._take_over = lambda *told, taken=taken: sources.append(told) or taken(*told)  # type: ignore[func-returns-value]
+    swarm.settle()
+    swarm.one_model()
+    assert len(sources) == len(small)
+    assert all((values[: swarm.layout.parameters] == kept).all() or np.isnan(values).all() for values, _ in sources)
+    swarm.end()
+    swarm.one_model()
+
+
+def test_who_ends_early_has_the_last_model_in_the_end() -> None:
+    swarm = GradientSwarm("abc")
+    swarm.train(2, lambda name: swarm.integers() / 1000)
+    swarm.finish("a")
+    swarm.settle()
+    for _ in range(4):
+        for name in "bc":
+            swarm.step(name)
+        swarm.settle()
+    assert [node.steps for node in swarm.nodes.values()] == [2, 6, 6]
+    swarm.end()
+    assert {node.steps for node in swarm.nodes.values()} == {6}
+    swarm.one_model()
+
+
+@pytest.mark.parametrize(
+    ("codec", "robust"), [*((codec, False) for codec in sorted(CODECS)), ("top_k", True), ("top_k_3", True)]
+)
+def test_what_a_lossy_codec_drops_is_given_later(codec: str, robust: bool) -> None:
+    swarm = GradientSwarm("abc", codec=codec, parameters=40, seed=1, robust=robust)
+    gradients = {name: swarm.integers() for name in "abc"}
+    start = swarm.nodes["a"].x[:40].copy()
+    steps = 400
+    for _ in range(4):
+        swarm.train(steps // 4, lambda name: gradients[name] / 1000)
+    swarm.one_model()
+    gone = (start - swarm.nodes["a"].x[:40]) * (1 - 0.5) / 0.25 / steps
+    mean = np.mean(list(gradients.values()), axis=0)
+    assert np.linalg.norm(gone - mean) < 0.06 * np.linalg.norm(mean)
+
+
+class AnyWeather(Lives):
+    """Anything may happen, in any order; then calm comes, and all hold one model."""
+
+    swarm: GradientSwarm
+
+    @initialize(seed=st.integers(0, 2**16), topology=topologies, codec=st.sampled_from(["float32", "int8"]))
+    def start(self, seed: int, topology: str, codec: str) -> None:
+        self.swarm = GradientSwarm(NAMES, seed=seed, topology=topology, codec=codec)
+        self.rng = np.random.default_rng(seed)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "swarm"):
+            return
+        self.swarm.heal()
+        for name in self.swarm.nodes:
+            self.swarm.begin_again(name)
+        self.swarm.train(2, lambda name: self.swarm.integers() / 1000)
+        self.swarm.one_model()
+        self.swarm.end()
+        self.swarm.one_model()
+
+
+def test_in_any_weather() -> None:
+    run_state_machine_as_test(AnyWeather, settings=weather_settings(10))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_in_much_weather() -> None:
+    run_state_machine_as_test(AnyWeather, settings=weather_settings(1500))
+
+
+def test_orders_that_no_leader_gives_are_refused() -> None:
+    swarm = GradientSwarm("ab")
+    swarm.train(1, lambda name: swarm.integers() / 1000)
+    core = swarm.nodes["b"].core
+    order = core._rounds.order
+    for change in (
+        {"weights": ()}, {"weights": (1.0, -1.0)}, {"weights": (1.0, float("nan"))}, {"weights": (1.0,)},
+        {"source": "a"}, {"whole": True, "codec": "float32", "source": "z"}, {"weights": (1.0, 1.0, 1.0)},
+    ):  # fmt: skip
+        told = replace(order, **{"lengths": (), "round": order.round + 1, "attempt": order.attempt + 1, **change})
+        with pytest.raises(PeerError):
+            core.on_message("a", told, 0.0)
+
+
+def test_what_has_no_effect_with_gradients_is_refused() -> None:
+    check_options("allreduce", "delayed", "ring", "gradients")
+    with pytest.raises(UserError, match=r"exchange gradients: not with mode gossip; modes that do so: .*allreduce"):
+        check_options("gossip", "delayed", "auto", "gradients")
+    with pytest.raises(UserError, match="not one of weights, gradients"):
+        check_options("allreduce", "delayed", "auto", "both")
+    with pytest.raises(UserError, match="overlap: without effect in mode allreduce with gradients"):
+        check_given("allreduce", ["overlap", "codec"], "gradients")

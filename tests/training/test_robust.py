@@ -1,0 +1,217 @@
+"""What bounds one peer's say: limits hold for any half, both ends scale alike, and who comes closer is not refused."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peerd.training.codecs import CODECS
+from peerd.training.codecs.vector import Gain, Layout
+from peerd.training.effects import Vector
+from peerd.training.flush import CLOSER
+from peerd.training.pairs.graylist import FAR_MAX, Graylist
+from peerd.training.pairs.reference import ExchangeHalf, PairedReference
+from peerd.training.pairs.robust import (
+    FAR,
+    RATE,
+    TENSORS_MAX,
+    Allowances,
+    CentreAllowances,
+    Tensors,
+    factors,
+    packed,
+    tensors_of,
+    unpacked,
+)
+from peerd.training.refusal import REFUSED_S
+from peerd.training.scratch import Scratch
+from peerd.transport.errors import PeerError
+
+LAYOUT = Layout(11, 14, ((12, 14),), (2, 8, 11, 12, 14))
+COUNT = len(tensors_of(LAYOUT))
+
+finite = st.floats(-(2.0**40), 2.0**40, width=32)
+some_limits = st.one_of(st.none(), st.lists(st.floats(0, 1e6, width=32), min_size=COUNT, max_size=COUNT))
+
+
+def half(codec: str, limits: list[float] | None) -> ExchangeHalf:
+    gain = Gain()
+    return ExchangeHalf(codec, gain, 0.5, finishing=False, limits=packed(None if limits is None else np.array(limits)))
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from(sorted(CODECS)),
+    st.sampled_from(sorted(CODECS)),
+    st.lists(st.tuples(finite, finite), min_size=14, max_size=14),
+    some_limits,
+    some_limits,
+)
+def test_no_half_moves_a_tensor_further_than_either_limit_and_both_ends_move_alike(
+    codec: str, other: str, values: list[tuple[float, float]], mine: list[float] | None, theirs: list[float] | None
+) -> None:
+    ours, hostile = (np.array(one, np.float32) for one in zip(*values, strict=True))
+    here, there = (PairedReference(1, np.zeros(14, np.float32), LAYOUT, Scratch()) for _ in range(2))
+    said = there.begin(hostile, half(other, theirs))
+    got = here.receive(said, ours, half(codec, mine)).exchanged
+    assert got is not None
+    moved = tensors_of(LAYOUT).norms(got.correction)
+    for limits in (mine, theirs):
+        if limits is not None:
+            assert (moved <= np.array(limits, np.float32) * (1 + 1e-5) + 1e-30).all()
+    np.testing.assert_allclose(moved, got.moved, rtol=1e-4, atol=1e-30)
+    answer = here.answered
+    assert answer is not None
+    back = there.receive(answer, hostile, half(other, theirs)).exchanged
+    assert back is not None
+    np.testing.assert_array_equal(back.correction + 0.0, 0.0 - got.correction)
+
+
+@given(st.integers(0, 40), st.integers(0, 40), st.lists(st.integers(0, 80), max_size=400))
+def test_tensors_cover_a_model_and_none_has_parameters_and_buffers(
+    parameters: int, buffers: int, ends: list[int]
+) -> None:
+    if not parameters + buffers:
+        return
+    tensors = Tensors(Layout(parameters, parameters + buffers, (), tuple(sorted(ends))))
+    assert len(tensors) <= TENSORS_MAX
+    assert [start for start, _ in tensors.ranges] == [0, *(stop for _, stop in tensors.ranges)][:-1]
+    assert tensors.ranges[-1][1] == parameters + buffers
+    assert all(stop <= parameters or start >= parameters for start, stop in tensors.ranges)
+    assert tensors.of_parameters == sum(stop <= parameters for _, stop in tensors.ranges)
+
+
+def test_a_model_of_many_tensors_has_as_many_limits_as_fit_a_message() -> None:
+    tensors = Tensors(Layout(5000, 5003, (), tuple(range(1, 5004))))
+    assert len(tensors) <= TENSORS_MAX
+    assert len(packed(np.ones(len(tensors)))) <= 512
+    assert tensors.ranges[tensors.of_parameters][0] == 5000
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0])
+def test_limits_that_are_none_are_refused(bad: float) -> None:
+    with pytest.raises(PeerError, match="limit"):
+        unpacked(np.array([1.0, bad], "<f4").tobytes(), 2)
+    with pytest.raises(PeerError, match="limits"):
+        unpacked(b"\0" * 7, 2)
+
+
+def test_what_has_no_distance_is_left_as_it_is() -> None:
+    zero = np.zeros(2)
+    np.testing.assert_array_equal(factors(0.5, zero, zero, zero), [0.5, 0.5])
+
+
+ONE = Tensors(Layout(3, 3))
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abcd"), st.floats(0, 5), st.floats(0, 1e9), st.floats(0, 1e9)),
+        min_size=1,
+        max_size=60,
+    )
+)
+def test_whatever_peers_say_they_move_a_model_by_no_more_than_a_multiple_of_its_own_way(
+    events: list[tuple[str, float, float, float]],
+) -> None:
+    """Each takes all that it is allowed, of exchanges at any distance; corrections widen nobody's limit."""
+    allowances = Allowances(ONE)
+    values, dragged, way, longest = np.zeros(3), 0.0, 0.0, 0.0
+    allowances.look(values)
+    for peer, step, distance, wanted in events:
+        values = values + np.array([step, 0.0, 0.0])
+        way, longest = way + step, max(longest, step)
+        allowances.look(values)
+        limit = float(allowances.limits(peer, "abcd")[0])
+        moved = min(limit, wanted)
+        correction = np.array([0.0, moved, 0.0])
+        allowances.corrected(correction)
+        values = values + correction
+        allowances.spent(peer, np.array([moved]), np.array([distance]))
+        dragged += moved
+    assert dragged <= (RATE * way + RATE * longest) * (1 + 1e-6) + 1e-9
+
+
+def near(allowances: Allowances, values: Vector, rounds: int, far: float) -> None:
+    for _ in range(rounds):
+        values += [1.0, 0.0, 0.0]
+        allowances.look(values)
+        for peer in "abcz":
+            allowances.limits(peer, "abcz")
+            allowances.spent(peer, np.zeros(1), np.array([far if peer == "z" else 1.0]))
+
+
+def test_who_is_far_from_the_others_has_less_to_say_the_further_it_is() -> None:
+    found = []
+    for far in (1.0, FAR, 10 * FAR, 1e9):
+        allowances, values = Allowances(ONE), np.zeros(3)
+        near(allowances, values, 3, far)
+        values += [1.0, 0.0, 0.0]
+        allowances.look(values)
+        found.append(float(allowances.limits("z", "abcz")[0]))
+        assert allowances.is_far("z", "abcz") == (far > FAR)
+        assert not allowances.is_far("a", "abcz")
+    assert found[0] == found[1]
+    assert found[2] == pytest.approx(found[0] / 10)
+    assert found[3] < 1e-6 * found[0]
+
+
+def test_a_run_that_has_ended_can_still_agree() -> None:
+    allowances, values = Allowances(ONE), np.zeros(3)
+    near(allowances, values, 3, 1.0)
+    allowances.end_run(values, "abcz")
+    assert float(allowances.limits("a", "abcz")[0]) >= 1.0
+    assert float(allowances.limits("new", "abcz")[0]) >= 1.0
+
+
+def test_a_correction_that_a_variance_does_not_take_is_no_step_of_the_node() -> None:
+    layout = Layout(1, 3, ((1, 3),), (1, 3))
+    allowances = Allowances(Tensors(layout), layout.variances)
+    values = np.ones(3)
+    allowances.look(values)
+    allowances.corrected(np.array([0.0, -1e6, -1e6]))
+    allowances.look(np.array([1.0, 0.1, 0.1]))
+    assert not allowances.limits("a", "a").any()
+
+
+def test_the_centre_is_moved_by_what_is_usual_among_the_other_workers() -> None:
+    centre = CentreAllowances(ONE)
+    assert np.isinf(centre.limits("a", "abc")).all()
+    for peer, said in zip("abc", (1.0, 2.0, math.inf), strict=True):
+        centre.heard(peer, np.array([said]))
+    assert float(centre.limits("c", "abc")[0]) == 2.0
+    assert float(centre.limits("a", "abc")[0]) == 4.0
+
+
+# ---------------------------------------------------------------- the graylist
+
+
+@given(st.lists(st.floats(0.01, 0.97), min_size=1, max_size=100), st.floats(1.0, 1e12))
+def test_who_comes_closer_is_never_refused(shares: list[float], distance: float) -> None:
+    graylist = Graylist()
+    for share in shares:
+        distance *= share
+        assert not graylist.note("p", distance, 0.0, far=True)
+
+
+def test_who_stays_away_is_refused_for_longer_each_time_until_forgiven() -> None:
+    graylist, now, said = Graylist(), 0.0, []
+    for _ in range(3):
+        while not (seconds := graylist.note("p", 7.0 / CLOSER, now, far=True)):
+            now += 1.0
+        said.append(seconds)
+        assert graylist.refuses("p", now)
+        assert dict(graylist.refused(now)) == {"p": seconds}
+        now += seconds
+        assert not graylist.refuses("p", now)
+    assert said == [REFUSED_S, 2 * REFUSED_S, 4 * REFUSED_S]
+    for _ in range(FAR_MAX + 1):
+        graylist.note("p", 7.0, now, far=True)
+    assert graylist.forgive("p")
+    assert not graylist.refuses("p", now)
+    assert not graylist.forgive("p")

@@ -1,0 +1,154 @@
+"""What one member of a round can do to the agreed model: no more than the members' own words of their steps allow."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from round_swarm import RoundSwarm
+
+from peerd.training.codecs.vector import Layout
+from peerd.training.effects import Vector
+from peerd.training.rounds.lengths import FAR, LIMIT, are_lengths, far_off, limits_of, shorten
+from peerd.transport.errors import PeerError
+from peerd.transport.messages import RoundBegin, RoundPieces
+
+SIZE, PARAMETERS = 8, 6
+LAYOUT = Layout(PARAMETERS, SIZE)
+lengths = st.lists(st.tuples(st.floats(0, 1e6), st.floats(0, 1e6)), min_size=3, max_size=9)
+
+
+@given(lengths, st.lists(st.floats(-1e30, 1e30), min_size=SIZE, max_size=SIZE))
+def test_no_mean_is_longer_than_its_limits(said: list[tuple[float, float]], values: list[float]) -> None:
+    limits = limits_of([length for pair in said for length in pair])
+    mean = np.array(values)
+    shorten(mean, LAYOUT, limits)
+    for group, limit in zip((slice(0, PARAMETERS), slice(PARAMETERS, SIZE)), limits, strict=True):
+        assert np.linalg.norm(mean[group]) <= limit * (1 + 1e-9)
+
+
+@given(lengths, st.integers(0, 8), st.floats(0, 1e300))
+def test_who_lies_about_its_length_moves_no_limit_beyond_the_honest(
+    said: list[tuple[float, float]], place: int, lie: float
+) -> None:
+    """Where two honest ones have moved at least: of one beside a liar nobody could say who it is."""
+    place %= len(said)
+    honest = [pair[0] for index, pair in enumerate(said) if index != place]
+    told = [length for index, pair in enumerate(said) for length in ((lie, 0.0) if index == place else pair)]
+    if sum(length > 0 for length in honest) >= 2:
+        assert limits_of(told)[0] <= LIMIT * max(honest)
+
+
+def test_who_is_far_longer_than_the_others_is_told_apart() -> None:
+    said = {name: (1.0 + place, 0.0) for place, name in enumerate("abcd")}
+    assert far_off(said) == set()
+    assert far_off(said | {"x": (FAR * 4.0, 0.0)}) == {"x"}
+    assert far_off({"a": (1.0, 0.0), "x": (1e9, 0.0)}) == set(), "of two nobody can say"
+    assert not are_lengths([1.0, math.nan], 1)
+    assert not are_lengths([1.0], 1)
+
+
+def trained(names: str = "abcde", mode: str = "allreduce", **told: object) -> RoundSwarm:
+    swarm = RoundSwarm(names, SIZE, mode=mode, robust=True, **told)  # type: ignore[arg-type]
+    swarm.all_hear()
+    swarm.settle()
+    return swarm
+
+
+def rounds(swarm: RoundSwarm, count: int, names: str) -> None:
+    for _ in range(count):
+        for _ in range(60):
+            for name in names:
+                swarm.step(name, 1.0)
+            before = len(swarm.nodes["a"].rounds)
+            swarm.settle()
+            swarm.pass_time(2.5)
+            swarm.settle()
+            if len(swarm.nodes["a"].rounds) > before:
+                break
+
+
+@pytest.mark.parametrize("mode", ["allreduce", "diloco"])
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_member_whose_model_is_far_off_is_left_out_and_the_others_go_on(mode: str, at: int) -> None:
+    swarm = trained(mode=mode, every=2, overlap="blocking")
+    rounds(swarm, at, "abcde")
+    before = swarm.nodes["a"].x.copy()
+    swarm.nodes["d"].x = swarm.nodes["d"].x + 1e6
+    rounds(swarm, 3, "abcde")
+    assert swarm.nodes["a"].core.counts["members_left_out"] == 1
+    for name in "abce":
+        assert np.abs(swarm.nodes[name].x - before).max() < 100
+        assert len(swarm.nodes[name].rounds) >= at + 3
+    assert len(swarm.nodes["d"].rounds) == at
+
+
+@settings(deadline=None, max_examples=15)
+@given(lie=st.floats(-1e20, 1e20), mode=st.sampled_from(["allreduce", "diloco"]))
+def test_who_says_little_and_hands_in_much_moves_all_by_the_limit(lie: float, mode: str) -> None:
+    """It reports the length of an honest step; the others keep one model, to the bit."""
+    swarm = trained("abcd", mode, every=2, overlap="blocking")
+    rounds(swarm, 2, "abcd")
+    before = swarm.nodes["a"].x.copy()
+    contribute = swarm.nodes["d"].core._rounds._contribute
+
+    def lied(whole: bool, where: slice) -> Vector:
+        summand: Vector = contribute(whole, where)
+        return np.full_like(summand, lie)
+
+    swarm.nodes["d"].core._rounds._contribute = lied
+    swarm.committed = lambda name, committed: swarm.nodes[name].rounds.update(  # type: ignore[method-assign]
+        {committed.begin.round: committed.begin.attempt}
+    )
+    rounds(swarm, 1, "abcd")
+    steps = 2 * math.sqrt(SIZE)
+    most = LIMIT * steps * (1.33 + 0.7 * 0.9 * 3)  # what DiLoCo's momentum makes of it
+    for name in "abc":
+        assert np.linalg.norm(swarm.nodes[name].x - before) <= most + 2 * steps
+        assert (swarm.nodes[name].core._agreed == swarm.nodes["a"].core._agreed).all()
+
+
+def test_a_leader_that_puts_other_words_in_a_members_mouth_is_refused() -> None:
+    swarm = trained("abc", every=2, overlap="blocking")
+    rounds(swarm, 2, "abc")
+    for name in "abcabc":
+        swarm.step(name, 1.0)
+    while not (orders := [each for each in swarm.queues["a", "b"] if isinstance(each, RoundBegin)]):
+        assert any(swarm.deliver(*link) for link in swarm.waiting() if link[1] == "a")
+    (order,) = orders
+    assert len(order.lengths) == 6
+    forged = tuple(1000 * length for length in order.lengths)
+    core = swarm.nodes["b"].core
+    for lie in (forged, order.lengths[:2], (math.inf,) * 6):
+        with pytest.raises(PeerError):
+            core.on_message("a", replace(order, lengths=lie), swarm.now)
+
+
+@pytest.mark.parametrize("topology", ["ring", "tree:2", "halving"])
+def test_who_sends_what_is_not_finite_is_named_and_left_out(topology: str) -> None:
+    swarm = trained("abcde", every=2, overlap="blocking", topology=topology)
+    rounds(swarm, 2, "abcde")
+    deliver = swarm.deliver
+
+    def spoilt(source: str, target: str) -> bool:
+        queue = swarm.queues[source, target]
+        if source == "d" and queue and isinstance(queue[0], RoundPieces):
+            pieces = queue.popleft()
+            assert isinstance(pieces, RoundPieces)
+            chunks = tuple(b"\xff" * len(chunk) for chunk in pieces.chunks)
+            queue.appendleft(RoundPieces(pieces.round, pieces.attempt, pieces.seqs, chunks))
+        try:
+            return deliver(source, target)
+        except PeerError:
+            swarm.lose(source, target)
+            return True
+
+    swarm.deliver = spoilt  # type: ignore[method-assign]
+    rounds(swarm, 3, "abcde")
+    assert swarm.nodes["a"].core.counts["members_left_out"] == 1
+    assert len(swarm.nodes["a"].rounds) >= 4
+    assert np.isfinite(swarm.nodes["a"].x).all()

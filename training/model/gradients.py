@@ -1,0 +1,69 @@
+"""How do a model's gradients become one flat vector, and the vector gradients again?
+
+As `Layout.gradients` has it: parameters' gradients in the order of the flat model, float buffers as they are, then a
+flag for each tensor of parameters, 1 where a gradient came to it. Everything is float32 on the way.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from peerd.training.model.flat import FlatModel, Piece
+
+
+class FlatGradients:
+    """The gradients of a flat model's parameters."""
+
+    def __init__(self, flat: FlatModel) -> None:
+        self._flat = flat
+        buffers = [piece for piece in flat.pieces if piece.is_buffer and piece.stop <= flat.total - flat.states]
+        self._stop = max((piece.stop for piece in buffers), default=flat.parameters)
+        flags = sum(piece.stop <= flat.parameters for piece in flat.pieces)
+        self.total = flat.total - flat.states + flags
+
+    @torch.no_grad()
+    def gather(self, out: torch.Tensor) -> None:
+        """Overwrite `out`, shape (total,), float32. Raises ValueError: a gradient is sparse."""
+        flags = out[self._stop :]
+        flags.zero_()
+        for index, piece in enumerate(self._parameters):
+            part = out[piece.start : piece.stop]
+            gradient = piece.held.grad
+            if gradient is None:
+                part.zero_()
+                continue
+            if gradient.layout != torch.strided:
+                raise ValueError(f"the gradient of {piece.name} is sparse: make it with sparse=False")
+            part.view(gradient.shape).copy_(gradient)
+            flags[index] = 1.0
+        for piece in self._buffers:
+            out[piece.start : piece.stop].copy_(piece.source.reshape(-1))
+
+    @torch.no_grad()
+    def scatter(self, values: torch.Tensor | None) -> None:
+        """Give each parameter its part of `values`, shape (total,), where its flag is not 0, and the buffers theirs.
+
+        None takes every gradient away, so that an optimizer of torch's leaves the parameters as they are.
+        """
+        if values is None:
+            for piece in self._parameters:
+                piece.held.grad = None
+            return
+        used = values[self._stop :].tolist()
+        for index, piece in enumerate(self._parameters):
+            if not used[index]:  # by anybody whose gradient counts
+                piece.held.grad = None
+                continue
+            part = values[piece.start : piece.stop].view(piece.held.shape)
+            if piece.held.grad is None:
+                piece.held.grad = torch.empty_like(piece.held)
+            piece.held.grad.copy_(part)
+        self._flat.put_buffers(values)
+
+    @property
+    def _parameters(self) -> list[Piece]:
+        return [piece for piece in self._flat.pieces if not piece.is_buffer]
+
+    @property
+    def _buffers(self) -> list[Piece]:
+        return [piece for piece in self._flat.pieces if piece.is_buffer and piece.stop <= self._stop]

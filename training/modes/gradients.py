@@ -1,0 +1,272 @@
+"""All members step by one gradient, the mean of theirs, and so hold one model: an all-reduce of gradients.
+
+The rounds are all-reduce's. A trainer that has its gradient waits with it; the round's mean, weighted by samples, is
+what every optimizer steps by. Members that were in the same rounds hold the same model and optimizer state, to the bit.
+Those who were not (a newcomer, one that was away or was restarted, both sides of a healed partition) have no mean to
+take part in: then a round carries the whole model and optimizer state of one of those who hold the same, to which the
+others add zeros, so that it comes to all as the same bits. Who had another model takes these over, and its gradient,
+which is of the other model, counts nothing in the round that follows.
+
+Float buffers are those of the first member whose gradient counts (torch's DDP has rank 0's). A gradient that is not
+finite makes the mean so for all: every scaler of mixed precision skips the step and backs off alike.
+
+A lossy codec adds what a member's encoding drops to its next gradient, but for bfloat16, which drops only bits.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import ClassVar
+
+import numpy as np
+
+from peerd.training.codecs.difference import norm_of_difference
+from peerd.training.codecs.vector import Layout
+from peerd.training.effects import Averaged, Become, Effect, Proceed, StepReport, Vector
+from peerd.training.mode import GRADIENTS, LinkStatus, ModeClass, ModeSettings, not_finite
+from peerd.training.model.quiet import Quiet
+from peerd.training.rounds.attempt import EXACT_CODEC
+from peerd.training.rounds.lengths import limits_of, shorten
+from peerd.training.rounds.member import Committed, Offer, Outcome, Rounds, Withdrawn
+from peerd.training.rounds.topology import parse_topology
+from peerd.training.rounds.weights import scales
+from peerd.transport.ids import NodeId
+from peerd.transport.messages import Connected, Message, RoundPhase
+
+AGAIN_S = 1.0  # after a model could not be given, for it is not finite
+WITHOUT_FEEDBACK = (EXACT_CODEC, "bfloat16")
+
+
+class GradientAllReduce(ModeClass):
+    """The mode's core for one node."""
+
+    NAME = "allreduce"
+    TAKES = ("codec", "topology", "min_peers", "exchange")
+    EXCHANGES: ClassVar[tuple[str, ...]] = (GRADIENTS,)
+    SHARES_OPTIMIZER = True
+
+    def __init__(
+        self, me: NodeId, layout: Layout, rng: random.Random, settings: ModeSettings, values: Callable[[], Vector]
+    ) -> None:
+        """Raises UserError."""
+        if settings.topology != "auto":
+            parse_topology(settings.topology)
+        self.counts: Counter[str] = Counter()
+        self.deadline = math.inf
+        self.barrier = 0
+        self._me = me
+        self._layout = layout
+        self._values = values
+        self._feeds_back = settings.codec not in WITHOUT_FEEDBACK
+        self._robust = settings.robust
+        self._make: Callable[[], Rounds] = lambda: Rounds(
+            me, layout, rng, settings, self._contribution, self.counts, differences=True, fragments=1
+        )
+        self._rounds = self._make()
+        self._alive: frozenset[NodeId] = frozenset()
+        self._gradient: Vector | None = None  # the trainer's, lent while it waits with it
+        self._offer = Offer()
+        self._basis = 0  # the attempt that we agreed in last
+        self._lost: Vector | None = None  # what our encoding dropped, to be contributed
+        self._again_at = math.inf  # when to come to a round again, after we had to withdraw
+        self._partners: list[NodeId] = []
+        self._distance = 0.0
+
+    # ---------------------------------------------------------------- events
+
+    def on_gradient(self, gradient: Vector, samples: float, step: int, now: float, rate: float) -> list[Effect]:
+        """See `Mode`."""
+        effects = self._anew(now) if self._rounds.finished else []  # a new run, of whatever model
+        self._gradient = gradient
+        nonfinite = not np.isfinite(gradient).all()
+        self._offer = Offer(step, samples if 0 < samples < math.inf else 1.0, nonfinite)
+        return effects + self._perform(self._come(now), now)
+
+    def on_trainer_lost(self, now: float) -> list[Effect]:
+        """See `Mode`. One that has ended is not lost."""
+        return [] if self._rounds.finished else self._anew(now)
+
+    def _anew(self, now: float) -> list[Effect]:
+        """To the others this member has just restarted: the model of the furthest comes to it."""
+        self._gradient, self._lost, self._basis, self._again_at = None, None, 0, math.inf
+        self._offer = Offer()
+        self._rounds = self._make()
+        return self._perform(self._rounds.on_peers(self._alive, now), now)
+
+    def on_step(self, report: StepReport, now: float) -> list[Effect]:
+        """A copy that was asked for is here, or the run is over; of other steps nothing follows."""
+        outcomes: list[Outcome] = []
+        if report.finishing and not self._rounds.finished:
+            self._gradient = None
+            self._offer = Offer(report.step, copied=True)  # no later step will come
+            outcomes += [Proceed(settled=False), *self._rounds.reach_end(now, self._offer)]
+        elif report.published and self._gradient is not None:
+            outcomes += self._rounds.copied(now)
+        return self._perform(outcomes, now)
+
+    def on_message(self, sender: NodeId, message: Message | Connected, now: float) -> list[Effect]:
+        """One message of a round."""
+        return self._perform(self._rounds.on_message(sender, message, now), now)
+
+    def on_peers(self, alive: frozenset[NodeId], now: float) -> list[Effect]:
+        """Members came or went."""
+        self._alive = alive
+        return self._perform(self._rounds.on_peers(alive, now), now)
+
+    def on_timer(self, now: float) -> list[Effect]:
+        """Repeat what waits."""
+        outcomes = self._come(now) if now >= self._again_at else []
+        return self._perform(outcomes + self._rounds.on_timer(now), now)
+
+    # ---------------------------------------------------------------- what there is to see
+
+    def links(self) -> list[LinkStatus]:
+        """One row a member of the last round."""
+        share, said = 1 / (1 + len(self._partners)), f"round {self._rounds.round}"
+        return [LinkStatus(peer, self.counts["rounds"], self._distance, share, said) for peer in self._partners]
+
+    @property
+    def quiet(self) -> Quiet:
+        """No step is news: what the swarm must know it hears before."""
+        return Quiet()
+
+    def end(self) -> Vector | None:
+        """Nothing is missing in the model."""
+        return None
+
+    @property
+    def under_way(self) -> bool:
+        """Whether an attempt at a round is."""
+        return self._rounds.phase in (RoundPhase.RUNNING, RoundPhase.HELD)
+
+    @property
+    def consensus_distance(self) -> float:
+        """All hold one model."""
+        return 0.0
+
+    # ---------------------------------------------------------------- contributing
+
+    def _come(self, now: float) -> list[Outcome]:
+        self._again_at = math.inf
+        if self._gradient is None or self._rounds.phase != RoundPhase.IDLE:
+            return []
+        if self._robust:
+            counts = self._offer.weight > 0 and not self._offer.nonfinite
+            lost = None if self._lost is None else -self._lost[: self._layout.parameters]
+            length = norm_of_difference(self._gradient[: self._layout.parameters], lost) if counts else 0.0
+            self._rounds.measured((length if math.isfinite(length) else 1e300, 0.0))
+        return self._rounds.reach(now, self._offer)
+
+    def _contribution(self, whole: bool, where: slice) -> Vector:
+        """This member's summand. What adds nothing is -0.0, which leaves the sign of every zero as it is."""
+        order = self._rounds.order
+        assert order is not None, "contributions are asked for by an order"
+        if whole:
+            gives = order.source == self._me and len(order.roster) > 1
+            return self._values().copy() if gives else np.full(self._layout.total, -0.0, self._values().dtype)
+        assert self._gradient is not None, "nobody is in a round without a gradient"
+        rank, parameters = order.roster.index(self._me), self._layout.parameters
+        summand = np.full_like(self._gradient, -0.0)
+        if order.nonfinite:
+            return summand
+        scale = scales(order.weights)[rank]
+        if scale > 0:
+            np.multiply(self._gradient[:parameters], self._gradient.dtype.type(scale), out=summand[:parameters])
+            summand[self._flags] = self._gradient[self._flags]
+        if rank == _first(order.weights):
+            summand[self._buffers] = self._gradient[self._buffers]
+        if self._lost is not None:
+            summand[:parameters] += self._lost[:parameters]
+        return summand
+
+    @property
+    def _buffers(self) -> slice:
+        return slice(self._layout.parameters, self._layout.total - self._layout.states)
+
+    @property
+    def _flags(self) -> slice:
+        return slice(self._layout.total - self._layout.states, None)
+
+    # ---------------------------------------------------------------- what a round brings
+
+    def _perform(self, outcomes: list[Outcome], now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        waiting = list(outcomes)
+        while waiting:
+            match outcome := waiting.pop(0):
+                case Committed():
+                    brought, more = self._on_committed(outcome, now)
+                    effects += brought
+                    waiting += more
+                case Withdrawn():
+                    waiting += self._on_withdrawn(now)
+                case _:
+                    effects.append(outcome)
+        self.deadline = max(now, min(self._rounds.deadline(), self._again_at))
+        return effects
+
+    def _on_committed(self, committed: Committed, now: float) -> tuple[list[Effect], list[Outcome]]:
+        begin, before = committed.begin, self._basis
+        self._basis = begin.attempt
+        self._partners = [peer for peer in begin.roster if peer != self._me]
+        if not begin.whole:
+            return [Averaged(self._mean(committed))], []
+        effects: list[Effect] = []
+        if begin.source != self._me and (begin.basis == 0 or begin.basis != before):
+            effects += self._take_over(committed.mean, begin.step)
+        if begin.final and self._rounds.finished:
+            effects.append(Proceed(settled=True))
+        return effects, self._come(now)
+
+    def _take_over(self, model: Vector, step: int) -> list[Effect]:
+        """Unless it is our own already, as when all have just started from one."""
+        mine, states = self._values(), slice(self._layout.total - self._layout.states, None)
+        same = all(np.array_equal(mine[where], model[where]) for where in (slice(self._layout.parameters), states))
+        if same and not self._rounds.finished:
+            return []
+        self._lost = None
+        self._offer = Offer(step, weight=0.0)
+        self.counts["models_taken_over"] += 1
+        return [Become(model, step)]
+
+    def _mean(self, committed: Committed) -> Vector:
+        """What the trainer goes on with, from the sum."""
+        begin, summed, gradient = committed.begin, committed.mean, self._gradient
+        assert gradient is not None, "nobody is in a round without a gradient"
+        self._gradient = None
+        self._offer = Offer()
+        parameters = self._layout.parameters
+        if begin.nonfinite:
+            self.counts["gradients_not_finite"] += 1
+            mean = gradient.copy()
+            mean[:parameters] = np.nan  # where it has any: the flags are its own
+            return mean
+        if self._feeds_back:
+            self._lost = committed.lost
+        mean = summed
+        mean[:parameters] /= mean.dtype.type(sum(scales(begin.weights)))
+        if (
+            self._robust
+            and begin.lengths
+            and shorten(mean[:parameters], Layout(parameters, parameters), limits_of(begin.lengths))
+        ):
+            self.counts["rounds_shortened"] += 1
+        self._distance = norm_of_difference(mean[:parameters], gradient[:parameters])
+        return mean
+
+    def _on_withdrawn(self, now: float) -> list[Outcome]:
+        """Finite gradients have a sum that is not; or this member's model is not finite, and nobody can have it."""
+        order = self._rounds.order
+        if order is not None and order.whole:
+            self._again_at = now + AGAIN_S
+            return [*not_finite(self.counts)]
+        self._offer = Offer(self._offer.step, self._offer.weight, nonfinite=True, copied=self._offer.copied)
+        return self._come(now)
+
+
+def _first(weights: tuple[float, ...]) -> int:
+    """The rank whose buffers all take over."""
+    return next((rank for rank, weight in enumerate(weights) if weight > 0), 0)

@@ -1,0 +1,117 @@
+"""How far may pushes move this model, and what becomes of the rest? It waits, weight and model together.
+
+A push moves a model z by m / (w + m) (y - z), and m is the sender's word: a large one puts y in the place of z. So each
+peer has an allowance, a length, which this node's own steps fill: LIMIT of its own path since, up to what it walks
+between a round of its exchanges. Steps that other peers' pushes caused fill it too, shared among all, so that who is
+slow or has finished follows the many and nobody alone; all together get less than the step was, or liars would fill
+each other's for ever. From whom is further away than FAR times the others' median, less is taken the further it is. A
+push takes as much of its mass (m y, m) as its allowance covers; the rest waits at the receiver, and is taken later. So
+the sum of all masses stays as it is: what a limit holds back is late, not lost.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from peerd.training.effects import Vector
+from peerd.transport.ids import NodeId
+
+LIMIT = 2.0
+"""Times one's own path: partners that train alike come together at once, and one who lags behind is not cut off."""
+FAR = 4.0
+"""Times the median distance of the others: from beyond it less is taken the further it is."""
+STILL_LIMIT = 4.0
+"""Times a full allowance, once, for each peer when a run ends: models come together then, and no step fills it."""
+REACH_MIN = 1 / 64
+"""Of the model's norm: the least reach, of a node that has made no step yet. A bfloat16 snapshot differs by less."""
+BUFFERS_MAX = 1 / 4
+"""Of the float buffers' norm, in one push: they have no steps to measure by."""
+WEIGHT_SHARE = 4
+"""Times the members: more weight than this nobody takes, whatever is offered."""
+STRIDE_WEIGHT = 0.2  # of the last stride in the running mean
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """Mass of one peer that has come and is not merged yet."""
+
+    weight: float
+    model: Vector
+
+    def join(self, weight: float, model: Vector) -> None:
+        """More of it: the models' mean, by weight."""
+        whole = self.weight + weight
+        if whole > 0:
+            self.model *= self.weight / whole
+            self.model += (weight / whole) * model
+        self.weight = whole
+
+
+class Allowances:
+    """What each peer may still move this model by."""
+
+    def __init__(self, exchanges: int) -> None:
+        """`exchanges`: how many of its own a peer may be silent for, and still be let in at once."""
+        self._exchanges = exchanges
+        self._left: dict[NodeId, float] = {}
+        self._distances: dict[NodeId, float] = {}  # from this model, when last seen
+        self._stride = 0.0  # own path between two own exchanges, on average
+        self._path = 0.0  # since the last
+        self._told = 0.0  # of the distance from the last copy
+
+    def walked(self, change: float, *, published: bool) -> None:
+        """A step, after which the model is `change` from its last copy."""
+        step = max(0.0, change - self._told) if math.isfinite(change) else 0.0
+        self._told = 0.0 if published else max(self._told, change)
+        self._path += step
+        for peer in self._left:
+            self._left[peer] += LIMIT * step
+
+    def exchanged(self) -> None:
+        """This node has begun an exchange."""
+        self._stride += STRIDE_WEIGHT * (self._path - self._stride) if self._stride else self._path
+        self._path = 0.0
+
+    def ended(self, norm: float) -> None:
+        """No step fills an allowance from now on."""
+        for peer in self._left:
+            self._left[peer] = STILL_LIMIT * self._full(norm)
+
+    def of(self, peer: NodeId, norm: float, distance: float = 0.0, *, still: bool = False) -> float:
+        """How far a push may move a model of this norm, that is so far away from what is pushed."""
+        full = self._full(norm) * (STILL_LIMIT if still else 1.0)
+        left = self._left[peer] = min(self._left.get(peer, full), full)
+        others = sorted(each for other, each in self._distances.items() if other != peer)
+        self._distances[peer] = distance
+        usual = FAR * others[(len(others) - 1) // 2] if len(others) > 1 else math.inf
+        return left * usual / distance if distance > usual else left
+
+    def moved(self, peer: NodeId, by: float) -> None:
+        """A push of this peer has moved the model."""
+        self._left[peer] = max(0.0, self._left.get(peer, 0.0) - by)
+        others = self._left.keys() - {peer}
+        for other in others:
+            self._left[other] += by / (1 + len(others))
+
+    def forget(self, peer: NodeId) -> None:
+        """It has gone."""
+        self._left.pop(peer, None)
+        self._distances.pop(peer, None)
+
+    def _full(self, norm: float) -> float:
+        return max(LIMIT * (self._path + self._exchanges * self._stride), REACH_MIN * norm)
+
+
+def part_within(weight: float, part: float, distance: float, limit: float) -> float:
+    """The most of `part` whose step part / (weight + part) * distance is at most `limit`."""
+    if distance <= limit or part * distance <= limit * (weight + part):
+        return part
+    return min(part, weight * limit / (distance - limit))
+
+
+def finite_norm(values: Vector) -> float:
+    """||values|| in float64: of far models a float32's square is none."""
+    return float(np.linalg.norm(values.astype(np.float64, copy=False)))

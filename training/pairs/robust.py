@@ -1,0 +1,273 @@
+"""How far may one peer move this node's model? The bounds of a robust merge: a core of numbers, one for each tensor.
+
+Both ends of an exchange scale its correction of a tensor by the same factor, so the mean of the two is conserved:
+
+    factor = min(1, min(limit here, limit there) / (gain ||theirs - mine||))
+
+Each end states its limits beside its half. References move by the full halves: what is held back stays in theirs - mine
+and comes with a later exchange. (With limits of each end's own, as in ClippedGossip (He, Karimireddy, Jaggi 2022,
+arXiv:2202.01545), an honest pair breaks the mean.)
+
+A limit is an allowance of the peer. It grows with what this node's own steps move the tensor, corrections left out: a
+model that is dragged away does not widen it. All peers together have so a multiple of the node's own way, by tensor,
+whatever they say; a budget for the whole model could be spent on one bias. From a peer whose tensor is further away
+than FAR times the median of the others', less is taken the further it is: an honest one that has lost touch still
+comes closer, ever faster, and one that is anywhere at all has next to no say. A run that ends makes no more steps, but
+has to agree: then each peer may move it by what was usual between it and its peers, and again when its own run ends.
+Between fewer than four members nobody can say who is the odd one out, and a run that ends has no bounds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from peerd.training.codecs.difference import parts
+from peerd.training.codecs.vector import Layout, squared_norm
+from peerd.training.effects import Vector
+from peerd.training.model.variances import bounded
+from peerd.transport.errors import PeerError
+from peerd.transport.ids import NodeId
+
+RATE = 4.0
+"""What all peers together may move the model, for each unit of its own way."""
+FAR = 4.0
+"""Times the others' median distance: beyond it a peer counts less."""
+COMPARED_MIN = 3  # peers of which one can be told from the others
+FLUSH = 2.0
+"""Times the usual distance: what each peer may move a model whose run has ended."""
+USUAL_WEIGHT = 0.25  # of the last distance
+TENSORS_MAX = 128  # limits in a message; of a model of more, neighbours share one
+PEERS_MAX = 4096  # that have an allowance
+
+Norms = npt.NDArray[np.float64]
+"""One for each tensor, shape (tensors,)."""
+
+
+class Tensors:
+    """Where the tensors of a flat model are; parameters and buffers share none."""
+
+    def __init__(self, layout: Layout) -> None:
+        inner = {stop for stop in layout.tensors if 0 < stop < layout.total}
+        stops = sorted(stop for stop in inner | {layout.parameters, layout.total} if stop > 0)
+        step = math.ceil(len(stops) / (TENSORS_MAX - 1))
+        kept = sorted({*stops[step - 1 :: step], layout.parameters, layout.total} - {0})
+        self.ranges = [(start, stop) for start, stop in zip([0, *kept], kept, strict=False)]
+        self.of_parameters = sum(stop <= layout.parameters for stop in kept)
+
+    def __len__(self) -> int:
+        return len(self.ranges)
+
+    def norms(self, values: Vector, known: Vector | None = None) -> Norms:
+        """||values - known|| of each, in pieces that stay in the cache."""
+        found = np.empty(len(self.ranges))
+        for index, (start, stop) in enumerate(self.ranges):
+            squares = 0.0
+            for part in parts(stop - start):
+                where = slice(start + part.start, start + part.stop)
+                squares += squared_norm(values[where] if known is None else values[where] - known[where])
+            found[index] = math.sqrt(squares)
+        return found
+
+    def scale(self, values: Vector, factors: Norms) -> None:
+        """Multiply each by its factor."""
+        for (start, stop), factor in zip(self.ranges, factors.tolist(), strict=True):
+            values[start:stop] *= factor
+
+    def whole(self, norms: Norms) -> float:
+        """The norm over all parameters."""
+        return float(np.sqrt((norms[: self.of_parameters] ** 2).sum()))
+
+
+def packed(limits: Norms | None) -> bytes:
+    """As a message has them; None, or nothing: there are none."""
+    if limits is None:
+        return b""
+    return np.minimum(limits, np.finfo(np.float32).max).astype("<f4").tobytes()
+
+
+def unpacked(said: bytes, count: int) -> Norms:
+    """The limits in a message, shape (count,). Raises PeerError."""
+    if not said:
+        return np.full(count, np.inf)
+    if len(said) != 4 * count:
+        raise PeerError(f"{len(said)} bytes of limits where {4 * count} are due")
+    limits = np.frombuffer(said, "<f4").astype(np.float64)
+    if not (np.isfinite(limits).all() and (limits >= 0).all()):
+        raise PeerError("a limit is negative, or no number")
+    return limits
+
+
+def factors(gain: float, distances: Norms, ours: Norms, theirs: Norms) -> Norms:
+    """What each tensor of theirs - mine is multiplied by, the gain included: the same bits on both ends."""
+    wanted = gain * distances
+    with np.errstate(divide="ignore", invalid="ignore"):
+        kept = np.minimum(1.0, np.minimum(ours, theirs) / wanted)
+    return gain * np.where(wanted > 0, kept, 1.0)
+
+
+@dataclass(slots=True, eq=False)
+class Allowance:
+    """Of one peer."""
+
+    left: Norms
+    refilled: Norms  # since the last exchange with it
+    seen: Norms  # the node's own way at the last refill
+    distances: Norms | None = None  # at the last exchange of the training
+    usual: Norms | None = None  # the same, a running mean: two exchanges may follow closely
+
+
+class Allowances:
+    """What each peer may still move one node's model."""
+
+    def __init__(self, tensors: Tensors, variances: tuple[tuple[int, int], ...] = ()) -> None:
+        """`variances` as in a layout: of a correction that takes more of one than it may, the model takes less."""
+        self._tensors = tensors
+        self._variances = [slice(start, stop) for start, stop in variances]
+        self._base: Vector | None = None  # the model when it was last looked at, and every correction since
+        self._way = np.zeros(len(tensors))  # the sum of the lengths of its own moves
+        self._last = np.zeros(len(tensors))  # the last of them that was one
+        self._peers: dict[NodeId, Allowance] = {}
+        self._ended = False
+
+    def look(self, values: Vector) -> None:
+        """The model as it is now: what no correction explains are the node's own steps."""
+        if self._base is None:
+            self._base = values.copy()
+            return
+        moved = self._tensors.norms(values, self._base)
+        if moved.any() and np.isfinite(moved).all():
+            self._way += moved
+            self._last = moved
+            np.copyto(self._base, values)
+
+    def corrected(self, correction: Vector) -> None:
+        """The model is moved by this, and not by its own steps."""
+        if self._base is not None:
+            before = [self._base[where].copy() for where in self._variances]
+            self._base += correction
+            for where, values in zip(self._variances, before, strict=True):
+                self._base[where] = bounded(values, self._base[where])
+
+    def limits(self, peer: NodeId, peers: Collection[NodeId]) -> Norms:
+        """How far this peer may move each tensor now, as one of these."""
+        if self._ended and len(peers) < COMPARED_MIN:
+            return np.full(len(self._tensors), np.inf)
+        share = RATE / max(1, len(peers))
+        one = self._peers.get(peer)
+        if one is None:
+            if len(self._peers) >= PEERS_MAX:
+                del self._peers[next(iter(self._peers))]
+            first = share * self._last
+            one = self._peers[peer] = Allowance(first, first.copy(), self._way.copy())
+            if self._ended:
+                np.maximum(one.left, self._usual(peers), out=one.left)
+        grown = share * (self._way - one.seen)
+        one.left += grown
+        one.refilled += grown
+        np.copyto(one.seen, self._way)
+        return one.left.copy() if self._ended else one.left * self._say(peer, peers)
+
+    def spent(self, peer: NodeId, moved: Norms, distances: Norms) -> None:
+        """An exchange with the peer, `distances` apart, has moved the model by so much."""
+        one = self._peers.get(peer)
+        if one is None:
+            return
+        np.clip(one.left - moved, 0.0, None if self._ended else one.refilled, out=one.left)
+        one.refilled.fill(0.0)
+        if not self._ended:
+            one.distances = distances
+            one.usual = distances if one.usual is None else one.usual + USUAL_WEIGHT * (distances - one.usual)
+
+    def is_far(self, peer: NodeId, peers: Collection[NodeId]) -> bool:
+        """Whether the peer's whole model is further away than FAR times the others' median."""
+        one = self._peers.get(peer)
+        if one is None or one.distances is None:
+            return False
+        others = sorted(self._tensors.whole(norms) for norms in self._others(peer, peers))
+        return len(others) > 1 and self._tensors.whole(one.distances) > FAR * others[(len(others) - 1) // 2]
+
+    def end_run(self, values: Vector, peers: Collection[NodeId]) -> None:
+        """No more steps are made: what is usual is what each peer may move the model until all agree."""
+        self.look(values)
+        self._ended = True
+        usual = self._usual(peers)
+        for peer, one in self._peers.items():
+            np.maximum(one.left, usual * self._say(peer, peers), out=one.left)
+
+    def peer_ended(self, peer: NodeId, peers: Collection[NodeId]) -> None:
+        """Its run has ended, too: now the two are to agree."""
+        if self._ended and (one := self._peers.get(peer)) is not None:
+            np.maximum(one.left, self._usual(peers) * self._say(peer, peers), out=one.left)
+
+    def heard(self, peer: NodeId, limits: Norms) -> None:
+        """What the peer says of its own; of no concern here."""
+
+    def begin_run(self) -> None:
+        """Steps are made again."""
+        self._ended = False
+
+    def forget(self, peers: frozenset[NodeId]) -> None:
+        """These are gone."""
+        for peer in peers & self._peers.keys():
+            del self._peers[peer]
+
+    def _say(self, peer: NodeId, peers: Collection[NodeId]) -> Norms:
+        others, distances = self._others(peer, peers), self._peers[peer].distances
+        if len(others) < 2 or distances is None:
+            return np.ones(len(self._tensors))
+        usual = FAR * _low_median(others)
+        return np.divide(usual, distances, out=np.ones(len(distances)), where=distances > usual)
+
+    def _others(self, peer: NodeId, peers: Collection[NodeId]) -> list[Norms]:
+        rows = ((id, self._peers.get(id)) for id in peers if id != peer)
+        return [one.distances for _, one in rows if one is not None and one.distances is not None]
+
+    def _usual(self, peers: Collection[NodeId]) -> Norms:
+        known = [one.usual for id, one in self._peers.items() if id in peers and one.usual is not None]
+        return FLUSH * (_low_median(known) if known else self._way)
+
+
+class CentreAllowances(Allowances):
+    """What each worker may move a centre variable, which makes no steps: twice what is usual among the others."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        super().__init__(tensors)
+        self._said: dict[NodeId, Norms] = {}
+
+    def look(self, values: Vector) -> None:
+        """It does not move by itself."""
+
+    def heard(self, peer: NodeId, limits: Norms) -> None:
+        """How far the centre may move this worker."""
+        self._said[peer] = limits
+
+    def limits(self, peer: NodeId, peers: Collection[NodeId]) -> Norms:
+        """See `Allowances`."""
+        others = [said for id in peers if id != peer and (said := self._said.get(id)) is not None]
+        return 2 * _low_median(others) if len(others) > 1 else np.full(len(self._tensors), np.inf)
+
+    def end_run(self, values: Vector, peers: Collection[NodeId]) -> None:
+        """The workers say what is usual."""
+
+    def forget(self, peers: frozenset[NodeId]) -> None:
+        """See `Allowances`."""
+        for peer in peers & self._said.keys():
+            del self._said[peer]
+
+
+@lru_cache(maxsize=8)
+def tensors_of(layout: Layout) -> Tensors:
+    """One for all links of a model."""
+    return Tensors(layout)
+
+
+def _low_median(norms: list[Norms]) -> Norms:
+    """Of each tensor; of an even number the lower one, as who is far may be half of two."""
+    median: Norms = np.sort(np.stack(norms), axis=0)[(len(norms) - 1) // 2]
+    return median

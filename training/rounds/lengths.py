@@ -1,0 +1,76 @@
+"""How far may a round take the model? As far as its members say that they have come since the last one.
+
+Each reports how long its contribution is, parameters and float buffers apart, and the leader's order repeats it, so
+that all reckon alike: the agreed model moves by at most LIMIT times the median length. Whose length is beyond FAR
+medians is left out by the leader. In a sum along a tree or a ring nobody sees a single contribution, so a member that
+reports a small length and hands in a large vector is not named, only the mean is shortened: it can turn a round its own
+way, by no more than an honest one goes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+
+from peerd.training.codecs.difference import norm_of_difference
+from peerd.training.codecs.vector import Layout
+from peerd.training.effects import Vector
+
+LIMIT = 2.0
+"""Times the median: room for one of five that is six times as fast as the others."""
+FAR = 8.0
+"""Times the median, of all that are not zero: longer than a member of any honest speed."""
+ROUNDING = 2.0**-20
+"""Of a model's norm: who has come no further has not moved, but was rounded."""
+GROUPS = 2  # parameters, float buffers
+
+Lengths = tuple[float, ...]
+
+
+def lengths_of(difference: Vector, layout: Layout, since: Vector) -> Lengths:
+    """Of the two groups of a model that has gone so far from `since`; what is not finite is as long as can be said."""
+    found = []
+    for group in (slice(0, layout.parameters), slice(layout.parameters, None)):
+        length = norm_of_difference(difference[group])
+        stands = length <= ROUNDING * norm_of_difference(since[group])
+        found.append(0.0 if stands else length if math.isfinite(length) else 1e300)
+    return tuple(found)
+
+
+def are_lengths(lengths: Sequence[float], members: int) -> bool:
+    """Whether so many members could have said this."""
+    return len(lengths) == GROUPS * members and all(0 <= length < math.inf for length in lengths)
+
+
+def limits_of(lengths: Sequence[float]) -> Lengths:
+    """Of the groups of a mean, from what all members of its round have said."""
+    return tuple(LIMIT * _median(lengths[group::GROUPS]) for group in range(GROUPS))
+
+
+def far_off(lengths: Mapping[str, Lengths]) -> set[str]:
+    """Who is too long; with fewer than three nobody could say."""
+    if len(lengths) < 3:
+        return set()
+    far = set()
+    for group in range(GROUPS):
+        most = FAR * _median(each[group] for each in lengths.values())
+        far |= {name for name, each in lengths.items() if each[group] > most > 0}
+    return far
+
+
+def shorten(difference: Vector, layout: Layout, limits: Sequence[float]) -> bool:
+    """Keep each group of a mean difference to its limit, in place; says whether one was longer."""
+    was_long = False
+    for group, limit in zip((slice(0, layout.parameters), slice(layout.parameters, None)), limits, strict=True):
+        length = norm_of_difference(difference[group])
+        if length > limit:
+            difference[group] *= limit / length
+            was_long = True
+    return was_long
+
+
+def _median(lengths: Iterable[float]) -> float:
+    """Of those that have moved: who has finished says nothing of the others' speed."""
+    moved = [length for length in lengths if length > 0]
+    return median(moved) if moved else 0.0

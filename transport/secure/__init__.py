@@ -1,0 +1,1 @@
+"""How a connection is sealed, and how each end knows who the other is."""
