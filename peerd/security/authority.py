@@ -20,7 +20,7 @@ from cryptography.x509.oid import NameOID
 from peerd.local.node_key import NodeKey
 from peerd.security import certificates
 from peerd.security.certificates import CLOCKS_DIFFER, Untrusted, der, pin_of, read_der
-from peerd.security.succession import Step
+from peerd.security.succession import Replacement
 from peerd.transport.errors import PeerError
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import Successor
@@ -132,16 +132,16 @@ def succeed(old: Authority, new: Authority, now: datetime, until: datetime) -> S
     return Successor(*map(der, (old.certificate, new.certificate, *vouched)))
 
 
-def read_successor(said: Successor) -> Step:
+def read_successor(said: Successor) -> Replacement:
     """What is said, if both authorities say it. Raises Untrusted."""
     old, new, new_by_old, old_by_new = map(read_der, (said.old, said.new, said.new_by_old, said.old_by_new))
-    step = Step(pin_of(old), pin_of(new), int(new_by_old.not_valid_after_utc.timestamp()))
+    replacement = Replacement(pin_of(old), pin_of(new), int(new_by_old.not_valid_after_utc.timestamp()))
     both = ((new, new_by_old, old), (old, old_by_new, new))
-    if step.old == step.new or not all(_vouched(*each) for each in both):
+    if replacement.old == replacement.new or not all(_vouched(*each) for each in both):
         raise Untrusted("of an authority in another's place, and the two do not vouch for each other")
     if old_by_new.not_valid_after_utc != new_by_old.not_valid_after_utc:
         raise Untrusted("of an authority in another's place, and the two do not say until when")
-    return step
+    return replacement
 
 
 def _vouched(one: x509.Certificate, its: x509.Certificate, by: x509.Certificate) -> bool:

@@ -26,7 +26,7 @@ DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Replacement:
     """What a statement says. Pins are SHA-256 of keys."""
 
     old: bytes
@@ -37,11 +37,11 @@ class Step:
 class Succession:
     """The authorities that one node knows. Methods that take `now` want the wall clock's unix seconds."""
 
-    def __init__(self, believed: Iterable[bytes], read: Callable[[Successor], Step]) -> None:
+    def __init__(self, believed: Iterable[bytes], read: Callable[[Successor], Replacement]) -> None:
         """`believed` are the pins that it begins with; `read` checks a statement's signatures, or raises PeerError."""
         self._believed = list(believed)
         self._read = read
-        self._kept: dict[tuple[bytes, bytes], tuple[Step, Successor]] = {}
+        self._kept: dict[tuple[bytes, bytes], tuple[Replacement, Successor]] = {}
 
     def recall(self, said: Successor) -> None:
         """Take in what was kept on the disk, whether it has ended or not. Raises PeerError."""
@@ -51,26 +51,26 @@ class Succession:
         """Believe what was heard; True where that changed anything. Raises PeerError, and believes what it can."""
         changed, progress = False, True
         todo = [one for one in said if all(one != kept for _, kept in self._kept.values())]
-        steps = [(step, one) for one in todo if (step := self._read(one)).ends > now]
+        replacements = [(replacement, one) for one in todo if (replacement := self._read(one)).ends > now]
         while progress:
             progress = False
-            for step, one in list(steps):
-                if {step.old, step.new} & set(self.in_force(now)):
-                    steps.remove((step, one))
+            for replacement, one in list(replacements):
+                if {replacement.old, replacement.new} & set(self.in_force(now)):
+                    replacements.remove((replacement, one))
                     progress = True
-                    changed |= self._keep(step, one)
-        if steps:
+                    changed |= self._keep(replacement, one)
+        if replacements:
             raise Unbelieved("an authority that no other one vouches for which this node believes")
         return changed
 
-    def _keep(self, step: Step, said: Successor) -> bool:
-        pair = step.old, step.new
+    def _keep(self, replacement: Replacement, said: Successor) -> bool:
+        pair = replacement.old, replacement.new
         if pair in self._kept:
-            if _order(*self._kept[pair]) <= _order(step, said):
+            if _order(*self._kept[pair]) <= _order(replacement, said):
                 return False
         elif len(self._kept) >= SUCCESSORS_MAX:
             return False
-        self._kept[pair] = step, said
+        self._kept[pair] = replacement, said
         return True
 
     @property
@@ -86,12 +86,14 @@ class Succession:
 
     def newest(self, now: float) -> list[bytes]:
         """The pins under which certificates are given: one, unless an authority was copied and replaced twice."""
-        replaced = {step.old for step, _ in self._kept.values()}
+        replaced = {replacement.old for replacement, _ in self._kept.values()}
         return [pin for pin in sorted(self.known) if pin not in replaced and now < self.retires_at(pin)]
 
     def retires_at(self, pin: bytes) -> float:
         """Unix seconds; infinity: nothing takes its place."""
-        return min((step.ends for step, _ in self._kept.values() if step.old == pin), default=math.inf)
+        return min(
+            (replacement.ends for replacement, _ in self._kept.values() if replacement.old == pin), default=math.inf
+        )
 
     def statements(self) -> list[Successor]:
         """All, for the disk."""
@@ -99,17 +101,19 @@ class Succession:
 
     def live(self, now: float) -> list[Successor]:
         """Those that have not ended, for others."""
-        return [said for step, said in self._kept.values() if now < step.ends]
+        return [said for replacement, said in self._kept.values() if now < replacement.ends]
 
     def digest(self, now: float) -> bytes:
         """Equal where the same live ones are kept."""
-        rows = sorted(_order(step, said) for step, said in self._kept.values() if now < step.ends)
+        rows = sorted(_order(replacement, said) for replacement, said in self._kept.values() if now < replacement.ends)
         return hashlib.sha256(msgpack.packb(rows)).digest()[:DIGEST_BYTES]
 
     def deadline(self, now: float) -> float:
         """When `in_force` says something else by itself; infinity: never."""
-        return min((step.ends for step, _ in self._kept.values() if now < step.ends), default=math.inf)
+        return min(
+            (replacement.ends for replacement, _ in self._kept.values() if now < replacement.ends), default=math.inf
+        )
 
 
-def _order(step: Step, said: Successor) -> tuple[int, bytes]:
-    return step.ends, hashlib.sha256(b"".join((said.old, said.new, said.new_by_old, said.old_by_new))).digest()
+def _order(replacement: Replacement, said: Successor) -> tuple[int, bytes]:
+    return replacement.ends, hashlib.sha256(b"".join((said.old, said.new, said.new_by_old, said.old_by_new))).digest()

@@ -28,7 +28,7 @@ class GradientHooks:
         self._parameters = [piece.held for piece in flat.pieces if not piece.is_buffer]
         parts = optimizer.parts if isinstance(optimizer, Several) else [optimizer]
         self._parts = [part for part in parts if isinstance(part, Optimizer)]  # not what only looks like one
-        self._passes: set[int] = set()  # backward passes whose end is asked for
+        self._pass: int | None = None  # the backward pass whose end is asked for
         self._paused = 0
         self._finite = True
         self._stepped = set(map(id, self._parts))  # optimizers that have stepped since the last exchange
@@ -55,13 +55,13 @@ class GradientHooks:
 
     def _on_gradient(self, _: torch.Tensor) -> None:
         number = torch._C._current_graph_task_id()
-        if self._paused or number in self._passes:
+        if self._paused or number == self._pass:
             return
-        self._passes = {number}
+        self._pass = number
         Variable._execution_engine.queue_callback(self._at_end)
 
     def _at_end(self) -> None:
-        self._passes.clear()
+        self._pass = None
         if not self._hooks:
             return
         self._finite = self._exchange()

@@ -22,7 +22,7 @@ from peerd.security.authority import Authority, read_successor, request_of, succ
 from peerd.security.certificates import DER_BYTES_MAX, Untrusted, check_chain, der, pin_of
 from peerd.security.secrets_folder import Kept, read, succession, write
 from peerd.security.statements import Unbelieved
-from peerd.security.succession import SUCCESSORS_MAX, Step, Succession
+from peerd.security.succession import SUCCESSORS_MAX, Replacement, Succession
 from peerd.security.trust import Trust
 from peerd.transport.errors import PeerError, UserError
 from peerd.transport.messages import Successor
@@ -39,8 +39,8 @@ def said(old: int, new: int, ends: int, salt: int = 0) -> Successor:
     return Successor(PINS[old], PINS[new], bytes([ends]), bytes([salt]))
 
 
-def read_plain(one: Successor) -> Step:
-    return Step(one.old, one.new, one.new_by_old[0])
+def read_plain(one: Successor) -> Replacement:
+    return Replacement(one.old, one.new, one.new_by_old[0])
 
 
 def of(*believed: int) -> Succession:
@@ -132,7 +132,7 @@ def test_a_retired_one_says_nothing_more_but_the_disk_may_remember() -> None:
 
 
 def test_there_is_a_bound() -> None:
-    here = Succession([b"x"], lambda one: Step(one.old, one.new, 9))
+    here = Succession([b"x"], lambda one: Replacement(one.old, one.new, 9))
     for number in range(SUCCESSORS_MAX + 3):
         here.add([Successor(b"x", str(number).encode(), b"", b"")], 0)
     assert len(here.statements()) == SUCCESSORS_MAX
@@ -142,8 +142,8 @@ def test_there_is_a_bound() -> None:
 
 
 def test_what_authorities_say_of_each_other() -> None:
-    step = read_successor(A_TO_B)
-    assert step == Step(pin_of(A.certificate), pin_of(B.certificate), int(UNTIL.timestamp()))
+    replacement = read_successor(A_TO_B)
+    assert replacement == Replacement(pin_of(A.certificate), pin_of(B.certificate), int(UNTIL.timestamp()))
     assert max(map(len, (A_TO_B.old, A_TO_B.new, A_TO_B.new_by_old, A_TO_B.old_by_new))) < DER_BYTES_MAX
 
 

@@ -61,3 +61,8 @@ def parts(count: int) -> Iterator[slice]:
 def norm_of_difference(a: Vector, b: Vector | None = None) -> float:
     """||a - b||, or ||a||, in pieces that stay in the cache."""
     return math.sqrt(sum(vector.squared_norm(a[part] if b is None else a[part] - b[part]) for part in parts(len(a))))
+
+
+def norm_of_sum(a: Vector, b: Vector | None) -> float:
+    """||a + b||, or ||a||, as `norm_of_difference`."""
+    return math.sqrt(sum(vector.squared_norm(a[part] if b is None else a[part] + b[part]) for part in parts(len(a))))

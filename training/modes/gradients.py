@@ -23,7 +23,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from peerd.training.codecs.difference import norm_of_difference
+from peerd.training.codecs.difference import norm_of_difference, norm_of_sum
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Averaged, Become, Effect, Proceed, StepReport, Vector
 from peerd.training.mode import GRADIENTS, LinkStatus, ModeClass, ModeSettings, not_finite
@@ -102,7 +102,7 @@ class GradientAllReduce(ModeClass):
         if report.finishing and not self._rounds.finished:
             self._gradient = None
             self._offer = Offer(report.step, copied=True)  # no later step will come
-            outcomes += [Proceed(settled=False), *self._rounds.reach_end(now, self._offer)]
+            outcomes += [Proceed(settled=False), *self._rounds.finish(True, now, self._offer)]
         elif report.published and self._gradient is not None:
             outcomes += self._rounds.copied(now)
         return self._perform(outcomes, now)
@@ -155,8 +155,8 @@ class GradientAllReduce(ModeClass):
             return []
         if self._robust:
             counts = self._offer.weight > 0 and not self._offer.nonfinite
-            lost = None if self._lost is None else -self._lost[: self._layout.parameters]
-            length = norm_of_difference(self._gradient[: self._layout.parameters], lost) if counts else 0.0
+            lost = None if self._lost is None else self._lost[: self._layout.parameters]
+            length = norm_of_sum(self._gradient[: self._layout.parameters], lost) if counts else 0.0
             self._rounds.measured((length if math.isfinite(length) else 1e300, 0.0))
         return self._rounds.reach(now, self._offer)
 

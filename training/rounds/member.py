@@ -143,18 +143,17 @@ class Rounds:
         self._reached_at = now
         return self.say(now)
 
-    def finish(self, finished: bool, now: float) -> list[Outcome]:
-        """The trainer has ended, or another has come. Who has finished is in every round, so nobody waits for it."""
+    def finish(self, finished: bool, now: float, offer: Offer | None = None) -> list[Outcome]:
+        """The trainer has ended, or another has come. Who has finished is in every round, so nobody waits for it.
+
+        `offer` is what it has at its end, where rounds are of gradients."""
+        if offer is not None:
+            self._offer = offer
         self.finished, self.given, self.settled = finished, False, False
         if finished and self.phase == RoundPhase.IDLE:
             self.phase = RoundPhase.READY
             self._reached_at = now
         return self.say(now)
-
-    def reach_end(self, now: float, offer: Offer) -> list[Outcome]:
-        """`finish`, where gradients are exchanged."""
-        self._offer = offer
-        return self.finish(True, now)
 
     def copied(self, now: float) -> list[Outcome]:
         """There is a copy of the model as it stands, which Publish has asked for."""
