@@ -11,7 +11,7 @@ demo: .venv/installed
 	$(BIN)/peerd demo
 
 test: .venv/installed
-	$(BIN)/python -m pytest -q -n 3 --dist worksteal -m "not soak and not scripts"
+	$(BIN)/python -m pytest -q -n 4 --dist worksteal -m "not soak and not scripts"
 
 # for whoever changed one core: what has no process, no socket and no simulated hour
 quick: .venv/installed

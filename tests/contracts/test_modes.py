@@ -357,7 +357,6 @@ async def whole_life(row: Row, swarm: thin.Swarm) -> tuple[dict[str, thin.Model]
     [
         pytest.param(partial(thin.simulate, 1), "memory", id="memory"),
         pytest.param(thin.live, "tcp", id="tcp"),
-        pytest.param(thin.live_over_ucx, "ucx tcp", id="ucx", marks=needs_ucx),
     ],
 )
 def test_daemons_live_through_it(row: Row, run: Callable[[Any], Any], carrier: str) -> None:
@@ -368,9 +367,16 @@ def test_daemons_live_through_it(row: Row, run: Callable[[Any], Any], carrier: s
     check_that_all_agree(row, models.values())
 
 
-@pytest.mark.parametrize("mode", ["gossip", "allreduce", "hardsync"])  # one of each kind: modes see no carriers
-def test_daemons_of_one_host_live_through_it(mode: str) -> None:
-    test_daemons_live_through_it((mode, {}), thin.live_over_shm, "shm")
+@pytest.mark.parametrize("mode", ["gossip", "push-sum", "allreduce", "hardsync"])  # of each kind: modes see no carriers
+@pytest.mark.parametrize(
+    ("run", "carrier"),
+    [
+        pytest.param(thin.live_over_shm, "shm", id="shm"),
+        pytest.param(thin.live_over_ucx, "ucx tcp", id="ucx", marks=needs_ucx),
+    ],
+)
+def test_daemons_live_through_it_over_other_carriers(mode: str, run: Callable[[Any], Any], carrier: str) -> None:
+    test_daemons_live_through_it((mode, {}), run, carrier)
 
 
 # ---------------------------------------------------------------- whole simulated swarms

@@ -11,12 +11,13 @@ from server_swarm import ServerSwarm
 from weather import weather_settings
 
 from peerd.training.codecs import CODECS
+from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Vector
 from peerd.training.modes import parse_mode
 from peerd.training.parameter_server.leadership import HEARD_S
 from peerd.training.parameter_server.optimizer import DIFFERENCE
 from peerd.training.parameter_server.shard_server import ShardServer
-from peerd.training.parameter_server.worker import NEVER
+from peerd.training.parameter_server.worker import NEVER, Worker
 from peerd.transport.errors import PeerError, UserError
 from peerd.transport.messages import Applied, Delta, Message, Prepare, ShardLeader, ShardPull, ShardPush, Weights
 
@@ -446,3 +447,19 @@ def test_a_claim_that_was_lost_with_a_connection_is_said_when_it_is_back(mode: s
         swarm.cut(claimant, name)
     swarm.settle()
     assert swarm.serving() == [claimant]
+
+
+def test_weights_that_a_worker_does_not_take_take_no_push_of_its_with_them() -> None:
+    """An answer that comes twice may hold the push, and die with its server before this worker has what it holds."""
+    worker = Worker("w", 1, Layout(2, 2), 1, "float32", np.zeros(2, np.float32))
+    (part,) = worker.parts
+    assert worker.take(part, 0, 0, [], np.zeros(2, np.float32), False) is True
+    worker.step(np.ones(2, np.float32), 0.0)
+    (said,) = worker.to_say(part, (1, "s"), finishing=False)
+    assert worker.take(part, 0, said.seq, [], np.zeros(2, np.float32), False) is True, "the push has come, no more"
+    mine = [Applied("w", 1, said.seq)]
+    assert worker.take(part, 1, said.seq, mine, np.ones(2, np.float32), False) is None, "nobody asked for these"
+    assert [push.seq for push in worker.to_say(part, (2, "t"), finishing=False)] == [said.seq]
+    worker.step(2 * np.ones(2, np.float32), 1.0)
+    assert worker.take(part, 1, said.seq + 1, mine, np.ones(2, np.float32), False) is True
+    assert [push.seq for push in worker.to_say(part, (3, "u"), finishing=False)] == [said.seq + 1]

@@ -13,7 +13,17 @@ from round_swarm import RoundSwarm
 
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Vector
-from peerd.training.rounds.lengths import FAR, LIMIT, are_lengths, far_off, limits_of, shorten
+from peerd.training.rounds.lengths import (
+    FAR,
+    FORGIVEN,
+    LIMIT,
+    PATIENCE,
+    FarRounds,
+    are_lengths,
+    far_off,
+    limits_of,
+    shorten,
+)
 from peerd.transport.errors import PeerError
 from peerd.transport.messages import RoundBegin, RoundPieces
 
@@ -52,6 +62,26 @@ def test_who_is_far_longer_than_the_others_is_told_apart() -> None:
     assert not are_lengths([1.0], 1)
 
 
+@given(st.lists(st.booleans(), max_size=60))
+def test_a_round_that_is_too_long_is_forgiven_by_those_that_are_not(course: list[bool]) -> None:
+    rounds, taken, near = FarRounds(), 0, 0
+    for is_far in course:
+        far = {"x"} if is_far else set()
+        if rounds.worn_out(far):
+            assert taken >= PATIENCE
+            return
+        rounds.note(far, "abx")
+        taken, near = taken + is_far, near + (not is_far)
+        assert taken <= PATIENCE + near * FORGIVEN
+    apart = 1 / FORGIVEN
+    seldom = FarRounds()
+    for _ in range(20):
+        assert not seldom.worn_out({"x"})
+        seldom.note({"x"}, "abx")
+        for _ in range(int(apart)):
+            seldom.note(set(), "abx")
+
+
 def trained(names: str = "abcde", mode: str = "allreduce", **told: object) -> RoundSwarm:
     swarm = RoundSwarm(names, SIZE, mode=mode, robust=True, **told)  # type: ignore[arg-type]
     swarm.all_hear()
@@ -85,6 +115,23 @@ def test_a_member_whose_model_is_far_off_is_left_out_and_the_others_go_on(mode: 
         assert np.abs(swarm.nodes[name].x - before).max() < 100
         assert len(swarm.nodes[name].rounds) >= at + 3
     assert len(swarm.nodes["d"].rounds) == at
+
+
+@pytest.mark.parametrize("times", [1, 2, 5])
+def test_who_is_long_once_stays_and_who_is_so_again_and_again_does_not(times: int) -> None:
+    """As a trainer is that went through a round in which the others stood still."""
+    swarm = trained("abcd", every=2, overlap="blocking")
+    rounds(swarm, 2, "abcd")
+    for _ in range(times):
+        before = swarm.nodes["a"].x.copy()
+        swarm.nodes["d"].x = swarm.nodes["d"].x + 2 * FAR * 2
+        rounds(swarm, 1, "abcd")
+        assert np.linalg.norm(swarm.nodes["a"].x - before) <= LIMIT * 2 * math.sqrt(SIZE) + 2 * math.sqrt(SIZE)
+    assert swarm.nodes["a"].core.counts["members_left_out"] == (times > PATIENCE)
+    if times <= PATIENCE:
+        rounds(swarm, 1, "abcd")
+        swarm.end()
+        assert all((node.x == swarm.nodes["a"].x).all() for node in swarm.nodes.values())
 
 
 @settings(deadline=None, max_examples=15)

@@ -165,10 +165,6 @@ class Worker:
     ) -> bool | None:
         """The server's answer. True: taken; None: not wanted (any more); False: the server lacks pushes."""
         weights, state = held[: part.layout.total], held[part.layout.total :]
-        marks = {mark.worker: mark for mark in applied}
-        mine = marks.get(self._me)
-        while mine is not None and mine.life == self.life and part.pushes and part.pushes[0].seq <= mine.seq:
-            part.pushes.popleft()
         if part.awaiting and any(push.seq > seq for push in part.pushes):
             return False
         if not part.awaiting and part.clock == NEVER:
@@ -181,7 +177,15 @@ class Worker:
             self.moved = math.hypot(*(each.moved for each in self.parts))
         np.copyto(self.base[part.where], weights)
         np.copyto(part.state, state)
-        part.clock, part.applied, part.awaiting, part.final = clock, marks, False, final
+        part.clock, part.applied, part.awaiting, part.final = (
+            clock,
+            {mark.worker: mark for mark in applied},
+            False,
+            final,
+        )
+        mine = part.applied.get(self._me)
+        while mine is not None and mine.life == self.life and part.pushes and part.pushes[0].seq <= mine.seq:
+            part.pushes.popleft()
         return True
 
 

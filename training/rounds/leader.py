@@ -21,7 +21,7 @@ from typing import Any
 
 from peerd.training.mode import GRADIENTS, ModeSettings
 from peerd.training.rounds.attempt import EXACT_CODEC, Pace
-from peerd.training.rounds.lengths import GROUPS, far_off
+from peerd.training.rounds.lengths import AT_ONCE, GROUPS, FarRounds, far_off
 from peerd.training.rounds.topology import choose
 from peerd.training.rounds.weights import capped
 from peerd.transport.ids import NodeId
@@ -47,6 +47,8 @@ class Leader:
         self.abandoned = 0  # attempts that were begun in vain
         self.left_out: dict[NodeId, int] = {}  # whose contribution was far too long, in this life
         self._blames: dict[NodeId, NodeId] = {}  # whom each member blamed first
+        self._far: set[NodeId] = set()  # whose contribution to the next round is too long
+        self._far_rounds = FarRounds()
         self._me = me
         self._rng = rng
         self._settings = settings
@@ -197,6 +199,7 @@ class Leader:
             **(self._of_gradients(roster, reports, whole=whole) if self._gradients else {}),
         )
         self._moved_at = self._begun_at = now
+        self._far_rounds.note(self._far, roster)
         return self._tell(roster, self.begun)
 
     @staticmethod
@@ -228,9 +231,12 @@ class Leader:
             if one.phase != RoundPhase.IDLE and len(one.lengths) == GROUPS and id != self._me
         }
         silent = {id for id, one in here.items() if one.phase != RoundPhase.IDLE and len(one.lengths) != GROUPS}
-        far = far_off(ready) | (silent - {self._me}) if not self._gradients else set()  # each of us says it
-        self.left_out |= blamed | {id: here[id].life for id in far}
-        return {id: one for id, one in here.items() if id not in far | blamed.keys()}
+        out: set[NodeId] = set()
+        if not self._gradients:
+            self._far = far_off(ready)
+            out = far_off(ready, AT_ONCE) | self._far_rounds.worn_out(self._far) | (silent - {self._me})
+        self.left_out |= blamed | {id: here[id].life for id in out}
+        return {id: one for id, one in here.items() if id not in out | blamed.keys()}
 
     def _tell(self, members: list[NodeId], order: RoundBegin | RoundCommit) -> list[Order]:
         """Once for each report."""

@@ -2,9 +2,9 @@
 
 Each reports how long its contribution is, parameters and float buffers apart, and the leader's order repeats it, so
 that all reckon alike: the agreed model moves by at most LIMIT times the median length. Whose length is beyond FAR
-medians is left out by the leader. In a sum along a tree or a ring nobody sees a single contribution, so a member that
-reports a small length and hands in a large vector is not named, only the mean is shortened: it can turn a round its own
-way, by no more than an honest one goes.
+medians again and again, or beyond AT_ONCE medians, is left out by the leader. In a sum along a tree or a ring nobody
+sees a single contribution, so a member that reports a small length and hands in a large vector is not named, only the
+mean is shortened: it can turn a round its own way, by no more than an honest one goes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,14 @@ from peerd.training.effects import Vector
 LIMIT = 2.0
 """Times the median: room for one of five that is six times as fast as the others."""
 FAR = 8.0
-"""Times the median, of all that are not zero: longer than a member of any honest speed."""
+"""Times the median, of all that are not zero: longer than a member of any honest speed, but for a moment. Who trains
+through the rounds while the others' processes stand still, or have just come back, is that far in one of them."""
+AT_ONCE = 64.0
+"""Times the median: longer than any honest moment."""
+FORGIVEN = 1 / 8
+"""Of a round that was too long, by each that was not."""
+PATIENCE = 2
+"""Rounds that may be too long."""
 ROUNDING = 2.0**-20
 """Of a model's norm: who has come no further has not moved, but was rounded."""
 GROUPS = 2  # parameters, float buffers
@@ -48,13 +55,32 @@ def limits_of(lengths: Sequence[float]) -> Lengths:
     return tuple(LIMIT * _median(lengths[group::GROUPS]) for group in range(GROUPS))
 
 
-def far_off(lengths: Mapping[str, Lengths]) -> set[str]:
-    """Who is too long; with fewer than three nobody could say."""
+class FarRounds:
+    """In how many rounds has each member been too long? Such a round is worth at most LIMIT medians, as any is."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, float] = {}
+
+    def note(self, far: set[str], roster: Iterable[str]) -> None:
+        """A round of these begins; `far` are too long."""
+        self._counts = {
+            member: count
+            for member in roster
+            if (count := self._counts.get(member, 0.0) + (1.0 if member in far else -FORGIVEN)) > 0
+        }
+
+    def worn_out(self, far: set[str]) -> set[str]:
+        """Those of `far` who have been too long too often."""
+        return {member for member in far if self._counts.get(member, 0.0) > PATIENCE - 1}
+
+
+def far_off(lengths: Mapping[str, Lengths], times: float = FAR) -> set[str]:
+    """Who is longer than so many medians; with fewer than three nobody could say."""
     if len(lengths) < 3:
         return set()
     far = set()
     for group in range(GROUPS):
-        most = FAR * _median(each[group] for each in lengths.values())
+        most = times * _median(each[group] for each in lengths.values())
         far |= {name for name, each in lengths.items() if each[group] > most > 0}
     return far
 
