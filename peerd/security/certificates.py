@@ -71,7 +71,10 @@ def read_pem(content: bytes) -> list[x509.Certificate]:
 def _whole(certificate: x509.Certificate) -> x509.Certificate:
     """The same; parts of it are read late, and may be damaged alone."""
     public_key(certificate)
-    _ = certificate.extensions, certificate.subject, certificate.issuer
+    try:
+        _ = certificate.extensions, certificate.subject, certificate.issuer
+    except TypeError as error:  # by the library, for a name of bits
+        raise ValueError(str(error)) from None
     return certificate
 
 
