@@ -52,8 +52,8 @@ class Resume:
 class Averaged:
     """The trainer, which waits with its gradient, goes on with this one, to the bit, after all corrections so far.
 
-    As `Model.gradient` has it: gradients, buffers, flags; lent. None: it goes on without any, and must not step by
-    itself, for somebody else has.
+    As `Model.gradient` has it: gradients, buffers, flags. It is the vector that the trainer's came in, overwritten.
+    None: it goes on without any, and must not step by itself, for somebody else has.
     """
 
     gradient: Vector | None

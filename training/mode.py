@@ -145,8 +145,8 @@ class Mode(Protocol):
         """The trainer waits with the gradient of its step `step`, of so many samples; Averaged lets it go on.
 
         `rate` is the learning rate that its optimizer would make the step with, not negative.
-        `gradient`, shape (layout.gradients.total,), is lent until then, and belongs to the shell. Only where
-        `exchange` is gradients. A mode that begins while a trainer waits hears of it at once.
+        `gradient`, shape (layout.gradients.total,), is lent until then, and the mean takes its place there.
+        Only where `exchange` is gradients. A mode that begins while a trainer waits hears of it at once.
         """
         ...
 

@@ -121,8 +121,6 @@ class NodeCore(ModeCore):
                 case Become(values, step) if self.model is not None:
                     effects.append(LoadCopy(self.model.load(values, step), step))
                 case Averaged(gradient) if self.model is not None:
-                    if gradient is not None:
-                        np.copyto(self.model.gradient, gradient)
                     effects.append(GoOn(gradient is not None))
                 case Apply() | Become() | Averaged():
                     pass

@@ -275,8 +275,7 @@ class SimulatedTrainer:
                 self.steps = step
             case Averaged(gradient) if self._waits_with is not None:
                 seconds, self._waits_with = self._waits_with, None
-                taken = None if gradient is None else gradient.copy()
-                self._node.later(0.0, lambda: self._stepped(seconds, lambda: self.learner.descend(taken)))
+                self._node.later(0.0, lambda: self._stepped(seconds, lambda: self.learner.descend(gradient)))
             case Resume() if self._at_barrier:
                 self._at_barrier = False
                 self._take_corrections()
@@ -378,7 +377,7 @@ class SimulatedTrainer:
 
     def _wait_with_gradient(self, seconds: float) -> None:
         assert self._kept is not None, "a mode runs only on a model"
-        self._kept.gradient = self.learner.gradient(self.steps)
+        self._kept.gradient = self.learner.gradient(self.steps).copy()
         self._waits_with = seconds
         self._handle(GradientCame(self.steps, self.learner.samples, self.learner.rate))
 

@@ -23,13 +23,13 @@ from typing import ClassVar
 
 import numpy as np
 
-from peerd.training.codecs.difference import norm_of_difference, norm_of_sum
-from peerd.training.codecs.vector import Layout
+from peerd.training.codecs.difference import norm_of_sum, parts
+from peerd.training.codecs.vector import Layout, squared_norm
 from peerd.training.effects import Averaged, Become, Effect, Proceed, StepReport, Vector
 from peerd.training.mode import GRADIENTS, LinkStatus, ModeClass, ModeSettings, not_finite
 from peerd.training.model.quiet import Quiet
 from peerd.training.rounds.attempt import EXACT_CODEC
-from peerd.training.rounds.lengths import limits_of, shorten
+from peerd.training.rounds.lengths import limits_of
 from peerd.training.rounds.member import Committed, Offer, Outcome, Rounds, Withdrawn
 from peerd.training.rounds.topology import parse_topology
 from peerd.training.rounds.weights import scales
@@ -68,6 +68,7 @@ class GradientAllReduce(ModeClass):
         self._rounds = self._make()
         self._alive: frozenset[NodeId] = frozenset()
         self._gradient: Vector | None = None  # the trainer's, lent while it waits with it
+        self._length = 0.0  # of what would be contributed of it
         self._offer = Offer()
         self._basis = 0  # the attempt that we agreed in last
         self._lost: Vector | None = None  # what our encoding dropped, to be contributed
@@ -80,8 +81,9 @@ class GradientAllReduce(ModeClass):
     def on_gradient(self, gradient: Vector, samples: float, step: int, now: float, rate: float) -> list[Effect]:
         """See `Mode`."""
         effects = self._anew(now) if self._rounds.finished else []  # a new run, of whatever model
-        self._gradient = gradient
-        nonfinite = not np.isfinite(gradient).all()
+        self._gradient, cut = gradient, self._layout.parameters
+        self._length = norm_of_sum(gradient[:cut], None if self._lost is None else self._lost[:cut])
+        nonfinite = not (math.isfinite(self._length) and np.isfinite(gradient[cut:]).all())
         self._offer = Offer(step, samples if 0 < samples < math.inf else 1.0, nonfinite)
         return effects + self._perform(self._come(now), now)
 
@@ -155,9 +157,7 @@ class GradientAllReduce(ModeClass):
             return []
         if self._robust:
             counts = self._offer.weight > 0 and not self._offer.nonfinite
-            lost = None if self._lost is None else self._lost[: self._layout.parameters]
-            length = norm_of_sum(self._gradient[: self._layout.parameters], lost) if counts else 0.0
-            self._rounds.measured((length if math.isfinite(length) else 1e300, 0.0))
+            self._rounds.measured((self._length if counts else 0.0, 0.0))
         return self._rounds.reach(now, self._offer)
 
     def _contribution(self, whole: bool, where: slice) -> Vector:
@@ -169,10 +169,11 @@ class GradientAllReduce(ModeClass):
             return self._values().copy() if gives else np.full(self._layout.total, -0.0, self._values().dtype)
         assert self._gradient is not None, "nobody is in a round without a gradient"
         rank, parameters = order.roster.index(self._me), self._layout.parameters
-        summand = np.full_like(self._gradient, -0.0)
+        scale = 0.0 if order.nonfinite else scales(order.weights)[rank]
+        summand = np.empty_like(self._gradient)
+        summand[parameters if scale > 0 else 0 :] = -0.0
         if order.nonfinite:
             return summand
-        scale = scales(order.weights)[rank]
         if scale > 0:
             np.multiply(self._gradient[:parameters], self._gradient.dtype.type(scale), out=summand[:parameters])
             summand[self._flags] = self._gradient[self._flags]
@@ -233,7 +234,7 @@ class GradientAllReduce(ModeClass):
         return [Become(model, step)]
 
     def _mean(self, committed: Committed) -> Vector:
-        """What the trainer goes on with, from the sum."""
+        """What the trainer goes on with, from the sum, put where its gradient was."""
         begin, summed, gradient = committed.begin, committed.mean, self._gradient
         assert gradient is not None, "nobody is in a round without a gradient"
         self._gradient = None
@@ -241,21 +242,26 @@ class GradientAllReduce(ModeClass):
         parameters = self._layout.parameters
         if begin.nonfinite:
             self.counts["gradients_not_finite"] += 1
-            mean = gradient.copy()
-            mean[:parameters] = np.nan  # where it has any: the flags are its own
-            return mean
+            gradient[:parameters] = np.nan  # where it has any: the flags are its own
+            return gradient
         if self._feeds_back:
             self._lost = committed.lost
-        mean = summed
-        mean[:parameters] /= mean.dtype.type(sum(scales(begin.weights)))
-        if (
-            self._robust
-            and begin.lengths
-            and shorten(mean[:parameters], Layout(parameters, parameters), limits_of(begin.lengths))
-        ):
+        count = summed.dtype.type(sum(scales(begin.weights)))
+        length = apart = 0.0
+        for part in parts(parameters):  # once through memory
+            mean = summed[part]
+            mean /= count
+            length += squared_norm(mean)
+            gradient[part] -= mean
+            apart += squared_norm(gradient[part])
+            gradient[part] = mean
+        gradient[parameters:] = summed[parameters:]
+        self._distance = math.sqrt(apart)
+        limit = limits_of(begin.lengths)[0] if self._robust and begin.lengths else math.inf
+        if (length := math.sqrt(length)) > limit:
+            gradient[:parameters] *= limit / length
             self.counts["rounds_shortened"] += 1
-        self._distance = norm_of_difference(mean[:parameters], gradient[:parameters])
-        return mean
+        return gradient
 
     def _on_withdrawn(self, now: float) -> list[Outcome]:
         """Finite gradients have a sum that is not; or this member's model is not finite, and nobody can have it."""
