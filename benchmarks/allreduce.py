@@ -32,22 +32,16 @@ import numpy as np
 import numpy.typing as npt
 import trio
 
-from peerd.daemon.mode_runner import ModeRunner
-from peerd.daemon.peers import Peers
-from peerd.local.shared_memory import SharedMemory
-from peerd.node.model_copy import ModelCopy
 from peerd.process.allocator import keep_freed_chunks
 from peerd.reproduce.sockets.lines import free_ports, namespaces
-from peerd.training.codecs import vector
+from peerd.reproduce.sockets.without_trainer import name_of, without_trainer
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Effect, Proceed, StepReport, Vector
 from peerd.training.modes import EVERY_STEP, LinkStatus, ModeClass, ModeSettings, Quiet
 from peerd.training.rounds.member import Committed, Outcome, Rounds, Withdrawn
 from peerd.training.trigger import parse_trigger
-from peerd.transport.connection import Connection, ConnectionLost
-from peerd.transport.hello import answer
 from peerd.transport.ids import Address, NodeId
-from peerd.transport.messages import AS_STARTED, Connected, Hello, Message, Welcome
+from peerd.transport.messages import Connected, Message
 from peerd.transport.same_host import SameHost
 from peerd.transport.tcp import TcpTransport
 
@@ -157,40 +151,22 @@ class Summing(ModeClass):
 
 
 async def peerd(rank: int, addresses: list[Address], count: int, topology: str, shm: bool) -> None:
-    me, layout = f"r{rank}", Layout(count, count)
-    where = {f"r{other}": address for other, address in enumerate(addresses)}
-    settings = ModeSettings("float32", parse_trigger("always"), 3, 1, "blocking", topology, min_peers=len(addresses))
-    hello = Hello(1, "swarm", "run", me, me, 1, *addresses[rank], "allreduce", "", ())
+    layout = Layout(count, count)
+    settings = ModeSettings(
+        "float32", parse_trigger("always"), 3, 1, "blocking", topology, min_peers=len(addresses), robust=False
+    )  # one that says no lengths would be left out of the rounds
     source = contribution(rank, count)
     work = source.copy()
 
-    async def accept(link: Connection) -> None:
-        peers.count(link)
-        try:
-            theirs = await answer(link, lambda _: None, Welcome(me, me, 1))
-            link.payload_limit = vector.payload_limit(layout)
-            while True:
-                await runner.on_message(theirs.node, await link.receive())
-        except ConnectionLost:
-            pass  # at the end
-        finally:
-            await peers.close(link)
+    mode = Summing(name_of(rank), layout, random.Random(rank), settings, work)
 
-    async with trio.open_nursery() as nursery:
-        transport = TcpTransport(nursery, *([SameHost()] if shm else []))
-        peers = Peers(transport, lambda: hello, where.get, lambda peer: runner.on_reconnected(peer), print)
-        runner = ModeRunner(peers)
-        runner.core.model = ModelCopy(SharedMemory.create(count))
-        await nursery.start(peers.run)
-        nursery.start_soon(runner.run)
-        mode = Summing(me, layout, random.Random(rank), settings, work)
-        others = frozenset(where.keys() - {me})
-        await runner.begin(AS_STARTED, others, lambda *_: mode, me, layout, random.Random(rank), settings)
-        await nursery.start(transport.listen, addresses[rank], accept)
+    def transport(nursery: trio.Nursery) -> TcpTransport:
+        return TcpTransport(nursery, *([SameHost()] if shm else []))
+
+    async with without_trainer(rank, addresses, layout, mode, transport) as node:
 
         async def add_up() -> float:
-            runner.on_report(StepReport(1, 0.0, 1.0, published=True, finishing=False), 0)
-            await runner.settled.wait()
+            await node.step(1)
             return mode.ended
 
         print("ready", flush=True)
@@ -202,7 +178,6 @@ async def peerd(rank: int, addresses: list[Address], count: int, topology: str, 
             count,
             len(addresses),  # a round leaves the mean
         )
-        nursery.cancel_scope.cancel()
 
 
 # -------------------------------------------------------------------------------------------------------- all of them

@@ -37,7 +37,7 @@ SHELLS = {f"peerd.daemon.{name}" for name in (
     "twin_proof", "verbs",
 )} | {f"peerd.security.{name}" for name in (
     "entry", "newcomer", "reception", "renewal", "secrets_exchange", "shared_secrets",
-)} | {"peerd.doctor", "peerd.reproduce.sockets.rank"}  # fmt: skip
+)} | {"peerd.doctor", "peerd.reproduce.sockets.rank", "peerd.reproduce.sockets.without_trainer"}  # fmt: skip
 SHELL_PACKAGES = ("peerd.carriers", "peerd.transport", "peerd.cli")
 ROOMS = {  # each with the rooms that it may look into; from the roof to the cellar
     "cli": {

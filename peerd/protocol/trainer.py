@@ -127,7 +127,7 @@ class Added(Said):
 class GradientReady(Said):
     """I wait with the gradient of this step, of so many samples: it is in the memory."""
 
-    KIND = "gradient"
+    KIND = "gradient_ready"
     step: int
     samples: float
     rate: float  # the optimizer's learning rate
@@ -135,9 +135,9 @@ class GradientReady(Said):
     def check(self) -> None:
         """See `Said`."""
         if not 0 < self.samples < math.inf:
-            raise ValueError(f"gradient: of {self.samples} samples")
+            raise ValueError(f"gradient_ready: of {self.samples} samples")
         if not 0 <= self.rate < math.inf:
-            raise ValueError(f"gradient: at a learning rate of {self.rate}")
+            raise ValueError(f"gradient_ready: at a learning rate of {self.rate}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
-from peerd.reproduce import (
-    e01_staleness,
-    e02_learning_rate,
-    e03_batch_rule,
-    e04_crossover,
-    e05_trigger,
-    e05b_fixed_period,
-    e06_topologies,
-    e07_speedup,
-    e08_large_batch,
-    e09_hpsgd,
-    e10_compression,
-    e11_outer_steps,
-    e12_drops,
-)
+from importlib import import_module
+
 from peerd.reproduce.experiment import Experiment
 
 __all__ = ["EXPERIMENTS"]
 
-EXPERIMENTS: dict[str, Experiment] = {
-    each.EXPERIMENT.name: each.EXPERIMENT
-    for each in (
-        e01_staleness,
-        e02_learning_rate,
-        e03_batch_rule,
-        e04_crossover,
-        e05_trigger,
-        e05b_fixed_period,
-        e06_topologies,
-        e07_speedup,
-        e08_large_batch,
-        e09_hpsgd,
-        e10_compression,
-        e11_outer_steps,
-        e12_drops,
-    )
-}
+FILES = (
+    "e01_staleness",
+    "e02_learning_rate",
+    "e03_batch_rule",
+    "e04_crossover",
+    "e05_trigger",
+    "e05b_fixed_period",
+    "e06_topologies",
+    "e07_speedup",
+    "e08_large_batch",
+    "e09_hpsgd",
+    "e10_compression",
+    "e11_outer_steps",
+    "e12_drops",
+)
+"""In the order in which they are listed and run; each has its `EXPERIMENT`."""
+
+_ALL: list[Experiment] = [import_module(f"{__name__}.{file}").EXPERIMENT for file in FILES]
+EXPERIMENTS: dict[str, Experiment] = {each.name: each for each in _ALL}

@@ -92,6 +92,13 @@ def test_anything_else_is_refused(message: dict[str, Any]) -> None:
                 decoded(message, table)
 
 
+def test_a_kind_said_both_ways_means_one_thing() -> None:
+    """`spare` and `barrier` are asked or told of, and heard; a gradient that is ready is no mean."""
+    both = FROM_TRAINER.keys() & FROM_DAEMON.keys()
+    assert both == {"spare", "barrier"}
+    assert all(not fields(FROM_TRAINER[kind]) for kind in both)
+
+
 @pytest.mark.parametrize(
     "message", [{"kind": "taken"}, {"kind": "taken", "half": 2}, {"kind": "step", "step": 1}, {"kind": ["step"]}, {}]
 )

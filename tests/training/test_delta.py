@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peerd.training.codecs import CODECS, vector
+from peerd.training.codecs.difference import norm_of_difference, norm_of_sum
 from peerd.training.codecs.vector import GAIN_FIRST, GAIN_MIN, Contraction, Gain, Layout, NotFinite, decode, encode
 from peerd.training.effects import Vector
 from peerd.transport.errors import PeerError
@@ -271,3 +272,14 @@ def test_float_buffers_come_as_the_bits_that_they_are(codec: str) -> None:
         assert out[layout.parameters :].tobytes() == values[layout.parameters :].tobytes()
 
     check()
+
+
+@given(st.integers(0, 9), st.integers(0, 300), st.booleans())
+def test_the_norm_of_a_sum_is_that_in_pieces_too(seed: int, count: int, has_two: bool) -> None:
+    rng = np.random.default_rng(seed)
+    a, b = rng.standard_normal((2, count), np.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("peerd.training.codecs.difference.CHUNK_VALUES", 64)  # so that a small vector has several
+        found, expected = norm_of_sum(a, b if has_two else None), a + b if has_two else a
+        assert found == pytest.approx(float(np.linalg.norm(expected)), rel=1e-5)
+        assert norm_of_sum(a, -b) == norm_of_difference(a, b)

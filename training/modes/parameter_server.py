@@ -308,8 +308,8 @@ class ParameterServer(ModeClass):
     def _tell(self, seat: ShardState, after: int | None = None) -> None:
         """Say to the server what it has not been told; before there is one, nothing."""
         if seat.announced:
-            finishing, held = self._handed_over, self._branches.held(seat)
-            for message in self._worker.to_say(seat.part, seat.leader, finishing=finishing, held=held, after=after):
+            finishing, taken = self._handed_over, self._branches.taken_up_to(seat)
+            for message in self._worker.to_say(seat.part, seat.leader, finishing=finishing, taken=taken, after=after):
                 is_push = isinstance(message, ShardPush)
                 self._send(self._branches.ours_go_to(seat) if is_push else seat.leader[1], message)
 

@@ -225,8 +225,8 @@ class Leadership:
         members = []
         for id in [self._me, *others][:TREE_MAX]:
             mark = applied.get(id)
-            held = mark.seq if mark is not None and mark.life == lives[id] else 0
-            members.append(Applied(id, lives[id], held))
+            taken = mark.seq if mark is not None and mark.life == lives[id] else 0
+            members.append(Applied(id, lives[id], taken))
         return Tree(self._arity, tuple(members))
 
     def _announce(self, seat: ShardState, peer: NodeId) -> None:

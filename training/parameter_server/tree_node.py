@@ -46,7 +46,7 @@ class TreeRelay:
         """Where our own pushes begin their way: at our own place in the tree, or at the server."""
         return self._me if seat.aggregator is not None else seat.leader[1]
 
-    def held(self, seat: ShardState) -> int:
+    def taken_up_to(self, seat: ShardState) -> int:
         """The last of our pushes that need not be said again, as the tree has it."""
         return (seat.tree.seq(self._me, self._worker.life) if seat.tree is not None else None) or 0
 

@@ -135,16 +135,16 @@ class Worker:
         return chunks
 
     def to_say(
-        self, part: Part, leader: Ballot, *, finishing: bool, held: int = 0, after: int | None = None
+        self, part: Part, leader: Ballot, *, finishing: bool, taken: int = 0, after: int | None = None
     ) -> list[ShardPush | ShardPull]:
         """What the shard's server must hear: pushes that it has not been told of, or a reminder of the last.
 
-        Those up to `held` are in a new server's weights; one that we know said that it has those up to `after`.
+        Those up to `taken` are in a new server's weights; one that we know said that it has those up to `after`.
         """
         if after is not None:
             part.said = after
         elif part.told != leader:
-            part.told, part.said = leader, held
+            part.told, part.said = leader, taken
         said = [push for push in part.pushes if push.seq > part.said]
         part.said = part.seq
         oldest = part.pushes[0].seq if part.pushes else 0

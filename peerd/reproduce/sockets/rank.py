@@ -19,26 +19,20 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import numpy as np
 import trio
 
-from peerd.daemon.mode_runner import ModeRunner
-from peerd.daemon.peers import Peers
-from peerd.local.shared_memory import SharedMemory
-from peerd.node.model_copy import ModelCopy
 from peerd.process.allocator import keep_freed_chunks
-from peerd.training.codecs import vector
+from peerd.reproduce.sockets.without_trainer import name_of, without_trainer
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Apply, Effect, Proceed, Resume, StepReport, Vector
 from peerd.training.modes import LinkStatus, Mode, ModeClass, ModeSettings, Quiet, parse_mode
 from peerd.training.trigger import parse_trigger
-from peerd.transport.connection import Connection, ConnectionLost
 from peerd.transport.errors import UserError
-from peerd.transport.hello import Refused, answer
 from peerd.transport.ids import Address, NodeId
-from peerd.transport.messages import AS_STARTED, Chunk, Connected, Hello, Message, Welcome
+from peerd.transport.messages import Chunk, Connected, Message
 from peerd.transport.tcp import TcpStream, TcpTransport
 
 CHECKED = 1024  # values of the model
@@ -191,12 +185,10 @@ class Timed(ModeClass):
 
 async def serve(rank: int, addresses: list[Address], count: int, mode: str, topology: str, mbit: float) -> None:
     """Be this rank until stdin ends. `mbit` above 0 limits the line here, both ways."""
-    me, layout = f"r{rank}", Layout(count, count)
-    where = {f"r{other}": address for other, address in enumerate(addresses)}
+    layout = Layout(count, count)
     settings = ModeSettings(
         "float32", parse_trigger("always"), 3, 1, "blocking", topology, min_peers=len(addresses), robust=False
     )
-    hello = Hello(1, "swarm", "run", me, me, 1, *addresses[rank], mode, "", ())
     mine = np.random.default_rng(rank).standard_normal(count, dtype=np.float32)
     model = np.zeros(count, np.float32)
     first = [
@@ -204,44 +196,18 @@ async def serve(rank: int, addresses: list[Address], count: int, mode: str, topo
         for other in range(len(addresses))
     ]
     expected = np.asarray(first, np.float64).mean(axis=0)
-    timed = Timed(parse_mode(mode)(me, layout, random.Random(rank), settings, lambda: model.copy()), model)
+    timed = Timed(parse_mode(mode)(name_of(rank), layout, random.Random(rank), settings, lambda: model.copy()), model)
     if mbit:
         SlowStream.up, SlowStream.down = SlowLine(mbit * 125_000), SlowLine(mbit * 125_000)
 
-    async def accept(link: Connection) -> None:
-        peers.count(link)
-        try:
-            theirs = await answer(link, lambda _: None, Welcome(me, me, 1))
-            link.payload_limit = vector.payload_limit(layout)
-            while True:
-                await runner.on_message(theirs.node, await link.receive())
-        except ConnectionLost:
-            pass  # at the end
-        finally:
-            await peers.close(link)
+    def transport(nursery: trio.Nursery) -> TcpTransport:
+        return TcpTransport(nursery, stream=SlowStream if mbit else TcpStream)
 
-    async with trio.open_nursery() as nursery:
-        transport = TcpTransport(nursery, stream=SlowStream if mbit else TcpStream)
-        peers = Peers(transport, lambda: hello, where.get, lambda peer: runner.on_reconnected(peer), refused)
-        runner = ModeRunner(peers)
-        runner.core.model = ModelCopy(SharedMemory.create(count))
-        await nursery.start(peers.run)
-        nursery.start_soon(runner.run)
-        await runner.begin(
-            AS_STARTED,
-            frozenset(where.keys() - {me}),
-            lambda *_: cast(Mode, timed),
-            me,
-            layout,
-            random.Random(rank),
-            settings,
-        )
-        await nursery.start(transport.listen, addresses[rank], accept)
+    async with without_trainer(rank, addresses, layout, timed, transport) as node:
 
         async def step(number: int) -> None:
             model[:] += mine
-            runner.on_report(StepReport(number, 0.0, 1.0, published=True, finishing=False), 0)
-            await runner.settled.wait()
+            await node.step(number)
 
         def obey() -> None:
             for number, _ in enumerate(sys.stdin, 1):
@@ -249,22 +215,16 @@ async def serve(rank: int, addresses: list[Address], count: int, mode: str, topo
                 began = time.monotonic()
                 trio.from_thread.run(step, number)
                 off = float(np.abs(model[: len(expected)] - before - expected).max())
-                tell(json.dumps({"began": began, "ended": timed.ended, "sent": peers.bytes_sent, "off": off}))
+                tell(json.dumps({"began": began, "ended": timed.ended, "sent": node.bytes_sent, "off": off}))
 
         tell("ready")
         await trio.to_thread.run_sync(obey)
-        nursery.cancel_scope.cancel()
 
 
 def tell(line: str) -> None:
     """To whoever gives the orders."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
-
-
-def refused(peer: NodeId, why: Refused) -> None:
-    """By who should take it: that is for people to see."""
-    sys.stderr.write(f"{peer}: {why}\n")
 
 
 def main() -> None:
