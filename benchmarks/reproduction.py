@@ -1,5 +1,7 @@
 """Make benchmarks/REPRODUCTION.md and its figures from what `peerd reproduce` wrote.
 
+What the page has of other experiments, and notes, it keeps.
+
 peerd reproduce all --quick && python benchmarks/reproduction.py reproduction.json [MORE.json ...] --machine "2 cores"
 """
 
@@ -8,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -58,17 +61,32 @@ def section(experiment: dict[str, Any], figures: Path) -> str:
     return "\n".join(lines)
 
 
+def kept(page: Path) -> tuple[dict[str, str], dict[str, str], list[str]]:
+    """The sections and the rows of the table by experiment, and the notes, of a page that there is."""
+    text = page.read_text(encoding="utf-8") if page.exists() else ""
+    head, *rest = re.split(r"^(?=## E)", text, flags=re.MULTILINE)
+    sections = {one.split()[1]: one for one in rest}
+    rows = {row.split()[1]: row for row in head.splitlines() if row.startswith("| E")}
+    return sections, rows, [line[2:] for line in head.splitlines() if line.startswith("- ")]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", nargs="+", type=Path)
     parser.add_argument("--machine", required=True, help="on what it ran, and what else ran there")
-    parser.add_argument("--note", action="append", default=[], help="what a reader must know; may be given again")
+    parser.add_argument(
+        "--note",
+        action="append",
+        default=[],
+        help="what a reader must know, in place of the notes that there are; may be given again",
+    )
     parser.add_argument("--out", type=Path, default=HERE / "REPRODUCTION.md")
     options = parser.parse_args()
     found = [each for path in options.results for each in json.loads(path.read_text())["experiments"]]
     by_name = {each["name"]: each for each in found}
     figures = options.out.parent / "reproduction"
     figures.mkdir(exist_ok=True)
+    sections, rows, notes = kept(options.out)
     lines = [
         "# What the papers claimed, and what peerd saw",
         "",
@@ -81,10 +99,12 @@ def main() -> None:
     ]
     for name, experiment in EXPERIMENTS.items():
         ran = by_name.get(name)
-        said = (ran["verdict"], f"`{ran['command']}`") if ran else ("NOT RUN", "not yet")
-        lines.append(f"| {name} | {experiment.title} | {' | '.join(said)} |")
-    lines += ["", *(f"- {note}" for note in options.note), ""]
-    lines += [section(by_name[name], figures) for name in EXPERIMENTS if name in by_name]
+        row = f"| {name} | {experiment.title} | "
+        row += f"{ran['verdict']} | `{ran['command']}` |" if ran else "NOT RUN | not yet |"
+        lines.append(row if ran else rows.get(name, row))
+    lines += ["", *(f"- {note}" for note in options.note or notes), ""]
+    sections |= {name: section(ran, figures) for name, ran in by_name.items()}
+    lines += [sections[name] for name in EXPERIMENTS if name in sections]
     options.out.write_text("\n".join(lines), encoding="utf-8")
 
 
