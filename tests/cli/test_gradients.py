@@ -1,0 +1,109 @@
+"""Gradients between real processes: one is killed at any step, another joins, and all hold the model of plain DDP."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import time
+
+import torch
+from machine import Machine, Node
+
+CLOSE = 1e-6  # relative
+TRAIN = """
+import json, os, torch, peerd
+torch.set_num_threads(1)
+torch.manual_seed(int(os.environ["SEED"]))
+rank = int(os.environ["RANK"])
+model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+with peerd.attach(model, optimizer) as swarm, open(os.environ["OUT"], "a") as out:
+    while True:
+        at = swarm.step_count
+        x = torch.randn(16, 6, generator=torch.Generator().manual_seed(1000 * at + rank))
+        torch.nn.functional.mse_loss(model(x), x[:, :1] * x[:, 1:2]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        swarm.step()
+        state = [p.tolist() for p in model.parameters()]
+        state += [optimizer.state[p]["momentum_buffer"].tolist() for p in model.parameters()]
+        print(json.dumps([swarm.step_count, state]), file=out, flush=True)
+"""
+
+
+class Plain:
+    """One process that has all ranks' batches."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+
+    def step(self, at: int, ranks: list[int]) -> None:
+        for rank in ranks:
+            x = torch.randn(16, 6, generator=torch.Generator().manual_seed(1000 * at + rank))
+            loss = torch.nn.functional.mse_loss(self.model(x), x[:, :1] * x[:, 1:2]) / len(ranks)
+            loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def put(self, state: list[object]) -> None:
+        parameters = list(self.model.parameters())
+        with torch.no_grad():
+            for parameter, values in zip(parameters, state[: len(parameters)], strict=True):
+                parameter.copy_(torch.tensor(values))
+        for parameter, values in zip(parameters, state[len(parameters) :], strict=True):
+            self.optimizer.state[parameter]["momentum_buffer"] = torch.tensor(values)
+
+    def is_close(self, state: list[object]) -> bool:
+        ours = [p.detach() for p in self.model.parameters()]
+        ours += [self.optimizer.state[p]["momentum_buffer"] for p in self.model.parameters()]
+        theirs = [torch.tensor(values) for values in state]
+        return all(float((a - b).norm()) <= CLOSE * (1 + float(b.norm())) for a, b in zip(ours, theirs, strict=True))
+
+
+def said(machine: Machine, rank: int) -> dict[int, list[object]]:
+    """The state after each step, by whole lines."""
+    path = machine.path / f"{rank}.states"
+    lines = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
+    return dict(map(json.loads, lines))
+
+
+def test_who_is_killed_at_any_step_costs_a_round_and_not_the_run(machine: Machine) -> None:
+    victim, killed_at = 0, random.randrange(3, 12)  # the founder, through which all have joined
+    script = machine.script("train.py", TRAIN)
+    gradients = ("--mode", "allreduce", "--exchange", "gradients", "--wait-for", "3")
+
+    def start(rank: int, join: Node | None, seed: int = 0) -> Node:
+        out = str(machine.path / f"{rank}.states")
+        return machine.start(f"n{rank}", *gradients, script, join=join, RANK=str(rank), SEED=str(seed), OUT=out)
+
+    nodes = [start(0, None)]
+    nodes += [start(rank, nodes[0]) for rank in (1, 2)]
+    nodes[2].eventually(lambda: len(said(machine, 2)) >= killed_at)
+    nodes[victim].signal(signal.SIGKILL)  # its trainer is killed with it
+    time.monotonic()
+    survivors = [rank for rank in (0, 1, 2) if rank != victim]
+    before = max(max(said(machine, rank)) for rank in survivors)
+    nodes[survivors[0]].eventually(lambda: max(said(machine, survivors[0])) > before + 2)
+    joiner = start(3, nodes[survivors[0]], seed=1)
+    joiner.eventually(lambda: len(said(machine, 3)) >= 4)
+    machine.end()
+
+    states = {rank: said(machine, rank) for rank in range(4)}
+    seen, plain, ranks = states[survivors[0]], Plain(), [0, 1, 2]
+    for at in range(1, min(states[3]) - 1):  # up to the newcomer's first
+        plain.put(seen[at])
+        plain.step(at, ranks)
+        if not plain.is_close(seen[at + 1]):
+            assert ranks == [0, 1, 2], f"step {at} is nobody's mean"
+            ranks = survivors
+            plain.put(seen[at])
+            plain.step(at, ranks)
+            assert plain.is_close(seen[at + 1]), f"step {at} is not the survivors' mean"
+    assert ranks == survivors
+    for rank in (survivors[1], 3):
+        both = seen.keys() & states[rank].keys()
+        assert len(both) > 3
+        assert [at for at in both if states[rank][at] != seen[at]] == [], "not to the bit"
