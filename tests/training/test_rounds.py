@@ -16,6 +16,7 @@ from weather import weather_settings
 from peerd.training.modes.allreduce import LANDS_WITHIN, SETTLE_STEPS
 from peerd.training.rounds.attempt import WINDOW
 from peerd.training.rounds.leader import PATIENCE_FIRST_S
+from peerd.training.rounds.member import TRANSITIONS, Rounds
 from peerd.transport.errors import PeerError
 from peerd.transport.messages import LinkClosed, RoundBegin, RoundCommit, RoundPhase, RoundPieces
 
@@ -429,3 +430,37 @@ def test_pieces_that_were_lost_with_a_connection_come_when_it_is_back() -> None:
             swarm.deliver(source, target)
     assert lost == 6
     assert [len(node.rounds) for node in swarm.nodes.values()] == [1, 1, 1]
+
+
+@given(st.lists(st.sampled_from(RoundPhase), max_size=12))
+def test_a_member_goes_only_where_the_table_says(phases: list[RoundPhase]) -> None:
+    rounds = in_a_round().nodes["a"].core._rounds
+    for phase in phases:
+        before = rounds.phase
+        if phase in TRANSITIONS[before]:
+            rounds._enter(phase)
+            assert rounds.phase == phase
+        else:
+            with pytest.raises(AssertionError, match=f"{before.name} -> {phase.name}"):
+                rounds._enter(phase)
+            assert rounds.phase == before
+
+
+def test_every_way_in_the_table_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone: set[tuple[RoundPhase, RoundPhase]] = set()
+    enter = Rounds._enter
+
+    def seen(rounds: Rounds, phase: RoundPhase) -> None:
+        gone.add((rounds.phase, phase))
+        enter(rounds, phase)
+
+    monkeypatch.setattr(Rounds, "_enter", seen)
+    for victim in NAMES[:3]:
+        test_a_death_at_every_message(victim)
+    swarm = RoundSwarm("ab")
+    swarm.all_hear()
+    swarm.settle()
+    for name in "ab":
+        swarm.step(name, 3e38)  # finite, and the sum is not
+    swarm.settle()
+    assert gone == {(one, other) for one, following in TRANSITIONS.items() for other in following}

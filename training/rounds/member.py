@@ -1,13 +1,7 @@
 """How do members agree that a round took place? One member's side of the round protocol; leader.py is the other.
 
-A round is a numbered roster whose contributions are summed. Seen from one member (every message names round, attempt):
-
-    IDLE    -> READY    the mode has a contribution: RoundReport to the leader
-    READY   -> RUNNING  RoundBegin: the collective runs, pieces in a window to each peer (attempt.py)
-    RUNNING -> HELD     the sum is here: RoundReport
-    HELD    -> IDLE     RoundCommit: the sum is handed to the mode, once
-    RUNNING -> READY    another leader, whom a death or a newcomer made one: the attempt is over, the contribution stays
-    HELD    -> RUNNING  RoundBegin of a later attempt: a member died before it held the sum
+A round is a numbered roster whose contributions are summed. Each member goes through the phases of `TRANSITIONS`; every
+message names round and attempt.
 
 A member that missed a commit because it was away, a newcomer with a snapshot, and both sides of a healed partition hold
 models that were agreed in different rounds. They need no state of the others: a round whose members do not all hold the
@@ -52,6 +46,27 @@ from peerd.transport.messages import (
 REPEAT_S = 2.0
 EARLY_MAX = 64  # messages of an attempt whose beginning has not been heard of: the windows of 16 neighbours at least
 EARLY_OF_ONE = 2 * WINDOW  # pieces of one member: its window, and the same of another attempt
+
+TRANSITIONS: dict[RoundPhase, dict[RoundPhase, str]] = {
+    RoundPhase.IDLE: {
+        RoundPhase.READY: "the mode has a contribution, or the run has ended: RoundReport to the leader",
+    },
+    RoundPhase.READY: {
+        RoundPhase.RUNNING: "RoundBegin: the collective runs, pieces in a window to each peer (attempt.py)",
+    },
+    RoundPhase.RUNNING: {
+        RoundPhase.HELD: "the sum is here: RoundReport",
+        RoundPhase.RUNNING: "RoundBegin of a later attempt: a member died",
+        RoundPhase.READY: "another leader, or pieces that cannot be: the attempt is over, the contribution stays",
+        RoundPhase.IDLE: "a value was not finite: the contribution is withdrawn",
+    },
+    RoundPhase.HELD: {
+        RoundPhase.IDLE: "RoundCommit: the sum is handed to the mode, once",
+        RoundPhase.READY: "RoundCommit to one whose run has ended: it is in every round that follows",
+        RoundPhase.RUNNING: "RoundBegin of a later attempt: a member died before it held the sum",
+    },
+}
+"""What a phase may be followed by, and why."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,7 +154,7 @@ class Rounds:
         """There is a contribution to the next round."""
         assert self.phase == RoundPhase.IDLE
         self._offer = offer or self._offer
-        self.phase = RoundPhase.READY
+        self._enter(RoundPhase.READY)
         self._reached_at = now
         return self.say(now)
 
@@ -151,7 +166,7 @@ class Rounds:
             self._offer = offer
         self.finished, self.given, self.settled = finished, False, False
         if finished and self.phase == RoundPhase.IDLE:
-            self.phase = RoundPhase.READY
+            self._enter(RoundPhase.READY)
             self._reached_at = now
         return self.say(now)
 
@@ -281,7 +296,7 @@ class Rounds:
         attempt, self._attempt = self._attempt, None
         self.round, self._agreed = attempt.begin.round, attempt.begin.attempt
         self.given, self.settled = self._gives, attempt.begin.final
-        self.phase = RoundPhase.READY if self.finished else RoundPhase.IDLE
+        self._enter(RoundPhase.READY if self.finished else RoundPhase.IDLE)
         self._counts["rounds"] += 1
         self._pace.round_took(now - self._reached_at)
         if self._committed_at is not None:
@@ -305,7 +320,7 @@ class Rounds:
         self._awaited, self.order = None, begin
         self._seen = begin.attempt
         self._gives = self.finished
-        self.phase = RoundPhase.RUNNING
+        self._enter(RoundPhase.RUNNING)
         self._counts["attempts"] += 1
         early, self._early = self._early, []
         where, layout = self.summed(begin)
@@ -386,7 +401,7 @@ class Rounds:
     def _advance(self, now: float) -> list[Outcome]:
         if self._attempt is None or not self._attempt.done or self.phase != RoundPhase.RUNNING:
             return []
-        self.phase = RoundPhase.HELD
+        self._enter(RoundPhase.HELD)
         return self._answer(now)
 
     def _answer(self, now: float) -> list[Outcome]:
@@ -394,13 +409,16 @@ class Rounds:
         return self.say(now) if self._leads != self._me else []
 
     def _withdraw(self, now: float) -> list[Outcome]:
-        self._give_up()
-        self.phase = RoundPhase.IDLE
+        self._give_up(RoundPhase.IDLE)
         return [Withdrawn(), *self._answer(now)]
 
-    def _give_up(self) -> None:
+    def _give_up(self, phase: RoundPhase = RoundPhase.READY) -> None:
         self._attempt = None
-        self.phase = RoundPhase.READY
+        self._enter(phase)
+
+    def _enter(self, phase: RoundPhase) -> None:
+        assert phase in TRANSITIONS[self.phase], f"{self.phase.name} -> {phase.name}"
+        self.phase = phase
 
     def _repeat(self, peer: NodeId, now: float) -> list[Outcome]:
         return [*self._attempt.repeat(peer, now)] if self._attempt is not None else []
