@@ -83,10 +83,11 @@ def test_who_is_killed_at_any_step_costs_a_round_and_not_the_run(machine: Machin
     nodes += [start(rank, nodes[0]) for rank in (1, 2)]
     nodes[2].eventually(lambda: len(said(machine, 2)) >= killed_at)
     nodes[victim].signal(signal.SIGKILL)  # its trainer is killed with it
-    time.monotonic()
+    killed = time.monotonic()
     survivors = [rank for rank in (0, 1, 2) if rank != victim]
     before = max(max(said(machine, rank)) for rank in survivors)
     nodes[survivors[0]].eventually(lambda: max(said(machine, survivors[0])) > before + 2)
+    print(f"killed after step {killed_at}; on after {time.monotonic() - killed:.1f} s")  # noqa: T201
     joiner = start(3, nodes[survivors[0]], seed=1)
     joiner.eventually(lambda: len(said(machine, 3)) >= 4)
     machine.end()
