@@ -17,7 +17,7 @@ import math
 import os
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
@@ -156,16 +156,11 @@ class Swarm:
         for name in figures.left_out.keys() - self._named:
             self._named.add(name)
             say(f"{name} is not shown: {figures.left_out[name]}")
-        try:
-            self._session.on_step(self.step_count, figures.loss, figures.samples, figures.metrics)
-        except (OSError, EOFError):
-            self._lose_daemon()
-        except SystemExit:
-            self._lead(RankCommand.STOP)
-            self._close()
-            raise
-        else:
-            self._lead(self._session.take_word())
+        session = self._session
+        if self._daemon_outlives(
+            lambda: session.on_step(self.step_count, figures.loss, figures.samples, figures.metrics)
+        ):
+            self._lead(session.take_word())
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -200,15 +195,8 @@ class Swarm:
             self._follower.finish()
         if self._session is None:
             return
-        try:
-            self._session.finish(self.step_count, at_exit=at_exit)
-        except (OSError, EOFError):
-            self._lose_daemon()
-        except SystemExit:
-            self._lead(RankCommand.STOP)
-            self._close()
-            raise
-        else:
+        session = self._session
+        if self._daemon_outlives(lambda: session.finish(self.step_count, at_exit=at_exit)):
             self._lead(RankCommand.CHANGED)
             self._close()
 
@@ -237,6 +225,19 @@ class Swarm:
                 pass
             except Exception as error:  # whatever is left of the script at this point
                 say(f"the script ended without swarm.finish(), and its last steps could not be given: {error!r}")
+
+    def _daemon_outlives(self, act: Callable[[], None]) -> bool:
+        """Do it; whether the daemon is still there. Raises SystemExit where the node leaves: all ranks end then."""
+        try:
+            act()
+        except (OSError, EOFError):
+            self._lose_daemon()
+            return False
+        except SystemExit:
+            self._lead(RankCommand.STOP)
+            self._close()
+            raise
+        return True
 
     def _stay_out(self) -> None:
         self._ranks = self._follower = None
