@@ -1,0 +1,159 @@
+"""What do people use instead? Synchronous and local-step methods over torch.distributed (gloo), as their papers say.
+
+A rival is one class here and one line in RIVALS: it takes a task's run, and makes its steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from peerd.training.tasks.run import Run
+
+
+class Rival(Protocol):
+    """One rank of it; the process group is there."""
+
+    def step(self, number: int) -> None:
+        """Optimizer step `number`, and what follows it."""
+        ...
+
+    def end(self) -> None:
+        """The last exchange, where the method has one."""
+        ...
+
+
+class Ddp:
+    """DistributedDataParallel; `rank` above 0: with PowerSGD of that rank (Vogels et al. 2019, arXiv:1905.13727)."""
+
+    def __init__(self, run: Run, rank: int = 0) -> None:
+        self._run, self._plain = run, run.model
+        model = DistributedDataParallel(run.model)
+        if rank:
+            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+            model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        run.model = model
+
+    def step(self, number: int) -> None:
+        self._run.step(number)
+
+    def end(self) -> None:
+        self._run.model = self._plain
+
+
+class LocalSgd:
+    """The mean of all models after every `every` steps (Stich 2019, arXiv:1805.09767)."""
+
+    def __init__(self, run: Run, every: int) -> None:
+        self._run, self._every = run, every
+
+    def step(self, number: int) -> None:
+        self._run.step(number)
+        if (number + 1) % self._every == 0:
+            self.end()
+
+    @torch.no_grad()
+    def end(self) -> None:
+        parameters = list(self._run.model.parameters())
+        flat = torch.nn.utils.parameters_to_vector(parameters)
+        dist.all_reduce(flat)
+        torch.nn.utils.vector_to_parameters(flat / dist.get_world_size(), parameters)
+
+
+class Outer:
+    """What the outer-step methods share: an agreed model, and every `every` steps a step of it by how far all came."""
+
+    def __init__(self, run: Run, every: int) -> None:
+        self._run, self._every = run, every
+        self._parameters = list(run.model.parameters())
+        self._agreed = torch.nn.utils.parameters_to_vector(self._parameters).detach().clone()
+
+    def step(self, number: int) -> None:
+        self._run.step(number)
+        if (number + 1) % self._every == 0:
+            self.end()
+
+    @torch.no_grad()
+    def end(self) -> None:
+        came = self._agreed - torch.nn.utils.parameters_to_vector(self._parameters)
+        self._agreed -= self.outer_step(came)
+        torch.nn.utils.vector_to_parameters(self._agreed.clone(), self._parameters)
+
+    def outer_step(self, came: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class DiLoCo(Outer):
+    """Nesterov's outer momentum of .9 at the outer rate of .7 (Douillard et al. 2023, arXiv:2311.08105)."""
+
+    def __init__(self, run: Run, every: int) -> None:
+        super().__init__(run, every)
+        self._momentum = torch.zeros_like(self._agreed)
+
+    def outer_step(self, came: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(came)
+        came /= dist.get_world_size()
+        self._momentum.mul_(0.9).add_(came)
+        return 0.7 * (came + 0.9 * self._momentum)
+
+
+class SparseLoCo(Outer):
+    """The largest of each chunk in 2 bits, with error feedback in place of momentum (arXiv:2508.15706).
+
+    Of each chunk of 4096 values the 64 largest, each as one of four levels; 12 bits of place and 2 of value travel as
+    16. Error feedback decays by .95, the outer rate is 1.
+    """
+
+    CHUNK, KEPT, DECAY = 4096, 64, 0.95
+
+    def __init__(self, run: Run, every: int) -> None:
+        super().__init__(run, every)
+        self._pad = -len(self._agreed) % self.CHUNK
+        self._error = torch.zeros(len(self._agreed) + self._pad)
+
+    def outer_step(self, came: torch.Tensor) -> torch.Tensor:
+        self._error.mul_(self.DECAY)
+        self._error[: len(came)] += came
+        chunks = self._error.view(-1, self.CHUNK)
+        places = chunks.abs().topk(self.KEPT, dim=1).indices
+        kept = chunks.gather(1, places)
+        scale = kept.abs().mean(dim=1, keepdim=True)
+        large = kept.abs() > scale
+        codes = places | (large.long() << 12) | ((kept < 0).long() << 13)
+        mine = (codes.to(torch.int16).contiguous(), scale.to(torch.float16))
+        chunks -= self._decoded(*mine)
+        theirs = [[torch.empty_like(part) for _ in range(dist.get_world_size())] for part in mine]
+        for part, gathered in zip(mine, theirs, strict=True):
+            dist.all_gather([each.view(torch.uint8) for each in gathered], part.view(torch.uint8))
+        mean = sum(self._decoded(*each) for each in zip(*theirs, strict=True)) / dist.get_world_size()
+        return torch.as_tensor(mean).reshape(-1)[: len(came)]
+
+    def _decoded(self, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        said = codes.long()
+        size = torch.where(((said >> 12) & 1) == 1, 1.5, 0.5) * scale.float()
+        values = torch.where(((said >> 13) & 1) == 1, -size, size)
+        return torch.zeros(len(codes), self.CHUNK).scatter_(1, said & 0xFFF, values)
+
+
+RIVALS: dict[str, Callable[[Run], Any]] = {
+    "DDP": Ddp,
+    "DDP, PowerSGD 4": lambda run: Ddp(run, 4),
+    "local SGD 8": lambda run: LocalSgd(run, 8),
+    "local SGD 32": lambda run: LocalSgd(run, 32),
+    "local SGD 128": lambda run: LocalSgd(run, 128),
+    "DiLoCo 32": lambda run: DiLoCo(run, 32),
+    "SparseLoCo 32": lambda run: SparseLoCo(run, 32),
+}
+OURS: dict[str, list[str]] = {
+    "peerd": [],
+    "peerd --trigger change:0.1": ["--trigger", "change:0.1"],
+    "peerd --codec top_k_3 --trigger change:0.1": ["--codec", "top_k_3", "--trigger", "change:0.1"],
+    "peerd allreduce 32 int8": ["--mode", "allreduce", "--every", "32", "--codec", "int8"],
+    "peerd diloco int8": ["--mode", "diloco", "--codec", "int8"],
+}
+"""Options of `peerd start`."""
