@@ -13,6 +13,7 @@ from hypothesis.stateful import initialize, invariant
 from weather import Connections, Partings, weather_settings
 
 from peerd.training.codecs import CODECS
+from peerd.training.modes import gossip
 from peerd.training.trigger import WAKE_AFTER_S
 from peerd.transport.errors import PeerError
 from peerd.transport.messages import Connected, Delta, LinkClosed, LinkOpen, LinkSnapshot
@@ -412,6 +413,29 @@ def test_a_link_that_one_end_never_got_leaves_no_exchange_waiting() -> None:
     swarm.calm()
     assert not holder.under_way
     assert swarm.drift() < 1e-12
+
+
+@pytest.mark.parametrize("ended", ["b", "bcdefgh"])
+def test_who_trains_on_alone_keeps_its_partners(ended: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of whom it lets go waits for nobody any more, and tells all others what it had of it: a whole flush."""
+    monkeypatch.setattr(gossip, "ROTATE_AFTER_EXCHANGES", 4)
+    swarm = GossipSwarm(8, 10, "float32", view=2, seed=1)
+    swarm.everyone_alive()
+    swarm.quiesce()
+    for name in ended:
+        swarm.step(name, finishing=True)
+    swarm.quiesce()
+
+    def trains(steps: int) -> None:
+        for _ in range(steps):
+            swarm.step("a", swarm.rng.normal(size=10))
+            swarm.settle()
+
+    trains(20)
+    before = swarm.nodes["a"].core.counts["rotations"]
+    trains(60)
+    assert (swarm.nodes["a"].core.counts["rotations"] == before) == (len(ended) > 1)
+    assert swarm.drift() < 1e-9
 
 
 @pytest.mark.parametrize("standing", ["a", "ab", "abcd"])

@@ -223,9 +223,16 @@ class Gossip(PartneredMode[PairLink]):
         effects: list[Effect] = [Apply(correction)]
         if self._settings.robust:
             effects += self._judge(link, now, stood=not both.moved.any())
-        if self.counts["exchanges"] % ROTATE_AFTER_EXCHANGES == 0 and not self._report.finishing:
+        if self.counts["exchanges"] % ROTATE_AFTER_EXCHANGES == 0 and not self._ends_around():
             effects += self._links.rotate(now)
         return effects
+
+    def _ends_around(self) -> bool:
+        """Whether this node's run has ended, or those of all its partners: one that is left then has all to tell.
+
+        All, as one alone could say so to keep its place.
+        """
+        return self._report.finishing or all(link.peer_finishing for link in self._links.live())
 
     def _on_late(self, sender: NodeId, message: Delta, now: float) -> list[Effect]:
         """A half of a link that we do not hold (any more)."""
