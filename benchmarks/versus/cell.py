@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,14 +33,14 @@ class Cell:
     row: str
     seed: int
     task: str = "digits"
-    shard: str = "iid"
+    shard: str = "sorted"
     peers: int = 4
     steps: int = 400
     pace: float = 0.02  # seconds that a step takes at least
     mbit: float = 10.0  # of each worker's line, both ways; 0: loopback, where nothing is counted
     disturb: str = "none"
     lr: str = ""  # the task's own
-    patience: float = 10.0  # times what the steps take alone, until a run counts as one that hangs
+    patience: float = 50.0  # times what the steps take alone, until a run counts as one that hangs
 
     def key(self) -> str:
         """What names its result."""
@@ -57,7 +58,7 @@ def run(cell: Cell, target: float) -> dict[str, Any]:
             hosts = [f"10.77.0.{rank + 1}" for rank in range(cell.peers)]
             if cell.disturb == "thin":
                 _thin(within[VICTIM][-1], cell.mbit / 10)
-        counter = Counter(cell.peers if cell.mbit else 0)
+        counter = Counter([prefix[-1] for prefix in within if prefix])
         stack.callback(counter.stop)
         workers = Workers(cell, folder, within, hosts)
         stack.callback(workers.kill)
@@ -144,13 +145,12 @@ class Workers:
 class Counter:
     """What each worker's interface has sent: read where its line comes to the switch."""
 
-    def __init__(self, peers: int) -> None:
+    def __init__(self, names: Sequence[str]) -> None:
         self.sent: list[tuple[float, list[int]]] = []
-        names = [f"pd{os.getpid()}.{rank}" for rank in range(peers)]
         self._files = [Path(f"/sys/class/net/{name}/statistics/rx_bytes") for name in names]
         self._end = Event()
         self._thread = Thread(target=self._count, daemon=True)
-        if peers:
+        if names:
             self._thread.start()
 
     def stop(self) -> None:
@@ -166,8 +166,7 @@ class Counter:
 def _thin(namespace: str, mbit: float) -> None:
     shape = f"root tbf rate {mbit}mbit burst 64kb latency 100ms".split()
     subprocess.run(["tc", "-n", namespace, "qdisc", "replace", "dev", "eth0", *shape], check=True)
-    there = f"pd{os.getpid()}.{VICTIM}"
-    subprocess.run(["tc", "qdisc", "replace", "dev", there, *shape], check=True)
+    subprocess.run(["tc", "qdisc", "replace", "dev", namespace, *shape], check=True)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -93,7 +93,7 @@ def test_sparse_outer_steps_keep_what_they_drop() -> None:
 
 @pytest.mark.parametrize("row", ["local SGD 8", "peerd"])
 def test_a_tiny_run(row: str, tmp_path: Path) -> None:
-    cell = Cell(row, 0, peers=2, steps=32, pace=0.0, mbit=0.0)
+    cell = Cell(row, 0, peers=2, steps=32, pace=0.0, mbit=0.0, shard="iid")
     kept = Kept(tmp_path / "cells")
     found = kept.result(cell, 0.3)
     assert found["ended"] == "well"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+
+_NUMBERS = itertools.count()  # a name of an interface has 15 characters
 
 
 def can_make_namespaces() -> bool:
@@ -25,10 +28,11 @@ def can_make_namespaces() -> bool:
 def namespaces(count: int, mbit: float) -> Iterator[list[list[str]]]:
     """So many, with addresses 10.77.0.1 and so on, on one switch, with so fast a line each, both ways.
 
-    Yields what is to stand before a command, for each. Needs `can_make_namespaces`.
+    Yields what is to stand before a command, for each; its last word is the name of the namespace, and of the switch's
+    end of its line. Needs `can_make_namespaces`.
     """
-    names = [f"peerd{os.getpid()}-{rank}" for rank in range(count)]
-    switch = f"pd{os.getpid()}"
+    switch = f"p{os.getpid()}.{next(_NUMBERS)}"  # one that was taken down lasts as long as its last process
+    names = [f"{switch}.{rank}" for rank in range(count)]
 
     def ip(line: str) -> None:
         subprocess.run(["ip", *line.split()], check=True, capture_output=True)
@@ -40,14 +44,14 @@ def namespaces(count: int, mbit: float) -> Iterator[list[list[str]]]:
         for rank, name in enumerate(names):
             ip(f"netns add {name}")
             stack.callback(ip, f"netns del {name}")
-            ip(f"link add {switch}.{rank} type veth peer name eth0 netns {name}")
-            ip(f"link set {switch}.{rank} master {switch} up")
+            ip(f"link add {name} type veth peer name eth0 netns {name}")
+            ip(f"link set {name} master {switch} up")
             ip(f"-n {name} addr add 10.77.0.{rank + 1}/24 dev eth0")
             ip(f"-n {name} link set lo up")
             ip(f"-n {name} link set eth0 up")
             shape = f"root tbf rate {mbit}mbit burst 256kb latency 100ms".split()
             subprocess.run(["tc", "-n", name, "qdisc", "add", "dev", "eth0", *shape], check=True)
-            subprocess.run(["tc", "qdisc", "add", "dev", f"{switch}.{rank}", *shape], check=True)
+            subprocess.run(["tc", "qdisc", "add", "dev", name, *shape], check=True)
         yield [["ip", "netns", "exec", name] for name in names]
 
 
