@@ -464,3 +464,18 @@ def test_every_way_in_the_table_is_gone(monkeypatch: pytest.MonkeyPatch) -> None
         swarm.step(name, 3e38)  # finite, and the sum is not
     swarm.settle()
     assert gone == {(one, other) for one, following in TRANSITIONS.items() for other in following}
+
+
+@pytest.mark.parametrize("mode", ["allreduce", "diloco:2"])
+def test_who_leads_and_stands_aside_begins_nothing_while_a_commit_is_under_way(mode: str) -> None:
+    """The only member that came to the round was told of its commit; its words from before that come twice."""
+    swarm = RoundSwarm("abcd", mode=mode, every=2, overlap="delayed")
+    swarm.all_hear()
+    swarm.settle()
+    swarm.finish("b")
+    swarm.settle()
+    swarm.now += PATIENCE_FIRST_S + 100
+    swarm.perform("a", swarm.nodes["a"].core.on_timer(swarm.now))
+    swarm.heal()
+    assert swarm.nodes["b"].core.counts["rounds"] == 1
+    assert swarm.nodes["b"].core.counts["attempts"] == 1

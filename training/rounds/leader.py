@@ -109,7 +109,8 @@ class Leader:
             self._shuffle = stuck  # other neighbours may reach each other
             self.begun = None
         if everyone <= reports.keys():
-            orders += self._unfinished_commit(reports) or self._begin(reports, pace, now)
+            commits = self._unfinished_commit(reports)
+            orders += self._begin(reports, pace, now) if commits is None else commits
         return orders
 
     def _waits_s(self, pace: Pace) -> float:
@@ -127,13 +128,17 @@ class Leader:
                 orders += self._tell([id], RoundCommit(applied[report.attempt], report.attempt))
         return orders
 
-    def _unfinished_commit(self, reports: dict[NodeId, RoundReport]) -> list[Order]:
-        """What an earlier leader may have committed, somewhere: all who took part in the newest attempt hold it."""
+    def _unfinished_commit(self, reports: dict[NodeId, RoundReport]) -> list[Order] | None:
+        """What an earlier leader may have committed, somewhere: all who took part in the newest attempt hold it.
+
+        None: there is no such attempt. While there is one, its members have yet to say that they have its result, and
+        nothing else begins, be they told or not.
+        """
         newest = max((report.attempt for report in reports.values()), default=0)
         part = {id: report for id, report in reports.items() if report.attempt == newest}
         holders = [id for id, report in part.items() if report.phase == RoundPhase.HELD]
         if not holders or not all(_holds(report, newest) for report in part.values()):
-            return []
+            return None
         return self._tell(holders, RoundCommit(reports[holders[0]].round + 1, newest))
 
     def _survives(self, id: NodeId, reports: dict[NodeId, RoundReport]) -> bool:
@@ -142,8 +147,8 @@ class Leader:
         report = reports.get(id)
         if report is None or (id, report.life) not in zip(self.begun.roster, self.begun.lives, strict=True):
             return False
-        if report.attempt < self.begun.attempt:
-            return report.phase != RoundPhase.IDLE
+        if report.attempt < self.begun.attempt:  # it takes none that it has had already
+            return report.phase != RoundPhase.IDLE and report.round < self.begun.round
         return report.attempt == self.begun.attempt and (
             report.phase in (RoundPhase.RUNNING, RoundPhase.HELD) or report.agreed == report.attempt
         )
