@@ -145,10 +145,11 @@ def test_a_script_that_leaves_by_exit_leaves_its_last_step(machine: Machine) -> 
 
 @pytest.mark.scripts
 def test_compiled_beside_plain(machine: Machine) -> None:
-    script = Script("plain")
+    cache = str(machine.path / "inductor")
+    losses = one_model(Script("plain"), machine, 1000, COMPILE="1", TORCHINDUCTOR_CACHE_DIR=cache)
     assert (
-        max(one_model(script, machine, 400, COMPILE="1", TORCHINDUCTOR_CACHE_DIR=str(machine.path / "inductor"))) < 0.5
-    )
+        max(losses) < 0.5
+    )  # each knows what the other has seen, if they trained at one time: compiling again takes some
 
 
 @pytest.mark.scripts
