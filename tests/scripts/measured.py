@@ -20,6 +20,9 @@ from torch import nn
 USERS = Path(__file__).parent / "users"
 sys.path.insert(0, str(USERS))
 
+# of `squares`, with `HALVES`: who has seen one half alone is left with 30, the mean of two such with 15
+BOTH_HALVES_KNOWN = 5.0
+
 _STEP = re.compile(r"^at step (\d+) the test loss is (\S+)$", re.MULTILINE)
 _END = re.compile(r"^ends with a test loss of (\S+)$", re.MULTILINE)
 
