@@ -52,6 +52,7 @@ KEEP_NO_MEAN = ("gossip-push", "gossip-pull")
 EXACT = 1e-10  # relative: sums of float64
 ROBUST = 0.7  # of the lives bound what others do to them
 TINY = 1e-9  # of one correction
+ROUNDING = 1e-12  # of a node's total, when its own two sides exchange
 SIZE, BUFFERS = 5, 1  # values of a model, of them buffers
 EVENTS = 60
 ROTATE_AFTER = 6  # exchanges, instead of 64
@@ -182,7 +183,7 @@ class LedgerSwarm(GossipSwarm):
         end, before = self.end_of(target, source, message.link), self.total(target)
         super().deliver(source, target)
         moved = self.total(target) - before
-        if np.abs(moved).max() > 0:
+        if np.abs(moved).max() > ROUNDING:
             self._write((message.link, message.seq), end, moved)
         return True
 
