@@ -12,6 +12,7 @@ import pytest
 from gossip_swarm import GossipSwarm
 
 from peerd.training.codecs import CODECS
+from peerd.training.effects import Send
 from peerd.training.flush import FLUSH_TOLERANCE
 from peerd.transport.errors import PeerError
 from peerd.transport.messages import Hello, Message, Push, Pushed
@@ -201,6 +202,24 @@ def test_a_model_that_is_not_finite_spreads_nowhere(mode: str) -> None:
     swarm.step("a")
     swarm.settle()
     assert np.array_equal(swarm.nodes["b"].x, before)
+
+
+@pytest.mark.parametrize("mode", ["gossip-pull", "gossip-push", "push-sum"])
+def test_an_answer_said_again_by_a_model_that_is_not_finite_any_more_is_no_offence(mode: str) -> None:
+    swarm = CountingSwarm(2, 50, "sign", mode=mode)
+    swarm.everyone_alive()
+    swarm.settle()
+    swarm.step("a", 1.0)
+    pushes: list[tuple[str, str, Push]] = []
+    while waiting := swarm.waiting():
+        source, target = waiting[0]
+        pushes += [(source, target, each) for each in swarm.queues[source, target] if isinstance(each, Push)]
+        swarm.deliver(source, target)
+    giver, taker, push = pushes[-1]
+    swarm.nodes[taker].x[3] = np.nan
+    (answer,) = swarm.nodes[taker].core.on_message(giver, push, swarm.now)
+    assert isinstance(answer, Send)
+    swarm.nodes[giver].core.on_message(taker, answer.message, swarm.now)  # a PeerError is a strike
 
 
 def test_a_message_of_another_kind_is_refused(mode: str) -> None:

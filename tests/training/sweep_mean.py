@@ -44,6 +44,7 @@ from peerd.training.effects import Effect, Send, Vector
 from peerd.training.modes import Mode, gossip, parse_mode
 from peerd.training.modes.push_sum import PushSum
 from peerd.training.one_way import core as one_way_core
+from peerd.transport.errors import PeerError
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import Delta, LinkOpen, LinkSnapshot, Message, Push
 
@@ -451,7 +452,7 @@ def run(mode: str, seed: int) -> tuple[str, float]:
     weather = Weather(mode, seed)
     try:
         weather.run()
-    except (Broken, AssertionError) as broken:
+    except (Broken, AssertionError, PeerError) as broken:  # in this swarm nobody lies
         about = f"{weather.count} nodes, view {weather.view}, {weather.codec}"
         what = str(broken).splitlines()[0] if str(broken) else "an assertion"
         return f"{about}: {what} (sum off by {weather.swarm.sum_off:.2g})", weather.swarm.sum_off

@@ -296,7 +296,8 @@ class OneWay(PartneredMode[Partner]):
         if distance is None:
             parameters = self._layout.parameters
             distance = norm_of_difference(incoming.known[:parameters], self._current()[:parameters])
-        distance = min(distance, DISTANCE_MAX)  # of a model that is not finite (any more)
+        if not distance <= DISTANCE_MAX:  # or NaN: of a model that is not finite (any more)
+            distance = DISTANCE_MAX
         finishing = self._report.finishing
         return Send(incoming.peer, Pushed(incoming.link, incoming.answers, incoming.version, distance, finishing))
 
