@@ -13,7 +13,7 @@ from weather import NAMES, Connections, weather_settings
 from peerd.training.codecs import CODECS
 from peerd.training.modes.elastic import BETA
 from peerd.transport.errors import PeerError
-from peerd.transport.messages import CentreIs, LinkOpen, PairInvite
+from peerd.transport.messages import CentreIs, LinkClosed, LinkOpen, LinkSnapshot, PairInvite
 
 
 def elastic_swarm(count: int, size: int, codec: str, **settings: object) -> GossipSwarm:
@@ -179,6 +179,34 @@ def test_a_centre_whose_trainer_ends_first_hands_over_and_waits() -> None:
 def test_who_is_not_the_centre_names_it() -> None:
     core = elastic_swarm(3, 50, "float32").nodes["b"].core
     assert [effect.message for effect in core.on_message("c", LinkOpen(7), 0.0)] == [CentreIs("a", 0)]
+
+
+def test_two_who_name_each_other_send_nobody_to_and_fro() -> None:
+    swarm = elastic_swarm(4, 50, "float32")
+    a, b = swarm.nodes["a"].core, swarm.nodes["b"].core
+    b.on_message("a", CentreIs("b", 0), swarm.now)  # of the centre that b follows: b is another
+    swarm.perform("a", a.on_message("b", CentreIs("b", a._age + 1), swarm.now))
+    swarm.perform("b", b.on_message("a", CentreIs("a", b._age + 1), swarm.now))  # of its reign, and late
+    for one, other in ("ab", "ba"):
+        swarm.lose(one, other)  # what each asks of the other
+    assert (a.centre, b.centre) == ("b", "a")
+    swarm.settle()  # c and d were told of b, which tells them of a
+    swarm.calm()
+    assert len(centres_of(swarm)) == len(swarm.centres()) == 1
+    assert_references_agree(swarm)
+
+
+def test_a_link_of_an_earlier_reign_is_not_given_again() -> None:
+    swarm = elastic_swarm(3, 50, "float32")
+    core = swarm.nodes["a"].core
+    asked = LinkOpen(7)
+    *_, given = core.on_message("c", asked, swarm.now)  # the link that there was is closed
+    assert isinstance(given.message, LinkSnapshot)
+    core.on_message("b", CentreIs("b", core._age + 1), swarm.now)
+    core.on_message("b", CentreIs("a", 0), swarm.now)
+    assert core.centre == "a"
+    swarm.nodes["a"].x += 1.0
+    assert [effect.message for effect in core.on_message("c", asked, swarm.now)] == [LinkClosed(7, -1)]
 
 
 def test_a_foreign_message_is_refused() -> None:

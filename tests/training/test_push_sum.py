@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import permutations
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peerd.training.codecs import CODECS
+from peerd.training.effects import Send
 from peerd.training.modes.push_sum import WEIGHT_MIN
 from peerd.training.one_way import core as one_way_core
 from peerd.transport.errors import PeerError
@@ -209,6 +211,21 @@ def test_who_has_no_weight_left_to_give_pushes_its_model_alone() -> None:
     assert swarm.spread() < 0.01
     assert abs(total_weight(swarm) - 2) < 1e-12
     assert swarm.drift() < 1e-10
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_two_without_weight_do_not_ask_each_other_without_end(back: bool) -> None:
+    swarm = GossipSwarm(2, 50, "float32", mode="push-sum")
+    swarm.everyone_alive()
+    swarm.step("a", np.ones(50))
+    push = swarm.queues["a", "b"].popleft()
+    assert isinstance(push, Push)
+    core = swarm.nodes["b"].core
+    swarm.step("b", finishing=True)
+    core._purse.weight = WEIGHT_MIN / 2
+    asks = replace(push, weight=0.0, finishing=True, back=back)
+    answers = [effect.message for effect in core.on_message("z", asks, 0.0) if isinstance(effect, Send)]
+    assert any(isinstance(answer, Push) for answer in answers) is not back
 
 
 @pytest.mark.parametrize("weight", [-1.0, 1e9, float("nan")])

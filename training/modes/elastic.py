@@ -128,6 +128,8 @@ class Elastic(LinkedMode):
         self._age = 0  # exchanges of C
         self._alive: frozenset[NodeId] = frozenset()
         self._named: NodeId | None = None  # a centre that we heard of before membership knew it
+        self._sent_on: set[NodeId] = set()  # whom we took for the centre, and who named another
+        self._past: list[int] = []  # links of a reign of this node that has ended
         self._inside: deque[tuple[Gossip, Message]] = deque()  # from one core of this node to the other
         self._correction: Vector | None = None  # of x, by this event; lent until the next
         self._corrected = False
@@ -187,6 +189,7 @@ class Elastic(LinkedMode):
     def on_timer(self, now: float) -> list[Effect]:
         """See gossip."""
         self._reclaim()
+        self._sent_on.clear()
         effects = [effect for core in self._cores() for effect in self._perform(core, core.on_timer(now), now)]
         return self._end(effects, now)
 
@@ -227,6 +230,11 @@ class Elastic(LinkedMode):
         if sender != news.node:
             if sender != self.centre:
                 return []
+            if self._worker.links():
+                self._sent_on.clear()  # it was the centre
+            if news.node in self._sent_on:
+                return []  # two who name each other would send us to and fro, as fast as the network is
+            self._sent_on.add(sender)
             if news.node == self._me or news.node in self._alive:
                 return self._follow(news.node, now)
             self._named = news.node
@@ -257,11 +265,13 @@ class Elastic(LinkedMode):
             settings = replace(self._settings, trigger=ONLY_FINISHING)
             self._centre = _Centre(self._me, self._layout, self._rng, settings, read, opens=False, counts=self.counts)
             self._centre.gain_limit = self._worker.gain_limit
+            self._centre.disown(self._past)
             self._age = 0
             effects += [Send(peer, CentreIs(centre, 0)) for peer in sorted(self._alive)]
             effects += self._perform(self._centre, self._centre.on_peers(self._alive | {self._me}, now), now)
         elif self._centre is not None:
             effects += [Send(link.peer, CentreIs(centre, 0)) for link in self._centre.links() if link.peer != self._me]
+            self._past = self._centre.link_numbers()
             self._centre = self.centre_values = None
         effects += self._perform(self._worker, self._worker.on_peers(frozenset({centre}), now), now)
         if self._centre is not None and self._report.finishing:

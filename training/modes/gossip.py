@@ -130,6 +130,14 @@ class Gossip(PartneredMode[PairLink]):
         """Whether there is a link of this number with `peer`, or was."""
         return self._links.knows(peer, link)
 
+    def link_numbers(self) -> list[int]:
+        """Of the links that it holds, or did and remembers."""
+        return self._links.numbers()
+
+    def disown(self, numbers: list[int]) -> None:
+        """Of these links this core knows nothing, and never will: who asks for one again is told so."""
+        self._links.disown(numbers)
+
     @property
     def graylist(self) -> Graylist:
         """Whom this node leaves alone."""

@@ -154,6 +154,8 @@ class PushSum(OneWay):
         return [Apply(correction)]
 
     def _owes(self, sender: NodeId, push: Push, distance: float, values: Vector) -> bool:
+        if push.back and self.weight < WEIGHT_MIN:
+            return False  # it asks for weight, and has none either: so they would go on for ever
         trains_on = not push.finishing and not push.back
         return (trains_on and self._is_still()) or super()._owes(sender, push, distance, values)
 

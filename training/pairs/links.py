@@ -141,6 +141,15 @@ class PairLinks:
         held = self.held.get(peer)
         return (held is not None and held.reference.link == number) or number in self.remnants or number in self._ended
 
+    def numbers(self) -> list[int]:
+        """Of all links that this end knows, the oldest first."""
+        return [*self._ended, *self.remnants, *(link.reference.link for link in self.held.values())]
+
+    def disown(self, numbers: list[int]) -> None:
+        """Links that another held in this one's place: asked for again, one would start from two different models."""
+        for number in numbers:
+            self._remember(number, UNKNOWN)
+
     @property
     def unsettled(self) -> bool:
         """Whether this node or a living peer may still have to apply an exchange."""
