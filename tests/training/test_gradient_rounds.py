@@ -17,6 +17,7 @@ from weather import NAMES, Lives, weather_settings
 from peerd.training.codecs import CODECS
 from peerd.training.effects import Vector
 from peerd.training.modes import check_given, check_options
+from peerd.training.rounds.lengths import FAR
 from peerd.training.rounds.weights import CAP, are_weights, capped, scales
 from peerd.transport.errors import PeerError, UserError
 
@@ -48,6 +49,16 @@ def test_the_mean_is_weighted_by_samples(samples: list[float], seed: int) -> Non
     swarm.train(3, lambda name: swarm.integers() / 1000)
     swarm.one_model()
     assert swarm.nodes["a"].core._rounds.order.weights == capped(samples)
+
+
+@given(st.lists(st.sampled_from([1.0, 3.0, 0.99 * FAR]), min_size=2, max_size=5), st.integers(0, 2**16))
+@settings(deadline=None, max_examples=15)
+def test_the_mean_is_exact_where_gradients_are_as_long_as_they_vary(times: list[float], seed: int) -> None:
+    swarm = GradientSwarm("abcde"[: len(times)], seed=seed, robust=True)
+    long = dict(zip(swarm.nodes, times, strict=True))
+    swarm.train(3, lambda name: long[name] * np.ones(9, np.float32))  # of one direction: no mean is longer
+    swarm.one_model()
+    assert swarm.nodes["a"].core.counts["rounds_shortened"] == 0
 
 
 @given(st.lists(st.floats(), max_size=8))

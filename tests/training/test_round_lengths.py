@@ -22,6 +22,7 @@ from peerd.training.rounds.lengths import (
     are_lengths,
     far_off,
     limits_of,
+    longest_mean,
     shorten,
 )
 from peerd.transport.errors import PeerError
@@ -51,6 +52,17 @@ def test_who_lies_about_its_length_moves_no_limit_beyond_the_honest(
     told = [length for index, pair in enumerate(said) for length in ((lie, 0.0) if index == place else pair)]
     if sum(length > 0 for length in honest) >= 2:
         assert limits_of(told)[0] <= LIMIT * max(honest)
+
+
+@given(lengths, st.lists(st.floats(1 / 16, 1.0), min_size=9, max_size=9))
+def test_no_mean_of_gradients_is_longer_than_can_be_and_no_honest_one_is_shortened(
+    said: list[tuple[float, float]], of_nine: list[float]
+) -> None:
+    shares, told = of_nine[: len(said)], [length for pair in said for length in pair]
+    most, usual = longest_mean(told, shares), limits_of(told)[0] / LIMIT
+    worth = [share * min(length, FAR * usual) for (length, _), share in zip(said, shares, strict=True)]
+    assert most >= sum(worth) / sum(shares) * (1 - 1e-12)
+    assert most <= max(LIMIT, FAR) * usual * (1 + 1e-5)
 
 
 def test_who_is_far_longer_than_the_others_is_told_apart() -> None:

@@ -29,7 +29,7 @@ from peerd.training.effects import Averaged, Become, Effect, Proceed, StepReport
 from peerd.training.mode import GRADIENTS, LinkStatus, ModeClass, ModeSettings, not_finite
 from peerd.training.model.quiet import Quiet
 from peerd.training.rounds.attempt import EXACT_CODEC
-from peerd.training.rounds.lengths import limits_of
+from peerd.training.rounds.lengths import longest_mean
 from peerd.training.rounds.member import Committed, Offer, Outcome, Rounds, Withdrawn
 from peerd.training.rounds.topology import parse_topology
 from peerd.training.rounds.weights import scales
@@ -246,7 +246,8 @@ class GradientAllReduce(ModeClass):
             return gradient
         if self._feeds_back:
             self._lost = committed.lost
-        count = summed.dtype.type(sum(scales(begin.weights)))
+        shares = scales(begin.weights)
+        count = summed.dtype.type(sum(shares))
         length = apart = 0.0
         for part in parts(parameters):  # once through memory
             mean = summed[part]
@@ -257,7 +258,7 @@ class GradientAllReduce(ModeClass):
             gradient[part] = mean
         gradient[parameters:] = summed[parameters:]
         self._distance = math.sqrt(apart)
-        limit = limits_of(begin.lengths)[0] if self._robust and begin.lengths else math.inf
+        limit = longest_mean(begin.lengths, shares) if self._robust and begin.lengths else math.inf
         if (length := math.sqrt(length)) > limit:
             gradient[:parameters] *= limit / length
             self.counts["rounds_shortened"] += 1

@@ -55,6 +55,19 @@ def limits_of(lengths: Sequence[float]) -> Lengths:
     return tuple(LIMIT * _median(lengths[group::GROUPS]) for group in range(GROUPS))
 
 
+def longest_mean(lengths: Sequence[float], shares: Sequence[float]) -> float:
+    """The longest that the mean of such gradients can be, `shares` of it being each member's.
+
+    Gradients vary from batch to batch: one that is long makes a mean beyond LIMIT medians among few members, and the
+    mean must be what it is. A mean that is longer than its parts were said to be, or were worth up to FAR medians, is
+    no mean of them.
+    """
+    said = lengths[::GROUPS]
+    usual = _median(length for length, share in zip(said, shares, strict=True) if share > 0)
+    worth = sum(share * min(length, FAR * usual) for length, share in zip(said, shares, strict=True))
+    return max(LIMIT * usual, (1 + ROUNDING) * worth / (sum(shares) or 1.0))
+
+
 class FarRounds:
     """In how many rounds has each member been too long? Such a round is worth at most LIMIT medians, as any is."""
 
