@@ -237,7 +237,7 @@ def main() -> None:
     costs = {name: statistics.median(found) for name, found in cpu.items()}
     link = rates["peerd link"]
     ratios = {
-        name: statistics.median(rate / out_of_band for rate, out_of_band in zip(found, link, strict=True))
+        name: statistics.median(rate / beside for rate, beside in zip(found, link, strict=True))
         for name, found in rates.items()
     }
     handshake = trio.run(handshake_s)

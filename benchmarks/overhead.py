@@ -75,7 +75,7 @@ def environment(parameters: float, nodes: int, seconds: float, checkout: Path | 
         "SECONDS": str(seconds),
         "THREADS": str(max(1, cores // nodes)),
         "XDG_RUNTIME_DIR": folder,
-        "XDG_STATE_HOME": folder,
+        "XDG_STATE_HOME": f"{folder}/state",
     }
     if checkout is not None:
         told |= {"WITH": "1", "PYTHONPATH": str(checkout)}
@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--beside", type=Path, help="another checkout, measured in the same rounds")
     told = parser.parse_args()
     here = Path(__file__).parents[1]
-    checkouts = {"peerd": here} | ({"out_of_band": told.out_of_band.resolve()} if told.out_of_band else {})
+    checkouts = {"peerd": here} | ({"beside": told.beside.resolve()} if told.beside else {})
     for nodes in map(int, told.nodes.split(",")):
         for parameters in map(float, told.parameters.split(",")):
             ratios: dict[str, list[float]] = {name: [] for name in checkouts}

@@ -27,7 +27,8 @@ CORES = {
     "peerd.security.succession",
 }  # fmt: skip
 CORE_PACKAGES = (
-    "peerd.membership", "peerd.node", "peerd.transport.messages", "peerd.training.codecs", "peerd.training.modes",
+    "peerd.membership", "peerd.node", "peerd.transport.messages", "peerd.training.codecs", "peerd.training.kernels",
+    "peerd.training.modes",
     "peerd.training.one_way", "peerd.training.pairs", "peerd.training.parameter_server", "peerd.training.rounds",
 )  # fmt: skip
 SHELLS = {f"peerd.daemon.{name}" for name in (
@@ -67,14 +68,17 @@ ROOMS = {  # each with the rooms that it may look into; from the roof to the cel
     "membership": {"mode", "messages", "transport"},
     "security": {"local", "process", "messages", "transport"},
     "local": {"messages", "model", "transport"},
-    "modes": {"one_way", "pairs", "parameter_server", "rounds", "codecs", "mode", "model", "messages", "transport"},
-    "one_way": {"codecs", "mode", "model", "messages", "transport"},
-    "pairs": {"codecs", "mode", "model", "messages", "transport"},
+    "modes": {
+        "one_way", "pairs", "parameter_server", "rounds", "codecs", "kernels", "mode", "model", "messages", "transport",
+    },
+    "one_way": {"codecs", "kernels", "mode", "model", "messages", "transport"},
+    "pairs": {"codecs", "kernels", "mode", "model", "messages", "transport"},
     "parameter_server": {"model", "codecs", "mode", "messages", "transport"},
     "rounds": {"codecs", "mode", "messages", "transport"},
     "model": set(),
     "mode": {"codecs", "messages", "model", "transport"},
-    "codecs": {"mode", "messages", "transport"},
+    "codecs": {"kernels", "mode", "messages", "transport"},
+    "kernels": set(),
     "rdma": {"messages", "transport"},
     "transport": {"messages"},
     "messages": set(),

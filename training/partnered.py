@@ -181,9 +181,12 @@ class PartneredMode(LinkedMode, Generic[P]):
             np.add(values, correction, out=values)
         return values
 
-    def _lend(self, correction: Vector, but: P | None = None) -> None:
-        """The correction leaves in an effect: the model then differs more from what all partners but this one know."""
-        self._shifted(norm_of_difference(correction[: self._layout.parameters]), but)
+    def _lend(self, correction: Vector, but: P | None = None, length: float | None = None) -> None:
+        """The correction leaves in an effect: the model then differs more from what all partners but this one know.
+
+        `length` is its norm over the parameters, if that is known.
+        """
+        self._shifted(norm_of_difference(correction[: self._layout.parameters]) if length is None else length, but)
         self._lent.append(correction)
 
     def _shifted(self, by: float, but: P | None = None) -> None:

@@ -65,8 +65,11 @@ class ModelCopy:
             np.add(self._untaken, correction, out=self._untaken)
         else:
             filling = self._memory.corrections[self._filling]
-            np.add(filling, correction, out=filling)
-            self._filled = True
+            if self._filled:
+                np.add(filling, correction, out=filling)
+            else:
+                np.copyto(filling, correction)
+                self._filled = True
 
     def drain(self) -> int | None:
         """The buffer that the trainer should take now; None when it has one or there is none."""
@@ -79,9 +82,7 @@ class ModelCopy:
         """The trainer has added `buffer`; the last published copy gets it too, to stay the model's past."""
         if buffer != self._handed:
             return
-        corrections = self._memory.corrections[buffer]
-        self._correct(self._memory.copies[self._current], corrections)
-        corrections[:] = 0
+        self._correct(self._memory.copies[self._current], self._memory.corrections[buffer])
         self._handed = None
 
     def published(self, copy: int, step: int) -> None:
@@ -106,7 +107,6 @@ class ModelCopy:
             if half is not None:
                 self._correct(self._memory.copies[self._current], self._memory.corrections[half])
                 np.add(self._untaken, self._memory.corrections[half], out=self._untaken)
-                self._memory.corrections[half][:] = 0
         self._handed, self._filled, self._owned_here = None, False, True
 
     def take_over(self, before: ModelCopy) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis.extra.numpy import arrays
 
 from peerd.training.codecs import CODECS, Codec, NotFinite
 from peerd.training.effects import Vector
+from peerd.training.kernels import library
 from peerd.transport.errors import PeerError
 from peerd.transport.messages import CHUNK_VALUES
 
@@ -23,6 +25,18 @@ LARGEST = np.finfo(np.float32).max
 finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
 vectors = arrays(np.float32, st.integers(0, 600), elements=finite | st.sampled_from([0.0, 1.0, -1.0, 1e-45, 1e38]))
 seeds = st.integers(0, 2**32 - 1)
+
+
+@pytest.fixture(autouse=True, scope="module", params=["compiled", "numpy"])
+def arithmetic(request: pytest.FixtureRequest) -> Iterator[None]:
+    """By the kernels, and as where there was no compiler."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "numpy":
+            patch.setattr(library, "LIBRARY", None)
+        elif library.LIBRARY is None:
+            pytest.skip("peerd was installed without a compiler")
+        yield
+
 
 every_codec = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 

@@ -8,11 +8,23 @@ import numpy as np
 import numpy.typing as npt
 
 from peerd.training.codecs.blocks import BLOCK, as_blocks, block_count, deliver, room_for_blocks
-from peerd.training.codecs.codec import BATCH, Float32s, batches, field, finite_float32, require_length
+from peerd.training.codecs.codec import (
+    BATCH,
+    Encoded,
+    Float32s,
+    batches,
+    field,
+    finite_float32,
+    not_finite,
+    require_length,
+)
 from peerd.training.effects import Vector
+from peerd.training.kernels import library
+from peerd.training.kernels.passes import address, is_plain
 from peerd.transport.errors import PeerError
 
 LEVELS = 127
+BEYOND = "int8: a value of -128 where -127 is the least"
 SMALLEST = np.finfo(np.float32).smallest_subnormal
 SMALLEST_NORMAL = np.finfo(np.float32).tiny
 LARGEST_SCALE = np.nextafter(np.finfo(np.float32).max / np.float32(LEVELS), np.float32(0.0))
@@ -28,6 +40,8 @@ class Int8:
     def encode(self, values: Vector) -> memoryview:
         """See `Codec.encode`."""
         exact = finite_float32(values)
+        if (encoded := self.encode_difference(exact, None, None)) is not None:
+            return encoded.body
         blocks = as_blocks(exact)
         body = np.empty(4 * len(blocks) + blocks.size, np.uint8)
         scales = body[: 4 * len(blocks)].view("<f4")
@@ -36,16 +50,33 @@ class Int8:
             scales[batch] = quantise(blocks[batch], multiples[batch])
         return body[: self.body_limit(exact.size)].data
 
+    def encode_difference(self, values: Vector, known: Vector | None, decoded: Vector | None) -> Encoded | None:
+        """See `OnePassCodec.encode_difference`."""
+        if (kernels := library.LIBRARY) is None or not is_plain(values, known, decoded):
+            return None
+        body, loss = np.empty(self.body_limit(values.size), np.uint8), np.zeros(2)
+        multiples = body[4 * block_count(values.size) :]
+        arrays = address(body), address(multiples), address(decoded), address(loss)
+        bounds = float(SMALLEST), float(LARGEST_SCALE)
+        if kernels.peerd_int8_encode(address(values), address(known), values.size, *arrays, *bounds):
+            raise not_finite()
+        return Encoded(body.data, float(loss[0]), float(loss[1]))
+
     def decode(self, body: bytes | bytearray | memoryview, out: Vector) -> None:
         """See `Codec.decode`."""
         require_length(body, self.body_limit(out.size), self.name)
-        blocks = room_for_blocks(out)
-        scales = field(body, "<f4", 0, len(blocks))
+        count = block_count(out.size)
+        scales = field(body, "<f4", 0, count)
         if not ((scales >= 0) & (scales <= LARGEST_SCALE)).all():
             raise PeerError("int8: a scale is negative, too large or not a number")
-        multiples = field(body, "i1", 4 * len(blocks), out.size)
+        multiples = field(body, "i1", 4 * count, out.size)
+        if (kernels := library.LIBRARY) is not None and is_plain(out):
+            if kernels.peerd_int8_decode(address(scales), address(multiples), out.size, address(out)):
+                raise PeerError(BEYOND)
+            return
         if multiples.size and multiples.min() < -LEVELS:
-            raise PeerError("int8: a value of -128 where -127 is the least")
+            raise PeerError(BEYOND)
+        blocks = room_for_blocks(out)
         blocks.reshape(-1)[: out.size] = multiples
         np.multiply(blocks, scales[:, None], out=blocks)
         deliver(blocks, out)

@@ -8,13 +8,26 @@ import numpy as np
 
 from peerd.training.codecs.bfloat16 import scales_from_bits, to_bits
 from peerd.training.codecs.blocks import BLOCK, as_blocks, block_count, deliver, room_for_blocks, sizes
-from peerd.training.codecs.codec import BATCH, Float32s, batches, field, finite_float32, require_length
+from peerd.training.codecs.codec import (
+    BATCH,
+    Encoded,
+    Float32s,
+    batches,
+    field,
+    finite_float32,
+    not_finite,
+    require_length,
+)
 from peerd.training.effects import Vector
+from peerd.training.kernels import library
+from peerd.training.kernels.passes import address, is_plain
 from peerd.transport.errors import PeerError
 
 _EVERY_BYTE = np.arange(256, dtype=np.uint8)[:, None]
 SIGNS: Float32s = np.float32(1.0) - np.float32(2.0) * np.unpackbits(_EVERY_BYTE, axis=1).astype(np.float32)
 """(256, 8): the eight signs in a byte. Looking them up is 1.3 times faster than unpacking and shifting bits."""
+SIGN_BITS = np.unpackbits(_EVERY_BYTE, axis=1).astype(np.uint32) << np.uint32(31)
+"""(256, 8): the same as sign bits of float32."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +43,8 @@ class Sign:
     def encode(self, values: Vector) -> memoryview:
         """See `Codec.encode`."""
         exact = finite_float32(values)
+        if (encoded := self.encode_difference(exact, None, None)) is not None:
+            return encoded.body
         blocks = as_blocks(exact)
         totals = np.empty(len(blocks), np.float64)  # a block of 1e38s adds up to more than float32 holds
         for batch in batches(len(blocks), BATCH // BLOCK):
@@ -40,14 +55,30 @@ class Sign:
         body[2 * scales.size :] = np.packbits(np.signbit(exact))
         return body.data
 
+    def encode_difference(self, values: Vector, known: Vector | None, decoded: Vector | None) -> Encoded | None:
+        """See `OnePassCodec.encode_difference`."""
+        if (kernels := library.LIBRARY) is None or not is_plain(values, known, decoded):
+            return None
+        body, loss = np.empty(self.body_limit(values.size), np.uint8), np.zeros(2)
+        packed = body[2 * block_count(values.size) :]
+        arrays = address(body), address(packed), address(decoded), address(loss)
+        if kernels.peerd_sign_encode(address(values), address(known), values.size, *arrays):
+            raise not_finite()
+        return Encoded(body.data, float(loss[0]), float(loss[1]))
+
     def decode(self, body: bytes | bytearray | memoryview, out: Vector) -> None:
         """See `Codec.decode`."""
         require_length(body, self.body_limit(out.size), self.name)
-        blocks = room_for_blocks(out)
-        scales = scales_from_bits(field(body, "<u2", 0, len(blocks)), self.name)
-        packed = field(body, "u1", 2 * len(blocks), -(-out.size // 8))
+        count = block_count(out.size)
+        halves = field(body, "<u2", 0, count)
+        scales = scales_from_bits(halves, self.name)
+        packed = field(body, "u1", 2 * count, -(-out.size // 8))
         if out.size % 8 and packed[-1] & (0xFF >> out.size % 8):
             raise PeerError("sign: a bit is set beyond the last value")
+        if (kernels := library.LIBRARY) is not None and is_plain(out):
+            kernels.peerd_sign_decode(address(halves), address(packed), address(SIGN_BITS), out.size, address(out))
+            return
+        blocks = room_for_blocks(out)
         if out.size % BLOCK:
             packed = np.concatenate([packed, np.zeros(len(blocks) * BLOCK // 8 - packed.size, np.uint8)])
         SIGNS.take(packed, axis=0, out=blocks.reshape(-1, 8), mode="clip")  # clip: raise would copy through a buffer

@@ -16,13 +16,16 @@ import numpy as np
 
 from peerd.training.codecs import CODECS, Codec, NotFinite
 from peerd.training.codecs.blocks import BLOCK
+from peerd.training.codecs.codec import Encoded, OnePassCodec
 from peerd.training.codecs.compress import Compressor, unpack
 from peerd.training.effects import Vector
+from peerd.training.kernels.passes import add_within, squares
 from peerd.transport.errors import PeerError
 from peerd.transport.messages import CHUNK_VALUES, Chunk, Chunks
 
 __all__ = [
     "PIECE_VALUES",
+    "VALUE_MAX",
     "Contraction",
     "Gain",
     "Layout",
@@ -30,13 +33,14 @@ __all__ = [
     "decode",
     "encode",
     "payload_limit",
-    "squared_norm",
 ]
 
 PIECE_VALUES = CHUNK_VALUES - BLOCK
 """One block short of CHUNK_VALUES, so that a float32 piece and its flag byte still fit a chunk of 4 MiB."""
 
 BUFFER_CODEC = "float32"
+VALUE_MAX = 1e30
+"""No weight is larger; a float32 difference of two such values is still finite."""
 GAIN_MAX = 0.5
 """At one half a pair meets in the middle: more overshoots."""
 GAIN_MIN = 0.001
@@ -150,9 +154,9 @@ class Gain:
 
 
 def encode(
-    codec_name: str, layout: Layout, values: Vector, *, decoded: Vector | None = None
+    codec_name: str, layout: Layout, values: Vector, *, known: Vector | None = None, decoded: Vector | None = None
 ) -> tuple[Chunks, Contraction]:
-    """The chunks for `values`, shape (layout.total,), and what they lose.
+    """The chunks for `values`, or for values - known, all of shape (layout.total,), and what they lose.
 
     `decoded`, of the same shape, is overwritten with what `decode` makes of these chunks: measuring the loss computes
     it anyway, and the sender needs it for its own copy of the reference.
@@ -164,22 +168,40 @@ def encode(
     chunks: list[Chunk] = []
     lost = energy = 0.0
     squeezers = {codec_name: Compressor(), BUFFER_CODEC: Compressor()}
-    scratch = np.empty(min(PIECE_VALUES, layout.total), np.float32)
+    scratch = np.empty(min(PIECE_VALUES, layout.total) if decoded is None else 0, np.float32)
     for codec, start, stop in _pieces(codec_name, layout):
-        body = codec.encode(values[start:stop])
-        chunks.append(squeezers[codec.name].pack(body))
-        arrived = scratch[: stop - start] if decoded is None else decoded[start:stop]
-        if start < layout.parameters or decoded is not None:
-            codec.decode(body, arrived)
+        where = slice(start, stop)
+        piece, reference = values[where], None if known is None else known[where]
+        arrived = scratch[: stop - start] if decoded is None else decoded[where]
+        encoded = _encode_piece(codec, piece, reference, arrived)
+        chunks.append(squeezers[codec.name].pack(encoded.body))
         if start < layout.parameters:
-            difference = np.subtract(values[start:stop], arrived, out=scratch[: stop - start])
-            lost += squared_norm(difference)
-            energy += squared_norm(values[start:stop])
+            lost += encoded.lost
+            energy += encoded.energy
     return tuple(chunks), Contraction(lost, energy)
 
 
-def decode(codec_name: str, layout: Layout, chunks: Chunks, out: Vector) -> None:
+def _encode_piece(codec: Codec, values: Vector, known: Vector | None, arrived: Vector) -> Encoded:
+    if isinstance(codec, OnePassCodec) and (encoded := codec.encode_difference(values, known, arrived)) is not None:
+        return encoded
+    difference = values if known is None else values - known
+    body = codec.encode(difference)
+    codec.decode(body, arrived)
+    return Encoded(memoryview(body), squares(difference, arrived), squares(difference))
+
+
+def decode(
+    codec_name: str,
+    layout: Layout,
+    chunks: Chunks,
+    out: Vector,
+    *,
+    known: Vector | None = None,
+    value_max: float = VALUE_MAX,
+) -> None:
     """Overwrite `out`, shape (layout.total,), float32 or float64, with what `chunks` hold: finite, or an error.
+
+    Or with known + what they hold, of which no value may be beyond `value_max`.
 
     Every codec promises finite values, which costs it a look at the scales where looking at `out` would be a pass.
 
@@ -195,6 +217,8 @@ def decode(codec_name: str, layout: Layout, chunks: Chunks, out: Vector) -> None
         raise PeerError(f"{len(chunks)} chunks where {len(pieces)} are due")
     for chunk, (codec, start, stop) in zip(chunks, pieces, strict=True):
         codec.decode(unpack(chunk, codec.body_limit(stop - start)), out[start:stop])
+        if known is not None and not add_within(out[start:stop], known[start:stop], value_max):
+            raise PeerError(f"a value beyond {value_max:g}")
 
 
 def payload_limit(layout: Layout, kept: int = 0) -> int:
@@ -222,13 +246,3 @@ def _pieces(codec_name: str, layout: Layout) -> Iterator[tuple[Codec, int, int]]
     ):
         for start in range(first, last, PIECE_VALUES):
             yield codec, start, min(start + PIECE_VALUES, last)
-
-
-def squared_norm(values: Vector) -> float:
-    """||values||^2. Not by BLAS: it would wake a thread pool for 10 000 values, next to the trainer."""
-    squared = float(np.einsum("i,i->", values, values))
-    if 1e-20 < squared < np.inf:
-        return squared
-    if not values.any():
-        return 0.0
-    return float(np.einsum("i,i->", values, values, dtype=np.float64))  # 3 times slower: only where float32 gives out

@@ -11,16 +11,17 @@ partner that has also ended agrees.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
 
-from peerd.training.codecs.difference import VALUE_MAX, norm_of_difference
-from peerd.training.codecs.vector import Layout, NotFinite
+from peerd.training.codecs.vector import VALUE_MAX, Layout, NotFinite
 from peerd.training.effects import Apply, Effect, Log, Send, StepReport, Vector
 from peerd.training.flush import FLUSH_CODEC, ROTATE_AFTER_EXCHANGES
+from peerd.training.kernels.passes import add
 from peerd.training.mode import ModeSettings, not_finite
 from peerd.training.pairs.graylist import Graylist
 from peerd.training.pairs.links import PairLink, PairLinks
@@ -212,8 +213,9 @@ class Gossip(PartneredMode[PairLink]):
 
     def _completed(self, link: PairLink, theirs: Delta, values: Vector, both: Exchanged, now: float) -> list[Effect]:
         correction, parameters = both.correction, self._layout.parameters
-        np.add(values, correction, out=link.anchor)
-        link.anchor_norm = norm_of_difference(link.anchor[:parameters])
+        norm, length = add(values[:parameters], correction[:parameters], link.anchor[:parameters])
+        np.add(values[parameters:], correction[parameters:], out=link.anchor[parameters:])
+        link.anchor_norm = math.sqrt(norm)
         link.distance = link.reference.distance()
         link.moved = link.news = 0.0
         link.last_exchange = now
@@ -227,7 +229,7 @@ class Gossip(PartneredMode[PairLink]):
         self._note_progress(link)
         link.flushed |= self._report.finishing and ours is not None and ours.codec == FLUSH_CODEC
         self.counts["exchanges"] += 1
-        self._lend(correction, link)
+        self._lend(correction, link, math.sqrt(length))
         effects: list[Effect] = [Apply(correction)]
         if self._settings.robust:
             effects += self._judge(link, now, stood=not both.moved.any())
@@ -275,9 +277,9 @@ class Gossip(PartneredMode[PairLink]):
     def _partners(self) -> list[NodeId]:
         return [link.peer for link in self._links.live()]
 
-    def _lend(self, correction: Vector, but: PairLink | None = None) -> None:
+    def _lend(self, correction: Vector, but: PairLink | None = None, length: float | None = None) -> None:
         self._allowances.corrected(correction)
-        super()._lend(correction, but)
+        super()._lend(correction, but, length)
 
     def _shifted(self, by: float, but: PairLink | None = None) -> None:
         """At a run's end what comes of one who trains on is told when that one has ended, too: not at each of its

@@ -23,9 +23,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from peerd.training.codecs.difference import norm_of_sum, parts
-from peerd.training.codecs.vector import Layout, squared_norm
+from peerd.training.codecs.difference import norm_of_sum
+from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Averaged, Become, Effect, Proceed, StepReport, Vector
+from peerd.training.kernels.passes import parts, squares
 from peerd.training.mode import GRADIENTS, LinkStatus, ModeClass, ModeSettings, not_finite
 from peerd.training.model.quiet import Quiet
 from peerd.training.rounds.attempt import EXACT_CODEC
@@ -252,9 +253,9 @@ class GradientAllReduce(ModeClass):
         for part in parts(parameters):  # once through memory
             mean = summed[part]
             mean /= count
-            length += squared_norm(mean)
+            length += squares(mean)
             gradient[part] -= mean
-            apart += squared_norm(gradient[part])
+            apart += squares(gradient[part])
             gradient[part] = mean
         gradient[parameters:] = summed[parameters:]
         self._distance = math.sqrt(apart)

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from peerd.training.codecs.difference import decode_onto, encode_difference, parts
+from peerd.training.codecs.difference import decode_onto, encode_difference
 from peerd.training.codecs.vector import Gain, Layout
 from peerd.training.effects import Vector
+from peerd.training.kernels.passes import parts
 from peerd.training.one_way.mass import Inflow
 from peerd.training.scratch import Scratch
 from peerd.transport.ids import NodeId

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from peerd.training.codecs import vector
-from peerd.training.codecs.difference import VALUE_MAX, norm_of_difference
-from peerd.training.codecs.vector import Layout
+from peerd.training.codecs.difference import norm_of_difference
+from peerd.training.codecs.vector import VALUE_MAX, Layout
 from peerd.training.effects import Vector
 from peerd.transport.errors import PeerError
 from peerd.transport.messages import Chunks

@@ -27,9 +27,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from peerd.training.codecs.difference import VALUE_MAX, decode_onto, encode_difference, parts
-from peerd.training.codecs.vector import GAIN_MAX, Gain, Layout, NotFinite
+from peerd.training.codecs.difference import decode_onto, encode_difference
+from peerd.training.codecs.vector import GAIN_MAX, VALUE_MAX, Gain, Layout, NotFinite
 from peerd.training.effects import Vector
+from peerd.training.kernels.passes import parts
 from peerd.training.pairs.robust import Norms, factors, tensors_of, unpacked
 from peerd.training.scratch import Scratch
 from peerd.transport.errors import PeerError
@@ -174,11 +175,7 @@ class PairedReference:
         assert self.under_way is not None, "an exchange has two halves"
         assert self._outgoing is not None, "kept beside the half under way"
         gain = min(theirs.gain, self.under_way.gain)
-        for part in parts(len(self.mine)):  # bounded pieces: numpy may hold the GIL for each
-            self.mine[part] += self._outgoing[part]
-            self.theirs[part] = theirs_next[part]
-            theirs_next[part] -= self.mine[part]
-        self.distances = self._tensors.norms(theirs_next)
+        self.distances = self._tensors.move(self.mine, self._outgoing, self.theirs, theirs_next)
         scale = factors(gain, self.distances, unpacked(self.under_way.limits, len(self._tensors)), limits)
         self._tensors.scale(theirs_next, scale)
         self.version += 1

@@ -27,9 +27,10 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from peerd.training.codecs.difference import parts
-from peerd.training.codecs.vector import Layout, squared_norm
+from peerd.training.codecs.difference import norm_of_difference
+from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Vector
+from peerd.training.kernels.passes import move_references
 from peerd.training.model.variances import bounded
 from peerd.transport.errors import PeerError
 from peerd.transport.ids import NodeId
@@ -64,14 +65,18 @@ class Tensors:
         return len(self.ranges)
 
     def norms(self, values: Vector, known: Vector | None = None) -> Norms:
-        """||values - known|| of each, in pieces that stay in the cache."""
+        """||values - known|| of each."""
         found = np.empty(len(self.ranges))
         for index, (start, stop) in enumerate(self.ranges):
-            squares = 0.0
-            for part in parts(stop - start):
-                where = slice(start + part.start, start + part.stop)
-                squares += squared_norm(values[where] if known is None else values[where] - known[where])
-            found[index] = math.sqrt(squares)
+            found[index] = norm_of_difference(values[start:stop], None if known is None else known[start:stop])
+        return found
+
+    def move(self, mine: Vector, outgoing: Vector, theirs: Vector, following: Vector) -> Norms:
+        """Move two references (kernels/passes.py): returns how far apart they are then, which is in `following`."""
+        found = np.empty(len(self.ranges))
+        for index, (start, stop) in enumerate(self.ranges):
+            arrays = mine[start:stop], outgoing[start:stop], theirs[start:stop], following[start:stop]
+            found[index] = math.sqrt(move_references(*arrays))
         return found
 
     def scale(self, values: Vector, factors: Norms) -> None:

@@ -87,8 +87,8 @@ class Worker:
     def step(self, values: Vector, now: float) -> bool:
         """Make the pushes of one optimizer step, which led to `values`. Says whether they were finite."""
         moved = values - self.base
-        self.moved = float(np.sqrt(vector.squared_norm(moved)))
-        self.norm = float(np.sqrt(vector.squared_norm(self.base)))
+        self.moved = norm_of_difference(moved)
+        self.norm = norm_of_difference(self.base)
         moved += self._residual
         if not (finite := _fits(moved)):
             moved.fill(0.0)  # the others must not wait for it
@@ -111,7 +111,7 @@ class Worker:
         waits = None if finite else self._residual.copy()  # for a push that counts
         if not finite:
             moved.fill(0.0)
-        self.norm = float(np.sqrt(vector.squared_norm(self.base)))
+        self.norm = norm_of_difference(self.base)
         for part in self.parts:
             part.gradient = norm_of_difference(moved[part.where][: part.layout.parameters])
             self._push(part, moved, part.clock if finite else NEVER, rate, now)

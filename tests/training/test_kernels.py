@@ -1,0 +1,178 @@
+"""The compiled passes and numpy's compute the same: what both ends of a link must agree on, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peerd.training.codecs import CODECS, NotFinite
+from peerd.training.codecs.codec import OnePassCodec
+from peerd.training.codecs.vector import Contraction, Gain, Layout, decode, encode
+from peerd.training.effects import Vector
+from peerd.training.kernels import library, passes
+from peerd.training.pairs.reference import ExchangeHalf, PairedReference
+from peerd.training.scratch import Scratch
+from peerd.transport.errors import PeerError
+from peerd.transport.messages import Delta
+
+pytestmark = pytest.mark.skipif(library.LIBRARY is None, reason="peerd was installed without a compiler")
+
+ONE_PASS = [name for name, codec in CODECS.items() if isinstance(codec, OnePassCodec)]
+counts = st.sampled_from([1, 7, 8, 15, 16, 17, 255, 256, 257, 511, 1000]) | st.integers(0, 2000)
+scales = st.sampled_from([1e-45, 1e-38, 1e-30, 1e-10, 1.0, 1e10, 1e18, 1e25, 1e29])
+seeds = st.integers(0, 2**32 - 1)
+
+
+@contextmanager
+def by_numpy() -> Iterator[None]:
+    """As where there was no compiler."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "LIBRARY", None)
+        yield
+
+
+@st.composite
+def vectors(draw: st.DrawFn, count: int) -> Vector:
+    """Float32 values of the draw's scale, of which some are zero or of another scale."""
+    rng = np.random.default_rng(draw(seeds))
+    values = rng.standard_normal(count) * draw(scales)
+    odd = rng.random(count)
+    values[odd < draw(st.sampled_from([0.0, 0.1, 1.0]))] = draw(st.sampled_from([0.0, -0.0, 1e-42, 3.0, -1e28]))
+    return values.astype(np.float32)
+
+
+def same_bits(a: Vector, b: Vector) -> bool:
+    return a.tobytes() == b.tobytes()
+
+
+@given(st.data(), counts, st.booleans())
+def test_sums_of_squares(data: st.DataObject, count: int, has_two: bool) -> None:
+    a = data.draw(vectors(count))
+    b = data.draw(vectors(count)) if has_two else None
+    exact = a.astype(np.float64) if b is None else (a - b).astype(np.float64)
+    assert passes.squares(a, b) == pytest.approx(float(exact @ exact), rel=1e-5)
+
+
+@given(counts.filter(bool), seeds, st.sampled_from([np.nan, np.inf, -np.inf]))
+def test_a_sum_of_squares_tells_what_is_not_finite(count: int, seed: int, odd: float) -> None:
+    rng = np.random.default_rng(seed)
+    a = rng.standard_normal(count).astype(np.float32)
+    a[rng.integers(count)] = odd
+    assert not np.isfinite(passes.squares(a))
+    assert not np.isfinite(passes.squares(np.zeros_like(a), a))
+
+
+@given(st.data(), counts, st.sampled_from([0.0, 1.0, 1e28, 1e30]))
+def test_additions_within_a_bound(data: st.DataObject, count: int, most: float) -> None:
+    out, known = data.draw(vectors(count)), data.draw(vectors(count))
+    if count and data.draw(st.booleans()):
+        out[data.draw(st.integers(0, count - 1))] = data.draw(st.sampled_from([np.nan, np.inf, 2e30]))
+    other = out.copy()
+    within = passes.add_within(out, known, most)
+    with by_numpy():
+        assert passes.add_within(other, known, most) == within
+    assert same_bits(out, other)
+
+
+@given(st.data(), counts)
+def test_references_move_and_models_are_corrected(data: st.DataObject, count: int) -> None:
+    compiled = [data.draw(vectors(count)) for _ in range(5)]
+    plain = [each.copy() for each in compiled]
+    found = passes.move_references(*compiled[:4]), *passes.add(compiled[0], compiled[1], compiled[4])
+    with by_numpy():
+        expected = passes.move_references(*plain[:4]), *passes.add(plain[0], plain[1], plain[4])
+    assert all(map(same_bits, compiled, plain))
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("codec", ONE_PASS)
+@given(data=st.data(), count=counts, has_known=st.booleans())
+def test_what_is_encoded(codec: str, data: st.DataObject, count: int, has_known: bool) -> None:
+    """Either decoder makes the same bits of either encoder's chunks; and these differ in the last bit of a scale."""
+    layout = Layout(count, count)
+    values = data.draw(vectors(count))
+    known = data.draw(vectors(count)) if has_known else None
+    decoded = np.full(count, np.nan, np.float32)
+    chunks, contraction = encode(codec, layout, values, known=known, decoded=decoded)
+    with by_numpy():
+        by_hand = np.full(count, np.nan, np.float32)
+        other, expected = encode(codec, layout, values, known=known, decoded=by_hand)
+    np.testing.assert_allclose(decoded, by_hand, rtol=2.0**-7, atol=1e-44)
+    check_loss(values if known is None else values - known, decoded, contraction)
+    check_loss(values if known is None else values - known, by_hand, expected)
+    for each, arrives in ((chunks, decoded), (other, by_hand)):
+        out, again = np.empty_like(decoded), np.empty_like(decoded)
+        decode(codec, layout, each, out)
+        with by_numpy():
+            decode(codec, layout, each, again)
+        assert same_bits(out, arrives)
+        assert same_bits(again, arrives)
+
+
+def check_loss(difference: Vector, decoded: Vector, contraction: Contraction) -> None:
+    exact, left = difference.astype(np.float64), (difference - decoded).astype(np.float64)
+    assert contraction.energy == pytest.approx(float(exact @ exact), rel=1e-5)
+    assert contraction.lost == pytest.approx(float(left @ left), rel=1e-4)
+
+
+@pytest.mark.parametrize("codec", ONE_PASS)
+@pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("count", [1, 255, 256, 300, 1000])
+def test_what_is_not_finite_is_not_encoded(codec: str, odd: float, count: int) -> None:
+    for place in {0, count // 2, count - 1}:
+        values = np.ones(count, np.float32)
+        values[place] = odd
+        for known in (None, np.ones(count, np.float32)):
+            with pytest.raises(NotFinite):
+                encode(codec, Layout(count, count), values, known=known)
+
+
+@pytest.mark.parametrize("codec", ONE_PASS)
+@given(seed=seeds, count=counts.filter(bool))
+def test_a_body_that_no_encoder_makes_is_refused_by_both_or_by_none(codec: str, seed: int, count: int) -> None:
+    rng = np.random.default_rng(seed)
+    body = rng.integers(0, 256, CODECS[codec].body_limit(count), np.uint8)
+    body[: 4 * -(-count // 256)] &= rng.choice(np.array([0xFF, 0x3F], np.uint8))  # scales that are mostly good, too
+    found = decoded_or_refused(codec, body, count)
+    with by_numpy():
+        assert decoded_or_refused(codec, body, count) == found
+
+
+def decoded_or_refused(codec: str, body: npt.NDArray[np.uint8], count: int) -> bytes | str:
+    out = np.zeros(count, np.float32)
+    try:
+        CODECS[codec].decode(body.data, out)
+    except PeerError as error:
+        return str(error)
+    return out.tobytes()
+
+
+@given(data=st.data(), codec=st.sampled_from(list(CODECS)), count=counts.filter(bool), rounds=st.integers(1, 4))
+def test_a_node_without_a_compiler_keeps_the_same_references(
+    data: st.DataObject, codec: str, count: int, rounds: int
+) -> None:
+    """One end of a link computes with kernels, the other with numpy: what each knows of the other stays the same."""
+    layout = Layout(count, count)
+    rng = np.random.default_rng(data.draw(seeds))
+    start, x, y = (rng.standard_normal(count).astype(np.float32) for _ in range(3))
+    half = ExchangeHalf(codec, Gain(), 0.5, finishing=False)
+    a, b = (PairedReference(1, start, layout, Scratch()) for _ in range(2))
+    for _ in range(rounds):
+        asks = a.begin(x, half)
+        with by_numpy():
+            answer = b.receive(asks, y, half)
+        assert isinstance(answer.reply, Delta)
+        assert answer.exchanged is not None
+        exchanged = a.receive(answer.reply, x, half).exchanged
+        assert exchanged is not None
+        assert same_bits(a.mine, b.theirs)
+        assert same_bits(a.theirs, b.mine)
+        ours, theirs = exchanged.correction, answer.exchanged.correction
+        np.testing.assert_allclose(ours, -theirs, rtol=1e-5, atol=1e-30)
+        x, y = x + ours, y + theirs

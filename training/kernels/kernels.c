@@ -1,0 +1,282 @@
+/* The passes over whole models, each once through memory. passes.py says what they compute, and does it with numpy where
+ * there was no compiler.
+ *
+ * Plain C without Python's headers: ctypes calls it, and lets go of the interpreter meanwhile. Sums have a fixed order
+ * (16 lanes of float32 within a block of 256, blocks in float64), so that every processor gets the same bits; the file
+ * is compiled without contraction to fused multiply-adds for the same reason.
+ */
+#include <limits.h>
+#include <stdint.h>
+#include <string.h>
+
+#if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "bits are packed by way of little-endian words"
+#endif
+
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
+#define EACH_PROCESSOR __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define EACH_PROCESSOR
+#endif
+#define INLINE static inline __attribute__((always_inline))
+
+enum { BLOCK = 256, LANES = 16 };
+
+typedef float floats __attribute__((vector_size(64)));
+typedef uint32_t words __attribute__((vector_size(64)));
+
+#define LOAD(vector, from) memcpy(&(vector), (from), sizeof(vector))
+
+static const uint32_t SIGN_BIT = 0x80000000u, MAGNITUDE = 0x7fffffffu, LARGEST_FINITE = 0x7f7fffffu;
+static const float ROUNDING = 12582912.0f; /* 1.5 * 2**23: adding and taking it away rounds to even */
+static const float LEVELS = 127.0f;
+
+/* The sum of squares of a block: in float32, which is exact enough, unless it leaves the range where that is so. */
+INLINE double squares_of(const float *block, int count)
+{
+    floats sums = {0};
+    int i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        floats values;
+        LOAD(values, block + i);
+        sums += values * values;
+    }
+    double total = 0.0;
+    for (int lane = 0; lane < LANES; lane++)
+        total += sums[lane];
+    for (; i < count; i++)
+        total += (double)block[i] * block[i];
+    if (total > 1e-20 && total < 1e38)
+        return total;
+    total = 0.0;
+    for (i = 0; i < count; i++)
+        total += (double)block[i] * block[i];
+    return total;
+}
+
+INLINE int smaller(int64_t left) { return left < BLOCK ? (int)left : BLOCK; }
+
+INLINE void subtract(float *out, const float *values, const float *known, int count)
+{
+    if (known)
+        for (int i = 0; i < count; i++)
+            out[i] = values[i] - known[i];
+    else
+        memcpy(out, values, sizeof(float) * (size_t)count);
+}
+
+/* The bits of the largest magnitude: as integers, magnitudes have the order that they have as numbers. */
+INLINE uint32_t largest_of(const float *block, int count)
+{
+    uint32_t largest = 0;
+    for (int i = 0; i < count; i++) {
+        uint32_t bits;
+        memcpy(&bits, block + i, sizeof bits);
+        bits &= MAGNITUDE;
+        largest = bits > largest ? bits : largest;
+    }
+    return largest;
+}
+
+/* The sum of magnitudes of a block, as squares_of. */
+INLINE double magnitudes_of(const float *block, int count)
+{
+    floats sums = {0};
+    int i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        words values;
+        LOAD(values, block + i);
+        sums += (floats)(values & MAGNITUDE);
+    }
+    double total = 0.0;
+    for (int lane = 0; lane < LANES; lane++)
+        total += sums[lane];
+    for (; i < count; i++)
+        total += __builtin_fabsf(block[i]);
+    if (total < 1e38)
+        return total;
+    total = 0.0;
+    for (i = 0; i < count; i++)
+        total += __builtin_fabsf(block[i]);
+    return total;
+}
+
+EACH_PROCESSOR double peerd_squares(const float *values, const float *known, int64_t count)
+{
+    double total = 0.0;
+    float apart[BLOCK];
+    for (int64_t start = 0; start < count; start += BLOCK) {
+        int size = smaller(count - start);
+        if (known) {
+            subtract(apart, values + start, known + start, size);
+            total += squares_of(apart, size);
+        } else {
+            total += squares_of(values + start, size);
+        }
+    }
+    return total;
+}
+
+/* What every encoder says of its loss: decoded values go to `decoded` where that is wanted. */
+INLINE void account(const float *apart, const float *arrives, float *decoded, int size, double *sums)
+{
+    float lost[BLOCK];
+    subtract(lost, apart, arrives, size);
+    sums[0] += squares_of(lost, size);
+    sums[1] += squares_of(apart, size);
+    if (decoded)
+        memcpy(decoded, arrives, sizeof(float) * (size_t)size);
+}
+
+EACH_PROCESSOR int peerd_sign_encode(const float *values, const float *known, int64_t count, uint16_t *scales,
+                                     uint8_t *packed, float *decoded, double *sums)
+{
+    float apart[BLOCK], arrives[BLOCK];
+    uint8_t negative[BLOCK];
+    for (int64_t start = 0; start < count; start += BLOCK) {
+        int size = smaller(count - start);
+        subtract(apart, values + start, known ? known + start : 0, size);
+        if (largest_of(apart, size) > LARGEST_FINITE)
+            return 1;
+        float mean = (float)(magnitudes_of(apart, size) / size);
+        uint32_t bits;
+        memcpy(&bits, &mean, sizeof bits);
+        bits = bits < 0x7f7f0000u ? bits + 0x8000u : 0x7f7f0000u; /* to bfloat16, ties away from zero */
+        bits &= 0xffff0000u;
+        *scales++ = (uint16_t)(bits >> 16);
+        for (int i = 0; i < size; i++) {
+            uint32_t value;
+            memcpy(&value, apart + i, sizeof value);
+            negative[i] = (uint8_t)(value >> 31);
+            value = (value & SIGN_BIT) | bits;
+            memcpy(arrives + i, &value, sizeof value);
+        }
+        memset(negative + size, 0, (size_t)(BLOCK - size));
+        for (int i = 0; i < size; i += 8) { /* eight bytes of 0 or 1 to eight bits, the first the highest */
+            uint64_t eight;
+            memcpy(&eight, negative + i, sizeof eight);
+            *packed++ = (uint8_t)((eight * 0x8040201008040201u) >> 56);
+        }
+        account(apart, arrives, decoded ? decoded + start : 0, size, sums);
+    }
+    return 0;
+}
+
+/* `scales` have been checked; `signs` has the eight sign bits of each byte. */
+EACH_PROCESSOR void peerd_sign_decode(const uint8_t *scales, const uint8_t *packed, const uint32_t *signs,
+                                      int64_t count, float *out)
+{
+    for (int64_t start = 0; start < count; start += BLOCK) {
+        int size = smaller(count - start);
+        uint16_t half;
+        memcpy(&half, scales, sizeof half); /* bodies lie at any byte */
+        scales += sizeof half;
+        const uint32_t scale = (uint32_t)half << 16;
+        int i = 0;
+        for (; i + 8 <= size; i += 8) {
+            uint32_t eight[8];
+            const uint32_t *row = signs + 8 * *packed++;
+            for (int lane = 0; lane < 8; lane++)
+                eight[lane] = row[lane] ^ scale;
+            memcpy(out + start + i, eight, sizeof eight);
+        }
+        for (int lane = 0; i + lane < size; lane++) {
+            uint32_t value = signs[8 * *packed + lane] ^ scale;
+            memcpy(out + start + i + lane, &value, sizeof value);
+        }
+    }
+}
+
+EACH_PROCESSOR int peerd_int8_encode(const float *values, const float *known, int64_t count, float *scales,
+                                     int8_t *multiples, float *decoded, double *sums, float smallest, float largest)
+{
+    float apart[BLOCK], arrives[BLOCK];
+    for (int64_t start = 0; start < count; start += BLOCK) {
+        int size = smaller(count - start);
+        subtract(apart, values + start, known ? known + start : 0, size);
+        const uint32_t bits = largest_of(apart, size);
+        if (bits > LARGEST_FINITE)
+            return 1;
+        float most;
+        memcpy(&most, &bits, sizeof most);
+        float scale = most / LEVELS;
+        scale = scale < smallest ? smallest : scale > largest ? largest : scale;
+        for (int i = 0; i < size; i++) { /* where a scale was held within its range, a quotient may be beyond 127 */
+            float quotient = apart[i] / scale;
+            quotient = quotient < LEVELS ? quotient : LEVELS;
+            quotient = quotient > -LEVELS ? quotient : -LEVELS;
+            quotient = (quotient + ROUNDING) - ROUNDING;
+            multiples[start + i] = (int8_t)(int32_t)quotient;
+            arrives[i] = quotient;
+        }
+        if (most == 0.0f)
+            scale = 0.0f;
+        for (int i = 0; i < size; i++)
+            arrives[i] *= scale;
+        *scales++ = scale;
+        account(apart, arrives, decoded ? decoded + start : 0, size, sums);
+    }
+    return 0;
+}
+
+/* Returns 1 for a multiple of -128; `scales` have been checked. */
+EACH_PROCESSOR int peerd_int8_decode(const uint8_t *scales, const int8_t *multiples, int64_t count, float *out)
+{
+    int beyond = 0;
+    for (int64_t start = 0; start < count; start += BLOCK) {
+        int size = smaller(count - start);
+        float scale;
+        memcpy(&scale, scales, sizeof scale);
+        scales += sizeof scale;
+        for (int i = 0; i < size; i++) {
+            int32_t multiple = multiples[start + i];
+            beyond |= multiple == -128;
+            out[start + i] = (float)multiple * scale;
+        }
+    }
+    return beyond;
+}
+
+/* `out` += `known`; returns 1 where a sum is beyond `most`, or no number. */
+EACH_PROCESSOR int peerd_add_within(float *out, const float *known, int64_t count, float most)
+{
+    int beyond = 0;
+    for (int64_t i = 0; i < count; i++) {
+        float sum = out[i] + known[i];
+        out[i] = sum;
+        beyond |= !(__builtin_fabsf(sum) <= most);
+    }
+    return beyond;
+}
+
+/* mine += outgoing; theirs = next; next -= mine. Returns the squares of `next` as it is then. */
+EACH_PROCESSOR double peerd_move_references(float *mine, const float *outgoing, float *theirs, float *next,
+                                            int64_t count)
+{
+    double total = 0.0;
+    for (int64_t start = 0; start < count; start += BLOCK) {
+        int size = smaller(count - start);
+        float *m = mine + start, *t = theirs + start, *n = next + start;
+        const float *o = outgoing + start;
+        for (int i = 0; i < size; i++) {
+            float moved = m[i] + o[i], came = n[i];
+            m[i] = moved;
+            t[i] = came;
+            n[i] = came - moved;
+        }
+        total += squares_of(n, size);
+    }
+    return total;
+}
+
+/* out = values + correction. Adds to totals: the squares of the sums, and of the correction. */
+EACH_PROCESSOR void peerd_add(const float *values, const float *correction, float *out, int64_t count, double *totals)
+{
+    for (int64_t start = 0; start < count; start += BLOCK) {
+        int size = smaller(count - start);
+        for (int i = 0; i < size; i++)
+            out[start + i] = values[start + i] + correction[start + i];
+        totals[0] += squares_of(out + start, size);
+        totals[1] += squares_of(correction + start, size);
+    }
+}

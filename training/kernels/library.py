@@ -1,0 +1,41 @@
+"""Where is the compiled arithmetic? `LIBRARY`: kernels.c as it was compiled when peerd was installed, or None.
+
+A node without it trains the same, only slower: each operation of numpy is a pass through memory of its own, and an
+exchange takes four to six times as long. numba would need 150 MB and compile anew for each version of Python; torch's
+own kernels do one operation a pass, too, and daemons do not import torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+ARRAY, COUNT, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_SIGNATURES = {
+    "peerd_squares": (ctypes.c_double, [ARRAY, ARRAY, COUNT]),
+    "peerd_sign_encode": (ctypes.c_int, [ARRAY, ARRAY, COUNT, ARRAY, ARRAY, ARRAY, ARRAY]),
+    "peerd_sign_decode": (None, [ARRAY, ARRAY, ARRAY, COUNT, ARRAY]),
+    "peerd_int8_encode": (ctypes.c_int, [ARRAY, ARRAY, COUNT, ARRAY, ARRAY, ARRAY, ARRAY, REAL, REAL]),
+    "peerd_int8_decode": (ctypes.c_int, [ARRAY, ARRAY, COUNT, ARRAY]),
+    "peerd_add_within": (ctypes.c_int, [ARRAY, ARRAY, COUNT, REAL]),
+    "peerd_move_references": (ctypes.c_double, [ARRAY, ARRAY, ARRAY, ARRAY, COUNT]),
+    "peerd_add": (None, [ARRAY, ARRAY, ARRAY, COUNT, ARRAY]),
+}
+
+
+def _load() -> ctypes.CDLL | None:
+    for suffix in EXTENSION_SUFFIXES:
+        path = Path(__file__).with_name(f"compiled{suffix}")
+        try:
+            library = ctypes.CDLL(str(path))
+            for name, (result, arguments) in _SIGNATURES.items():
+                function = getattr(library, name)
+                function.restype, function.argtypes = result, arguments
+        except (OSError, AttributeError):  # not there, of another processor, or of an earlier version
+            continue
+        return library
+    return None
+
+
+LIBRARY = _load()

@@ -1,0 +1,90 @@
+"""What does one pass over whole models compute? Sums of squares, sums, and the two references of a link moved at once.
+
+Arrays have shape (count,). float32 without gaps goes to the compiled kernels; anything else, and all where there are
+none, to numpy in pieces that stay in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from peerd.training.kernels import library
+
+Vector = npt.NDArray[np.floating[Any]]
+
+PART = 1 << 20  # values: numpy may hold the interpreter for each operation
+
+
+def parts(count: int) -> Iterator[slice]:
+    """Slices of at most PART values that cover [0, count)."""
+    return (slice(start, min(start + PART, count)) for start in range(0, count, PART))
+
+
+def is_plain(*arrays: npt.NDArray[np.generic] | None) -> bool:
+    """Whether the kernels can take these: float32 without gaps, or None."""
+    return all(
+        array is None or (array.dtype == np.float32 and array.flags.c_contiguous and array.flags.aligned)
+        for array in arrays
+    )
+
+
+def squares(values: Vector, known: Vector | None = None) -> float:
+    """||values - known||^2, or ||values||^2."""
+    if (kernels := library.LIBRARY) is not None and is_plain(values, known):
+        return float(kernels.peerd_squares(address(values), address(known), values.size))
+    return sum(_squares(values[part] if known is None else values[part] - known[part]) for part in parts(len(values)))
+
+
+def add_within(out: Vector, known: Vector, most: float) -> bool:
+    """out += known; returns whether all sums are numbers in [-most, most]."""
+    if (kernels := library.LIBRARY) is not None and is_plain(out, known):
+        return not kernels.peerd_add_within(address(out), address(known), out.size, most)
+    within = True
+    with np.errstate(over="ignore"):
+        for part in parts(len(out)):
+            out[part] += known[part]
+            within &= bool(np.abs(out[part]).max() <= most)
+    return within
+
+
+def move_references(mine: Vector, outgoing: Vector, theirs: Vector, following: Vector) -> float:
+    """mine += outgoing, theirs = following, following -= mine; returns ||following||^2 as it is then."""
+    if (kernels := library.LIBRARY) is not None and is_plain(mine, outgoing, theirs, following):
+        arrays = address(mine), address(outgoing), address(theirs), address(following)
+        return float(kernels.peerd_move_references(*arrays, mine.size))
+    total = 0.0
+    for part in parts(len(mine)):
+        mine[part] += outgoing[part]
+        theirs[part] = following[part]
+        following[part] -= mine[part]
+        total += _squares(following[part])
+    return total
+
+
+def add(values: Vector, correction: Vector, out: Vector) -> tuple[float, float]:
+    """out = values + correction; returns ||out||^2 and ||correction||^2."""
+    if (kernels := library.LIBRARY) is not None and is_plain(values, correction, out):
+        totals = np.zeros(2)
+        kernels.peerd_add(address(values), address(correction), address(out), out.size, address(totals))
+        return float(totals[0]), float(totals[1])
+    np.add(values, correction, out=out)
+    return squares(out), squares(correction)
+
+
+def address(array: npt.NDArray[np.generic] | None) -> int | None:
+    """Where its values are, for a call while the caller holds the array."""
+    return None if array is None else array.ctypes.data
+
+
+def _squares(values: Vector) -> float:
+    """Not by BLAS: it would wake a thread pool for 10 000 values, next to the trainer."""
+    total = float(np.einsum("i,i->", values, values))
+    if 1e-20 < total < np.inf:
+        return total
+    if not values.any():
+        return 0.0
+    return float(np.einsum("i,i->", values, values, dtype=np.float64))  # 3 times slower: only where float32 gives out
