@@ -303,7 +303,7 @@ class Node:
     async def has_told_a_correction(self) -> None:
         """Its script has been told to take one at its next step."""
         runner = self.daemon.model._runner
-        await until(lambda: runner.core.model is not None and runner.core.model.has_corrections)
+        await until(lambda: runner.core.model is not None and bool(runner.core.model.waiting))
         await runner.compute.call(Nothing())
 
 

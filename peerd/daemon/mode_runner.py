@@ -250,7 +250,7 @@ class ModeRunner:
     @property
     def all_taken(self) -> bool:
         """Whether the trainer has every correction so far."""
-        return self.core.model is None or not self.core.model.has_corrections
+        return self.core.model is None or not self.core.model.waiting
 
     # ---------------------------------------------------------------- what the mode asks
 

@@ -44,18 +44,17 @@ class ModelCopy:
         return self._memory.gradient
 
     @property
-    def has_corrections(self) -> bool:
-        """Whether the trainer has not yet taken all of them."""
-        return self._filled or self._handed is not None
+    def waiting(self) -> list[int]:
+        """The buffers of corrections that the trainer has not yet taken, the older one first."""
+        filled = [self._filling] if self._filled else []
+        return filled if self._handed is None else [self._handed, *filled]
 
     def values(self) -> Vector:
         """The model with every correction so far, shape (total,); the array is used again by the next call."""
         values = self._values
         np.copyto(values, self._memory.copies[self._current])
-        if self._handed is not None:
-            self._correct(values, self._memory.corrections[self._handed])
-        if self._filled:
-            self._correct(values, self._memory.corrections[self._filling])
+        for buffer in self.waiting:
+            self._correct(values, self._memory.corrections[buffer])
         return values
 
     def add(self, correction: Vector) -> None:
@@ -103,10 +102,9 @@ class ModelCopy:
         if self._owned_here:
             return
         self._untaken[:] = 0
-        for half in (self._handed, self._filling if self._filled else None):
-            if half is not None:
-                self._correct(self._memory.copies[self._current], self._memory.corrections[half])
-                np.add(self._untaken, self._memory.corrections[half], out=self._untaken)
+        for buffer in self.waiting:
+            self._correct(self._memory.copies[self._current], self._memory.corrections[buffer])
+            np.add(self._untaken, self._memory.corrections[buffer], out=self._untaken)
         self._handed, self._filled, self._owned_here = None, False, True
 
     def take_over(self, before: ModelCopy) -> None:

@@ -47,6 +47,10 @@ def vectors(draw: st.DrawFn, count: int) -> Vector:
     return values.astype(np.float32)
 
 
+def gaussian(rng: np.random.Generator, count: int) -> Vector:
+    return rng.standard_normal(count).astype(np.float32)
+
+
 def same_bits(a: Vector, b: Vector) -> bool:
     return a.tobytes() == b.tobytes()
 
@@ -160,7 +164,7 @@ def test_a_node_without_a_compiler_keeps_the_same_references(
     """One end of a link computes with kernels, the other with numpy: what each knows of the other stays the same."""
     layout = Layout(count, count)
     rng = np.random.default_rng(data.draw(seeds))
-    start, x, y = (rng.standard_normal(count).astype(np.float32) for _ in range(3))
+    start, x, y = (gaussian(rng, count) for _ in range(3))
     half = ExchangeHalf(codec, Gain(), 0.5, finishing=False)
     a, b = (PairedReference(1, start, layout, Scratch()) for _ in range(2))
     for _ in range(rounds):
@@ -175,4 +179,5 @@ def test_a_node_without_a_compiler_keeps_the_same_references(
         assert same_bits(a.theirs, b.mine)
         ours, theirs = exchanged.correction, answer.exchanged.correction
         np.testing.assert_allclose(ours, -theirs, rtol=1e-5, atol=1e-30)
-        x, y = x + ours, y + theirs
+        x += ours.astype(np.float32)
+        y += theirs.astype(np.float32)
