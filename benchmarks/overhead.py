@@ -2,6 +2,7 @@
 
     python benchmarks/overhead.py                       # 1.1M, 25M and 100M parameters; alone, and two nodes
     python benchmarks/overhead.py --nodes 2 --parameters 150e6
+    python benchmarks/overhead.py --nodes 2 --trigger period:20  # though its model soon stands still
     python benchmarks/overhead.py --beside ../before         # another checkout too, in the same rounds
 
 The script is an ordinary one: a stack of linear layers, SGD with momentum, a batch that makes a step as long as such a
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 SCRIPT = """
@@ -56,6 +58,7 @@ print("RESULT " + json.dumps({"rate": len(took) / sum(took), "step_ms": 1e3 * so
       flush=True)
 os._exit(0)
 """
+PEERD = [sys.executable, "-m", "peerd.cli.main"]
 SIZES = {  # depth and batch that give about so many parameters in layers of a width
     1.1e6: (4, 64),
     25e6: (8, 32),
@@ -82,8 +85,10 @@ def environment(parameters: float, nodes: int, seconds: float, checkout: Path | 
     return {**os.environ, **told}
 
 
-def run(parameters: float, nodes: int, seconds: float, checkout: Path | None) -> list[dict[str, float]]:
-    """What each node's script found. All train at once."""
+def run(
+    parameters: float, nodes: int, seconds: float, checkout: Path | None, flags: Sequence[str] = ()
+) -> list[dict[str, float]]:
+    """What each node's script found, and how many exchanges its node made in all. All train at once."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "train.py"
         script.write_text(SCRIPT)
@@ -95,7 +100,7 @@ def run(parameters: float, nodes: int, seconds: float, checkout: Path | None) ->
                 base = 17946 + os.getpid() % 1000
                 join = ["--join", f"127.0.0.1:{base}"] if node else []
                 start = ["start", str(script), "--name", f"n{node}", "--bind", f"127.0.0.1:{base + node}"]
-                command = [sys.executable, "-m", "peerd.cli.main", *start, *join, "--wait-for", str(nodes)]
+                command = [*PEERD, *start, *join, "--wait-for", str(nodes), *flags]
             said = subprocess.PIPE
             processes.append(
                 subprocess.Popen(command, env=env, stdout=said, stderr=subprocess.STDOUT, text=True, cwd=folder)
@@ -112,6 +117,11 @@ def run(parameters: float, nodes: int, seconds: float, checkout: Path | None) ->
                     break
             else:
                 raise SystemExit(f"a node ended without a result:\n{''.join(said_lines)}")
+        for node, one in enumerate(found if checkout is not None else []):
+            asked = subprocess.run(
+                [*PEERD, "status", "--name", f"n{node}", "--format", "json"], env=env, cwd=folder, capture_output=True
+            )
+            one["exchanges"] = json.loads(asked.stdout)["exchanges"]
         for process in processes:
             process.kill()
             process.wait()
@@ -125,21 +135,25 @@ def main() -> None:
     parser.add_argument("--nodes", default="1,2")
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--trigger", help="as peerd start takes it")
     parser.add_argument("--beside", type=Path, help="another checkout, measured in the same rounds")
     told = parser.parse_args()
     here = Path(__file__).parents[1]
+    flags = ["--trigger", told.trigger] if told.trigger else []
     checkouts = {"peerd": here} | ({"beside": told.beside.resolve()} if told.beside else {})
     for nodes in map(int, told.nodes.split(",")):
         for parameters in map(float, told.parameters.split(",")):
             ratios: dict[str, list[float]] = {name: [] for name in checkouts}
             inside: dict[str, list[float]] = {name: [] for name in checkouts}
+            exchanges: dict[str, list[float]] = {name: [] for name in checkouts}
             step_ms = []
             for _ in range(told.rounds):
                 plain = run(parameters, nodes, told.seconds, None)
                 step_ms += [found["step_ms"] for found in plain]
                 without = statistics.mean(found["rate"] for found in plain)
                 for name, checkout in checkouts.items():
-                    found = run(parameters, nodes, told.seconds, checkout)
+                    found = run(parameters, nodes, told.seconds, checkout, flags)
+                    exchanges[name].append(statistics.mean(one["exchanges"] for one in found))
                     ratios[name].append(statistics.mean(one["rate"] for one in found) / without)
                     inside[name].append(statistics.mean(one["inside_median_ms"] for one in found))
             for name, values in ratios.items():
@@ -147,7 +161,8 @@ def main() -> None:
                 print(
                     f"{parameters / 1e6:6.1f}M parameters, {nodes} node{'s' * (nodes > 1)}, a step of "
                     f"{statistics.median(step_ms):.1f} ms: {name} {statistics.median(values):.3f} of the rate without "
-                    f"({shown}), in swarm.step {statistics.median(inside[name]):.3f} ms (median)",
+                    f"({shown}), in swarm.step {statistics.median(inside[name]):.3f} ms (median), "
+                    f"{statistics.median(exchanges[name]):.0f} exchanges",
                     flush=True,
                 )
 

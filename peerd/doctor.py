@@ -22,6 +22,7 @@ from peerd.local.local_socket import request, running_nodes, socket_path
 from peerd.security.entry import Told
 from peerd.security.outlook import credentials, outlook
 from peerd.settings import Settings, is_loopback, parse_address
+from peerd.training.kernels import library
 from peerd.transport import speed
 from peerd.transport.connection import ConnectionLost
 from peerd.transport.errors import PeerError, UserError
@@ -63,6 +64,11 @@ def _software() -> Iterator[Finding]:
     yield Finding(
         "software", "ok", f"peerd {__version__}, Python {platform.python_version()}, torch {torch.__version__}"
     )
+    if library.LIBRARY is not None:
+        yield Finding("software", "ok", "the arithmetic of exchanges is compiled")
+    else:
+        cure = "install a C compiler (gcc or clang), then peerd once more with pip"
+        yield Finding("software", "note", "NumPy does the arithmetic of exchanges, in about twice the time", cure)
 
 
 def _gpu() -> Iterator[Finding]:

@@ -45,7 +45,7 @@ ROOMS = {  # each with the rooms that it may look into; from the roof to the cel
         "peerd", "doctor", "settings", "carriers", "daemon", "reproduce", "simulation", "trainer", "local",
         "protocol", "tasks", "modes", "security", "transport",
     },
-    "doctor": {"peerd", "settings", "carriers", "security", "local", "transport"},
+    "doctor": {"peerd", "settings", "carriers", "security", "local", "kernels", "transport"},
     "reproduce": {
         "peerd", "simulation", "daemon", "node", "local", "process", "modes", "rounds", "codecs", "mode", "messages",
         "transport",

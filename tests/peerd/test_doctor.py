@@ -23,6 +23,7 @@ from peerd.local.node_key import NodeKey
 from peerd.security import authority_folder, wall_clock
 from peerd.security.trust import Trust
 from peerd.settings import Settings
+from peerd.training.kernels import library as kernels
 from peerd.transport import hello, speed
 from peerd.transport.connection import Connection
 from peerd.transport.errors import UserError
@@ -44,6 +45,12 @@ def test_every_failure_has_a_cure_and_fails_the_whole() -> None:
     assert all(finding.cure for finding in findings if finding.state == "fail")
     with pytest.raises(UserError, match="checks failed"):
         doctor.check(findings)
+
+
+def test_who_has_no_compiled_arithmetic_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "LIBRARY", None)
+    said = found(Settings(bind="127.0.0.1:0"), "software")
+    assert ["C compiler" in finding.cure for finding in said if finding.state == "note"] == [True]
 
 
 @pytest.mark.parametrize(
