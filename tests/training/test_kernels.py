@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.training.codecs import CODECS, NotFinite
-from peerd.training.codecs.codec import OnePassCodec
+from peerd.training.codecs import CODECS, ONE_PASS, NotFinite
 from peerd.training.codecs.vector import Contraction, Gain, Layout, decode, encode
 from peerd.training.effects import Vector
 from peerd.training.kernels import library, passes
@@ -23,7 +22,6 @@ from peerd.transport.messages import Delta
 
 pytestmark = pytest.mark.skipif(library.LIBRARY is None, reason="peerd was installed without a compiler")
 
-ONE_PASS = [name for name, codec in CODECS.items() if isinstance(codec, OnePassCodec)]
 counts = st.sampled_from([1, 7, 8, 15, 16, 17, 255, 256, 257, 511, 1000]) | st.integers(0, 2000)
 scales = st.sampled_from([1e-45, 1e-38, 1e-30, 1e-10, 1.0, 1e10, 1e18, 1e25, 1e29])
 seeds = st.integers(0, 2**32 - 1)

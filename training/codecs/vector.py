@@ -14,9 +14,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from peerd.training.codecs import CODECS, Codec, NotFinite
+from peerd.training.codecs import CODECS, ONE_PASS, Codec, NotFinite
 from peerd.training.codecs.blocks import BLOCK
-from peerd.training.codecs.codec import Encoded, OnePassCodec
+from peerd.training.codecs.codec import Encoded
 from peerd.training.codecs.compress import Compressor, unpack
 from peerd.training.effects import Vector
 from peerd.training.kernels.passes import add_within, squares
@@ -182,7 +182,8 @@ def encode(
 
 
 def _encode_piece(codec: Codec, values: Vector, known: Vector | None, arrived: Vector) -> Encoded:
-    if isinstance(codec, OnePassCodec) and (encoded := codec.encode_difference(values, known, arrived)) is not None:
+    one_pass = ONE_PASS.get(codec.name)
+    if one_pass is not None and (encoded := one_pass.encode_difference(values, known, arrived)) is not None:
         return encoded
     difference = values if known is None else values - known
     body = codec.encode(difference)
