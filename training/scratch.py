@@ -10,7 +10,7 @@ import numpy as np
 
 from peerd.training.effects import Vector
 
-KEEP = 3  # an exchange uses three at once: the difference, what our half decodes to, and the peer's half
+KEEP = 2  # corrections on their way, or a push and what becomes of it
 
 
 class Scratch:

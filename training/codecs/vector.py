@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -31,6 +32,7 @@ __all__ = [
     "Layout",
     "NotFinite",
     "decode",
+    "decoded_pieces",
     "encode",
     "payload_limit",
 ]
@@ -211,15 +213,34 @@ def decode(
             then half written, so it must be scratch.
     """
     assert out.shape == (layout.total,)
+    for where, codec, body in _bodies(codec_name, layout, chunks):
+        codec.decode(body, out[where])
+        if known is not None and not add_within(out[where], known[where], value_max):
+            raise PeerError(f"a value beyond {value_max:g}")
+
+
+def decoded_pieces(
+    codec_name: str, layout: Layout, chunks: Chunks, dtype: np.dtype[np.floating[Any]]
+) -> Iterator[tuple[slice, Vector]]:
+    """What `chunks` hold, a piece at a time: where it is, and its values in memory that the next one overwrites.
+
+    Raises PeerError, as `decode`.
+    """
+    scratch: Vector = np.empty(min(PIECE_VALUES, layout.total), dtype)
+    for where, codec, body in _bodies(codec_name, layout, chunks):
+        piece = scratch[: where.stop - where.start]
+        codec.decode(body, piece)
+        yield where, piece
+
+
+def _bodies(codec_name: str, layout: Layout, chunks: Chunks) -> Iterator[tuple[slice, Codec, memoryview]]:
     if codec_name not in CODECS:
         raise PeerError(f"codec {codec_name[:40]!r} is none of {', '.join(CODECS)}")
     pieces = list(_pieces(codec_name, layout))
     if len(chunks) != len(pieces):
         raise PeerError(f"{len(chunks)} chunks where {len(pieces)} are due")
     for chunk, (codec, start, stop) in zip(chunks, pieces, strict=True):
-        codec.decode(unpack(chunk, codec.body_limit(stop - start)), out[start:stop])
-        if known is not None and not add_within(out[start:stop], known[start:stop], value_max):
-            raise PeerError(f"a value beyond {value_max:g}")
+        yield slice(start, stop), codec, unpack(chunk, codec.body_limit(stop - start))
 
 
 def payload_limit(layout: Layout, kept: int = 0) -> int:

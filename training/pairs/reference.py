@@ -23,14 +23,15 @@ arXiv:1710.06952).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from peerd.training.codecs.difference import decode_onto, encode_difference
+from peerd.training.codecs import vector
+from peerd.training.codecs.difference import decode_onto
 from peerd.training.codecs.vector import GAIN_MAX, VALUE_MAX, Gain, Layout, NotFinite
 from peerd.training.effects import Vector
-from peerd.training.kernels.passes import parts
 from peerd.training.pairs.robust import Norms, factors, tensors_of, unpacked
 from peerd.training.scratch import Scratch
 from peerd.transport.errors import PeerError
@@ -85,7 +86,6 @@ class PairedReference:
         self.mine = start.copy()
         self.theirs = start.copy()
         self.under_way: Delta | None = None  # our half of exchange version + 1
-        self._outgoing: Vector | None = None  # what that half decodes to
         self.answered: Delta | None = None  # our half of exchange `version`, kept until the next one completes
         self.confirmed = True  # the peer is known to have applied exchange `version`, too
 
@@ -136,10 +136,9 @@ class PairedReference:
             return None
         apart: Vector | None = None
         if self.under_way is not None:
-            assert self._outgoing is not None, "kept beside the half under way"
             apart = self.theirs
-            for part in parts(len(apart)):
-                apart[part] -= self.mine[part] + self._outgoing[part]
+            for where, ours in self._pieces(self.under_way):
+                apart[where] -= self.mine[where] + ours
         answered = None if self.confirmed else self.answered
         unfinished = Unfinished(self.link, self.version, answered, self.under_way, apart, self.layout, self._scratch)
         self.cancel()
@@ -147,16 +146,15 @@ class PairedReference:
 
     def cancel(self) -> None:
         """Drop the half under way: the peer has not applied it."""
-        if self._outgoing is not None:
-            self._scratch.give(self._outgoing)
-        self.under_way = self._outgoing = None
+        self.under_way = None
 
     def distance(self) -> float:
         """||theirs - mine|| over the parameters: how far apart the two models are, as far as both ends know."""
         return self._tensors.whole(self.distances)
 
     def _encode(self, values: Vector, half: ExchangeHalf, *, wants_answer: bool) -> Delta:
-        chunks, decoded = encode_difference(half.codec, self.layout, values, self.mine, half.gain, self._scratch)
+        chunks, contraction = vector.encode(half.codec, self.layout, values, known=self.mine)
+        half.gain.observe(contraction)
         self.under_way = Delta(
             self.link,
             self.version + 1,
@@ -167,15 +165,17 @@ class PairedReference:
             half.limits,
             chunks,
         )
-        self._outgoing = decoded
         return self.under_way
+
+    def _pieces(self, ours: Delta) -> Iterator[tuple[slice, Vector]]:
+        """What our half decodes to: again, as keeping it would take another copy of the model."""
+        return vector.decoded_pieces(ours.codec, self.layout, ours.chunks, self.mine.dtype)
 
     def _complete(self, theirs: Delta, theirs_next: Vector, limits: Norms) -> Exchanged:
         """Move both references, and make `theirs_next` the correction."""
         assert self.under_way is not None, "an exchange has two halves"
-        assert self._outgoing is not None, "kept beside the half under way"
         gain = min(theirs.gain, self.under_way.gain)
-        self.distances = self._tensors.move(self.mine, self._outgoing, self.theirs, theirs_next)
+        self.distances = self._tensors.move(self.mine, self._pieces(self.under_way), self.theirs, theirs_next)
         scale = factors(gain, self.distances, unpacked(self.under_way.limits, len(self._tensors)), limits)
         self._tensors.scale(theirs_next, scale)
         self.version += 1

@@ -20,7 +20,7 @@ Between fewer than four members nobody can say who is the odd one out, and a run
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -71,13 +71,21 @@ class Tensors:
             found[index] = norm_of_difference(values[start:stop], None if known is None else known[start:stop])
         return found
 
-    def move(self, mine: Vector, outgoing: Vector, theirs: Vector, following: Vector) -> Norms:
-        """Move two references (kernels/passes.py): returns how far apart they are then, which is in `following`."""
-        found = np.empty(len(self.ranges))
-        for index, (start, stop) in enumerate(self.ranges):
-            arrays = mine[start:stop], outgoing[start:stop], theirs[start:stop], following[start:stop]
-            found[index] = math.sqrt(move_references(*arrays))
-        return found
+    def move(self, mine: Vector, outgoing: Iterable[tuple[slice, Vector]], theirs: Vector, following: Vector) -> Norms:
+        """Move two references (kernels/passes.py): returns how far apart they are then, which is in `following`.
+
+        `outgoing` comes in pieces that follow each other; where one tensor ends within, the piece is cut.
+        """
+        found, index = np.zeros(len(self.ranges)), 0
+        for where, piece in outgoing:
+            start = where.start
+            while start < where.stop:
+                stop = min(where.stop, self.ranges[index][1])
+                ours = piece[start - where.start : stop - where.start]
+                found[index] += move_references(mine[start:stop], ours, theirs[start:stop], following[start:stop])
+                index += stop == self.ranges[index][1]
+                start = stop
+        return np.sqrt(found)
 
     def scale(self, values: Vector, factors: Norms) -> None:
         """Multiply each by its factor."""
