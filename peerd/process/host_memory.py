@@ -10,9 +10,9 @@ from pathlib import Path
 from peerd.training.modes import class_of
 
 SHARED = 5  # two copies and two halves of corrections, which trainer and daemon share, and one that is read
-WORK = 4  # of encoding and decoding, and of what is on its way
+WORK = 3  # of encoding and decoding, and of what is on its way
 OWN_WAY = 1  # of a mode with links: where the model was when its own steps were last told from corrections (robust)
-A_LINK = 4  # what each end knows of the other, where this model was at the last exchange, and a half under way
+A_LINK = 3  # what each end knows of the other, and where this model was at the last exchange
 A_ROUND = 4  # of a mode without links: contribution, sum, what all agreed on, what a codec dropped
 WORTH_A_LINE = 1 << 30  # bytes
 MEMINFO = Path("/proc/meminfo")

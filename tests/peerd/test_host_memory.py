@@ -25,9 +25,9 @@ def test_a_small_model_is_not_worth_a_line(free: Path) -> None:
 
 
 def test_what_fits_is_told(free: Path) -> None:
-    line = "this model takes about 1.4 GB with one link and 7.0 GB at most of the host's memory in mode gossip"
+    line = "this model takes about 1.2 GB with one link and 5.4 GB at most of the host's memory in mode gossip"
     assert host_memory.told("gossip", 3, 25_000_000) == (f"{line}, and 100 MB in its script", False)
-    line = "this model takes about 1.3 GB of the host's memory in mode diloco:2, and 100 MB in its script"
+    line = "this model takes about 1.2 GB of the host's memory in mode diloco:2, and 100 MB in its script"
     assert host_memory.told("diloco:2", 3, 25_000_000) == (line, False)
 
 
