@@ -48,8 +48,8 @@ from peerd.transport.messages import Delta, LinkClose, LinkClosed, LinkOpen, Lin
 
 SNAPSHOT_CODEC = "bfloat16"  # any vector may start a pair of references; this one costs half of float32
 UNKNOWN = -1  # the version of a link that this end knows nothing of: it was another life's
-MODELS_OF_A_LINK = 4  # both references, the anchor, and what a half under way decodes to
-LEFT_OF_LINKS = 2  # views: with one-bit codecs that is what is left of eight links for each of a view
+MODELS_OF_A_LINK = 3  # both references and the anchor
+LEFT_OF_LINKS = 2  # views: with one-bit codecs that is what is left of six links for each of a view
 UNFINISHED_MAX = 64
 
 
