@@ -83,14 +83,38 @@ def test_additions_within_a_bound(data: st.DataObject, count: int, most: float) 
 
 
 @given(st.data(), counts)
-def test_references_move_and_models_are_corrected(data: st.DataObject, count: int) -> None:
-    compiled = [data.draw(vectors(count)) for _ in range(5)]
+def test_models_are_corrected(data: st.DataObject, count: int) -> None:
+    compiled = [data.draw(vectors(count)) for _ in range(3)]
     plain = [each.copy() for each in compiled]
-    found = passes.move_references(*compiled[:4]), *passes.add(compiled[0], compiled[1], compiled[4])
+    found = passes.add(compiled[0], compiled[1], compiled[2])
     with by_numpy():
-        expected = passes.move_references(*plain[:4]), *passes.add(plain[0], plain[1], plain[4])
+        expected = passes.add(plain[0], plain[1], plain[2])
     assert all(map(same_bits, compiled, plain))
     assert found == pytest.approx(expected, rel=1e-5)
+
+
+@given(st.data(), counts.filter(bool), st.sampled_from([0, 100, passes.SMALL]))
+def test_references_move_and_each_tensor_has_its_sum_and_its_factor(
+    data: st.DataObject, count: int, small: int
+) -> None:
+    cuts = data.draw(st.sets(st.integers(1, count), max_size=9))
+    stops = np.array(sorted({*cuts, count}), np.int64)
+    factors = np.array(data.draw(st.lists(st.floats(0, 1), min_size=len(stops), max_size=len(stops))))
+    compiled = [data.draw(vectors(count)) for _ in range(4)]
+    plain = [each.copy() for each in compiled]
+    found = passes.move_references(compiled[0], compiled[1], compiled[2], compiled[3], stops)
+    apart = passes.squares_by(compiled[0], compiled[3], stops)
+    passes.scale_by(compiled[3], factors, stops)
+    with by_numpy(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(passes, "SMALL", small)
+        expected = passes.move_references(plain[0], plain[1], plain[2], plain[3], stops)
+        apart_too = passes.squares_by(plain[0], plain[3], stops)
+        passes.scale_by(plain[3], factors, stops)
+    assert all(map(same_bits, compiled, plain))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose(apart, apart_too, rtol=1e-5)
+    parts = np.split((compiled[0].astype(np.float64)), stops[:-1])
+    np.testing.assert_allclose(passes.squares_by(compiled[0], None, stops), [part @ part for part in parts], rtol=1e-5)
 
 
 @pytest.mark.parametrize("codec", ONE_PASS)

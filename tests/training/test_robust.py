@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -79,17 +80,18 @@ def test_tensors_cover_a_model_and_none_has_parameters_and_buffers(
         return
     tensors = Tensors(Layout(parameters, parameters + buffers, (), tuple(sorted(ends))))
     assert len(tensors) <= TENSORS_MAX
-    assert [start for start, _ in tensors.ranges] == [0, *(stop for _, stop in tensors.ranges)][:-1]
-    assert tensors.ranges[-1][1] == parameters + buffers
-    assert all(stop <= parameters or start >= parameters for start, stop in tensors.ranges)
-    assert tensors.of_parameters == sum(stop <= parameters for _, stop in tensors.ranges)
+    stops = tensors.stops.tolist()
+    assert stops == sorted(set(stops))
+    assert stops[-1] == parameters + buffers
+    assert all(stop <= parameters or start >= parameters for start, stop in pairwise([0, *stops]))
+    assert tensors.of_parameters == sum(stop <= parameters for stop in stops)
 
 
 def test_a_model_of_many_tensors_has_as_many_limits_as_fit_a_message() -> None:
     tensors = Tensors(Layout(5000, 5003, (), tuple(range(1, 5004))))
     assert len(tensors) <= TENSORS_MAX
     assert len(packed(np.ones(len(tensors)))) <= 512
-    assert tensors.ranges[tensors.of_parameters][0] == 5000
+    assert tensors.stops[tensors.of_parameters - 1] == 5000
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0])

@@ -101,20 +101,36 @@ INLINE double magnitudes_of(const float *block, int count)
     return total;
 }
 
-EACH_PROCESSOR double peerd_squares(const float *values, const float *known, int64_t count)
+/* `ranges` follow each other: the first ends at stops[0]. Their sums go to `squares`. */
+EACH_PROCESSOR void peerd_squares(const float *values, const float *known, const int64_t *stops, int64_t ranges,
+                                  double *squares)
 {
-    double total = 0.0;
     float apart[BLOCK];
-    for (int64_t start = 0; start < count; start += BLOCK) {
-        int size = smaller(count - start);
-        if (known) {
-            subtract(apart, values + start, known + start, size);
-            total += squares_of(apart, size);
-        } else {
-            total += squares_of(values + start, size);
+    int64_t start = 0;
+    for (int64_t range = 0; range < ranges; range++) {
+        double total = 0.0;
+        for (; start < stops[range]; start += BLOCK) {
+            int size = smaller(stops[range] - start);
+            if (known) {
+                subtract(apart, values + start, known + start, size);
+                total += squares_of(apart, size);
+            } else {
+                total += squares_of(values + start, size);
+            }
         }
+        start = stops[range];
+        squares[range] = total;
     }
-    return total;
+}
+
+EACH_PROCESSOR void peerd_scale(float *values, const int64_t *stops, int64_t ranges, const double *factors)
+{
+    int64_t i = 0;
+    for (int64_t range = 0; range < ranges; range++) {
+        const float factor = (float)factors[range];
+        for (; i < stops[range]; i++)
+            values[i] *= factor;
+    }
 }
 
 /* What every encoder says of its loss: decoded values go to `decoded` where that is wanted. */
@@ -249,24 +265,28 @@ EACH_PROCESSOR int peerd_add_within(float *out, const float *known, int64_t coun
     return beyond;
 }
 
-/* mine += outgoing; theirs = next; next -= mine. Returns the squares of `next` as it is then. */
-EACH_PROCESSOR double peerd_move_references(float *mine, const float *outgoing, float *theirs, float *next,
-                                            int64_t count)
+/* mine += outgoing; theirs = next; next -= mine. `squares` gets those of `next` as it is then, as peerd_squares. */
+EACH_PROCESSOR void peerd_move_references(float *mine, const float *outgoing, float *theirs, float *next,
+                                          const int64_t *stops, int64_t ranges, double *squares)
 {
-    double total = 0.0;
-    for (int64_t start = 0; start < count; start += BLOCK) {
-        int size = smaller(count - start);
-        float *m = mine + start, *t = theirs + start, *n = next + start;
-        const float *o = outgoing + start;
-        for (int i = 0; i < size; i++) {
-            float moved = m[i] + o[i], came = n[i];
-            m[i] = moved;
-            t[i] = came;
-            n[i] = came - moved;
+    int64_t start = 0;
+    for (int64_t range = 0; range < ranges; range++) {
+        double total = 0.0;
+        for (; start < stops[range]; start += BLOCK) {
+            int size = smaller(stops[range] - start);
+            float *m = mine + start, *t = theirs + start, *n = next + start;
+            const float *o = outgoing + start;
+            for (int i = 0; i < size; i++) {
+                float moved = m[i] + o[i], came = n[i];
+                m[i] = moved;
+                t[i] = came;
+                n[i] = came - moved;
+            }
+            total += squares_of(n, size);
         }
-        total += squares_of(n, size);
+        start = stops[range];
+        squares[range] = total;
     }
-    return total;
 }
 
 /* out = values + correction. Adds to totals: the squares of the sums, and of the correction. */

@@ -13,13 +13,14 @@ from pathlib import Path
 
 ARRAY, COUNT, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES = {
-    "peerd_squares": (ctypes.c_double, [ARRAY, ARRAY, COUNT]),
+    "peerd_squares": (None, [ARRAY, ARRAY, ARRAY, COUNT, ARRAY]),
+    "peerd_scale": (None, [ARRAY, ARRAY, COUNT, ARRAY]),
     "peerd_sign_encode": (ctypes.c_int, [ARRAY, ARRAY, COUNT, ARRAY, ARRAY, ARRAY, ARRAY]),
     "peerd_sign_decode": (None, [ARRAY, ARRAY, ARRAY, COUNT, ARRAY]),
     "peerd_int8_encode": (ctypes.c_int, [ARRAY, ARRAY, COUNT, ARRAY, ARRAY, ARRAY, ARRAY, REAL, REAL]),
     "peerd_int8_decode": (ctypes.c_int, [ARRAY, ARRAY, COUNT, ARRAY]),
     "peerd_add_within": (ctypes.c_int, [ARRAY, ARRAY, COUNT, REAL]),
-    "peerd_move_references": (ctypes.c_double, [ARRAY, ARRAY, ARRAY, ARRAY, COUNT]),
+    "peerd_move_references": (None, [ARRAY, ARRAY, ARRAY, ARRAY, ARRAY, COUNT, ARRAY]),
     "peerd_add": (None, [ARRAY, ARRAY, ARRAY, COUNT, ARRAY]),
 }
 

@@ -7,6 +7,7 @@ none, to numpy in pieces that stay in the cache.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,11 @@ import numpy.typing as npt
 from peerd.training.kernels import library
 
 Vector = npt.NDArray[np.floating[Any]]
+Sums = npt.NDArray[np.float64]
+Stops = npt.NDArray[np.int64]
 
 PART = 1 << 20  # values: numpy may hold the interpreter for each operation
+SMALL = 1 << 14  # values of a model whose tensors are not worth an operation each
 
 
 def parts(count: int) -> Iterator[slice]:
@@ -34,9 +38,34 @@ def is_plain(*arrays: npt.NDArray[np.generic] | None) -> bool:
 
 def squares(values: Vector, known: Vector | None = None) -> float:
     """||values - known||^2, or ||values||^2."""
+    return float(squares_by(values, known, np.array([len(values)]))[0])
+
+
+def squares_by(values: Vector, known: Vector | None, stops: Stops) -> Sums:
+    """The same of each of the ranges that follow each other and end at `stops`, shape (ranges,)."""
+    found = np.empty(len(stops))
     if (kernels := library.LIBRARY) is not None and is_plain(values, known):
-        return float(kernels.peerd_squares(address(values), address(known), values.size))
-    return sum(_squares(values[part] if known is None else values[part] - known[part]) for part in parts(len(values)))
+        kernels.peerd_squares(address(values), address(known), address(stops), len(stops), address(found))
+        return found
+    if len(values) <= SMALL and known is not None:
+        return _squares_by(values - known, stops)
+    if known is None:
+        return _squares_by(values, stops)
+    for index, where in enumerate(_ranges(stops)):
+        a, b = values[where], known[where]
+        found[index] = sum(_squares(a[part] - b[part]) for part in parts(len(a)))
+    return found
+
+
+def scale_by(values: Vector, factors: Sums, stops: Stops) -> None:
+    """Multiply each range by its factor."""
+    if (kernels := library.LIBRARY) is not None and is_plain(values):
+        kernels.peerd_scale(address(values), address(stops), len(stops), address(factors))
+    elif len(values) <= SMALL:
+        values *= np.repeat(factors.astype(values.dtype), np.diff(stops, prepend=0))
+    else:
+        for factor, where in zip(factors.tolist(), _ranges(stops), strict=True):
+            values[where] *= factor
 
 
 def add_within(out: Vector, known: Vector, most: float) -> bool:
@@ -51,18 +80,18 @@ def add_within(out: Vector, known: Vector, most: float) -> bool:
     return within
 
 
-def move_references(mine: Vector, outgoing: Vector, theirs: Vector, following: Vector) -> float:
-    """mine += outgoing, theirs = following, following -= mine; returns ||following||^2 as it is then."""
+def move_references(mine: Vector, outgoing: Vector, theirs: Vector, following: Vector, stops: Stops) -> Sums:
+    """mine += outgoing, theirs = following, following -= mine; returns its squares then, as `squares_by`."""
     if (kernels := library.LIBRARY) is not None and is_plain(mine, outgoing, theirs, following):
+        found = np.empty(len(stops))
         arrays = address(mine), address(outgoing), address(theirs), address(following)
-        return float(kernels.peerd_move_references(*arrays, mine.size))
-    total = 0.0
+        kernels.peerd_move_references(*arrays, address(stops), len(stops), address(found))
+        return found
     for part in parts(len(mine)):
         mine[part] += outgoing[part]
         theirs[part] = following[part]
         following[part] -= mine[part]
-        total += _squares(following[part])
-    return total
+    return _squares_by(following, stops)
 
 
 def add(values: Vector, correction: Vector, out: Vector) -> tuple[float, float]:
@@ -78,6 +107,21 @@ def add(values: Vector, correction: Vector, out: Vector) -> tuple[float, float]:
 def address(array: npt.NDArray[np.generic] | None) -> int | None:
     """Where its values are, for a call while the caller holds the array."""
     return None if array is None else array.ctypes.data
+
+
+def _squares_by(values: Vector, stops: Stops) -> Sums:
+    if len(values) <= SMALL:
+        exact = np.zeros(len(values) + 1)
+        np.multiply(values, values, out=exact[:-1], dtype=np.float64)
+        starts = np.concatenate([[0], stops[:-1]])
+        return np.where(stops > starts, np.add.reduceat(exact, starts), 0.0)  # of an empty range it is one value
+    return np.array(
+        [sum(_squares(values[where][part]) for part in parts(where.stop - where.start)) for where in _ranges(stops)]
+    )
+
+
+def _ranges(stops: Stops) -> Iterator[slice]:
+    return (slice(start, stop) for start, stop in pairwise([0, *stops.tolist()]))
 
 
 def _squares(values: Vector) -> float:

@@ -27,10 +27,9 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from peerd.training.codecs.difference import norm_of_difference
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Vector
-from peerd.training.kernels.passes import move_references
+from peerd.training.kernels.passes import move_references, scale_by, squares_by
 from peerd.training.model.variances import bounded
 from peerd.transport.errors import PeerError
 from peerd.transport.ids import NodeId
@@ -58,39 +57,31 @@ class Tensors:
         stops = sorted(stop for stop in inner | {layout.parameters, layout.total} if stop > 0)
         step = math.ceil(len(stops) / (TENSORS_MAX - 1))
         kept = sorted({*stops[step - 1 :: step], layout.parameters, layout.total} - {0})
-        self.ranges = [(start, stop) for start, stop in zip([0, *kept], kept, strict=False)]
+        self.stops = np.array(kept, np.int64)
         self.of_parameters = sum(stop <= layout.parameters for stop in kept)
 
     def __len__(self) -> int:
-        return len(self.ranges)
+        return len(self.stops)
 
     def norms(self, values: Vector, known: Vector | None = None) -> Norms:
         """||values - known|| of each."""
-        found = np.empty(len(self.ranges))
-        for index, (start, stop) in enumerate(self.ranges):
-            found[index] = norm_of_difference(values[start:stop], None if known is None else known[start:stop])
-        return found
+        return np.sqrt(squares_by(values, known, self.stops))
 
     def move(self, mine: Vector, outgoing: Iterable[tuple[slice, Vector]], theirs: Vector, following: Vector) -> Norms:
         """Move two references (kernels/passes.py): returns how far apart they are then, which is in `following`.
 
-        `outgoing` comes in pieces that follow each other; where one tensor ends within, the piece is cut.
+        `outgoing` comes in pieces that follow each other; a tensor may end within one.
         """
-        found, index = np.zeros(len(self.ranges)), 0
+        found = np.zeros(len(self))
         for where, piece in outgoing:
-            start = where.start
-            while start < where.stop:
-                stop = min(where.stop, self.ranges[index][1])
-                ours = piece[start - where.start : stop - where.start]
-                found[index] += move_references(mine[start:stop], ours, theirs[start:stop], following[start:stop])
-                index += stop == self.ranges[index][1]
-                start = stop
+            first, last = np.searchsorted(self.stops, [where.start, where.stop - 1], side="right")
+            stops = np.minimum(self.stops[first : last + 1], where.stop) - where.start
+            found[first : last + 1] += move_references(mine[where], piece, theirs[where], following[where], stops)
         return np.sqrt(found)
 
     def scale(self, values: Vector, factors: Norms) -> None:
         """Multiply each by its factor."""
-        for (start, stop), factor in zip(self.ranges, factors.tolist(), strict=True):
-            values[start:stop] *= factor
+        scale_by(values, factors, self.stops)
 
     def whole(self, norms: Norms) -> float:
         """The norm over all parameters."""
