@@ -439,3 +439,52 @@ def test_a_frozen_base_is_in_the_complete_export_and_in_no_checkpoint(machine: M
     assert "Traceback" not in refused.stderr
     assert not Path(machine.path / "other.safetensors").exists()
     assert json.loads(machine.peerd("export", "--name", "a", "m.safetensors", "--format", "json").stdout)["step"] == 40
+
+
+# ----------------------------------------------------------------------------------------------------- private tensors
+
+HEADS = """\
+class Tasked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.Tanh())
+        self.head = nn.Linear(8, int(os.environ["H"]))
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+torch.manual_seed(int(os.environ["H"]))
+model = Tasked()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+with peerd.attach(model, optimizer, exclude=["head.*"]) as swarm:
+    keep(model, f"H{os.environ['H']}-at{swarm.step_count}.safetensors")
+    while swarm.step_count < int(os.environ["STEPS"]):
+        train(swarm, model, [optimizer])
+keep(model, f"H{os.environ['H']}.safetensors")
+"""
+
+
+def test_heads_of_their_own_on_a_body_that_is_shared(machine: Machine) -> None:
+    script = machine.script("train.py", HEAD + HEADS)
+    a = machine.start("a", script, "--wait-for", "2", STEPS="60", H="3")
+    b = machine.start("b", script, "--wait-for", "2", STEPS="60", H="5", join=a)
+    for node in (a, b):
+        node.says("training finished at step 60")
+    first, second = exported(a), exported(b)
+    assert {*first} == {*second} == {"body.0.weight", "body.0.bias"}
+    began, ended, other = (own(machine, f"{name}.safetensors") for name in ("H3-at0", "H3", "H5"))
+    for name, value in first.items():
+        close = 0.1 * float((value - began[name]).norm())
+        assert float((value - second[name]).norm()) < close
+        # who ended last holds what is everybody's now
+        assert min(float((value - kept[name]).norm()) for kept in (ended, other)) < close
+    assert [kept["head.weight"].shape[0] for kept in (ended, other)] == [3, 5]
+    assert not torch.equal(ended["head.weight"], began["head.weight"]), "a private head is trained"
+
+    for node in (a, b):
+        machine.peerd("leave", "--name", node.name)
+    a = machine.start("a", script, STEPS="61", H="3")
+    a.says("training finished at step 61")
+    resumed = own(machine, "H3-at60.safetensors")
+    for name in ("head.weight", "head.bias"):
+        assert torch.equal(resumed[name], ended[name]), name
