@@ -324,6 +324,58 @@ def test_an_end_gives_the_last_step_to_the_node_and_is_the_last(machine: Machine
     assert a.ask("status")["phase"] == "finished"
 
 
+LAST_STEPS = """
+torch.manual_seed(int(os.environ["SEED"]))
+
+
+def ends():
+    keep(model, f"own-{os.environ['SEED']}.safetensors")
+    while not all(os.path.exists(f"own-{seed}.safetensors") for seed in (1, 2)):
+        time.sleep(0.01)  # nothing that comes from the other at its end is in what was kept
+
+
+swarm = peerd.attach(model, optimizer)
+"""
+LAST_WORDS = {
+    "sys.exit(0) in the block": """
+with swarm:
+    while True:
+        train(swarm, model, [optimizer])
+        if swarm.step_count == 150:
+            ends()
+            sys.exit(0)
+""",
+    "no finish": """
+while swarm.step_count < 150:
+    train(swarm, model, [optimizer])
+ends()
+""",
+    "block": """
+with swarm:
+    while swarm.step_count < 150:
+        train(swarm, model, [optimizer])
+    ends()
+""",
+}
+
+
+@pytest.mark.parametrize("end", ["sys.exit(0) in the block", "no finish"])
+def test_the_last_steps_of_a_script_without_finish_reach_the_swarm(machine: Machine, end: str) -> None:
+    flags = ("--wait-for", "2", "--trigger", "period:100000")  # nothing is exchanged before the end
+    one = machine.script("a.py", HEAD + PLAIN + LAST_STEPS + LAST_WORDS[end])
+    other = machine.script("b.py", HEAD + PLAIN + LAST_STEPS + LAST_WORDS["block"])
+    a = machine.start("a", one, *flags, SEED="1")
+    b = machine.start("b", other, *flags, SEED="2", join=a)
+    for node in (a, b):
+        node.says("training finished at step 150")
+    before = [own(machine, f"own-{seed}.safetensors") for seed in (1, 2)]
+    for node in (a, b):
+        for name, value in exported(node).items():
+            mean = (before[0][name] + before[1][name]) / 2
+            apart = float((before[0][name] - mean).norm())
+            assert float((value - mean).norm()) < 0.1 * apart, (node.name, name)
+
+
 @pytest.mark.parametrize("failure", ["raise ValueError('step 7')", "sys.exit(3)"])
 @pytest.mark.parametrize("block", [True, False])
 def test_a_failure_in_the_training_is_no_end(machine: Machine, failure: str, block: bool) -> None:
