@@ -136,6 +136,20 @@ def test_a_buffer_that_nobody_trains_stays_the_bits_that_it_is(machine: Machine,
     assert len(set(re.findall(r"^constants .*$", a.log + b.log, re.MULTILINE))) == 1
 
 
+def test_a_model_that_changes_after_attach_is_followed_or_said(machine: Machine) -> None:
+    script = Script("changing")
+    assert max(one_model(script, machine, 600)) < BOTH_HALVES_KNOWN
+    for node in machine.nodes:
+        power = script.export(node).tensors["power"]
+        assert bool((power - 0.5).abs().max() < 0.25), power  # of one node alone a half is 0, and the other 1
+        for what in (
+            "frozen.bias, frozen.weight can be trained only since peerd.attach",
+            "added.bias, added.weight came into the model after peerd.attach",
+        ):
+            assert node.log.count(f"peerd: not shared: {what}\n") == 1
+        assert node.log.count("not shared: ") == 2
+
+
 def test_a_script_that_leaves_by_exit_leaves_its_last_step(machine: Machine) -> None:
     script = Script("plain")
     a = machine.start("a", script.path, STEPS="60", LEAVE_BY="exit")
