@@ -19,7 +19,7 @@ from peerd.node.meta import NodeMeta
 from peerd.training.codecs import vector
 from peerd.training.codecs.vector import Layout
 from peerd.transport.errors import PeerError, UserError
-from peerd.transport.messages import LinkOpen, ModelRequest, ModelSnapshot
+from peerd.transport.messages import LinkOpen, LinkSnapshot, ModelRequest, ModelSnapshot
 
 LAYOUT = Layout(6, 6)
 MODEL = np.arange(6, dtype=np.float32)
@@ -253,6 +253,31 @@ async def test_a_donor_gives_the_model_of_its_next_step_once_however_often_it_is
             assert len(node.sent) == 1
             values, step = await node.side.model_values()
             assert (step, values.tolist()) == (1006, (3 * MODEL).tolist()), "it stands: there is no later step"
+
+
+async def test_a_link_to_a_member_that_comes_starts_from_the_model_as_it_is(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    with script() as trainer:
+        async with running(node) as nursery:
+            nursery.start_soon(trainer.serve, node)
+            await trainer.trains(step=5)
+            copy = await trainer.asked_to_publish()  # as every trainer is that comes
+            await trainer.step(6, published=copy)
+            await until(lambda: node.side.runner.step == 6)
+            await trainer.step(1005)
+            assert await trainer.silent()
+            node.member("other", READY)
+            await trainer.hear("publish")
+            copy = 1 - trainer.memory.board.current
+            trainer.memory.copies[copy][:] = 3 * MODEL
+            await trainer.step(1006, published=copy)
+            await until(lambda: node.side.runner.step == 1006)
+            await node.side.runner.on_message("other", LinkOpen(1))
+            given = await node.sent_to("other", LinkSnapshot)
+            assert isinstance(given, LinkSnapshot)
+            found = np.empty(6, np.float32)
+            vector.decode(given.codec, LAYOUT, given.chunks, found)
+            assert found.tolist() == (3 * MODEL).tolist()
 
 
 async def test_the_first_step_waits_for_other_members(tmp_path: Path) -> None:
