@@ -57,6 +57,27 @@ def test_two_nodes_of_two_ranks_train_one_model(machine: Machine, text: str) -> 
         assert torch.allclose(value, other[name], atol=0.02), name
 
 
+def test_ranks_beside_a_plain_script_train_one_model(machine: Machine) -> None:
+    plain = re.sub(r"DistributedDataParallel\((nn.*)\)$", r"\1", DDP, flags=re.MULTILINE)
+    plain = re.sub(r"^distributed.*$", "", plain.replace("distributed.get_rank()", "0"), flags=re.MULTILINE)
+    assert "(nn.Sequential" not in plain
+    a = torchrun(machine, "a", seed=1, steps=50)
+    b = machine.start(
+        "b", "--wait-for", "2", machine.script("plain.py", plain), join=a, SEED="2", STEPS="50"
+    )
+    exported = []
+    for node in (a, b):
+        node.eventually(lambda node=node: node.ask("status")["phase"] == "finished")  # type: ignore[misc]
+        assert node.ask("status")["exchanges"] > 0
+        machine.peerd("export", "--name", node.name, f"{node.name}.safetensors")
+        exported.append(load_file(machine.path / f"{node.name}.safetensors"))
+    assert said(b)[0][1] == said(a)[0][0].replace("comes", "begins at 0")
+    one, other = exported
+    assert one.keys() == other.keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    for name, value in one.items():
+        assert torch.allclose(value, other[name], atol=0.02), name
+
+
 def test_ranks_whose_daemon_leaves_end_together(machine: Machine) -> None:
     a = torchrun(machine, "a", seed=1, steps=10**6)
     b = torchrun(machine, "b", seed=2, join=a, steps=10**6)
