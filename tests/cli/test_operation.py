@@ -7,18 +7,23 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
 from machine import Machine, eventually
-from scripts import QUIET, TRAIN
+from scripts import QUIET, STUBBORN, TRAIN
 
 from peerd.carriers import CarrierSettings
 from peerd.carriers.tcp import Tcp
+from peerd.daemon.main import SCRIPT_ENDS_S
 from peerd.security.token import parse
 from peerd.transport.errors import UserError
 from peerd.transport.ids import shown
+
+AT_ONCE_S = SCRIPT_ENDS_S / 3  # nobody gave a script its time to end
 
 
 @pytest.fixture
@@ -97,7 +102,9 @@ def test_a_trainer_that_hangs_is_seen_and_an_average_that_waits_for_it_is_taken_
     script = machine.script("train.py", TRAIN)
     a = machine.start("a", script)
     a.trains()
-    assert "no partner for " in machine.peerd("status", "--name", "a").stdout  # and no distance from anybody
+    alone = machine.peerd("status", "--name", "a").stdout
+    assert "no partner for " in alone
+    assert "consensus distance" not in alone
     b = machine.start("b", script, join=a, SEED="1")
     for node in (a, b):
         node.trains(beyond=20)
@@ -143,12 +150,16 @@ def test_a_clone_is_refused_and_who_waits_for_others_leaves(machine: Machine) ->
     a = machine.start("a", script, "--wait-for", "3")
     a.says("1 of 3 members are ready")
     shutil.copytree(machine.state / "peerd" / "a", machine.state / "peerd" / "clone")
-    clone = machine.start("clone", script, join=a)
+    before = {a.process.pid, a.trainer_pid}
+    clone = machine.start("clone", machine.script("stubborn.py", STUBBORN), join=a)
     assert clone.end() == 1
+    assert {*machine.processes()} == before, "its script ends before it does"
     assert "is this node's own identity" in clone.log
     assert [row["name"] for row in a.ask("members")["members"]] == ["a"]
+    asked = time.monotonic()
     assert machine.peerd("leave", "--name", "a").stdout == "a has left\n"
     assert a.end() == 0
+    assert time.monotonic() - asked < AT_ONCE_S
     assert "ready, " not in machine.logs()  # no script got as far as its first step
     eventually(lambda: not machine.processes())
 
@@ -196,6 +207,21 @@ def test_a_state_folder_that_goes_away_ends_no_training(machine: Machine) -> Non
 
 
 # ---------------------------------------------------------------- nobody hears
+
+
+def test_an_answer_of_a_node_that_cannot_be_written_is_a_line(machine: Machine) -> None:
+    node = machine.start("n", machine.script("train.py", TRAIN))
+    node.trains()
+    for verb in ("status", "members"):
+        full = _full_disk()
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "peerd.cli.main", verb],
+                stdout=full, stderr=subprocess.PIPE, text=True, env=machine.environment, cwd=machine.path,
+            )  # fmt: skip
+        finally:
+            os.close(full)
+        assert (done.returncode, done.stderr) == (1, "peerd: cannot write the answer: No space left on device\n"), verb
 
 
 @pytest.mark.parametrize("opened", [_closed_pipe, _full_disk])
