@@ -65,6 +65,22 @@ def test_who_binds_all_addresses_is_joined_at_one(machine: Machine, everywhere: 
     assert a.ask("status")["counts"]["datagrams_unsendable"] == 0
 
 
+def test_two_swarms_on_one_host_do_not_know_of_each_other(machine: Machine) -> None:
+    script = machine.script("train.py", TRAIN)
+    swarms = []
+    for swarm, hidden in (("one", "16"), ("two", "8")):  # with models that neither would take from the other
+        first = machine.start(f"{swarm}-a", script, "--swarm", swarm, HIDDEN=hidden)
+        second = machine.start(f"{swarm}-b", script, "--swarm", swarm, join=first, HIDDEN=hidden, SEED="1")
+        swarms.append((first, second))
+    for swarm in swarms:
+        for node in swarm:
+            node.trains(beyond=20)
+            node.eventually(lambda node=node: node.ask("status")["exchanges"] > 0)  # type: ignore[misc]
+            assert sorted(node.members()) == [each.name for each in swarm]
+    machine.end()
+    assert "warning" not in machine.logs()
+
+
 # ---------------------------------------------------------------- the session ends
 
 
