@@ -11,11 +11,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
-from machine import Machine, eventually
+import torch
+from forks import PEERD
+from machine import Machine, Node, eventually
 from scripts import QUIET, STUBBORN, TRAIN
 
+import peerd
 from peerd.carriers import CarrierSettings
 from peerd.carriers.tcp import Tcp
 from peerd.daemon.main import SCRIPT_ENDS_S
@@ -23,6 +28,14 @@ from peerd.security.token import parse
 from peerd.transport.errors import UserError
 from peerd.transport.ids import shown
 
+NOBODY = 65534
+AS_NOBODY = f"""
+import os, sys
+os.setgroups([])
+os.setgid({NOBODY})
+os.setuid({NOBODY})
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 AT_ONCE_S = SCRIPT_ENDS_S / 3  # nobody gave a script its time to end
 
 
@@ -30,6 +43,32 @@ AT_ONCE_S = SCRIPT_ENDS_S / 3  # nobody gave a script its time to end
 def machine(machine: Machine) -> Iterator[Machine]:
     yield machine
     assert "Traceback" not in machine.logs()
+
+
+@pytest.fixture
+def as_nobody(machine: Machine) -> Callable[..., Node]:
+    """Starts `peerd ARGUMENTS` as a user without root's rights."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can run a command as another user")
+    for folder in (machine.path, machine.runtime):
+        os.chown(folder, NOBODY, NOBODY)
+    paths = dict.fromkeys(str(Path(str(module.__file__)).parent.parent) for module in (peerd, torch))
+    environment = {**machine.environment, "PYTHONPATH": os.pathsep.join(paths)}
+
+    def may_run(python: str) -> bool:
+        probe = [sys.executable, "-c", AS_NOBODY, python, "-c", "from peerd.local import local_socket"]
+        return subprocess.run(probe, env=environment, cwd=machine.path, capture_output=True).returncode == 0
+
+    of_the_system = f"/usr/bin/python{sys.version_info.major}.{sys.version_info.minor}"
+    python = next(filter(may_run, (sys.executable, of_the_system)), None)
+    if python is None:
+        pytest.skip(f"{sys.executable} and what it imports are not for other users, and {of_the_system} does not do")
+
+    def start(name: str, *arguments: str | Path, **more: str) -> Node:
+        command = ["-c", AS_NOBODY, python, *PEERD, *map(str, arguments)]
+        return machine.spawn(name, command, PYTHONPATH=environment["PYTHONPATH"], **dict[str, Any](more))
+
+    return start
 
 
 def _closed_pipe() -> int:
@@ -68,9 +107,9 @@ def test_who_binds_all_addresses_is_joined_at_one(machine: Machine, everywhere: 
 def test_two_swarms_on_one_host_do_not_know_of_each_other(machine: Machine) -> None:
     script = machine.script("train.py", TRAIN)
     swarms = []
-    for swarm, hidden in (("one", "16"), ("two", "8")):  # with models that neither would take from the other
-        first = machine.start(f"{swarm}-a", script, "--swarm", swarm, HIDDEN=hidden)
-        second = machine.start(f"{swarm}-b", script, "--swarm", swarm, join=first, HIDDEN=hidden, SEED="1")
+    for name, hidden in (("one", "16"), ("two", "8")):  # with models that neither would take from the other
+        first = machine.start(f"{name}-a", script, "--swarm", name, HIDDEN=hidden)
+        second = machine.start(f"{name}-b", script, "--swarm", name, join=first, HIDDEN=hidden, SEED="1")
         swarms.append((first, second))
     for swarm in swarms:
         for node in swarm:
@@ -219,6 +258,47 @@ def test_a_state_folder_that_goes_away_ends_no_training(machine: Machine) -> Non
     node.trains(beyond=node.step + 50)
     node.eventually(lambda: (state / "checkpoints").exists())  # what is written from now on is there again
     node.signal(signal.SIGINT)
+    assert node.end() == 0
+
+
+def test_a_state_folder_that_cannot_be_written_ends_no_training(machine: Machine) -> None:
+    node = machine.start("n", machine.script("train.py", TRAIN), PEERD_CHECKPOINT_EVERY_S="0.2")
+    checkpoints = machine.state / "peerd" / "n" / "checkpoints"
+    node.eventually(checkpoints.exists)
+    checkpoints.rename(machine.path / "moved")
+    checkpoints.write_text("")  # in the way of root, too
+    node.says("no checkpoint written at step ", times=3)
+    trainer, reached = node.trainer_pid, node.step
+    os.kill(trainer, signal.SIGKILL)
+    node.eventually(lambda: node.trainer_pid != trainer)
+    node.trains(beyond=reached + 20)
+    node.signal(signal.SIGINT)
+    assert node.end() == 0
+    line = re.compile(r"^peerd: no checkpoint written at step (\d+): .*; training goes on, .*$", re.MULTILINE)
+    for life in node.log.split("starting it again"):
+        steps = line.findall(life)
+        assert len({*steps}) == len(steps) == life.count("no checkpoint") > 0
+
+
+# ---------------------------------------------------------------- without root
+
+
+def test_what_the_readme_starts_needs_no_root(machine: Machine, as_nobody: Callable[..., Node]) -> None:
+    script = machine.script("train.py", TRAIN)
+    flags = ["--name", "a", "--bind", "127.0.0.1:0"]
+    node = as_nobody("a", "start", script, *flags, PEERD_CHECKPOINT_EVERY_S="0.2")
+    node.trains()
+    status = as_nobody("status", "status", "--name", "a")
+    assert status.end() == 0, status.log
+    assert status.log.startswith("a: training; mode: gossip; members: 1 alive\n")
+    assert "no checkpoint" not in node.log
+    state = machine.state / "peerd" / "a"
+    for folder in (state / "checkpoints", state):
+        folder.chmod(0o500)
+    node.says("no checkpoint written at step ")
+    node.trains(beyond=node.step + 20)
+    leave = as_nobody("leave", "leave", "--name", "a")
+    assert (leave.end(), leave.log) == (0, "a has left\n")
     assert node.end() == 0
 
 

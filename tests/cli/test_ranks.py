@@ -62,9 +62,7 @@ def test_ranks_beside_a_plain_script_train_one_model(machine: Machine) -> None:
     plain = re.sub(r"^distributed.*$", "", plain.replace("distributed.get_rank()", "0"), flags=re.MULTILINE)
     assert "(nn.Sequential" not in plain
     a = torchrun(machine, "a", seed=1, steps=50)
-    b = machine.start(
-        "b", "--wait-for", "2", machine.script("plain.py", plain), join=a, SEED="2", STEPS="50"
-    )
+    b = machine.start("b", "--wait-for", "2", machine.script("plain.py", plain), join=a, SEED="2", STEPS="50")
     exported = []
     for node in (a, b):
         node.eventually(lambda node=node: node.ask("status")["phase"] == "finished")  # type: ignore[misc]

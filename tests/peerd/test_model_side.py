@@ -16,6 +16,7 @@ from model_node import SIGNATURE, TENSORS, Node, Script, running, until
 
 from peerd.daemon import trainer_service, trainer_session
 from peerd.node.meta import NodeMeta
+from peerd.process import host_memory
 from peerd.training.codecs import vector
 from peerd.training.codecs.vector import Layout
 from peerd.transport.errors import PeerError, UserError
@@ -132,6 +133,24 @@ async def test_a_trainer_that_comes_back_goes_on_from_what_is_newer(
             assert (values.tolist(), step) == (expected.tolist(), goes_on_at)
             assert node.side.attaches == 2
             nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize(("kilobytes", "level"), [(1, logging.INFO), (0, logging.WARNING)], ids=["fits", "does not"])
+async def test_what_a_large_model_takes_is_said_before_it_is_taken(
+    tmp_path: Path, kilobytes: int, level: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(host_memory, "WORTH_A_LINE", 500)
+    monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "meminfo")
+    (tmp_path / "meminfo").write_text(f"MemAvailable: {kilobytes} kB\n")
+    node = Node(tmp_path, view=1)
+    with script() as trainer:
+        async with running(node) as nursery:
+            nursery.start_soon(trainer.serve, node)
+            await trainer.trains()
+    about = [record for record in caplog.records if record.message.startswith("this model takes about ")]
+    assert [(record.levelno, record is caplog.records[0]) for record in about] == [(level, True)]
+    assert any(line.startswith("a trainer attached: ") for line in lines(caplog))
 
 
 # ----------------------------------------------------------------------------------------------------- the first model

@@ -146,7 +146,7 @@ def test_a_finite_number_beyond_float32_is_not_the_learning_rates_fault(path: Pa
             swarm.step(loss=math.nan)
 
     def script() -> None:
-        with pytest.raises(SystemExit, match="^peerd: seen holds a float64 beyond what float32 can, .* keep it private"):
+        with pytest.raises(SystemExit, match=r"^peerd: seen holds a float64 beyond what float32 can, .* it private"):
             train()
 
     facts = with_daemon(path, script).side.facts
