@@ -117,7 +117,6 @@ def test_two_swarms_on_one_host_do_not_know_of_each_other(machine: Machine) -> N
             node.trains(beyond=20)
             node.eventually(lambda node=node: node.ask("status")["exchanges"] > 0)  # type: ignore[misc]
             assert sorted(node.members()) == [each.name for each in swarm]
-    machine.end()
     assert "warning" not in machine.logs()
 
 
