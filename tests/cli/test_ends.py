@@ -324,6 +324,58 @@ def test_an_end_gives_the_last_step_to_the_node_and_is_the_last(machine: Machine
     assert a.ask("status")["phase"] == "finished"
 
 
+LAST_STEPS = """
+torch.manual_seed(int(os.environ["SEED"]))
+
+
+def ends():
+    keep(model, f"own-{os.environ['SEED']}.safetensors")
+    while not all(os.path.exists(f"own-{seed}.safetensors") for seed in (1, 2)):
+        time.sleep(0.01)  # nothing that comes from the other at its end is in what was kept
+
+
+swarm = peerd.attach(model, optimizer)
+"""
+LAST_WORDS = {
+    "sys.exit(0) in the block": """
+with swarm:
+    while True:
+        train(swarm, model, [optimizer])
+        if swarm.step_count == 150:
+            ends()
+            sys.exit(0)
+""",
+    "no finish": """
+while swarm.step_count < 150:
+    train(swarm, model, [optimizer])
+ends()
+""",
+    "block": """
+with swarm:
+    while swarm.step_count < 150:
+        train(swarm, model, [optimizer])
+    ends()
+""",
+}
+
+
+@pytest.mark.parametrize("end", ["sys.exit(0) in the block", "no finish"])
+def test_the_last_steps_of_a_script_without_finish_reach_the_swarm(machine: Machine, end: str) -> None:
+    flags = ("--wait-for", "2", "--trigger", "period:100000")  # nothing is exchanged before the end
+    one = machine.script("a.py", HEAD + PLAIN + LAST_STEPS + LAST_WORDS[end])
+    other = machine.script("b.py", HEAD + PLAIN + LAST_STEPS + LAST_WORDS["block"])
+    a = machine.start("a", one, *flags, SEED="1")
+    b = machine.start("b", other, *flags, SEED="2", join=a)
+    for node in (a, b):
+        node.says("training finished at step 150")
+    before = [own(machine, f"own-{seed}.safetensors") for seed in (1, 2)]
+    for node in (a, b):
+        for name, value in exported(node).items():
+            mean = (before[0][name] + before[1][name]) / 2
+            apart = float((before[0][name] - mean).norm())
+            assert float((value - mean).norm()) < 0.1 * apart, (node.name, name)
+
+
 @pytest.mark.parametrize("failure", ["raise ValueError('step 7')", "sys.exit(3)"])
 @pytest.mark.parametrize("block", [True, False])
 def test_a_failure_in_the_training_is_no_end(machine: Machine, failure: str, block: bool) -> None:
@@ -439,3 +491,52 @@ def test_a_frozen_base_is_in_the_complete_export_and_in_no_checkpoint(machine: M
     assert "Traceback" not in refused.stderr
     assert not Path(machine.path / "other.safetensors").exists()
     assert json.loads(machine.peerd("export", "--name", "a", "m.safetensors", "--format", "json").stdout)["step"] == 40
+
+
+# ----------------------------------------------------------------------------------------------------- private tensors
+
+HEADS = """\
+class Tasked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.Tanh())
+        self.head = nn.Linear(8, int(os.environ["H"]))
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+torch.manual_seed(int(os.environ["H"]))
+model = Tasked()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+with peerd.attach(model, optimizer, exclude=["head.*"]) as swarm:
+    keep(model, f"H{os.environ['H']}-at{swarm.step_count}.safetensors")
+    while swarm.step_count < int(os.environ["STEPS"]):
+        train(swarm, model, [optimizer])
+keep(model, f"H{os.environ['H']}.safetensors")
+"""
+
+
+def test_heads_of_their_own_on_a_body_that_is_shared(machine: Machine) -> None:
+    script = machine.script("train.py", HEAD + HEADS)
+    a = machine.start("a", script, "--wait-for", "2", STEPS="60", H="3")
+    b = machine.start("b", script, "--wait-for", "2", STEPS="60", H="5", join=a)
+    for node in (a, b):
+        node.says("training finished at step 60")
+    first, second = exported(a), exported(b)
+    assert {*first} == {*second} == {"body.0.weight", "body.0.bias"}
+    began, ended, other = (own(machine, f"{name}.safetensors") for name in ("H3-at0", "H3", "H5"))
+    for name, value in first.items():
+        close = 0.1 * float((value - began[name]).norm())
+        assert float((value - second[name]).norm()) < close
+        # who ended last holds what is everybody's now
+        assert min(float((value - kept[name]).norm()) for kept in (ended, other)) < close
+    assert [kept["head.weight"].shape[0] for kept in (ended, other)] == [3, 5]
+    assert not torch.equal(ended["head.weight"], began["head.weight"]), "a private head is trained"
+
+    for node in (a, b):
+        machine.peerd("leave", "--name", node.name)
+    a = machine.start("a", script, STEPS="61", H="3")
+    a.says("training finished at step 61")
+    resumed = own(machine, "H3-at60.safetensors")
+    for name in ("head.weight", "head.bias"):
+        assert torch.equal(resumed[name], ended[name]), name

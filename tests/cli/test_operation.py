@@ -7,24 +7,69 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
-from machine import Machine, eventually
-from scripts import QUIET, TRAIN
+import torch
+from forks import PEERD
+from machine import Machine, Node, eventually
+from scripts import QUIET, STUBBORN, TRAIN
 
+import peerd
 from peerd.carriers import CarrierSettings
 from peerd.carriers.tcp import Tcp
+from peerd.daemon.main import SCRIPT_ENDS_S
 from peerd.security.token import parse
 from peerd.transport.errors import UserError
 from peerd.transport.ids import shown
+
+NOBODY = 65534
+AS_NOBODY = f"""
+import os, sys
+os.setgroups([])
+os.setgid({NOBODY})
+os.setuid({NOBODY})
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+MORE_MB = 20  # 200 lives of another took 4
+AT_ONCE_S = SCRIPT_ENDS_S / 3  # nobody gave a script its time to end
 
 
 @pytest.fixture
 def machine(machine: Machine) -> Iterator[Machine]:
     yield machine
     assert "Traceback" not in machine.logs()
+
+
+@pytest.fixture
+def as_nobody(machine: Machine) -> Callable[..., Node]:
+    """Starts `peerd ARGUMENTS` as a user without root's rights."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can run a command as another user")
+    for folder in (machine.path, machine.runtime):
+        os.chown(folder, NOBODY, NOBODY)
+    paths = dict.fromkeys(str(Path(str(module.__file__)).parent.parent) for module in (peerd, torch))
+    environment = {**machine.environment, "PYTHONPATH": os.pathsep.join(paths)}
+
+    def may_run(python: str) -> bool:
+        probe = [sys.executable, "-c", AS_NOBODY, python, "-c", "from peerd.local import local_socket"]
+        return subprocess.run(probe, env=environment, cwd=machine.path, capture_output=True).returncode == 0
+
+    of_the_system = f"/usr/bin/python{sys.version_info.major}.{sys.version_info.minor}"
+    python = next(filter(may_run, (sys.executable, of_the_system)), None)
+    if python is None:
+        pytest.skip(f"{sys.executable} and what it imports are not for other users, and {of_the_system} does not do")
+
+    def start(name: str, *arguments: str | Path, **more: str) -> Node:
+        command = ["-c", AS_NOBODY, python, *PEERD, *map(str, arguments)]
+        return machine.spawn(name, command, PYTHONPATH=environment["PYTHONPATH"], **dict[str, Any](more))
+
+    return start
 
 
 def _closed_pipe() -> int:
@@ -58,6 +103,21 @@ def test_who_binds_all_addresses_is_joined_at_one(machine: Machine, everywhere: 
     for node in (a, b):
         node.sees(a="alive", b="alive")
     assert a.ask("status")["counts"]["datagrams_unsendable"] == 0
+
+
+def test_two_swarms_on_one_host_do_not_know_of_each_other(machine: Machine) -> None:
+    script = machine.script("train.py", TRAIN)
+    swarms = []
+    for name, hidden in (("one", "16"), ("two", "8")):  # with models that neither would take from the other
+        first = machine.start(f"{name}-a", script, "--swarm", name, HIDDEN=hidden)
+        second = machine.start(f"{name}-b", script, "--swarm", name, join=first, HIDDEN=hidden, SEED="1")
+        swarms.append((first, second))
+    for swarm in swarms:
+        for node in swarm:
+            node.trains(beyond=20)
+            node.eventually(lambda node=node: node.ask("status")["exchanges"] > 0)  # type: ignore[misc]
+            assert sorted(node.members()) == [each.name for each in swarm]
+    assert "warning" not in machine.logs()
 
 
 # ---------------------------------------------------------------- the session ends
@@ -97,7 +157,9 @@ def test_a_trainer_that_hangs_is_seen_and_an_average_that_waits_for_it_is_taken_
     script = machine.script("train.py", TRAIN)
     a = machine.start("a", script)
     a.trains()
-    assert "no partner for " in machine.peerd("status", "--name", "a").stdout  # and no distance from anybody
+    alone = machine.peerd("status", "--name", "a").stdout
+    assert "no partner for " in alone
+    assert "consensus distance" not in alone
     b = machine.start("b", script, join=a, SEED="1")
     for node in (a, b):
         node.trains(beyond=20)
@@ -143,12 +205,16 @@ def test_a_clone_is_refused_and_who_waits_for_others_leaves(machine: Machine) ->
     a = machine.start("a", script, "--wait-for", "3")
     a.says("1 of 3 members are ready")
     shutil.copytree(machine.state / "peerd" / "a", machine.state / "peerd" / "clone")
-    clone = machine.start("clone", script, join=a)
+    before = {a.process.pid, a.trainer_pid}
+    clone = machine.start("clone", machine.script("stubborn.py", STUBBORN), join=a)
     assert clone.end() == 1
+    assert {*machine.processes()} == before, "its script ends before it does"
     assert "is this node's own identity" in clone.log
     assert [row["name"] for row in a.ask("members")["members"]] == ["a"]
+    asked = time.monotonic()
     assert machine.peerd("leave", "--name", "a").stdout == "a has left\n"
     assert a.end() == 0
+    assert time.monotonic() - asked < AT_ONCE_S
     assert "ready, " not in machine.logs()  # no script got as far as its first step
     eventually(lambda: not machine.processes())
 
@@ -156,7 +222,8 @@ def test_a_clone_is_refused_and_who_waits_for_others_leaves(machine: Machine) ->
 # ---------------------------------------------------------------- again and again
 
 
-def test_a_node_that_is_restarted_again_and_again_costs_the_others_nothing(machine: Machine) -> None:
+@pytest.mark.parametrize("lives", [5, pytest.param(200, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])])
+def test_a_node_that_is_restarted_again_and_again_costs_the_others_nothing(machine: Machine, lives: int) -> None:
     a = machine.start("a")
     kept = machine.state / "peerd" / "a" / "members.json"
 
@@ -175,11 +242,16 @@ def test_a_node_that_is_restarted_again_and_again_costs_the_others_nothing(machi
     def descriptors() -> int:
         return len(os.listdir(f"/proc/{a.process.pid}/fd"))
 
+    def resident_mb() -> float:
+        pages = int(Path(f"/proc/{a.process.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
     life(signal.SIGKILL, keeps=True)
-    before = descriptors()
-    for end in (signal.SIGINT, signal.SIGKILL, signal.SIGINT, signal.SIGINT):
-        life(end)
+    before, held_mb = descriptors(), resident_mb()
+    for number in range(1, lives):
+        life(signal.SIGKILL if number % 4 == 2 else signal.SIGINT)
     a.eventually(lambda: descriptors() <= before)
+    assert resident_mb() < held_mb + MORE_MB
     assert [row["name"] for row in a.ask("members")["members"]] == ["a", "b"]
     a.eventually(lambda: kept.read_text().count("127.0.0.1") <= 1)
 
@@ -195,7 +267,66 @@ def test_a_state_folder_that_goes_away_ends_no_training(machine: Machine) -> Non
     assert node.end() == 0
 
 
+def test_a_state_folder_that_cannot_be_written_ends_no_training(machine: Machine) -> None:
+    node = machine.start("n", machine.script("train.py", TRAIN), PEERD_CHECKPOINT_EVERY_S="0.2")
+    checkpoints = machine.state / "peerd" / "n" / "checkpoints"
+    node.eventually(checkpoints.exists)
+    trainer = node.trainer_pid
+    os.kill(trainer, signal.SIGSTOP)  # else it may make the folder again at once
+    checkpoints.rename(machine.path / "moved")
+    checkpoints.write_text("")  # in the way of root, too
+    os.kill(trainer, signal.SIGCONT)
+    node.says("no checkpoint written at step ", times=3)
+    reached = node.step
+    os.kill(trainer, signal.SIGKILL)
+    node.eventually(lambda: node.trainer_pid != trainer)
+    node.trains(beyond=reached + 20)
+    node.signal(signal.SIGINT)
+    assert node.end() == 0
+    line = re.compile(r"^peerd: no checkpoint written at step (\d+): .*; training goes on, .*$", re.MULTILINE)
+    for life in node.log.split("starting it again"):
+        steps = line.findall(life)
+        assert len({*steps}) == len(steps) == life.count("no checkpoint") > 0
+
+
+# ---------------------------------------------------------------- without root
+
+
+def test_what_the_readme_starts_needs_no_root(machine: Machine, as_nobody: Callable[..., Node]) -> None:
+    script = machine.script("train.py", TRAIN)
+    flags = ["--name", "a", "--bind", "127.0.0.1:0"]
+    node = as_nobody("a", "start", script, *flags, PEERD_CHECKPOINT_EVERY_S="0.2")
+    node.trains()
+    status = as_nobody("status", "status", "--name", "a")
+    assert status.end() == 0, status.log
+    assert status.log.startswith("a: training; mode: gossip; members: 1 alive\n")
+    assert "no checkpoint" not in node.log
+    state = machine.state / "peerd" / "a"
+    for folder in (state / "checkpoints", state):
+        folder.chmod(0o500)
+    node.says("no checkpoint written at step ")
+    node.trains(beyond=node.step + 20)
+    leave = as_nobody("leave", "leave", "--name", "a")
+    assert (leave.end(), leave.log) == (0, "a has left\n")
+    assert node.end() == 0
+
+
 # ---------------------------------------------------------------- nobody hears
+
+
+def test_an_answer_of_a_node_that_cannot_be_written_is_a_line(machine: Machine) -> None:
+    node = machine.start("n", machine.script("train.py", TRAIN))
+    node.trains()
+    for verb in ("status", "members"):
+        full = _full_disk()
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "peerd.cli.main", verb],
+                stdout=full, stderr=subprocess.PIPE, text=True, env=machine.environment, cwd=machine.path,
+            )  # fmt: skip
+        finally:
+            os.close(full)
+        assert (done.returncode, done.stderr) == (1, "peerd: cannot write the answer: No space left on device\n"), verb
 
 
 @pytest.mark.parametrize("opened", [_closed_pipe, _full_disk])

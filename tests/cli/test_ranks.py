@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from machine import Machine, Node
+from machine import Machine, Node, eventually
 from safetensors.torch import load_file
 from scripts import DDP, FSDP
 
@@ -15,11 +15,18 @@ STEPS = 150
 
 
 def torchrun(
-    machine: Machine, name: str, seed: int, *, join: Node | None = None, steps: int = STEPS, text: str = DDP
+    machine: Machine,
+    name: str,
+    seed: int,
+    *,
+    join: Node | None = None,
+    steps: int = STEPS,
+    text: str = DDP,
+    members: int = 2,
 ) -> Node:
     script = machine.script("ranks.py", text)
     job = ["--", sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
-    return machine.start(name, "--wait-for", "2", *map(str, job), join=join, SEED=str(seed), STEPS=str(steps))
+    return machine.start(name, "--wait-for", str(members), *map(str, job), join=join, SEED=str(seed), STEPS=str(steps))
 
 
 def said(node: Node) -> dict[int, list[str]]:
@@ -50,6 +57,25 @@ def test_two_nodes_of_two_ranks_train_one_model(machine: Machine, text: str) -> 
         assert torch.allclose(value, other[name], atol=0.02), name
 
 
+def test_ranks_beside_a_plain_script_train_one_model(machine: Machine) -> None:
+    plain = re.sub(r"DistributedDataParallel\((nn.*)\)$", r"\1", DDP, flags=re.MULTILINE)
+    plain = re.sub(r"^distributed.*$", "", plain.replace("distributed.get_rank()", "0"), flags=re.MULTILINE)
+    assert "(nn.Sequential" not in plain
+    a = torchrun(machine, "a", seed=1, steps=50)
+    b = machine.start("b", "--wait-for", "2", machine.script("plain.py", plain), join=a, SEED="2", STEPS="50")
+    exported = []
+    for node in (a, b):
+        node.eventually(lambda node=node: node.ask("status")["phase"] == "finished")  # type: ignore[misc]
+        assert node.ask("status")["exchanges"] > 0
+        machine.peerd("export", "--name", node.name, f"{node.name}.safetensors")
+        exported.append(load_file(machine.path / f"{node.name}.safetensors"))
+    assert said(b)[0][1] == said(a)[0][0].replace("comes", "begins at 0")
+    one, other = exported
+    assert one.keys() == other.keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    for name, value in one.items():
+        assert torch.allclose(value, other[name], atol=0.02), name
+
+
 def test_ranks_whose_daemon_leaves_end_together(machine: Machine) -> None:
     a = torchrun(machine, "a", seed=1, steps=10**6)
     b = torchrun(machine, "b", seed=2, join=a, steps=10**6)
@@ -59,3 +85,14 @@ def test_ranks_whose_daemon_leaves_end_together(machine: Machine) -> None:
     assert left.returncode == 0, left.stderr
     assert b.end() == 0, b.log
     assert "Traceback" not in b.log
+
+
+def test_ranks_that_end_without_finish_are_told_once_what_is_missing(machine: Machine) -> None:
+    text = DDP.replace("with peerd.attach(model, optimizer) as swarm:", "swarm = peerd.attach(model, optimizer)\nif 1:")
+    a = torchrun(machine, "a", seed=1, steps=25, text=text, members=1)
+    a.eventually(lambda: len(said(a)[1]) == len(said(a)[0]) == 4)
+    eventually(lambda: machine.processes() == [a.process.pid], machine.logs)
+    line = "peerd: the script ended without swarm.finish(): its last steps may be missing in the swarm's model\n"
+    assert a.log.count(line) == 1, a.log
+    assert "Traceback" not in a.log
+    assert "starting it again" not in a.log

@@ -16,10 +16,11 @@ from model_node import SIGNATURE, TENSORS, Node, Script, running, until
 
 from peerd.daemon import trainer_service, trainer_session
 from peerd.node.meta import NodeMeta
+from peerd.process import host_memory
 from peerd.training.codecs import vector
 from peerd.training.codecs.vector import Layout
 from peerd.transport.errors import PeerError, UserError
-from peerd.transport.messages import LinkOpen, ModelRequest, ModelSnapshot
+from peerd.transport.messages import LinkOpen, LinkSnapshot, ModelRequest, ModelSnapshot
 
 LAYOUT = Layout(6, 6)
 MODEL = np.arange(6, dtype=np.float32)
@@ -132,6 +133,24 @@ async def test_a_trainer_that_comes_back_goes_on_from_what_is_newer(
             assert (values.tolist(), step) == (expected.tolist(), goes_on_at)
             assert node.side.attaches == 2
             nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize(("kilobytes", "level"), [(1, logging.INFO), (0, logging.WARNING)], ids=["fits", "does not"])
+async def test_what_a_large_model_takes_is_said_before_it_is_taken(
+    tmp_path: Path, kilobytes: int, level: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(host_memory, "WORTH_A_LINE", 500)
+    monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "meminfo")
+    (tmp_path / "meminfo").write_text(f"MemAvailable: {kilobytes} kB\n")
+    node = Node(tmp_path, view=1)
+    with script() as trainer:
+        async with running(node) as nursery:
+            nursery.start_soon(trainer.serve, node)
+            await trainer.trains()
+    about = [record for record in caplog.records if record.message.startswith("this model takes about ")]
+    assert [(record.levelno, record is caplog.records[0]) for record in about] == [(level, True)]
+    assert any(line.startswith("a trainer attached: ") for line in lines(caplog))
 
 
 # ----------------------------------------------------------------------------------------------------- the first model
@@ -253,6 +272,31 @@ async def test_a_donor_gives_the_model_of_its_next_step_once_however_often_it_is
             assert len(node.sent) == 1
             values, step = await node.side.model_values()
             assert (step, values.tolist()) == (1006, (3 * MODEL).tolist()), "it stands: there is no later step"
+
+
+async def test_a_link_to_a_member_that_comes_starts_from_the_model_as_it_is(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    with script() as trainer:
+        async with running(node) as nursery:
+            nursery.start_soon(trainer.serve, node)
+            await trainer.trains(step=5)
+            copy = await trainer.asked_to_publish()  # as every trainer is that comes
+            await trainer.step(6, published=copy)
+            await until(lambda: node.side.runner.step == 6)
+            await trainer.step(1005)
+            assert await trainer.silent()
+            node.member("other", READY)
+            await trainer.hear("publish")
+            copy = 1 - trainer.memory.board.current
+            trainer.memory.copies[copy][:] = 3 * MODEL
+            await trainer.step(1006, published=copy)
+            await until(lambda: node.side.runner.step == 1006)
+            await node.side.runner.on_message("other", LinkOpen(1))
+            given = await node.sent_to("other", LinkSnapshot)
+            assert isinstance(given, LinkSnapshot)
+            found = np.empty(6, np.float32)
+            vector.decode(given.codec, LAYOUT, given.chunks, found)
+            assert found.tolist() == (3 * MODEL).tolist()
 
 
 async def test_the_first_step_waits_for_other_members(tmp_path: Path) -> None:

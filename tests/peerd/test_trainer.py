@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,24 @@ def test_a_model_that_stays_spoilt_ends_the_script(path: Path) -> None:
     facts = with_daemon(path, script).side.facts
     assert facts is not None
     assert facts.rollbacks == session.ROLLBACKS_MAX
+
+
+def test_a_finite_number_beyond_float32_is_not_the_learning_rates_fault(path: Path) -> None:
+    def train() -> None:
+        model, optimizer = normed()
+        model.register_buffer("seen", torch.ones((), dtype=torch.float64))
+        with peerd.attach(model, optimizer) as swarm:
+            swarm.step()
+            model.get_buffer("seen").fill_(1e300)
+            swarm.step(loss=math.nan)
+
+    def script() -> None:
+        with pytest.raises(SystemExit, match=r"^peerd: seen holds a float64 beyond what float32 can, .* it private"):
+            train()
+
+    facts = with_daemon(path, script).side.facts
+    assert facts is not None
+    assert facts.rollbacks == 0
 
 
 def test_no_checkpoint_holds_a_model_that_is_not_finite(path: Path) -> None:

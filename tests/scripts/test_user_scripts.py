@@ -12,6 +12,7 @@ from machine import Machine, Node
 from measured import BOTH_HALVES_KNOWN, Script, have_met, losses, one_model, said_last
 
 FRESH_STEPS = 50  # how old the model that leaves a node may be
+KEPT_STEPS = 400  # and the copy of one that nobody asks: a copy a second, of at most 200 steps, for two seconds
 NOISE = 1.5  # between the test losses of one model's last hundred steps, by the noise of its batches
 
 
@@ -38,11 +39,12 @@ def test_a_lone_node_is_asked_for_its_model_and_loses_its_trainer(machine: Machi
     assert exported.step >= reached - FRESH_STEPS
     assert exported.loss == pytest.approx(dict(losses(a))[exported.step], rel=1e-3)
 
+    a.trains(beyond=a.step + 600)  # with nobody who asks
     os.kill(a.trainer_pid, signal.SIGKILL)
     a.says("plain.py was killed by SIGKILL; starting it again")
     first_life, worst = dict(losses(a)), worst_of_late(a)
     step, loss = starts(a, life=2)
-    assert step >= max(first_life) - FRESH_STEPS
+    assert step >= max(first_life) - KEPT_STEPS
     assert loss == pytest.approx(first_life[step], rel=1e-3)
     assert loss < NOISE * worst
 
@@ -132,6 +134,21 @@ def test_a_buffer_that_nobody_trains_stays_the_bits_that_it_is(machine: Machine,
         for name in script.constants():
             assert torch.equal(exported.tensors[name], script.constants()[name]), (node.name, name)
     assert len(set(re.findall(r"^constants .*$", a.log + b.log, re.MULTILINE))) == 1
+
+
+def test_a_model_that_changes_after_attach_is_followed_or_said(machine: Machine) -> None:
+    script = Script("changing")
+    assert max(one_model(script, machine, 600)) < BOTH_HALVES_KNOWN
+    one, other = (script.export(node).tensors["power"] for node in machine.nodes)
+    assert float(one.max()) > 0.25, "it is what it was at the attach"
+    assert torch.allclose(one, other, atol=0.05)  # of one alone a half is 0, and of the other the other half
+    for node in machine.nodes:
+        for what in (
+            "frozen.bias, frozen.weight can be trained only since peerd.attach",
+            "added.bias, added.weight came into the model after peerd.attach",
+        ):
+            assert node.log.count(f"peerd: not shared: {what}\n") == 1
+        assert node.log.count("not shared: ") == 2
 
 
 def test_a_script_that_leaves_by_exit_leaves_its_last_step(machine: Machine) -> None:
