@@ -58,4 +58,4 @@ format: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf training/kernels/*.so .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -67,8 +67,8 @@ def _software() -> Iterator[Finding]:
     if library.LIBRARY is not None:
         yield Finding("software", "ok", "the arithmetic of exchanges is compiled")
     else:
-        cure = "install a C compiler (gcc or clang), then peerd once more with pip"
-        yield Finding("software", "note", "NumPy does the arithmetic of exchanges, in about twice the time", cure)
+        cure = "install a C compiler, and peerd once more: CC=gcc pip install --force-reinstall --no-deps ..."
+        yield Finding("software", "note", "NumPy does the arithmetic of exchanges, in 1.7 times the time", cure)
 
 
 def _gpu() -> Iterator[Finding]:

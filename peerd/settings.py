@@ -55,7 +55,7 @@ class Settings:
     mode: str = "gossip"
     codec: str = AUTO
     trigger: str = "change:0.05"
-    view: int = 3  # partners; memory is four float32 copies of the model for each
+    view: int = 3  # partners; memory is three float32 copies of the model for each
     every: int = 1  # steps between rounds, of a mode that has rounds
     overlap: str = "delayed"  # what training does during a round: blocking (wait), delayed or hpsgd
     topology: str = "auto"  # of an all-reduce: auto, ring, tree:K, halving

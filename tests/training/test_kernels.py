@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -11,14 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.training.codecs import CODECS, ONE_PASS, NotFinite
+from peerd.training.codecs import CODECS, ONE_PASS, NotFinite, compress, vector
 from peerd.training.codecs.vector import Contraction, Gain, Layout, decode, encode
 from peerd.training.effects import Vector
 from peerd.training.kernels import library, passes
-from peerd.training.pairs.reference import ExchangeHalf, PairedReference
+from peerd.training.pairs.reference import ExchangeHalf, LinkMismatch, PairedReference
+from peerd.training.pairs.robust import packed, tensors_of
 from peerd.training.scratch import Scratch
 from peerd.transport.errors import PeerError
-from peerd.transport.messages import Delta
+from peerd.transport.messages import Chunk, Delta
 
 pytestmark = pytest.mark.skipif(library.LIBRARY is None, reason="peerd was installed without a compiler")
 
@@ -187,7 +189,8 @@ def test_a_node_without_a_compiler_keeps_the_same_references(
     layout = Layout(count, count)
     rng = np.random.default_rng(data.draw(seeds))
     start, x, y = (gaussian(rng, count) for _ in range(3))
-    half = ExchangeHalf(codec, Gain(), 0.5, finishing=False)
+    limits = packed(np.full(len(tensors_of(layout)), data.draw(st.sampled_from([np.inf, 0.1, 1e-3]))))
+    half = ExchangeHalf(codec, Gain(), 0.5, finishing=False, limits=limits)
     a, b = (PairedReference(1, start, layout, Scratch()) for _ in range(2))
     for _ in range(rounds):
         asks = a.begin(x, half)
@@ -200,6 +203,57 @@ def test_a_node_without_a_compiler_keeps_the_same_references(
         assert same_bits(a.mine, b.theirs)
         assert same_bits(a.theirs, b.mine)
         ours, theirs = exchanged.correction, answer.exchanged.correction
-        np.testing.assert_allclose(ours, -theirs, rtol=1e-5, atol=1e-30)
+        np.testing.assert_allclose(ours, -theirs, rtol=1e-6, atol=1e-30)
         x += ours.astype(np.float32)
         y += theirs.astype(np.float32)
+
+
+def test_one_end_without_a_compiler_costs_a_large_model_no_more_than_rounding() -> None:
+    rng = np.random.default_rng(0)
+    values = gaussian(rng, 1 << 20)
+    by_kernels = passes.squares(values)
+    with by_numpy():
+        assert passes.squares(values) == pytest.approx(by_kernels, rel=1e-6)
+
+
+def test_another_signature_is_another_version() -> None:
+    """Whoever changes a signature must raise VERSION, here and in kernels.c: a compiled file of before may be left."""
+    signatures = ";".join(
+        f"{name}{[one.__name__ for one in taken]}" for name, (_, taken) in library._SIGNATURES.items()
+    )
+    assert (library.VERSION, zlib.crc32(signatures.encode())) == (1, 2522871435)
+
+
+def test_a_compiled_file_of_another_version_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert library._load() is not None
+    monkeypatch.setattr(library, "VERSION", library.VERSION + 1)
+    assert library._load() is None
+
+
+def test_an_exchange_that_an_error_broke_off_half_way_ends_its_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = 2 * vector.PIECE_VALUES + 5
+    layout, rng = Layout(count, count), np.random.default_rng(0)
+    start, x, y = (gaussian(rng, count) for _ in range(3))
+    half = ExchangeHalf("sign", Gain(), 0.5, finishing=False)
+    a, b = (PairedReference(1, start, layout, Scratch()) for _ in range(2))
+    reply = b.receive(a.begin(x, half), y, half).reply
+    assert isinstance(reply, Delta)
+    looks = count_calls_then_fail(after=3 + 1)  # the three pieces of theirs, the first of ours
+    with monkeypatch.context() as patch:
+        patch.setattr(vector, "unpack", looks)
+        with pytest.raises(MemoryError):
+            a.receive(reply, x, half)
+    with pytest.raises(LinkMismatch):
+        a.receive(reply, x, half)
+    assert a.end() is None
+
+
+def count_calls_then_fail(after: int) -> Callable[[Chunk, int], memoryview]:
+    left = iter(range(after))
+
+    def unpack(chunk: Chunk, limit: int) -> memoryview:
+        if next(left, None) is None:
+            raise MemoryError
+        return compress.unpack(chunk, limit)
+
+    return unpack

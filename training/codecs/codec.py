@@ -72,7 +72,7 @@ class Codec(Protocol):
 class OnePassCodec(Codec, Protocol):
     """A codec that has a kernel (training/kernels/): difference, body and loss in one pass through memory."""
 
-    def encode_difference(self, values: Vector, known: Vector | None, decoded: Vector | None) -> Encoded | None:
+    def encode_in_one_pass(self, values: Vector, known: Vector | None, decoded: Vector | None) -> Encoded | None:
         """`encode` of values - known, or of values; `decoded` gets what `decode` makes of it.
 
         None where the kernel cannot take these arrays, or is not there. All have shape (count,). Raises NotFinite.

@@ -40,7 +40,7 @@ class Int8:
     def encode(self, values: Vector) -> memoryview:
         """See `Codec.encode`."""
         exact = finite_float32(values)
-        if (encoded := self.encode_difference(exact, None, None)) is not None:
+        if (encoded := self.encode_in_one_pass(exact, None, None)) is not None:
             return encoded.body
         blocks = as_blocks(exact)
         body = np.empty(4 * len(blocks) + blocks.size, np.uint8)
@@ -50,8 +50,8 @@ class Int8:
             scales[batch] = quantise(blocks[batch], multiples[batch])
         return body[: self.body_limit(exact.size)].data
 
-    def encode_difference(self, values: Vector, known: Vector | None, decoded: Vector | None) -> Encoded | None:
-        """See `OnePassCodec.encode_difference`."""
+    def encode_in_one_pass(self, values: Vector, known: Vector | None, decoded: Vector | None) -> Encoded | None:
+        """See `OnePassCodec.encode_in_one_pass`."""
         if (kernels := library.LIBRARY) is None or not is_plain(values, known, decoded):
             return None
         body, loss = np.empty(self.body_limit(values.size), np.uint8), np.zeros(2)

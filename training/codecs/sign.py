@@ -43,7 +43,7 @@ class Sign:
     def encode(self, values: Vector) -> memoryview:
         """See `Codec.encode`."""
         exact = finite_float32(values)
-        if (encoded := self.encode_difference(exact, None, None)) is not None:
+        if (encoded := self.encode_in_one_pass(exact, None, None)) is not None:
             return encoded.body
         blocks = as_blocks(exact)
         totals = np.empty(len(blocks), np.float64)  # a block of 1e38s adds up to more than float32 holds
@@ -55,8 +55,8 @@ class Sign:
         body[2 * scales.size :] = np.packbits(np.signbit(exact))
         return body.data
 
-    def encode_difference(self, values: Vector, known: Vector | None, decoded: Vector | None) -> Encoded | None:
-        """See `OnePassCodec.encode_difference`."""
+    def encode_in_one_pass(self, values: Vector, known: Vector | None, decoded: Vector | None) -> Encoded | None:
+        """See `OnePassCodec.encode_in_one_pass`."""
         if (kernels := library.LIBRARY) is None or not is_plain(values, known, decoded):
             return None
         body, loss = np.empty(self.body_limit(values.size), np.uint8), np.zeros(2)

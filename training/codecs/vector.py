@@ -170,12 +170,11 @@ def encode(
     chunks: list[Chunk] = []
     lost = energy = 0.0
     squeezers = {codec_name: Compressor(), BUFFER_CODEC: Compressor()}
-    scratch = np.empty(min(PIECE_VALUES, layout.total) if decoded is None else 0, np.float32)
     for codec, start, stop in _pieces(codec_name, layout):
         where = slice(start, stop)
         piece, reference = values[where], None if known is None else known[where]
-        arrived = scratch[: stop - start] if decoded is None else decoded[where]
-        encoded = _encode_piece(codec, piece, reference, arrived)
+        arrives = None if decoded is None else decoded[where]
+        encoded = _encode_piece(codec, piece, reference, arrives, measured=start < layout.parameters)
         chunks.append(squeezers[codec.name].pack(encoded.body))
         if start < layout.parameters:
             lost += encoded.lost
@@ -183,12 +182,17 @@ def encode(
     return tuple(chunks), Contraction(lost, energy)
 
 
-def _encode_piece(codec: Codec, values: Vector, known: Vector | None, arrived: Vector) -> Encoded:
+def _encode_piece(
+    codec: Codec, values: Vector, known: Vector | None, decoded: Vector | None, *, measured: bool
+) -> Encoded:
     one_pass = ONE_PASS.get(codec.name)
-    if one_pass is not None and (encoded := one_pass.encode_difference(values, known, arrived)) is not None:
+    if one_pass is not None and (encoded := one_pass.encode_in_one_pass(values, known, decoded)) is not None:
         return encoded
     difference = values if known is None else values - known
     body = codec.encode(difference)
+    if decoded is None and not measured:
+        return Encoded(memoryview(body), 0.0, 0.0)
+    arrived = np.empty_like(difference) if decoded is None else decoded
     codec.decode(body, arrived)
     return Encoded(memoryview(body), squares(difference, arrived), squares(difference))
 

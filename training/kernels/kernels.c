@@ -20,6 +20,8 @@
 #endif
 #define INLINE static inline __attribute__((always_inline))
 
+const int32_t peerd_kernels_version = 1; /* VERSION in library.py: of the functions' names and arguments */
+
 enum { BLOCK = 256, LANES = 16 };
 
 typedef float floats __attribute__((vector_size(64)));

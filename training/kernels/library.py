@@ -1,8 +1,8 @@
 """Where is the compiled arithmetic? `LIBRARY`: kernels.c as it was compiled when peerd was installed, or None.
 
 A node without it trains the same, only slower: each operation of numpy is a pass through memory of its own, and an
-exchange takes four to six times as long. numba would need 150 MB and compile anew for each version of Python; torch's
-own kernels do one operation a pass, too, and daemons do not import torch.
+exchange takes 1.7 times as long (benchmarks/exchange.py). numba would bring a compiler of its own, for the versions
+of Python that it knows; torch's own kernels do one operation a pass, too, and daemons do not import torch.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import ctypes
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
+VERSION = 1  # of the signatures: what an earlier peerd left here must not be called by today's
 ARRAY, COUNT, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES = {
     "peerd_squares": (None, [ARRAY, ARRAY, ARRAY, COUNT, ARRAY]),
@@ -30,10 +31,12 @@ def _load() -> ctypes.CDLL | None:
         path = Path(__file__).with_name(f"compiled{suffix}")
         try:
             library = ctypes.CDLL(str(path))
+            if ctypes.c_int32.in_dll(library, "peerd_kernels_version").value != VERSION:
+                continue
             for name, (result, arguments) in _SIGNATURES.items():
                 function = getattr(library, name)
                 function.restype, function.argtypes = result, arguments
-        except (OSError, AttributeError):  # not there, of another processor, or of an earlier version
+        except (OSError, ValueError, AttributeError):  # not there, of another processor, or of another version
             continue
         return library
     return None

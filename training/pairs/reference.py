@@ -88,6 +88,7 @@ class PairedReference:
         self.under_way: Delta | None = None  # our half of exchange version + 1
         self.answered: Delta | None = None  # our half of exchange `version`, kept until the next one completes
         self.confirmed = True  # the peer is known to have applied exchange `version`, too
+        self._torn = False  # an error came while both references moved: they are nobody's any more
 
     @property
     def settled(self) -> bool:
@@ -101,6 +102,8 @@ class PairedReference:
 
     def receive(self, theirs: Delta, values: Vector, half: ExchangeHalf) -> Outcome:
         """The peer's half arrived. Raises LinkMismatch, NotFinite (our model) or PeerError (its payload)."""
+        if self._torn:
+            raise LinkMismatch("an error broke the last exchange off half way")
         if theirs.seq == self.version:
             if not theirs.wants_answer:  # said by one who has applied it, and wonders whether we have
                 self.confirmed = True
@@ -131,7 +134,7 @@ class PairedReference:
 
     def end(self) -> Unfinished | None:
         """What outlives the link, if anything must; the references are not to be used any more."""
-        if self.settled:
+        if self.settled or self._torn:
             self.cancel()
             return None
         apart: Vector | None = None
@@ -175,7 +178,9 @@ class PairedReference:
         """Move both references, and make `theirs_next` the correction."""
         assert self.under_way is not None, "an exchange has two halves"
         gain = min(theirs.gain, self.under_way.gain)
+        self._torn = True
         self.distances = self._tensors.move(self.mine, self._pieces(self.under_way), self.theirs, theirs_next)
+        self._torn = False
         scale = factors(gain, self.distances, unpacked(self.under_way.limits, len(self._tensors)), limits)
         self._tensors.scale(theirs_next, scale)
         self.version += 1

@@ -108,7 +108,10 @@ def unpacked(said: bytes, count: int) -> Norms:
 
 
 def factors(gain: float, distances: Norms, ours: Norms, theirs: Norms) -> Norms:
-    """What each tensor of theirs - mine is multiplied by, the gain included: the same bits on both ends."""
+    """What each tensor of theirs - mine is multiplied by, the gain included.
+
+    The same bits on both ends; if only one of them has compiled kernels, the same to 1e-6.
+    """
     wanted = gain * distances
     with np.errstate(divide="ignore", invalid="ignore"):
         kept = np.minimum(1.0, np.minimum(ours, theirs) / wanted)
