@@ -36,6 +36,7 @@ from peerd.trainer.figures import SAMPLES_MAX
 from peerd.trainer.gradient_hooks import GradientHooks
 from peerd.trainer.optimizer_state import OptimizerState
 from peerd.trainer.optimizers import forget, learning_rates
+from peerd.trainer.publication import Publication
 from peerd.trainer.ranks import RankCommand, Ranks
 from peerd.trainer.rest import FrozenBase, Rest
 from peerd.trainer.say import say
@@ -106,6 +107,8 @@ class Session:
         self._copy_cost_s = 0.0
         self._heard_at = 0.0
         self._early: list[Said] = []  # requests that came before the start
+        self._publication = Publication()
+        self._unsaid: Stepped | None = None  # of the step whose copy is under way
         self.step = 0
         self.hooks: GradientHooks | None = None  # where gradients are exchanged
         self._weight = 1.0  # of a gradient in the mean: samples of the last step, if they were said
@@ -181,7 +184,15 @@ class Session:
             self._early.append(said)  # the daemon goes on exchanging while this trainer comes
 
     def _say(self, said: Said) -> None:
+        self._say_published()
         self._link.send(encoded(said))
+
+    def _say_published(self) -> None:
+        """What was said of the last copy, now that it is whole: before anything else, as it was true before that."""
+        self._publication.wait()
+        if self._unsaid is not None:
+            said, self._unsaid = self._unsaid, None
+            self._link.send(encoded(said))
 
     # ---------------------------------------------------------------- training
 
@@ -194,6 +205,8 @@ class Session:
         self._weight = float(samples or 1)
         now = time.monotonic()
         lr, ratio = self._note(step, now, loss, samples, metrics)
+        if self._unsaid is not None and not self._publication.under_way:
+            self._say_published()
         if self._board.sent != self._client.heard or now - self._heard_at >= LISTEN_EVERY_S:
             self._poll(timeout_s=0)
         at_barrier = self._client.stands_at(step)
@@ -342,11 +355,15 @@ class Session:
         change = self._watch.change
         copy = self._publish(self._client.next_copy) if copies else None
         self._told_ratio = ratio
-        self._say(Stepped(step, change, ratio, copy, rolled_back, **rest))
+        said = Stepped(step, change, ratio, copy, rolled_back, **rest)
+        if copy is not None and self._publication.under_way:
+            self._unsaid = said
+        else:
+            self._say(said)
 
     def _publish(self, copy: int) -> int:
         began = time.monotonic()
-        torch.from_numpy(self._memory.copies[copy]).copy_(self.flat.gather())
+        self._publication.begin(self.flat.gather(), torch.from_numpy(self._memory.copies[copy]))
         self._watch.copied()
         self._client.published(copy)
         self._copied_at = time.monotonic()
@@ -358,6 +375,8 @@ class Session:
     def _poll(self, timeout_s: float | None) -> None:
         """Do what the daemon asks; with no timeout, wait for one request."""
         self._heard_at = time.monotonic()
+        if timeout_s is None:
+            self._say_published()  # the daemon may answer to it
         while (message := self._receive(timeout_s)) is not None:
             self._obey(message)
             if timeout_s is None:
@@ -376,6 +395,8 @@ class Session:
             raise EOFError(f"the script's peerd and the daemon's do not understand each other ({error})") from None
 
     def _obey(self, said: Said) -> None:
+        if isinstance(said, Corrections | Load):
+            self._say_published()  # what is copied stays as it is until then
         if isinstance(said, Corrections):
             self.flat.add(self._memory.corrections[said.half])
             self._word = max(self._word, RankCommand.CHANGED)

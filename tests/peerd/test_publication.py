@@ -1,0 +1,143 @@
+"""A copy that becomes whole while the training goes on, as on a GPU: nothing is said of it before, and all after it.
+
+No GPU is needed: the copy here is late because the test lets it be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from model_node import Node, until
+from test_trainer import path, with_daemon
+from torch import nn
+
+import peerd
+from peerd.trainer import session
+from peerd.trainer.publication import Publication
+
+__all__ = ["path"]
+
+
+CORRECTIONS = 8
+
+
+class LatePublication(Publication):
+    """Becomes whole when somebody waits for it, or after so many looks at it."""
+
+    looks = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._copy: Callable[[], object] | None = None
+        self._left = 0
+        self.begun = self.waited_for = 0
+
+    def begin(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        assert self._copy is None, "one copy at a time"
+        self._copy, self._left = lambda: target.copy_(source), self.looks
+        self.begun += 1
+
+    @property
+    def under_way(self) -> bool:
+        self._left -= 1
+        if self._left <= 0:
+            self._end()
+        return self._copy is not None
+
+    def wait(self) -> None:
+        self.waited_for += self._copy is not None
+        self._end()
+
+    def _end(self) -> None:
+        if self._copy is not None:
+            self._copy()
+            self._copy = None
+
+
+@pytest.mark.parametrize("looks", [2, 5, 40])
+def test_what_the_daemon_reads_is_a_whole_copy_of_the_step_that_is_said(
+    path: Path, monkeypatch: pytest.MonkeyPatch, looks: int
+) -> None:
+    """Each weight is the step's number, so that a torn copy, one of another step, or a lost correction shows."""
+    monkeypatch.setattr(session, "Publication", LatePublication)
+    monkeypatch.setattr(LatePublication, "looks", looks)
+    found: list[tuple[int, set[float]]] = []
+    made: list[LatePublication] = []
+
+    def script() -> None:
+        model = nn.Linear(50, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with torch.no_grad():
+            model.weight.fill_(0.0)
+        with peerd.attach(model, optimizer) as swarm:
+            assert swarm._session is not None
+            made.append(swarm._session._publication)  # type: ignore[arg-type]
+            while len(found) < 20:
+                with torch.no_grad():
+                    model.weight += 1.0
+                swarm.step()
+        assert {*model.weight.detach().flatten().tolist()} == {float(swarm.step_count)}
+
+    async def beside(node: Node) -> None:
+        await until(lambda: node.attached and node.side.facts is not None and node.side.facts.step > 2)
+        while len(found) < 20:
+            values, step = await node.side.model_values()
+            found.append((step, {*np.asarray(values).tolist()}))
+
+    facts = with_daemon(path, script, beside).side.facts
+    assert facts is not None
+    assert facts.phase == "finished"
+    assert all(values == {float(step)} for step, values in found)
+    assert [step for step, _ in found] == sorted(step for step, _ in found)
+    assert made[0].begun > 10
+
+
+def test_corrections_wait_for_the_copy(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "Publication", LatePublication)
+    monkeypatch.setattr(LatePublication, "looks", 40)
+    steps = 0
+    made: list[LatePublication] = []
+
+    def script() -> None:
+        nonlocal steps
+        model = nn.Linear(50, 1, bias=False)
+        with torch.no_grad():
+            model.weight.fill_(0.0)
+        with peerd.attach(model, torch.optim.SGD(model.parameters(), lr=1.0)) as swarm:
+            assert swarm._session is not None
+            made.append(swarm._session._publication)  # type: ignore[arg-type]
+            while (corrected < CORRECTIONS or steps < last + 50) and steps < 50_000:
+                with torch.no_grad():
+                    model.weight += 1.0
+                swarm.step()
+                steps += 1
+        # the node's own steps, and each correction once
+        assert {*model.weight.detach().flatten().tolist()} == {swarm.step_count + 1000.0 * corrected}
+
+    corrected = last = 0
+
+    async def later(than: int) -> None:
+        await until(lambda: steps > than + 1)
+
+    async def beside(node: Node) -> None:
+        nonlocal corrected, last
+        await until(lambda: node.attached and node.side.facts is not None and node.side.facts.step > 2)
+        model = node.side._runner.core.model
+        assert model is not None
+        while corrected < CORRECTIONS:
+            last = steps
+            model.add(np.full(50, 1000.0, np.float32))
+            corrected += 1
+            for _ in range(3):  # before and after the trainer has taken it
+                values, step = await node.side.model_values()
+                assert {*np.asarray(values).tolist()} == {step + 1000.0 * corrected}
+            await later(last)
+
+    facts = with_daemon(path, script, beside).side.facts
+    assert facts is not None
+    assert facts.phase == "finished"
+    assert made[0].waited_for > 0
