@@ -15,9 +15,9 @@ from peerd.training.codecs.codec import (
     batches,
     field,
     finite_float32,
-    not_finite,
     require_length,
 )
+from peerd.training.codecs.one_pass import encode_by
 from peerd.training.effects import Vector
 from peerd.training.kernels import library
 from peerd.training.kernels.passes import address, is_plain
@@ -52,15 +52,9 @@ class Int8:
 
     def encode_in_one_pass(self, values: Vector, known: Vector | None, decoded: Vector | None) -> Encoded | None:
         """See `OnePassCodec.encode_in_one_pass`."""
-        if (kernels := library.LIBRARY) is None or not is_plain(values, known, decoded):
-            return None
-        body, loss = np.empty(self.body_limit(values.size), np.uint8), np.zeros(2)
-        multiples = body[4 * block_count(values.size) :]
-        arrays = address(body), address(multiples), address(decoded), address(loss)
+        room = 4 * block_count(values.size), self.body_limit(values.size)
         bounds = float(SMALLEST), float(LARGEST_SCALE)
-        if kernels.peerd_int8_encode(address(values), address(known), values.size, *arrays, *bounds):
-            raise not_finite()
-        return Encoded(body.data, float(loss[0]), float(loss[1]))
+        return encode_by("peerd_int8_encode", values, known, decoded, room, *bounds)
 
     def decode(self, body: bytes | bytearray | memoryview, out: Vector) -> None:
         """See `Codec.decode`."""

@@ -15,9 +15,9 @@ from peerd.training.codecs.codec import (
     batches,
     field,
     finite_float32,
-    not_finite,
     require_length,
 )
+from peerd.training.codecs.one_pass import encode_by
 from peerd.training.effects import Vector
 from peerd.training.kernels import library
 from peerd.training.kernels.passes import address, is_plain
@@ -57,14 +57,8 @@ class Sign:
 
     def encode_in_one_pass(self, values: Vector, known: Vector | None, decoded: Vector | None) -> Encoded | None:
         """See `OnePassCodec.encode_in_one_pass`."""
-        if (kernels := library.LIBRARY) is None or not is_plain(values, known, decoded):
-            return None
-        body, loss = np.empty(self.body_limit(values.size), np.uint8), np.zeros(2)
-        packed = body[2 * block_count(values.size) :]
-        arrays = address(body), address(packed), address(decoded), address(loss)
-        if kernels.peerd_sign_encode(address(values), address(known), values.size, *arrays):
-            raise not_finite()
-        return Encoded(body.data, float(loss[0]), float(loss[1]))
+        room = 2 * block_count(values.size), self.body_limit(values.size)
+        return encode_by("peerd_sign_encode", values, known, decoded, room)
 
     def decode(self, body: bytes | bytearray | memoryview, out: Vector) -> None:
         """See `Codec.decode`."""
