@@ -51,6 +51,15 @@ def test_what_is_counted_in_all_is_what_the_table_counts(
     assert re.search(rf"^PARTNER +{unit.upper()} ", shown, re.MULTILINE)
 
 
+@pytest.mark.parametrize("cut", [0, 3])
+def test_what_a_crash_took_is_named(monkeypatch: pytest.MonkeyPatch, cut: int) -> None:
+    answer = {**ANSWER, "exchanges": 9, "counts": {"exchanges": 9, "exchanges_cut": cut}, "links": []}
+    monkeypatch.setattr("peerd.cli.status.find_node", lambda name: name)
+    monkeypatch.setattr("peerd.cli.status.request", lambda path, verb: json.loads(json.dumps(answer)))
+    shown = CliRunner().invoke(app, ["status"], catch_exceptions=False).stdout
+    assert [line.split(":")[0] for line in shown.splitlines() if " cut" in line] == ["3 exchanges cut"] * bool(cut)
+
+
 @pytest.mark.parametrize(
     ("staleness", "rows"),
     [
