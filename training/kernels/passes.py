@@ -45,6 +45,7 @@ def squares(values: Vector, known: Vector | None = None) -> float:
 
 def squares_by(values: Vector, known: Vector | None, stops: Stops) -> Sums:
     """The same of each of the ranges that follow each other and end at `stops`, shape (ranges,)."""
+    assert (stops[-1:] == len(values)).all(), "the ranges cover the vector"
     found = np.empty(len(stops))
     if (kernels := library.LIBRARY) is not None and is_plain(values, known):
         kernels.peerd_squares(address(values), address(known), address(stops), len(stops), address(found))
@@ -61,6 +62,8 @@ def squares_by(values: Vector, known: Vector | None, stops: Stops) -> Sums:
 
 def scale_by(values: Vector, factors: Sums, stops: Stops) -> None:
     """Multiply each range by its factor."""
+    assert values.flags.writeable
+    assert (stops[-1:] == len(values)).all(), "the ranges cover the vector"
     if (kernels := library.LIBRARY) is not None and is_plain(values):
         kernels.peerd_scale(address(values), address(stops), len(stops), address(factors))
     elif len(values) <= SMALL:
@@ -72,6 +75,7 @@ def scale_by(values: Vector, factors: Sums, stops: Stops) -> None:
 
 def add_within(out: Vector, known: Vector, most: float) -> bool:
     """out += known; returns whether all sums are numbers in [-most, most]."""
+    assert out.flags.writeable
     if (kernels := library.LIBRARY) is not None and is_plain(out, known):
         return not kernels.peerd_add_within(address(out), address(known), out.size, most)
     within = True
@@ -84,6 +88,8 @@ def add_within(out: Vector, known: Vector, most: float) -> bool:
 
 def move_references(mine: Vector, outgoing: Vector, theirs: Vector, following: Vector, stops: Stops) -> Sums:
     """mine += outgoing, theirs = following, following -= mine; returns its squares then, as `squares_by`."""
+    assert mine.flags.writeable and theirs.flags.writeable and following.flags.writeable  # noqa: PT018
+    assert (stops[-1:] == len(mine)).all(), "the ranges cover the vector"
     if (kernels := library.LIBRARY) is not None and is_plain(mine, outgoing, theirs, following):
         found = np.empty(len(stops))
         arrays = address(mine), address(outgoing), address(theirs), address(following)
@@ -98,6 +104,7 @@ def move_references(mine: Vector, outgoing: Vector, theirs: Vector, following: V
 
 def add(values: Vector, correction: Vector, out: Vector) -> tuple[float, float]:
     """out = values + correction; returns ||out||^2 and ||correction||^2."""
+    assert out.flags.writeable
     if (kernels := library.LIBRARY) is not None and is_plain(values, correction, out):
         totals = np.zeros(2)
         kernels.peerd_add(address(values), address(correction), address(out), out.size, address(totals))
