@@ -1,8 +1,8 @@
 """Where is the compiled arithmetic? `LIBRARY`: kernels.c as it was compiled when peerd was installed, or None.
 
 A node without it trains the same, only slower: each operation of numpy is a pass through memory of its own, and an
-exchange takes 1.7 times as long (benchmarks/exchange.py). numba would bring a compiler of its own, for the versions
-of Python that it knows; torch's own kernels do one operation a pass, too, and daemons do not import torch.
+exchange takes 1.4 to 1.7 times as long (benchmarks/exchange.py). numba would bring a compiler of its own, for the
+versions of Python that it knows; torch's own kernels do one operation a pass, too, and daemons do not import torch.
 """
 
 from __future__ import annotations

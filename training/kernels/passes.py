@@ -50,10 +50,8 @@ def squares_by(values: Vector, known: Vector | None, stops: Stops) -> Sums:
     if (kernels := library.LIBRARY) is not None and is_plain(values, known):
         kernels.peerd_squares(address(values), address(known), address(stops), len(stops), address(found))
         return found
-    if len(values) <= SMALL and known is not None:
-        return _squares_by(values - known, stops)
-    if known is None:
-        return _squares_by(values, stops)
+    if known is None or len(values) <= SMALL:
+        return _squares_by(values if known is None else values - known, stops)
     for index, where in enumerate(_ranges(stops)):
         a, b = values[where], known[where]
         found[index] = sum(_squares(a[part] - b[part]) for part in parts(len(a)))
