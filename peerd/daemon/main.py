@@ -42,13 +42,13 @@ async def run(settings: Settings, mine: identity.Identity, command: list[str]) -
     supervisor = Supervisor(command, {"PEERD_SOCKET": str(path), "PEERD_NAME": settings.name}) if command else None
     async with running(settings, mine, expects=bool(command), kept=kept) as (daemon, address):
         start_soon = daemon.nursery.start_soon
+        await daemon.nursery.start(_watch_signals, daemon, supervisor, path)  # first: the script may send one
         verbs = {**Verbs(daemon).table(), "refused": _refusal_hook(supervisor)}
         await daemon.nursery.start(serve, path, verbs, _attach_hook(daemon, supervisor))
         _announce(settings, address, (daemon.me.host, address[1]), command)
         if daemon.entry is not None:
             ends = shown_time(daemon.entry.trust.certificate.not_valid_after_utc)
             LOGGER.info("sealed: a member by %s, with a certificate until %s", daemon.entry.by, ends)
-        start_soon(_watch_signals, daemon, supervisor, path)
         if supervisor is not None:
             start_soon(_supervise, daemon, supervisor)
         start_soon(_watch_failure, daemon)
@@ -156,7 +156,9 @@ async def _keep_known_members(daemon: Daemon, kept: tuple[Address, ...]) -> None
             known_members.forget(daemon.settings)
 
 
-async def _watch_signals(daemon: Daemon, supervisor: Supervisor | None, path: Path) -> None:
+async def _watch_signals(
+    daemon: Daemon, supervisor: Supervisor | None, path: Path, task_status: trio.TaskStatus[None]
+) -> None:
     """The first SIGINT or SIGTERM leaves in good order; the second ends at once, with the script and the socket.
 
     So does the first SIGHUP, unless whoever started this (nohup) ignores it; a terminal that ends often sends two.
@@ -164,6 +166,7 @@ async def _watch_signals(daemon: Daemon, supervisor: Supervisor | None, path: Pa
     wanted = [signal.SIGINT, signal.SIGTERM]
     wanted += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []
     with trio.open_signal_receiver(*wanted) as signals:
+        task_status.started()
         async for number in signals:
             if daemon.leaving.is_set() and number != signal.SIGHUP:
                 if supervisor is not None:
