@@ -1,7 +1,8 @@
 """What waits for one peer, and what need not be said (again)? One core for the daemon and for the simulator.
 
 What a mode says again because it has had no answer may still wait here, on a thin line: then it is not queued twice. A
-message that supersedes others takes the place of an older one of its type; not of one that is leaving.
+message that supersedes others takes the place of an older one of its type; not of one that is leaving. What is not said
+again outlives a connection that breaks.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class PeerQueue(Generic[Item]):
     """Messages to one peer, in order, each as what its sender keeps of it."""
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[Hashable, Item]] = deque()
+        self._waiting: deque[tuple[Hashable, Item, bool]] = deque()  # said, and whether it is said again
         self._leaving: Hashable | None = None
 
     def __len__(self) -> int:
@@ -36,18 +37,18 @@ class PeerQueue(Generic[Item]):
     def put(self, message: Message, item: Item, scope: Hashable = None) -> bool:
         """Queue it, unless that is full or it waits already; whether it is news. Scopes have nothing in common."""
         said = (scope, message.said)
-        at = next((at for at, (other, _) in enumerate(self._waiting) if other == said), None)
+        at = next((at for at, (other, _, _) in enumerate(self._waiting) if other == said), None)
         if message.supersedes and at is not None:
-            self._waiting[at] = said, item
+            self._waiting[at] = said, item, message.repeated
             return True
         if len(self) >= QUEUE_MAX or at is not None or (said == self._leaving and not message.supersedes):
             return False
-        self._waiting.append((said, item))
+        self._waiting.append((said, item, message.repeated))
         return True
 
     def take(self) -> Item:
         """The next one, which leaves now, until `left` or `clear`."""
-        self._leaving, item = self._waiting.popleft()
+        self._leaving, item, _ = self._waiting.popleft()
         return item
 
     def left(self) -> None:
@@ -55,6 +56,6 @@ class PeerQueue(Generic[Item]):
         self._leaving = None
 
     def clear(self) -> None:
-        """The connection broke: what was to be said is said anew."""
-        self._waiting.clear()
+        """The connection broke: what was to be said is said anew, or still waits."""
+        self._waiting = deque(each for each in self._waiting if not each[2])
         self._leaving = None

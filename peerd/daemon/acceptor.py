@@ -124,6 +124,7 @@ class Acceptor:
                 if isinstance(message, Plan):
                     plan = message
                 elif isinstance(message, ModelRequest | ModelSnapshot):
+                    await self._news_of(hello.node, hello.epoch)
                     self._trainer_service.on_message(hello.node, message)
                 else:
                     await self._trainer_service.runner.on_message(hello.node, message, plan)
@@ -146,11 +147,16 @@ class Acceptor:
 
     async def _why_not_upgraded(self, node: NodeId) -> str:
         """Addresses of other carriers are taken from members alone; the news of a new one may still be on its way."""
+        return "" if await self._news_of(node) else "it says: this node is not in its table of members"
+
+    async def _news_of(self, node: NodeId, epoch: int = 0) -> bool:
+        """Whether it is a member, in this life or a later one; the news of it may come after itself."""
+        membership = self._membership_service.membership
         with trio.move_on_after(NEWS_S):
-            while node not in self._membership_service.membership.members:
+            while (member := membership.members.get(node)) is None or member.epoch < epoch:
                 await trio.sleep(LOOK_S)
-            return ""
-        return "it says: this node is not in its table of members"
+            return True
+        return False
 
     def _on_bulk(self, link: Connection, size: int) -> None:
         """Bound what is half here: see receive_budget.py; two more, for who is no member in our table yet."""

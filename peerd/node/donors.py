@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from peerd.transport.ids import NodeId
 
-ASK_SOON_S = 1.0  # the first answer is lost if the donor has not yet heard of us, or still dials our former life
+ASK_SOON_S = 1.0  # the first request or its answer may be lost, with a connection that broke or a donor that forgot us
 ASK_AGAIN_S = 10.0  # a donor from which nothing has come for so long is asked again,
 ASKS_MAX = 4  # so many times; then another one is
 SLOWEST_DONOR = 1000  # bytes a second: fewer are probes and tables, not a model

@@ -16,6 +16,7 @@ import pytest
 import trio
 from thin import Event, Model, Swarm, simulate, targets
 
+from peerd.node.donors import ASK_SOON_S
 from peerd.training.flush import FLUSH_TOLERANCE
 from peerd.transport.messages import State
 
@@ -126,6 +127,30 @@ def test_a_restart_that_nobody_noticed_starts_from_the_swarms_model_too() -> Non
         return models
 
     check_that_they_agree(simulate(3, scenario))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_who_comes_is_given_the_model_at_the_first_request(seed: int) -> None:
+    """Though the news of it has not reached the donor yet, or the donor still dials its former life."""
+
+    async def scenario(swarm: Swarm) -> None:
+        async def comes(name: str) -> None:
+            came_at = trio.current_time()
+            await swarm.eventually(lambda: swarm.nodes[name].trainer.first_step > 0)
+            assert trio.current_time() - came_at < ASK_SOON_S
+
+        await swarm.start("abc", steps=4000)
+        await trio.sleep(10)
+        await swarm.start("d", steps=4000)
+        await comes("d")
+        await trio.sleep(2)  # so that it is a partner, which the others dial
+        for name in "dbd":
+            await swarm.nodes[name].crash()
+            await swarm.nodes[name].start(steps=4000)
+            await comes(name)
+            await trio.sleep(10)
+
+    simulate(seed, scenario)
 
 
 def test_trio_can_still_be_made_deterministic() -> None:

@@ -8,7 +8,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.transport.messages import Delta, LinkClosed, Message, RoundPhase, RoundReport
+from peerd.transport.messages import (
+    Delta, LinkClosed, Message, ModelRequest, ModelSnapshot, RoundPhase, RoundReport,
+)  # fmt: skip
 from peerd.transport.peer_queue import QUEUE_MAX, PeerQueue
 
 
@@ -24,6 +26,8 @@ messages: st.SearchStrategy[Message] = st.one_of(
     st.integers(0, 3).map(report),
     st.builds(half, st.integers(0, 3), st.sampled_from([b"a", b"b"])),
     st.integers(0, 3).map(lambda link: LinkClosed(link, 1)),
+    st.just(ModelRequest()),
+    st.builds(ModelSnapshot, st.integers(0, 3), st.just("raw"), st.just(())),
 )
 puts = st.tuples(st.just("put"), messages, st.integers(0, 1))
 events = st.lists(st.one_of(puts, st.tuples(st.just("take")), st.tuples(st.just("left")), st.tuples(st.just("clear"))))
@@ -55,8 +59,7 @@ def test_it_is_what_a_list_with_the_same_rules_is(script: list[tuple[Any, ...]])
             leaving = None
         elif what == "clear":
             queue.clear()
-            waiting.clear()
-            leaving = None
+            waiting, leaving = deque(each for each in waiting if about_a_model(each[1])), None
         assert len(queue) == len(waiting) + (leaving is not None)
     while queue.has_waiting:
         assert queue.take() == waiting.popleft()
@@ -66,7 +69,12 @@ def alike(one: Message, other: Message) -> bool:
     """As its reader would say: the same news, whatever its bytes."""
     if isinstance(one, Delta) and isinstance(other, Delta):
         return (one.link, one.seq) == (other.link, other.seq)
-    return type(one) is type(other) and (isinstance(one, RoundReport) or one == other)
+    return type(one) is type(other) and (isinstance(one, RoundReport | ModelSnapshot) or one == other)
+
+
+def about_a_model(message: Message) -> bool:
+    """Between a newcomer and its donor; of all else a mode says anew what was lost."""
+    return isinstance(message, ModelRequest | ModelSnapshot)
 
 
 def test_a_full_queue_takes_no_more_until_something_has_left() -> None:

@@ -55,6 +55,8 @@ class Message:
 
     supersedes: ClassVar[bool] = False
     """Whether an older one of its type that has not left yet is worth nothing."""
+    repeated: ClassVar[bool] = True
+    """Whether it is said anew when a connection broke before it left."""
     about: ClassVar[tuple[str, ...]] = ()
     """Of bulk: the fields that a message and its repetition have in common; its chunks are not worth comparing."""
 

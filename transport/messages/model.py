@@ -15,6 +15,7 @@ class ModelRequest(Message):
     """Send me your current model: I am about to train."""
 
     KIND: ClassVar[int] = 32
+    repeated: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,7 @@ class ModelSnapshot(Message):
     """A whole model, encoded with `codec`."""
 
     KIND: ClassVar[int] = 33
+    repeated: ClassVar[bool] = False  # the connection that broke may have led to the newcomer's former life
     about: ClassVar[tuple[str, ...]] = ("KIND",)  # of any step: one that waits is enough
     step: int
     codec: Name
