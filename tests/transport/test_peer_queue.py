@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerd.transport.messages import (
-    Delta, LinkClosed, Message, ModelRequest, ModelSnapshot, RoundPhase, RoundReport,
+    Delta,
+    LinkClosed,
+    Message,
+    ModelRequest,
+    ModelSnapshot,
+    RoundPhase,
+    RoundReport,
 )  # fmt: skip
 from peerd.transport.peer_queue import QUEUE_MAX, PeerQueue
 
