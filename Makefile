@@ -5,6 +5,9 @@ QUICK := tests/training tests/contracts/test_codec_contract.py tests/contracts/t
 	$(addprefix tests/transport/test_,wire.py framing.py peer_queue.py admission.py) \
 	$(addprefix tests/peerd/test_,membership.py node_core.py trainer_protocol.py plan.py board.py replica.py)
 
+# tests start hundreds of interpreters: where the environment says so, each compiles all that it imports
+test quick scripts soak: export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: demo test quick scripts check soak fuzz bench format clean
 
 demo: .venv/installed

@@ -7,6 +7,7 @@ import graphlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,7 @@ UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
 INTERFACES = {"peerd.local.board", "peerd.local.shared_memory"}  # arrays
 
 
+@cache
 def modules() -> dict[str, ast.Module]:
     """Every module of ours, by the name under which it is imported."""
     found = {}
@@ -112,9 +114,6 @@ def modules() -> dict[str, ast.Module]:
             name = ".".join([package, *parts]).removesuffix(".__init__")
             found[name] = ast.parse(path.read_text(), path)
     return found
-
-
-MODULES = modules()
 
 
 def is_type_checking(node: ast.AST) -> bool:
@@ -133,13 +132,13 @@ def walk(node: ast.AST, *, lazy: bool) -> Iterator[ast.AST]:
 def imports(name: str, *, lazy: bool = True) -> set[str]:
     """Absolute names of the modules that a module imports."""
     found = set()
-    for node in walk(MODULES[name], lazy=lazy):
+    for node in walk(modules()[name], lazy=lazy):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name}: a relative import"
             module = node.module or ""
-            inner = {f"{module}.{alias.name}" for alias in node.names} & MODULES.keys()
+            inner = {f"{module}.{alias.name}" for alias in node.names} & modules().keys()
             found |= inner
             if len(inner) < len(node.names):
                 found.add(module)
@@ -154,16 +153,19 @@ def is_core(name: str) -> bool:
     return name in CORES or within(name, CORE_PACKAGES)
 
 
-IMPORTS = {name: imports(name) for name in sorted(MODULES)}
+@cache
+def all_imports() -> dict[str, set[str]]:
+    """What each module imports, by its name."""
+    return {name: imports(name) for name in sorted(modules())}
 
 
 def of(package: str) -> dict[str, set[str]]:
     """The modules of a package, with what they import."""
-    return {name: imported for name, imported in IMPORTS.items() if within(name, (package,))}
+    return {name: imported for name, imported in all_imports().items() if within(name, (package,))}
 
 
 def test_the_lists_name_modules_that_exist() -> None:
-    assert not (CORES | SHELLS) - MODULES.keys()
+    assert not (CORES | SHELLS) - modules().keys()
     assert not CORES & SHELLS
 
 
@@ -185,7 +187,7 @@ def room(name: str) -> str:
 
 
 def test_nobody_looks_up() -> None:
-    for name, imported in IMPORTS.items():
+    for name, imported in all_imports().items():
         if not within(name, ("peerd.training.tasks",)):  # a task is a user's script: it attaches
             ours = {one for one in imported if within(one, ("peerd",)) and one != "peerd"}
             assert not {one for one in ours if floor(one) > floor(name)}, name
@@ -193,8 +195,8 @@ def test_nobody_looks_up() -> None:
 
 def test_rooms_have_the_arrows_that_are_drawn_here() -> None:
     found: dict[str, set[str]] = {name: set() for name in ROOMS}
-    for name, imported in IMPORTS.items():
-        for one in imported & MODULES.keys():
+    for name, imported in all_imports().items():
+        for one in imported & modules().keys():
             if room(one) != room(name) and room(name) in ROOMS:
                 found[room(name)].add(room(one))
     assert found == ROOMS
@@ -210,7 +212,7 @@ NUMBERS = ("MAX_", "_MOST", "_LEAST")  # a bound's name ends in _MAX or _MIN, an
 
 
 def test_one_word_has_one_meaning() -> None:
-    for name, module in MODULES.items():
+    for name, module in modules().items():
         if within(name, ("peerd.training.tasks",)):
             continue
         words = {node.id for node in ast.walk(module) if isinstance(node, ast.Name)}
@@ -229,7 +231,7 @@ def test_no_folder_is_a_heap() -> None:
 
 def test_only_the_command_line_imports_itself_the_daemon_and_the_trainer() -> None:
     tops = {"peerd.daemon.main", "peerd.trainer.swarm"}
-    below = {name: imported for name, imported in IMPORTS.items() if not within(name, ("peerd.cli",))}
+    below = {name: imported for name, imported in all_imports().items() if not within(name, ("peerd.cli",))}
     assert not {name for name, imported in below.items() if imported & tops}
     assert not {name for name, imported in below.items() if any(within(one, ("peerd.cli",)) for one in imported)}
 
@@ -237,28 +239,28 @@ def test_only_the_command_line_imports_itself_the_daemon_and_the_trainer() -> No
 def test_the_simulator_runs_without_a_shell() -> None:
     """Whatever it imports, and whatever that imports, only decides: no trio is at the end of it."""
     reached: dict[str, str] = {}
-    todo = [(name, "") for name in MODULES if within(name, ("peerd.simulation",))]
+    todo = [(name, "") for name in modules() if within(name, ("peerd.simulation",))]
     while todo:
         name, by = todo.pop()
         if name not in reached:
             reached[name] = by
-            todo += [(one, name) for one in IMPORTS[name] & MODULES.keys()]
-    assert not {name: by for name, by in reached.items() if "trio" in IMPORTS[name]}
+            todo += [(one, name) for one in all_imports()[name] & modules().keys()]
+    assert not {name: by for name, by in reached.items() if "trio" in all_imports()[name]}
 
 
 def test_imports_have_a_direction() -> None:
-    graph = {name: imports(name, lazy=False) & MODULES.keys() - {name} for name in MODULES}
+    graph = {name: imports(name, lazy=False) & modules().keys() - {name} for name in modules()}
     list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError with the cycle
 
 
 def test_only_shells_import_trio() -> None:
-    users = {name for name, imported in IMPORTS.items() if "trio" in imported}
+    users = {name for name, imported in all_imports().items() if "trio" in imported}
     assert not {name for name in users if is_core(name)}
     assert not {name for name in users if name not in SHELLS and not within(name, SHELL_PACKAGES)}
 
 
 def test_cores_have_no_clock_socket_or_thread() -> None:
-    for name, imported in IMPORTS.items():
+    for name, imported in all_imports().items():
         if is_core(name):
             assert not {one.split(".")[0] for one in imported} & NOT_IN_CORES, name
             ours = {one for one in imported if within(one, ("peerd",))}
@@ -266,9 +268,9 @@ def test_cores_have_no_clock_socket_or_thread() -> None:
 
 
 def test_cores_are_given_their_randomness() -> None:
-    for name in filter(is_core, IMPORTS):
-        assert not IMPORTS[name] & {"secrets", "uuid", "numpy.random"}, name
-        for node in walk(MODULES[name], lazy=True):
+    for name in filter(is_core, all_imports()):
+        assert not all_imports()[name] & {"secrets", "uuid", "numpy.random"}, name
+        for node in walk(modules()[name], lazy=True):
             if isinstance(node, ast.ImportFrom) and node.module == "random":
                 assert [alias.name for alias in node.names] == ["Random"], name
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
@@ -278,9 +280,9 @@ def test_cores_are_given_their_randomness() -> None:
 
 
 def test_nothing_that_is_loaded_runs() -> None:
-    for name, imported in IMPORTS.items():
+    for name, imported in all_imports().items():
         assert not {one.split(".")[0] for one in imported} & UNSAFE_MODULES, name
-        for node in walk(MODULES[name], lazy=True):
+        for node in walk(modules()[name], lazy=True):
             if isinstance(node, ast.Call):
                 assert not unsafe(node), f"{name}:{node.lineno}"
 

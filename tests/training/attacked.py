@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from mode_swarm import ModeSwarm, framed
+from mode_swarm import ModeSwarm, carried
 
 from peerd.node.core import NodeCore
 from peerd.training.codecs.vector import Layout
@@ -106,7 +106,7 @@ class Attacked(ModeSwarm):
     def lie(self, sender: str, target: str, message: Message) -> None:
         """One message beside the queues."""
         try:
-            came = framed(message)
+            came = carried(message)
         except (PeerError, ValueError):
             return  # no wire brings it
         self.queues[sender, target].appendleft(came)

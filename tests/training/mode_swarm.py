@@ -1,6 +1,6 @@
 """A swarm of mode cores in one process, whatever the mode: queues for connections, trainers that do as they are told.
 
-Every message is framed and read again. A death, a cut or a view of who is alive is one call; time moves by calls alone.
+Every message is encoded and decoded. A death, a cut or a view of who is alive is one call; time moves by calls alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Apply, Effect, Proceed, Publish, Resume, Send, StepReport, Vector
 from peerd.training.modes import Mode, ModeSettings, class_of, parse_mode
 from peerd.training.trigger import parse_trigger
-from peerd.transport.framing import FrameReader, frames
+from peerd.transport import wire
 from peerd.transport.messages import Connected, Message
 
 SETTINGS = ModeSettings("float32", parse_trigger("always"), view=3, robust=False)
@@ -29,17 +29,10 @@ PATIENCE_S = 4000.0  # of time that the test itself lets pass: whatever takes lo
 Core = Callable[[str, Layout, random.Random, Callable[[], Vector]], Mode]
 
 
-def framed(message: Message) -> Message:
-    """As it comes out of a connection."""
-    reader, stream = FrameReader(1 << 20), b"".join(bytes(piece) for piece in frames(message))
-    at, came = 0, None
-    while at < len(stream):
-        buffer = reader.buffer()
-        count = min(len(buffer), len(stream) - at)
-        buffer[:count] = stream[at : at + count]
-        reader.received(count)
-        at += count
-        came = reader.next_message() or came
+def carried(message: Message) -> Message:
+    """As it comes out of a connection, whose frames tests/transport/test_framing.py has."""
+    header, chunks = wire.encode(message)
+    came = wire.decode(message.KIND, header, 1 << 20).message(tuple(memoryview(bytes(chunk)) for chunk in chunks))
     assert came == message
     return came
 
@@ -217,7 +210,7 @@ class ModeSwarm:
                     effect.correction.fill(np.nan)
                 case Send():
                     assert effect.peer != name
-                    self.queues[name, effect.peer].append(framed(effect.message))
+                    self.queues[name, effect.peer].append(carried(effect.message))
                 case Publish():
                     node.asked = True
                 case Resume():

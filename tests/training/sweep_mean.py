@@ -442,7 +442,7 @@ def quick() -> Iterator[None]:
     with (
         patch.object(gossip, "ROTATE_AFTER_EXCHANGES", ROTATE_AFTER),
         patch.object(one_way_core, "ROTATE_AFTER_EXCHANGES", ROTATE_AFTER),
-        patch.object(mode_swarm, "framed", lambda message: message),
+        patch.object(mode_swarm, "carried", lambda message: message),
     ):
         yield
 

@@ -31,11 +31,13 @@ def parts(count: int) -> Iterator[slice]:
 
 def is_plain(*arrays: npt.NDArray[np.generic] | None) -> bool:
     """Whether the kernels can take these, of one length: float32 without gaps, or None."""
-    assert len({array.size for array in arrays if array is not None}) <= 1, "kernels go by one length"
-    return all(
-        array is None or (array.dtype == np.float32 and array.flags.c_contiguous and array.flags.aligned)
-        for array in arrays
-    )
+    lengths, plain = set(), True
+    for array in arrays:
+        if array is not None:
+            lengths.add(array.size)
+            plain = plain and array.dtype == np.float32 and array.flags.c_contiguous and array.flags.aligned
+    assert len(lengths) <= 1, "kernels go by one length"
+    return plain
 
 
 def squares(values: Vector, known: Vector | None = None) -> float:
@@ -45,7 +47,7 @@ def squares(values: Vector, known: Vector | None = None) -> float:
 
 def squares_by(values: Vector, known: Vector | None, stops: Stops) -> Sums:
     """The same of each of the ranges that follow each other and end at `stops`, shape (ranges,)."""
-    assert (stops[-1:] == len(values)).all(), "the ranges cover the vector"
+    assert not len(stops) or stops[-1] == len(values), "the ranges cover the vector"
     found = np.empty(len(stops))
     if (kernels := library.LIBRARY) is not None and is_plain(values, known):
         kernels.peerd_squares(address(values), address(known), address(stops), len(stops), address(found))
@@ -117,6 +119,9 @@ def address(array: npt.NDArray[np.generic] | None) -> int | None:
 
 
 def _squares_by(values: Vector, stops: Stops) -> Sums:
+    if len(values) <= ROW and len(stops) == 1:  # too few for BLAS to wake its threads
+        exact = values.astype(np.float64, copy=False)
+        return np.array([np.dot(exact, exact)])
     if len(values) <= SMALL:
         exact = np.zeros(len(values) + 1)
         np.multiply(values, values, out=exact[:-1], dtype=np.float64)
