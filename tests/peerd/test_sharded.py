@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from machine import Machine
 from torch import nn
 
 from peerd.trainer.sharded import has_shards
@@ -135,24 +130,13 @@ distributed.destroy_process_group()
 """
 
 
-def test_shards_act_as_the_whole(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
-    about = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = [
-        subprocess.Popen(
-            command, env={**about, "RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [rank.communicate(timeout=120) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert said[0][0].split("\n")[:2] == ["equal torch.float32", "equal torch.bfloat16"], "\n".join(map(str, said))
-    assert [rank.returncode for rank in ranks] == [0, 0]
+def test_shards_act_as_the_whole(machine: Machine) -> None:
+    script = str(machine.script("ranks.py", PROGRAM))
+    about = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(machine.free_port())}
+    command = [script, str(machine.path)]
+    ranks = [machine.spawn(f"rank {rank}", command, RANK=str(rank), **about) for rank in range(2)]
+    assert [rank.process.wait(120) for rank in ranks] == [0, 0], machine.logs()
+    assert ranks[0].log.split("\n")[:2] == ["equal torch.float32", "equal torch.bfloat16"], machine.logs()
 
 
 def test_a_wrapper_that_hides_its_shards_is_refused() -> None:
