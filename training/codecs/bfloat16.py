@@ -10,6 +10,7 @@ import numpy.typing as npt
 from peerd.training.codecs import planes
 from peerd.training.codecs.codec import Float32s, batches, field, finite_float32, require_length
 from peerd.training.effects import Vector
+from peerd.training.kernels.passes import is_finite
 from peerd.transport.errors import PeerError
 
 LARGEST = float(np.uint32(0x7F7F0000).view(np.float32))
@@ -62,7 +63,7 @@ class Bfloat16:
         words = own.view(np.uint32)
         planes.join(field(body, "u1", 0, len(body)).reshape(2, out.size), words)
         words <<= np.uint32(16)
-        if not np.isfinite(own).all():
+        if not is_finite(own):
             raise PeerError("bfloat16: a value is not finite")
         if own is not out:
             out[:] = own

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from peerd.training.effects import Vector
+from peerd.training.kernels.passes import is_finite
 from peerd.transport.errors import PeerError
 
 BATCH = 1 << 17
@@ -87,8 +88,7 @@ def finite_float32(values: Vector) -> Float32s:
     """
     with np.errstate(over="ignore", invalid="ignore"):
         exact = np.ascontiguousarray(values, dtype=np.float32)
-    # 0.15 ms for a million values in the cache, as two reductions take, and 7.4 ms where they take 9.7 from memory
-    if not np.isfinite(exact).all():
+    if not is_finite(exact):
         raise not_finite()
     return exact
 

@@ -9,6 +9,7 @@ import numpy as np
 from peerd.training.codecs import planes
 from peerd.training.codecs.codec import batches, field, finite_float32, require_length
 from peerd.training.effects import Vector
+from peerd.training.kernels.passes import is_finite
 from peerd.transport.errors import PeerError
 
 
@@ -31,7 +32,7 @@ class Float32:
         require_length(body, self.body_limit(out.size), self.name)
         own = out if out.dtype == np.float32 and out.flags.c_contiguous else np.empty(out.size, np.float32)
         planes.join(field(body, "u1", 0, len(body)).reshape(4, out.size), own.view(np.uint32))
-        if not np.isfinite(own).all():
+        if not is_finite(own):
             raise PeerError("float32: a value is not finite")
         if own is not out:
             out[:] = own

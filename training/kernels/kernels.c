@@ -20,7 +20,7 @@
 #endif
 #define INLINE static inline __attribute__((always_inline))
 
-const int32_t peerd_kernels_version = 1; /* VERSION in library.py: of the functions' names and arguments */
+const int32_t peerd_kernels_version = 2; /* VERSION in library.py: of the functions' names and arguments */
 
 enum { BLOCK = 256, LANES = 16 };
 
@@ -50,6 +50,14 @@ INLINE double squares_of(const float *block, int count)
         total += (double)block[i] * block[i];
     if (total > 1e-20 && total < 1e38)
         return total;
+    uint32_t any = 0; /* gradients of what was not used are zeros, and many */
+    for (i = 0; i < count; i++) {
+        uint32_t bits;
+        memcpy(&bits, block + i, sizeof bits);
+        any |= bits & MAGNITUDE;
+    }
+    if (any == 0)
+        return 0.0;
     total = 0.0;
     for (i = 0; i < count; i++)
         total += (double)block[i] * block[i];
@@ -301,4 +309,32 @@ EACH_PROCESSOR void peerd_add(const float *values, const float *correction, floa
         totals[0] += squares_of(out + start, size);
         totals[1] += squares_of(correction + start, size);
     }
+}
+
+/* mean = summed / members, into gradient. Adds to totals: the squares of the mean, and of what gradient was, less it. */
+EACH_PROCESSOR void peerd_mean(float *gradient, const float *summed, int64_t count, float members, double *totals)
+{
+    for (int64_t start = 0; start < count; start += BLOCK) {
+        int size = smaller(count - start);
+        float mean[BLOCK], apart[BLOCK];
+        for (int i = 0; i < size; i++)
+            mean[i] = summed[start + i] / members;
+        for (int i = 0; i < size; i++)
+            apart[i] = gradient[start + i] - mean[i];
+        memcpy(gradient + start, mean, size * sizeof *mean);
+        totals[0] += squares_of(mean, size);
+        totals[1] += squares_of(apart, size);
+    }
+}
+
+EACH_PROCESSOR int peerd_is_finite(const float *values, int64_t count)
+{
+    uint32_t largest = 0;
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t bits;
+        memcpy(&bits, values + i, sizeof bits);
+        bits &= MAGNITUDE;
+        largest = bits > largest ? bits : largest;
+    }
+    return largest <= LARGEST_FINITE;
 }

@@ -11,7 +11,7 @@ import ctypes
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-VERSION = 1  # of the signatures: what an earlier peerd left here must not be called by today's
+VERSION = 2  # of the signatures: what an earlier peerd left here must not be called by today's
 ARRAY, COUNT, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES = {
     "peerd_squares": (None, [ARRAY, ARRAY, ARRAY, COUNT, ARRAY]),
@@ -23,6 +23,8 @@ _SIGNATURES = {
     "peerd_add_within": (ctypes.c_int, [ARRAY, ARRAY, COUNT, REAL]),
     "peerd_move_references": (None, [ARRAY, ARRAY, ARRAY, ARRAY, ARRAY, COUNT, ARRAY]),
     "peerd_add": (None, [ARRAY, ARRAY, ARRAY, COUNT, ARRAY]),
+    "peerd_mean": (None, [ARRAY, ARRAY, COUNT, REAL, ARRAY]),
+    "peerd_is_finite": (ctypes.c_int, [ARRAY, COUNT]),
 }
 
 

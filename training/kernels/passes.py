@@ -113,6 +113,29 @@ def add(values: Vector, correction: Vector, out: Vector) -> tuple[float, float]:
     return squares(out), squares(correction)
 
 
+def mean(gradient: Vector, summed: Vector, members: float) -> tuple[float, float]:
+    """gradient = summed / members; returns its squares, and those of what `gradient` was less what it is."""
+    assert gradient.flags.writeable
+    if (kernels := library.LIBRARY) is not None and is_plain(gradient, summed):
+        totals = np.zeros(2)
+        kernels.peerd_mean(address(gradient), address(summed), gradient.size, members, address(totals))
+        return float(totals[0]), float(totals[1])
+    length = apart = 0.0
+    for part in parts(len(gradient)):
+        divided = summed[part] / summed.dtype.type(members)
+        length += squares(divided)
+        apart += squares(gradient[part], divided)
+        gradient[part] = divided
+    return length, apart
+
+
+def is_finite(values: Vector) -> bool:
+    """Whether there is no NaN and no infinity."""
+    if (kernels := library.LIBRARY) is not None and is_plain(values):
+        return bool(kernels.peerd_is_finite(address(values), values.size))
+    return bool(np.isfinite(values).all())
+
+
 def address(array: npt.NDArray[np.generic] | None) -> int | None:
     """Where its values are, for a call while the caller holds the array."""
     return None if array is None else array.ctypes.data

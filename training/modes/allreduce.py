@@ -31,6 +31,7 @@ import numpy as np
 from peerd.training.codecs.difference import norm_of_difference
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Apply, Effect, Proceed, Resume, StepReport, Vector
+from peerd.training.kernels.passes import is_finite
 from peerd.training.mode import (
     AUTO,
     EXCHANGES,
@@ -226,7 +227,7 @@ class AllReduce(ModeClass):
 
     def _take(self, now: float) -> list[Outcome]:
         values = self._current()
-        if not np.isfinite(values).all():
+        if not is_finite(values):
             return [Withdrawn()]
         self._due, self._taken_at = self._overlap == "hpsgd", self._step
         outcomes: list[Outcome] = []

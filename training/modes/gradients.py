@@ -26,7 +26,7 @@ import numpy as np
 from peerd.training.codecs.difference import norm_of_sum
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Averaged, Become, Effect, Proceed, StepReport, Vector
-from peerd.training.kernels.passes import parts, squares
+from peerd.training.kernels.passes import is_finite, mean
 from peerd.training.mode import GRADIENTS, LinkStatus, ModeClass, ModeSettings, not_finite
 from peerd.training.model.quiet import Quiet
 from peerd.training.rounds.attempt import EXACT_CODEC
@@ -84,7 +84,7 @@ class GradientAllReduce(ModeClass):
         effects = self._anew(now) if self._rounds.finished else []  # a new run, of whatever model
         self._gradient, cut = gradient, self._layout.parameters
         self._length = norm_of_sum(gradient[:cut], None if self._lost is None else self._lost[:cut])
-        nonfinite = not (math.isfinite(self._length) and np.isfinite(gradient[cut:]).all())
+        nonfinite = not (math.isfinite(self._length) and is_finite(gradient[cut:]))
         self._offer = Offer(step, samples if 0 < samples < math.inf else 1.0, nonfinite)
         return effects + self._perform(self._come(now), now)
 
@@ -248,15 +248,7 @@ class GradientAllReduce(ModeClass):
         if self._feeds_back:
             self._lost = committed.lost
         shares = scales(begin.weights)
-        count = summed.dtype.type(sum(shares))
-        length = apart = 0.0
-        for part in parts(parameters):  # once through memory
-            mean = summed[part]
-            mean /= count
-            length += squares(mean)
-            gradient[part] -= mean
-            apart += squares(gradient[part])
-            gradient[part] = mean
+        length, apart = mean(gradient[:parameters], summed[:parameters], sum(shares))
         gradient[parameters:] = summed[parameters:]
         self._distance = math.sqrt(apart)
         limit = longest_mean(begin.lengths, shares) if self._robust and begin.lengths else math.inf

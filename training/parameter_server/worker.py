@@ -18,6 +18,7 @@ from peerd.training.codecs import vector
 from peerd.training.codecs.difference import norm_of_difference
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Vector
+from peerd.training.kernels.passes import is_finite
 from peerd.training.parameter_server.optimizer import DIFFERENCE, Optimizer
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import Applied, Chunks, ShardPull, ShardPush
@@ -192,7 +193,7 @@ class Worker:
 def _fits(moved: Vector) -> bool:
     """Whether it is finite as it travels: a float64 model may be beyond float32."""
     with np.errstate(over="ignore"):
-        return bool(np.isfinite(moved.astype(np.float32, copy=False)).all())
+        return is_finite(moved.astype(np.float32, copy=False))
 
 
 def parts_of(layout: Layout, shards: int) -> list[Part]:
