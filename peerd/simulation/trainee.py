@@ -212,7 +212,8 @@ class SimulatedTrainer:
     @property
     def deadline(self) -> float:
         """Of its mode."""
-        return self.mode.deadline if self.mode is not None else math.inf
+        mode = self._core.mode  # asked at every event
+        return mode.deadline if mode is not None else math.inf
 
     def on_timer(self, now: float) -> list[Effect]:
         """The deadline has come."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from machine import Machine
 from torch import nn
@@ -132,7 +134,7 @@ distributed.destroy_process_group()
 
 def test_shards_act_as_the_whole(machine: Machine) -> None:
     script = str(machine.script("ranks.py", PROGRAM))
-    about = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(machine.free_port())}
+    about: dict[str, Any] = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(machine.free_port())}
     command = [script, str(machine.path)]
     ranks = [machine.spawn(f"rank {rank}", command, RANK=str(rank), **about) for rank in range(2)]
     assert [rank.process.wait(120) for rank in ranks] == [0, 0], machine.logs()

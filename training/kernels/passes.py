@@ -31,13 +31,14 @@ def parts(count: int) -> Iterator[slice]:
 
 def is_plain(*arrays: npt.NDArray[np.generic] | None) -> bool:
     """Whether the kernels can take these, of one length: float32 without gaps, or None."""
-    lengths, plain = set(), True
+    length = None
     for array in arrays:
         if array is not None:
-            lengths.add(array.size)
-            plain = plain and array.dtype == np.float32 and array.flags.c_contiguous and array.flags.aligned
-    assert len(lengths) <= 1, "kernels go by one length"
-    return plain
+            if array.dtype != np.float32 or not (array.flags.c_contiguous and array.flags.aligned):
+                return False
+            assert length in (None, array.size), "kernels go by one length"
+            length = array.size
+    return True
 
 
 def squares(values: Vector, known: Vector | None = None) -> float:
@@ -66,6 +67,8 @@ def scale_by(values: Vector, factors: Sums, stops: Stops) -> None:
     assert (stops[-1:] == len(values)).all(), "the ranges cover the vector"
     if (kernels := library.LIBRARY) is not None and is_plain(values):
         kernels.peerd_scale(address(values), address(stops), len(stops), address(factors))
+    elif len(stops) == 1:
+        values *= values.dtype.type(factors[0])
     elif len(values) <= SMALL:
         values *= np.repeat(factors.astype(values.dtype), np.diff(stops, prepend=0))
     else:

@@ -85,7 +85,8 @@ class Tensors:
 
     def whole(self, norms: Norms) -> float:
         """The norm over all parameters."""
-        return float(np.sqrt((norms[: self.of_parameters] ** 2).sum()))
+        of_parameters = norms[: self.of_parameters]
+        return math.sqrt(of_parameters.dot(of_parameters))
 
 
 def packed(limits: Norms | None) -> bytes:
