@@ -33,13 +33,15 @@ CORE_PACKAGES = (
     "peerd.training.one_way", "peerd.training.pairs", "peerd.training.parameter_server", "peerd.training.rounds",
 )  # fmt: skip
 SHELLS = {f"peerd.daemon.{name}" for name in (
-    "acceptor", "catch_up", "compute_thread", "control", "known_members", "look_up",
-    "main", "membership_service", "metrics",
+    "acceptor", "catch_up", "compute_thread", "control", "known_members",
+    "main", "meetings", "membership_service", "metrics",
     "mode_runner", "node", "offences", "peers", "plan_follower", "supervisor", "trainer_service", "trainer_session",
     "twin_proof", "verbs",
 )} | {f"peerd.security.{name}" for name in (
     "entry", "newcomer", "reception", "renewal", "secrets_exchange", "shared_secrets",
-)} | {"peerd.doctor", "peerd.reproduce.sockets.rank", "peerd.reproduce.sockets.without_trainer"}  # fmt: skip
+)} | {
+    "peerd.doctor", "peerd.process.look_up", "peerd.reproduce.sockets.rank", "peerd.reproduce.sockets.without_trainer",
+}  # fmt: skip
 SHELL_PACKAGES = ("peerd.carriers", "peerd.transport", "peerd.cli")
 ROOMS = {  # each with the rooms that it may look into; from the roof to the cellar
     "cli": {
@@ -74,7 +76,7 @@ ROOMS = {  # each with the rooms that it may look into; from the roof to the cel
     },
     "one_way": {"codecs", "kernels", "mode", "model", "messages", "transport"},
     "pairs": {"codecs", "kernels", "mode", "model", "messages", "transport"},
-    "parameter_server": {"model", "codecs", "mode", "messages", "transport"},
+    "parameter_server": {"model", "codecs", "kernels", "mode", "messages", "transport"},
     "rounds": {"codecs", "mode", "messages", "transport"},
     "model": set(),
     "mode": {"codecs", "messages", "model", "transport"},

@@ -96,6 +96,7 @@ class Acceptor:
 
     async def _serve(self, link: Connection) -> None:
         await link.shake_hands()
+        self._peers.count(link)
         if not link.identity:  # who has proved to be a member is not to blame for what shares its host
             self._check_heard("", link)
         if link.identity == STRANGER:

@@ -8,6 +8,7 @@ import numpy as np
 import trio
 
 from peerd.daemon.peers import Peers
+from peerd.node.acquaintances import Acquaintances
 from peerd.node.donors import DonorChoice
 from peerd.node.meta import FetchFrom, OwnModel, WaitFor, donors, partners, whose_model
 from peerd.process.logs import LOGGER
@@ -30,6 +31,7 @@ class CatchUp:
         me: NodeId,
         peers: Peers,
         members: Callable[[], dict[NodeId, Member]],
+        acquaintances: Acquaintances,
         *,
         has_seeds: bool,
         awaited: Collection[Address] = (),
@@ -39,6 +41,7 @@ class CatchUp:
         self._me = me
         self._peers = peers
         self._members = members
+        self._acquaintances = acquaintances
         self._has_seeds = has_seeds
         self._awaited = awaited
         self._awaited_until = awaited_until
@@ -64,14 +67,14 @@ class CatchUp:
         self._refused.add(refusing)
         if self._choice.donor == refusing:
             self._choice.pass_over()
-        return not self._refused.issuperset(donors(self._members(), self._me))
+        return not self._refused.issuperset(donors(self._acquaintances.of(self._members()), self._me))
 
     async def enough_members(self, count: int, model: str) -> None:
         """Wait until so many members, this one among them, hold `model` and can exchange."""
         told_at = -WAIT_TOLD_EVERY_S
         me = self._members()[self._me]
         joined = f"others join through {shown((me.host, me.port))}"
-        while (ready := 1 + len(partners(self._members(), self._me, model))) < count:
+        while (ready := 1 + len(partners(self._acquaintances.of(self._members()), self._me, model))) < count:
             told_at = await self._wait(f"{ready} of {count} members are ready; {joined}", told_at)
 
     async def fetch(self, layout: Layout) -> tuple[Vector, int] | None:
@@ -87,6 +90,7 @@ class CatchUp:
                         return None
                     case FetchFrom(givers):  # of another model, too: it refuses, saying what differs
                         willing = [giver for giver in givers if giver not in self._refused] or givers
+                        willing = [giver for giver in willing if not self._acquaintances.doubtful(giver)] or willing
                         donor = self._choice.ask(willing, self._peers.bytes_received, trio.current_time())
                         if donor is not None:
                             self._peers.send(donor, ModelRequest())

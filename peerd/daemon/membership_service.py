@@ -103,7 +103,7 @@ class MembershipService:
                     self._start_push_pull(effect.address)
                 case MemberChanged():
                     self._tell_of(effect.id)
-                    self._members_changed.set()
+                    self.tell_changes()
                 case AskTwin():
                     if self._nursery is not None:
                         self._nursery.start_soon(self._ask_twin, effect)
@@ -135,6 +135,10 @@ class MembershipService:
             await self._secrets.answer(link, message)
         finally:
             await self._keep_to_budget(link, VERIFICATION_ROWS * (self._secrets.verifications - verified))
+
+    def tell_changes(self) -> None:
+        """What follows from the members is to be found anew."""
+        self._members_changed.set()
 
     def spread(self) -> None:
         """What goes beside the tables is news."""

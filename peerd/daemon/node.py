@@ -14,7 +14,7 @@ import trio
 from peerd.carriers import CARRIERS
 from peerd.daemon.acceptor import Acceptor
 from peerd.daemon.cures import cured
-from peerd.daemon.look_up import LookUps
+from peerd.daemon.meetings import Meetings
 from peerd.daemon.membership_service import MembershipService
 from peerd.daemon.metrics import LoopLatency
 from peerd.daemon.peers import Peers
@@ -24,8 +24,10 @@ from peerd.local.identity import Identity
 from peerd.local.node_key import NodeKey
 from peerd.local.signing import NodeSigning
 from peerd.membership.core import LAN, WAN, Membership
+from peerd.node.acquaintances import Acquaintances
 from peerd.node.meta import NodeMeta, partners
 from peerd.process.logs import LOGGER
+from peerd.process.look_up import LookUps
 from peerd.security import authority_folder
 from peerd.security.certificates import issuers_of
 from peerd.security.entry import Entry, Told, entered
@@ -99,10 +101,14 @@ class Daemon:
             self._address_of,
             reconnected=lambda peer: self.model.on_reconnected(peer),
             refused=self._on_refused_by_peer,
+            met=lambda who: self.acquaintances.note(who),
         )
+        self.acquaintances = Acquaintances(me.id, rng, lambda: self.view.tell_changes(), sealed=entry is not None)
+        self.meetings = Meetings(self.acquaintances, self.peers, transport, self.members)
         kept_until = self.began + timing.silence_s(len(kept))
         self.model = TrainerService(
-            me.id, settings, self.peers, self.members, self._say_about, rng, kept, kept_until, signing
+            me.id, settings, self.peers, self.members, self._say_about, rng, kept, kept_until, signing,
+            self.acquaintances,
         )  # fmt: skip
         self.model.about = NodeMeta.unpack(me.meta)
         self.twin_proof = TwinProof(key, me, settings.swarm, settings.run, transport)
@@ -139,6 +145,8 @@ class Daemon:
         self.nursery.start_soon(self.model.run)
         self.nursery.start_soon(self.view.run)
         self.nursery.start_soon(self.latency.run)
+        if self.acquaintances.sealed:
+            self.nursery.start_soon(self.meetings.run)
         if self.renewal is not None:
             self.nursery.start_soon(self.renewal.run)
         if self.secrets is not None:
@@ -161,9 +169,12 @@ class Daemon:
 
     def no_partner_s(self) -> float | None:
         """For how long there has been nobody to exchange with; None: there is somebody."""
-        if partners(self.members(), self.me.id, self.model.signature):
+        if self._partners():
             return None
         return trio.current_time() - self._partners_until
+
+    def _partners(self) -> frozenset[NodeId]:
+        return partners(self.acquaintances.of(self.view.membership.members), self.me.id, self.model.signature)
 
     def fail(self, why: str) -> None:
         """Have this node end: it cannot be part of its swarm."""
@@ -200,7 +211,8 @@ class Daemon:
             if member.state > State.SUSPECT:
                 self.peers.forget(peer)
         self.model.on_members()
-        have = bool(partners(self.members(), self.me.id, self.model.signature))
+        self.meetings.on_members()
+        have = bool(self._partners())
         if have or self._have_partners:
             self._have_partners, self._partners_until = have, trio.current_time()
 

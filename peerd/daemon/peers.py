@@ -46,8 +46,12 @@ class Peers:
         address_of: Callable[[NodeId], Address | None],
         reconnected: Callable[[NodeId], None],
         refused: Callable[[NodeId, Refused], None],
+        met: Callable[[NodeId | None], None] = lambda _: None,
     ) -> None:
-        """`hello` is asked anew for every connection: the model may have become known meanwhile."""
+        """`hello` is asked anew for every connection: the model may have become known meanwhile.
+
+        `met` is told who is at the other end of each connection that `count` sees.
+        """
         self.offences = Offences()
         self.plan = AS_STARTED  # of what is sent from now on
         self._transport = transport
@@ -55,6 +59,7 @@ class Peers:
         self._address_of = address_of
         self._reconnected = reconnected
         self._refused = refused
+        self._met = met
         self._boxes: dict[NodeId, _Outgoing] = {}
         self._open: set[Connection] = set()
         self._links: dict[NodeId, Connection] = {}  # those we dialled that are greeted
@@ -116,8 +121,9 @@ class Peers:
         return self._links[peer].carrier if peer in self._links else ""
 
     def count(self, link: Connection) -> None:
-        """Have the link's bytes counted; accepted links too."""
+        """Have the link's bytes counted; accepted links too, which are told of again once they are sealed."""
         self._open.add(link)
+        self._met(link.identity)
 
     async def close(self, link: Connection) -> None:
         """Close a counted link."""

@@ -24,6 +24,7 @@ from peerd.daemon.peers import Peers
 from peerd.daemon.plan_follower import PlanFollower
 from peerd.daemon.trainer_session import TrainerGone, TrainerSession, TrainerStatus, report_of
 from peerd.local.shared_memory import SharedMemory
+from peerd.node.acquaintances import Acquaintances
 from peerd.node.donors import RequestLimit
 from peerd.node.meta import NodeMeta, partners
 from peerd.node.model_copy import ModelCopy
@@ -61,8 +62,13 @@ class TrainerService:
         awaited: Collection[Address] = (),
         awaited_until: float = 0.0,
         signing: Signing | None = None,
+        acquaintances: Acquaintances | None = None,
     ) -> None:
-        """`say_about` spreads what this node says of itself; for the awaited see catch_up.py, for signing plan.py."""
+        """`say_about` spreads what this node says of itself; for the awaited see catch_up.py, for signing plan.py.
+
+        Of the `members` those count that are `acquaintances`; without, all.
+        """
+        known = acquaintances or Acquaintances(me, rng, lambda: None, sealed=False)
         self.about = NodeMeta(founder=not settings.seeds)
         self.signature = ""
         self.tensors: list[str] = []
@@ -74,15 +80,15 @@ class TrainerService:
         self.attaches = 0
         self._me = me
         self._settings = settings
-        self._members = members
+        self._members: Callable[[], dict[NodeId, Member]] = lambda: known.of(members())
         self._say_about = say_about
         self._rng = rng
         self._peers = peers
         self._runner = ModeRunner(peers)
         self._catch_up = CatchUp(
-            me, peers, members, has_seeds=bool(settings.seeds), awaited=awaited, awaited_until=awaited_until
+            me, peers, members, known, has_seeds=bool(settings.seeds), awaited=awaited, awaited_until=awaited_until
         )
-        self.plans = PlanFollower(me, settings, self._runner, members, self._change_plan, self._tell, signing)
+        self.plans = PlanFollower(me, settings, self._runner, self._members, self._change_plan, self._tell, signing)
         self._nursery: trio.Nursery | None = None  # while it runs
         self._requests = RequestLimit()
         self._giving: set[NodeId] = set()  # members to whom the model is about to be sent

@@ -78,6 +78,7 @@ class Verbs:
             "plan": about.plan.number,
             "mode": self._mode_under(about.plan),
             "stalled": about.stalled,
+            "met": self._node.acquaintances.counts(member.id),
             "self": member.id == self._node.me.id,
         }
 

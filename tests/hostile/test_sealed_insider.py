@@ -7,17 +7,23 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from typing import Any
 
 import msgpack
 import numpy as np
 import pytest
 import victims as honest
+from machine import Node
 from papers import Papers
 from stranger import HUGE, Insider, Line, frame
-from victims import Victims
+from victims import Victims, comes_true
 
+from peerd.local.node_key import NodeKey
+from peerd.local.signing import NodeSigning
+from peerd.membership import proofs
 from peerd.membership.roster import EPOCH_JUMP, INCARNATION_JUMP
 from peerd.node.meta import NodeMeta
+from peerd.protocol import plan as plans
 from peerd.training.codecs import vector
 from peerd.training.codecs.compress import RAW
 from peerd.training.modes.gossip import VALUE_TIMES
@@ -32,6 +38,7 @@ from peerd.transport.messages import (
     MemberTable,
     Message,
     ModelSnapshot,
+    Plan,
     RoundPhase,
     RoundReport,
     State,
@@ -55,11 +62,12 @@ def fresh() -> Iterator[Victims]:
 
 
 @contextmanager
-def insider(them: Victims) -> Iterator[tuple[Insider, Papers]]:
+def insider(them: Victims, **about: Any) -> Iterator[tuple[Insider, Papers]]:
     """A partner in good standing, another each time: the last is refused by now."""
-    papers = them.papers()
+    papers, like = them.papers(), them.rows()[0]
     assert papers is not None
-    with Insider(them.rows()[0], papers=papers) as attack:
+    like = replace(like, meta=replace(NodeMeta.unpack(like.meta), **about).pack())
+    with Insider(like, papers=papers) as attack:
         attack.join(*them.addresses)
         yield attack, papers
         with suppress(OSError, PeerError):
@@ -107,6 +115,46 @@ def test_its_own_record_from_far_ahead(them: Victims) -> None:
             for address in them.addresses:
                 attack.tell(address, record)
                 attack.offer(address, MemberTable(attack.id, (record,)), MemberTable(attack.id, ()))
+
+
+def made_up(like: Member, plan: Plan | None = None, begins: str = "") -> Member:
+    """A member that an insider has made: it signs, and has no certificate. Its id begins so; it proposes `plan`."""
+    while not (key := NodeKey.generate()).id.startswith(begins):
+        pass
+    signing, about = NodeSigning(key, "peerd", ""), replace(NodeMeta.unpack(like.meta), founder=False)
+    if plan is not None:
+        about = replace(about, plan=plans.proposal(plan, key.id, plan.text, signing=signing))
+    return proofs.claimed(Member(key.id, key.id, "127.0.0.1", 1, 1, 0, State.ALIVE, "", about.pack()), signing)
+
+
+def known(node: Node) -> set[str]:
+    return {each["id"] for each in node.ask("members")["members"]}
+
+
+def tells(attack: Insider, them: Victims, *records: Member) -> None:
+    for address in them.addresses:
+        attack.offer(address, MemberTable(attack.id, records), MemberTable(attack.id, ()))
+
+
+def test_members_of_its_own_making_have_no_say(them: Victims) -> None:
+    """They are most of all members, and name the last plan that there can be; then they lead all rounds."""
+    plan = them.work_under("allreduce")
+    row = them.rows()[0]
+    with them.unharmed(), insider(them, ready=False) as (attack, _):  # by itself it stops no round
+        last = replace(plan, number=plans.NUMBER_MAX - 1, done=True)
+        crowd = [*(made_up(row, last) for _ in range(10)), *(made_up(row, begins="00") for _ in range(3))]
+        tells(attack, them, *crowd)
+        made = {one.id for one in crowd}
+        assert comes_true(lambda: all(made <= known(node) for node in them.nodes), 10)
+        before = [node.ask("status")["counts"]["rounds"] for node in them.nodes]
+        assert comes_true(lambda: all(
+            node.ask("status")["counts"]["rounds"] > rounds + 3
+            for node, rounds in zip(them.nodes, before, strict=True)
+        ), 20)  # fmt: skip
+        assert [node.ask("mode")["plan"] for node in them.nodes] == [plan.number] * 2
+        rows = [node.ask("members")["members"] for node in them.nodes]
+        assert not any(each["met"] for of_node in rows for each in of_node if each["id"] in made)
+    assert them.nodes[0].ask("mode_set", text="gossip")["plan"] == plan.number + 1, "the next can be proposed"
 
 
 PLANS = {

@@ -6,6 +6,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from random import Random
 from typing import TypeVar
 
 import numpy as np
@@ -14,6 +15,7 @@ import trio
 import trio.testing
 
 from peerd.daemon.catch_up import CatchUp
+from peerd.node.acquaintances import Acquaintances
 from peerd.node.donors import ASK_AGAIN_S, ASK_SOON_S, ASKS_MAX, SLOWEST_DONOR
 from peerd.node.meta import NodeMeta
 from peerd.training.codecs import vector
@@ -44,7 +46,8 @@ class Swarm:
         self.on_asked: Callable[[NodeId], None] = lambda _: None
         until = trio.current_time() + PATIENCE_S
         restarted = partial(CatchUp, has_seeds=has_seeds, awaited=awaited, awaited_until=until)
-        self.catch_up = restarted("me", self, lambda: dict(self.members))  # type: ignore[arg-type]
+        everybody = Acquaintances("me", Random(1), lambda: None, sealed=False)
+        self.catch_up = restarted("me", self, lambda: dict(self.members), everybody)  # type: ignore[arg-type]
         self.member("me")
 
     def member(self, id: NodeId, state: State = State.ALIVE, **about: bool | str) -> None:

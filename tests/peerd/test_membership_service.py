@@ -11,11 +11,11 @@ import pytest
 import trio
 import trio.testing
 
-from peerd.daemon.look_up import LOOK_UPS_MAX, LookUps
 from peerd.daemon.membership_service import PUSH_PULLS_MAX, PUSH_PULLS_WAITING_MAX, MembershipService
 from peerd.membership.effects import AskTwin, IdentityTaken, MemberChanged, MembershipEffect, PushPull
 from peerd.membership.table_budget import BURST_ROWS, ROWS_PER_S
 from peerd.membership.table_exchange import TABLE_PART
+from peerd.process.look_up import LOOK_UPS_MAX, LookUps
 from peerd.transport.connection import ConnectionLost
 from peerd.transport.ids import Address
 from peerd.transport.messages import Member, MemberTable, State
