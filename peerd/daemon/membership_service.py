@@ -35,6 +35,7 @@ SAID_MAX = 256
 PUSH_PULLS_MAX = 8  # at once
 PUSH_PULLS_WAITING_MAX = 256  # more are left out: whoever is to be dialled for ever is dialled again
 VIEW_SHARE = 0.1  # of the loop's time, at most, that goes into what follows from changed members
+UNFORESEEN_S = 1.0  # the least between two errors of the membership's own
 GONE_MAX = 1024  # members forgotten whose traces are kept until all are cleared at once
 
 
@@ -91,7 +92,13 @@ class MembershipService:
                 with trio.move_on_at(self.membership.deadline):
                     await self._touched.wait()  # an event may have moved the deadline
                 if (now := trio.current_time()) >= self.membership.deadline:
-                    await self.perform(self.membership.on_timer(now))
+                    try:
+                        effects = self.membership.on_timer(now)
+                    except Exception as error:  # what a peer said earlier may surface now
+                        self._peers.offences.unforeseen(error, "what was due in the membership could not be done")
+                        await trio.sleep(UNFORESEEN_S)
+                    else:
+                        await self.perform(effects)
 
     async def perform(self, effects: Iterable[MembershipEffect]) -> None:
         """Do what the core asks."""

@@ -61,6 +61,9 @@ WIND_UP_MIN_S, WIND_UP_MAX_S = 3.0, 60.0  # the same for what is under way when 
 WIND_UP_LOOK_S = 0.02
 GIVE_WITHIN_S = 5.0  # to a newcomer, who else asks another
 WAITING_MAX = 1024  # events for the compute thread
+MAY_SURFACE = (  # at which an error may be what a peer said earlier
+    PeersChanged, Reconnected, TimerDue, Stepped, GradientCame, TrainerLost, RunStands, NodeLeaves, BarrierKnown,
+)  # fmt: skip
 LOOK_MIN_S, LOOK_MAX_S = 0.05, 0.5  # how often the mode's deadline is looked at, which every event may move
 
 
@@ -116,7 +119,13 @@ class ModeRunner:
             return
         with trio.move_on_after(min(WIND_UP_MAX_S, max(WIND_UP_MIN_S, EXCHANGE_SHARE * self.core.slowest_s))):
             while True:
-                await self.compute.call(ModeEnds())
+                try:
+                    await self.compute.call(ModeEnds())
+                except UserError:
+                    raise
+                except Exception as error:
+                    self._peers.offences.unforeseen(error, "the mode could not be ended in good order")
+                    return
                 if self.core.wound_up:
                     return
                 await trio.sleep(WIND_UP_LOOK_S)
@@ -147,7 +156,7 @@ class ModeRunner:
 
     def _forgiven(self, event: NodeEvent, error: Exception) -> bool:
         """What a peer said earlier may surface at any event of the mode: then nobody knows whom to drop."""
-        if isinstance(error, UserError) or not isinstance(event, PeersChanged | Reconnected | TimerDue | Stepped):
+        if isinstance(error, UserError) or not isinstance(event, MAY_SURFACE):
             return False
         self._peers.offences.unforeseen(error, f"{type(event).__name__} could not be handled")
         return True

@@ -180,6 +180,8 @@ class Prober:
             self._counts["acks"] += 1
         elif ack.seq in self._relayed:
             relayed = self._relayed.pop(ack.seq)  # its heap entry goes when it surfaces
+            if relayed.nacked and not relayed.at_home:
+                return []  # a second answer: the two would be larger than the question
             me = self._roster.me.id
             news = self._carry(len(me), "", relayed.asker) if relayed.at_home else ()
             return [SendDatagram(relayed.asker, Ack(relayed.seq, me, news))]

@@ -35,7 +35,16 @@ from peerd.protocol.trainer import Said, encoded
 from peerd.training.codecs import vector
 from peerd.training.codecs.vector import Layout, NotFinite
 from peerd.training.effects import Apply, Effect, Log, Proceed, Publish, Send, StepReport
-from peerd.training.mode_core import Reconnected
+from peerd.training.mode_core import (
+    BarrierKnown,
+    GradientCame,
+    ModeEnds,
+    ModeEvent,
+    NodeLeaves,
+    Reconnected,
+    RunStands,
+    TrainerLost,
+)
 from peerd.training.modes import EVERY_STEP, Quiet
 from peerd.transport.errors import PeerError, UserError
 from peerd.transport.ids import NodeId
@@ -609,3 +618,30 @@ async def test_what_peers_cause_waits_in_bounded_room_and_the_last_word_counts(m
         await it.later(LOOK_MAX_S)
         assert len(it.mode.told) == 6
         assert it.mode.told[-2:] == [frozenset(["98"]), ("a", Connected())]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [GradientCame(1, 1.0, 0.1), TrainerLost(), RunStands(1, True), NodeLeaves(1), BarrierKnown(), ModeEnds()],
+    ids=lambda event: type(event).__name__,
+)
+async def test_an_error_of_a_mode_ends_no_node_whatever_brings_it_up(
+    event: ModeEvent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with there() as it:
+        handle = it.runner.core.handle
+
+        def breaks(one: Any, now: float) -> Any:
+            if type(one) is type(event):
+                raise KeyError("what a peer said earlier")
+            return handle(one, now)
+
+        monkeypatch.setattr(it.runner.core, "handle", breaks)
+        if isinstance(event, ModeEnds):
+            await it.runner.wind_up()
+        else:
+            it.runner.compute.post(event)
+        await it.worked()
+        assert it.offences.counts["unforeseen_errors"] == 1
+        await it.runner.on_message("a", HALF)
+        assert it.mode.told == [("a", HALF)], "and the next is heard"

@@ -20,7 +20,7 @@ from peerd.membership.table_exchange import FOLLOW_UP_S
 from peerd.training.effects import Log
 from peerd.transport import wire
 from peerd.transport.ids import Address
-from peerd.transport.messages import Ack, Member, MemberTable, Message, Ping, PingRequest, State
+from peerd.transport.messages import Ack, Member, MemberTable, Message, Nack, Ping, PingRequest, State
 
 PROPERTY = settings(max_examples=60, deadline=None, derandomize=True)
 STRANGER = ("203.0.113.9", 53)
@@ -292,6 +292,19 @@ def test_an_answer_is_no_larger_than_the_question_unless_a_member_asks_from_its_
             assert where == (source if question is ping else at("n3"))
     for _, late in sent(membership.on_timer(10.0)):
         assert not isinstance(late, Ack) or late.seq == 0 or late.news == ()
+
+
+def test_a_probe_for_a_stranger_that_is_answered_late_is_one_answer() -> None:
+    membership = telling()
+    membership.on_timer(0.0)
+    request = PingRequest(77, "stranger", "n3", *at("n3"), ())
+    [(_, ping)] = sent(membership.on_datagram(request, STRANGER, 0.0))
+    assert isinstance(ping, Ping)
+    effects = [effect for tenth in range(1, 11) for effect in membership.on_timer(0.1 * tenth)]
+    effects += membership.on_datagram(Ack(ping.seq, "n3", ()), at("n3"), 1.0)
+    late = [message for where, message in sent(effects) if where == STRANGER]
+    assert sum(len(wire.encode_datagram(one)) for one in late) <= len(wire.encode_datagram(request))
+    assert late == [Nack(77, "n0")]
 
 
 def test_a_member_at_its_host_hears_the_news() -> None:

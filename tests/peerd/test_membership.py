@@ -401,7 +401,7 @@ def test_an_answer_by_somebody_not_asked_is_no_answer() -> None:
 
 
 def test_probing_for_another_passes_the_answer_on_and_says_nack_when_late() -> None:
-    membership, asker = core(member("n1"), member("n2")), ("10.0.0.9", 9)
+    membership, asker = core(member("n1"), member("n2")), ("10.0.0.1", 7001)
     effects = membership.on_datagram(PingRequest(77, "n1", "n2", "10.0.0.1", 7002, ()), asker, 0.0)
     [(where, ping)] = messages(effects, Ping)
     assert isinstance(ping, Ping)
