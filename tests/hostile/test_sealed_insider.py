@@ -157,6 +157,28 @@ def test_members_of_its_own_making_have_no_say(them: Victims) -> None:
     assert them.nodes[0].ask("mode_set", text="gossip")["plan"] == plan.number + 1, "the next can be proposed"
 
 
+def test_who_broke_the_rules_is_shown_as_refused_until_it_is_forgiven(them: Victims) -> None:
+    node, where = them.nodes[0], them.addresses[0]
+
+    def refused_s() -> float:
+        rows = {each["id"]: each["refused_s"] for each in node.ask("members")["members"]}
+        return float(rows.get(attack.id) or 0.0)
+
+    with them.unharmed(), insider(them, ready=False) as (attack, _):
+        for _ in range(3):
+            with suppress(OSError, PeerError):
+                attack.greet(where).raw(os.urandom(500))
+        assert comes_true(lambda: refused_s() > 500, 10)
+        shown = them.machine.peerd("members", "--name", node.name).stdout
+        assert any("refused" in line for line in shown.splitlines() if attack.row.name in line), shown
+        with pytest.raises((OSError, PeerError)):
+            attack.greet(where).hear()
+        done = them.machine.peerd("forgive", attack.id, "--name", node.name)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert refused_s() == 0
+        attack.greet(where)
+
+
 PLANS = {
     "few": "allreduce overlap=blocking min_peers=1000000",
     "servers": f"hardsync servers={10**15}",
