@@ -48,6 +48,7 @@ from peerd.transport.messages import (
     DeltaTaken,
     LinkClose,
     LinkClosed,
+    LinkEqual,
     LinkOpen,
     LinkSnapshot,
     Message,
@@ -161,7 +162,7 @@ class Elastic(LinkedMode):
                 effects = [effect for core in self._cores() for effect in self._tell(core, sender, message, now)]
                 if self._centre is not None and sender in self._alive:
                     effects.append(Send(sender, CentreIs(self._me, self._age)))
-            case LinkOpen() | LinkSnapshot() | Delta() | DeltaTaken() | LinkClose() | LinkClosed():
+            case LinkOpen() | LinkSnapshot() | LinkEqual() | Delta() | DeltaTaken() | LinkClose() | LinkClosed():
                 is_centres = isinstance(message, LinkOpen) or (
                     self._centre is not None and self._centre.holds(sender, message.link)
                 )

@@ -36,6 +36,7 @@ from peerd.transport.messages import (
     DeltaTaken,
     LinkClose,
     LinkClosed,
+    LinkEqual,
     LinkOpen,
     LinkSnapshot,
     Message,
@@ -86,9 +87,9 @@ class Gossip(PartneredMode[PairLink]):
             case Delta():
                 effects = self._on_delta(sender, message, now)
             case LinkOpen():
-                effects = self._on_open(sender, message.link, now)
-            case LinkSnapshot():
-                effects = self._links.on_snapshot(sender, message, now) + self._flush(now)
+                effects = self._on_open(sender, message, now)
+            case LinkSnapshot() | LinkEqual():
+                effects = self._links.on_start(sender, message, now) + self._flush(now)
             case LinkClose():
                 effects = self._links.on_close(sender, message, now)
             case LinkClosed():
@@ -168,11 +169,11 @@ class Gossip(PartneredMode[PairLink]):
 
     # ---------------------------------------------------------------- exchanges
 
-    def _on_open(self, sender: NodeId, number: int, now: float) -> list[Effect]:
+    def _on_open(self, sender: NodeId, message: LinkOpen, now: float) -> list[Effect]:
         try:
-            return self._links.on_open(sender, number, now)
+            return self._links.on_open(sender, message, now)
         except NotFinite:
-            return [*not_finite(self.counts), Send(sender, LinkClosed(number, 0))]
+            return [*not_finite(self.counts), Send(sender, LinkClosed(message.link, 0))]
 
     def _begin(self, link: PairLink, values: Vector, reason: str, now: float) -> list[Effect]:
         half = self._half(link.peer, values, flush=self._report.finishing)

@@ -2,7 +2,9 @@
 
 A link's life, seen from one end (`peer` is the other):
 
-    opening   -> open      LinkOpen sent; LinkSnapshot came: both references start from that vector
+    opening   -> open      LinkOpen sent; LinkSnapshot came: both references start from that vector. Or LinkEqual: from
+                           the one whose digest the LinkOpen had, as the peer has the same (all have just begun, or
+                           this node has its model from that peer)
     open      -> open      exchanges (training/pairs/reference.py)
     open      -> dormant   the peer is not alive: an exchange under way is kept, to be finished when it is back
     dormant   -> open      the peer is back
@@ -26,6 +28,7 @@ what it had applied is lost with it, or what it had not is not known. That is co
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -35,7 +38,7 @@ import numpy as np
 
 from peerd.training.codecs import vector
 from peerd.training.codecs.difference import norm_of_difference
-from peerd.training.codecs.vector import Layout
+from peerd.training.codecs.vector import Layout, NotFinite
 from peerd.training.effects import Effect, Send, Vector
 from peerd.training.flush import Progress
 from peerd.training.mode import ENDED_MAX
@@ -43,14 +46,16 @@ from peerd.training.pairs.graylist import Graylist
 from peerd.training.pairs.reference import PairedReference, Unfinished
 from peerd.training.scratch import Scratch
 from peerd.training.trigger import SILENCE_MAX_S, WAKE_AFTER_S
+from peerd.transport.errors import PeerError
 from peerd.transport.ids import NodeId
-from peerd.transport.messages import Delta, LinkClose, LinkClosed, LinkOpen, LinkSnapshot
+from peerd.transport.messages import Delta, LinkClose, LinkClosed, LinkEqual, LinkOpen, LinkSnapshot
 
 SNAPSHOT_CODEC = "bfloat16"  # any vector may start a pair of references; this one costs half of float32
 UNKNOWN = -1  # the version of a link that this end knows nothing of: it was another life's
 MODELS_OF_A_LINK = 3  # both references and the anchor
 LEFT_OF_LINKS = 2  # views: with one-bit codecs that is what is left of six links for each of a view
 UNFINISHED_MAX = 64
+DIGEST_BYTES = 16
 
 
 @dataclass(slots=True, eq=False)
@@ -114,6 +119,7 @@ class PairLinks:
         """Open links until there are `view`, and accept up to twice that; one that does not open accepts all."""
         self.held: dict[NodeId, PairLink] = {}
         self.opening: dict[NodeId, tuple[int, float]] = {}  # link number, when it was last asked for
+        self._offered: tuple[bytes, Vector] | None = None  # of these: a start that needs not travel, and its digest
         self.remnants: dict[int, Remnant] = {}  # by link number, the oldest first
         self._ended: OrderedDict[int, int] = OrderedDict()  # link number -> version: LinkClosed was, or can be, said
         self.opens = opens
@@ -172,8 +178,7 @@ class PairLinks:
         effects: list[Effect] = []
         came = sorted(alive - self._alive)
         for peer in sorted(self._alive - alive):
-            if peer in self.opening:
-                self._remember(self.opening.pop(peer)[0], 0)
+            self._give_up(peer)
             if link := self.held.get(peer):
                 link.active = False
         self._alive = alive
@@ -201,9 +206,9 @@ class PairLinks:
         self._declined.clear()
         return effects + self.fill_view(now)
 
-    def on_open(self, sender: NodeId, number: int, now: float) -> list[Effect]:
+    def on_open(self, sender: NodeId, message: LinkOpen, now: float) -> list[Effect]:
         """Give the peer a link that starts from our model, or decline. Raises NotFinite: then nothing has changed."""
-        link = self.held.get(sender)
+        link, number = self.held.get(sender), message.link
         if link is not None and link.reference.link == number:
             return self.repeat(sender, now) if link.reference.version == 0 else []
         if self.knows(sender, number):
@@ -216,8 +221,7 @@ class PairLinks:
         values = self._values()
         start = np.empty_like(values)
         chunks = () if declines else vector.encode(SNAPSHOT_CODEC, self._layout, values)[0]
-        if sender in self.opening:
-            self._remember(self.opening.pop(sender)[0], 0)
+        self._give_up(sender)
         effects = self.end(sender, now)
         if declines:
             self._counts["links_declined"] += 1
@@ -227,19 +231,27 @@ class PairLinks:
         if sender not in self.held:  # membership does not know it yet, and there is no room for another such
             self._counts["links_declined"] += 1
             return [*effects, Send(sender, LinkClosed(number, 0))]
+        if message.digest and message.digest == digest(start):
+            self._counts["links_equal"] += 1
+            return [*effects, Send(sender, LinkEqual(number))]
         self._counts["snapshots"] += 1
         return [*effects, Send(sender, LinkSnapshot(number, SNAPSHOT_CODEC, chunks))]
 
-    def on_snapshot(self, sender: NodeId, message: LinkSnapshot, now: float) -> list[Effect]:
+    def on_start(self, sender: NodeId, message: LinkSnapshot | LinkEqual, now: float) -> list[Effect]:
         """The peer gives the link that we asked for. Raises PeerError."""
         if self.opening.get(sender, (None, 0.0))[0] != message.link:
             held = self.held.get(sender)
             known = held is not None and held.reference.link == message.link
             return [] if known else self.last_word(sender, message.link, now)
         values = self._values()
-        start = np.empty_like(values)
-        vector.decode(message.codec, self._layout, message.chunks, start)
-        del self.opening[sender]
+        if isinstance(message, LinkSnapshot):
+            start = np.empty_like(values)
+            vector.decode(message.codec, self._layout, message.chunks, start)
+        elif self._offered is not None:
+            _, start = self._offered
+        else:
+            raise PeerError(f"{sender} has a model equal to one that it was not told of")
+        self._asked_no_more(sender)
         self._hold(sender, message.link, start, values, now)
         return []
 
@@ -262,7 +274,7 @@ class PairLinks:
         """The peer does not hold the link, or declines to."""
         link, number = self.held.get(sender), message.link
         if self.opening.get(sender, (None, 0.0))[0] == number:
-            self._remember(self.opening.pop(sender)[0], 0)
+            self._give_up(sender)
             self._declined.add(sender)
             return self.fill_view(now)
         effects: list[Effect] = []
@@ -295,7 +307,7 @@ class PairLinks:
         if self.opening.get(sender, (None, 0.0))[0] == message.link:
             # its snapshot was lost, and the peer may hold no more than what is left of the link: it waits for a half
             # that never comes from here, where the link never opens
-            self._remember(self.opening.pop(sender)[0], 0)
+            self._give_up(sender)
             return None, [*self.last_word(sender, message.link, now), *self.fill_view(now)]
         remnant = self._remnant(sender, message.link)
         if remnant is None:
@@ -314,8 +326,9 @@ class PairLinks:
         effects: list[Effect] = []
         for peer in self._rng.sample(strangers, max(0, min(self._wanted() - self._places_taken(), len(strangers)))):
             number = self._rng.getrandbits(62)
+            offered = self._offer()
             self.opening[peer] = (number, now)
-            effects.append(Send(peer, LinkOpen(number)))
+            effects.append(Send(peer, LinkOpen(number, offered)))
         return effects
 
     def rotate(self, now: float) -> list[Effect]:
@@ -338,7 +351,7 @@ class PairLinks:
         if peer in self.opening:
             number, _ = self.opening[peer]
             self.opening[peer] = (number, now)
-            return [*effects, Send(peer, LinkOpen(number))]
+            return [*effects, Send(peer, LinkOpen(number, self._offer()))]
         link = self.held.get(peer)
         if link is None or not link.active:
             return effects
@@ -356,6 +369,31 @@ class PairLinks:
         if link.closing:
             effects.append(Send(peer, LinkClose(reference.link, reference.version)))
         return effects
+
+    def _offer(self) -> bytes:
+        """The digest of the vector from which the links that are asked for now may start: one for all, until all are
+        answered. Empty: our model holds a value that is not finite."""
+        if self._offered is None:
+            values = self._values()
+            try:
+                chunks, _ = vector.encode(SNAPSHOT_CODEC, self._layout, values)
+            except NotFinite:
+                return b""
+            start = np.empty_like(values)
+            vector.decode(SNAPSHOT_CODEC, self._layout, chunks, start)
+            self._offered = digest(start), start
+        return self._offered[0]
+
+    def _give_up(self, peer: NodeId) -> None:
+        """Wait no longer for the link that this one was asked for, if it was."""
+        if peer in self.opening:
+            self._remember(self._asked_no_more(peer), 0)
+
+    def _asked_no_more(self, peer: NodeId) -> int:
+        number, _ = self.opening.pop(peer)
+        if not self.opening:
+            self._offered = None
+        return number
 
     def end(self, peer: NodeId, now: float) -> list[Effect]:
         """Let go of the link to `peer`, if there is one, and say so."""
@@ -441,3 +479,8 @@ class PairLinks:
 
     def _left(self) -> list[Unfinished]:
         return [remnant.unfinished for remnant in self.remnants.values()]
+
+
+def digest(start: Vector) -> bytes:
+    """Of the bits of a vector that both references of a link may start from."""
+    return hashlib.sha256(np.ascontiguousarray(start).data).digest()[:DIGEST_BYTES]

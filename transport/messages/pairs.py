@@ -10,9 +10,21 @@ from peerd.transport.messages.base import COUNT, Chunks, Drawn, Message, Name, N
 
 @dataclass(frozen=True, slots=True)
 class LinkOpen(Message):
-    """Start a paired-reference link named `link`: answer with a LinkSnapshot, or with LinkClosed to decline."""
+    """Start a paired-reference link named `link`: answer with a LinkSnapshot, or with LinkClosed to decline.
+
+    Or with LinkEqual, if `digest` is that of the vector that the answer would hold: mine would be the same.
+    """
 
     KIND: ClassVar[int] = 48
+    link: Drawn
+    digest: bytes = b""  # 16 bytes of SHA-256; empty: of nothing
+
+
+@dataclass(frozen=True, slots=True)
+class LinkEqual(Message):
+    """Both references of `link` start, at version 0, from the vector of the digest that asked for it."""
+
+    KIND: ClassVar[int] = 55
     link: Drawn
 
 
