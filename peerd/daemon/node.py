@@ -261,6 +261,7 @@ async def running(
     async with aclosing(await carrier.bind((host, port), seal)) as datagrams, trio.open_nursery() as nursery:
         bound = (host, datagrams.address[1])
         reached = carrier.reached(host), bound[1]
+        kept = tuple(where for where in kept if where != reached)
         await carrier.start(nursery)  # then it enters: whoever is refused before founds no authority, nor uses a token
         entry = None if settings.insecure_plaintext else await _enter(settings, identity.key, host)
         secrets = (
