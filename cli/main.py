@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -54,6 +54,23 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _tell_version(asked: bool) -> None:
+    if asked:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def _before_a_verb(
+    asked: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_tell_version, help="what peerd version says")
+    ] = False,
+) -> None:
+    pass
+
+
 app.command(context_settings=START_CONTEXT)(start)
 for verb in (
     join, leave, members, forgive, status, info, export, average, token, revoke, rotate, doctor, demo, simulate,

@@ -131,6 +131,8 @@ def simulate(
         raise UserError(f"--trace and --report name the same file: {report}")
     if trace is not None and len(scenarios) > 1:
         raise UserError(f"--trace {trace}: it holds one run, --mode and --seeds name {len(scenarios)}")
+    if workers > 1 and len(scenarios) == 1:
+        raise UserError(f"--workers {workers}: without effect on one run; --mode and --seeds can name several")
     if seeds is not None and seed != 0:
         raise UserError(f"--seed {seed} and --seeds {seeds}: say one of them")
     if problem in TASKS:

@@ -29,6 +29,7 @@ from peerd.transport.messages import NAME
 DEFAULT_PORT = 7946
 OTHER_VARIABLES = ("CONFIG", "DATA", "PEERS", "RANK", "SOCKET", "UCX_LIBRARY")  # PEERD_ variables that are no settings
 PLANNED = ("codec", "trigger", "every", "overlap", "topology", "servers", "min_peers", "view")  # with the mode: a plan
+OF_RDMA = ("rdma_subnets", "rdma_allow_fallback")
 OPTIONS_MAX = {
     "view": 1024,
     "every": 10**9,
@@ -157,7 +158,7 @@ class Settings:
 def load(flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None) -> Settings:
     """Merge the three sources over the defaults. Raises UserError naming the key and where it came from.
 
-    What is given but has no effect in the mode is refused, too.
+    What is given but has no effect in the mode, or with the transport, is refused, too.
     """
     values: dict[str, Any] = {}
     if file is not None:
@@ -173,6 +174,8 @@ def load(flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | 
         values["mode"] = adopted(str(values["mode"]))
     loaded = replace(Settings(), **values)
     check_given(loaded.mode, values, loaded.exchange)
+    if loaded.transport == "tcp" and (idle := [key for key in values if key in OF_RDMA]):
+        raise UserError(f"{', '.join(idle)}: without effect with transport tcp; leave it out, or take rdma or auto")
     return loaded
 
 

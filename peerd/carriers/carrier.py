@@ -36,7 +36,10 @@ class Finding:
 
 
 class Carrier(Protocol):
-    """The network of one node. Used under trio, in the order of the methods; only `start` leaves tasks behind."""
+    """The network of one node. Used under trio, in the order of the methods; only `start` leaves tasks behind.
+
+    What cannot be is refused by `start` at the latest: then the node has left no trace yet.
+    """
 
     def __init__(self, settings: CarrierSettings) -> None:
         """Remember what was told."""
@@ -47,17 +50,20 @@ class Carrier(Protocol):
     async def bind(self, address: Address, seal: DatagramSeal | None = None) -> Datagrams:
         """Return datagrams whose port can be listened on, too; port 0 takes any such. Raises UserError.
 
-        With a `seal` whatever leaves the process is sealed, and nothing else is heard.
+        With a `seal` whatever leaves the process is sealed, and nothing else is heard; who cannot seal refuses it.
         """
 
     def reached(self, host: str) -> str:
         """Return the host that others reach when this node is bound to `host`. Raises UserError when there is none."""
 
-    async def start(self, nursery: trio.Nursery, credentials: Credentials | None = None) -> Transport:
-        """Return what dials and listens; its tasks are `nursery`'s. With `credentials` its connections are sealed.
+    async def start(self, nursery: trio.Nursery) -> None:
+        """Have at hand what connections need; its tasks are `nursery`'s.
 
-        Raises UserError when the user insists on what is not here, or it is given some and cannot seal.
+        Raises UserError when the user insists on what is not here.
         """
+
+    def transport(self, nursery: trio.Nursery, credentials: Credentials | None = None) -> Transport:
+        """Return what dials and listens; its tasks are `nursery`'s. With `credentials` its connections are sealed."""
 
     @classmethod
     def examine(cls, settings: CarrierSettings, *, chosen: bool) -> Iterable[Finding]:

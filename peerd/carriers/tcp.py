@@ -27,6 +27,7 @@ class Tcp:
 
     def __init__(self, settings: CarrierSettings) -> None:
         self._settings = settings
+        self._fabrics: list[Fabric] = []
 
     async def resolve(self, address: Address) -> Address:
         """See `Carrier.resolve`: the address behind a name."""
@@ -64,12 +65,15 @@ class Tcp:
                 cure = "bind the address that others reach"
                 raise UserError(f"bind {host}: this machine has no route out; {cure}") from None
 
-    async def start(self, nursery: trio.Nursery, credentials: Credentials | None = None) -> Transport:
+    async def start(self, nursery: trio.Nursery) -> None:
         """See `Carrier.start`."""
-        fabrics = self.fabrics()
-        for fabric in fabrics:
+        self._fabrics = self.fabrics()
+        for fabric in self._fabrics:
             await nursery.start(fabric.run)
-        return TcpTransport(nursery, *fabrics, credentials=credentials)
+
+    def transport(self, nursery: trio.Nursery, credentials: Credentials | None = None) -> Transport:
+        """See `Carrier.transport`."""
+        return TcpTransport(nursery, *self._fabrics, credentials=credentials)
 
     def fabrics(self) -> list[Fabric]:
         """What connections are upgraded to, the best first."""

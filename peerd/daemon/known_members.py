@@ -123,14 +123,16 @@ def forget(settings: Settings) -> None:
 def known(members: Mapping[NodeId, Member], me: NodeId, before: tuple[Address, ...]) -> tuple[Address, ...]:
     """Some of the living others, those known before first.
 
-    While none lives, all known before but those who left: when the power goes, some see the others die first.
+    While none lives, all known before but those who left: when the power goes, some see the others die first. Who has
+    this node's address is no other: an earlier life of it whose key was lost, or one whose port it has now.
     """
-    others = [member for id, member in members.items() if id != me]
+    here = members[me].host, members[me].port
+    others = [member for member in members.values() if (member.host, member.port) != here]
     live = dict.fromkeys((member.host, member.port) for member in others if member.state <= State.SUSPECT)
     if live:
         return tuple(dict.fromkeys([*(where for where in before if where in live), *live]))[:KNOWN_MAX]
     left = {(member.host, member.port) for member in others if member.state == State.LEFT}
-    return tuple(where for where in before if where not in left)
+    return tuple(where for where in before if where not in left and where != here)
 
 
 async def keep(

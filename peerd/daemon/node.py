@@ -270,25 +270,26 @@ async def running(
     for seed in settings.seeds:
         await carrier.resolve(seed)
     seal = None if settings.insecure_plaintext else DatagramSeal()
-    async with aclosing(await carrier.bind((host, port), seal)) as datagrams:
+    async with aclosing(await carrier.bind((host, port), seal)) as datagrams, trio.open_nursery() as nursery:
         bound = (host, datagrams.address[1])
+        reached = carrier.reached(host), bound[1]
+        kept = tuple(where for where in kept if where != reached)
+        await carrier.start(nursery)  # then it enters: whoever is refused before founds no authority, nor uses a token
         entry = None if settings.insecure_plaintext else await _enter(settings, identity.key, host)
         secrets = (
             _secrets(settings, identity, entry, seal, alone=not (settings.seeds or kept)) if entry and seal else None
         )
         issuer = entry is not None and entry.issuer is not None
         about = NodeMeta(expects=expects, founder=not settings.seeds, issuer=issuer).pack()
-        reached = carrier.reached(host), bound[1]
         me = Member(identity.id, settings.name, *reached, identity.epoch, 0, State.ALIVE, "", about)
-        async with trio.open_nursery() as nursery:
-            transport = await carrier.start(nursery, entry.trust if entry else None)
-            signing = NodeSigning(identity.key, settings.swarm, settings.run) if entry else None
-            daemon = Daemon(
-                settings, me, identity.key, bound, nursery, transport, datagrams, kept, None, entry, signing, secrets
-            )
-            daemon.model.plans.keep(daemon.leaving)
-            yield daemon, await daemon.start()
-            nursery.cancel_scope.cancel()
+        transport = carrier.transport(nursery, entry.trust if entry else None)
+        signing = NodeSigning(identity.key, settings.swarm, settings.run) if entry else None
+        daemon = Daemon(
+            settings, me, identity.key, bound, nursery, transport, datagrams, kept, None, entry, signing, secrets
+        )
+        daemon.model.plans.keep(daemon.leaving)
+        yield daemon, await daemon.start()
+        nursery.cancel_scope.cancel()
 
 
 def _secrets(settings: Settings, identity: Identity, entry: Entry, seal: DatagramSeal, *, alone: bool) -> SharedSecrets:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import Field, dataclass, fields
 from typing import Any
 
@@ -136,6 +136,12 @@ class Scenario:
                 "say --server-optimizer"
             )
 
+    def refuse(self, names: Collection[str], where: str) -> None:
+        """Raises UserError where one of these settings is said, which have no effect there."""
+        if idle := [setting.name for setting in fields(self) if setting.name in names and self._says(setting)]:
+            options = ", ".join("--no-robust" if name == "robust" else "--" + name.replace("_", "-") for name in idle)
+            raise UserError(f"{options}: without effect {where}; leave it out")
+
     @property
     def learning(self) -> Learning:
         """How each node learns, as far as it is said."""
@@ -192,6 +198,8 @@ OF_A_MODE: dict[str, Callable[[str], Any]] = {
     "optimizer": str, "lr": float, "momentum": float, "weight_decay": float, "batch": _whole(1, 10**6), "schedule": str,
 }  # fmt: skip
 """What can be said for one of several modes that are compared, by how its text is read."""
+
+OF_TRAINING = {*OF_A_MODE, "mode", "steps", "compute", "slow_node", "byzantine"}
 
 
 def parse_modes(text: str) -> list[tuple[str, dict[str, Any]]]:

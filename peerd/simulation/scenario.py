@@ -18,7 +18,7 @@ import numpy as np
 from peerd.membership.timing import LAN, WAN
 from peerd.simulation.faults import calm_after_s, inject_faults, parse_faults
 from peerd.simulation.network import PROFILES, Topology, read_topology, uniform
-from peerd.simulation.options import Scenario
+from peerd.simulation.options import OF_TRAINING, Scenario
 from peerd.simulation.outcome import Outcome, Sample, columns, staleness_figures
 from peerd.simulation.problems import BytesOnly, Problem, Quadratic, mean_and_distance
 from peerd.simulation.swarm import STOP_ASKED_EVERY_S, Swarm
@@ -53,6 +53,8 @@ class _Run:
         self.scenario = scenario
         self.world = World(scenario.seed, trace)
         self.faults = parse_faults(scenario.faults)
+        if not self.faults:
+            scenario.refuse(["fault_every"], "with --faults none")
         steps = scenario.steps
         self.ends_s = scenario.minutes * 60 if scenario.minutes is not None else math.inf
         self.problem = _problem(scenario)
@@ -291,11 +293,13 @@ def _problem(scenario: Scenario) -> Problem | None:
         raise UserError(f"--shard {scenario.shard}: only a task has samples, --problem {', '.join((TEACHER, *TASKS))}")
     if scenario.scores and name in ("members", "bytes"):
         raise UserError(f"--target and --look-every: --problem {name} has no accuracy, nor a loss")
+    if name != "bytes":
+        scenario.refuse(["parameters"], f"on --problem {name}, whose model has its own; --problem bytes takes it")
     if scenario.steps is None and name in ("bytes", *TASKS):
         raise UserError(f"--problem {name}: say how many --steps the run has")
     match name:
         case "members":
-            learning.only(name)
+            scenario.refuse(OF_TRAINING, f"on --problem {name}, where nobody trains")
             return None
         case "consensus":
             learning.only(name, "lr")

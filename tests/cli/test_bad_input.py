@@ -20,8 +20,9 @@ import trio
 import zstandard
 from machine import PATIENCE_S, Machine, Node
 from scripts import TRAIN
+from typer.testing import CliRunner
 
-from peerd.cli.main import run
+from peerd.cli.main import app, run
 from peerd.daemon.node import PROTOCOL
 from peerd.local.node_key import NodeKey
 from peerd.security import authority_folder, wall_clock
@@ -126,6 +127,12 @@ def test_wrong_arguments(
 def test_a_runtime_folder_that_cannot_be_made(machine: Machine, terminal: Terminal) -> None:
     runtime = str(machine.script("a_file", ""))
     terminal.refuses("set XDG_RUNTIME_DIR to a folder", *START, XDG_RUNTIME_DIR=runtime)
+
+
+def test_the_version_is_told_to_whoever_asks_as_other_programs_are_asked() -> None:
+    asked = [CliRunner().invoke(app, [word]) for word in ("version", "--version")]
+    assert [one.exit_code for one in asked] == [0, 0]
+    assert asked[0].stdout == asked[1].stdout != ""
 
 
 @pytest.mark.parametrize("arguments", [("version",), ("simulate", "--peers", "2", "--minutes", "0.1"), ("--help",)])

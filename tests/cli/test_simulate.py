@@ -179,6 +179,17 @@ def test_of_several_modes_each_is_told_what_it_takes() -> None:
             "--optimizer, --weight-decay: without effect in mode async with gradients",
         ),
         (["--minutes", "1", "--trace", "/nowhere/trace"], "--trace /nowhere/trace"),
+        (["--minutes", "1", "--parameters", "1000000"], "--parameters: without effect on --problem consensus"),
+        (
+            ["--minutes", "1", "--faults", "none", "--fault-every", "5"],
+            "--fault-every: without effect with --faults none",
+        ),
+        (
+            ["--minutes", "1", "--problem", "members", "--steps", "5", "--compute", "fixed:1", "--mode", "diloco"],
+            "--steps, --compute, --mode: without effect on --problem members, where nobody trains; leave it out",
+        ),
+        (["--minutes", "1", "--problem", "members", "--view", "5", "--no-robust"], "--view, --no-robust: without"),
+        (["--minutes", "1", "--workers", "2"], "--workers 2: without effect on one run"),
     ],
 )
 def test_bad_input_gets_one_clear_line(words: list[str], says: str) -> None:

@@ -23,6 +23,7 @@ def test_no_library_is_one_line(machine: Machine) -> None:
     assert ran.returncode == 1
     assert ran.stderr.startswith("peerd: --transport rdma: ")
     assert len(ran.stderr.splitlines()) == 1
+    assert not machine.state.exists()
 
 
 @needs_ucx

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
 import test_modes as contract
-import thin
 
 from peerd.settings import load
 from peerd.training.modes import MODES, parse_mode
@@ -41,18 +40,14 @@ def row(file: Path) -> Iterator[contract.Row]:
     del sys.modules[f"peerd_mode_{file.resolve()}"]
 
 
-def test_it_keeps_the_contract_of_a_mode(row: contract.Row) -> None:
-    assert row[0] == "bounded:50"
-    contract.test_who_joins_midway_takes_part(row)
-    contract.test_what_comes_twice_counts_once(row)
-    for one in "ab":
-        contract.test_who_leaves_in_good_order_leaves_its_steps_behind(row, one)
-        contract.test_who_ends_early_holds_nobody_back(row, one)
-    for event, ends in contract.AT_MESSAGES:
-        contract.happens_at_messages(row, event, 8, ends=ends)
-    contract.in_any_weather(row, 2)
-    contract.test_a_simulated_swarm_lives_through_every_fault(row)
-    contract.test_daemons_live_through_it(row, partial(thin.simulate, 1), "memory")
+# each test of the contract, which pytest finds here by its name, and runs for the row above
+CONTRACT = {
+    name: test
+    for name, test in vars(contract).items()
+    if name.startswith("test_") and "row" in inspect.signature(test).parameters
+}
+assert CONTRACT
+globals().update(CONTRACT)
 
 
 def test_it_leaves_a_straggler_alone_and_its_message_comes(row: contract.Row) -> None:
@@ -71,6 +66,7 @@ def test_it_leaves_a_straggler_alone_and_its_message_comes(row: contract.Row) ->
 
 
 def test_settings_and_processes_call_it_by_its_name(file: Path, row: contract.Row) -> None:
+    assert row[0] == "bounded:50"
     settings = load({"mode": f"{file}:Bounded:7"}, {}, None)
     assert settings.mode == "bounded:7"
     assert settings.mode_settings.codec == "sign"

@@ -152,7 +152,9 @@ UPGRADED = {"tcp": "shm", "rdma": "ucx", "auto": "shm"}  # to what links within 
 async def of_peerd(nursery: trio.Nursery, name: str) -> Ends:
     near, far = (CARRIERS[name](CarrierSettings(rdma_allow_fallback=True)) for _ in range(2))
     bind = await far.resolve(("127.0.0.1", 0))
-    return Ends(await near.start(nursery), await far.start(nursery), bind, UPGRADED.get(name, ""))
+    for each in (near, far):
+        await each.start(nursery)
+    return Ends(near.transport(nursery), far.transport(nursery), bind, UPGRADED.get(name, ""))
 
 
 async def memory(nursery: trio.Nursery) -> Ends:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 
 import msgpack
 import pytest
-import victims as honest
 import zstandard
 from stranger import Insider, Line, Stranger, frame, stream_bytes
 from victims import Victims
@@ -21,17 +19,7 @@ from peerd.transport.errors import PeerError
 from peerd.transport.messages import Delta, Hello, LinkOpen, ModelRequest, ModelSnapshot, SpeedRequest
 
 pytestmark = pytest.mark.soak
-PAD = 500_000  # values: half a message of a model is worth something then
-
-
-@pytest.fixture(scope="module")
-def swarm() -> Iterator[Victims]:
-    yield from honest.victims(pad=PAD)
-
-
-@pytest.fixture
-def them(swarm: Victims) -> Victims:
-    return swarm.revive()
+VICTIMS = {"pad": 500_000}  # values: half a message of a model is worth something then
 
 
 def test_bytes_that_are_no_messages(them: Victims) -> None:

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import victims as honest
 from stranger import HUGE, Insider, Stranger
 from victims import Victims
 
@@ -38,16 +37,6 @@ from peerd.transport.messages import (
 
 FIRST, LAST = "0" * 48, "f" * 48  # what an id begins with that is before, or after, all others
 WHO = pytest.mark.parametrize("who", ["stranger", "insider"])
-
-
-@pytest.fixture(scope="module")
-def swarm() -> Iterator[Victims]:
-    yield from honest.victims()
-
-
-@pytest.fixture
-def them(swarm: Victims) -> Victims:
-    return swarm.revive()
 
 
 @contextmanager

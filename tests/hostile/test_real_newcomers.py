@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -20,16 +19,6 @@ from peerd.transport.messages import Message, ModelRequest, ModelSnapshot, Refus
 
 pytestmark = pytest.mark.soak
 SILENT_S = ASK_SOON_S + (ASKS_MAX - 1) * ASK_AGAIN_S  # until a newcomer passes over a donor of which nothing comes
-
-
-@pytest.fixture(scope="module")
-def swarm() -> Iterator[Victims]:
-    yield from honest.victims()
-
-
-@pytest.fixture
-def them(swarm: Victims) -> Victims:
-    return swarm.revive()
 
 
 @pytest.mark.parametrize("how", ["refuse", "lie", "say nothing"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -13,16 +12,6 @@ from victims import Victims
 
 from peerd.membership.roster import INCARNATION_JUMP
 from peerd.transport.messages import Ack, Member, MemberTable, Ping, PingRequest, State
-
-
-@pytest.fixture(scope="module")
-def swarm() -> Iterator[Victims]:
-    yield from honest.victims()
-
-
-@pytest.fixture
-def them(swarm: Victims) -> Victims:
-    return swarm.revive()
 
 
 def flood(count: int, **fields: object) -> list[Member]:

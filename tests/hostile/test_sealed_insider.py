@@ -44,15 +44,7 @@ from peerd.transport.messages import (
     State,
 )
 
-
-@pytest.fixture(scope="module")
-def swarm() -> Iterator[Victims]:
-    yield from honest.victims(sealed=True)
-
-
-@pytest.fixture
-def them(swarm: Victims) -> Victims:
-    return swarm.revive()
+VICTIMS = {"sealed": True}
 
 
 @pytest.fixture

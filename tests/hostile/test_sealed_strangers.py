@@ -7,7 +7,6 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -35,17 +34,8 @@ from peerd.transport.messages import (
 )
 from peerd.transport.secure.handshake import ALPN
 
+VICTIMS = {"sealed": True}
 HELD = 200  # connections: more than a node lets in, greeted or not
-
-
-@pytest.fixture(scope="module")
-def swarm() -> Iterator[Victims]:
-    yield from honest.victims(sealed=True)
-
-
-@pytest.fixture
-def them(swarm: Victims) -> Victims:
-    return swarm.revive()
 
 
 class Nobody(Papers):

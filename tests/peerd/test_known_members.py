@@ -21,6 +21,7 @@ from peerd.transport.ids import Address
 from peerd.transport.messages import AS_STARTED, Member, Plan, State
 
 A, B, C = [("10.0.0.1", 7946), ("10.0.0.2", 7946), ("fd00::3", 1)]
+MINE = ("10.0.0.9", 7946)
 FILE = "members.json"
 
 
@@ -33,7 +34,7 @@ def member(id: str, where: Address, state: State = State.ALIVE) -> Member:
 
 
 def members(*rows: Member) -> dict[str, Member]:
-    return {row.id: row for row in (member("me", ("10.0.0.9", 7946)), *rows)}
+    return {row.id: row for row in (member("me", MINE), *rows)}
 
 
 # ------------------------------------------------------------------------------------------------------------ the file
@@ -183,6 +184,12 @@ def test_an_average_is_not_kept_as_a_plan(tmp_path: Path) -> None:
 def test_the_living_are_known_and_this_node_is_not() -> None:
     rows = members(member("a", A), member("b", B, State.SUSPECT), member("c", C, State.FAILED))
     assert known(rows, "me", ()) == (A, B)
+
+
+def test_an_earlier_life_of_this_node_is_nobody_else() -> None:
+    """Its key was lost, or it has the port of another that is gone."""
+    assert known(members(member("a", A), member("before", MINE)), "me", ()) == (A,)
+    assert known(members(member("before", MINE, State.FAILED)), "me", (MINE, A)) == (A,)
 
 
 def test_those_known_stay_while_they_live_however_many_come() -> None:

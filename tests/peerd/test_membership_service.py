@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from peerd.transport.connection import ConnectionLost
 from peerd.transport.ids import Address
 from peerd.transport.messages import Member, MemberTable, State
 
+pytestmark = pytest.mark.trio(clock="autojump")
 SUSPECT = ("10.0.0.1", 1)
 BLACK_HOLES = [(f"192.0.2.{number}", 1) for number in range(1, 18)]
 DIAL_S = 9.0
@@ -100,22 +102,18 @@ def _any(what: Any) -> Any:
     return what
 
 
-def run(scenario: Callable[[Shell], Awaitable[None]], **settings: Any) -> None:
-    """In virtual time."""
-
-    async def main() -> None:
-        shell = Shell(**settings)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(shell.service.run)
-            await trio.testing.wait_all_tasks_blocked()
-            await scenario(shell)
-            nursery.cancel_scope.cancel()
-
-    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+@asynccontextmanager
+async def running(**settings: Any) -> AsyncIterator[Shell]:
+    shell = Shell(**settings)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(shell.service.run)
+        await trio.testing.wait_all_tasks_blocked()
+        yield shell
+        nursery.cancel_scope.cancel()
 
 
-def test_a_suspect_is_dialled_at_once_whatever_black_holes_are_dialled() -> None:
-    async def scenario(shell: Shell) -> None:
+async def test_a_suspect_is_dialled_at_once_whatever_black_holes_are_dialled() -> None:
+    async with running() as shell:
         await shell.service.perform([PushPull(where) for where in [*BLACK_HOLES, SUSPECT]])
         await trio.sleep(1)
         shell.core.asked = {SUSPECT}
@@ -124,21 +122,17 @@ def test_a_suspect_is_dialled_at_once_whatever_black_holes_are_dialled() -> None
         assert (1.0, SUSPECT) in shell.silence.dialled
         assert SUSPECT not in shell.core.unreachable, "it was not even dialled"
 
-    run(scenario)
 
-
-def test_a_push_pull_has_its_time_from_when_it_is_dialled() -> None:
-    async def scenario(shell: Shell) -> None:
+async def test_a_push_pull_has_its_time_from_when_it_is_dialled() -> None:
+    async with running() as shell:
         await shell.service.perform([PushPull(where) for where in BLACK_HOLES])
         await trio.sleep(4 * DIAL_S)
         assert {where for _, where in shell.silence.dialled} == set(BLACK_HOLES)
         assert shell.silence.most == PUSH_PULLS_MAX
 
-    run(scenario)
 
-
-def test_push_pulls_that_wait_are_bounded() -> None:
-    async def scenario(shell: Shell) -> None:
+async def test_push_pulls_that_wait_are_bounded() -> None:
+    async with running() as shell:
         await shell.service.perform([PushPull(BLACK_HOLES[0])] * 1000)
         await shell.service.perform([PushPull(("10.1.1.1", port)) for port in range(1, 5000)])
         assert len(trio.lowlevel.current_task().parent_nursery.child_tasks) < 10  # type: ignore[union-attr]
@@ -146,11 +140,9 @@ def test_push_pulls_that_wait_are_bounded() -> None:
         await trio.sleep(PUSH_PULLS_WAITING_MAX * DIAL_S)
         assert not shell.service._under_way
 
-    run(scenario)
 
-
-def test_many_changes_are_one_new_view() -> None:
-    async def scenario(shell: Shell) -> None:
+async def test_many_changes_are_one_new_view() -> None:
+    async with running() as shell:
         await shell.service.perform([MemberChanged(f"n{number}") for number in range(4096)])
         await trio.testing.wait_all_tasks_blocked()
         assert shell.views == 1
@@ -158,17 +150,13 @@ def test_many_changes_are_one_new_view() -> None:
         await trio.testing.wait_all_tasks_blocked()
         assert shell.views == 2
 
-    run(scenario)
-
 
 @pytest.mark.parametrize("proves", [True, False])
-def test_only_a_proof_ends_the_node(proves: bool) -> None:
-    async def scenario(shell: Shell) -> None:
+async def test_only_a_proof_ends_the_node(proves: bool) -> None:
+    async with running(proves=proves) as shell:
         await shell.service.perform([AskTwin(SUSPECT, 9)])
         await trio.sleep(20)
         assert shell.taken == ([SUSPECT] if proves else [])
-
-    run(scenario, proves=proves)
 
 
 class Link:
@@ -190,8 +178,9 @@ class Link:
         await trio.lowlevel.checkpoint()
 
 
-def test_tables_of_one_host_are_rated() -> None:
-    async def scenario(shell: Shell) -> None:
+async def test_tables_of_one_host_are_rated() -> None:
+    async with running() as shell:
+
         async def connection() -> None:
             while True:
                 await shell.service.answer(_any(Link(100)), MemberTable("n1", Link.rows))
@@ -202,24 +191,20 @@ def test_tables_of_one_host_are_rated() -> None:
                     nursery.start_soon(connection)
         assert BURST_ROWS <= shell.core.heard <= BURST_ROWS + 4 * ROWS_PER_S, "a crowd that joins is served at once"
 
-    run(scenario)
 
+@pytest.mark.trio(clock="real")
+async def test_names_are_looked_up_in_threads_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    trio.socket.set_custom_hostname_resolver(LookUps())
+    threads = trio.to_thread.current_default_thread_limiter()
+    busy: list[float] = []
 
-def test_names_are_looked_up_in_threads_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        trio.socket.set_custom_hostname_resolver(LookUps())
-        threads = trio.to_thread.current_default_thread_limiter()
-        busy: list[float] = []
+    def look_up(host: Any, *rest: Any, **flags: Any) -> Any:
+        if rest and rest[-1] & socket.AI_NUMERICHOST:
+            raise socket.gaierror(socket.EAI_NONAME, "a name")
+        busy.append(trio.from_thread.run_sync(lambda: threads.borrowed_tokens))
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.0.0.7", 1))]
 
-        def look_up(host: Any, *rest: Any, **flags: Any) -> Any:
-            if rest and rest[-1] & socket.AI_NUMERICHOST:
-                raise socket.gaierror(socket.EAI_NONAME, "a name")
-            busy.append(trio.from_thread.run_sync(lambda: threads.borrowed_tokens))
-            return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.0.0.7", 1))]
-
-        monkeypatch.setattr(socket, "getaddrinfo", look_up)
-        for _ in range(2 * LOOK_UPS_MAX):
-            assert (await trio.socket.getaddrinfo("nosuch.example", 1))[0][4] == ("10.0.0.7", 1)
-        assert busy == [0] * 2 * LOOK_UPS_MAX
-
-    trio.run(main)
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    for _ in range(2 * LOOK_UPS_MAX):
+        assert (await trio.socket.getaddrinfo("nosuch.example", 1))[0][4] == ("10.0.0.7", 1)
+    assert busy == [0] * 2 * LOOK_UPS_MAX

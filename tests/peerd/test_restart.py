@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import random
+import socket
 from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import replace
@@ -17,7 +18,11 @@ import trio
 from thin import Swarm, WatchedDaemon, simulate
 
 from peerd.daemon.known_members import known
+from peerd.daemon.node import running
+from peerd.local.identity import Identity
+from peerd.local.node_key import NodeKey
 from peerd.node.meta import NodeMeta
+from peerd.settings import Settings
 from peerd.transport.ids import Address
 from peerd.transport.messages import Member, State
 
@@ -154,6 +159,21 @@ def test_a_founder_that_nobody_answers_goes_on_alone_and_asks_again_the_next_tim
             await swarm.nodes["a"].crash()
 
     simulate(1, scenario)
+
+
+async def test_a_node_that_knew_its_own_address_alone_waits_for_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        here = probe.getsockname()
+    settings = Settings(name="a", bind=f"127.0.0.1:{here[1]}", insecure_plaintext=True)
+    me, trainer = Identity(NodeKey.generate(), 1, -1), thin.Trainer("a", STEPS, 0.01)
+    async with running(settings, me, expects=True, kept=(here,)) as (daemon, address):
+        assert address == here
+        daemon.nursery.start_soon(trainer.run, daemon)
+        while not trainer.step:
+            await trio.sleep(0.01)
+        daemon.nursery.cancel_scope.cancel()
+    assert not said(caplog, "goes on alone")
 
 
 def test_members_find_each_other_without_the_one_they_joined_through() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from peerd.carriers import CARRIERS
 from peerd.security.token import Token
-from peerd.settings import DEFAULT_PORT, Settings, load, parse_address, unknown_variables
+from peerd.settings import DEFAULT_PORT, OF_RDMA, Settings, load, parse_address, unknown_variables
 from peerd.training.codecs import CODECS
 from peerd.training.modes import MODES, ModeSettings, class_of, heeds
 from peerd.transport.errors import UserError
@@ -61,7 +61,7 @@ GOOD: dict[str, tuple[Any, Any, Any]] = {
     "robust": (False, True, False),
     "wait_for": (1, 2, 9),
     "network": ("lan", "wan", "lan"),
-    "transport": tuple((list(CARRIERS) * 3)[:3]),  # type: ignore[dict-item]
+    "transport": ("rdma", "auto", "rdma"),  # with tcp, what is RDMA's is refused
     "rdma_subnets": (("10.1.0.0/16",), ("fd00::/8", "10.0.0.1"), ()),
     "rdma_allow_fallback": (True, False, True),
     "checkpoint_every_s": (1.0, 0.5, 3600.0),
@@ -96,7 +96,8 @@ def test_flags_win_over_variables_over_the_file_over_defaults(
     mode = GOOD["mode"][2] if "mode" in as_flag else GOOD["mode"][1] if "mode" in in_environment else None
     mode = mode or (GOOD["mode"][0] if "mode" in in_file else Settings().mode)
     in_file, in_environment, as_flag = (
-        {key for key in source if heeds(mode, key)} for source in (in_file, in_environment, as_flag)
+        {key for key in source if heeds(mode, key)} | ({"transport"} if source & set(OF_RDMA) else set())
+        for source in (in_file, in_environment, as_flag)
     )
     file = tmp_path / "peerd.toml"
     file.write_text(as_toml({key: GOOD[key][0] for key in in_file}))
@@ -111,6 +112,20 @@ def test_flags_win_over_variables_over_the_file_over_defaults(
             else getattr(Settings(), key)
         )  # fmt: skip
         assert getattr(loaded, key) == expected
+
+
+@pytest.mark.parametrize("source", ["flag", "variable"])
+@pytest.mark.parametrize("key", OF_RDMA)
+@pytest.mark.parametrize("transport", CARRIERS)
+def test_what_has_no_effect_with_the_transport_is_refused(transport: str, key: str, source: str) -> None:
+    value = GOOD[key][0]
+    flags, environment = ({key: value}, {}) if source == "flag" else ({}, {f"PEERD_{key.upper()}": as_text(value)})
+    flags["transport"] = transport
+    if transport != "tcp":
+        assert getattr(load(flags, environment, None), key) == value
+    else:
+        with pytest.raises(UserError, match=f"^{key}: without effect with transport tcp"):
+            load(flags, environment, None)
 
 
 MODE_SETTINGS = tuple(item.name for item in fields(ModeSettings) if item.name != "robust")  # which all have

@@ -230,7 +230,7 @@ def test_a_running_node_answers_strangers_before_any_greeting() -> None:
     simulate(1, scenario)
 
 
-def test_of_two_nodes_with_copies_of_one_state_folder_the_older_has_the_proof(tmp_path: Path) -> None:
+async def test_of_two_nodes_with_copies_of_one_state_folder_the_older_has_the_proof(tmp_path: Path) -> None:
     """Over the network of this machine."""
     os.close(identity.take(tmp_path / "one").lock)
     shutil.copytree(tmp_path / "one", tmp_path / "copy")
@@ -243,11 +243,8 @@ def test_of_two_nodes_with_copies_of_one_state_folder_the_older_has_the_proof(tm
             yield daemon, address
         os.close(mine.lock)
 
-    async def scenario() -> None:
-        async with node("one") as (one, where_one), node("copy") as (copy, where_copy):
-            assert one.me.id == copy.me.id
-            assert await one.twin_proof.prove(where_copy)
-            assert not await copy.twin_proof.prove(where_one)
-            assert not await one.twin_proof.prove(where_one)
-
-    trio.run(scenario)
+    async with node("one") as (one, where_one), node("copy") as (copy, where_copy):
+        assert one.me.id == copy.me.id
+        assert await one.twin_proof.prove(where_copy)
+        assert not await copy.twin_proof.prove(where_one)
+        assert not await one.twin_proof.prove(where_one)

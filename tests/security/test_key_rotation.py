@@ -10,16 +10,17 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
 import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from secret_swarm import KEYS, Node, inline_threads, push_pull
-from trio.testing import MockClock
 
 from peerd.security import shared_secrets, wall_clock
 from peerd.security.keyring import SPREAD_S
 from peerd.transport.errors import PeerError, UserError
 
+pytestmark = pytest.mark.trio(clock="autojump")
 NOW = wall_clock.now()
 NODES = range(len(KEYS))
 ISSUERS = (0, 1)
@@ -103,19 +104,15 @@ def believe_each_other(one: Node, other: Node) -> bool:
 
 @settings(max_examples=60)
 @given(st.lists(event, max_size=25))
-def test_nobody_is_locked_out_but_who_is_revoked(events: list[tuple[str, int, int]]) -> None:
-    async def main() -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            async with trio.open_nursery() as nursery:
-                world = World(Path(folder), nursery)
-                for one in events:
-                    await world.do(*one)
-                await world.settle()
-                check(world)
-                nursery.cancel_scope.cancel()
-
-    with inline_threads(), patch.object(wall_clock, "now", by_trio):
-        trio.run(main, clock=MockClock(autojump_threshold=0))
+async def test_nobody_is_locked_out_but_who_is_revoked(events: list[tuple[str, int, int]]) -> None:
+    with inline_threads(), patch.object(wall_clock, "now", by_trio), tempfile.TemporaryDirectory() as folder:
+        async with trio.open_nursery() as nursery:
+            world = World(Path(folder), nursery)
+            for one in events:
+                await world.do(*one)
+            await world.settle()
+            check(world)
+            nursery.cancel_scope.cancel()
 
 
 def by_trio() -> datetime:
@@ -139,23 +136,18 @@ def check(world: World) -> None:
         assert not any(there.is_heard_by(here) for there in outside), "it is heard"
 
 
-def test_a_change_of_the_key_is_noticed_by_nobody() -> None:
+async def test_a_change_of_the_key_is_noticed_by_nobody(tmp_path: Path) -> None:
     """Each node exchanges tables twice a minute; at every moment everybody hears everybody."""
-
-    async def main() -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            async with trio.open_nursery() as nursery:
-                world, rng = World(Path(folder), nursery), random.Random(3)
-                await world.settle()
-                numbers = set()
-                for _ in range(100):
-                    for here in world.nodes:
-                        await world.meet(here, rng.choice(world.nodes))
-                    numbers.add(world.nodes[5].secrets.counts["datagram_key_number"])
-                    assert all(one.is_heard_by(other) for one in world.nodes for other in world.nodes if one != other)
-                    await trio.sleep(SPREAD_S / 4)
-                assert len(numbers) >= 3
-                nursery.cancel_scope.cancel()
-
     with inline_threads(), patch.object(shared_secrets, "ROTATE_S", 6 * SPREAD_S):
-        trio.run(main, clock=MockClock(autojump_threshold=0))
+        async with trio.open_nursery() as nursery:
+            world, rng = World(tmp_path, nursery), random.Random(3)
+            await world.settle()
+            numbers = set()
+            for _ in range(100):
+                for here in world.nodes:
+                    await world.meet(here, rng.choice(world.nodes))
+                numbers.add(world.nodes[5].secrets.counts["datagram_key_number"])
+                assert all(one.is_heard_by(other) for one in world.nodes for other in world.nodes if one != other)
+                await trio.sleep(SPREAD_S / 4)
+            assert len(numbers) >= 3
+            nursery.cancel_scope.cancel()

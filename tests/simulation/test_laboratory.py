@@ -75,8 +75,8 @@ def test_looking_changes_nothing_of_the_run() -> None:
 
 
 def test_a_failure_elsewhere_is_the_callers() -> None:
-    with pytest.raises(UserError, match="--lr: without effect on --problem members"):
-        run_all([SMALL, replace(SMALL, problem="members", target=None, look_every=None, batch=None, minutes=1.0)], 2)
+    with pytest.raises(UserError, match="--batch: without effect on --problem consensus"):
+        run_all([SMALL, replace(SMALL, problem="consensus")], 2)
 
 
 def end_or_say_threads(place: int) -> str | None:
