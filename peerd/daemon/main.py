@@ -15,6 +15,7 @@ from peerd.daemon import known_members
 from peerd.daemon.control import LocalConnection, Verb, serve
 from peerd.daemon.node import Daemon, running
 from peerd.daemon.supervisor import Supervisor
+from peerd.daemon.trainer_session import TrainerPhase
 from peerd.daemon.trainer_watch import TrainerWatch
 from peerd.daemon.verbs import Verbs
 from peerd.local import identity
@@ -76,7 +77,7 @@ async def _end(daemon: Daemon, supervisor: Supervisor | None) -> None:
 def _trainer_waits(daemon: Daemon) -> bool:
     """Whether the trainer has made no step yet: it has nothing to give, and nothing to write down."""
     facts = daemon.model.facts
-    return daemon.model.fatal is not None if facts is None else facts.phase == "starting"
+    return daemon.model.fatal is not None if facts is None else facts.phase is TrainerPhase.STARTING
 
 
 # -------------------------------------------------------------------------------------------------------- the script
@@ -132,7 +133,7 @@ async def _watch_trainer(daemon: Daemon) -> None:
             silent_s = trio.current_time() - (facts.last_step_at or 0.0)
             text = "the trainer (pid %d) made its last step %.0f s ago, and its slowest took %.1f s: does it hang?"
             LOGGER.warning(text, facts.pid, silent_s, watch.slowest_s)
-        elif facts.phase == "training":
+        elif facts.phase is TrainerPhase.TRAINING:
             LOGGER.info("the trainer steps again")
         await daemon.model.tell_stalled(told)
 

@@ -12,7 +12,7 @@ import trio
 
 from peerd.daemon.compute_thread import ComputeThread
 from peerd.daemon.peers import Peers
-from peerd.daemon.trainer_session import TrainerSession
+from peerd.daemon.trainer_session import TrainerPhase, TrainerSession
 from peerd.node.core import (
     BufferTaken,
     CopyRead,
@@ -216,7 +216,7 @@ class ModeRunner:
         One that makes no step is waited for as long as some steps take it, then the last copy stands.
         """
         session = self.session
-        if session is None or self.core.model is None or session.facts.phase != "training":
+        if session is None or self.core.model is None or session.facts.phase is not TrainerPhase.TRAINING:
             return
         session.look()
         if session.facts.step == self.core.model.step:

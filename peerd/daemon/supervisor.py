@@ -14,7 +14,7 @@ from pathlib import Path
 
 import trio
 
-from peerd.daemon.trainer_session import TrainerStatus
+from peerd.daemon.trainer_session import TrainerPhase, TrainerStatus
 from peerd.process import launch
 from peerd.process.logs import LOGGER
 from peerd.training.tasks import TASKS
@@ -58,10 +58,10 @@ class Supervisor:
                 return
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
             with trio.move_on_after(LAST_WORDS_S):
-                while (found := facts()) is not None and found.phase not in ("finished", "gone"):
+                while (found := facts()) is not None and found.phase not in (TrainerPhase.FINISHED, TrainerPhase.GONE):
                     await trio.sleep(0.01)
             after = found if found is not before else None
-            if after is not None and after.phase == "finished" and not after.at_exit:
+            if after is not None and after.phase is TrainerPhase.FINISHED and not after.at_exit:
                 LOGGER.warning("%s %s after its model was finished: it is not started again", self.name, how)
                 return
             if not self.attached:

@@ -22,7 +22,7 @@ from peerd.daemon.cures import cure_of_model
 from peerd.daemon.mode_runner import ModeRunner
 from peerd.daemon.peers import Peers
 from peerd.daemon.plan_follower import PlanFollower
-from peerd.daemon.trainer_session import TrainerGone, TrainerSession, TrainerStatus, report_of
+from peerd.daemon.trainer_session import TrainerGone, TrainerPhase, TrainerSession, TrainerStatus, report_of
 from peerd.local.shared_memory import SharedMemory
 from peerd.node.acquaintances import Acquaintances
 from peerd.node.donors import RequestLimit
@@ -209,7 +209,8 @@ class TrainerService:
             session.look()
             self._runner.on_trainer_gone()
             session.ended.set()
-            facts.phase = "finished" if facts.phase == "finished" else "gone"
+            if facts.phase is not TrainerPhase.FINISHED:
+                facts.enter(TrainerPhase.GONE)
             self._join_average()
 
     def _tell_memory(self, values: int) -> None:
@@ -318,7 +319,8 @@ class TrainerService:
         """Let the trainer make its first step once enough members can join in."""
         await self._catch_up.enough_members(self._settings.wait_for, self.signature)
         await self.plans.none_averages()
-        session.facts.phase, session.facts.began = "training", trio.current_time()
+        session.facts.enter(TrainerPhase.TRAINING)
+        session.facts.began = trio.current_time()
         LOGGER.info("training from step %d", session.facts.step)
         await session.tell(protocol.Go())
 
@@ -332,7 +334,7 @@ class TrainerService:
             LOGGER.info("other members still train after %.0f s: this run ends with the model as it is", patience_s)
         while not self._runner.all_taken:
             await trio.sleep(0.01)
-        facts.phase = "finished"
+        facts.enter(TrainerPhase.FINISHED)
         await session.tell(protocol.Finished())
         LOGGER.info("training finished at step %d; still a member, with the model", facts.step)
 
@@ -340,15 +342,15 @@ class TrainerService:
         """For a node that leaves: have the trainer publish once more and end, then give what is not yet given."""
         self._leaving = True
         session, facts = self._runner.session, self.facts
-        if self.mode is None or facts is None or (facts.phase == "starting" and self.attaches == 1):
+        if self.mode is None or facts is None or (facts.phase is TrainerPhase.STARTING and self.attaches == 1):
             return  # there is nothing that the others do not have
         if session is not None and session.cut_if_dead():
             await session.ended.wait()
-        if session is not None and facts.phase in ("training", "finishing"):
+        if session is not None and facts.phase in (TrainerPhase.TRAINING, TrainerPhase.FINISHING):
             await session.tell(protocol.Stop())
             with trio.move_on_after(session.patience_s):
                 await session.ended.wait()
-        if facts.phase != "finished":
+        if facts.phase is not TrainerPhase.FINISHED:
             await self._runner.hand_over(facts.step)
 
     async def expect_none(self) -> None:
@@ -387,7 +389,7 @@ class TrainerService:
 
     def _join_average(self) -> None:
         """Where no trainer trains, none will come to the barrier: the model as it stands is this node's part."""
-        trains = self.facts is not None and self.facts.phase == "training"
+        trains = self.facts is not None and self.facts.phase is TrainerPhase.TRAINING
         if self._runner.core.plan.once and self.mode is not None and not trains:
             self._runner.go_on_finishing(self.facts.step if self.facts else 0, stands=True)
 

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import TypeVar
 
 import trio
@@ -37,6 +38,39 @@ PATIENCE_MIN_S = 3.0
 T = TypeVar("T")
 
 
+class TrainerPhase(StrEnum):
+    """How far a trainer is, in the words that the status shows."""
+
+    STARTING = "starting"  # it comes to the swarm's model, and waits for Go
+    TRAINING = "training"
+    FINISHING = "finishing"  # its last step is made, and the others are to agree
+    FINISHED = "finished"
+    GONE = "gone"
+
+
+TRANSITIONS: dict[TrainerPhase, dict[TrainerPhase, str]] = {
+    TrainerPhase.STARTING: {
+        TrainerPhase.TRAINING: "enough members are ready: Go",
+        TrainerPhase.GONE: "it died, or said what nobody understands",
+    },
+    TrainerPhase.TRAINING: {
+        TrainerPhase.FINISHING: "its last step",
+        TrainerPhase.GONE: "as before",
+    },
+    TrainerPhase.FINISHING: {
+        TrainerPhase.FINISHED: "all agree, or they take too long: Finished",
+        TrainerPhase.FINISHING: "its last step again: the script caught what interrupted swarm.finish(), and exits",
+        TrainerPhase.GONE: "as before",
+    },
+    TrainerPhase.FINISHED: {
+        TrainerPhase.FINISHING: "its last step again, which Finished crossed",
+        TrainerPhase.FINISHED: "each last step has a Finished",
+    },
+    TrainerPhase.GONE: {},
+}
+"""What a phase may be followed by, and why."""
+
+
 class TrainerGone(Exception):
     """The trainer's connection ended while it waited for the swarm."""
 
@@ -54,7 +88,7 @@ class TrainerStatus:
     lr_max: float = 0.0  # the trigger's threshold follows the learning rate, across restarts of the trainer too
     metrics: dict[str, float] = field(default_factory=dict)
     rollbacks: int = 0
-    phase: str = "starting"  # then training, finishing, finished, gone
+    phase: TrainerPhase = TrainerPhase.STARTING
     began: float = 0.0  # when it trained first, on the loop's clock
     last_step_at: float | None = None  # on the loop's clock
     waits: bool = False  # that was a step of the mode's barrier: the trainer stands until the swarm lets it go
@@ -66,13 +100,19 @@ class TrainerStatus:
         """Whether it has made a step."""
         return self.began > 0 and self.step > self.first_step
 
+    def enter(self, phase: TrainerPhase) -> None:
+        """The only way from one phase to another."""
+        assert phase in TRANSITIONS[self.phase], f"{self.phase.name} -> {phase.name}"
+        self.phase = phase
+
     def note(self, said: Stepped) -> None:
         """Take in a step report."""
         self.last_step_at = trio.current_time()
         self.step = said.step
         self.rollbacks += said.rolled_back
         if said.finishing:
-            self.phase, self.at_exit = "finishing", said.at_exit
+            self.enter(TrainerPhase.FINISHING)
+            self.at_exit = said.at_exit
 
     def take(self, last: LastStep) -> None:
         """Take in what it noted of its last step."""
@@ -138,6 +178,9 @@ class TrainerSession:
             said = decoded(message, FROM_TRAINER)
         except ValueError as error:
             LOGGER.warning("the trainer said what this daemon does not understand: cut off (%s)", error)
+            return None
+        if isinstance(said, Stepped) and said.finishing and self.facts.phase is TrainerPhase.STARTING:
+            LOGGER.warning("the trainer made its last step before it was told to go: cut off")
             return None
         self._note_barrier(said)
         return said

@@ -5,7 +5,7 @@ It reads no clock: `now` comes in, on that of the facts.
 
 from __future__ import annotations
 
-from peerd.daemon.trainer_session import TrainerStatus
+from peerd.daemon.trainer_session import TrainerPhase, TrainerStatus
 
 STALL_MIN_S = 10.0
 STALL_SHARE = 10.0  # times its slowest step so far: an evaluation now and then is none, if it was seen before
@@ -35,6 +35,6 @@ class TrainerWatch:
 
 def computes_since(facts: TrainerStatus) -> float | None:
     """Since when the trainer is in a step of its own; None: in none so far, or it has ended or waits for the swarm."""
-    if facts.phase != "training" or facts.last_step_at is None or facts.waits:
+    if facts.phase is not TrainerPhase.TRAINING or facts.last_step_at is None or facts.waits:
         return None
     return max(facts.last_step_at, facts.released_at)

@@ -8,6 +8,7 @@ again; who stands still or cannot be reached holds the stream up, until the send
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum, auto
 from typing import Protocol
 
 from peerd.simulation.network import Network
@@ -20,6 +21,42 @@ from peerd.transport.peer_queue import PeerQueue
 
 HANDSHAKE_BYTES = 600  # Hello and Welcome
 LOOK_S = 0.5  # how often a stream that is held up tries again
+
+
+class State(Enum):
+    """What a connection does."""
+
+    DIALLING = auto()  # for the first time
+    IDLE = auto()  # there is a line, and nothing leaves
+    SENDING = auto()  # a message leaves
+    BROKEN = auto()  # it waits for the next dial, or dials
+    CLOSED = auto()
+
+
+TRANSITIONS: dict[State, dict[State, str]] = {
+    State.DIALLING: {
+        State.IDLE: "it was answered",
+        State.BROKEN: "nobody is there, or nobody answers for long",
+        State.CLOSED: "the peer is gone, or this process is",
+    },
+    State.IDLE: {
+        State.SENDING: "a message waits",
+        State.BROKEN: "the process at the other end is gone or stood still for long, or a message came damaged",
+        State.CLOSED: "as before",
+    },
+    State.SENDING: {
+        State.IDLE: "all of the message has left",
+        State.BROKEN: "as when idle",
+        State.CLOSED: "as before",
+    },
+    State.BROKEN: {
+        State.IDLE: "a dial was answered: what waits is dropped, and the node hears that messages flow again",
+        State.BROKEN: "a dial was not",
+        State.CLOSED: "as before",
+    },
+    State.CLOSED: {},
+}
+"""What a state may be followed by, and why."""
 
 
 class End(Protocol):
@@ -58,21 +95,23 @@ class Connection:
         self._index = index
         self._reconnected = reconnected
         self._queue = PeerQueue[tuple[bytes, float]]()  # frames, and their bytes on the line
-        self._closed = False
+        self._state = State.DIALLING
         self._line = 0  # counts the connections, so that what belongs to a broken one is ignored
-        self._connected = self._moving = False
         self._moved = self._handed_over = 0  # messages on this line
         self._arrived: dict[int, bytes] = {}  # by number; one whose packets are repeated holds up those behind it
         self._held_since: float | None = None
         self._life = -1
         self._retry_s = RETRY_FIRST_S
-        self._broken = False
         self._dial()
 
     @property
     def queued(self) -> int:
         """Messages that wait."""
         return len(self._queue)
+
+    @property
+    def _connected(self) -> bool:
+        return self._state in (State.IDLE, State.SENDING)
 
     @property
     def busy(self) -> bool:
@@ -93,8 +132,12 @@ class Connection:
 
     def close(self) -> None:
         """The peer is gone, or this process is."""
-        self._closed = True
+        self._enter(State.CLOSED)
         self._line += 1
+
+    def _enter(self, state: State) -> None:
+        assert state in TRANSITIONS[self._state], f"{self._state.name} -> {state.name}"
+        self._state = state
 
     def _dial(self) -> None:
         line = self._line
@@ -110,9 +153,10 @@ class Connection:
             self._world.later(GREETING_DEADLINE_S, lambda: self._break() if line == self._line else None)
             return
         self._source.bytes_sent += HANDSHAKE_BYTES
-        self._connected, self._life = True, target.life
+        was_broken, self._life = self._state is State.BROKEN, target.life
+        self._enter(State.IDLE)
         self._retry_s = RETRY_FIRST_S
-        if self._broken:
+        if was_broken:
             self._queue.clear()  # a later exchange must not overtake what is said again now
             self._reconnected()
         self._move()
@@ -125,8 +169,7 @@ class Connection:
         if self._connected:
             self._world.note(Kind.BROKEN, self._source.index, self._index)
         self._line += 1
-        self._connected = self._moving = False
-        self._broken = True
+        self._enter(State.BROKEN)
         self._queue.clear()
         self._arrived.clear()
         self._moved = self._handed_over = 0
@@ -136,10 +179,10 @@ class Connection:
         self._retry_s = min(2 * self._retry_s, RETRY_MAX_S)
 
     def _move(self) -> None:
-        if not self._connected or self._moving or not self._queue.has_waiting or self._closed:
+        if self._state is not State.IDLE or not self._queue.has_waiting:
             return
         frame, size = self._queue.take()
-        self._moving = True
+        self._enter(State.SENDING)
         line, number = self._line, self._moved
         self._moved += 1
         self._network.stream(
@@ -153,7 +196,7 @@ class Connection:
     def _sent(self, line: int, size: float) -> None:
         if line == self._line:
             self._source.bytes_sent += round(size)
-            self._moving = False
+            self._enter(State.IDLE)
             self._queue.left()
             self._move()
 

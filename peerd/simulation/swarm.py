@@ -17,7 +17,7 @@ from peerd.simulation.network import PROFILES, Network, Profile, Topology, unifo
 from peerd.simulation.node import Clock, Node
 from peerd.simulation.problems import Compute, Problem
 from peerd.simulation.referee import Referee
-from peerd.simulation.trainee import READY, NodeSettings, SimulatedTrainer
+from peerd.simulation.trainee import READY, NodeSettings, Phase, SimulatedTrainer
 from peerd.simulation.world import Kind, World
 from peerd.training.effects import Vector
 from peerd.training.mode import SGD, WEIGHTS
@@ -389,7 +389,7 @@ class Swarm:
 
     def finished(self) -> bool:
         """Whether every node's run has ended."""
-        return bool(self.nodes) and all(trainee.phase == "finished" for trainee in self.trainees)
+        return bool(self.nodes) and all(trainee.phase is Phase.FINISHED for trainee in self.trainees)
 
     def look_at_links(self) -> None:
         """Ask the checkers whether anybody has been silent for too long, whether the models sum up to what was put in,
@@ -397,7 +397,7 @@ class Swarm:
         training = {
             node.id: node
             for node in self.nodes.values()
-            if node.running and node.trainee is not None and node.trainee.phase == "training"
+            if node.running and node.trainee is not None and node.trainee.phase is Phase.TRAINING
         }
         if not isinstance(self.settings.mode_settings.trigger, PeriodTrigger):  # which may be silent for any time
             self.checkers.links(training, self.world.now)

@@ -11,6 +11,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import Any, Protocol
 
 import numpy as np
@@ -60,7 +61,26 @@ READY = NodeMeta(model=SIGNATURE, ready=True, expects=True)
 PEERS_EVERY_S = 0.5  # the mode hears of members that came or went at most so often
 LOOK_AGAIN_S = 1.0  # how often a newcomer looks whether somebody has a model
 SETTLE_S = 30.0  # how long an ended run waits for others that train
-PHASES = ("joining", "waiting", "training", "finishing", "finished")
+
+
+class Phase(IntEnum):
+    """How far a simulated trainer is; the numbers are in the digest."""
+
+    JOINING = 0  # it has no model yet
+    WAITING = 1  # for enough members
+    TRAINING = 2
+    FINISHING = 3  # its last step is made, and the others are to agree
+    FINISHED = 4
+
+
+TRANSITIONS: dict[Phase, dict[Phase, str]] = {
+    Phase.JOINING: {Phase.WAITING: "a first model: its own, or a donor's"},
+    Phase.WAITING: {Phase.TRAINING: "enough members are ready"},
+    Phase.TRAINING: {Phase.FINISHING: "its last step"},
+    Phase.FINISHING: {Phase.FINISHED: "all agree, or they take too long"},
+    Phase.FINISHED: {},
+}
+"""What a phase may be followed by, and why; a crash ends the whole trainer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +143,7 @@ class SimulatedTrainer:
         """In a swarm that is `formed` already it has the model, too."""
         self.learner = learner
         self.lie = lie
-        self.phase = "joining"
+        self.phase = Phase.JOINING
         self.steps = 0
         self._kept: LearnersModel | None = None
         self.loss = math.nan
@@ -281,7 +301,7 @@ class SimulatedTrainer:
                 self._at_barrier = False
                 self._take_corrections()
                 self._next_step()
-            case Proceed() if effect.settled and self.phase == "finishing":
+            case Proceed() if effect.settled and self.phase is Phase.FINISHING:
                 self._finish()
 
     def _handle(self, event: ModeEvent) -> None:
@@ -295,7 +315,7 @@ class SimulatedTrainer:
 
     def _join(self) -> None:
         """Look whose model this node starts from, until it has one."""
-        if self.phase != "joining":
+        if self.phase is not Phase.JOINING:
             return
         match whose_model(self._node.membership.members, self._node.id, has_seeds=self._has_seeds):
             case OwnModel():
@@ -314,7 +334,7 @@ class SimulatedTrainer:
             self._handle(ModelAsked(peer, self.learner.layout))
 
     def _take_model(self, source: NodeId, message: ModelSnapshot) -> None:
-        if self.phase != "joining" or self._choice.donor != source:
+        if self.phase is not Phase.JOINING or self._choice.donor != source:
             return
         values = np.empty(self.learner.layout.total, self.learner.values().dtype)
         vector.decode(message.codec, self.learner.layout, message.chunks, values)
@@ -344,7 +364,7 @@ class SimulatedTrainer:
         )
         if isinstance(staleness := getattr(self.mode, "staleness", None), Counter):
             self.staleness = staleness
-        self._enter("waiting")
+        self._enter(Phase.WAITING)
         self._say_about(ready=True)
         self._tell_partners()
         self._maybe_go()
@@ -354,17 +374,18 @@ class SimulatedTrainer:
         return values if self.lie is None else self.lie.shown(values)
 
     def _maybe_go(self) -> None:
-        if self.phase == "waiting" and 1 + len(self._partners) >= self._wait_for:
-            self._enter("training")
+        if self.phase is Phase.WAITING and 1 + len(self._partners) >= self._wait_for:
+            self._enter(Phase.TRAINING)
             self._next_step()
 
-    def _enter(self, phase: str) -> None:
+    def _enter(self, phase: Phase) -> None:
+        assert phase in TRANSITIONS[self.phase], f"{self.phase.name} -> {phase.name}"
         self.phase = phase
-        if phase == "training":
+        if phase is Phase.TRAINING:
             self.trained_from = self._world.now
-        elif phase == "finished":
+        elif phase is Phase.FINISHED:
             self.trained_until = self._world.now
-        self._world.note(Kind.PHASE, self._node.index, PHASES.index(phase))
+        self._world.note(Kind.PHASE, self._node.index, phase)
 
     # ---------------------------------------------------------------- training
 
@@ -404,7 +425,7 @@ class SimulatedTrainer:
         self._world.note(Kind.STEP, self._node.index, self.steps, change)
         report = StepReport(self.steps, change, moved.lr_ratio, published, finishing=ended)
         if ended:
-            self._enter("finishing")
+            self._enter(Phase.FINISHING)
             self._node.later(SETTLE_S, self._finish)
         waits = self._at_barrier  # Resume, which may come at once, makes the next step
         self._handle(Stepped(report, 0 if published else None))
@@ -421,7 +442,7 @@ class SimulatedTrainer:
         self._world.note(Kind.APPLY, self._node.index, value=float(zlib.crc32(correction.data)))
         self._kept.add(correction)
         self._pending += correction
-        if self.phase not in ("training", "waiting"):
+        if self.phase not in (Phase.TRAINING, Phase.WAITING):
             self._take_corrections()
 
     def _take_corrections(self) -> None:
@@ -430,6 +451,6 @@ class SimulatedTrainer:
             self._pending.fill(0.0)
 
     def _finish(self) -> None:
-        if self.phase == "finishing":
-            self._enter("finished")
+        if self.phase is Phase.FINISHING:
+            self._enter(Phase.FINISHED)
             self._world.note(Kind.FINISHED, self._node.index, self.steps)

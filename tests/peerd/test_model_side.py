@@ -12,9 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import trio
+from hypothesis import given
+from hypothesis import strategies as st
 from model_node import SIGNATURE, TENSORS, Node, Script, running, until
 
 from peerd.daemon import trainer_service, trainer_session
+from peerd.daemon.trainer_session import TRANSITIONS, TrainerPhase, TrainerStatus
 from peerd.node.meta import NodeMeta
 from peerd.process import host_memory
 from peerd.training.codecs import vector
@@ -484,6 +487,47 @@ async def test_an_end_does_not_wait_for_ever_for_those_who_train_on(
             await trainer.step(1, published=1, finishing=True)
             await trainer.hear("finished")
     assert "other members still train after 0 s: this run ends with the model as it is" in lines(caplog)
+
+
+async def test_a_last_step_may_be_said_again_but_not_before_the_trainer_may_go(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    with script() as trainer:
+        async with running(node) as nursery:
+            nursery.start_soon(trainer.serve, node)
+            await trainer.trains()
+            for _ in range(2):  # as of a script that was interrupted in swarm.finish(), went on and exits
+                await trainer.step(1, finishing=True)
+                await trainer.hear("finished")
+            for _ in range(2):
+                await trainer.step(1, finishing=True)
+            for _ in range(2):
+                await trainer.hear("finished")
+            trainer.leave()
+            await until(lambda: not node.attached)
+            assert node.side.facts is not None
+            assert node.side.facts.phase is TrainerPhase.FINISHED
+    node = Node(tmp_path, wait_for=2)
+    with script() as hasty:
+        async with running(node) as nursery:
+            nursery.start_soon(hasty.serve, node)
+            await hasty.hear("welcome")
+            await hasty.say("ready", step=0)
+            await hasty.step(1, finishing=True)
+            await until(lambda: node.side.facts is not None and node.side.facts.phase is TrainerPhase.GONE)
+
+
+@given(st.lists(st.sampled_from(TrainerPhase), max_size=9))
+def test_a_trainer_goes_only_where_the_table_says(phases: list[TrainerPhase]) -> None:
+    facts = TrainerStatus(1)
+    for phase in phases:
+        before = facts.phase
+        if phase in TRANSITIONS[before]:
+            facts.enter(phase)
+            assert facts.phase is phase
+        else:
+            with pytest.raises(AssertionError, match=f"{before.name} -> {phase.name}"):
+                facts.enter(phase)
+            assert facts.phase is before
 
 
 async def test_a_node_that_leaves_has_its_trainer_end_and_publish(tmp_path: Path) -> None:

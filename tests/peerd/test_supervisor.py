@@ -18,7 +18,7 @@ import trio.testing
 
 from peerd.daemon import supervisor
 from peerd.daemon.supervisor import Supervisor
-from peerd.daemon.trainer_session import TrainerStatus
+from peerd.daemon.trainer_session import TrainerPhase, TrainerStatus
 from peerd.transport.errors import UserError
 
 # the waits between restarts take no time; processes do
@@ -42,7 +42,7 @@ def shell(folder: Path, script: str, *, attached: bool = True) -> Supervisor:
 
 def another_each_time(**facts: Any) -> Callable[[], TrainerStatus]:
     """A trainer that came, trained and went, in each life."""
-    return lambda: TrainerStatus(1, **{"step": 9, "phase": "gone", "began": 1.0, **facts})
+    return lambda: TrainerStatus(1, **{"step": 9, "phase": TrainerPhase.GONE, "began": 1.0, **facts})
 
 
 def starts(folder: Path) -> int:
@@ -99,7 +99,7 @@ async def test_a_script_that_keeps_dying_is_started_ever_later_and_then_given_up
 
 @pytest.mark.parametrize(
     "facts",
-    [lambda: None, another_each_time(phase="gone", began=0.0), another_each_time(step=4, first_step=4)],
+    [lambda: None, another_each_time(phase=TrainerPhase.GONE, began=0.0), another_each_time(step=4, first_step=4)],
     ids=["refused", "in its first wait", "in its first step"],
 )
 async def test_the_same_error_before_the_first_step_comes_again(folder: Path, facts: Callable[[], Any]) -> None:
@@ -120,21 +120,21 @@ async def test_other_ends_before_the_first_step_may_be_chance(folder: Path, end:
 async def test_what_fails_after_its_model_was_finished_is_not_started_again(
     folder: Path, end: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await shell(folder, COUNT + end).run(another_each_time(phase="finished"))
+    await shell(folder, COUNT + end).run(another_each_time(phase=TrainerPhase.FINISHED))
     assert starts(folder) == 1
     (line,) = (record.message for record in caplog.records if record.levelno == logging.WARNING)
     assert line.endswith(" after its model was finished: it is not started again")
 
 
 async def test_a_model_that_an_earlier_life_finished_does_not_count(folder: Path) -> None:
-    finished = TrainerStatus(1, step=9, phase="finished", began=1.0)
+    finished = TrainerStatus(1, step=9, phase=TrainerPhase.FINISHED, began=1.0)
     with pytest.raises(UserError, match="twice before its first step"):
         await shell(folder, COUNT + "exit 1").run(lambda: finished)
 
 
 async def test_an_exit_code_decides_where_only_the_interpreters_end_finished_the_model(folder: Path) -> None:
     script = COUNT + 'test $(wc -l < "$FOLDER/starts") -ge 3'
-    await shell(folder, script).run(another_each_time(phase="finished", at_exit=True))
+    await shell(folder, script).run(another_each_time(phase=TrainerPhase.FINISHED, at_exit=True))
     assert starts(folder) == 3
 
 

@@ -10,7 +10,7 @@ import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.daemon.trainer_session import TrainerSession, TrainerStatus
+from peerd.daemon.trainer_session import TrainerPhase, TrainerSession, TrainerStatus
 from peerd.daemon.trainer_watch import STALL_MIN_S, STALL_SHARE, TrainerWatch
 from peerd.local.board import PAGE_BYTES, Board
 from peerd.protocol.trainer import BarrierIs, Resume, Start
@@ -42,7 +42,7 @@ def _train(watch: TrainerWatch, steps: list[float], wait_s: float = 0.0, now: fl
 
 
 def _training() -> TrainerStatus:
-    return TrainerStatus(pid=1, phase="training")
+    return TrainerStatus(pid=1, phase=TrainerPhase.TRAINING)
 
 
 @given(st.lists(st.floats(0.001, 8.0), min_size=3, max_size=30), st.just(0.0) | st.floats(0.0, 100.0))
@@ -64,7 +64,7 @@ def test_a_silence_that_is_long_beside_its_steps_is_one_and_a_step_ends_it(steps
     watch.facts.last_step_at = now + silent_s + 2
     watch.look(now + silent_s + 3)
     assert [*stalled, watch.stalled] == [True, False]
-    watch.facts.phase = "gone"
+    watch.facts.enter(TrainerPhase.GONE)
     watch.look(now + 100 * silent_s)
     assert not watch.stalled
 

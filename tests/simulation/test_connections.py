@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peerd.simulation.connections import Connection
+from peerd.simulation.connections import TRANSITIONS, Connection, State
 from peerd.simulation.network import Network, Profile, uniform
 from peerd.simulation.world import World
 from peerd.transport.errors import PeerError
@@ -261,3 +261,60 @@ def test_a_report_that_waits_makes_way_for_a_newer_one() -> None:
         pair.connection.send(report, b"%d" % progress, 1e6)
     pair.world.run(100.0)
     assert pair.target.received == [b"0", b"3"], "the first was leaving"
+
+
+@given(st.lists(st.sampled_from(State), max_size=9))
+def test_a_connection_goes_only_where_the_table_says(states: list[State]) -> None:
+    connection = Pair().connection
+    for state in states:
+        before = connection._state
+        if state in TRANSITIONS[before]:
+            connection._enter(state)
+            assert connection._state is state
+        else:
+            with pytest.raises(AssertionError, match=f"{before.name} -> {state.name}"):
+                connection._enter(state)
+            assert connection._state is before
+
+
+def test_every_way_in_the_table_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone: set[tuple[State, State]] = set()
+    enter = Connection._enter
+
+    def seen(connection: Connection, state: State) -> None:
+        gone.add((connection._state, state))
+        enter(connection, state)
+
+    def dialling() -> Pair:
+        return Pair()
+
+    def idle() -> Pair:
+        pair = dialling()
+        pair.run(1.0)
+        return pair
+
+    def sending() -> Pair:
+        pair = idle()
+        pair.send(b"long", size=1e9)
+        return pair
+
+    def broken() -> Pair:
+        pair = sending()
+        pair.crash()
+        pair.connection.reset()
+        pair.run(LATENCY_S + 0.01)
+        return pair
+
+    monkeypatch.setattr(Connection, "_enter", seen)
+    for begun in (dialling, idle, sending, broken):
+        begun().connection.close()
+        pair = begun()
+        pair.crash()
+        pair.connection.reset()
+        pair.run(AGAIN_S)
+        pair.restart(2)
+        pair.run(AGAIN_S)
+        pair.send(b"short")
+        pair.run(1.0)
+        assert pair.target.received == [b"short"]
+    assert gone == {(before, after) for before, following in TRANSITIONS.items() for after in following}

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from gossip_swarm import GossipSwarm, assert_references_agree
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, invariant
-from weather import Connections, Partings, weather_settings
+from hypothesis.stateful import initialize, invariant, rule
+from weather import NAMES, Connections, Partings, weather_settings
 
 from peerd.training.codecs import CODECS
 from peerd.training.modes import gossip
+from peerd.training.pairs.links import CAME, TRANSITIONS, WENT, LinkState
 from peerd.training.trigger import WAKE_AFTER_S
 from peerd.transport.errors import PeerError
 from peerd.transport.messages import Connected, Delta, LinkClosed, LinkOpen, LinkSnapshot
@@ -29,6 +31,10 @@ class Weather(Connections):
         self.swarm: GossipSwarm = GossipSwarm(4, 40, codec, seed=seed, view=view, buffers=7, robust=robust)
         self.rng = np.random.default_rng(seed)
         self.swarm.everyone_alive()
+
+    @rule(name=st.sampled_from(NAMES))
+    def rotate(self, name: str) -> None:
+        self.swarm.perform(name, self.swarm.nodes[name].core._links.rotate(self.swarm.now))
 
     @invariant()
     def references_agree(self) -> None:
@@ -115,6 +121,60 @@ def test_however_a_link_ends_an_exchange_is_applied_on_both_ends_or_on_neither(
         assert not node.core.under_way
         assert not node.core._links.remnants
         assert not node.core.counts["exchanges_cut"]
+
+
+def trails(*gone: LinkState) -> list[tuple[LinkState, ...]]:
+    """All ways through the table from there to the end that take no step of it twice."""
+    taken = list(pairwise(gone))
+    following = [state for state in TRANSITIONS[gone[-1]] if (gone[-1], state) not in taken]
+    return [gone] if not TRANSITIONS[gone[-1]] else [end for state in following for end in trails(*gone, state)]
+
+
+TRAILS = trails(LinkState.OPEN)
+
+
+def test_the_trails_take_every_step_of_the_table() -> None:
+    steps = {(state, after) for state, following in TRANSITIONS.items() for after in following}
+    assert {step for trail in TRAILS for step in pairwise(trail)} == steps
+
+
+@pytest.mark.parametrize("trail", TRAILS, ids=lambda trail: "-".join(state.name for state in trail))
+@settings(max_examples=15)
+@given(st.data())
+def test_a_link_goes_where_the_table_says_and_there_alone(trail: tuple[LinkState, ...], data: st.DataObject) -> None:
+    """Whatever is halfway when its peer comes or goes, or it is rotated out, or the other end lets go of it."""
+    swarm = GossipSwarm(2, 10, "sign", view=1)
+    swarm.everyone_alive()
+    swarm.settle()
+    swarm.peers("a", {"b", "nobody", "no other"})  # there are strangers to rotate to
+    links = swarm.nodes["a"].core._links
+    link = links.held["b"]
+    for before, after in pairwise(trail):
+        for state in set(LinkState) - TRANSITIONS[before].keys():
+            with pytest.raises(AssertionError, match=f"{before.name} -> {state.name}"):
+                link.enter(state)
+        for name in data.draw(st.lists(st.sampled_from("ab"), max_size=3)):
+            swarm.step(name, np.ones(10))
+            for way in data.draw(st.lists(st.sampled_from(["ab", "ba"]), max_size=3)):
+                swarm.deliver(*way)
+        if link.state is LinkState.GONE:
+            break  # the other end has heard of its rotation
+        if before in CAME and after is CAME[before]:
+            swarm.peers("a", {*swarm.nodes["a"].heard, "b"})
+        elif before in WENT and after is WENT[before]:
+            swarm.declare_dead("a", {"b"})
+        elif after is LinkState.CLOSING:
+            while not link.idle:
+                swarm.settle()
+            swarm.perform("a", links.rotate(swarm.now))
+        else:
+            swarm.perform("b", swarm.nodes["b"].core._links.end("a", swarm.now))
+            swarm.settle()
+        assert link.state is after
+    swarm.calm()
+    assert swarm.drift() < 1e-12
+    assert_references_agree(swarm)
+    assert not any(node.core.under_way or node.core.counts["exchanges_cut"] for node in swarm.nodes.values())
 
 
 @pytest.mark.parametrize("dies", ["a", "b"])

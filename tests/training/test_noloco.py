@@ -11,6 +11,7 @@ from hypothesis.stateful import initialize, invariant
 from weather import NAMES, Connections, weather_settings
 
 from peerd.training.effects import Vector
+from peerd.training.modes.noloco import TRANSITIONS, NoLoCo, Stage, _Pair
 from peerd.training.pairs.outer import ETA, MU
 from peerd.transport.errors import PeerError
 from peerd.transport.messages import CentreIs, PairAnswer, PairHalf, PairInvite
@@ -184,3 +185,41 @@ def test_what_nobody_promised_is_declined() -> None:
         assert [effect.message for effect in core.on_message("b", stray, 0.0)] == [PairAnswer(5, False)]
     with pytest.raises(PeerError):
         core.on_message("b", CentreIs("b", 0), 0.0)
+
+
+def test_exchanges_go_every_way_of_the_table_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone: set[tuple[Stage, Stage]] = set()
+    enter = NoLoCo._enter
+
+    def seen(core: NoLoCo, pair: _Pair | None) -> None:
+        before, after = (Stage.IDLE if one is None else one.stage for one in (core._pair, pair))
+        gone.add((before, after))
+        enter(core, pair)
+
+    monkeypatch.setattr(NoLoCo, "_enter", seen)
+    swarm = noloco_swarm(3, 10)
+    for _ in range(600):
+        one, other = swarm.rng.choice(list(swarm.nodes), 2, replace=False)
+        match swarm.rng.integers(6):
+            case 0:
+                swarm.cut(one, other)
+            case 1:
+                swarm.declare_dead(one, {other})
+            case 2:
+                swarm.hear(one)
+            case 3:
+                swarm.deliver(one, other)
+            case _:
+                swarm.step(one, swarm.rng.normal(size=10))
+                swarm.deliver(other, one)
+    assert gone == {(before, after) for before, following in TRANSITIONS.items() for after in following}
+    core = swarm.nodes["a"].core
+    for before in Stage:
+        for after in set(Stage) - TRANSITIONS[before].keys():
+            core._pair = _pair_at(before)
+            with pytest.raises(AssertionError, match=f"{before.name} -> {after.name}"):
+                core._enter(_pair_at(after))
+
+
+def _pair_at(stage: Stage) -> _Pair | None:
+    return None if stage is Stage.IDLE else _Pair("b", 1, stage, PairInvite(1), 0.0, 0)

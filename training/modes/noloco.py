@@ -48,9 +48,31 @@ REMEMBERED = 64  # numbers of exchanges that have ended
 class Stage(Enum):
     """How far an exchange is, at this end."""
 
+    IDLE = auto()  # there is none
     INVITED = auto()  # asked; free to go with another
     ACCEPTED = auto()  # said yes; the inviter's half will come, or its refusal
     SENT = auto()  # our half is there; only its answer, a refusal or the partner's death ends it
+
+
+TRANSITIONS: dict[Stage, dict[Stage, str]] = {
+    Stage.IDLE: {
+        Stage.INVITED: "our local steps are made: PairInvite",
+        Stage.ACCEPTED: "PairInvite when they are: PairAnswer(accepts)",
+    },
+    Stage.INVITED: {
+        Stage.SENT: "PairAnswer(accepts): our PairHalf",
+        Stage.ACCEPTED: "PairInvite of a smaller id: we turn to it",
+        Stage.IDLE: "PairAnswer(declines), no answer for some steps, its death, our run's end, or no finite model",
+    },
+    Stage.ACCEPTED: {
+        Stage.ACCEPTED: "its PairInvite came again, or a later one",
+        Stage.IDLE: "PairHalf: applied, and ours said; or a refusal, its death, or no finite model",
+    },
+    Stage.SENT: {
+        Stage.IDLE: "PairHalf: applied; or a refusal, or its death",
+    },
+}
+"""What a stage may be followed by, and why."""
 
 
 @dataclass(slots=True, eq=False)
@@ -217,7 +239,7 @@ class NoLoCo(ModeClass):
             if pair.stage is not Stage.INVITED or self._report.step - pair.since_step < PATIENCE_STEPS:
                 return []
             self._declined.add(pair.peer)
-            self._pair = None
+            self._enter(None)
         if not self._ready or self._invitations >= self._settings.view:
             return []
         waiting = sorted(self._asked_us) or sorted(self._alive - self._declined)
@@ -270,10 +292,9 @@ class NoLoCo(ModeClass):
             ours = self._outer.contribute(self._values())
         except NotFinite:
             return [*self._not_finite(), Send(sender, PairAnswer(seq, False)), *self._end(now)]
-        pair.contribution = ours
-        pair.stage, pair.said_at = Stage.SENT, now
-        pair.said = PairHalf(seq, self._outer.codec, True, ours.chunks)
-        return [Send(sender, pair.said)]
+        half = PairHalf(seq, self._outer.codec, True, ours.chunks)
+        self._enter(replace(pair, stage=Stage.SENT, said=half, said_at=now, contribution=ours))
+        return [Send(sender, half)]
 
     def _on_half(self, sender: NodeId, half: PairHalf, now: float) -> list[Effect]:
         if self._answered is not None and self._answered[0] == sender and self._answered[1].seq == half.seq:
@@ -299,7 +320,8 @@ class NoLoCo(ModeClass):
     def _update(self, pair: _Pair, ours: Contribution, theirs: Vector) -> list[Effect]:
         self._correction, distance = self._outer.step(ours, theirs)
         self._ended.append((pair.peer, pair.seq))
-        self._pair, self._ready, self._due = None, False, self._report.step + self._every
+        self._enter(None)
+        self._ready, self._due = False, self._report.step + self._every
         self._declined.clear()
         self.counts["exchanges"] += 1
         met = self._met.get(pair.peer)
@@ -314,8 +336,13 @@ class NoLoCo(ModeClass):
         return pair if pair is not None and (pair.peer, pair.seq) == (sender, seq) else None
 
     def _say(self, peer: NodeId, stage: Stage, message: PairInvite | PairAnswer, now: float) -> list[Effect]:
-        self._pair = _Pair(peer, message.seq, stage, message, now, self._report.step)
+        self._enter(_Pair(peer, message.seq, stage, message, now, self._report.step))
         return [Send(peer, message)]
+
+    def _enter(self, pair: _Pair | None) -> None:
+        before, after = (Stage.IDLE if one is None else one.stage for one in (self._pair, pair))
+        assert after in TRANSITIONS[before], f"{before.name} -> {after.name}"
+        self._pair = pair
 
     def _repeat(self, peer: NodeId, now: float) -> list[Effect]:
         effects: list[Effect] = []
@@ -330,14 +357,16 @@ class NoLoCo(ModeClass):
         """The exchange is off: perhaps with another."""
         if self._pair is not None and self._pair.stage is not Stage.INVITED:
             self._ended.append((self._pair.peer, self._pair.seq))
-        self._pair = None
+        self._enter(None)
         return [] if self._report.finishing else self._invite(now)
 
     def _finish(self, now: float) -> list[Effect]:
         """The run has ended: finish what is promised, then flush."""
         if self._flushing or (self._pair is not None and self._pair.stage is not Stage.INVITED):
             return []
-        self._pair, self._ready, self._flushing = None, False, True
+        if self._pair is not None:
+            self._enter(None)
+        self._ready, self._flushing = False, True
         return self._flush.seek_partners(True, now) + self._flush.on_step(self._report, now)
 
     def _model(self) -> Vector:

@@ -10,6 +10,7 @@ A link's life, seen from one end (`peer` is the other):
     dormant   -> open      the peer is back
     open      -> closing   rotated out: LinkClose sent when no exchange is under way
     closing   -> (gone)    LinkClosed came
+    closing   -> dormant   the peer is not alive: what it was asked is said again when it is back (CLOSING_DORMANT)
     any       -> (gone)    the peer does not hold the link any more, or opens another; a new one is opened
     dormant   -> (gone)    there are others, of peers that went later, for whose references the memory is needed
 
@@ -33,6 +34,7 @@ import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 
 import numpy as np
 
@@ -58,6 +60,42 @@ UNFINISHED_MAX = 64
 DIGEST_BYTES = 16
 
 
+class LinkState(Enum):
+    """Where a link is in its life, once its first vector has come."""
+
+    OPEN = auto()  # exchanges may begin
+    DORMANT = auto()  # the peer is not alive
+    CLOSING = auto()  # LinkClose was sent: none begins here, and the peer's are still answered
+    CLOSING_DORMANT = auto()  # LinkClose was sent, and the peer is not alive
+    GONE = auto()  # not held any more
+
+
+TRANSITIONS: dict[LinkState, dict[LinkState, str]] = {
+    LinkState.OPEN: {
+        LinkState.DORMANT: "the peer is not alive",
+        LinkState.CLOSING: "rotated out: LinkClose",
+        LinkState.GONE: "the peer's LinkClose, LinkClosed or LinkOpen, or we leave it alone: what it may lack is said",
+    },
+    LinkState.DORMANT: {
+        LinkState.OPEN: "the peer is back: what had no answer is said again",
+        LinkState.GONE: "links of peers that went later need the memory, or the peer is heard before it is known",
+    },
+    LinkState.CLOSING: {
+        LinkState.CLOSING_DORMANT: "the peer is not alive",
+        LinkState.GONE: "LinkClosed, or what ends an open one",
+    },
+    LinkState.CLOSING_DORMANT: {
+        LinkState.CLOSING: "the peer is back: LinkClose is said again",
+        LinkState.GONE: "as of a dormant one",
+    },
+    LinkState.GONE: {},
+}
+"""What a state may be followed by, and why."""
+
+WENT = {LinkState.OPEN: LinkState.DORMANT, LinkState.CLOSING: LinkState.CLOSING_DORMANT}
+CAME = {rests: live for live, rests in WENT.items()}
+
+
 @dataclass(slots=True, eq=False)
 class PairLink:
     """One end of a link, with what gossip notes of it."""
@@ -68,23 +106,37 @@ class PairLink:
     anchor_norm: float
     last_exchange: float
     sent_at: float  # when something that waits for an answer was last sent
-    active: bool  # the peer is alive
+    state: LinkState
     declined_at: float = float("-inf")  # when it was overdue, and the trigger had no reason
     moved: float = 0.0  # at most ||x at the last publish - anchor||
     news: float = 0.0  # the same, of partners that train on, since our own trainer ended
     exchanges: int = 0
     distance: float = 0.0  # between the two models, at the last exchange
-    closing: bool = False
     peer_finishing: bool = False
     flushed: bool = False  # exchanged since our own trainer ended
     last_reason: str = ""
     start_norm: float = 0.0  # of the whole vector, buffers too, when the link was made
     progress: Progress = field(default_factory=Progress)  # since our own trainer ended
 
+    def enter(self, state: LinkState) -> None:
+        """The only way from one state to another."""
+        assert state in TRANSITIONS[self.state], f"{self.state.name} -> {state.name}"
+        self.state = state
+
+    @property
+    def active(self) -> bool:
+        """Whether the peer is alive."""
+        return self.state in WENT
+
+    @property
+    def closing(self) -> bool:
+        """Whether the peer was asked to let go of it."""
+        return self.state in (LinkState.CLOSING, LinkState.CLOSING_DORMANT)
+
     @property
     def idle(self) -> bool:
         """Whether an exchange may begin."""
-        return self.active and not self.closing and self.reference.under_way is None
+        return self.state is LinkState.OPEN and self.reference.under_way is None
 
     @property
     def waits(self) -> bool:
@@ -180,11 +232,11 @@ class PairLinks:
         for peer in sorted(self._alive - alive):
             self._give_up(peer)
             if link := self.held.get(peer):
-                link.active = False
+                link.enter(WENT[link.state])
         self._alive = alive
         for peer in came:
             if link := self.held.get(peer):
-                link.active = True
+                link.enter(CAME[link.state])
                 link.last_exchange = now
             effects += self.repeat(peer, now)
         self._declined &= alive
@@ -338,7 +390,7 @@ class PairLinks:
         if not self.opens or not idle or not self._alive - set(self.held) - set(self.opening):
             return []
         link = max(idle, key=lambda link: (link.exchanges, link.peer))
-        link.closing = True
+        link.enter(LinkState.CLOSING)
         link.sent_at = now
         self._counts["rotations"] += 1
         return [Send(link.peer, LinkClose(link.reference.link, link.reference.version))]
@@ -405,7 +457,9 @@ class PairLinks:
 
     def _let_go(self, peer: NodeId) -> int:
         """Of a link keep what must outlive it, and its number."""
-        reference = self.held.pop(peer).reference
+        link = self.held.pop(peer)
+        link.enter(LinkState.GONE)
+        reference = link.reference
         if (unfinished := reference.end()) is None:
             self._remember(reference.link, reference.version)
         else:
@@ -449,9 +503,9 @@ class PairLinks:
         reference = PairedReference(number, start, self._layout, self._scratch)
         norm = norm_of_difference(values[: self._layout.parameters])
         # a peer may open before its own news has come; one that membership never confirms holds no place of the view
-        active = peer in self._alive
+        state = LinkState.OPEN if peer in self._alive else LinkState.DORMANT
         self.held[peer] = PairLink(
-            peer, reference, values.copy(), norm, last_exchange=now, sent_at=now, active=active,
+            peer, reference, values.copy(), norm, last_exchange=now, sent_at=now, state=state,
             start_norm=norm_of_difference(values),
         )  # fmt: skip
         self._make_room()
