@@ -80,12 +80,12 @@ class Prepare(Message):
 
 @dataclass(frozen=True, slots=True)
 class Promise(Message):
-    """The answer to a claim: the sender's newest weights; no chunks if the claimant's are as new."""
+    """The answer to a ballot: the sender's newest weights; no chunks if the proposer's are as new."""
 
     KIND: ClassVar[int] = 84
     about: ClassVar[tuple[str, ...]] = ("shard", "term", "clock")
     shard: int
-    term: int  # of the claim
+    term: int  # of the ballot
     life: Drawn  # of the sender's worker
     clock: WeightsClock
     applied: tuple[Applied, ...]
@@ -94,7 +94,7 @@ class Promise(Message):
 
 @dataclass(frozen=True, slots=True)
 class ShardLeader(Message):
-    """This member serves the shard, or claims it."""
+    """This member serves the shard, or prepares to."""
 
     KIND: ClassVar[int] = 85
     shard: int
