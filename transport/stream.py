@@ -122,7 +122,7 @@ class StreamConnection:
         self._fabrics = fabrics
         self._channel: BulkChannel | None = None
         self._stream = stream
-        self._outbox = SendQueue()
+        self._send_queue = SendQueue()
         self._reader = FrameReader()
         self._lost: ConnectionLost | None = None
         self._waited_frame, self._waited_s = -1, 0.0  # how long was waited for the frame under way
@@ -156,7 +156,7 @@ class StreamConnection:
     @property
     def carrier(self) -> str:
         """What bulk that is sent from now on travels over."""
-        return self._channel.name if self._channel is not None and self._outbox.out_of_band else self._stream.name
+        return self._channel.name if self._channel is not None and self._send_queue.out_of_band else self._stream.name
 
     async def shake_hands(self) -> None:
         """See `Link.shake_hands`."""
@@ -173,7 +173,7 @@ class StreamConnection:
             self.drop(ConnectionLost(f"{self.remote}: closed, no handshake"))
             raise
         self._stream, self.identity, self._seal_bulk = sealed.stream, sealed.identity, sealed.seal_bulk
-        self._reader.checked = self._outbox.checked = self._stream.checked
+        self._reader.checked = self._send_queue.checked = self._stream.checked
         self._yield_bytes = YIELD_SEALED
         self._shake_hands = None
 
@@ -185,11 +185,11 @@ class StreamConnection:
     async def send(self, message: Message) -> None:
         """Queue `message`; see `Link.send`."""
         assert self._shake_hands is None, "not in the clear"
-        await self._outbox.put(message)
+        await self._send_queue.put(message)
 
     async def flushed(self) -> None:
         """See `Link.flushed`."""
-        await self._outbox.flushed()
+        await self._send_queue.flushed()
         if self._channel is not None:
             await self._channel.drained()
 
@@ -225,7 +225,7 @@ class StreamConnection:
         if self._channel.lost is not None:
             self.drop(self._channel.lost)
         self._channel.on_close = self.drop
-        self._outbox.out_of_band, self._outbox.out_of_band_checked = True, self._channel.checked
+        self._send_queue.out_of_band, self._send_queue.out_of_band_checked = True, self._channel.checked
 
     @property
     def has_channel(self) -> bool:
@@ -277,14 +277,14 @@ class StreamConnection:
     async def run_sender(self) -> None:
         """Send what is queued, until the link is closed or lost. The carrier's business."""
         try:
-            while pieces := await self._outbox.take():
+            while pieces := await self._send_queue.take():
                 with trio.fail_after(_patience_s(sum(map(len, pieces)))):
                     await self._write(pieces)
         except trio.TooSlowError:
             self.drop(ConnectionLost(f"{self.remote}: closed, it takes in less than {SLOWEST_RATE} bytes a second"))
         except ConnectionLost as lost:
             # not closed: what the peer sent before it went, a Refuse perhaps, can still be received
-            self._outbox.close(ConnectionLost(*lost.args))  # without its traceback, which has the chunks
+            self._send_queue.close(ConnectionLost(*lost.args))  # without its traceback, which has the chunks
         except BaseException:
             self.drop(ConnectionLost(f"{self.remote}: closed here"))
             raise
@@ -297,7 +297,7 @@ class StreamConnection:
         lost = self._lost = self._lost or ConnectionLost(
             *lost.args
         )  # a traceback has the link, and chunks of half a message
-        self._outbox.close(lost)
+        self._send_queue.close(lost)
         self.on_bulk = _told_nobody  # it knows this link: half a message would stay until that cycle is collected
         if self._channel is not None:
             self._channel.close(lost)

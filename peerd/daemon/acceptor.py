@@ -15,7 +15,7 @@ from peerd.node.receive_budget import ReceiveBudget
 from peerd.process.logs import LOGGER
 from peerd.security.reception import Reception
 from peerd.training.codecs import vector
-from peerd.training.mode import KEPT_BESIDE
+from peerd.training.mode import OPTIMIZER_VALUES_MAX
 from peerd.transport.admission import GREETED_MAX, UNPROVED_IDLE_S, Greeted
 from peerd.transport.connection import Connection, ConnectionLost
 from peerd.transport.errors import Blameless, PeerError
@@ -186,7 +186,7 @@ class Acceptor:
     def raise_payload_limits(self) -> None:
         """Let messages in that hold a whole model, once it is known how large that is."""
         if (layout := self._trainer_service.layout) is not None:
-            limit = vector.payload_limit(layout, KEPT_BESIDE[self._trainer_service.plans.settings.exchange])
+            limit = vector.payload_limit(layout, OPTIMIZER_VALUES_MAX[self._trainer_service.plans.settings.exchange])
             for link in self._nodes:
                 link.payload_limit = limit
 

@@ -147,7 +147,7 @@ class Daemon:
 
     async def leave(self) -> None:
         """Hand over what was not yet sent, say goodbye, wait until the word is out."""
-        await self.model.hand_over()
+        await self.model.drain()
         await self.view.perform(self.view.membership.leave(trio.current_time()))
         with trio.move_on_after(LEAVE_SPREAD_S):
             while not self.view.membership.left_spread:

@@ -330,7 +330,7 @@ class TrainerService:
         await session.tell(protocol.Finished())
         LOGGER.info("training finished at step %d; still a member, with the model", facts.step)
 
-    async def hand_over(self) -> None:
+    async def drain(self) -> None:
         """For a node that leaves: have the trainer publish once more and end, then give what is not yet given."""
         self._leaving = True
         session, facts = self._runner.session, self.facts
@@ -343,7 +343,7 @@ class TrainerService:
             with trio.move_on_after(session.patience_s):
                 await session.ended.wait()
         if facts.phase != "finished":
-            await self._runner.hand_over(facts.step)
+            await self._runner.drain(facts.step)
 
     async def expect_none(self) -> None:
         """No trainer comes: members without a model need not wait for this one to go first."""

@@ -30,7 +30,7 @@ from peerd.transport.errors import UserError
 from peerd.transport.ids import Address, NodeId, shown
 from peerd.transport.messages import Member, Plan, State
 
-SEEDS_BESIDE = 2  # members' addresses in a token beside the issuer's own; each makes it 27 characters longer
+OTHER_SEEDS = 2  # members' addresses in a token beside the issuer's own; each makes it 27 characters longer
 
 
 class Verbs:
@@ -229,7 +229,7 @@ class Verbs:
         """Of a few members that do not issue: whoever asks them for a certificate is told so, and is not to blame."""
         live = [one for one in self._node.members().values() if one.state == State.ALIVE and one.id != self._node.me.id]
         others = [(one.host, one.port) for one in live if not NodeMeta.unpack(one.meta).issuer]
-        return random.sample(others, min(SEEDS_BESIDE, len(others)))
+        return random.sample(others, min(OTHER_SEEDS, len(others)))
 
     async def _revoke(self, message: dict[str, Any]) -> Answer:
         secrets, me = self._node.secrets, self._node.me

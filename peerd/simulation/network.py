@@ -210,14 +210,14 @@ def uniform(profile: Profile, peers: int) -> Topology:
     return Topology((profile,) * peers, ("",) * peers)
 
 
-_MS_MAX, _MIN_MBIT, _MAX_MBIT = 60_000.0, 0.001, 1e6
+_MS_MAX, _MBIT_MIN, _MBIT_MAX = 60_000.0, 0.001, 1e6
 _NUMBERS = {  # by key: the field, what to multiply with, the least and the most
     "latency_ms": ("latency_s", 1e-3, 0.0, _MS_MAX),
     "jitter_ms": ("jitter_s", 1e-3, 0.0, _MS_MAX),
     "loss": ("loss", 1.0, 0.0, 0.9),
-    "uplink_mbit": ("uplink_mbit", 1.0, _MIN_MBIT, _MAX_MBIT),
-    "downlink_mbit": ("downlink_mbit", 1.0, _MIN_MBIT, _MAX_MBIT),
-    "mbit": ("mbit", 1.0, _MIN_MBIT, _MAX_MBIT),
+    "uplink_mbit": ("uplink_mbit", 1.0, _MBIT_MIN, _MBIT_MAX),
+    "downlink_mbit": ("downlink_mbit", 1.0, _MBIT_MIN, _MBIT_MAX),
+    "mbit": ("mbit", 1.0, _MBIT_MIN, _MBIT_MAX),
 }
 _PEERS_MAX = 1_000_000
 

@@ -31,7 +31,7 @@ from peerd.simulation.weight import datagram_bytes, table_bytes
 from peerd.simulation.world import Kind, World
 from peerd.training.codecs import vector
 from peerd.training.effects import Effect, Send
-from peerd.training.mode import KEPT_BESIDE
+from peerd.training.mode import OPTIMIZER_VALUES_MAX
 from peerd.training.pairs.reference import PairedReference
 from peerd.transport import wire
 from peerd.transport.errors import PeerError
@@ -123,7 +123,7 @@ class Node:
         self._wakes_at = math.inf
         self.trainee: SimulatedTrainer | None = None
         if learner is not None:
-            kept = KEPT_BESIDE[swarm.settings.mode_settings.exchange]
+            kept = OPTIMIZER_VALUES_MAX[swarm.settings.mode_settings.exchange]
             self._reader.payload_limit = vector.payload_limit(learner.layout, kept)
             partners = {member.id for member in known if member.id != self.id}
             self.trainee = SimulatedTrainer(

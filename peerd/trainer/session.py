@@ -113,7 +113,7 @@ class Session:
         self.hooks: GradientHooks | None = None  # where gradients are exchanged
         self._weight = 1.0  # of a gradient in the mean: samples of the last step, if they were said
         self.restored_from: Path | None = None
-        self._word = RankCommand.GO_ON
+        self._command = RankCommand.GO_ON
         self._attach()
 
     # ---------------------------------------------------------------- coming
@@ -292,10 +292,10 @@ class Session:
         self._writer.write_last(step)
         raise SystemExit(0)
 
-    def take_word(self) -> RankCommand:
+    def take_command(self) -> RankCommand:
         """What happened to the model since this was asked last."""
-        word, self._word = self._word, RankCommand.GO_ON
-        return word
+        command, self._command = self._command, RankCommand.GO_ON
+        return command
 
     def close(self) -> None:
         """Let go of the daemon."""
@@ -399,7 +399,7 @@ class Session:
             self._say_published()  # what is copied stays as it is until then
         if isinstance(said, Corrections):
             self.flat.add(self._memory.corrections[said.half])
-            self._word = max(self._word, RankCommand.CHANGED)
+            self._command = max(self._command, RankCommand.CHANGED)
         elif isinstance(said, Load):
             self.flat.load(self._memory.copies[said.copy])
             self.step = said.step
@@ -423,7 +423,7 @@ class Session:
         say(f"the model is not finite at step {step}: back to its last published copy, optimizer state cleared")
         self.flat.restore()
         forget(self._optimizer)
-        self._word = RankCommand.ROLLED_BACK
+        self._command = RankCommand.ROLLED_BACK
 
     def _capture(self, step: int) -> checkpoint.Generation:
         if isinstance(self.flat, ShardedModel):

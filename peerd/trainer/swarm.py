@@ -160,7 +160,7 @@ class Swarm:
         if self._daemon_outlives(
             lambda: session.on_step(self.step_count, figures.loss, figures.samples, figures.metrics)
         ):
-            self._lead(session.take_word())
+            self._lead(session.take_command())
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -243,18 +243,18 @@ class Swarm:
         self._ranks = self._follower = None
         self._close()
 
-    def _lead(self, word: RankCommand) -> None:
+    def _lead(self, command: RankCommand) -> None:
         if self._ranks is None:
             return
-        self._ranks.say(word, self.step_count)
+        self._ranks.say(command, self.step_count)
         flat = self._session.flat if self._session is not None else None
-        if word in (RankCommand.CHANGED, RankCommand.ROLLED_BACK) and isinstance(flat, FlatModel):
+        if command in (RankCommand.CHANGED, RankCommand.ROLLED_BACK) and isinstance(flat, FlatModel):
             self._ranks.share(flat)
 
     def _lose_daemon(self) -> None:
         say("the daemon went away; training goes on alone")
         if self._ranks is not None and self._session is not None:
-            before = self._session.take_word()  # what came before it went is everybody's
+            before = self._session.take_command()  # what came before it went is everybody's
             self._ranks.say(RankCommand.ALONE, before)
             if before != RankCommand.GO_ON and isinstance(self._session.flat, FlatModel):
                 self._ranks.share(self._session.flat)

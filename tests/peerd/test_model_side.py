@@ -495,7 +495,7 @@ async def test_a_node_that_leaves_has_its_trainer_end_and_publish(tmp_path: Path
             left = trio.Event()
 
             async def leave() -> None:
-                await node.side.hand_over()
+                await node.side.drain()
                 left.set()
 
             nursery.start_soon(leave)
@@ -519,7 +519,7 @@ async def test_a_node_that_leaves_does_not_wait_for_a_trainer_that_will_not_answ
             nursery.start_soon(trainer.serve, node)
             await trainer.trains()
             async with trio.open_nursery() as leaving:
-                leaving.start_soon(node.side.hand_over)
+                leaving.start_soon(node.side.drain)
                 await trainer.hear("stop")
                 if how == "dies":
                     trainer.leave()
@@ -527,7 +527,7 @@ async def test_a_node_that_leaves_does_not_wait_for_a_trainer_that_will_not_answ
 
 async def test_a_node_without_a_model_has_nothing_to_hand_over_nor_to_export(tmp_path: Path) -> None:
     node = Node(tmp_path)
-    await node.side.hand_over()
+    await node.side.drain()
     with pytest.raises(UserError, match="this node has no model yet"):
         await node.side.model_values()
     await node.side.expect_none()

@@ -145,7 +145,7 @@ class ParameterServer(ModeClass):
         self._cut = layout.parameters
         self._buffers: Vector | None = None  # float buffers as they are with a trainer that waits with its gradient
         self._finishing = False
-        self._handed_over = False
+        self._drained = False
         self._settled = False
 
     # ---------------------------------------------------------------- events
@@ -184,7 +184,7 @@ class ParameterServer(ModeClass):
 
     def _note_run(self, *, finishing: bool) -> None:
         if self._finishing and not finishing:  # a new run follows a flush
-            self._handed_over = self._settled = False
+            self._drained = self._settled = False
             self._pushed_step = -1
             self._members.finished.discard(self._me)
         self._finishing = finishing
@@ -199,7 +199,7 @@ class ParameterServer(ModeClass):
     def on_peers(self, alive: frozenset[NodeId], now: float) -> list[Effect]:
         """Peers came or went."""
         self._now = now
-        if self._handed_over:
+        if self._drained:
             for peer in sorted(alive - self._members.alive):
                 self._send(peer, Finished())
         self._leadership.on_peers(alive, now)
@@ -268,7 +268,7 @@ class ParameterServer(ModeClass):
                 raise PeerError(f"{type(message).__name__} has no meaning to a parameter server")
 
     def _on_connected(self, peer: NodeId) -> None:
-        if self._handed_over:
+        if self._drained:
             self._send(peer, Finished())
         self._leadership.on_connected(peer)
         for shard in self._leadership.shards:
@@ -314,7 +314,7 @@ class ParameterServer(ModeClass):
     def _tell(self, shard: ShardState, after: int | None = None) -> None:
         """Say to the server what it has not been told; before there is one, nothing."""
         if shard.announced:
-            finishing, taken = self._handed_over, self._relay.taken_up_to(shard)
+            finishing, taken = self._drained, self._relay.taken_up_to(shard)
             for message in self._worker.to_say(shard.part, shard.leader, finishing=finishing, taken=taken, after=after):
                 is_push = isinstance(message, ShardPush)
                 self._send(self._relay.ours_go_to(shard) if is_push else shard.leader[1], message)
@@ -362,7 +362,7 @@ class ParameterServer(ModeClass):
             self._waits = False
             self._become()
             if self._finishing:
-                self._hand_over()
+                self._drain()
             else:
                 self._effects.append(Resume() if self._optimizer is None else Averaged(None))
                 self.counts["exchanges"] += 1
@@ -371,7 +371,7 @@ class ParameterServer(ModeClass):
         elif shift is not None and shift.any():
             self._effects.append(Apply(shift))
         if (
-            self._handed_over
+            self._drained
             and not self._settled
             and not self._landing
             and all(shard.part.final for shard in self._leadership.shards)
@@ -401,9 +401,9 @@ class ParameterServer(ModeClass):
         if np.isfinite(self._correction).all():
             self._effects.append(Apply(self._correction))
 
-    def _hand_over(self) -> None:
-        if not self._handed_over:
-            self._handed_over = True
+    def _drain(self) -> None:
+        if not self._drained:
+            self._drained = True
             self._members.finished.add(self._me)
             for peer in sorted(self._members.alive):
                 self._send(peer, Finished())
