@@ -131,11 +131,11 @@ class ModeRunner:
         """Messages to this peer flow again."""
         self._post(peer, Reconnected(peer))
 
-    def _post(self, about: NodeId, event: PeersChanged | Reconnected) -> None:
+    def _post(self, peer: NodeId, event: PeersChanged | Reconnected) -> None:
         """In order, unless so much waits that only the last of what peers cause can be kept."""
         if self._late or self.compute.waiting >= WAITING_MAX:
-            self._late.pop(about, None)
-            self._late[about] = event
+            self._late.pop(peer, None)
+            self._late[peer] = event
         else:
             self.compute.post(event)
 

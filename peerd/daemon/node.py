@@ -102,9 +102,9 @@ class Daemon:
         )
         kept_until = self.began + timing.silence_s(len(kept))
         self.model = TrainerService(
-            me.id, settings, self.peers, self.members, self._say_about, rng, kept, kept_until, signing
+            me.id, settings, self.peers, self.members, self._say_meta, rng, kept, kept_until, signing
         )  # fmt: skip
-        self.model.about = NodeMeta.unpack(me.meta)
+        self.model.meta = NodeMeta.unpack(me.meta)
         self.twin_proof = TwinProof(key, me, settings.swarm, settings.run, transport)
         self.view = MembershipService(
             Membership(me, [*settings.seeds, *kept], rng, self.began, timing, numbers=rng, signing=signing),
@@ -226,7 +226,7 @@ class Daemon:
             self.fail(f"{why}: the swarm takes its certificate no more; enter again with a new token")
 
     def _on_refused_by_peer(self, peer: NodeId, refusal: Refused) -> None:
-        self.model.on_refused(PeerError(cured(refusal)), newcomer=self.model.about.expects, peer=peer)
+        self.model.on_refused(PeerError(cured(refusal)), newcomer=self.model.meta.expects, peer=peer)
 
     def _on_refused_by_seed(self, where: Address, refusal: Refused) -> None:
         if refusal.field in ANOTHER_SWARM and where in self._kept and where not in self.settings.seeds:
@@ -235,9 +235,9 @@ class Daemon:
         else:
             self.model.on_refused(PeerError(cured(refusal)), newcomer=len(self.members()) == 1)
 
-    async def _say_about(self, about: NodeMeta) -> None:
+    async def _say_meta(self, meta: NodeMeta) -> None:
         self.acceptor.raise_payload_limits()  # the first word about a model comes when its size is known
-        await self.view.perform(self.view.membership.set_meta(about.pack(), trio.current_time()))
+        await self.view.perform(self.view.membership.set_meta(meta.pack(), trio.current_time()))
 
 
 @asynccontextmanager
@@ -265,9 +265,9 @@ async def running(
             _secrets(settings, identity, entry, seal, alone=not (settings.seeds or kept)) if entry and seal else None
         )
         issuer = entry is not None and entry.issuer is not None
-        about = NodeMeta(expects=expects, founder=not settings.seeds, issuer=issuer).pack()
+        meta = NodeMeta(expects=expects, founder=not settings.seeds, issuer=issuer).pack()
         reached = carrier.reached(host), bound[1]
-        me = Member(identity.id, settings.name, *reached, identity.epoch, 0, State.ALIVE, "", about)
+        me = Member(identity.id, settings.name, *reached, identity.epoch, 0, State.ALIVE, "", meta)
         async with trio.open_nursery() as nursery:
             transport = await carrier.start(nursery, entry.trust if entry else None)
             signing = NodeSigning(identity.key, settings.swarm, settings.run) if entry else None

@@ -27,7 +27,7 @@ class ShardPush(Message):
     """
 
     KIND: ClassVar[int] = 80
-    about: ClassVar[tuple[str, ...]] = ("shard", "seq")
+    key_fields: ClassVar[tuple[str, ...]] = ("shard", "seq")
     shard: int
     seq: int
     life: Drawn  # of the worker: a restarted one counts from 1 again
@@ -57,7 +57,7 @@ class Weights(Message):
     """A shard's weights at `clock`, in float32, and behind them what its optimizer remembers, if it has one."""
 
     KIND: ClassVar[int] = 82
-    about: ClassVar[tuple[str, ...]] = ("shard", "term", "clock")
+    key_fields: ClassVar[tuple[str, ...]] = ("shard", "term", "clock")
     shard: int
     term: int
     server: NameOrNone
@@ -83,7 +83,7 @@ class Promise(Message):
     """The answer to a ballot: the sender's newest weights; no chunks if the proposer's are as new."""
 
     KIND: ClassVar[int] = 84
-    about: ClassVar[tuple[str, ...]] = ("shard", "term", "clock")
+    key_fields: ClassVar[tuple[str, ...]] = ("shard", "term", "clock")
     shard: int
     term: int  # of the ballot
     life: Drawn  # of the sender's worker
@@ -110,7 +110,7 @@ class ShardSum(Message):
     """The sum of these pushes, all made from the weights at `clock`; the sender's number `seq` in this tree."""
 
     KIND: ClassVar[int] = 87
-    about: ClassVar[tuple[str, ...]] = ("shard", "term", "clock", "seq")
+    key_fields: ClassVar[tuple[str, ...]] = ("shard", "term", "clock", "seq")
     shard: int
     term: int
     server: NameOrNone
