@@ -1,6 +1,6 @@
-"""Links within one host: large chunks go through memory that both ends map, copied once.
+"""Connections within one host: large chunks go through memory that both ends map, copied once.
 
-How this works. Each end of a link has a memory file for what it sends, and tells the other where to open it: as a
+How this works. Each end of a connection has a memory file for what it sends, and tells the other where to open it: as a
 descriptor of its process. Only a process of the same user, in the same namespaces, does; others stay on TCP. Processes
 of one user trust each other: they could read each other's memory anyway. A chunk is copied into the first free slot
 before its frame goes into the stream, so it is there whenever its frame is, and nobody waits for it or is woken. It is
@@ -274,7 +274,7 @@ class SharedMemoryChannel:
             return
         self.lost = lost
         self._ours.close()
-        on_close, self.on_close = self.on_close, nothing  # of the link, which has this: no cycle keeps the memory
+        on_close, self.on_close = self.on_close, nothing  # of the connection, which has this: no cycle keeps the memory
         on_close(lost)
 
     async def _room(self, size: int) -> None:

@@ -55,8 +55,8 @@ def attach(model: Models, optimizer: Optimizers, *, exclude: Sequence[str] = ())
     try:
         model, optimizer = one_model(model), as_one(optimizer)
     except ValueError as error:  # on every rank
-        if (ranks is None or ranks.leads) and (link := _connect()) is not None:
-            _give_up(link)
+        if (ranks is None or ranks.leads) and (socket := _connect()) is not None:
+            _give_up(socket)
         raise SystemExit(f"peerd: {error}") from None
     if ranks is not None and not ranks.leads:
         return Swarm(None, ranks, Follower(ranks, model, optimizer, exclude))
@@ -80,28 +80,28 @@ def attach(model: Models, optimizer: Optimizers, *, exclude: Sequence[str] = ())
 def _open(
     model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks | None, exclude: Sequence[str]
 ) -> Session | None:
-    link = _connect()
-    if link is None:
+    socket = _connect()
+    if socket is None:
         return None
     try:
-        session = Session(link, model, optimizer, ranks, exclude)
+        session = Session(socket, model, optimizer, ranks, exclude)
         for line in checkpoint.not_kept(model):
             say(line)
         return session
     except Refused:
-        _give_up(link)
+        _give_up(socket)
         raise
     except (OSError, EOFError):
-        link.close()
+        socket.close()
         say("the daemon went away; training alone")
         return None
 
 
-def _give_up(link: LocalSocket) -> None:
+def _give_up(socket: LocalSocket) -> None:
     """Tell the daemon, where it did not refuse the script itself, that this will come again."""
     with suppress(OSError, EOFError, UserError):
-        link.ask("refused")
-    link.close()
+        socket.ask("refused")
+    socket.close()
 
 
 _SWARMS: weakref.WeakSet[Swarm] = weakref.WeakSet()
