@@ -53,7 +53,7 @@ def parse(text: str) -> Split:
     return Split(kind, alpha)
 
 
-def shard(split: Split, labels: Labels, rank: int, peers: int, seed: int) -> Indices:
+def of_rank(split: Split, labels: Labels, rank: int, peers: int, seed: int) -> Indices:
     """The indices of the samples that `rank` trains on, in ascending order."""
     if peers < 1 or not 0 <= rank < peers:
         raise UserError(f"rank {rank} does not exist among {peers} peers: ranks count from 0 to peers - 1")
