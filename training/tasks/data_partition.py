@@ -89,9 +89,9 @@ def _dirichlet(split: Split, labels: Labels, peers: int, random: np.random.Gener
         members = random.permutation(np.flatnonzero(labels == label))
         shares = random.dirichlet(np.full(peers, split.alpha))
         cuts = np.rint(np.cumsum(shares)[:-1] * len(members)).astype(np.int64)
-        for hand, part in zip(dealt, np.split(members, cuts), strict=True):
-            hand.append(part)
-    return _fill_empty([np.concatenate(hand) for hand in dealt])
+        for own, part in zip(dealt, np.split(members, cuts), strict=True):
+            own.append(part)
+    return _fill_empty([np.concatenate(own) for own in dealt])
 
 
 def _fill_empty(parts: list[Indices]) -> list[Indices]:
