@@ -1,10 +1,10 @@
-"""How fast are 16 MiB messages between two processes: our link, over what it has, beside raw blocking sockets.
+"""How fast are 16 MiB messages between two processes: our connection, over what it has, beside raw blocking sockets.
 
     python benchmarks/datapath.py [--messages 64] [--rounds 5] [--format json]
 
 They are timed in turn, in the same run, because differences between runs are noise; the best and the median are shown,
-and the median of each round's ratio to our link over TCP, as the machine's speed changes from round to round.
-Our link checks what is on a line: the "checked" blocking sockets do so too, with the same checksum. Sealed links are
+and the median of each round's ratio to our connection over TCP, as the machine's speed changes from round to round.
+Our connection checks what is on a line: the "checked" blocking sockets do, too, with the same checksum. Sealed ones are
 checked by their seals; TLS is that of Python's `ssl` over blocking sockets. The receiver tells how long it took from
 the first byte wanted, or the first message received, to the last one. CPU is that of both processes meanwhile. Where
 there is no UCX its rows are missing. Beside the paths, the CPU that a handshake costs both ends together.
@@ -105,7 +105,7 @@ def blocking(messages: int, checked: bool = False, tls: bool = False) -> Timed:
     return elapsed, cpu + theirs
 
 
-# -------------------------------------------------------------------------------------------------------- our link
+# -------------------------------------------------------------------------------------------------- our connection
 
 
 Make = Callable[[], Fabric] | None
@@ -137,15 +137,15 @@ async def transport(nursery: trio.Nursery, make: Make, own: TestCredentials | No
 
 
 async def receive_linked(messages: int, pipe: int, make: Make, own: TestCredentials | None) -> None:
-    async def accepted(link: Connection) -> None:
-        await link.shake_hands()
-        link.payload_limit = CHUNK_BYTES * CHUNKS
-        link.admit()
-        await link.send(ModelRequest())
-        await link.receive()  # what is sent first is not timed
+    async def accepted(connection: Connection) -> None:
+        await connection.shake_hands()
+        connection.payload_limit = CHUNK_BYTES * CHUNKS
+        connection.admit()
+        await connection.send(ModelRequest())
+        await connection.receive()  # what is sent first is not timed
         began, cpu = time.perf_counter(), time.process_time()
         for _ in range(messages):
-            await link.receive()
+            await connection.receive()
         os.write(pipe, f"{time.perf_counter() - began} {time.process_time() - cpu}".encode())
         nursery.cancel_scope.cancel()
 
@@ -158,19 +158,19 @@ async def receive_linked(messages: int, pipe: int, make: Make, own: TestCredenti
 async def send_linked(messages: int, port: int, pipe: int, make: Make, own: TestCredentials | None) -> Timed:
     message = ModelSnapshot(0, "float32", tuple(payload()))
     async with trio.open_nursery() as nursery:
-        link = await (await transport(nursery, make, own)).dial(("127.0.0.1", port))
-        await link.receive()
-        if why_not := await link.upgrade():
+        connection = await (await transport(nursery, make, own)).dial(("127.0.0.1", port))
+        await connection.receive()
+        if why_not := await connection.upgrade():
             sys.exit(why_not)
-        assert (link.carrier != "tcp") == (make is not None)
-        await link.send(message)
-        await link.flushed()
+        assert (connection.carrier != "tcp") == (make is not None)
+        await connection.send(message)
+        await connection.flushed()
         cpu = time.process_time()
         for _ in range(messages):
-            await link.send(message)
+            await connection.send(message)
         told = await trio.to_thread.run_sync(os.read, pipe, 100)
         cpu = time.process_time() - cpu
-        await link.aclose()
+        await connection.aclose()
         nursery.cancel_scope.cancel()
     elapsed, theirs = map(float, told.split())
     return elapsed, cpu + theirs
@@ -202,17 +202,17 @@ async def handshake_s(count: int = 50) -> float:
     """Seconds of CPU that one costs, both ends in this process, with the connection around it."""
     ours, theirs = credentials()
 
-    async def accepted(link: Connection) -> None:
-        await link.shake_hands()
-        await link.send(ModelRequest())
+    async def accepted(connection: Connection) -> None:
+        await connection.shake_hands()
+        await connection.send(ModelRequest())
 
     async with trio.open_nursery() as nursery:
         address = await nursery.start(TcpTransport(nursery, credentials=theirs).listen, ("127.0.0.1", 0), accepted)
         cpu = time.process_time()
         for _ in range(count):
-            link = await TcpTransport(nursery, credentials=ours).dial(address)
-            await link.receive()
-            await link.aclose()
+            connection = await TcpTransport(nursery, credentials=ours).dial(address)
+            await connection.receive()
+            await connection.aclose()
         cpu = time.process_time() - cpu
         nursery.cancel_scope.cancel()
     return cpu / count
@@ -235,9 +235,9 @@ def main() -> None:
             cpu[name].append(busy / gigabytes)
     medians = {name: statistics.median(found) for name, found in rates.items()}
     costs = {name: statistics.median(found) for name, found in cpu.items()}
-    link = rates["peerd link"]
+    connection = rates["peerd link"]
     ratios = {
-        name: statistics.median(rate / beside for rate, beside in zip(found, link, strict=True))
+        name: statistics.median(rate / beside for rate, beside in zip(found, connection, strict=True))
         for name, found in rates.items()
     }
     handshake = trio.run(handshake_s)
@@ -247,7 +247,7 @@ def main() -> None:
         json.dump(said, sys.stdout)
         print()
         return
-    print(f"{'path':<24}{'median GB/s':>12}{'best GB/s':>12}{'of the link':>12}{'CPU s/GB':>12}")
+    print(f"{'path':<24}{'median GB/s':>12}{'best GB/s':>12}{'of the connection':>12}{'CPU s/GB':>12}")
     for name, found in rates.items():
         print(f"{name:<24}{medians[name]:>12.2f}{max(found):>12.2f}{ratios[name]:>12.2f}{costs[name]:>12.2f}")
     print(f"a handshake: {1e3 * handshake:.1f} ms of CPU, both ends together")

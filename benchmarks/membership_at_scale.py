@@ -64,7 +64,7 @@ def stops(swarm: Swarm) -> None:
 
 def loss(swarm: Swarm) -> None:
     """A twentieth of all packets is lost, everywhere."""
-    swarm.set_weather(Profile(0.0, loss=LOSS))
+    swarm.set_conditions(Profile(0.0, loss=LOSS))
 
 
 TRIALS = {"crashes": crashes, "stops": stops, "loss": loss}

@@ -45,7 +45,7 @@ def run(peers: int, parameters: int, seed: int, steps: int, **settings: Any) -> 
     swarm.start_formed()
     assert swarm.run(3600, swarm.finished), "not ended in an hour"
     assert not swarm.verdicts, "nobody died"
-    return max(trainee.trained_until for trainee in swarm.trainees), sorted(
+    return max(trainer.trained_until for trainer in swarm.trainers), sorted(
         node.bytes_sent for node in swarm.nodes.values()
     )[peers // 2]
 

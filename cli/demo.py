@@ -17,7 +17,7 @@ from peerd.cli.local_swarm import LocalSwarm
 from peerd.cli.output import Format, FormatOption, print_json
 from peerd.settings import load
 from peerd.training.modes.own_mode import as_told
-from peerd.training.tasks import TASKS, shards
+from peerd.training.tasks import TASKS, data_partition
 from peerd.transport.errors import UserError
 
 PACE_S = 0.01  # least time of a step: many trainers on few cores keep level, as nodes with a GPU each would
@@ -67,7 +67,7 @@ def demo(
     given |= {"exchange": exchange, "server_optimizer": server_optimizer}
     given |= {"transport": transport, "rdma_allow_fallback": rdma_allow_fallback}
     # refused here: a node would take seconds to start, only to refuse it in its log
-    shards.parse(shard)
+    data_partition.parse(shard)
     settings = load(given, {}, None)
     given["mode"] = as_told(settings.mode)
     _check_picture(picture)

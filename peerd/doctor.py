@@ -188,11 +188,11 @@ def _speed(peer: Address, mine: Credentials | None) -> Finding:
     async def measured() -> Finding:
         async with trio.open_nursery() as nursery:
             try:
-                link = await TcpTransport(nursery, credentials=mine).dial(peer)
+                connection = await TcpTransport(nursery, credentials=mine).dial(peer)
                 try:
-                    rate = await speed.measure(link)
+                    rate = await speed.measure(connection)
                 finally:
-                    await link.aclose()
+                    await connection.aclose()
             except (ConnectionLost, PeerError) as error:
                 return Finding("peer", "note", f"no speed measured: {error}", "is it a node of this version of peerd?")
             finally:

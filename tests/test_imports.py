@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import itertools
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -204,26 +206,96 @@ def test_rooms_have_the_arrows_that_are_drawn_here() -> None:
     assert found == ROOMS
 
 
-OLD_NAMES = {  # words that had two meanings, or none that the field knows
-    "About", "Bid", "Branches", "Claim", "Decider", "Exchanges", "Facts", "HandOver", "Lane", "ModelSide", "Noted",
-    "Outbox", "PlanKeeper", "Purse", "Replica", "Seat", "Seats", "Serves", "Squeezer", "Surroundings", "SwarmView",
-    "Trainee", "TrainerFacts", "Word", "adopt", "beside", "bury", "feel", "has_lane", "heed", "lane", "meet", "spoilt",
-    "storm", "widen",
+OLD_WORDS: dict[str, tuple[str, ...]] = dict.fromkeys(
+    (
+        "adopt", "beside", "bid", "bidder", "branches", "bury", "claimant", "decider", "deciding", "feel", "keeper",
+        "lane", "lanes", "meet", "noted", "outbox", "purse", "reign", "replica", "seat", "serves", "spoilt", "squeeze",
+        "squeezer", "storm", "surroundings", "widen",
+    ), (),
+) | {
+    "about": (
+        "peerd.trainer",  # what is about to happen to a model
+        "peerd.simulation.trainee",  # what members say of its node; NodeMeta everywhere else
+    ),
+    "claim": ("peerd.membership", "peerd.reproduce"),  # what a node signs of itself; what a paper says
+    "facts": (  # of TrainerSession, the trainer's status
+        "peerd.daemon.trainer_session", "peerd.daemon.trainer_service", "peerd.daemon.mode_runner",
+    ),
+    "half": (
+        "peerd.training.modes", "peerd.training.pairs", "peerd.transport.messages", "peerd.simulation.checkers",
+        # of an exchange; and in plain English, of what is counted:
+        "peerd.training.flush", "peerd.reproduce.statistics",
+        # and of the memory for corrections, in the messages of trainer and daemon:
+        "peerd.protocol.trainer", "peerd.daemon.trainer_service", "peerd.trainer.session",
+    ),
+    "hand_over": ("peerd.simulation.connections",),  # what a connection gives its target
+    "handed_over": ("peerd.simulation.connections",),
+    "heed": ("peerd.training.modes", "peerd.daemon.verbs", "peerd.cli"),  # whether a mode has a use for a setting
+    "link": (  # what two partners remember, and what is told of it
+        "peerd.training", "peerd.transport.messages.pairs", "peerd.transport.messages.one_way", "peerd.simulation",
+        "peerd.process.host_memory", "peerd.daemon.verbs", "peerd.daemon.plan_follower", "peerd.reproduce.sockets.rank",
+        "peerd.cli.status", "peerd.cli.demo_figures",
+    ),
+    "shard": (
+        "peerd.training.parameter_server", "peerd.training.modes.parameter_server",
+        "peerd.transport.messages.parameter_server",  # what one server holds of the parameters
+        "peerd.training.model", "peerd.trainer",  # what one rank holds of a DTensor
+        "peerd.training.tasks", "peerd.simulation.options", "peerd.simulation.scenario", "peerd.cli.demo",
+        "peerd.cli.simulate", "peerd.reproduce.e05_trigger", "peerd.reproduce.e05b_fixed_period",  # the flag --shard
+    ),
+    "shell": ("peerd.simulation.trainee",),  # the protocols of a simulated node
+    "watched": ("peerd.simulation.trainee", "peerd.simulation.checkers"),
+    "trainee": ("peerd.simulation.trainee",),  # the file's name
+    "weather": ("peerd.simulation.world", "peerd.simulation.swarm"),  # the fault's name, and its name in traces
+    "weathered": ("peerd.simulation.connections", "peerd.simulation.network"),
 }  # fmt: skip
-NUMBERS = ("MAX_", "_MOST", "_LEAST")  # a bound's name ends in _MAX or _MIN, and then its unit
+"""Words that had two meanings, or none that the field knows, and where one meaning of them is left."""
+OLD_CLASSES = {"End", "Exchanges", "Look", "ModelSide", "SwarmView", "Word"}  # in other names their words are plain
+ENDS_OF_CONNECTIONS = "peerd.simulation.connections", "End"
+BOUNDS = ("MAX_", "MIN_"), ("_MOST", "_LEAST")  # a bound's name ends in _MAX or _MIN, and then its unit
+
+
+def identifiers(module: ast.Module) -> set[str]:
+    """Whatever it gives a name to, or calls by one."""
+    nodes = [node for node in ast.walk(module) if not isinstance(node, ast.alias)]
+    found = {getattr(node, field, None) for node in nodes for field in ("id", "attr", "arg", "name", "rest")}
+    return {name for name in found if isinstance(name, str)}
+
+
+@cache
+def words_of(identifier: str) -> frozenset[str]:
+    """Split at `_` and at capitals, in lower case; pairs of neighbours; plurals as singulars, too."""
+    words = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", identifier)]
+    singulars = {word.removesuffix(end) for word in words for end in ("s", "es")}
+    return frozenset({*words, *map("_".join, itertools.pairwise(words)), *singulars})
+
+
+def test_words_are_split_at_underscores_and_capitals() -> None:
+    assert words_of("_on_ShardLeader") == {"on", "shard", "leader", "on_shard", "shard_leader"}
+    assert words_of("KEPT_BESIDE") == {"kept", "beside", "kept_beside"}
+    assert words_of("HTTPSeats2") == {"http", "seats", "seat", "http_seats"}
 
 
 def test_one_word_has_one_meaning() -> None:
+    used = {
+        (word, name)
+        for name, module in modules().items()
+        for identifier in {*identifiers(module), *name.split(".")}
+        for word in words_of(identifier) & OLD_WORDS.keys()
+    }
+    assert not {(word, name) for word, name in used if not within(name, OLD_WORDS[word])}
+    allowed = {(word, place) for word, places in OLD_WORDS.items() for place in places}
+    assert not {
+        (word, place) for word, place in allowed if not any(word == at[0] and within(at[1], (place,)) for at in used)
+    }
+
+
+def test_classes_and_bounds_have_the_names_of_today() -> None:
     for name, module in modules().items():
-        if within(name, ("peerd.training.tasks",)):
-            continue
-        words = {node.id for node in ast.walk(module) if isinstance(node, ast.Name)}
-        words |= {node.attr for node in ast.walk(module) if isinstance(node, ast.Attribute)}
-        words |= {node.arg for node in ast.walk(module) if isinstance(node, ast.arg)}
-        words |= {node.name for node in ast.walk(module) if isinstance(node, ast.ClassDef | ast.FunctionDef)}
-        assert not {word.strip("_") for word in words} & OLD_NAMES, name
-        bounds = {word for word in words if word.isupper() and (word.startswith("MAX_") or word.endswith(NUMBERS[1:]))}
-        assert not bounds, name
+        classes = {(name, node.name) for node in ast.walk(module) if isinstance(node, ast.ClassDef)}
+        assert not {one for one in classes if one[1].strip("_") in OLD_CLASSES} - {ENDS_OF_CONNECTIONS}
+        numbers = {word.strip("_") for word in identifiers(module) if word.isupper()}
+        assert not {word for word in numbers if word.startswith(BOUNDS[0]) or word.endswith(BOUNDS[1])}, name
 
 
 def test_no_folder_is_a_heap() -> None:

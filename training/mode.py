@@ -37,7 +37,7 @@ AUTO = "auto"
 OVERLAPS = ("blocking", "delayed", "hpsgd")
 WEIGHTS, GRADIENTS = EXCHANGES = ("weights", "gradients")
 """What the members of a swarm give each other: models after their steps, or gradients before them."""
-KEPT_BESIDE = {WEIGHTS: 0, GRADIENTS: 2}
+OPTIMIZER_VALUES_MAX = {WEIGHTS: 0, GRADIENTS: 2}
 """Values of an optimizer's for each parameter that come with a model's in one message, at most."""
 SGD = "sgd"
 """What servers make of gradients, unless told otherwise: optimizer.py."""

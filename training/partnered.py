@@ -43,7 +43,7 @@ class PartneredMode(LinkedMode, Generic[P]):
         self.counts: Counter[str] = Counter() if counts is None else counts
         self.deadline = float("inf")
         self.gain_limit = GAIN_MAX  # of an exchange while this node trains
-        self.handed_over = False  # at the end of a run: every partner has what this node had not yet sent
+        self.drained = False  # at the end of a run: every partner has what this node had not yet sent
         self.settled = False  # and all models agree
         self._layout = layout
         self._settings = settings
@@ -52,7 +52,7 @@ class PartneredMode(LinkedMode, Generic[P]):
         self._gains: dict[str, Gain] = {}
         self._lent: list[Vector] = []  # corrections in the effects of this event: applied by the next one
         self._report = StepReport(0, 0.0, 1.0, published=False, finishing=False)
-        self._decider: TriggerPolicy[P] = TriggerPolicy(layout, rng, settings.trigger, self.counts)
+        self._policy: TriggerPolicy[P] = TriggerPolicy(layout, rng, settings.trigger, self.counts)
 
     # ---------------------------------------------------------------- what a mode adds
 
@@ -102,11 +102,11 @@ class PartneredMode(LinkedMode, Generic[P]):
             effects = said + self._flush(now)
             self._rearm(now)
             return effects
-        if self.handed_over:  # a new run follows a flush
-            self.handed_over = self.settled = False
+        if self.drained:  # a new run follows a flush
+            self.drained = self.settled = False
             for partner in self._held():
                 partner.flushed = False
-        due = self._decider.due(report, now) if report.published else None
+        due = self._policy.due(report, now) if report.published else None
         effects = self._decide(due, now) if due is not None else []
         self._rearm(now)
         return effects
@@ -137,9 +137,9 @@ class PartneredMode(LinkedMode, Generic[P]):
     @property
     def quiet(self) -> Quiet:
         """By the partner drawn. After a run's end each step is news: another one has begun."""
-        if self._report.finishing or self.handed_over:
+        if self._report.finishing or self.drained:
             return EVERY_STEP
-        return self._decider.quiet(self._report)
+        return self._policy.quiet(self._report)
 
     def end(self) -> Vector | None:
         """What partners remember only says who knows what of the model."""
@@ -154,7 +154,7 @@ class PartneredMode(LinkedMode, Generic[P]):
 
     def _decide(self, partner: P, now: float) -> list[Effect]:
         values = self._current()
-        reason = self._decider.reason(partner, values, self._report, now)
+        reason = self._policy.reason(partner, values, self._report, now)
         if reason is None:
             return []
         effects = self._begin(partner, values, reason, now)
@@ -167,7 +167,7 @@ class PartneredMode(LinkedMode, Generic[P]):
     def _rearm(self, now: float) -> None:
         """The end of an event: draw the next partner, and say when something is due."""
         idle = self._idle()
-        self._decider.draw(idle)
+        self._policy.draw(idle)
         silences = [] if self._report.finishing else [_silent_since(partner) for partner in idle]
         overdue_at = min(silences, default=float("inf")) + WAKE_AFTER_S
         self.deadline = max(now, min(overdue_at, self._say_again_at(now)))
@@ -221,10 +221,10 @@ class PartneredMode(LinkedMode, Generic[P]):
     def _proceed(self, partners: list[P], *, expects_more: bool, under_way: bool) -> list[Effect]:
         """Say when all have what this node held, unless it expects more of them, and when all agree."""
         effects: list[Effect] = []
-        if not self.handed_over and not expects_more and all(partner.flushed for partner in partners):
-            self.handed_over = True
+        if not self.drained and not expects_more and all(partner.flushed for partner in partners):
+            self.drained = True
             effects.append(Proceed(settled=False))
-        if not self.settled and self.handed_over and not under_way and all(map(self._agrees, partners)):
+        if not self.settled and self.drained and not under_way and all(map(self._agrees, partners)):
             self.settled = True
             effects.append(Proceed(settled=True))
         return effects

@@ -1,1 +1,1 @@
-"""Messages between peers: what they are in bytes, and what carries them. Start reading at `link`."""
+"""Messages between peers: what they are in bytes, and what carries them. Start reading at `connection`."""

@@ -24,7 +24,7 @@ ACCEPTED_MAX = GREETED_MAX + PENDING_MAX  # so those who have greeted keep nobod
 UNPROVED_IDLE_S = 30.0  # a node dials when it has something to say
 PROVED_S = 600.0  # after something useful; an honest node closes a connection that was idle for half as long
 
-Link = TypeVar("Link")
+ConnectionT = TypeVar("ConnectionT")
 
 
 class Admission:
@@ -97,15 +97,15 @@ class _Standing:
     sends: bool = False
 
 
-class Greeted(Generic[Link]):
+class Greeted(Generic[ConnectionT]):
     """The connections whose peers have said who they are, and which of them make way for others."""
 
     def __init__(self) -> None:
-        self._standing: dict[Link, _Standing] = {}
+        self._standing: dict[ConnectionT, _Standing] = {}
 
-    def enter(self, link: Link, who: Hashable, now: float) -> list[Link]:
+    def enter(self, connection: ConnectionT, who: Hashable, now: float) -> list[ConnectionT]:
         """Count a connection of `who`; return those to close, perhaps this one."""
-        self._standing[link] = _Standing(who, now)
+        self._standing[connection] = _Standing(who, now)
         closing = []
         if len(of_peer := self.of(who)) > GREETED_PER_PEER_MAX:
             closing.append(self._idlest(of_peer))
@@ -115,9 +115,9 @@ class Greeted(Generic[Link]):
             self.leave(each)
         return closing
 
-    def sends(self, link: Link) -> list[Link]:
+    def sends(self, connection: ConnectionT) -> list[ConnectionT]:
         """It is the one that its peer sends on; return those that were before, to be closed."""
-        if (standing := self._standing.get(link)) is None or standing.sends:
+        if (standing := self._standing.get(connection)) is None or standing.sends:
             return []
         before = [each for each in self.of(standing.who) if self._standing[each].sends]
         standing.sends = True
@@ -125,23 +125,23 @@ class Greeted(Generic[Link]):
             self.leave(each)
         return before
 
-    def useful(self, link: Link, now: float) -> None:
+    def useful(self, connection: ConnectionT, now: float) -> None:
         """A member has said something on it that could be used."""
-        if (standing := self._standing.get(link)) is not None:
+        if (standing := self._standing.get(connection)) is not None:
             standing.used = standing.useful = now
 
-    def proved(self, link: Link, now: float) -> bool:
+    def proved(self, connection: ConnectionT, now: float) -> bool:
         """Whether a member has used it lately."""
-        standing = self._standing.get(link)
+        standing = self._standing.get(connection)
         return standing is not None and now - standing.useful < PROVED_S
 
-    def of(self, who: Hashable) -> list[Link]:
+    def of(self, who: Hashable) -> list[ConnectionT]:
         """Those of one peer."""
-        return [link for link, standing in self._standing.items() if standing.who == who]
+        return [connection for connection, standing in self._standing.items() if standing.who == who]
 
-    def leave(self, link: Link) -> None:
+    def leave(self, connection: ConnectionT) -> None:
         """It has ended."""
-        self._standing.pop(link, None)
+        self._standing.pop(connection, None)
 
-    def _idlest(self, links: list[Link]) -> Link:
-        return min(links, key=lambda link: self._standing[link].used)
+    def _idlest(self, connections: list[ConnectionT]) -> ConnectionT:
+        return min(connections, key=lambda connection: self._standing[connection].used)

@@ -1,4 +1,4 @@
-"""What may carry large chunks beside a stream: one channel a link, made by what a node has that is faster."""
+"""What may carry large chunks beside a stream: one channel a connection, made by what a node has that is faster."""
 
 from __future__ import annotations
 

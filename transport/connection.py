@@ -77,7 +77,7 @@ class Connection(Protocol):
         """Close at once, losing what is queued; from now on `send` and `receive` raise the first `lost`."""
 
     def admit(self) -> None:
-        """Say that the handshake is over: the link stops counting among the listener's pending ones."""
+        """Say that the handshake is over: the connection stops counting among the listener's pending ones."""
 
     async def upgrade(self) -> str:
         """Move bulk to a faster carrier if both ends have one; return why not, or "". For the dialler, once admitted.
@@ -87,7 +87,7 @@ class Connection(Protocol):
 
 
 class Transport(Protocol):
-    """Makes links over one kind of connection. Its nursery owns the sender tasks of the links it dialled."""
+    """Makes connections of one kind. Its nursery owns the sender tasks of those it dialled."""
 
     async def dial(self, address: Address) -> Connection:
         """Connect and shake hands; raises ConnectionLost with one line naming the address and the cause.
@@ -101,10 +101,10 @@ class Transport(Protocol):
         accepted: Callable[[Connection], Awaitable[None]],
         task_status: trio.TaskStatus[Address] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        """Listen until cancelled, running `accepted(link)` in a task of its own for each connection.
+        """Listen until cancelled, running `accepted(connection)` in a task of its own for each connection.
 
         `task_status.started` gets the actual address. It is closed when `accepted` ends; PeerError and ConnectionLost
-        raised by it end that link only. Raises UserError when the address cannot be listened on.
+        raised by it end that connection only. Raises UserError when the address cannot be listened on.
         """
 
 

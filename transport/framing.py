@@ -30,7 +30,7 @@ MAGIC = b"PEER"
 TLS = b"\x16\x03"  # how a connection of TLS begins
 CHUNK = 255  # the kind of a frame that continues the bulk message under way
 HANDSHAKE_PAYLOAD_LIMIT = 64 << 10
-"""Bytes of bulk a link takes in one message until the daemon, knowing the model, raises `payload_limit`."""
+"""Bytes of bulk a connection takes in one message until the daemon, knowing the model, raises `payload_limit`."""
 OUT_OF_BAND = 1  # the flag: large chunks travel beside the stream
 OUT_OF_BAND_MIN = 64 << 10  # bytes of a large chunk
 

@@ -1,7 +1,7 @@
 """The first two messages of every connection that is to last: who are you, and do we train the same thing?
 
 The dialler sends Hello; the acceptor answers Welcome, or Refuse with the first thing that differs. Anything else,
-silence included, closes the link; but in place of greeting a dialler may measure the line
+silence included, closes the connection; but in place of greeting a dialler may measure the line
 (transport/speed.py), or ask for a proof of who we are.
 """
 
@@ -34,26 +34,28 @@ class Refused(PeerError):
         super().__init__(text)
 
 
-async def greet(link: Connection, hello: Hello) -> Welcome:
-    """Introduce this node to whom it dialled; raises Refused when they differ. On any error the link is closed."""
+async def greet(connection: Connection, hello: Hello) -> Welcome:
+    """Introduce this node to whom it dialled; raises Refused when they differ. On any error it is closed."""
     try:
-        await link.send(hello)
-        with _greeting_deadline(link):
-            answer = await link.receive()
+        await connection.send(hello)
+        with _greeting_deadline(connection):
+            answer = await connection.receive()
         if isinstance(answer, Welcome):
-            check_identity(link, answer.node)
+            check_identity(connection, answer.node)
             return answer
         if isinstance(answer, Refuse):
-            text = f"{link.remote} refused this node: its {answer.field} is {answer.here!r}, ours {answer.there!r}"
+            text = (
+                f"{connection.remote} refused this node: its {answer.field} is {answer.here!r}, ours {answer.there!r}"
+            )
             raise Refused(text, answer)
-        _unexpected(link, answer)
+        _unexpected(connection, answer)
     except BaseException:
-        await link.aclose()
+        await connection.aclose()
         raise
 
 
 async def answer(
-    link: Connection,
+    connection: Connection,
     check: Callable[[Hello], Refuse | None],
     me: Welcome,
     prove: Callable[[Challenge], Proof] | None = None,
@@ -62,35 +64,35 @@ async def answer(
     """Let the dialler introduce itself, and welcome it if `check` has nothing against it.
 
     Raises Refused when it has, PeerError when the dialler was silent or said something else, ConnectionLost when all
-    that it wanted was the proof, or another certificate. On any error the link is closed; on success it is admitted.
+    that it wanted was the proof, or another certificate. On any error it is closed; on success it is admitted.
     """
     try:
-        with _greeting_deadline(link):
-            hello = await speed.serve(link)
+        with _greeting_deadline(connection):
+            hello = await speed.serve(connection)
         if isinstance(hello, Challenge) and prove is not None:
-            await link.send(prove(hello))
-            raise ConnectionLost(f"{link.remote}: has what it asked for")
+            await connection.send(prove(hello))
+            raise ConnectionLost(f"{connection.remote}: has what it asked for")
         if isinstance(hello, RenewalRequest) and renew is not None:
-            await renew(link, hello)
-            raise ConnectionLost(f"{link.remote}: has what it asked for")
+            await renew(connection, hello)
+            raise ConnectionLost(f"{connection.remote}: has what it asked for")
         if not isinstance(hello, Hello):
-            _unexpected(link, hello)
-        _check_size(link, hello)
-        check_identity(link, hello.node)
+            _unexpected(connection, hello)
+        _check_size(connection, hello)
+        check_identity(connection, hello.node)
         refuse = check(hello)
         if refuse is not None:
-            await link.send(refuse)
-            text = f"refused {link.remote}: its {refuse.field} is {refuse.there!r}, ours {refuse.here!r}"
+            await connection.send(refuse)
+            text = f"refused {connection.remote}: its {refuse.field} is {refuse.there!r}, ours {refuse.here!r}"
             raise Refused(text, refuse)
-        await link.send(me)
+        await connection.send(me)
     except Encrypted:
-        await link.aclose()
-        text = f"refused {link.remote}: its encryption is {NO_TLS.there!r}, ours {NO_TLS.here!r}"
+        await connection.aclose()
+        text = f"refused {connection.remote}: its encryption is {NO_TLS.there!r}, ours {NO_TLS.here!r}"
         raise Refused(text, NO_TLS) from None
     except BaseException:
-        await link.aclose()  # which flushes the Refuse
+        await connection.aclose()  # which flushes the Refuse
         raise
-    link.admit()
+    connection.admit()
     return hello
 
 
@@ -114,27 +116,29 @@ def first_difference(mine: Hello, theirs: Hello) -> Refuse | None:
     return None
 
 
-def check_identity(link: Connection, node: NodeId) -> None:
+def check_identity(connection: Connection, node: NodeId) -> None:
     """Raise PeerError where the other end calls itself `node` and has proved to be another."""
-    if link.identity is not None and node != link.identity:
-        raise PeerError(f"{link.remote}: it says that it is {node}, and its certificate that it is {link.identity}")
+    if connection.identity is not None and node != connection.identity:
+        raise PeerError(
+            f"{connection.remote}: it says that it is {node}, and its certificate that it is {connection.identity}"
+        )
 
 
 @contextmanager
-def _greeting_deadline(link: Connection) -> Iterator[None]:
+def _greeting_deadline(connection: Connection) -> Iterator[None]:
     try:
         with trio.fail_after(GREETING_DEADLINE_S):
             yield
     except trio.TooSlowError:
-        raise Blameless(f"{link.remote}: no greeting within {GREETING_DEADLINE_S:g} s") from None
+        raise Blameless(f"{connection.remote}: no greeting within {GREETING_DEADLINE_S:g} s") from None
 
 
-def _check_size(link: Connection, hello: Hello) -> None:
+def _check_size(connection: Connection, hello: Hello) -> None:
     rest = len(wire.encode(replace(hello, tensors=()))[0])
     tensors = sum(len(tensor.encode()) for tensor in hello.tensors)
     if rest > HELLO_MAX or tensors > TENSORS_MAX:
-        raise PeerError(f"{link.remote}: a Hello of {rest} bytes and {tensors} bytes of tensors")
+        raise PeerError(f"{connection.remote}: a Hello of {rest} bytes and {tensors} bytes of tensors")
 
 
-def _unexpected(link: Connection, message: Message) -> NoReturn:
-    raise PeerError(f"{link.remote}: a {type(message).__name__} instead of a greeting")
+def _unexpected(connection: Connection, message: Message) -> NoReturn:
+    raise PeerError(f"{connection.remote}: a {type(message).__name__} instead of a greeting")

@@ -29,7 +29,7 @@ FIRST_FREE_PORT = 49152
 class MemoryNetwork:
     """Hosts in one process, and what can go wrong between them.
 
-    `random` decides which datagrams are lost; `nursery` owns the sender tasks of the links that are dialled.
+    `random` decides which datagrams are lost; `nursery` owns the sender tasks of the connections that are dialled.
     """
 
     def __init__(self, nursery: trio.Nursery, random: Random | None = None) -> None:
@@ -39,11 +39,11 @@ class MemoryNetwork:
         self._next_port = FIRST_FREE_PORT
         self._listeners: dict[Address, trio.MemorySendChannel[StreamConnection]] = {}
         self._inboxes: dict[Address, MemoryDatagrams] = {}
-        self._connections: list[MemoryPipe] = []
+        self._pipes: list[MemoryPipe] = []
         self._apart: set[frozenset[str]] = set()
 
     def transport(self, host: str) -> MemoryTransport:
-        """Return the carrier of links to and from `host`."""
+        """Return the carrier of connections to and from `host`."""
         return MemoryTransport(self, host)
 
     async def bind(self, address: Address) -> MemoryDatagrams:
@@ -54,7 +54,7 @@ class MemoryNetwork:
         return datagrams
 
     def cut(self, one: str, other: str) -> None:
-        """Separate two hosts: links break, dials fail and datagrams are lost until `heal`."""
+        """Separate two hosts: connections break, dials fail and datagrams are lost until `heal`."""
         self._apart.add(frozenset((one, other)))
         self.reset(one, other)
 
@@ -63,13 +63,13 @@ class MemoryNetwork:
         self._apart.discard(frozenset((one, other)))
 
     def reset(self, one: str, other: str, after_bytes: int = 0) -> None:
-        """Break the links between two hosts, each when it has carried so many more bytes in one direction."""
-        for connection in self._connections:
-            if connection.hosts == frozenset((one, other)):
+        """Break the connections between two hosts, each when it has carried so many more bytes in one direction."""
+        for pipe in self._pipes:
+            if pipe.hosts == frozenset((one, other)):
                 if after_bytes:
-                    connection.cut_after(after_bytes)
+                    pipe.cut_after(after_bytes)
                 else:
-                    connection.cut()
+                    pipe.cut()
 
     def deliver(self, source: Address, target: Address, datagram: bytes) -> bool:
         """Put bytes on the network as one datagram, which may be lost; False: nobody is there."""
@@ -82,27 +82,27 @@ class MemoryNetwork:
         return True
 
     def connect(self, host: str, address: Address) -> StreamConnection:
-        """Return the dialler's end of a new connection, having handed the other end to the listener."""
+        """Return the dialler's end of a new pipe, having handed the other end to the listener."""
         listener = self._listeners.get(address)
         hosts = frozenset((host, address[0]))
         if listener is None or hosts in self._apart:
             cause = "connection refused" if listener is None else "no route to host"
             raise ConnectionLost(f"cannot reach {shown(address)}: {cause}")
-        self._connections = [connection for connection in self._connections if not connection.over]
-        connection = MemoryPipe(hosts)
+        self._pipes = [pipe for pipe in self._pipes if not pipe.over]
+        pipe = MemoryPipe(hosts)
         there = shown(self.free_address((host, 0), ()))
         try:
-            listener.send_nowait(StreamConnection(MemoryStream(connection, 1, there), there))
+            listener.send_nowait(StreamConnection(MemoryStream(pipe, 1, there), there))
         except trio.WouldBlock:
             raise ConnectionLost(f"cannot reach {shown(address)}: too many wait to be accepted") from None
-        self._connections.append(connection)
-        return StreamConnection(MemoryStream(connection, 0, shown(address)), shown(address))
+        self._pipes.append(pipe)
+        return StreamConnection(MemoryStream(pipe, 0, shown(address)), shown(address))
 
     def open_listener(self, address: Address) -> tuple[Address, trio.MemoryReceiveChannel[StreamConnection]]:
-        """Return the actual address and where the links that are dialled to it come out."""
+        """Return the actual address and where the connections that are dialled to it come out."""
         address = self.free_address(address, self._listeners)
-        self._listeners[address], links = trio.open_memory_channel[StreamConnection](BACKLOG)
-        return address, links
+        self._listeners[address], connections = trio.open_memory_channel[StreamConnection](BACKLOG)
+        return address, connections
 
     def close_listener(self, address: Address) -> None:
         """Let nobody connect to `address` any more."""
@@ -133,9 +133,9 @@ class MemoryTransport:
     async def dial(self, address: Address) -> Connection:
         """Connect; see `Transport.dial`."""
         await trio.lowlevel.checkpoint()
-        link = self._network.connect(self._host, address)
-        self._network.nursery.start_soon(link.run_sender)
-        return link
+        connection = self._network.connect(self._host, address)
+        self._network.nursery.start_soon(connection.run_sender)
+        return connection
 
     async def listen(
         self,
@@ -144,21 +144,21 @@ class MemoryTransport:
         task_status: trio.TaskStatus[Address] = trio.TASK_STATUS_IGNORED,
     ) -> None:
         """Listen; see `Transport.listen`."""
-        actual, links = self._network.open_listener(address)
+        actual, connections = self._network.open_listener(address)
         try:
             async with trio.open_nursery() as nursery:
                 task_status.started(actual)
-                async for link in links:
-                    nursery.start_soon(serve, link, accepted)
+                async for connection in connections:
+                    nursery.start_soon(serve, connection, accepted)
         finally:
             self._network.close_listener(actual)
-            for link in _left_in(links):
-                link.drop(ConnectionLost(f"{link.remote}: closed here"))
+            for connection in _left_in(connections):
+                connection.drop(ConnectionLost(f"{connection.remote}: closed here"))
 
 
-def _left_in(links: trio.MemoryReceiveChannel[StreamConnection]) -> list[StreamConnection]:
+def _left_in(connections: trio.MemoryReceiveChannel[StreamConnection]) -> list[StreamConnection]:
     """Return what was dialled and never accepted."""
-    return [links.receive_nowait() for _ in range(links.statistics().current_buffer_used)]
+    return [connections.receive_nowait() for _ in range(connections.statistics().current_buffer_used)]
 
 
 class MemoryDatagrams:

@@ -1,6 +1,6 @@
-"""Links within one host: large chunks go through memory that both ends map, copied once.
+"""Connections within one host: large chunks go through memory that both ends map, copied once.
 
-How this works. Each end of a link has a memory file for what it sends, and tells the other where to open it: as a
+How this works. Each end of a connection has a memory file for what it sends, and tells the other where to open it: as a
 descriptor of its process. Only a process of the same user, in the same namespaces, does; others stay on TCP. Processes
 of one user trust each other: they could read each other's memory anyway. A chunk is copied into the first free slot
 before its frame goes into the stream, so it is there whenever its frame is, and nobody waits for it or is woken. It is
@@ -120,8 +120,8 @@ class Incoming:
         process, descriptor = map(int, address.split())
         found = os.open(f"/proc/{process}/fd/{descriptor}", os.O_PATH | os.O_CLOEXEC)  # which has no effect on it
         try:
-            about = os.fstat(found)
-            if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid():
+            stated = os.fstat(found)
+            if not stat.S_ISREG(stated.st_mode) or stated.st_uid != os.geteuid():
                 raise ValueError("not memory of this user")
             fd = os.open(f"/proc/self/fd/{found}", os.O_RDWR | os.O_CLOEXEC)
             try:
@@ -171,9 +171,9 @@ class SameHost:
 
     def __init__(self) -> None:
         """Raises OSError where the kernel does not tell enough."""
-        about = [Path("/proc/sys/kernel/random/boot_id").read_text(), str(os.geteuid())]
-        about += [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid")]
-        self.version = f"shm 1 {hashlib.sha256(''.join(about).encode()).hexdigest()[:16]}"
+        places = [Path("/proc/sys/kernel/random/boot_id").read_text(), str(os.geteuid())]
+        places += [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid")]
+        self.version = f"shm 1 {hashlib.sha256(''.join(places).encode()).hexdigest()[:16]}"
         self._reserved: dict[int, Outgoing] = {}
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -274,7 +274,7 @@ class SharedMemoryChannel:
             return
         self.lost = lost
         self._ours.close()
-        on_close, self.on_close = self.on_close, nothing  # of the link, which has this: no cycle keeps the memory
+        on_close, self.on_close = self.on_close, nothing  # of the connection, which has this: no cycle keeps the memory
         on_close(lost)
 
     async def _room(self, size: int) -> None:

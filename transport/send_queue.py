@@ -1,4 +1,4 @@
-"""What waits to be sent on one link: two bounded queues, of which one overtakes the other between two frames."""
+"""What waits to be sent on one connection: two bounded queues, of which one overtakes the other between two frames."""
 
 from __future__ import annotations
 

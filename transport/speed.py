@@ -29,35 +29,35 @@ def _sample() -> SpeedSample:
     return SpeedSample((os.urandom(SAMPLE_BYTES),))
 
 
-async def serve(link: Connection) -> Message:
+async def serve(connection: Connection) -> Message:
     """Answer requests, if there are some; return the first message that is none. Raises PeerError for too many."""
     for _ in range(SAMPLES_MAX):
-        if not isinstance(message := await link.receive(), SpeedRequest):
+        if not isinstance(message := await connection.receive(), SpeedRequest):
             return message
         async with _TURN:
-            await link.send(_sample())
-            await link.flushed()
-    raise PeerError(f"{link.remote}: asked for more than {SAMPLES_MAX} samples")
+            await connection.send(_sample())
+            await connection.flushed()
+    raise PeerError(f"{connection.remote}: asked for more than {SAMPLES_MAX} samples")
 
 
-async def measure(link: Connection) -> float:
-    """Return the bytes a second that come from the peer; the link was not greeted and is of no other use.
+async def measure(connection: Connection) -> float:
+    """Return the bytes a second that come from the peer; the connection was not greeted and is of no other use.
 
     The first half of the looks is TCP's to find its pace. Raises ConnectionLost or PeerError with it, PeerError when
     nothing comes.
     """
-    link.payload_limit = SAMPLE_BYTES
+    connection.payload_limit = SAMPLE_BYTES
     for _ in range(UNDER_WAY):
-        await link.send(SpeedRequest())
-    looks = [(trio.current_time(), link.bytes_received)]
+        await connection.send(SpeedRequest())
+    looks = [(trio.current_time(), connection.bytes_received)]
     while looks[-1][0] < looks[0][0] + MEASURE_S and looks[-1][1] < MEASURE_BYTES:
         with trio.move_on_after(LOOK_S) as look:
-            if not isinstance(message := await link.receive(), SpeedSample):
-                raise PeerError(f"{link.remote}: a {type(message).__name__} is no sample")
+            if not isinstance(message := await connection.receive(), SpeedSample):
+                raise PeerError(f"{connection.remote}: a {type(message).__name__} is no sample")
         if not look.cancelled_caught:
-            await link.send(SpeedRequest())
-        looks.append((trio.current_time(), link.bytes_received))
+            await connection.send(SpeedRequest())
+        looks.append((trio.current_time(), connection.bytes_received))
     (began, before), (ended, after) = looks[len(looks) // 2], looks[-1]
     if before == after:
-        raise PeerError(f"{link.remote}: {'it stopped in the middle' if after else 'it does not answer'}")
+        raise PeerError(f"{connection.remote}: {'it stopped in the middle' if after else 'it does not answer'}")
     return (after - before) / max(1e-9, ended - began)

@@ -1,11 +1,11 @@
-"""One link over any stream of bytes: who reads, who writes, and for how long anyone waits.
+"""One connection over any stream of bytes: who reads, who writes, and for how long anyone waits.
 
-Tasks. Receiving is done by the task that calls `receive`. Sending is done by one sender task for each link
-(`run_sender`), which the carrier starts: in the nursery of the transport for a link that was dialled, in the
-connection's own nursery for one that was accepted (`serve`). It ends when the link is closed or lost.
+Tasks. Receiving is done by the task that calls `receive`. Sending is done by one sender task for each connection
+(`run_sender`), which the carrier starts: in the nursery of the transport for a connection that was dialled, in the
+connection's own nursery for one that was accepted (`serve`). It ends when the connection is closed or lost.
 
 Out of band. After an upgrade (transport/upgrade.py) large chunks travel over a `BulkChannel`; all the rest, their
-checksums too, stays on the stream, which decides alone whether the link lives.
+checksums too, stays on the stream, which decides alone whether the connection lives.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from peerd.transport.send_queue import OutOfBand, Piece, SendQueue
 YIELD_BYTES = 1 << 20  # moved without waiting before other tasks get a turn: with its checksum about 1 ms
 YIELD_SEALED = 4 << 20  # the same where records are sealed or opened: below 2 ms, and a turn finds a cold cache
 YIELD_UNCHECKED = 16 << 20  # the same of chunks without a checksum, even if all of them are copied
-FLUSH_S = 1.0  # given to what is queued when a link is closed
+FLUSH_S = 1.0  # given to what is queued when a connection is closed
 NEAR_S = 0.02  # a chunk beside the stream that comes so soon is waited for alone: 7 % less processor time over UCX
 LATE_S = 0.5  # given to a chunk beside the stream when the stream has ended
 PIECES_MAX = 64  # buffers in one call to the socket
@@ -95,7 +95,7 @@ ShakeHands = Callable[[ByteStream], Awaitable[Sealed]]
 
 
 class StreamConnection:
-    """A `Link` over a `ByteStream`."""
+    """A `Connection` over a `ByteStream`."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class StreamConnection:
         fabrics: Sequence[Fabric] = (),
         shake_hands: ShakeHands | None = None,
     ) -> None:
-        """`fabrics`, the best first, may carry large chunks once the link is upgraded.
+        """`fabrics`, the best first, may carry large chunks once the connection is upgraded.
 
         Where it is to `shake_hands`, nothing is sent or received before that.
         """
@@ -122,7 +122,7 @@ class StreamConnection:
         self._fabrics = fabrics
         self._channel: BulkChannel | None = None
         self._stream = stream
-        self._outbox = SendQueue()
+        self._send_queue = SendQueue()
         self._reader = FrameReader()
         self._lost: ConnectionLost | None = None
         self._waited_frame, self._waited_s = -1, 0.0  # how long was waited for the frame under way
@@ -136,12 +136,12 @@ class StreamConnection:
 
     @property
     def bytes_sent(self) -> int:
-        """See `Link.bytes_sent`."""
+        """See `Connection.bytes_sent`."""
         return self._stream.bytes_sent + self._bulk_sent
 
     @property
     def bytes_received(self) -> int:
-        """See `Link.bytes_received`."""
+        """See `Connection.bytes_received`."""
         return self._stream.bytes_received + self._bulk_received
 
     @property
@@ -156,10 +156,10 @@ class StreamConnection:
     @property
     def carrier(self) -> str:
         """What bulk that is sent from now on travels over."""
-        return self._channel.name if self._channel is not None and self._outbox.out_of_band else self._stream.name
+        return self._channel.name if self._channel is not None and self._send_queue.out_of_band else self._stream.name
 
     async def shake_hands(self) -> None:
-        """See `Link.shake_hands`."""
+        """See `Connection.shake_hands`."""
         try:
             await trio.lowlevel.checkpoint()
             if self._shake_hands is None:
@@ -173,28 +173,28 @@ class StreamConnection:
             self.drop(ConnectionLost(f"{self.remote}: closed, no handshake"))
             raise
         self._stream, self.identity, self._seal_bulk = sealed.stream, sealed.identity, sealed.seal_bulk
-        self._reader.checked = self._outbox.checked = self._stream.checked
+        self._reader.checked = self._send_queue.checked = self._stream.checked
         self._yield_bytes = YIELD_SEALED
         self._shake_hands = None
 
     def admit(self) -> None:
-        """See `Link.admit`."""
+        """See `Connection.admit`."""
         self.admitted = True
         self._count_admitted()
 
     async def send(self, message: Message) -> None:
-        """Queue `message`; see `Link.send`."""
+        """Queue `message`; see `Connection.send`."""
         assert self._shake_hands is None, "not in the clear"
-        await self._outbox.put(message)
+        await self._send_queue.put(message)
 
     async def flushed(self) -> None:
-        """See `Link.flushed`."""
-        await self._outbox.flushed()
+        """See `Connection.flushed`."""
+        await self._send_queue.flushed()
         if self._channel is not None:
             await self._channel.drained()
 
     async def receive(self) -> Message:
-        """Return the next message; see `Link.receive`."""
+        """Return the next message; see `Connection.receive`."""
         while True:
             message = await self.receive_any()
             if isinstance(message, BulkOffer):
@@ -207,25 +207,25 @@ class StreamConnection:
                 self.enable_send()  # the dialler has tried it
 
     async def upgrade(self) -> str:
-        """See `Link.upgrade`."""
+        """See `Connection.upgrade`."""
         await trio.lowlevel.checkpoint()
         return await upgrade.ask(self, self._fabrics)
 
     def enable_receive(self, channel: BulkChannel) -> None:
         """Let chunks come over `channel` from now on."""
-        assert self._channel is None, "one channel a link"
+        assert self._channel is None, "one channel a connection"
         if channel.checked and self._seal_bulk is not None:  # what needs no checksum is seen by nobody either
             channel = self._seal_bulk(channel)
         self._channel = channel
         self._reader.out_of_band, self._reader.out_of_band_checked = True, channel.checked
 
     def enable_send(self) -> None:
-        """Let large chunks go over the channel from now on; the link lives no longer than it."""
+        """Let large chunks go over the channel from now on; the connection lives no longer than it."""
         assert self._channel is not None, "there is a channel"
         if self._channel.lost is not None:
             self.drop(self._channel.lost)
         self._channel.on_close = self.drop
-        self._outbox.out_of_band, self._outbox.out_of_band_checked = True, self._channel.checked
+        self._send_queue.out_of_band, self._send_queue.out_of_band_checked = True, self._channel.checked
 
     @property
     def has_channel(self) -> bool:
@@ -233,7 +233,7 @@ class StreamConnection:
         return self._channel is not None
 
     async def receive_any(self) -> Message:
-        """Return the next message, those between the two ends of the link too."""
+        """Return the next message, those between the two ends of the connection too."""
         assert self._shake_hands is None, "not in the clear"
         if not self._waited:
             await trio.lowlevel.checkpoint()
@@ -275,16 +275,16 @@ class StreamConnection:
             self.drop(ConnectionLost(f"{self.remote}: closed here"))
 
     async def run_sender(self) -> None:
-        """Send what is queued, until the link is closed or lost. The carrier's business."""
+        """Send what is queued, until the connection is closed or lost. The carrier's business."""
         try:
-            while pieces := await self._outbox.take():
+            while pieces := await self._send_queue.take():
                 with trio.fail_after(_patience_s(sum(map(len, pieces)))):
                     await self._write(pieces)
         except trio.TooSlowError:
             self.drop(ConnectionLost(f"{self.remote}: closed, it takes in less than {SLOWEST_RATE} bytes a second"))
         except ConnectionLost as lost:
             # not closed: what the peer sent before it went, a Refuse perhaps, can still be received
-            self._outbox.close(ConnectionLost(*lost.args))  # without its traceback, which has the chunks
+            self._send_queue.close(ConnectionLost(*lost.args))  # without its traceback, which has the chunks
         except BaseException:
             self.drop(ConnectionLost(f"{self.remote}: closed here"))
             raise
@@ -296,9 +296,9 @@ class StreamConnection:
     def _dropped(self, lost: ConnectionLost) -> ConnectionLost:
         lost = self._lost = self._lost or ConnectionLost(
             *lost.args
-        )  # a traceback has the link, and chunks of half a message
-        self._outbox.close(lost)
-        self.on_bulk = _told_nobody  # it knows this link: half a message would stay until that cycle is collected
+        )  # a traceback has the connection, and chunks of half a message
+        self._send_queue.close(lost)
+        self.on_bulk = _told_nobody  # it knows this connection: half a message would stay until that cycle is collected
         if self._channel is not None:
             self._channel.close(lost)
         self._stream.close()
@@ -425,17 +425,17 @@ class StreamConnection:
             channel.close(ConnectionLost(f"{self.remote}: {error}"))
 
 
-async def serve(link: StreamConnection, accepted: Callable[[Connection], Awaitable[None]]) -> None:
-    """Run `accepted` over a link from its first byte to its last; what the peer did wrong ends here."""
+async def serve(connection: StreamConnection, accepted: Callable[[Connection], Awaitable[None]]) -> None:
+    """Run `accepted` over a connection from its first byte to its last; what the peer did wrong ends here."""
     try:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(link.run_sender)
+            nursery.start_soon(connection.run_sender)
             try:
-                await accepted(link)
+                await accepted(connection)
             finally:
-                await link.aclose()
+                await connection.aclose()
     except* (PeerError, ConnectionLost):
-        pass  # `accepted` has logged what is worth it; this link is closed, the daemon goes on
+        pass  # `accepted` has logged what is worth it; this connection is closed, the daemon goes on
 
 
 def _told_nobody(_: int) -> None:

@@ -1,4 +1,4 @@
-"""Links over TCP: our own non-blocking sockets, tried before they are waited for.
+"""Connections over TCP: our own non-blocking sockets, tried before they are waited for.
 
 trio's SocketStream waits first and copies once more; on loopback this way carries 5.6 GB/s where it carries 3.9.
 """
@@ -31,7 +31,7 @@ PAUSE_S = 1.0  # without accepting, when file descriptors run out
 USER_TIMEOUT_MS = 10_000  # sent data that stays unacknowledged, or a window that stays shut, ends the connection
 WAKE_BYTES = 256 << 10
 """Who waits within a chunk is woken for so many of its bytes, not for every few packets: with a ring over 100 Mbit/s
-that halves the processor time (benchmarks/RESULTS.md). The slowest rate that a link may have brings them in 4 s, sooner
+that halves the processor time (benchmarks/RESULTS.md). The slowest rate that one may have brings them in 4 s, sooner
 than anybody's patience ends. The kernel lets the receive buffer of such a socket grow, up to tcp_rmem."""
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES = 5, 2, 3  # a silent dead peer is noticed after 11 s
 
@@ -111,9 +111,9 @@ class TcpStream:
 
 
 class TcpTransport:
-    """A `Transport` over TCP; `nursery` owns the sender tasks of the links it dials.
+    """A `Transport` over TCP; `nursery` owns the sender tasks of the connections it dials.
 
-    With `fabrics`, the best first, the links can be upgraded to one of them. With `credentials` they are sealed, and
+    With `fabrics`, the best first, connections can be upgraded to one of them. With `credentials` they are sealed, and
     each end proves who it is; without, anybody may read and change what passes, and claim to be anyone.
     """
 
@@ -142,14 +142,14 @@ class TcpTransport:
                     sock.close()
                     raise
                 hands = hands_of(self._credentials, remote, dialled=True)
-                link = StreamConnection(stream, remote, fabrics=self._fabrics, shake_hands=hands)
-                await link.shake_hands()
+                connection = StreamConnection(stream, remote, fabrics=self._fabrics, shake_hands=hands)
+                await connection.shake_hands()
         except trio.TooSlowError:
             raise ConnectionLost(f"cannot reach {remote}: no answer within {DIAL_TIMEOUT_S:g} s") from None
         except (OSError, ValueError) as error:  # ValueError: what cannot be a port or a host name
             raise ConnectionLost(f"cannot reach {remote}: {cause(error)}") from None
-        self._nursery.start_soon(link.run_sender)
-        return link
+        self._nursery.start_soon(connection.run_sender)
+        return connection
 
     async def listen(
         self,
@@ -186,7 +186,7 @@ class _Listener:
         self._accepted = accepted
         self._nursery = nursery
         self._admission = Admission(trio.current_time())
-        self._links: dict[int, StreamConnection] = {}  # by their number there
+        self._connections: dict[int, StreamConnection] = {}  # by their number there
         self._freed = trio.lowlevel.ParkingLot()
 
     async def run(self) -> None:
@@ -213,8 +213,8 @@ class _Listener:
     async def _make_room(self) -> None:
         """Where somebody waits, who is slow in its handshake makes way: half of one costs a stranger nothing."""
         await trio.lowlevel.wait_readable(self._sock)
-        if (number := self._admission.makes_way(trio.current_time())) in self._links:
-            self._links[number].drop(ConnectionLost("closed, it was slow, and others wait"))
+        if (number := self._admission.makes_way(trio.current_time())) in self._connections:
+            self._connections[number].drop(ConnectionLost("closed, it was slow, and others wait"))
             self._admission.admit(number)
         elif self._admission.full:
             with trio.move_on_at(self._admission.makes_way_at):
@@ -233,10 +233,10 @@ class _Listener:
                 sock.close()
                 return
             hands = hands_of(self._credentials, remote, dialled=False)
-            self._links[number] = StreamConnection(stream, remote, admitted, self._fabrics, hands)
-            await serve(self._links[number], self._accepted)
+            self._connections[number] = StreamConnection(stream, remote, admitted, self._fabrics, hands)
+            await serve(self._connections[number], self._accepted)
         finally:
-            self._links.pop(number, None)
+            self._connections.pop(number, None)
             self._admission.leave(number)
             self._freed.unpark_all()
 

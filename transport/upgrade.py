@@ -6,8 +6,8 @@
                       each sends something over the channel
     BulkAnswer, empty: it works    ─────▶      from now on its chunks go there too
 
-After a refusal the next best is offered. Whatever goes wrong leaves the link as it was. Addresses are read only from
-peers that have said who they are: UCX was written for clusters, where nobody is a stranger.
+After a refusal the next best is offered. Whatever goes wrong leaves the connection as it was. Addresses are read only
+from peers that have said who they are: UCX was written for clusters, where nobody is a stranger.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ADDRESS_BYTES_MAX = 16 << 10  # one port's is 100 bytes
 
 
 class Upgradable(Protocol):
-    """What is needed of a link."""
+    """What is needed of a connection."""
 
     remote: str
     host: str
@@ -51,42 +51,42 @@ class Upgradable(Protocol):
         """Return the next message."""
 
 
-async def ask(link: Upgradable, fabrics: Sequence[Fabric]) -> str:
+async def ask(connection: Upgradable, fabrics: Sequence[Fabric]) -> str:
     """Offer the acceptor channels until it takes one; return why none, or "". Raises ConnectionLost, PeerError."""
     reasons = []
     for fabric in fabrics:
-        if fabric.refuses or not fabric.trusts(link.host):
-            reasons.append(fabric.refuses or fabric.outside.format(link.host))
+        if fabric.refuses or not fabric.trusts(connection.host):
+            reasons.append(fabric.refuses or fabric.outside.format(connection.host))
             continue
         try:
-            return await _offer(link, fabric)
+            return await _offer(connection, fabric)
         except BulkRefused as refusal:
             reasons.append(str(refusal))
     return "; ".join(filter(None, reasons))
 
 
-async def _offer(link: Upgradable, fabric: Fabric) -> str:
+async def _offer(connection: Upgradable, fabric: Fabric) -> str:
     """Return why nothing came of it, or "". Raises BulkRefused when there may be another offer."""
     with fabric.reserved() as (here, address):
         try:
             with trio.fail_after(ANSWER_S):
-                await link.send(BulkOffer(fabric.version, here, _parts(address)))
-                answer = await link.receive_any()
+                await connection.send(BulkOffer(fabric.version, here, _parts(address)))
+                answer = await connection.receive_any()
         except trio.TooSlowError:
             return f"no answer within {ANSWER_S:g} s"  # it may come yet
         if not isinstance(answer, BulkAnswer):
-            raise PeerError(f"{link.remote}: a {type(answer).__name__} instead of an answer to an offer")
+            raise PeerError(f"{connection.remote}: a {type(answer).__name__} instead of an answer to an offer")
         if answer.refusal:  # it goes into our log
             raise BulkRefused(answer.refusal if answer.refusal.isprintable() else repr(answer.refusal))
         try:
-            channel = fabric.open(link.remote, here, answer.channel, _whole(answer.address))
+            channel = fabric.open(connection.remote, here, answer.channel, _whole(answer.address))
         except BulkRefused as refusal:
             return str(refusal)  # the acceptor has its end already
-    link.enable_receive(channel)
-    return await _trial(link, channel)
+    connection.enable_receive(channel)
+    return await _trial(connection, channel)
 
 
-async def _trial(link: Upgradable, channel: BulkChannel) -> str:
+async def _trial(connection: Upgradable, channel: BulkChannel) -> str:
     """Use the channel from now on if it works; return why it does not, or ""."""
     try:
         with trio.fail_after(ANSWER_S):
@@ -96,25 +96,27 @@ async def _trial(link: Upgradable, channel: BulkChannel) -> str:
     except ConnectionLost as lost:
         failure = str(lost)
     else:
-        await link.send(BulkAnswer("", 0, ()))
-        link.enable_send()
+        await connection.send(BulkAnswer("", 0, ()))
+        connection.enable_send()
         return ""
     channel.close(ConnectionLost(failure))
     return failure
 
 
-def answer(link: Upgradable, fabrics: Sequence[Fabric], offer: BulkOffer) -> BulkAnswer:
+def answer(connection: Upgradable, fabrics: Sequence[Fabric], offer: BulkOffer) -> BulkAnswer:
     """Return what the acceptor says to an offer, having opened the channel if it takes it. Raises PeerError."""
-    if not link.admitted or link.has_channel:
-        raise PeerError(f"{link.remote}: an offer {'twice' if link.admitted else 'before the greeting'}")
-    ours = [fabric for fabric in fabrics if fabric.trusts(link.host)]
+    if not connection.admitted or connection.has_channel:
+        raise PeerError(f"{connection.remote}: an offer {'twice' if connection.admitted else 'before the greeting'}")
+    ours = [fabric for fabric in fabrics if fabric.trusts(connection.host)]
     fabric = next((fabric for fabric in ours if fabric.version == offer.version), None)
     if fabric is None:
-        outside = "".join(fabric.outside for fabric in fabrics if fabric.version == offer.version).format(link.host)
+        outside = "".join(fabric.outside for fabric in fabrics if fabric.version == offer.version).format(
+            connection.host
+        )
         return refusal(f"it says: {outside}" if outside else _difference(ours, offer))
     try:
         with fabric.reserved() as (here, address):
-            link.enable_receive(fabric.open(link.remote, here, offer.channel, _whole(offer.address)))
+            connection.enable_receive(fabric.open(connection.remote, here, offer.channel, _whole(offer.address)))
     except BulkRefused as refused:
         return refusal(f"it says: {refused}")
     return BulkAnswer("", here, _parts(address))

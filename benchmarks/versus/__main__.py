@@ -31,7 +31,7 @@ from benchmarks.versus.rivals import OURS, RIVALS
 from peerd.reproduce.experiment import Curve, Plot
 from peerd.reproduce.page import drawn
 from peerd.reproduce.sockets.lines import can_make_namespaces
-from peerd.training.tasks import TASKS, shards
+from peerd.training.tasks import TASKS, data_partition
 from peerd.transport.errors import UserError
 
 TARGETS = {
@@ -144,7 +144,7 @@ def main() -> None:
     if options.task not in TASKS or options.steps < 2 or options.peers < 2:
         parser.error("wanted at least 2 steps and 2 peers")
     try:
-        kind = shards.parse(options.shard).kind
+        kind = data_partition.parse(options.shard).kind
     except UserError as error:
         parser.error(f"--shard: {error}")
     if options.mbit and not can_make_namespaces():

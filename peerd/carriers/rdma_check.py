@@ -18,7 +18,7 @@ RDMA_ONLY = "ib"  # UCX's name for all transports over InfiniBand and RoCE
 
 
 def check_rdma(settings: CarrierSettings, *, chosen: bool) -> Iterator[Finding]:
-    """UCX, its devices, and whether the memory of as many links as `view` allows can be registered."""
+    """UCX, its devices, and whether the memory of as many connections as `view` allows can be registered."""
     no_ucx = "fail" if chosen else "note"
     bad = "note" if settings.rdma_allow_fallback else no_ucx
     try:
@@ -74,7 +74,7 @@ def _why_no_rdma(library: ucx.Library) -> tuple[str, str]:
 
 
 def _registers(library: ucx.Library, size: int) -> str:
-    """Why as much memory as the links may need cannot be registered, which locks it; "" when it can."""
+    """Why as much memory as the connections may need cannot be registered, which locks it; "" when it can."""
     try:
         context = ucx.Context(library, RDMA_ONLY)
         try:
@@ -83,5 +83,5 @@ def _registers(library: ucx.Library, size: int) -> str:
         finally:
             context.close()
     except (ucx.UcxError, OSError) as error:
-        return f"{size >> 20} MiB, what its links may need, cannot be registered: {error}"
+        return f"{size >> 20} MiB, what its connections may need, cannot be registered: {error}"
     return ""

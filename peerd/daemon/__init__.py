@@ -1,1 +1,1 @@
-"""The process that outlives the trainer: membership, links, and the mode around its copy of the model."""
+"""The process that outlives the trainer: membership, connections, and the mode around its copy of the model."""

@@ -15,7 +15,7 @@ from peerd.node.receive_budget import ReceiveBudget
 from peerd.process.logs import LOGGER
 from peerd.security.reception import Reception
 from peerd.training.codecs import vector
-from peerd.training.mode import KEPT_BESIDE
+from peerd.training.mode import OPTIMIZER_VALUES_MAX
 from peerd.transport.admission import GREETED_MAX, UNPROVED_IDLE_S, Greeted
 from peerd.transport.connection import Connection, ConnectionLost
 from peerd.transport.errors import Blameless, PeerError
@@ -71,57 +71,57 @@ class Acceptor:
         self._greeted: Greeted[Connection] = Greeted()
         self._budget: ReceiveBudget[Connection] = ReceiveBudget()
 
-    async def accept(self, link: Connection) -> None:
+    async def accept(self, connection: Connection) -> None:
         """Serve one connection from its greeting to its end."""
-        self._peers.count(link)
+        self._peers.count(connection)
         try:
-            await self._serve(link)
+            await self._serve(connection)
         except Refused as refusal:
             LOGGER.warning("%s", cured(refusal))
         except ConnectionLost:
             pass
         except PeerError as error:
-            LOGGER.warning("dropped %s", error if link.remote in str(error) else f"{link.remote}: {error}")
+            LOGGER.warning("dropped %s", error if connection.remote in str(error) else f"{connection.remote}: {error}")
             # who has no model yet knows of no bulk; a peer may still send it what its last life wanted
-            if self._trainer_service.layout is not None or link not in self._nodes:
-                self._strike(link, error)
+            if self._trainer_service.layout is not None or connection not in self._nodes:
+                self._strike(connection, error)
         except Exception as error:  # a UserError too: here it is the peer that caused it
-            self._offences.unforeseen(error, f"dropped {link.remote}, what it said could not be handled")
-            self._strike(link, error)
+            self._offences.unforeseen(error, f"dropped {connection.remote}, what it said could not be handled")
+            self._strike(connection, error)
         finally:
-            self._nodes.pop(link, None)
-            self._greeted.leave(link)
-            self._budget.end(link)
-            await self._peers.close(link)
+            self._nodes.pop(connection, None)
+            self._greeted.leave(connection)
+            self._budget.end(connection)
+            await self._peers.close(connection)
 
-    async def _serve(self, link: Connection) -> None:
-        await link.shake_hands()
-        self._peers.count(link)
-        if not link.identity:  # who has proved to be a member is not to blame for what shares its host
-            self._check_heard("", link)
-        if link.identity == STRANGER:
-            await self._hear_stranger(link)
+    async def _serve(self, connection: Connection) -> None:
+        await connection.shake_hands()
+        self._peers.count(connection)
+        if not connection.identity:  # who has proved to be a member is not to blame for what shares its host
+            self._check_heard("", connection)
+        if connection.identity == STRANGER:
+            await self._hear_stranger(connection)
             return
         me = Welcome(self._me.id, self._me.name, self._me.epoch)
         renew = self._reception.renew if self._reception is not None else None
-        hello = await answer(link, partial(self._check, link), me, self._prove, renew)
-        who = (hello.node, link.host)
-        self._nodes[link] = hello.node
-        _close(self._greeted.enter(link, who, trio.current_time()), "others need the room")
-        link.on_bulk = partial(self._on_bulk, link)
-        link.upgrades_refused = partial(self._why_not_upgraded, hello.node)
+        hello = await answer(connection, partial(self._check, connection), me, self._prove, renew)
+        who = (hello.node, connection.host)
+        self._nodes[connection] = hello.node
+        _close(self._greeted.enter(connection, who, trio.current_time()), "others need the room")
+        connection.on_bulk = partial(self._on_bulk, connection)
+        connection.upgrades_refused = partial(self._why_not_upgraded, hello.node)
         self.raise_payload_limits()
         plan = AS_STARTED
         while True:
-            message = await self._next_message(link)
+            message = await self._next_message(connection)
             if isinstance(message, MemberTable):
-                await self._membership_service.answer(link, message)
+                await self._membership_service.answer(connection, message)
             elif isinstance(message, SecretsMessage):
-                await self._membership_service.answer_secrets(link, message)
+                await self._membership_service.answer_secrets(connection, message)
             else:
-                _close(self._greeted.sends(link), "it has another connection to send on")
+                _close(self._greeted.sends(connection), "it has another connection to send on")
                 if hello.node == self._me.id:  # a seed may be this node, under a name; its own tables harm nobody
-                    raise PeerError(f"{link.remote} says a {type(message).__name__} in this node's own name")
+                    raise PeerError(f"{connection.remote} says a {type(message).__name__} in this node's own name")
                 if isinstance(message, Plan):
                     plan = message
                 elif isinstance(message, ModelRequest | ModelSnapshot):
@@ -129,22 +129,22 @@ class Acceptor:
                     self._trainer_service.on_message(hello.node, message)
                 else:
                     await self._trainer_service.runner.on_message(hello.node, message, plan)
-            self._budget.end(link)
+            self._budget.end(connection)
             if hello.node in self._membership_service.membership.members:
-                self._greeted.useful(link, trio.current_time())
+                self._greeted.useful(connection, trio.current_time())
 
-    async def _hear_stranger(self, link: Connection) -> None:
+    async def _hear_stranger(self, connection: Connection) -> None:
         assert self._reception is not None, "only where connections are sealed there are strangers"
-        await self._reception.enrol(link)
+        await self._reception.enrol(connection)
 
-    async def _next_message(self, link: Connection) -> Message:
+    async def _next_message(self, connection: Connection) -> Message:
         """Raises ConnectionLost where nothing comes from a peer that has proved nothing."""
         while True:
-            before = link.bytes_received
+            before = connection.bytes_received
             with trio.move_on_after(UNPROVED_IDLE_S):
-                return await link.receive()
-            if link.bytes_received == before and not self._greeted.proved(link, trio.current_time()):
-                raise ConnectionLost(f"{link.remote}: closed, it says nothing")
+                return await connection.receive()
+            if connection.bytes_received == before and not self._greeted.proved(connection, trio.current_time()):
+                raise ConnectionLost(f"{connection.remote}: closed, it says nothing")
 
     async def _why_not_upgraded(self, node: NodeId) -> str:
         """Addresses of other carriers are taken from members alone; the news of a new one may still be on its way."""
@@ -159,49 +159,49 @@ class Acceptor:
             return True
         return False
 
-    def _on_bulk(self, link: Connection, size: int) -> None:
+    def _on_bulk(self, connection: Connection, size: int) -> None:
         """Bound what is half here: see receive_budget.py; two more, for who is no member in our table yet."""
         if not size:
-            self._budget.whole(link)
+            self._budget.whole(connection)
             return
         members = sum(member.state <= State.SUSPECT for member in self._membership_service.membership.members.values())
-        limit = (min(members, GREETED_MAX) + 2) * link.payload_limit
+        limit = (min(members, GREETED_MAX) + 2) * connection.payload_limit
         now = trio.current_time()
         _close(
-            self._budget.begin(link, size, limit, lambda each: self._greeted.proved(each, now)),
+            self._budget.begin(connection, size, limit, lambda each: self._greeted.proved(each, now)),
             "too much was on its way in",
         )
 
-    def _strike(self, link: Connection, error: Exception) -> None:
+    def _strike(self, connection: Connection, error: Exception) -> None:
         """Count it, and drop what else this peer has here."""
-        node = self._nodes.get(link) or link.identity or ""
-        self._offences.strike(node, link.host, error)
+        node = self._nodes.get(connection) or connection.identity or ""
+        self._offences.strike(node, connection.host, error)
         if node and not isinstance(error, Blameless):
-            _close(self._greeted.of((node, link.host)), "its peer broke the rules")
-            self._peers.cut(node, link.host)
+            _close(self._greeted.of((node, connection.host)), "its peer broke the rules")
+            self._peers.cut(node, connection.host)
 
-    def _check_heard(self, node: NodeId, link: Connection) -> None:
-        if self._offences.refused_s(node, link.host):
-            raise ConnectionLost(f"{link.remote}: closed, it broke the rules too often")
+    def _check_heard(self, node: NodeId, connection: Connection) -> None:
+        if self._offences.refused_s(node, connection.host):
+            raise ConnectionLost(f"{connection.remote}: closed, it broke the rules too often")
 
     def raise_payload_limits(self) -> None:
         """Let messages in that hold a whole model, once it is known how large that is."""
         if (layout := self._trainer_service.layout) is not None:
-            limit = vector.payload_limit(layout, KEPT_BESIDE[self._trainer_service.plans.settings.exchange])
-            for link in self._nodes:
-                link.payload_limit = limit
+            limit = vector.payload_limit(layout, OPTIMIZER_VALUES_MAX[self._trainer_service.plans.settings.exchange])
+            for connection in self._nodes:
+                connection.payload_limit = limit
 
     def carrier(self, peer: NodeId) -> str:
         """What bulk from `peer` travels over; "" where it has not dialled."""
-        return next((link.carrier for link, node in reversed(self._nodes.items()) if node == peer), "")
+        return next((connection.carrier for connection, node in reversed(self._nodes.items()) if node == peer), "")
 
-    def _check(self, link: Connection, theirs: Hello) -> Refuse | None:
-        self._check_heard(theirs.node, link)
+    def _check(self, connection: Connection, theirs: Hello) -> Refuse | None:
+        self._check_heard(theirs.node, connection)
         if theirs.node == self._me.id and theirs.epoch != self._me.epoch:
             return Refuse("node", f"{theirs.node} is this node's own identity", theirs.node)
         return first_difference(self._hello(), theirs)
 
 
-def _close(links: Iterable[Connection], why: str) -> None:
-    for link in links:
-        link.drop(ConnectionLost(f"{link.remote}: closed, {why}"))
+def _close(connections: Iterable[Connection], why: str) -> None:
+    for connection in connections:
+        connection.drop(ConnectionLost(f"{connection.remote}: closed, {why}"))

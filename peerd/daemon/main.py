@@ -76,8 +76,8 @@ async def _end(daemon: Daemon, supervisor: Supervisor | None) -> None:
 
 def _trainer_waits(daemon: Daemon) -> bool:
     """Whether the trainer has made no step yet: it has nothing to give, and nothing to write down."""
-    facts = daemon.model.facts
-    return daemon.model.fatal is not None if facts is None else facts.phase is TrainerPhase.STARTING
+    status = daemon.model.status
+    return daemon.model.fatal is not None if status is None else status.phase is TrainerPhase.STARTING
 
 
 # -------------------------------------------------------------------------------------------------------- the script
@@ -107,7 +107,7 @@ def _refusal_hook(supervisor: Supervisor | None) -> Verb:
 
 async def _supervise(daemon: Daemon, supervisor: Supervisor) -> None:
     try:
-        await supervisor.run(lambda: daemon.model.facts)
+        await supervisor.run(lambda: daemon.model.status)
         if not supervisor.attached and not supervisor.stopping:
             LOGGER.warning("%s ended without calling peerd.attach: this node trains nothing", supervisor.name)
             await daemon.model.expect_none()
@@ -121,19 +121,19 @@ async def _watch_trainer(daemon: Daemon) -> None:
     told = False
     while True:
         await trio.sleep(LOOK_AT_TRAINER_S)
-        if (facts := daemon.model.facts) is None:
+        if (status := daemon.model.status) is None:
             continue
-        if watch is None or watch.facts is not facts:
-            watch = TrainerWatch(facts)
+        if watch is None or watch.status is not status:
+            watch = TrainerWatch(status)
         watch.look(trio.current_time())
         if watch.stalled == told:
             continue
         told = watch.stalled
         if told:
-            silent_s = trio.current_time() - (facts.last_step_at or 0.0)
+            silent_s = trio.current_time() - (status.last_step_at or 0.0)
             text = "the trainer (pid %d) made its last step %.0f s ago, and its slowest took %.1f s: does it hang?"
-            LOGGER.warning(text, facts.pid, silent_s, watch.slowest_s)
-        elif facts.phase is TrainerPhase.TRAINING:
+            LOGGER.warning(text, status.pid, silent_s, watch.slowest_s)
+        elif status.phase is TrainerPhase.TRAINING:
             LOGGER.info("the trainer steps again")
         await daemon.model.tell_stalled(told)
 
@@ -152,7 +152,7 @@ async def _keep_known_members(daemon: Daemon, kept: tuple[Address, ...]) -> None
     try:
         await known_members.keep(daemon.settings, membership.me.id, lambda: membership.members, kept, daemon.leaving)
     finally:
-        never_in_it = not kept and not daemon.model.about.ready
+        never_in_it = not kept and not daemon.model.meta.ready
         if daemon.leaving.is_set() and (daemon.model.fatal is None or never_in_it):
             known_members.forget(daemon.settings)
 

@@ -55,9 +55,9 @@ class Meetings:
 
     async def _dial(self, member: Member) -> None:
         try:
-            link = await self._transport.dial((member.host, member.port))
-            self._peers.count(link)
-            await self._peers.close(link)
+            connection = await self._transport.dial((member.host, member.port))
+            self._peers.count(connection)
+            await self._peers.close(connection)
         except (ConnectionLost, Refused, PeerError):
             pass  # membership says who is out of reach, and why
         except Exception as error:

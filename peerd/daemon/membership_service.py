@@ -126,22 +126,22 @@ class MembershipService:
         if failure is not None:
             raise UserError(f"cannot join {shown(address)}: {cured(failure)}")
 
-    async def answer(self, link: Connection, first: MemberTable) -> None:
+    async def answer(self, connection: Connection, first: MemberTable) -> None:
         """The accepting side of a push-pull, whose first message has arrived: it hears first, so that it can refute."""
-        await self._receive_table(link, first, None)
-        await self._keep_to_budget(link, len(self.membership.members))
-        await self._send_table(link)
+        await self._receive_table(connection, first, None)
+        await self._keep_to_budget(connection, len(self.membership.members))
+        await self._send_table(connection)
 
-    async def answer_secrets(self, link: Connection, message: SecretsMessage) -> None:
+    async def answer_secrets(self, connection: Connection, message: SecretsMessage) -> None:
         """The accepting side of what goes before a push-pull."""
         if self._secrets is None:
-            raise PeerError(f"{link.remote} speaks of keys, and this node has none")
-        await self._keep_to_budget(link, self._secrets.rows_of(message))
+            raise PeerError(f"{connection.remote} speaks of keys, and this node has none")
+        await self._keep_to_budget(connection, self._secrets.rows_of(message))
         verified = self._secrets.verifications
         try:
-            await self._secrets.answer(link, message)
+            await self._secrets.answer(connection, message)
         finally:
-            await self._keep_to_budget(link, VERIFICATION_ROWS * (self._secrets.verifications - verified))
+            await self._keep_to_budget(connection, VERIFICATION_ROWS * (self._secrets.verifications - verified))
 
     def tell_changes(self) -> None:
         """What follows from the members is to be found anew."""
@@ -237,16 +237,16 @@ class MembershipService:
         try:
             async with limiter:
                 with trio.fail_after(PUSH_PULL_DEADLINE_S):
-                    link = await self._transport.dial(address)
-                    self._peers.count(link)
+                    connection = await self._transport.dial(address)
+                    self._peers.count(connection)
                     try:
-                        await greet(link, self._hello())
+                        await greet(connection, self._hello())
                         if self._secrets is not None:
-                            await self._secrets.exchange(link)
-                        await self._send_table(link)
-                        await self._receive_table(link, None, address)
+                            await self._secrets.exchange(connection)
+                        await self._send_table(connection)
+                        await self._receive_table(connection, None, address)
                     finally:
-                        await self._peers.close(link)
+                        await self._peers.close(connection)
         except (ConnectionLost, Refused, PeerError) as error:
             return error
         except trio.TooSlowError:
@@ -256,34 +256,34 @@ class MembershipService:
             return PeerError(f"{shown(address)}: its member table could not be handled")
         return None
 
-    async def _send_table(self, link: Connection) -> None:
+    async def _send_table(self, connection: Connection) -> None:
         table = self.membership.table()
         for start in range(0, len(table.members), TABLE_PART):
-            await link.send(MemberTable(table.sender, table.members[start : start + TABLE_PART]))
-        await link.send(MemberTable(table.sender, ()))  # an empty part ends it
+            await connection.send(MemberTable(table.sender, table.members[start : start + TABLE_PART]))
+        await connection.send(MemberTable(table.sender, ()))  # an empty part ends it
 
-    async def _keep_to_budget(self, link: Connection, rows: int) -> None:
-        host = link.remote.rpartition(":")[0]
+    async def _keep_to_budget(self, connection: Connection, rows: int) -> None:
+        host = connection.remote.rpartition(":")[0]
         await trio.sleep(self._budget.wait_s(host, rows, trio.current_time()))  # lets others work in any case
 
-    async def _receive_table(self, link: Connection, part: MemberTable | None, dialled: Address | None) -> None:
+    async def _receive_table(self, connection: Connection, part: MemberTable | None, dialled: Address | None) -> None:
         for _ in range(TABLE_PARTS_MAX):
             if part is None:
-                message = await link.receive()
+                message = await connection.receive()
                 if not isinstance(message, MemberTable):
-                    raise PeerError(f"{link.remote} sent {type(message).__name__} in the middle of a push-pull")
+                    raise PeerError(f"{connection.remote} sent {type(message).__name__} in the middle of a push-pull")
                 part = message
-            check_identity(link, part.sender)
+            check_identity(connection, part.sender)
             if not part.members:
                 return
             if dialled is None:
-                await self._keep_to_budget(link, len(part.members))
-            await self._hear_part(link, part, dialled)
+                await self._keep_to_budget(connection, len(part.members))
+            await self._hear_part(connection, part, dialled)
             self._note_heard(part.sender)
             part = None
-        raise PeerError(f"{link.remote} sent a member table without end")
+        raise PeerError(f"{connection.remote} sent a member table without end")
 
-    async def _hear_part(self, link: Connection, part: MemberTable, dialled: Address | None) -> None:
+    async def _hear_part(self, connection: Connection, part: MemberTable, dialled: Address | None) -> None:
         """A part is few enough rows to be verified at once (32 of them take 5 ms); others work before the next."""
         membership = self.membership
         verified, forged = membership.verifications, membership.forgeries
@@ -291,6 +291,6 @@ class MembershipService:
         verified, forged = membership.verifications - verified, membership.forgeries - forged
         await self.perform(effects)
         if verified:
-            await self._keep_to_budget(link, VERIFICATION_ROWS * verified)
+            await self._keep_to_budget(connection, VERIFICATION_ROWS * verified)
         if forged:  # who passes a record on has verified it
-            raise PeerError(f"{link.remote} sent records of members that did not sign them")
+            raise PeerError(f"{connection.remote} sent records of members that did not sign them")

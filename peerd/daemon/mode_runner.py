@@ -56,7 +56,7 @@ from peerd.transport.ids import NodeId
 from peerd.transport.messages import AS_STARTED, Message, Plan
 
 EXCHANGE_SHARE = 4  # times the slowest exchange so far: how long a leaving node's hand-over may take
-HAND_OVER_MIN_S = 3.0
+DRAIN_MIN_S = 3.0
 WIND_UP_MIN_S, WIND_UP_MAX_S = 3.0, 60.0  # the same for what is under way when the mode changes
 WIND_UP_LOOK_S = 0.02
 GIVE_WITHIN_S = 5.0  # to a newcomer, who else asks another
@@ -80,7 +80,7 @@ class ModeRunner:
         self.session: TrainerSession | None = None
         self.settled = trio.Event()  # all models agree
         self._told_plan = AS_STARTED
-        self._handed_over = trio.Event()  # every partner has what this node had not yet sent
+        self._drained = trio.Event()  # every partner has what this node had not yet sent
         self._peers = peers
         self._late: dict[NodeId, PeersChanged | Reconnected] = {}  # the last of each kind that there was no room for
         self._publish_asked = False
@@ -140,11 +140,11 @@ class ModeRunner:
         """Messages to this peer flow again."""
         self._post(peer, Reconnected(peer))
 
-    def _post(self, about: NodeId, event: PeersChanged | Reconnected) -> None:
+    def _post(self, peer: NodeId, event: PeersChanged | Reconnected) -> None:
         """In order, unless so much waits that only the last of what peers cause can be kept."""
         if self._late or self.compute.waiting >= WAITING_MAX:
-            self._late.pop(about, None)
-            self._late[about] = event
+            self._late.pop(peer, None)
+            self._late[peer] = event
         else:
             self.compute.post(event)
 
@@ -175,8 +175,8 @@ class ModeRunner:
 
     def on_report(self, report: StepReport, copy: int | None) -> None:
         """The optimizer moved, or the run ended; `copy` is the one that was published."""
-        if not report.finishing and self._handed_over.is_set():  # the mode says it again only after a new run's steps
-            self.settled, self._handed_over = trio.Event(), trio.Event()
+        if not report.finishing and self._drained.is_set():  # the mode says it again only after a new run's steps
+            self.settled, self._drained = trio.Event(), trio.Event()
         self.compute.post(Stepped(report, copy))
         if report.published or report.finishing:
             self._copy_came()
@@ -286,7 +286,7 @@ class ModeRunner:
                 case Resume():
                     self._resume_asked = True
                 case Proceed(settled):
-                    self._handed_over.set()
+                    self._drained.set()
                     if settled:
                         (self.averaged if self.core.plan.once else self.settled).set()
                 case Log(level, text):
@@ -312,11 +312,11 @@ class ModeRunner:
 
     # ---------------------------------------------------------------- for who leaves or looks
 
-    async def hand_over(self, step: int) -> None:
+    async def drain(self, step: int) -> None:
         """Give every partner what it has not yet seen."""
         self.compute.post(NodeLeaves(step))
-        with trio.move_on_after(max(HAND_OVER_MIN_S, EXCHANGE_SHARE * self.core.slowest_s)) as patience:
-            await self._handed_over.wait()
+        with trio.move_on_after(max(DRAIN_MIN_S, EXCHANGE_SHARE * self.core.slowest_s)) as patience:
+            await self._drained.wait()
             await self._peers.drain()
         if patience.cancelled_caught:
             LOGGER.warning("not every partner took what this node had not yet sent")

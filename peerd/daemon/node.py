@@ -107,10 +107,10 @@ class Daemon:
         self.meetings = Meetings(self.acquaintances, self.peers, transport, self.members)
         kept_until = self.began + timing.silence_s(len(kept))
         self.model = TrainerService(
-            me.id, settings, self.peers, self.members, self._say_about, rng, kept, kept_until, signing,
+            me.id, settings, self.peers, self.members, self._say_meta, rng, kept, kept_until, signing,
             self.acquaintances,
         )  # fmt: skip
-        self.model.about = NodeMeta.unpack(me.meta)
+        self.model.meta = NodeMeta.unpack(me.meta)
         self.twin_proof = TwinProof(key, me, settings.swarm, settings.run, transport)
         self.view = MembershipService(
             Membership(me, [*settings.seeds, *kept], rng, self.began, timing, numbers=rng, signing=signing),
@@ -155,7 +155,7 @@ class Daemon:
 
     async def leave(self) -> None:
         """Hand over what was not yet sent, say goodbye, wait until the word is out."""
-        await self.model.hand_over()
+        await self.model.drain()
         await self.view.perform(self.view.membership.leave(trio.current_time()))
         with trio.move_on_after(LEAVE_SPREAD_S):
             while not self.view.membership.left_spread:
@@ -238,7 +238,7 @@ class Daemon:
             self.fail(f"{why}: the swarm takes its certificate no more; enter again with a new token")
 
     def _on_refused_by_peer(self, peer: NodeId, refusal: Refused) -> None:
-        self.model.on_refused(PeerError(cured(refusal)), newcomer=self.model.about.expects, peer=peer)
+        self.model.on_refused(PeerError(cured(refusal)), newcomer=self.model.meta.expects, peer=peer)
 
     def _on_refused_by_seed(self, where: Address, refusal: Refused) -> None:
         if refusal.field in ANOTHER_SWARM and where in self._kept and where not in self.settings.seeds:
@@ -247,9 +247,9 @@ class Daemon:
         else:
             self.model.on_refused(PeerError(cured(refusal)), newcomer=len(self.members()) == 1)
 
-    async def _say_about(self, about: NodeMeta) -> None:
+    async def _say_meta(self, meta: NodeMeta) -> None:
         self.acceptor.raise_payload_limits()  # the first word about a model comes when its size is known
-        await self.view.perform(self.view.membership.set_meta(about.pack(), trio.current_time()))
+        await self.view.perform(self.view.membership.set_meta(meta.pack(), trio.current_time()))
 
 
 @asynccontextmanager
@@ -280,8 +280,8 @@ async def running(
             _secrets(settings, identity, entry, seal, alone=not (settings.seeds or kept)) if entry and seal else None
         )
         issuer = entry is not None and entry.issuer is not None
-        about = NodeMeta(expects=expects, founder=not settings.seeds, issuer=issuer).pack()
-        me = Member(identity.id, settings.name, *reached, identity.epoch, 0, State.ALIVE, "", about)
+        meta = NodeMeta(expects=expects, founder=not settings.seeds, issuer=issuer).pack()
+        me = Member(identity.id, settings.name, *reached, identity.epoch, 0, State.ALIVE, "", meta)
         transport = carrier.transport(nursery, entry.trust if entry else None)
         signing = NodeSigning(identity.key, settings.swarm, settings.run) if entry else None
         daemon = Daemon(

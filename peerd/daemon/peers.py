@@ -62,7 +62,7 @@ class Peers:
         self._met = met
         self._boxes: dict[NodeId, _Outgoing] = {}
         self._open: set[Connection] = set()
-        self._links: dict[NodeId, Connection] = {}  # those we dialled that are greeted
+        self._connections: dict[NodeId, Connection] = {}  # those we dialled that are greeted
         self._closed_sent = 0
         self._closed_received = 0
         self._nursery: trio.Nursery | None = None
@@ -91,15 +91,15 @@ class Peers:
 
     def cut(self, peer: NodeId, host: str) -> None:
         """Close the connection to a peer at this host, which broke the rules; it is made anew when that is forgiven."""
-        if (link := self._links.get(peer)) is not None and link.host == host:
-            link.drop(ConnectionLost(f"{link.remote}: closed, it broke the rules"))
+        if (connection := self._connections.get(peer)) is not None and connection.host == host:
+            connection.drop(ConnectionLost(f"{connection.remote}: closed, it broke the rules"))
 
     def shut_out(self, peer: NodeId, why: str) -> None:
         """Close every connection, whoever dialled it, whose other end is this one; `why` goes on from its id."""
         self.forget(peer)
-        for link in self._open:
-            if link.identity == peer:
-                link.drop(ConnectionLost(f"{link.remote}: closed, {peer} {why}"))
+        for connection in self._open:
+            if connection.identity == peer:
+                connection.drop(ConnectionLost(f"{connection.remote}: closed, {peer} {why}"))
 
     async def drain(self) -> None:
         """Wait until nothing is queued."""
@@ -109,60 +109,63 @@ class Peers:
     @property
     def bytes_sent(self) -> int:
         """Written to the sockets of all connections seen by `count`."""
-        return self._closed_sent + sum(link.bytes_sent for link in self._open)
+        return self._closed_sent + sum(connection.bytes_sent for connection in self._open)
 
     @property
     def bytes_received(self) -> int:
         """Read from the sockets of all connections seen by `count`."""
-        return self._closed_received + sum(link.bytes_received for link in self._open)
+        return self._closed_received + sum(connection.bytes_received for connection in self._open)
 
     def carrier(self, peer: NodeId) -> str:
         """What bulk to `peer` travels over; "" where there is no connection."""
-        return self._links[peer].carrier if peer in self._links else ""
+        return self._connections[peer].carrier if peer in self._connections else ""
 
-    def count(self, link: Connection) -> None:
-        """Have the link's bytes counted; accepted links too, which are told of again once they are sealed."""
-        self._open.add(link)
-        self._met(link.identity)
+    def count(self, connection: Connection) -> None:
+        """Have its bytes counted; an accepted one too, which is told of again once it is sealed."""
+        self._open.add(connection)
+        self._met(connection.identity)
 
-    async def close(self, link: Connection) -> None:
-        """Close a counted link."""
+    async def close(self, connection: Connection) -> None:
+        """Close a counted connection."""
         try:
-            await link.aclose()
+            await connection.aclose()
         finally:
-            self._open.discard(link)
-            self._closed_sent += link.bytes_sent
-            self._closed_received += link.bytes_received
+            self._open.discard(connection)
+            self._closed_sent += connection.bytes_sent
+            self._closed_received += connection.bytes_received
 
     async def _keep_connected(self, peer: NodeId, box: _Outgoing) -> None:
         delay_s, broken, said, stays = RETRY_FIRST_S, False, "", ""
         with box.scope:
             while (address := self._address_of(peer)) is not None:
                 try:
-                    link = await self._transport.dial(address)
-                    self.count(link)
+                    connection = await self._transport.dial(address)
+                    self.count(connection)
                     try:
-                        if link.identity not in (None, peer) or (await greet(link, self._hello())).node != peer:
-                            raise ConnectionLost(f"another node answers at {link.remote}")
-                        if refused_s := self.offences.refused_s(peer, link.host):
+                        if (
+                            connection.identity not in (None, peer)
+                            or (await greet(connection, self._hello())).node != peer
+                        ):
+                            raise ConnectionLost(f"another node answers at {connection.remote}")
+                        if refused_s := self.offences.refused_s(peer, connection.host):
                             delay_s = max(RETRY_MAX_S, min(refused_s, REFUSED_RETRY_S))
-                            raise ConnectionLost(f"{link.remote}: it broke the rules too often")
-                        if (why_not := await link.upgrade()) and why_not != stays:
+                            raise ConnectionLost(f"{connection.remote}: it broke the rules too often")
+                        if (why_not := await connection.upgrade()) and why_not != stays:
                             stays = why_not
-                            LOGGER.info("bulk to %s stays on %s: %s", link.remote, link.carrier, why_not)
-                        self._links[peer] = link
+                            LOGGER.info("bulk to %s stays on %s: %s", connection.remote, connection.carrier, why_not)
+                        self._connections[peer] = connection
                         if broken:
                             box.queue.clear()  # a later exchange must not overtake what is said again now
                             self._reconnected(peer)
                         delay_s = RETRY_FIRST_S
                         try:
-                            await self._write(peer, link, box)
+                            await self._write(peer, connection, box)
                         except PeerError as error:
-                            self.offences.strike(peer, link.host, error)
+                            self.offences.strike(peer, connection.host, error)
                             raise
                     finally:
-                        self._links.pop(peer, None)
-                        await self.close(link)
+                        self._connections.pop(peer, None)
+                        await self.close(connection)
                 except Refused as refusal:
                     self._refused(peer, refusal)
                     delay_s = REFUSED_RETRY_S
@@ -177,21 +180,21 @@ class Peers:
         if self._boxes.get(peer) is box:
             del self._boxes[peer]
 
-    async def _write(self, peer: NodeId, link: Connection, box: _Outgoing) -> None:
+    async def _write(self, peer: NodeId, connection: Connection, box: _Outgoing) -> None:
         """Send what is queued, while watching for the end of the connection. Raises ConnectionLost or PeerError."""
         ended: Exception | None = None
         said = AS_STARTED
         try:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(_watch, link)
+                nursery.start_soon(_watch, connection)
                 while True:
                     while box.queue.has_waiting:
                         plan, message = box.queue.take()
                         if plan != said:
-                            await link.send(plan)
+                            await connection.send(plan)
                             said = plan
-                        await link.send(message)
-                        await link.flushed()  # until then it waits, and need not be said again
+                        await connection.send(message)
+                        await connection.flushed()  # until then it waits, and need not be said again
                         box.queue.left()
                     box.filled = trio.Event()
                     with trio.move_on_after(IDLE_S) as idle:
@@ -206,6 +209,6 @@ class Peers:
         raise ended
 
 
-async def _watch(link: Connection) -> None:
-    await link.receive()
-    raise PeerError(f"{link.remote} answered on a connection that only we write to")
+async def _watch(connection: Connection) -> None:
+    await connection.receive()
+    raise PeerError(f"{connection.remote} answered on a connection that only we write to")

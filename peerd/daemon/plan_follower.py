@@ -168,8 +168,8 @@ class PlanFollower:
         While any of them has the model, the others have no say.
         """
         members = self._members()
-        abouts = [NodeMeta.unpack(member.meta) for id, member in members.items() if id != self._me]
-        said = [about.plan for about in abouts if about.ready] or [about.plan for about in abouts]
+        metas = [NodeMeta.unpack(member.meta) for id, member in members.items() if id != self._me]
+        said = [meta.plan for meta in metas if meta.ready] or [meta.plan for meta in metas]
         farthest = reach(self.plan, said)
         heard = {plan for plan in said if plan.number <= farthest and (plan <= self.plan or self._is_signed(plan))}
         if self._signing is None:
@@ -263,8 +263,8 @@ class PlanFollower:
         """Those who hold the model and live."""
         members = self._members()
         model = NodeMeta.unpack(members[self._me].meta).model
-        abouts = [NodeMeta.unpack(members[id].meta) for id in partners(members, self._me, model)]
-        return [(about.plan, about.averaged) for about in abouts]
+        metas = [NodeMeta.unpack(members[id].meta) for id in partners(members, self._me, model)]
+        return [(meta.plan, meta.averaged) for meta in metas]
 
     def _note(self, plan: Plan) -> None:
         mode = self._runner.core.mode

@@ -44,21 +44,21 @@ class Supervisor:
         self._process: subprocess.Popen[bytes] | None = None
         self._limiter = trio.CapacityLimiter(1)  # its own: whatever fills trio's common threads, the end is seen
 
-    async def run(self, facts: Callable[[], TrainerStatus | None] = lambda: None) -> None:
-        """Until the script ends well, or after its model was finished; `facts` are of the trainer that came last.
+    async def run(self, status: Callable[[], TrainerStatus | None] = lambda: None) -> None:
+        """Until the script ends well, or after its model was finished; `status` are of the trainer that came last.
 
         Raises UserError when it cannot be kept running.
         """
         crashes: deque[float] = deque()
         hopeless: int | None = None  # the exit code of a script that has just failed before its first step
         while not self.stopping:
-            before = facts()
+            before = status()
             code = await self._run_once()
             if code == 0 or self.stopping:
                 return
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
             with trio.move_on_after(LAST_WORDS_S):
-                while (found := facts()) is not None and found.phase not in (TrainerPhase.FINISHED, TrainerPhase.GONE):
+                while (found := status()) is not None and found.phase not in (TrainerPhase.FINISHED, TrainerPhase.GONE):
                     await trio.sleep(0.01)
             after = found if found is not before else None
             if after is not None and after.phase is TrainerPhase.FINISHED and not after.at_exit:

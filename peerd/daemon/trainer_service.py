@@ -57,23 +57,23 @@ class TrainerService:
         settings: Settings,
         peers: Peers,
         members: Callable[[], dict[NodeId, Member]],
-        say_about: Callable[[NodeMeta], Awaitable[None]],
+        say_meta: Callable[[NodeMeta], Awaitable[None]],
         rng: random.Random,
         awaited: Collection[Address] = (),
         awaited_until: float = 0.0,
         signing: Signing | None = None,
         acquaintances: Acquaintances | None = None,
     ) -> None:
-        """`say_about` spreads what this node says of itself; for the awaited see catch_up.py, for signing plan.py.
+        """`say_meta` spreads what this node says of itself; for the awaited see catch_up.py, for signing plan.py.
 
         Of the `members` those count that are `acquaintances`; without, all.
         """
         known = acquaintances or Acquaintances(me, rng, lambda: None, sealed=False)
-        self.about = NodeMeta(founder=not settings.seeds)
+        self.meta = NodeMeta(founder=not settings.seeds)
         self.signature = ""
         self.tensors: list[str] = []
         self.layout: Layout | None = None
-        self._facts: TrainerStatus | None = None
+        self._status: TrainerStatus | None = None
         self.fatal: str | None = None  # why this node cannot be part of its swarm
         self.failed = trio.Event()
         self.snapshots = 0
@@ -81,7 +81,7 @@ class TrainerService:
         self._me = me
         self._settings = settings
         self._members: Callable[[], dict[NodeId, Member]] = lambda: known.of(members())
-        self._say_about = say_about
+        self._say_meta = say_meta
         self._rng = rng
         self._peers = peers
         self._runner = ModeRunner(peers)
@@ -102,11 +102,11 @@ class TrainerService:
             self._nursery = nursery
 
     @property
-    def facts(self) -> TrainerStatus | None:
+    def status(self) -> TrainerStatus | None:
         """What is known of the trainer, the last one if there is none."""
         if self._runner.session is not None:
             self._runner.session.look()
-        return self._facts
+        return self._status
 
     @property
     def runner(self) -> ModeRunner:
@@ -144,7 +144,7 @@ class TrainerService:
     def _may_ask(self, sender: NodeId) -> bool:
         """Whether the model is given: to a living member, and not too often."""
         member = self._members().get(sender)
-        if self._nursery is None or not self.about.ready or sender in self._giving:
+        if self._nursery is None or not self.meta.ready or sender in self._giving:
             return False
         lives = member is not None and member.state <= State.SUSPECT
         return lives and self._requests.admits(sender, trio.current_time())
@@ -154,7 +154,7 @@ class TrainerService:
 
         Unless it is only one of several that have a model: then another one is asked.
         """
-        if self.about.ready or not newcomer or (peer is not None and self._catch_up.others_after(peer)):
+        if self.meta.ready or not newcomer or (peer is not None and self._catch_up.others_after(peer)):
             LOGGER.warning("%s", refusal)
         elif self.fatal is None:
             self.fatal = str(refusal)
@@ -162,7 +162,7 @@ class TrainerService:
 
     async def _give_model(self, sender: NodeId) -> None:
         try:
-            if self.about.ready and self.layout is not None:
+            if self.meta.ready and self.layout is not None:
                 await self._runner.give_model(sender, self.layout)
                 self.snapshots += 1
         except NotFinite:
@@ -195,9 +195,9 @@ class TrainerService:
             await connection.send({"error": f"the daemon cannot map the script's memory: {error}"})
             return
         connection.close_fds()  # the mapping stays; the connection closes them itself when the memory is refused
-        before = self.facts or TrainerStatus(0)
-        facts = self._facts = TrainerStatus(pid=comes.pid, step=before.step, lr_max=before.lr_max)
-        session = self._runner.session = TrainerSession(connection, facts, memory.board)
+        before = self.status or TrainerStatus(0)
+        status = self._status = TrainerStatus(pid=comes.pid, step=before.step, lr_max=before.lr_max)
+        session = self._runner.session = TrainerSession(connection, status, memory.board)
         self.attaches += 1
         try:
             await self._start(session, comes, memory)
@@ -209,8 +209,8 @@ class TrainerService:
             session.look()
             self._runner.on_trainer_gone()
             session.ended.set()
-            if facts.phase is not TrainerPhase.FINISHED:
-                facts.enter(TrainerPhase.GONE)
+            if status.phase is not TrainerPhase.FINISHED:
+                status.enter(TrainerPhase.GONE)
             self._join_average()
 
     def _tell_memory(self, values: int) -> None:
@@ -239,7 +239,7 @@ class TrainerService:
 
     async def _start(self, session: TrainerSession, comes: Attach, memory: SharedMemory) -> None:
         """From the attach to a trainer that holds the swarm's model. Raises TrainerGone."""
-        settings, facts = self._settings, session.facts
+        settings, status = self._settings, session.facts
         self.signature, self.tensors = comes.signature, list(comes.tensors)
         variances = tuple((start, stop) for start, stop in comes.variances)
         self.layout = _layout_of(comes)
@@ -253,7 +253,7 @@ class TrainerService:
             await session.attended(self.plans.none_averages)
         model_copy = ModelCopy(memory, variances)
         load, step = await self._first_model(session, self.layout, model_copy, ready.step)
-        facts.step = facts.first_step = step
+        status.step = status.first_step = step
         if self.mode is None:
             await self._begin_mode()
         await self._tell(ready=True)
@@ -261,7 +261,7 @@ class TrainerService:
         self._join_average()
         barrier = self.mode.barrier if self.mode is not None else 0
         session.started = True
-        await session.tell(protocol.Start(load, step, facts.lr_max, barrier))
+        await session.tell(protocol.Start(load, step, status.lr_max, barrier))
         self._runner.ask_publish()  # the mode may still wait for a copy from the trainer before this one
 
     async def _first_model(
@@ -326,32 +326,32 @@ class TrainerService:
 
     async def _end_run(self, session: TrainerSession) -> None:
         """Let a finishing trainer go when all agree, or when the others take much longer than this run did."""
-        facts = session.facts
-        patience_s = max(SETTLE_MIN_S, SETTLE_SHARE * (trio.current_time() - facts.began))
+        status = session.facts
+        patience_s = max(SETTLE_MIN_S, SETTLE_SHARE * (trio.current_time() - status.began))
         with trio.move_on_after(patience_s) as patience:
             await self._runner.settled.wait()
         if patience.cancelled_caught:
             LOGGER.info("other members still train after %.0f s: this run ends with the model as it is", patience_s)
         while not self._runner.all_taken:
             await trio.sleep(0.01)
-        facts.enter(TrainerPhase.FINISHED)
+        status.enter(TrainerPhase.FINISHED)
         await session.tell(protocol.Finished())
-        LOGGER.info("training finished at step %d; still a member, with the model", facts.step)
+        LOGGER.info("training finished at step %d; still a member, with the model", status.step)
 
-    async def hand_over(self) -> None:
+    async def drain(self) -> None:
         """For a node that leaves: have the trainer publish once more and end, then give what is not yet given."""
         self._leaving = True
-        session, facts = self._runner.session, self.facts
-        if self.mode is None or facts is None or (facts.phase is TrainerPhase.STARTING and self.attaches == 1):
+        session, status = self._runner.session, self.status
+        if self.mode is None or status is None or (status.phase is TrainerPhase.STARTING and self.attaches == 1):
             return  # there is nothing that the others do not have
         if session is not None and session.cut_if_dead():
             await session.ended.wait()
-        if session is not None and facts.phase in (TrainerPhase.TRAINING, TrainerPhase.FINISHING):
+        if session is not None and status.phase in (TrainerPhase.TRAINING, TrainerPhase.FINISHING):
             await session.tell(protocol.Stop())
             with trio.move_on_after(session.patience_s):
                 await session.ended.wait()
-        if facts.phase is not TrainerPhase.FINISHED:
-            await self._runner.hand_over(facts.step)
+        if status.phase is not TrainerPhase.FINISHED:
+            await self._runner.drain(status.step)
 
     async def expect_none(self) -> None:
         """No trainer comes: members without a model need not wait for this one to go first."""
@@ -362,8 +362,8 @@ class TrainerService:
         await self._tell(stalled=stalled)
 
     async def _tell(self, **changes: Any) -> None:
-        self.about = replace(self.about, **changes)
-        await self._say_about(self.about)
+        self.meta = replace(self.meta, **changes)
+        await self._say_meta(self.meta)
 
     # ---------------------------------------------------------------- the mode
 
@@ -373,7 +373,7 @@ class TrainerService:
             assert self.layout is not None, "known once a trainer has attached"
             plan, settings = self.plans.plan, self.plans.settings
             make = Average if plan.once else parse_mode(settings.mode, settings.exchange)
-            known = self._members() if self.about.ready else {}  # a newcomer hears of the others once it may exchange
+            known = self._members() if self.meta.ready else {}  # a newcomer hears of the others once it may exchange
             alive = partners(known, self._me, self.signature, plan)
             await self._runner.begin(plan, alive, make, self._me, self.layout, self._rng, settings.mode_settings)
 
@@ -384,14 +384,14 @@ class TrainerService:
         await self._tell(plan=plan, averaged=False, stands=False)
         self.on_members()
         if self.mode is not None:
-            self._runner.go_on_finishing(self.facts.step if self.facts else 0, stands=False)
+            self._runner.go_on_finishing(self.status.step if self.status else 0, stands=False)
         self._join_average()
 
     def _join_average(self) -> None:
         """Where no trainer trains, none will come to the barrier: the model as it stands is this node's part."""
-        trains = self.facts is not None and self.facts.phase is TrainerPhase.TRAINING
+        trains = self.status is not None and self.status.phase is TrainerPhase.TRAINING
         if self._runner.core.plan.once and self.mode is not None and not trains:
-            self._runner.go_on_finishing(self.facts.step if self.facts else 0, stands=True)
+            self._runner.go_on_finishing(self.status.step if self.status else 0, stands=True)
 
     # ---------------------------------------------------------------- for the export
 

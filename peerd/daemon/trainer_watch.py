@@ -1,6 +1,6 @@
 """Does the trainer still step? Judged beside its own steps: nobody else knows how long one takes.
 
-It reads no clock: `now` comes in, on that of the facts.
+It reads no clock: `now` comes in, on that of the status.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ STALL_SHARE = 10.0  # times its slowest step so far: an evaluation now and then 
 class TrainerWatch:
     """What is known of the pace of one trainer."""
 
-    def __init__(self, facts: TrainerStatus) -> None:
-        self.facts = facts
+    def __init__(self, status: TrainerStatus) -> None:
+        self.status = status
         self.slowest_s = 0.0  # of its steps so far, but for the first, in which things are compiled and loaded
         self.stalled = False
         self._stepped_at: float | None = None
@@ -23,7 +23,7 @@ class TrainerWatch:
 
     def look(self, now: float) -> None:
         """Once a second or so, however many steps that is: all that were between two looks count as one."""
-        stepped_at, began = self.facts.last_step_at, computes_since(self.facts)
+        stepped_at, began = self.status.last_step_at, computes_since(self.status)
         if stepped_at is not None and stepped_at != self._stepped_at:
             if self._stepped_at is not None and self._began is not None:
                 self.slowest_s = max(self.slowest_s, stepped_at - self._began)
@@ -33,8 +33,8 @@ class TrainerWatch:
         self.stalled = began is not None and self.slowest_s > 0 and now - began > limit_s
 
 
-def computes_since(facts: TrainerStatus) -> float | None:
+def computes_since(status: TrainerStatus) -> float | None:
     """Since when the trainer is in a step of its own; None: in none so far, or it has ended or waits for the swarm."""
-    if facts.phase is not TrainerPhase.TRAINING or facts.last_step_at is None or facts.waits:
+    if status.phase is not TrainerPhase.TRAINING or status.last_step_at is None or status.waits:
         return None
-    return max(facts.last_step_at, facts.released_at)
+    return max(status.last_step_at, status.released_at)

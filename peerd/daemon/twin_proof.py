@@ -54,12 +54,12 @@ class TwinProof:
         challenge = Challenge(self._me.id, secrets.token_bytes(_NONCE_BYTES), self._life, self._me.epoch)
         try:
             with trio.fail_after(DIAL_TIMEOUT_S + GREETING_DEADLINE_S):
-                link = await self._transport.dial(address)
+                connection = await self._transport.dial(address)
                 try:
-                    await link.send(challenge)
-                    proof = await link.receive()
+                    await connection.send(challenge)
+                    proof = await connection.receive()
                 finally:
-                    await link.aclose()
+                    await connection.aclose()
         except (ConnectionLost, PeerError, trio.TooSlowError):
             return False
         return isinstance(proof, Proof) and self._is_newer_twin(challenge, proof)

@@ -30,7 +30,7 @@ from peerd.transport.errors import UserError
 from peerd.transport.ids import Address, NodeId, shown
 from peerd.transport.messages import Member, Plan, State
 
-SEEDS_BESIDE = 2  # members' addresses in a token beside the issuer's own; each makes it 27 characters longer
+OTHER_SEEDS = 2  # members' addresses in a token beside the issuer's own; each makes it 27 characters longer
 
 
 class Verbs:
@@ -64,7 +64,7 @@ class Verbs:
         return {"members": sorted(rows, key=lambda row: (str(row["name"]), str(row["id"])))}
 
     def _row(self, member: Member) -> Answer:
-        about = NodeMeta.unpack(member.meta)
+        meta = NodeMeta.unpack(member.meta)
         return {
             "name": member.name,
             "address": shown((member.host, member.port)),
@@ -73,11 +73,11 @@ class Verbs:
             "epoch": member.epoch,
             "incarnation": member.incarnation,
             "carrier": self._carrier_of(member),
-            "model": about.model,
-            "ready": about.ready,
-            "plan": about.plan.number,
-            "mode": self._mode_under(about.plan),
-            "stalled": about.stalled,
+            "model": meta.model,
+            "ready": meta.ready,
+            "plan": meta.plan.number,
+            "mode": self._mode_under(meta.plan),
+            "stalled": meta.stalled,
             "met": self._node.acquaintances.counts(member.id),
             "self": member.id == self._node.me.id,
         }
@@ -142,7 +142,7 @@ class Verbs:
         }
         return {
             "name": node.me.name,
-            "phase": model.facts.phase if model.facts else "no trainer",
+            "phase": model.status.phase if model.status else "no trainer",
             "uptime_s": trio.current_time() - node.began,
             "members": {state.name.lower(): states.count(state) for state in State},
             "awareness": membership.awareness,
@@ -152,7 +152,7 @@ class Verbs:
             "trigger": model.plans.settings.trigger,
             "parameters": model.layout.parameters if model.layout else 0,
             "values": model.layout.total if model.layout else 0,
-            "trainer": _trainer(model.facts) if model.facts else None,
+            "trainer": _trainer(model.status) if model.status else None,
             "trainer_restarts": max(0, model.attaches - 1),
             "links": [
                 {**asdict(link), "peer": names.get(link.peer, link.peer)} for link in (mode.links() if mode else [])
@@ -173,7 +173,7 @@ class Verbs:
 
     async def _join(self, message: dict[str, Any]) -> Answer:
         address = parse_address(str(message["address"]), "join")
-        if self._node.model.about.ready and len(self._node.members()) == 1:
+        if self._node.model.meta.ready and len(self._node.members()) == 1:
             raise UserError(
                 "this node already trains a model of its own, and two swarms' models do not mix; "
                 f"stop it and start it with --join {shown(address)}"
@@ -230,7 +230,7 @@ class Verbs:
         """Of a few members that do not issue: whoever asks them for a certificate is told so, and is not to blame."""
         live = [one for one in self._node.members().values() if one.state == State.ALIVE and one.id != self._node.me.id]
         others = [(one.host, one.port) for one in live if not NodeMeta.unpack(one.meta).issuer]
-        return random.sample(others, min(SEEDS_BESIDE, len(others)))
+        return random.sample(others, min(OTHER_SEEDS, len(others)))
 
     async def _revoke(self, message: dict[str, Any]) -> Answer:
         secrets, me = self._node.secrets, self._node.me
@@ -283,12 +283,12 @@ class Verbs:
             "members": [
                 {
                     "name": member.name,
-                    "plan": about.plan.number,
-                    "mode": self._mode_under(about.plan),
-                    "stands": about.stands or about.averaged or not about.ready,
-                    "stalled": about.stalled,
+                    "plan": meta.plan.number,
+                    "mode": self._mode_under(meta.plan),
+                    "stands": meta.stands or meta.averaged or not meta.ready,
+                    "stalled": meta.stalled,
                 }
-                for member, about in sorted(plans.said().items(), key=lambda said: said[0].name)
+                for member, meta in sorted(plans.said().items(), key=lambda said: said[0].name)
             ],
             "failed": sorted(member.name for member in members.values() if member.state == State.FAILED),
         }
@@ -322,9 +322,9 @@ class Verbs:
         return "average" if plan.once else parts(plan.text)[0] or self._node.settings.mode
 
 
-def _trainer(facts: TrainerStatus) -> dict[str, Any]:
+def _trainer(status: TrainerStatus) -> dict[str, Any]:
     """What the status shows of it; times as seconds ago, for nobody else has the loop's clock."""
-    rows = asdict(facts)
+    rows = asdict(status)
     del rows["released_at"], rows["waits"]
     stepped_at = rows.pop("last_step_at")
     return {**rows, "last_step_s_ago": None if stepped_at is None else trio.current_time() - stepped_at}

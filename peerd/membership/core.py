@@ -119,7 +119,7 @@ class Membership:
     @property
     def left_spread(self) -> bool:
         """Whether our leaving was told often enough (or there is nobody to tell)."""
-        return self._leaving and (not self._roster.live or not self._news.about(self.me.id))
+        return self._leaving and (not self._roster.live or not self._news.is_fresh(self.me.id))
 
     @property
     def asked(self) -> set[Address]:

@@ -45,7 +45,7 @@ class News:
     def __len__(self) -> int:
         return len(self._pile_of)
 
-    def about(self, id: NodeId) -> bool:
+    def is_fresh(self, id: NodeId) -> bool:
         """Whether there is still something to tell about this member."""
         return id in self._keys_of
 

@@ -80,9 +80,9 @@ def partners(members: Mapping[NodeId, Member], me: NodeId, model: str, plan: Pla
 
 def is_partner(member: Member, model: str, plan: Plan | None = None) -> bool:
     """Whether this member lives, holds the same model and can exchange."""
-    about = NodeMeta.unpack(member.meta)
-    holds = member.state <= State.SUSPECT and about.ready and about.model == model[:16]
-    return holds and (plan is None or plans.works_with(plan, about.plan))
+    meta = NodeMeta.unpack(member.meta)
+    holds = member.state <= State.SUSPECT and meta.ready and meta.model == model[:16]
+    return holds and (plan is None or plans.works_with(plan, meta.plan))
 
 
 def donors(members: Mapping[NodeId, Member], me: NodeId) -> list[NodeId]:
@@ -106,7 +106,7 @@ def whose_model(
         return FetchFrom(tuple(givers[start:] + givers[:start]))
     if len(live) == 1 and has_seeds:
         return WaitFor("no node of the swarm has answered yet")
-    candidates = sorted(id for id, about in live.items() if about.expects or id == me)
+    candidates = sorted(id for id, meta in live.items() if meta.expects or id == me)
     if not candidates:
         return WaitFor("this node is leaving")
     founders = [id for id in candidates if live[id].founder]

@@ -33,7 +33,7 @@ class ModelCopy:
         self._variances = [slice(start, stop) for start, stop in variances]
         self._values = np.empty(memory.total, np.float32)
         self._current = 0
-        self._handed: int | None = None  # the buffer that the trainer was told to take
+        self._offered: int | None = None  # the buffer that the trainer was told to take
         self._filling = 0
         self._filled = False
         self._owned_here = False  # no trainer (any more): corrections go straight into the copy
@@ -47,7 +47,7 @@ class ModelCopy:
     def waiting(self) -> list[int]:
         """The buffers of corrections that the trainer has not yet taken, the older one first."""
         filled = [self._filling] if self._filled else []
-        return filled if self._handed is None else [self._handed, *filled]
+        return filled if self._offered is None else [self._offered, *filled]
 
     def values(self) -> Vector:
         """The model with every correction so far, shape (total,); the array is used again by the next call."""
@@ -72,17 +72,17 @@ class ModelCopy:
 
     def drain(self) -> int | None:
         """The buffer that the trainer should take now; None when it has one or there is none."""
-        if self._owned_here or not self._filled or self._handed is not None:
+        if self._owned_here or not self._filled or self._offered is not None:
             return None
-        self._handed, self._filling, self._filled = self._filling, 1 - self._filling, False
-        return self._handed
+        self._offered, self._filling, self._filled = self._filling, 1 - self._filling, False
+        return self._offered
 
     def taken(self, buffer: int) -> None:
         """The trainer has added `buffer`; the last published copy gets it too, to stay the model's past."""
-        if buffer != self._handed:
+        if buffer != self._offered:
             return
         self._correct(self._memory.copies[self._current], self._memory.corrections[buffer])
-        self._handed = None
+        self._offered = None
 
     def published(self, copy: int, step: int) -> None:
         """The trainer's model after `step`, with all it has taken, is now in `copy`."""
@@ -105,7 +105,7 @@ class ModelCopy:
         for buffer in self.waiting:
             self._correct(self._memory.copies[self._current], self._memory.corrections[buffer])
             np.add(self._untaken, self._memory.corrections[buffer], out=self._untaken)
-        self._handed, self._filled, self._owned_here = None, False, True
+        self._offered, self._filled, self._owned_here = None, False, True
 
     def take_over(self, before: ModelCopy) -> None:
         """Go on from the trainer's own model, with what came since the last trainer took something."""

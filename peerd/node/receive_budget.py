@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-Link = TypeVar("Link")
+ConnectionT = TypeVar("ConnectionT")
 
 
 @dataclass(slots=True)
@@ -22,33 +22,35 @@ class _Bulk:
     whole: bool = False
 
 
-class ReceiveBudget(Generic[Link]):
+class ReceiveBudget(Generic[ConnectionT]):
     """The bulk messages on their way in to one node."""
 
     def __init__(self) -> None:
         self.bytes = 0
-        self._under_way: dict[Link, _Bulk] = {}  # the oldest first
+        self._under_way: dict[ConnectionT, _Bulk] = {}  # the oldest first
 
-    def begin(self, link: Link, size: int, limit: int, proved: Callable[[Link], bool]) -> list[Link]:
-        """A message of `size` bytes begins, where all may have `limit`; return the links to give up, perhaps `link`."""
-        self.end(link)
-        self._under_way[link] = _Bulk(size)
+    def begin(
+        self, connection: ConnectionT, size: int, limit: int, proved: Callable[[ConnectionT], bool]
+    ) -> list[ConnectionT]:
+        """A message of `size` bytes begins, where all may have `limit`; return those to give up, perhaps this one."""
+        self.end(connection)
+        self._under_way[connection] = _Bulk(size)
         self.bytes += size
-        given_up: list[Link] = []
+        given_up: list[ConnectionT] = []
         while self.bytes > limit:
-            halves = [link for link, bulk in self._under_way.items() if not bulk.whole]
-            given_up.append(next((link for link in halves if not proved(link)), halves[0]))
+            halves = [connection for connection, bulk in self._under_way.items() if not bulk.whole]
+            given_up.append(next((connection for connection in halves if not proved(connection)), halves[0]))
             self.end(given_up[-1])
-            if given_up[-1] == link:
+            if given_up[-1] == connection:
                 break
         return given_up
 
-    def whole(self, link: Link) -> None:
+    def whole(self, connection: ConnectionT) -> None:
         """Its message has come whole."""
-        if (bulk := self._under_way.get(link)) is not None:
+        if (bulk := self._under_way.get(connection)) is not None:
             bulk.whole = True
 
-    def end(self, link: Link) -> None:
-        """Its message was handled, or the link has ended."""
-        if (bulk := self._under_way.pop(link, None)) is not None:
+    def end(self, connection: ConnectionT) -> None:
+        """Its message was handled, or the connection has ended."""
+        if (bulk := self._under_way.pop(connection, None)) is not None:
             self.bytes -= bulk.size

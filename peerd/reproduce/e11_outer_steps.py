@@ -35,7 +35,7 @@ def measure(cell: Cell) -> Result:
     )  # fmt: skip
 
     def done() -> bool:
-        return all(trainee.steps >= told["steps"] for trainee in swarm.trainees)
+        return all(trainer.steps >= told["steps"] for trainer in swarm.trainers)
 
     try:
         swarm.start_formed()

@@ -57,35 +57,35 @@ async def enrolled(token: Token, key: NodeKey, dial: Dial) -> Enrolment:
 
 async def _ask(token: Token, key: NodeKey, dial: Dial, address: Address) -> Enrolment:
     credentials = Newcomer()
-    link = await dial(credentials, address)
+    connection = await dial(credentials, address)
     try:
-        first = await _answer(link)
+        first = await _answer(connection)
         if not isinstance(first, AuthorityShown):
-            raise PeerError(f"{link.remote}: a {type(first).__name__} before anything was asked")
+            raise PeerError(f"{connection.remote}: a {type(first).__name__} before anything was asked")
         if credentials.shown is None:
-            raise PeerError(f"{link.remote} has shown no certificate")
+            raise PeerError(f"{connection.remote} has shown no certificate")
         with _saying("its certificate is"):
             authority = authority_shown(token, first, credentials.shown, wall_clock.now())
-        await link.send(asked(token, key, credentials.shown))
+        await connection.send(asked(token, key, credentials.shown))
         try:
-            answer = await _answer(link)
+            answer = await _answer(connection)
         except ConnectionLost as lost:
             raise _Silent(*lost.args) from None
         if not isinstance(answer, Enrolled):
-            raise PeerError(f"{link.remote}: a {type(answer).__name__} instead of a certificate")
+            raise PeerError(f"{connection.remote}: a {type(answer).__name__} instead of a certificate")
         with _saying("the certificate that it sent is"):
             return checked(answer, key, [authority], wall_clock.now())
     finally:
-        await link.aclose()
+        await connection.aclose()
 
 
-async def _answer(link: Connection) -> Message:
+async def _answer(connection: Connection) -> Message:
     """Raises _Refused."""
     try:
         with trio.fail_after(GREETING_DEADLINE_S):
-            message = await link.receive()
+            message = await connection.receive()
     except trio.TooSlowError:
-        raise ConnectionLost(f"{link.remote}: no answer within {GREETING_DEADLINE_S:g} s") from None
+        raise ConnectionLost(f"{connection.remote}: no answer within {GREETING_DEADLINE_S:g} s") from None
     if isinstance(message, EnrolmentRefused):
         why = REASONS[message.reason][0] if message.reason in REASONS else f"it says {message.reason}"
         raise (_Refused if message.reason in (EXPIRED, USED_UP, WRONG_SECRET, REVOKED) else PeerError)(why)

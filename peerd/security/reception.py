@@ -78,47 +78,47 @@ class Reception:
         self._threads = trio.CapacityLimiter(AT_ONCE_MAX)
         self.counts = {"enrolled": 0, "enrolments_refused": 0, "renewed": 0}
 
-    async def enrol(self, link: Connection) -> None:
+    async def enrol(self, connection: Connection) -> None:
         """Serve one stranger. Raises PeerError for who knows no secret of ours, ConnectionLost when it is gone."""
         if self._issuer is None or self._issuer.has_ended:
-            await self._refuse(link, NO_ISSUER)
+            await self._refuse(connection, NO_ISSUER)
         chain = self._trust.chain
-        await link.send(shown(chain, self._issuer.authority.root))
+        await connection.send(shown(chain, self._issuer.authority.root))
         try:
             with trio.fail_after(GREETING_DEADLINE_S):
-                request = await link.receive()
+                request = await connection.receive()
         except trio.TooSlowError:
-            raise Blameless(f"{link.remote}: it asked for nothing within {GREETING_DEADLINE_S:g} s") from None
+            raise Blameless(f"{connection.remote}: it asked for nothing within {GREETING_DEADLINE_S:g} s") from None
         if not isinstance(request, EnrolmentRequest):
-            raise PeerError(f"{link.remote}: a {type(request).__name__} of a node without a certificate")
+            raise PeerError(f"{connection.remote}: a {type(request).__name__} of a node without a certificate")
         node = node_of(request.request)
         if self._trust.revoked(node):
-            await self._refuse(link, REVOKED)
+            await self._refuse(connection, REVOKED)
         use = partial(self._use, self._issuer, chain[0], node, request)
         try:
             result = await trio.to_thread.run_sync(use, limiter=self._threads)
         except UserError as error:
-            LOGGER.error("cannot let %s in: %s", link.remote, error)
+            LOGGER.error("cannot let %s in: %s", connection.remote, error)
             result = BROKEN
         if not isinstance(result, Kept):
-            await self._refuse(link, result)
-        await self._grant(link, request.request, self._issuer, issuer=result.issuer)
+            await self._refuse(connection, result)
+        await self._grant(connection, request.request, self._issuer, issuer=result.issuer)
         self.counts["enrolled"] += 1
         text = "let in %s from %s with the token %s, which lets in %d more"
-        LOGGER.info(text, node, link.remote, result.id.hex(), result.left)
+        LOGGER.info(text, node, connection.remote, result.id.hex(), result.left)
 
-    async def renew(self, link: Connection, request: RenewalRequest) -> None:
+    async def renew(self, connection: Connection, request: RenewalRequest) -> None:
         """Give a member another certificate, which names the issuers of the one that it has. Raises PeerError."""
         node = node_of(request.request)
-        if node != link.identity:
-            raise PeerError(f"{link.remote}: it asks for the certificate of {node}")
+        if node != connection.identity:
+            raise PeerError(f"{connection.remote}: it asks for the certificate of {node}")
         if self._issuer is None or self._issuer.has_ended:
-            await self._refuse(link, NO_ISSUER)
+            await self._refuse(connection, NO_ISSUER)
         earlier = renewed_from(request, node, self._trust.authorities, wall_clock.now())
         if any(map(self._trust.revoked, earlier)):
-            await self._refuse(link, REVOKED)
+            await self._refuse(connection, REVOKED)
         issues = bool(request.issuer) and is_issuer_of(read_der(request.issuer), node, self._trust.authorities)
-        await self._grant(link, request.request, self._issuer, issuer=issues, renewed_from=earlier)
+        await self._grant(connection, request.request, self._issuer, issuer=issues, renewed_from=earlier)
         self.counts["renewed"] += 1
 
     @staticmethod
@@ -128,15 +128,15 @@ class Reception:
         return issuer.tokens.use(request.token, node, proof, request.proof, now)
 
     async def _grant(
-        self, link: Connection, request: bytes, by: Issuer, *, issuer: bool, renewed_from: Collection[NodeId] = ()
+        self, connection: Connection, request: bytes, by: Issuer, *, issuer: bool, renewed_from: Collection[NodeId] = ()
     ) -> None:
         given = granted(by.authority, request, wall_clock.now(), issuer=issuer, renewed_from=renewed_from)
-        await link.send(given.message())
-        await link.flushed()
+        await connection.send(given.message())
+        await connection.flushed()
 
-    async def _refuse(self, link: Connection, reason: str) -> NoReturn:
+    async def _refuse(self, connection: Connection, reason: str) -> NoReturn:
         self.counts["enrolments_refused"] += 1
-        await link.send(EnrolmentRefused(reason))
-        await link.flushed()
-        text = f"{link.remote}: not let in: {REASONS[reason][1]}"
+        await connection.send(EnrolmentRefused(reason))
+        await connection.flushed()
+        text = f"{connection.remote}: not let in: {REASONS[reason][1]}"
         raise PeerError(text) if reason in (UNKNOWN, WRONG_SECRET) else Blameless(text)

@@ -107,19 +107,19 @@ class Renewal:
         trust, here = self._entry.trust, self._entry.issuer
         try:
             with trio.fail_after(DIAL_TIMEOUT_S + GREETING_DEADLINE_S):
-                link = await self._transport.dial(address)
+                connection = await self._transport.dial(address)
                 try:
                     issuer = der(here.authority.certificate) if here else b""
-                    await link.send(RenewalRequest(request_of(self._key), tuple(map(der, trust.chain)), issuer))
-                    answer = await link.receive()
+                    await connection.send(RenewalRequest(request_of(self._key), tuple(map(der, trust.chain)), issuer))
+                    answer = await connection.receive()
                 finally:
-                    await link.aclose()
+                    await connection.aclose()
         except trio.TooSlowError:
             raise ConnectionLost(f"{shown(address)}: no answer") from None
         if isinstance(answer, EnrolmentRefused) and answer.reason in REASONS:
-            raise PeerError(f"{link.remote}: {REASONS[answer.reason][0]}")
+            raise PeerError(f"{connection.remote}: {REASONS[answer.reason][0]}")
         if not isinstance(answer, Enrolled):
-            raise PeerError(f"{link.remote}: a {type(answer).__name__} instead of a certificate")
+            raise PeerError(f"{connection.remote}: a {type(answer).__name__} instead of a certificate")
         try:
             got = checked(answer, self._key, trust.authorities, wall_clock.now())
             if _good_for(got.chain[0]) <= timedelta(0):
@@ -129,7 +129,7 @@ class Renewal:
             if here and not got.issuer and got.authorities[0] != here.authority.root:
                 raise Untrusted("not from the new authority itself, which alone makes issuers")
         except Untrusted as error:
-            raise Untrusted(f"{link.remote}: the certificate that it sent is {error}") from None
+            raise Untrusted(f"{connection.remote}: the certificate that it sent is {error}") from None
         return replace(got, issuer=got.issuer or (here.authority.certificate if here else None))
 
 

@@ -38,28 +38,28 @@ class SecretsExchange:
     def __init__(self, secrets: SharedSecrets) -> None:
         self._secrets = secrets
 
-    async def exchange(self, link: Connection) -> None:
+    async def exchange(self, connection: Connection) -> None:
         """The dialling side, once greeted. Raises ConnectionLost and PeerError."""
-        if not link.identity:
+        if not connection.identity:
             return
-        await link.send(self._secrets.held)
+        await connection.send(self._secrets.held)
         for _ in range(PARTS_MAX):
-            message = await link.receive()
+            message = await connection.receive()
             if isinstance(message, SecretsHeld):
-                await self._tell(link, message)
+                await self._tell(connection, message)
                 return
-            self._hear(link, message)
-        raise PeerError(f"{link.remote} sent revocations without end")
+            self._hear(connection, message)
+        raise PeerError(f"{connection.remote} sent revocations without end")
 
-    async def answer(self, link: Connection, message: Message) -> None:
+    async def answer(self, connection: Connection, message: Message) -> None:
         """The accepting side, for each of these messages that comes. Raises ConnectionLost and PeerError."""
-        if not link.identity:
-            raise PeerError(f"{link.remote} speaks of keys, and has not proved who it is")
+        if not connection.identity:
+            raise PeerError(f"{connection.remote} speaks of keys, and has not proved who it is")
         if isinstance(message, SecretsHeld):
-            await self._tell(link, message)
-            await link.send(self._secrets.held)
+            await self._tell(connection, message)
+            await connection.send(self._secrets.held)
         else:
-            self._hear(link, message)
+            self._hear(connection, message)
 
     def rows_of(self, message: Message) -> int:
         """What hearing and answering it costs, in rows of a table: of the same size, and as dear to encode."""
@@ -75,28 +75,28 @@ class SecretsExchange:
         """The signatures verified so far, which cost more than a row."""
         return self._secrets.verifications
 
-    async def _tell(self, link: Connection, theirs: SecretsHeld) -> None:
+    async def _tell(self, connection: Connection, theirs: SecretsHeld) -> None:
         secrets, held = self._secrets, self._secrets.held
         if theirs.successors != held.successors:
-            await link.send(Successors(tuple(secrets.live_successors())))
+            await connection.send(Successors(tuple(secrets.live_successors())))
         if theirs.revocations != held.revocations:
             for part in parts(secrets.revocations.all()):
-                await link.send(part)
-        if secrets.is_revoked(link.identity or ""):  # it became so while this was said
-            raise PeerError(f"{link.remote} is revoked")
+                await connection.send(part)
+        if secrets.is_revoked(connection.identity or ""):  # it became so while this was said
+            raise PeerError(f"{connection.remote} is revoked")
         if theirs.keyring != secrets.keyring.digest:
-            await link.send(Keys(secrets.keyring.generations))
+            await connection.send(Keys(secrets.keyring.generations))
 
-    def _hear(self, link: Connection, message: Message) -> None:
+    def _hear(self, connection: Connection, message: Message) -> None:
         if isinstance(message, Successors):
             if len(message.successors) > SUCCESSORS_MAX:
-                raise PeerError(f"{link.remote} sent {len(message.successors)} successors of authorities")
+                raise PeerError(f"{connection.remote} sent {len(message.successors)} successors of authorities")
             self._secrets.hear_successors(message.successors)
         elif isinstance(message, RevocationList):
             new: list[NodeId] = []
             before = self._secrets.revocations.digest
             try:
-                self._add(link, message.revocations, new)
+                self._add(connection, message.revocations, new)
             finally:  # what is believed counts, whatever lies come after it
                 if new:
                     self._secrets.put_out(new)
@@ -104,13 +104,13 @@ class SecretsExchange:
                     self._secrets.changed()
         elif isinstance(message, Keys):
             if len(message.generations) > GENERATIONS_MAX:
-                raise PeerError(f"{link.remote} sent {len(message.generations)} keys for datagrams")
+                raise PeerError(f"{connection.remote} sent {len(message.generations)} keys for datagrams")
             if self._install(message):
                 self._secrets.changed()
         else:
-            raise PeerError(f"{link.remote} sent {type(message).__name__} where keys are spoken of")
+            raise PeerError(f"{connection.remote} sent {type(message).__name__} where keys are spoken of")
 
-    def _add(self, link: Connection, said: Iterable[Revocation], new: list[NodeId]) -> None:
+    def _add(self, connection: Connection, said: Iterable[Revocation], new: list[NodeId]) -> None:
         """Believe what is to be believed; whoever is out since is added to `new`. Raises PeerError."""
         unbelieved = 0
         for one in said:
@@ -121,7 +121,7 @@ class SecretsExchange:
                 self._secrets.unbelieved += 1
                 unbelieved += 1
                 if unbelieved > UNBELIEVED_MAX:
-                    raise PeerError(f"{link.remote}: {error}, and more of them") from None
+                    raise PeerError(f"{connection.remote}: {error}, and more of them") from None
 
     def _install(self, message: Keys) -> bool:
         changed = False

@@ -93,9 +93,9 @@ def swizzle_clog(swarm: Swarm, rng: random.Random) -> None:
         swarm.world.later(delay_s, clog)
 
 
-def weather(swarm: Swarm, rng: random.Random) -> None:
+def worsen_conditions(swarm: Swarm, rng: random.Random) -> None:
     """Loss, duplicates and disorder everywhere for a while, and damaged bytes."""
-    ends = swarm.set_weather(
+    ends = swarm.set_conditions(
         Profile(
             0.0,
             loss=rng.choice([0.0, 0.01, LOSS_MAX]),
@@ -136,7 +136,7 @@ FAULTS: dict[str, Fault] = {
     "one-way": one_way,
     "flap": flap,
     "swizzle-clog": swizzle_clog,
-    "weather": weather,
+    "weather": worsen_conditions,
     "slow": slow,
     "leave": leave,
 }

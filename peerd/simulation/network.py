@@ -1,4 +1,4 @@
-"""What does a message go through on its way? Uplink, perhaps a thin line between sites, downlink, and the weather.
+"""What does a message go through on its way? Uplink, perhaps a line between sites, downlink, and what a fault adds.
 
 Bulk waits in one queue a direction and node (what a parameter server's link really does under load), and moves through
 the pipes of its way at once, as a stream does: each pipe is taken when the first byte reaches it. Datagrams are small
@@ -103,7 +103,7 @@ class Network:
     ) -> None:
         """The share `drop` of such messages of the mode is lost, at the end of its way; their streams live on."""
         self.dropped = 0
-        self.weather = Profile(0.0)  # loss, duplication and reordering that faults add everywhere
+        self.conditions = Profile(0.0)  # loss, duplication and reordering that faults add everywhere
         self.cut: Callable[[int, int], bool] = lambda source, target: False
         self.up = [Pipe(profile.uplink_mbit * BYTES_PER_MBIT) for profile in topology.profiles]
         self.down = [Pipe(profile.downlink_mbit * BYTES_PER_MBIT) for profile in topology.profiles]
@@ -138,25 +138,25 @@ class Network:
         here, there = self._topology.profiles[source], self._topology.profiles[target]
         line = self._line(source, target)
         between = line.loss if line is not None else 0.0
-        return 1 - (1 - here.loss) * (1 - there.loss) * (1 - self.weather.loss) * (1 - between)
+        return 1 - (1 - here.loss) * (1 - there.loss) * (1 - self.conditions.loss) * (1 - between)
 
     def datagram(self, source: int, target: int, size: int) -> list[float]:
         """In how many seconds each copy of a datagram arrives; none: it is lost."""
-        rng, profile, weather = self._rng, self._topology.profiles[source], self.weather
+        rng, profile, conditions = self._rng, self._topology.profiles[source], self.conditions
         if self.cut(source, target) or rng.random() < self.loss(source, target):
             return []
         up = self.up[source]
         delay_s = self.flight_s(source, target) + size / up.rate
         delay_s += min(profile.queue_s, max(0.0, up.free_at - self._world.now))
-        if rng.random() < profile.reordering + weather.reordering:
+        if rng.random() < profile.reordering + conditions.reordering:
             delay_s += self.flight_s(source, target) * (1 + 4 * rng.random())
-        if rng.random() < profile.duplication + weather.duplication:
+        if rng.random() < profile.duplication + conditions.duplication:
             return [delay_s, delay_s + self.flight_s(source, target)]
         return [delay_s]
 
     def weathered(self, frame: bytes) -> bytes:
         """The frame as it arrives."""
-        if not self.weather.corruption or self._rng.random() >= self.weather.corruption:
+        if not self.conditions.corruption or self._rng.random() >= self.conditions.corruption:
             return frame
         at = self._rng.randrange(len(frame))
         return frame[:at] + bytes([frame[at] ^ (1 << self._rng.randrange(8))]) + frame[at + 1 :]
@@ -210,14 +210,14 @@ def uniform(profile: Profile, peers: int) -> Topology:
     return Topology((profile,) * peers, ("",) * peers)
 
 
-_MS_MAX, _MIN_MBIT, _MAX_MBIT = 60_000.0, 0.001, 1e6
+_MS_MAX, _MBIT_MIN, _MBIT_MAX = 60_000.0, 0.001, 1e6
 _NUMBERS = {  # by key: the field, what to multiply with, the least and the most
     "latency_ms": ("latency_s", 1e-3, 0.0, _MS_MAX),
     "jitter_ms": ("jitter_s", 1e-3, 0.0, _MS_MAX),
     "loss": ("loss", 1.0, 0.0, 0.9),
-    "uplink_mbit": ("uplink_mbit", 1.0, _MIN_MBIT, _MAX_MBIT),
-    "downlink_mbit": ("downlink_mbit", 1.0, _MIN_MBIT, _MAX_MBIT),
-    "mbit": ("mbit", 1.0, _MIN_MBIT, _MAX_MBIT),
+    "uplink_mbit": ("uplink_mbit", 1.0, _MBIT_MIN, _MBIT_MAX),
+    "downlink_mbit": ("downlink_mbit", 1.0, _MBIT_MIN, _MBIT_MAX),
+    "mbit": ("mbit", 1.0, _MBIT_MIN, _MBIT_MAX),
 }
 _PEERS_MAX = 1_000_000
 

@@ -31,7 +31,7 @@ from peerd.simulation.weight import datagram_bytes, table_bytes
 from peerd.simulation.world import Kind, World
 from peerd.training.codecs import vector
 from peerd.training.effects import Effect, Send
-from peerd.training.mode import KEPT_BESIDE
+from peerd.training.mode import OPTIMIZER_VALUES_MAX
 from peerd.training.pairs.reference import PairedReference
 from peerd.transport import wire
 from peerd.transport.errors import PeerError
@@ -121,20 +121,20 @@ class Node:
         self._inbox: list[tuple[Message, Address]] = []
         self._missed: list[Callable[[], None]] = []  # what would have happened while it stood still
         self._wakes_at = math.inf
-        self.trainee: SimulatedTrainer | None = None
+        self.trainer: SimulatedTrainer | None = None
         if learner is not None:
-            kept = KEPT_BESIDE[swarm.settings.mode_settings.exchange]
+            kept = OPTIMIZER_VALUES_MAX[swarm.settings.mode_settings.exchange]
             self._reader.payload_limit = vector.payload_limit(learner.layout, kept)
             partners = {member.id for member in known if member.id != self.id}
-            self.trainee = SimulatedTrainer(
+            self.trainer = SimulatedTrainer(
                 self, swarm.world, swarm.checkers, swarm.settings, learner, partners,
                 has_seeds=bool(seeds), formed=bool(known), wait_for=wait_for, lie=lie,
             )  # fmt: skip
 
     def begin(self) -> None:
         """Wake for the first time, once the swarm knows of this node."""
-        if self.trainee is not None:
-            self.trainee.begin()
+        if self.trainer is not None:
+            self.trainer.begin()
         self._wake_when_due()
 
     @property
@@ -145,17 +145,17 @@ class Node:
     @property
     def references(self) -> Mapping[NodeId, PairedReference]:
         """See `Watched`."""
-        return self.trainee.references if self.trainee is not None else {}
+        return self.trainer.references if self.trainer is not None else {}
 
     @property
     def is_centre(self) -> bool:
         """See `Watched`."""
-        return self.trainee is not None and self.trainee.is_centre
+        return self.trainer is not None and self.trainer.is_centre
 
     @property
     def counts(self) -> Counter[str]:
         """Of membership and mode."""
-        return self.membership.counts + (self.trainee.counts if self.trainee is not None else Counter())
+        return self.membership.counts + (self.trainer.counts if self.trainer is not None else Counter())
 
     # ---------------------------------------------------------------- the process
 
@@ -221,8 +221,8 @@ class Node:
                     pass  # nobody has keys here: of two lives the older goes on
                 case Send():
                     self.send(effect.peer, effect.message)
-                case _ if self.trainee is not None:
-                    self.trainee.perform(effect)
+                case _ if self.trainer is not None:
+                    self.trainer.perform(effect)
         self._wake_when_due()
 
     def _send_datagram(self, effect: SendDatagram) -> None:
@@ -287,18 +287,18 @@ class Node:
         self._swarm.checkers.member_changed(self, id)
         self._swarm.believes(self, id)
         member = self.membership.members[id]
-        if id == self.id or self.trainee is None:
+        if id == self.id or self.trainer is None:
             return
         if member.state > State.SUSPECT and (gone := self._connections.pop(id, None)):
             gone.close()
-        self.trainee.member_changed(member)
+        self.trainer.member_changed(member)
 
     # ---------------------------------------------------------------- time
 
     def _wake_when_due(self) -> None:
         deadline = self.membership.deadline
-        if self.trainee is not None:
-            deadline = min(deadline, self.trainee.deadline)
+        if self.trainer is not None:
+            deadline = min(deadline, self.trainer.deadline)
         if deadline < self._wakes_at:
             self._wakes_at = deadline
             delay_s = self.clock.duration_s(deadline - self.now)
@@ -312,8 +312,8 @@ class Node:
         now = max(self.now, planned)  # adding a delay may round below the deadline that it was to reach
         if self.membership.deadline <= now:
             self.perform(self.membership.on_timer(now))
-        if self.trainee is not None and self.trainee.deadline <= now:
-            self.perform(self.trainee.on_timer(now))
+        if self.trainer is not None and self.trainer.deadline <= now:
+            self.perform(self.trainer.on_timer(now))
         self._wake_when_due()
 
     # ---------------------------------------------------------------- messages of the mode
@@ -335,8 +335,8 @@ class Node:
             connection = self._connections[peer] = Connection(
                 self._world, swarm.network, self, listener, self.id, index, lambda: self._reconnected(peer)
             )
-        if self.trainee is not None:
-            message = self.trainee.sent(peer, message)
+        if self.trainer is not None:
+            message = self.trainer.sent(peer, message)
         frame = b"".join(frames(message))
         payload = sum(len(chunk) for chunk in getattr(message, "chunks", ()))
         size = len(frame) + payload * (self._swarm.settings.size_scale - 1)
@@ -360,8 +360,8 @@ class Node:
             connection.reset()
 
     def _reconnected(self, peer: NodeId) -> None:
-        if self.up and self.trainee is not None:
-            self.trainee.reconnected(peer)
+        if self.up and self.trainer is not None:
+            self.trainer.reconnected(peer)
 
     def receive(self, source: NodeId, frame: bytes) -> None:
         """A message of the mode, or about a whole model. Raises PeerError."""
@@ -370,8 +370,8 @@ class Node:
             self._world.note(Kind.LOST, int(source[1:6]), self.index, len(frame))
             return
         self._world.note(Kind.MESSAGE, self.index, message.KIND, len(frame))
-        if self.trainee is not None:
-            self.trainee.receive(source, message)
+        if self.trainer is not None:
+            self.trainer.receive(source, message)
 
     def _read(self, frame: bytes) -> Message:
         reader, at = self._reader, 0

@@ -112,10 +112,10 @@ def _plots(outcome: Outcome) -> str:
         axes[4].legend(fontsize=8)
         steps = sorted(outcome.staleness)
         axes[5].bar(steps, [outcome.staleness[step] for step in steps])
-        serves = "servers" in class_of(outcome.result["mode"]).TAKES
-        of = "of pushes, in updates of the weights" if serves else "own steps during an exchange"
+        has_servers = "servers" in class_of(outcome.result["mode"]).TAKES
+        of = "of pushes, in updates of the weights" if has_servers else "own steps during an exchange"
         axes[5].set_title(f"staleness: {of}", fontsize=10)
-        axes[5].set_xlabel("updates" if serves else "steps")
+        axes[5].set_xlabel("updates" if has_servers else "steps")
 
     return picture(3, draw)
 

@@ -132,7 +132,7 @@ class _Run:
         """The figures of the run itself, before what its faults began has come to an end."""
         swarm = self.swarm
         counts, detections, models = swarm.counts(), swarm.detections_s, swarm.honest_models()
-        steps = [trainee.steps for trainee in swarm.trainees] or [0]
+        steps = [trainer.steps for trainer in swarm.trainers] or [0]
         figures: dict[str, Any] = {
             "virtual_seconds": round(self.world.now, 3),
             "ended_by": "steps" if self._trained() else "minutes" if self.world.now >= self.ends_s else "violation",
@@ -151,8 +151,8 @@ class _Run:
             "detection_median_s": float(np.median(detections)) if detections else None,
             "detection_p99_s": float(np.percentile(detections, 99)) if detections else None,
         }
-        if trained_s := sum(trainee.trained_s for trainee in swarm.trainees):
-            figures["computing_share"] = sum(trainee.computed_s for trainee in swarm.trainees) / trained_s
+        if trained_s := sum(trainer.trained_s for trainer in swarm.trainers):
+            figures["computing_share"] = sum(trainer.computed_s for trainer in swarm.trainers) / trained_s
         if models and self.problem is not None:
             mean, figures["consensus_distance"] = mean_and_distance(models)
             figures |= self.problem.score(models)
@@ -166,7 +166,7 @@ class _Run:
 
     def _share(self) -> float:
         steps = self.scenario.steps
-        done = [trainee.steps for trainee in self.swarm.trainees] or [0]
+        done = [trainer.steps for trainer in self.swarm.trainers] or [0]
         by_steps = sum(done) / len(done) / steps if steps and self.problem is not None else 0.0
         return max(by_steps, self.world.now / self.ends_s if self.ends_s < math.inf else 0.0)
 
@@ -185,8 +185,8 @@ class _Run:
     def _look(self) -> Sample:
         swarm = self.swarm
         nodes = list(swarm.nodes.values())
-        trainees = list(swarm.trainees)
-        losses = [trainee.loss for trainee in trainees if trainee.lie is None and not math.isnan(trainee.loss)]
+        trainers = list(swarm.trainers)
+        losses = [trainer.loss for trainer in trainers if trainer.lie is None and not math.isnan(trainer.loss)]
         models = swarm.honest_models()
         scores: dict[str, float] = {}
         if self.scenario.scores and models and self.problem is not None:
@@ -206,7 +206,7 @@ class _Run:
             counted[State.SUSPECT] / views,
             counted[State.FAILED] / views,
             busy,
-            sum(trainee.steps for trainee in trainees) / max(1, len(trainees)),
+            sum(trainer.steps for trainer in trainers) / max(1, len(trainers)),
             scores.get("accuracy", math.nan),
             scores.get("loss", math.nan),
         )

@@ -118,7 +118,7 @@ class Swarm:
         self._gone_received: Vector = np.zeros(())
         self._gone_mass: Vector = np.zeros(())
         self._cuts: list[_Cut] = []
-        self._weathers: list[Profile] = []
+        self._conditions: list[Profile] = []
 
     # ---------------------------------------------------------------- nodes
 
@@ -186,10 +186,10 @@ class Swarm:
         node.excused_until = math.inf
         self._gone_bytes += node.bytes_sent
         self._gone_counts += node.counts
-        if node.trainee is not None:
-            self._gone_staleness += node.trainee.staleness
-            self._gone_mass = self._gone_mass + node.trainee.put_by_others
-            if (received := node.trainee.received) is not None:
+        if node.trainer is not None:
+            self._gone_staleness += node.trainer.staleness
+            self._gone_mass = self._gone_mass + node.trainer.put_by_others
+            if (received := node.trainer.received) is not None:
                 self._gone_received = self._gone_received + received
         self.crashed += 1
         self.network.drop(index)
@@ -247,19 +247,19 @@ class Swarm:
 
         return heal
 
-    def set_weather(self, weather: Profile) -> Callable[[], None]:
+    def set_conditions(self, conditions: Profile) -> Callable[[], None]:
         """Loss, duplication, reordering and corruption on top of the network's own, everywhere.
 
         Returns what ends it. Of several that overlap the last one rules.
         """
-        self._weathers.append(weather)
+        self._conditions.append(conditions)
 
         def rule() -> None:
-            self.network.weather = self._weathers[-1] if self._weathers else Profile(0.0)
-            self.world.note(Kind.WEATHER, -1, value=self.network.weather.loss)
+            self.network.conditions = self._conditions[-1] if self._conditions else Profile(0.0)
+            self.world.note(Kind.WEATHER, -1, value=self.network.conditions.loss)
 
         def end() -> None:
-            self._weathers.remove(weather)
+            self._conditions.remove(conditions)
             rule()
 
         rule()
@@ -344,18 +344,18 @@ class Swarm:
         return True
 
     @property
-    def trainees(self) -> Iterator[SimulatedTrainer]:
+    def trainers(self) -> Iterator[SimulatedTrainer]:
         """Of all nodes, if they train."""
-        return (node.trainee for node in self.nodes.values() if node.trainee is not None)
+        return (node.trainer for node in self.nodes.values() if node.trainer is not None)
 
     def models(self) -> list[Vector]:
         """Of all nodes that have one."""
-        return [trainee.values() for trainee in self.trainees if trainee.mode is not None]
+        return [trainer.values() for trainer in self.trainers if trainer.mode is not None]
 
     def honest_models(self) -> list[Vector]:
         """Of those who do not lie about theirs."""
-        honest = (trainee for trainee in self.trainees if trainee.mode is not None and trainee.lie is None)
-        return [trainee.values() for trainee in honest]
+        honest = (trainer for trainer in self.trainers if trainer.mode is not None and trainer.lie is None)
+        return [trainer.values() for trainer in honest]
 
     def counts(self) -> Counter[str]:
         """Of all nodes, those that are gone too."""
@@ -363,20 +363,20 @@ class Swarm:
 
     def staleness(self) -> Counter[int]:
         """Of all nodes, those that are gone too: own steps between the ends of an exchange, or a server's updates."""
-        return sum((trainee.staleness for trainee in self.trainees), Counter(self._gone_staleness))
+        return sum((trainer.staleness for trainer in self.trainers), Counter(self._gone_staleness))
 
     def mean_bias(self) -> float:
         """How far exchanges have moved the (weighted) mean of the models, over its norm.
 
         What push-sum has under way, or waiting, counts as there. What died with a node counts as moved.
         """
-        moved = sum((trainee.put_by_others for trainee in self.trainees), self._gone_mass)
+        moved = sum((trainer.put_by_others for trainer in self.trainers), self._gone_mass)
         for node in self.nodes.values():
-            mode = node.trainee.mode if node.trainee is not None else None
+            mode = node.trainer.mode if node.trainer is not None else None
             if isinstance(mode, PushSum):
                 moved = moved + sum(weight * model for weight, model in mode.waiting)
                 for peer, push, weight, model in mode.leaving:
-                    there = self.latest[peer].trainee
+                    there = self.latest[peer].trainer
                     if there is None or not isinstance(there.mode, PushSum) or not there.mode.has_taken(node.id, push):
                         moved = moved + weight * model
         norm = float(np.linalg.norm(sum(self.models())))
@@ -389,7 +389,7 @@ class Swarm:
 
     def finished(self) -> bool:
         """Whether every node's run has ended."""
-        return bool(self.nodes) and all(trainee.phase is Phase.FINISHED for trainee in self.trainees)
+        return bool(self.nodes) and all(trainer.phase is Phase.FINISHED for trainer in self.trainers)
 
     def look_at_links(self) -> None:
         """Ask the checkers whether anybody has been silent for too long, whether the models sum up to what was put in,
@@ -397,11 +397,11 @@ class Swarm:
         training = {
             node.id: node
             for node in self.nodes.values()
-            if node.running and node.trainee is not None and node.trainee.phase is Phase.TRAINING
+            if node.running and node.trainer is not None and node.trainer.phase is Phase.TRAINING
         }
         if not isinstance(self.settings.mode_settings.trigger, PeriodTrigger):  # which may be silent for any time
             self.checkers.links(training, self.world.now)
-        received = [made for trainee in self.trainees if (made := trainee.received) is not None]
+        received = [made for trainer in self.trainers if (made := trainer.received) is not None]
         if received:
             self.checkers.conserved(sum(received, self._gone_received), self.models())
         for node in list(self.nodes.values())[:VIEWERS]:

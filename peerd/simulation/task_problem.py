@@ -25,12 +25,12 @@ class TaskProblem:
 
     size_scale = 1.0
 
-    def __init__(self, task: str, peers: int, steps: int | None, seed: int, shard: str, learning: Learning) -> None:
+    def __init__(self, task: str, peers: int, steps: int | None, seed: int, split: str, learning: Learning) -> None:
         """Raises UserError when the task's data cannot be had."""
         torch.set_num_threads(1)  # the same sums in the same order on any machine
         self._task = TASKS[task]
         self._seed = seed
-        self._argv = ["--peers", str(peers), "--seed", str(seed), "--shard", shard]
+        self._argv = ["--peers", str(peers), "--seed", str(seed), "--shard", split]
         said = {"--steps": steps, "--lr": learning.lr, "--batch": learning.batch}
         self._argv += [word for name, value in said.items() if value is not None for word in (name, str(value))]
         self._learning = learning

@@ -1,8 +1,8 @@
 """A task without data or torch: a seeded teacher network labels Gaussian inputs, and each node's perceptron learns it.
 
 Everything is drawn from the run's seed: another seed is another task. Training examples are shared out among the nodes
-as any task's are (training/tasks/shards.py); validation examples are for looks at a run and for choices such as a
-learning rate, test examples for its end. All have the same share of labels that say nothing.
+as any task's are (training/tasks/data_partition.py); validation examples are for looks at a run and for choices such as
+a learning rate, test examples for its end. All have the same share of labels that say nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from peerd.simulation.perceptron import Examples, Gradient, Inputs, initial, lay
 from peerd.simulation.problems import FlatLearner, Learner, Moved, scores_of
 from peerd.training.effects import Vector
 from peerd.training.parameter_server.optimizer import AdamW, Optimizer, Sgd
-from peerd.training.tasks import shards
+from peerd.training.tasks import data_partition
 from peerd.transport.errors import UserError
 
 NAME = "teacher"
@@ -39,7 +39,7 @@ class Teacher:
 
     size_scale = 1.0
 
-    def __init__(self, text: str, peers: int, steps: int | None, seed: int, shard: str, learning: Learning) -> None:
+    def __init__(self, text: str, peers: int, steps: int | None, seed: int, split: str, learning: Learning) -> None:
         """`text` is `teacher[:SIZES][:hidden=COUNT][:noise=SHARE][:examples=COUNT]`, as `teacher:32-64-10`.
 
         Raises UserError.
@@ -52,11 +52,11 @@ class Teacher:
         labels = _Labels((self.sizes[0], hidden, self.sizes[-1]), noise, rng)
         self.train, self.validation, self.test = map(labels.draw, (examples, VALIDATION_EXAMPLES, TEST_EXAMPLES))
         self._start = initial(self.sizes, rng)
-        self._split = shards.parse(shard)
+        self._split = data_partition.parse(split)
 
     def learner(self, rank: int) -> Learner:
         """See `Problem.learner`."""
-        mine = shards.shard(self._split, self.train.labels, rank, self._peers, self._seed)
+        mine = data_partition.of_rank(self._split, self.train.labels, rank, self._peers, self._seed)
         return _Student(self.sizes, self._start, self.train, mine, rank, self._seed, self._steps, self._learning)
 
     def score(self, models: Sequence[Vector]) -> dict[str, float]:
@@ -74,7 +74,7 @@ class _Student(FlatLearner):
         sizes: Sequence[int],
         start: Vector,
         train: Examples,
-        mine: shards.Indices,
+        mine: data_partition.Indices,
         rank: int,
         seed: int,
         steps: int | None,
@@ -89,7 +89,7 @@ class _Student(FlatLearner):
         self._made = 0  # steps
         self._cosine_steps = steps if learning.schedule == "cosine" else None
         self._size = learning.batch or BATCH
-        self._batches: Iterator[shards.Indices] = iter(())
+        self._batches: Iterator[data_partition.Indices] = iter(())
         self._next = -1
         self._loss = math.nan
         self._samples = 0  # of the last gradient
@@ -108,7 +108,7 @@ class _Student(FlatLearner):
     def gradient(self, number: int) -> Vector:
         """See `Learner`."""
         if number != self._next:
-            self._batches = shards.batches(self._mine, self._size, self._rank, self._seed, number)
+            self._batches = data_partition.batches(self._mine, self._size, self._rank, self._seed, number)
         self._next = number + 1
         batch = next(self._batches)
         self._samples = len(batch)

@@ -25,10 +25,10 @@ class Follower:
         self._optimizer = optimizer
         self._exclude = exclude
         self._shards: ShardedModel | None = None
-        word, self.step = self._take_part()
-        if word == RankCommand.STOP:
+        command, self.step = self._take_part()
+        if command == RankCommand.STOP:
             raise SystemExit(1)
-        self.alone = word == RankCommand.ALONE
+        self.alone = command == RankCommand.ALONE
         if self.alone or self._shards is not None:
             return
         self._flat = FlatModel(model, optimizer, exclude)
@@ -49,24 +49,24 @@ class Follower:
         """Go through what rank 0 went through in its last step."""
         if self.alone:
             return
-        word, step = self._take_part()
-        happened = step if word == RankCommand.ALONE else word
+        command, step = self._take_part()
+        happened = step if command == RankCommand.ALONE else command
         if happened in (RankCommand.CHANGED, RankCommand.ROLLED_BACK) and self._shards is None:
             self._ranks.share(self._flat)
         if happened == RankCommand.ROLLED_BACK:
             forget(self._optimizer)
-        self.alone = word in (RankCommand.ALONE, RankCommand.STOP)
-        if word == RankCommand.STOP:
+        self.alone = command in (RankCommand.ALONE, RankCommand.STOP)
+        if command == RankCommand.STOP:
             raise SystemExit(0)
 
     def _take_part(self) -> tuple[RankCommand, int]:
-        """Return the word with which rank 0 ends its step, and the step."""
+        """Return the command with which rank 0 ends its step, and the step."""
         while True:
-            word, step = self._ranks.say(RankCommand.GO_ON)
-            if word < RankCommand.COMES:
-                return word, step
-            if word == RankCommand.COMES:
+            command, step = self._ranks.say(RankCommand.GO_ON)
+            if command < RankCommand.COMES:
+                return command, step
+            if command == RankCommand.COMES:
                 with suppress(ValueError):  # rank 0 raises it, too, says so, and has all stop
                     self._shards = ShardedModel(self._model, self._optimizer, self._ranks, self._exclude)
             elif self._shards is not None:
-                self._shards.take_part(word, step)
+                self._shards.take_part(command, step)

@@ -46,9 +46,9 @@ class Ranks:
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self.leads = distributed.get_rank() == 0
 
-    def say(self, word: RankCommand, step: int = 0) -> tuple[RankCommand, int]:
-        """Rank 0's word and step, on every rank."""
-        said = torch.tensor([word, step], dtype=torch.int64, device=self.device)
+    def say(self, command: RankCommand, step: int = 0) -> tuple[RankCommand, int]:
+        """Rank 0's command and step, on every rank."""
+        said = torch.tensor([command, step], dtype=torch.int64, device=self.device)
         distributed.broadcast(said, 0)
         return RankCommand(int(said[0])), int(said[1])
 

@@ -103,10 +103,10 @@ class Rest:
         for leftover in folder.glob(".rest-*.tmp"):
             leftover.unlink(missing_ok=True)
         temporary = folder / f".rest-{os.getpid()}.tmp"  # not as checkpoints have it: other ranks clear those away
-        about = {"signature": self._signature, "sources": self._sources, "no_tensors": self._no_tensors}
+        header = {"signature": self._signature, "sources": self._sources, "no_tensors": self._no_tensors}
         try:
             tensors = {name: value.cpu().contiguous() for name, value in self._tensors.items()}
-            save_file(tensors, temporary, metadata={"rest": json.dumps(about)})
+            save_file(tensors, temporary, metadata={"rest": json.dumps(header)})
             for other in folder.glob("rest-*.safetensors"):
                 other.unlink()
             temporary.replace(path)
@@ -146,10 +146,10 @@ def read(folder: Path, signature: str) -> Kept:
     path = _path(folder, signature)
     try:
         with safe_open(path, "pt") as file:
-            about: dict[str, Any] = json.loads(file.metadata()["rest"])
+            header: dict[str, Any] = json.loads(file.metadata()["rest"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no dict
-        sources = {str(name): (str(a), str(b), str(c)) for name, (a, b, c) in about["sources"].items()}
-        return Kept(str(about["signature"]), tensors, sources, list(map(str, about["no_tensors"])))
+        sources = {str(name): (str(a), str(b), str(c)) for name, (a, b, c) in header["sources"].items()}
+        return Kept(str(header["signature"]), tensors, sources, list(map(str, header["no_tensors"])))
     except FileNotFoundError:
         raise Incomplete(f"{path} is missing: frozen tensors and second names stand there alone") from None
     except (OSError, SafetensorError, LookupError, ValueError, TypeError, AttributeError) as error:

@@ -66,17 +66,17 @@ class Session:
 
     def __init__(
         self,
-        link: LocalSocket,
+        socket: LocalSocket,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         ranks: Ranks | None,
         exclude: Sequence[str] = (),
     ) -> None:
-        self._link = link
+        self._socket = socket
         self._model = model
         self._optimizer = optimizer
         self.flat: FlatModel | ShardedModel
-        self._exchanges, shares_optimizer = _exchange_of(link)
+        self._exchanges, shares_optimizer = _exchange_of(socket)
         if self._exchanges and ranks is not None:
             raise Refused("gradients are exchanged by one process a node: start this job as one, or with weights")
         try:
@@ -113,7 +113,7 @@ class Session:
         self.hooks: GradientHooks | None = None  # where gradients are exchanged
         self._weight = 1.0  # of a gradient in the mean: samples of the last step, if they were said
         self.restored_from: Path | None = None
-        self._word = RankCommand.GO_ON
+        self._command = RankCommand.GO_ON
         self._attach()
 
     # ---------------------------------------------------------------- coming
@@ -130,7 +130,7 @@ class Session:
         except ValueError as error:
             raise Refused(f"the model has nothing to share ({error})") from None
         try:
-            self._link.send(encoded(comes), fds=(self._memory.fd,))
+            self._socket.send(encoded(comes), fds=(self._memory.fd,))
         except ValueError as error:
             cause = f"the names of the model's {len(flat.tensors):,} tensors are too long together"
             raise Refused(f"{cause} ({error}); join small parameters into larger ones") from None
@@ -185,14 +185,14 @@ class Session:
 
     def _say(self, said: Said) -> None:
         self._say_published()
-        self._link.send(encoded(said))
+        self._socket.send(encoded(said))
 
     def _say_published(self) -> None:
         """What was said of the last copy, now that it is whole: before anything else, as it was true before that."""
         self._publication.wait()
         if self._unsaid is not None:
             said, self._unsaid = self._unsaid, None
-            self._link.send(encoded(said))
+            self._socket.send(encoded(said))
 
     # ---------------------------------------------------------------- training
 
@@ -292,16 +292,16 @@ class Session:
         self._writer.write_last(step)
         raise SystemExit(0)
 
-    def take_word(self) -> RankCommand:
+    def take_command(self) -> RankCommand:
         """What happened to the model since this was asked last."""
-        word, self._word = self._word, RankCommand.GO_ON
-        return word
+        command, self._command = self._command, RankCommand.GO_ON
+        return command
 
     def close(self) -> None:
         """Let go of the daemon."""
         if self.hooks is not None:
             self.hooks.remove()
-        self._link.close()
+        self._socket.close()
 
     def _note(
         self, step: int, now: float, loss: float | None, samples: int, metrics: dict[str, float]
@@ -383,7 +383,7 @@ class Session:
                 return
 
     def _receive(self, timeout_s: float | None) -> Said | None:
-        message = self._link.receive(timeout_s)
+        message = self._socket.receive(timeout_s)
         if message is None:
             return None
         self._client.heard += 1
@@ -399,7 +399,7 @@ class Session:
             self._say_published()  # what is copied stays as it is until then
         if isinstance(said, Corrections):
             self.flat.add(self._memory.corrections[said.half])
-            self._word = max(self._word, RankCommand.CHANGED)
+            self._command = max(self._command, RankCommand.CHANGED)
         elif isinstance(said, Load):
             self.flat.load(self._memory.copies[said.copy])
             self.step = said.step
@@ -423,7 +423,7 @@ class Session:
         say(f"the model is not finite at step {step}: back to its last published copy, optimizer state cleared")
         self.flat.restore()
         forget(self._optimizer)
-        self._word = RankCommand.ROLLED_BACK
+        self._command = RankCommand.ROLLED_BACK
 
     def _capture(self, step: int) -> checkpoint.Generation:
         if isinstance(self.flat, ShardedModel):
@@ -432,10 +432,10 @@ class Session:
         return checkpoint.capture(self._model, self._optimizer, step, self.flat.signature, frozen)
 
 
-def _exchange_of(link: LocalSocket) -> tuple[bool, bool]:
+def _exchange_of(socket: LocalSocket) -> tuple[bool, bool]:
     """Whether members give each other gradients, and whether the optimizer's state belongs to the model then."""
     try:
-        said = link.ask("exchange")
+        said = socket.ask("exchange")
     except UserError:  # a daemon that knows no such question exchanges weights
         return False, False
     return said.get("exchange") == "gradients", said.get("optimizer") is True

@@ -113,9 +113,9 @@ class ShardedModel:
 
     # ---------------------------------------------------------------- on every rank
 
-    def take_part(self, word: RankCommand, step: int) -> None:
+    def take_part(self, command: RankCommand, step: int) -> None:
         """Do what rank 0 has begun. Ends the script when this rank cannot."""
-        match word:
+        match command:
             case RankCommand.GATHER:
                 self._gather()
             case RankCommand.MEASURE:
@@ -170,7 +170,7 @@ class ShardedModel:
     def _restore(self) -> None:
         _reshard(self._model)
         self._shards.restore()
-        forget(self._optimizer)  # at once, on every rank: the next word may ask for it
+        forget(self._optimizer)  # at once, on every rank: the next command may ask for it
 
     @torch.no_grad()
     def _spread(self, values: torch.Tensor | None) -> torch.Tensor:

@@ -55,8 +55,8 @@ def attach(model: Models, optimizer: Optimizers, *, exclude: Sequence[str] = ())
     try:
         model, optimizer = one_model(model), as_one(optimizer)
     except ValueError as error:  # on every rank
-        if (ranks is None or ranks.leads) and (link := _connect()) is not None:
-            _give_up(link)
+        if (ranks is None or ranks.leads) and (socket := _connect()) is not None:
+            _give_up(socket)
         raise SystemExit(f"peerd: {error}") from None
     if ranks is not None and not ranks.leads:
         return Swarm(None, ranks, Follower(ranks, model, optimizer, exclude))
@@ -80,28 +80,28 @@ def attach(model: Models, optimizer: Optimizers, *, exclude: Sequence[str] = ())
 def _open(
     model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks | None, exclude: Sequence[str]
 ) -> Session | None:
-    link = _connect()
-    if link is None:
+    socket = _connect()
+    if socket is None:
         return None
     try:
-        session = Session(link, model, optimizer, ranks, exclude)
+        session = Session(socket, model, optimizer, ranks, exclude)
         for line in checkpoint.not_kept(model):
             say(line)
         return session
     except Refused:
-        _give_up(link)
+        _give_up(socket)
         raise
     except (OSError, EOFError):
-        link.close()
+        socket.close()
         say("the daemon went away; training alone")
         return None
 
 
-def _give_up(link: LocalSocket) -> None:
+def _give_up(socket: LocalSocket) -> None:
     """Tell the daemon, where it did not refuse the script itself, that this will come again."""
     with suppress(OSError, EOFError, UserError):
-        link.ask("refused")
-    link.close()
+        socket.ask("refused")
+    socket.close()
 
 
 _SWARMS: weakref.WeakSet[Swarm] = weakref.WeakSet()
@@ -160,7 +160,7 @@ class Swarm:
         if self._daemon_outlives(
             lambda: session.on_step(self.step_count, figures.loss, figures.samples, figures.metrics)
         ):
-            self._lead(session.take_word())
+            self._lead(session.take_command())
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -243,18 +243,18 @@ class Swarm:
         self._ranks = self._follower = None
         self._close()
 
-    def _lead(self, word: RankCommand) -> None:
+    def _lead(self, command: RankCommand) -> None:
         if self._ranks is None:
             return
-        self._ranks.say(word, self.step_count)
+        self._ranks.say(command, self.step_count)
         flat = self._session.flat if self._session is not None else None
-        if word in (RankCommand.CHANGED, RankCommand.ROLLED_BACK) and isinstance(flat, FlatModel):
+        if command in (RankCommand.CHANGED, RankCommand.ROLLED_BACK) and isinstance(flat, FlatModel):
             self._ranks.share(flat)
 
     def _lose_daemon(self) -> None:
         say("the daemon went away; training goes on alone")
         if self._ranks is not None and self._session is not None:
-            before = self._session.take_word()  # what came before it went is everybody's
+            before = self._session.take_command()  # what came before it went is everybody's
             self._ranks.say(RankCommand.ALONE, before)
             if before != RankCommand.GO_ON and isinstance(self._session.flat, FlatModel):
                 self._ranks.share(self._session.flat)

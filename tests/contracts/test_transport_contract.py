@@ -15,7 +15,7 @@ import pytest
 import trio
 import trio.testing
 from certificates import Authority, TestCredentials
-from links import close_at_once, nobody, receive_a
+from connection_ends import close_at_once, nobody, receive_a
 from ucx_here import needs_ucx, upgrade
 
 from peerd.carriers import CARRIERS, CarrierSettings
@@ -143,10 +143,12 @@ class Ends:
     near: Transport
     far: Transport
     bind: tuple[str, int]
-    upgraded: str = ""  # what the carrier of an upgraded link begins with; "" where there is nothing to upgrade to
+    upgraded: str = (
+        ""  # what the carrier of an upgraded connection begins with; "" where there is nothing to upgrade to
+    )
 
 
-UPGRADED = {"tcp": "shm", "rdma": "ucx", "auto": "shm"}  # to what links within one host are
+UPGRADED = {"tcp": "shm", "rdma": "ucx", "auto": "shm"}  # to what connections within one host are
 
 
 async def of_peerd(nursery: trio.Nursery, name: str) -> Ends:
@@ -209,14 +211,14 @@ carriers = pytest.mark.parametrize(
 async def listening(
     carrier: MakeEnds,
 ) -> AsyncIterator[tuple[Ends, Address, trio.MemoryReceiveChannel[Connection]]]:
-    """Yield a carrier, the address at its far end, and a channel of the links accepted there."""
+    """Yield a carrier, the address at its far end, and a channel of the connections accepted there."""
     async with trio.open_nursery() as nursery:
         made = await carrier(nursery)
         give, taken = trio.open_memory_channel[Connection](99)
 
-        async def accepted(link: Connection) -> None:
-            await link.shake_hands()
-            await give.send(link)
+        async def accepted(connection: Connection) -> None:
+            await connection.shake_hands()
+            await give.send(connection)
             await trio.sleep_forever()
 
         address = await nursery.start(made.far.listen, made.bind, accepted)
@@ -226,7 +228,7 @@ async def listening(
 
 @asynccontextmanager
 async def linked(carrier: MakeEnds, payload_limit: int = 64 * MIB) -> AsyncIterator[tuple[Connection, Connection]]:
-    """Yield the two ends of a link."""
+    """Yield the two ends of a connection."""
     async with listening(carrier) as (made, address, taken):
         near = await made.near.dial(address)
         far = await taken.receive()
@@ -242,9 +244,9 @@ def bulk(size: int, step: int = 0) -> ModelSnapshot:
     return ModelSnapshot(step, "float32", tuple(bytes(4 * MIB) for _ in range(size // (4 * MIB))))
 
 
-async def started(link: Connection) -> None:
-    """Wait until the link has begun to send."""
-    while not link.bytes_sent:
+async def started(connection: Connection) -> None:
+    """Wait until the connection has begun to send."""
+    while not connection.bytes_sent:
         await trio.sleep(0.001)
 
 
@@ -257,7 +259,7 @@ async def test_every_message_arrives_as_it_was_sent_in_both_directions(carrier: 
         for one, other in ((near, far), (far, near)):
             for sample in SAMPLES:
                 if isinstance(sample, BulkOffer | BulkAnswer):
-                    continue  # the link's own
+                    continue  # the connection's own
                 await one.send(sample)
                 assert await other.receive() == sample
 
@@ -282,14 +284,14 @@ async def test_messages_of_a_queue_arrive_in_order(carrier: MakeEnds) -> None:
 @carriers
 async def test_many_links_at_once(carrier: MakeEnds) -> None:
     async with listening(carrier) as (made, address, taken):
-        links = []
+        connections = []
         for number in range(20):
             near = await made.near.dial(address)
             far = await taken.receive()
             far.admit()
-            links.append((near, far))
+            connections.append((near, far))
             await near.send(LinkOpen(number))
-        for number, (near, far) in enumerate(links):
+        for number, (near, far) in enumerate(connections):
             await far.send(LinkClosed(number))
             assert await far.receive() == LinkOpen(number)
             assert await near.receive() == LinkClosed(number)
@@ -455,14 +457,14 @@ async def test_an_accepted_link_closes_with_its_task_and_errors_end_that_link_on
     async with trio.open_nursery() as nursery:
         made = await carrier(nursery)
 
-        async def accepted(link: Connection) -> None:
-            await link.shake_hands()
-            request = await link.receive()
+        async def accepted(connection: Connection) -> None:
+            await connection.shake_hands()
+            request = await connection.receive()
             if request == LinkOpen(1):
                 raise PeerError("no")
             if request == LinkOpen(2):
                 raise ConnectionLost("no")
-            await link.send(LinkClosed(3))
+            await connection.send(LinkClosed(3))
 
         address = await nursery.start(made.far.listen, made.bind, accepted)
         for number in (1, 2, 3):

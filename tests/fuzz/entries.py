@@ -157,13 +157,13 @@ class Entries:
 
     def _asked(self, data: bytes) -> None:
         messages = _messages(data)
-        link: Any = Link(messages[:])
+        connection: Any = Link(messages[:])
         try:
-            trio.run(partial(self._reception.enrol, link))
+            trio.run(partial(self._reception.enrol, connection))
         except ConnectionLost:
             pass
         finally:
-            if any(isinstance(said, Enrolled) for said in link.said):
+            if any(isinstance(said, Enrolled) for said in connection.said):
                 made, (request, *_) = self._cast.token, messages
                 assert isinstance(request, EnrolmentRequest)
                 proof = expected_proof(self._cast.root.root, self._leaf, request, made.secret)

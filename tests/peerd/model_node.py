@@ -35,7 +35,7 @@ class Node:
         self.members: dict[NodeId, Member] = {}
         told = Settings(**{"name": "me", "state_dir": str(folder), "codec": "float32", "trigger": "always", **settings})
         self.side = TrainerService("me", told, self, lambda: dict(self.members), self._say, random.Random(1))  # type: ignore[arg-type]
-        self.member("me", self.side.about)
+        self.member("me", self.side.meta)
 
     @property
     def attached(self) -> bool:

@@ -87,8 +87,8 @@ class There:
     async def hear(self, sender: NodeId, message: Message, plan: object) -> None:
         self.on_message(sender, message)
 
-    async def answer(self, link: Connection, first: MemberTable) -> None:
-        await link.send(first)
+    async def answer(self, connection: Connection, first: MemberTable) -> None:
+        await connection.send(first)
 
     async def learn(self, id: NodeId, after_s: float) -> None:
         """The news of a member comes."""
@@ -97,10 +97,10 @@ class There:
 
     async def dial(self, id: NodeId, host: str = "") -> StreamConnection:
         """A connection of this node, which has greeted. Raises ConnectionLost."""
-        link = await self.network.transport(host or id).dial(("me", 1))
-        assert isinstance(link, StreamConnection)
-        await greet(link, hello(id))
-        return link
+        connection = await self.network.transport(host or id).dial(("me", 1))
+        assert isinstance(connection, StreamConnection)
+        await greet(connection, hello(id))
+        return connection
 
 
 @asynccontextmanager
@@ -112,10 +112,10 @@ async def setting(*members: NodeId) -> AsyncIterator[There]:
         nursery.cancel_scope.cancel()
 
 
-async def is_closed(link: Connection) -> bool:
+async def is_closed(connection: Connection) -> bool:
     with trio.move_on_after(1):
         try:
-            await link.receive()
+            await connection.receive()
         except ConnectionLost:
             return True
     return False
@@ -146,20 +146,20 @@ async def test_strangers_have_no_member_refused_that_shares_their_host(identity:
     async with setting("good") as there:
         serve = there.acceptor.accept
 
-        async def accept(link: Connection) -> None:
-            assert isinstance(link, StreamConnection)
-            link.identity, link.host = identity, "10.0.0.7"
-            await serve(link)
+        async def accept(connection: Connection) -> None:
+            assert isinstance(connection, StreamConnection)
+            connection.identity, connection.host = identity, "10.0.0.7"
+            await serve(connection)
 
         await there.nursery.start(there.network.transport("me").listen, ("me", 2), accept)
         for _ in range(STRIKES_MAX):
             there.peers.offences.strike("", "10.0.0.7", PeerError("garbage"))
-        link = await there.network.transport("10.0.0.7").dial(("me", 2))
+        connection = await there.network.transport("10.0.0.7").dial(("me", 2))
         if identity:
-            assert (await greet(link, hello("good"))).node == "me"
+            assert (await greet(connection, hello("good"))).node == "me"
         else:
             with pytest.raises(ConnectionLost):
-                await greet(link, hello("good"))
+                await greet(connection, hello("good"))
 
 
 async def test_who_does_it_again_and_again_is_refused_for_a_while(caplog: pytest.LogCaptureFixture) -> None:
@@ -208,8 +208,8 @@ async def test_a_second_connection_to_send_on_takes_the_place_of_the_first() -> 
 async def test_who_proves_nothing_is_not_waited_for() -> None:
     async with setting("member") as there:
         member, silent, stranger = await there.dial("member"), await there.dial("member"), await there.dial("stranger")
-        for link in (member, stranger):
-            await link.send(LinkOpen(1))
+        for connection in (member, stranger):
+            await connection.send(LinkOpen(1))
         await trio.sleep(2.1 * UNPROVED_IDLE_S)
         assert await is_closed(silent)
         assert await is_closed(stranger)
@@ -244,15 +244,15 @@ async def test_half_messages_are_bounded_in_all_and_a_member_goes_on() -> None:
         await trio.sleep(1)
         bad = [await there.dial(f"bad-{number}") for number in range(9)]
         half = half_message(limit // 2)
-        for link in bad:
+        for connection in bad:
             rest = memoryview(half)
             while rest:
                 try:
-                    rest = rest[link._stream.send_some([rest]) :]
+                    rest = rest[connection._stream.send_some([rest]) :]
                 except BlockingIOError:
                     await trio.sleep(0.01)
             await trio.sleep(0.1)
-        closed = [await is_closed(link) for link in bad]
+        closed = [await is_closed(connection) for connection in bad]
         allowed = 3 * limit // (limit // 2 >> 20 << 20)
         assert closed == [True] * (9 - allowed) + [False] * allowed, "the oldest are given up"
         await member.send(ModelSnapshot(1, "float32", (bytes(1 << 20),)))
@@ -290,10 +290,10 @@ async def test_half_a_message_goes_with_its_connection() -> None:
         gc.disable()
         try:
             for _ in range(5):
-                link = await there.dial("half")
-                link._stream.send_some([half_message(1 << 20)[:1000]])
+                connection = await there.dial("half")
+                connection._stream.send_some([half_message(1 << 20)[:1000]])
                 await trio.sleep(0.1)
-                link.drop(ConnectionLost("gone"))
+                connection.drop(ConnectionLost("gone"))
                 await trio.sleep(1)
             kept = readers() - before
         finally:
@@ -301,9 +301,9 @@ async def test_half_a_message_goes_with_its_connection() -> None:
         assert kept <= 2, "but for this end of the last one, and the listener's own name for it"
 
 
-async def offered(link: StreamConnection) -> str:
-    await link.send(BulkOffer("UCX 1.20", 1, (b"address",)))
-    answer = await link.receive_any()
+async def offered(connection: StreamConnection) -> str:
+    await connection.send(BulkOffer("UCX 1.20", 1, (b"address",)))
+    answer = await connection.receive_any()
     assert isinstance(answer, BulkAnswer)
     return answer.refusal
 
@@ -324,7 +324,7 @@ async def test_addresses_of_other_carriers_are_taken_from_members_alone() -> Non
 async def test_in_ones_own_name_there_are_only_tables(message: Message, node: str) -> None:
     allowed = node == "other" or isinstance(message, MemberTable)
     async with setting("other") as there:
-        link = await there.dial(node, host="elsewhere")
-        await link.send(message)
-        assert await is_closed(link) == (not allowed)
+        connection = await there.dial(node, host="elsewhere")
+        await connection.send(message)
+        assert await is_closed(connection) == (not allowed)
         assert there.heard == [] or allowed

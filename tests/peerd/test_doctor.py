@@ -111,9 +111,9 @@ def test_the_speed_of_the_line_from_a_node(monkeypatch: pytest.MonkeyPatch, is_l
     async def node() -> None:
         async with trio.open_nursery() as nursery:
 
-            async def answered(link: Connection) -> None:
-                await link.shake_hands()
-                await hello.answer(link, lambda _: None, Welcome("id", "name", 1))
+            async def answered(connection: Connection) -> None:
+                await connection.shake_hands()
+                await hello.answer(connection, lambda _: None, Welcome("id", "name", 1))
 
             transport = TcpTransport(nursery, credentials=member() if sealed else None)
             give.put(await nursery.start(transport.listen, ("127.0.0.1", 0), answered))

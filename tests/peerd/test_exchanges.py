@@ -19,8 +19,8 @@ import trio.testing
 
 from peerd.daemon import mode_runner
 from peerd.daemon.mode_runner import (
+    DRAIN_MIN_S,
     EXCHANGE_SHARE,
-    HAND_OVER_MIN_S,
     LOOK_MAX_S,
     WIND_UP_LOOK_S,
     WIND_UP_MIN_S,
@@ -361,7 +361,7 @@ END = StepReport(12, 0.0, 1.0, published=False, finishing=True)
 async def test_a_leaving_node_waits_until_its_partners_have_all(caplog: pytest.LogCaptureFixture) -> None:
     async with there() as it:
         it.mode.answer = lambda event: [Proceed(settled=False)] if event == END else []
-        await it.runner.hand_over(12)
+        await it.runner.drain(12)
         assert it.mode.told == [END]
     assert not caplog.records
 
@@ -373,7 +373,7 @@ async def test_a_node_that_leaves_in_its_second_run_waits_for_this_runs_change()
         await it.worked()
         it.asks()
         it.runner.on_report(report(2), None)
-        it.nursery.start_soon(it.runner.hand_over, 12)
+        it.nursery.start_soon(it.runner.drain, 12)
         await it.worked()
         assert it.mode.told[-1] == END
         it.asks(Send("a", HALF), Proceed(settled=False))
@@ -389,8 +389,8 @@ async def test_halves_that_cross_are_no_slow_exchange(caplog: pytest.LogCaptureF
         await it.runner.on_message("a", HALF)  # it is here before the compute thread has begun ours
         await it.later(1000)
         await it.runner.on_message("a", HALF)
-        it.nursery.start_soon(it.runner.hand_over, 12)
-        await it.later(HAND_OVER_MIN_S + 1)
+        it.nursery.start_soon(it.runner.drain, 12)
+        await it.later(DRAIN_MIN_S + 1)
     assert [record.message for record in caplog.records] == ["not every partner took what this node had not yet sent"]
 
 
@@ -413,9 +413,9 @@ async def test_a_leaving_node_waits_as_its_slowest_exchange_suggests(
         await it.runner.on_message("b", HALF)  # no exchange, so it took no time
         await it.later(1000)
         await it.runner.on_message("a", HALF)  # nor is the next one that it begins ours
-        it.nursery.start_soon(it.runner.hand_over, 12)
+        it.nursery.start_soon(it.runner.drain, 12)
         patience_s = EXCHANGE_SHARE * slowest_s if how == "answered" else 0
-        await it.later(max(patience_s, HAND_OVER_MIN_S) - 1)
+        await it.later(max(patience_s, DRAIN_MIN_S) - 1)
         assert not caplog.records
         await it.later(2)
     assert [record.message for record in caplog.records] == ["not every partner took what this node had not yet sent"]

@@ -60,8 +60,8 @@ async def test_a_run_from_the_attach_to_the_end(tmp_path: Path) -> None:
             welcome = await trainer.hear("welcome")
             assert welcome["checkpoints"] == str(tmp_path / "checkpoints")
             assert welcome["checkpoint_every_s"] == 30
-            ready = [node.side.about.ready]
-            assert node.side.about.expects
+            ready = [node.side.meta.ready]
+            assert node.side.meta.expects
             trainer.memory.copies[0][:] = MODEL
             await trainer.say("ready", step=3)
             assert await trainer.hear("start") == {
@@ -71,25 +71,25 @@ async def test_a_run_from_the_attach_to_the_end(tmp_path: Path) -> None:
                 "lr_max": 0.0,
                 "barrier": 0,
             }
-            assert [*ready, node.side.about.ready] == [False, True]
+            assert [*ready, node.side.meta.ready] == [False, True]
             await trainer.hear("go")
             assert (await node.side.model_values())[0].tolist() == MODEL.tolist()
             assert trainer.daemons_end.fds == []
 
             await trainer.step(4, loss=0.5, samples=8, metrics={"accuracy": 0.9})
             await trainer.step(5, lr=0.05, samples=8, rolled_back=True)
-            facts = node.side.facts
-            assert facts is not None
-            await until(lambda: facts.rollbacks == 1)
-            assert node.side.facts is facts
-            assert (facts.pid, facts.phase, facts.step, facts.first_step, facts.samples) == (
+            status = node.side.status
+            assert status is not None
+            await until(lambda: status.rollbacks == 1)
+            assert node.side.status is status
+            assert (status.pid, status.phase, status.step, status.first_step, status.samples) == (
                 1234,
                 "training",
                 5,
                 3,
                 16,
             )
-            assert (facts.loss, facts.lr, facts.metrics, facts.rollbacks) == (0.5, 0.05, {"accuracy": 0.9}, 1)
+            assert (status.loss, status.lr, status.metrics, status.rollbacks) == (0.5, 0.05, {"accuracy": 0.9}, 1)
 
             await trainer.say("spare")
             await trainer.hear("spare")
@@ -97,10 +97,10 @@ async def test_a_run_from_the_attach_to_the_end(tmp_path: Path) -> None:
             trainer.memory.copies[slot][:] = 2 * MODEL
             await trainer.step(6, published=slot, finishing=True)
             await trainer.hear("finished")
-            assert facts.phase == "finished"
+            assert status.phase == "finished"
             trainer.leave()
             await until(lambda: not node.attached)
-            assert facts.phase == "finished"
+            assert status.phase == "finished"
             assert (await node.side.model_values())[0].tolist() == (2 * MODEL).tolist()
 
 
@@ -119,12 +119,12 @@ async def test_a_trainer_that_comes_back_goes_on_from_what_is_newer(
             await first.step(9, lr=0.4, published=1)
             await first.step(12, lr=0.1)
             await until(lambda: node.side._runner.step == 9)
-            assert node.side.facts is not None
-            assert node.side.facts.step == 12
+            assert node.side.status is not None
+            assert node.side.status.step == 12
             first.leave()  # it died
             await until(lambda: not node.attached)
-            assert node.side.facts is not None
-            assert node.side.facts.phase == "gone"
+            assert node.side.status is not None
+            assert node.side.status.phase == "gone"
         with script() as second:
             nursery.start_soon(second.serve, node)
             second.memory.copies[0][:] = 3 * MODEL
@@ -169,7 +169,7 @@ async def test_a_newcomer_starts_from_the_swarms_model(tmp_path: Path, kept: int
             await trainer.hear("welcome")
             await trainer.say("ready", step=kept)
             await node.sent_to("donor", ModelRequest)
-            assert not node.side.about.ready
+            assert not node.side.meta.ready
             node.side.on_message("another", ModelRequest())  # it has none to give yet
             assert len(node.sent) == 1
             await node.side.runner.on_message("donor", LinkOpen(1))  # too early for the mode: there is none
@@ -357,8 +357,8 @@ async def test_an_attach_that_cannot_be_is_refused_with_the_cause(
             assert why in (await trainer.hear("error"))["error"]
             with pytest.raises(EOFError):
                 await trainer.hear("anything")
-            assert node.side.facts is None
-            assert not node.side.about.expects
+            assert node.side.status is None
+            assert not node.side.meta.expects
 
 
 async def test_an_attach_without_memory_is_refused(tmp_path: Path) -> None:
@@ -429,8 +429,8 @@ async def test_a_trainer_that_talks_nonsense_is_cut_off(
             await trainer.say(**said)
             with pytest.raises(EOFError):
                 await trainer.hear("anything")
-            assert node.side.facts is not None
-            assert node.side.facts.phase == "gone"
+            assert node.side.status is not None
+            assert node.side.status.phase == "gone"
     (line,) = lines(caplog)
     assert line.startswith("the trainer said what this daemon does not understand: cut off (")
 
@@ -504,8 +504,8 @@ async def test_a_last_step_may_be_said_again_but_not_before_the_trainer_may_go(t
                 await trainer.hear("finished")
             trainer.leave()
             await until(lambda: not node.attached)
-            assert node.side.facts is not None
-            assert node.side.facts.phase is TrainerPhase.FINISHED
+            assert node.side.status is not None
+            assert node.side.status.phase is TrainerPhase.FINISHED
     node = Node(tmp_path, wait_for=2)
     with script() as hasty:
         async with running(node) as nursery:
@@ -513,7 +513,7 @@ async def test_a_last_step_may_be_said_again_but_not_before_the_trainer_may_go(t
             await hasty.hear("welcome")
             await hasty.say("ready", step=0)
             await hasty.step(1, finishing=True)
-            await until(lambda: node.side.facts is not None and node.side.facts.phase is TrainerPhase.GONE)
+            await until(lambda: node.side.status is not None and node.side.status.phase is TrainerPhase.GONE)
 
 
 @given(st.lists(st.sampled_from(TrainerPhase), max_size=9))
@@ -539,7 +539,7 @@ async def test_a_node_that_leaves_has_its_trainer_end_and_publish(tmp_path: Path
             left = trio.Event()
 
             async def leave() -> None:
-                await node.side.hand_over()
+                await node.side.drain()
                 left.set()
 
             nursery.start_soon(leave)
@@ -563,7 +563,7 @@ async def test_a_node_that_leaves_does_not_wait_for_a_trainer_that_will_not_answ
             nursery.start_soon(trainer.serve, node)
             await trainer.trains()
             async with trio.open_nursery() as leaving:
-                leaving.start_soon(node.side.hand_over)
+                leaving.start_soon(node.side.drain)
                 await trainer.hear("stop")
                 if how == "dies":
                     trainer.leave()
@@ -571,11 +571,11 @@ async def test_a_node_that_leaves_does_not_wait_for_a_trainer_that_will_not_answ
 
 async def test_a_node_without_a_model_has_nothing_to_hand_over_nor_to_export(tmp_path: Path) -> None:
     node = Node(tmp_path)
-    await node.side.hand_over()
+    await node.side.drain()
     with pytest.raises(UserError, match="this node has no model yet"):
         await node.side.model_values()
     await node.side.expect_none()
-    assert not node.side.about.expects
+    assert not node.side.meta.expects
     assert node.sent == []
 
 

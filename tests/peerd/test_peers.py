@@ -41,17 +41,17 @@ class FarNode:
     def __init__(self, id: NodeId) -> None:
         self.id = id
         self.heard: list[Message] = []
-        self.links: list[Connection] = []
+        self.connections: list[Connection] = []
         self.closed = 0
         self.refuses = False
 
-    async def accept(self, link: Connection) -> None:
-        await answer(link, self._check, Welcome(self.id, self.id, 1))
-        link.payload_limit = 1 << 30
-        self.links.append(link)
+    async def accept(self, connection: Connection) -> None:
+        await answer(connection, self._check, Welcome(self.id, self.id, 1))
+        connection.payload_limit = 1 << 30
+        self.connections.append(connection)
         try:
             while True:
-                self.heard.append(await link.receive())
+                self.heard.append(await connection.receive())
         finally:
             self.closed += 1
 
@@ -113,7 +113,7 @@ async def test_messages_arrive_in_order_over_one_connection() -> None:
         await there.peers.drain()
         await trio.sleep(1)
         assert [type(message) for message in there.far.heard] == [LinkOpen, ModelSnapshot, LinkOpen, LinkOpen]
-        assert len(there.far.links) == 1
+        assert len(there.far.connections) == 1
         assert there.reconnected == [], "a first connection is no reconnection"
         assert there.peers.bytes_sent > 1 << 20
 
@@ -169,7 +169,7 @@ async def test_after_a_cut_what_was_queued_is_dropped_and_the_mode_is_told() -> 
         there.peers.send("far", LinkOpen(4))
         await trio.sleep(1)
         assert there.far.heard == opens(1, 4)
-        assert len(there.far.links) == 2
+        assert len(there.far.connections) == 2
         assert there.peers.bytes_sent > sent, "those of the broken connection still count"
 
 
@@ -180,7 +180,7 @@ async def test_another_node_at_the_address_hears_nothing(caplog: pytest.LogCaptu
         scope = await there.listen(stranger)
         there.peers.send("far", LinkOpen(1))
         await trio.sleep(10 * RETRY_MAX_S)
-        assert len(stranger.links) > 5, "it is tried again and again"
+        assert len(stranger.connections) > 5, "it is tried again and again"
         assert stranger.heard == []
         scope.cancel()
         await trio.sleep(0)
@@ -217,13 +217,13 @@ async def test_an_idle_connection_is_closed_and_made_anew() -> None:
         await trio.sleep(IDLE_S / 2)
         there.peers.send("far", LinkOpen(2))
         await trio.sleep(IDLE_S * 0.9)
-        assert len(there.far.links) == 1, "a message puts it off"
+        assert len(there.far.connections) == 1, "a message puts it off"
         await trio.sleep(IDLE_S)
         assert there.far.closed == 1
         there.peers.send("far", LinkOpen(3))
         await trio.sleep(1)
         assert there.far.heard == opens(1, 2, 3)
-        assert len(there.far.links) == 2
+        assert len(there.far.connections) == 2
         assert there.reconnected == [], "nothing was lost"
 
 
@@ -232,9 +232,9 @@ async def test_a_peer_that_answers_on_our_connection_is_cut_off() -> None:
         await there.listen(there.far)
         there.peers.send("far", LinkOpen(1))
         await trio.sleep(1)
-        await there.far.links[0].send(LinkOpen(9))
+        await there.far.connections[0].send(LinkOpen(9))
         await trio.sleep(RETRY_MAX_S)
-        assert len(there.far.links) == 2
+        assert len(there.far.connections) == 2
         assert there.reconnected == ["far"]
 
 
@@ -255,7 +255,7 @@ async def test_a_peer_that_is_gone_is_no_longer_dialled(how: str) -> None:
         if how == "without an address":
             await there.listen(there.far)
         await trio.sleep(10 * RETRY_MAX_S)
-        assert len(there.far.links) == 1
+        assert len(there.far.connections) == 1
         there.addresses["far"] = address  # it is back: the next message finds it
         there.peers.send("far", LinkOpen(2))
         await trio.sleep(1)

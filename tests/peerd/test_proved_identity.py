@@ -81,38 +81,38 @@ async def here(enrol: Enrol | None = None) -> AsyncIterator[Here]:
 
 async def test_a_greeting_in_anothers_name_is_a_broken_rule(caplog: pytest.LogCaptureFixture) -> None:
     async with here() as node:
-        link = await node.dial(node.other)
+        connection = await node.dial(node.other)
         with pytest.raises(ConnectionLost):
-            await greet(link, hello("victim"))
+            await greet(connection, hello("victim"))
         await greet(await node.dial(node.other), hello(node.other.id))
     assert node.peers.offences.counts["strikes"] == 1
     assert f"it says that it is victim, and its certificate that it is {node.other.id}" in caplog.text
 
 
 async def test_a_welcome_in_anothers_name_is_a_broken_rule() -> None:
-    async def welcome(link: Connection) -> None:
-        await link.shake_hands()
-        await answer(link, lambda _: None, Welcome("victim", "far", 1))
+    async def welcome(connection: Connection) -> None:
+        await connection.shake_hands()
+        await answer(connection, lambda _: None, Welcome("victim", "far", 1))
         await trio.sleep_forever()
 
     near, far = TestCredentials(OURS), TestCredentials(OURS)
     async with trio.open_nursery() as nursery:
         address = await nursery.start(TcpTransport(nursery, credentials=far).listen, LOOPBACK, welcome)
-        link = await TcpTransport(nursery, credentials=near).dial(address)
+        connection = await TcpTransport(nursery, credentials=near).dial(address)
         with pytest.raises(PeerError, match="it says that it is victim"):
-            await greet(link, hello(near.id))
+            await greet(connection, hello(near.id))
         nursery.cancel_scope.cancel()
 
 
 async def test_a_table_in_anothers_name_is_a_broken_rule() -> None:
     async with here() as node:
-        link = await node.dial(node.other)
-        await greet(link, hello(node.other.id))
-        await link.send(MemberTable(node.other.id, ()))
-        assert await link.receive() == MemberTable(node.credentials.id, ())
-        await link.send(MemberTable("victim", ()))
+        connection = await node.dial(node.other)
+        await greet(connection, hello(node.other.id))
+        await connection.send(MemberTable(node.other.id, ()))
+        assert await connection.receive() == MemberTable(node.credentials.id, ())
+        await connection.send(MemberTable("victim", ()))
         with pytest.raises(ConnectionLost):
-            await link.receive()
+            await connection.receive()
     assert node.peers.offences.counts["strikes"] == 1
 
 
@@ -136,15 +136,15 @@ async def test_nothing_is_said_to_another_than_was_dialled(caplog: pytest.LogCap
 
 
 async def test_a_stranger_is_heard_by_the_enrolment() -> None:
-    async def enrol(link: Connection) -> None:
-        assert link.identity == STRANGER
-        assert await link.receive() == LinkOpen(1)
-        await link.send(LinkOpen(2))
+    async def enrol(connection: Connection) -> None:
+        assert connection.identity == STRANGER
+        assert await connection.receive() == LinkOpen(1)
+        await connection.send(LinkOpen(2))
 
     async with here(enrol) as node:
-        link = await node.dial(TestCredentials(OURS, certified=False))
-        await link.send(LinkOpen(1))
-        assert await link.receive() == LinkOpen(2)
+        connection = await node.dial(TestCredentials(OURS, certified=False))
+        await connection.send(LinkOpen(1))
+        assert await connection.receive() == LinkOpen(2)
         with pytest.raises(ConnectionLost):
-            await link.receive()
+            await connection.receive()
     assert node.heard == []

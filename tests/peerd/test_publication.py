@@ -83,14 +83,14 @@ def test_what_the_daemon_reads_is_a_whole_copy_of_the_step_that_is_said(
         assert {*model.weight.detach().flatten().tolist()} == {float(swarm.step_count)}
 
     async def beside(node: Node) -> None:
-        await until(lambda: node.attached and node.side.facts is not None and node.side.facts.step > 2)
+        await until(lambda: node.attached and node.side.status is not None and node.side.status.step > 2)
         while len(found) < 20:
             values, step = await node.side.model_values()
             found.append((step, {*np.asarray(values).tolist()}))
 
-    facts = with_daemon(path, script, beside).side.facts
-    assert facts is not None
-    assert facts.phase == "finished"
+    status = with_daemon(path, script, beside).side.status
+    assert status is not None
+    assert status.phase == "finished"
     assert all(values == {float(step)} for step, values in found)
     assert [step for step, _ in found] == sorted(step for step, _ in found)
     assert made[0].begun > 10
@@ -125,7 +125,7 @@ def test_corrections_wait_for_the_copy(path: Path, monkeypatch: pytest.MonkeyPat
 
     async def beside(node: Node) -> None:
         nonlocal corrected, last
-        await until(lambda: node.attached and node.side.facts is not None and node.side.facts.step > 2)
+        await until(lambda: node.attached and node.side.status is not None and node.side.status.step > 2)
         model = node.side._runner.core.model
         assert model is not None
         while corrected < CORRECTIONS:
@@ -137,7 +137,7 @@ def test_corrections_wait_for_the_copy(path: Path, monkeypatch: pytest.MonkeyPat
                 assert {*np.asarray(values).tolist()} == {step + 1000.0 * corrected}
             await later(last)
 
-    facts = with_daemon(path, script, beside).side.facts
-    assert facts is not None
-    assert facts.phase == "finished"
+    status = with_daemon(path, script, beside).side.status
+    assert status is not None
+    assert status.phase == "finished"
     assert made[0].waited_for > 0

@@ -18,35 +18,35 @@ def test_it_is_never_exceeded_but_by_what_has_come_whole(
     budget: ReceiveBudget[int] = ReceiveBudget()
     sizes: dict[int, int] = {}
     whole: set[int] = set()
-    for what, link, size in steps:
+    for what, connection, size in steps:
         if what == "begin":
-            gone = budget.begin(link, size, LIMIT, proved.__contains__)
-            sizes[link] = size
-            whole.discard(link)
+            gone = budget.begin(connection, size, LIMIT, proved.__contains__)
+            sizes[connection] = size
+            whole.discard(connection)
             assert not whole & set(gone), "nobody is given up for what has come"
             assert len(gone) == len(set(gone))
             for each in gone:
                 del sizes[each]
-        elif what == "whole" and link in sizes:
-            budget.whole(link)
-            whole.add(link)
+        elif what == "whole" and connection in sizes:
+            budget.whole(connection)
+            whole.add(connection)
         elif what == "end":
-            budget.end(link)
-            sizes.pop(link, None)
-            whole.discard(link)
+            budget.end(connection)
+            sizes.pop(connection, None)
+            whole.discard(connection)
         assert budget.bytes == sum(sizes.values()) <= LIMIT
 
 
 @given(st.lists(st.integers(1, 10), min_size=1, max_size=10))
 def test_honest_peers_each_with_a_message_are_all_heard(sizes: list[int]) -> None:
     budget: ReceiveBudget[int] = ReceiveBudget()
-    for link, size in enumerate(sizes):
-        assert budget.begin(link, size, 10 * len(sizes), lambda _: False) == []
+    for connection, size in enumerate(sizes):
+        assert budget.begin(connection, size, 10 * len(sizes), lambda _: False) == []
 
 
 def test_the_oldest_goes_first_and_who_has_proved_something_last() -> None:
     budget: ReceiveBudget[str] = ReceiveBudget()
-    for link in ("honest", "older", "newer"):
-        assert budget.begin(link, 30, LIMIT, lambda link: link == "honest") == []
-    assert budget.begin("next", 60, LIMIT, lambda link: link == "honest") == ["older", "newer"]
-    assert budget.begin("last", 60, LIMIT, lambda link: link in ("honest", "last")) == ["next"]
+    for connection in ("honest", "older", "newer"):
+        assert budget.begin(connection, 30, LIMIT, lambda connection: connection == "honest") == []
+    assert budget.begin("next", 60, LIMIT, lambda connection: connection == "honest") == ["older", "newer"]
+    assert budget.begin("last", 60, LIMIT, lambda connection: connection in ("honest", "last")) == ["next"]

@@ -115,15 +115,15 @@ def compare(folder, dtype):
     else:
         shards = None
         while True:
-            word, count = ranks.say(RankCommand.GO_ON)
-            if word == RankCommand.STOP:
+            command, count = ranks.say(RankCommand.GO_ON)
+            if command == RankCommand.STOP:
                 break
-            if word == RankCommand.GO_ON:
+            if command == RankCommand.GO_ON:
                 steps(model, optimizers[1], count)
-            elif word == RankCommand.COMES:
+            elif command == RankCommand.COMES:
                 shards = ShardedModel(model, optimizers[1], ranks)
             else:
-                shards.take_part(word, count)
+                shards.take_part(command, count)
 
 
 for name in ("float32", "bfloat16"):

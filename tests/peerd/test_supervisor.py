@@ -40,9 +40,9 @@ def shell(folder: Path, script: str, *, attached: bool = True) -> Supervisor:
     return made
 
 
-def another_each_time(**facts: Any) -> Callable[[], TrainerStatus]:
+def another_each_time(**status: Any) -> Callable[[], TrainerStatus]:
     """A trainer that came, trained and went, in each life."""
-    return lambda: TrainerStatus(1, **{"step": 9, "phase": TrainerPhase.GONE, "began": 1.0, **facts})
+    return lambda: TrainerStatus(1, **{"step": 9, "phase": TrainerPhase.GONE, "began": 1.0, **status})
 
 
 def starts(folder: Path) -> int:
@@ -98,14 +98,14 @@ async def test_a_script_that_keeps_dying_is_started_ever_later_and_then_given_up
 
 
 @pytest.mark.parametrize(
-    "facts",
+    "status",
     [lambda: None, another_each_time(phase=TrainerPhase.GONE, began=0.0), another_each_time(step=4, first_step=4)],
     ids=["refused", "in its first wait", "in its first step"],
 )
-async def test_the_same_error_before_the_first_step_comes_again(folder: Path, facts: Callable[[], Any]) -> None:
+async def test_the_same_error_before_the_first_step_comes_again(folder: Path, status: Callable[[], Any]) -> None:
     why = "^sh exited with code 1 twice before its first step: giving up; its own output above says why$"
     with pytest.raises(UserError, match=why):
-        await shell(folder, COUNT + "exit 1").run(facts)
+        await shell(folder, COUNT + "exit 1").run(status)
     assert starts(folder) == 2
 
 

@@ -67,10 +67,10 @@ def test_a_run(path: Path) -> None:
                 swarm.step(loss=1.5, samples=8, accuracy=0.5)
         assert swarm.step_count == 5
 
-    facts = with_daemon(path, script).side.facts
-    assert facts is not None
-    assert (facts.step, facts.samples, facts.loss, facts.metrics) == (5, 40, 1.5, {"accuracy": 0.5})
-    assert (facts.phase, facts.rollbacks, facts.lr) == ("finished", 0, 0.01)
+    status = with_daemon(path, script).side.status
+    assert status is not None
+    assert (status.step, status.samples, status.loss, status.metrics) == (5, 40, 1.5, {"accuracy": 0.5})
+    assert (status.phase, status.rollbacks, status.lr) == ("finished", 0, 0.01)
 
 
 def test_a_trainer_that_waits_at_a_barrier_goes_on_when_the_mode_changes(path: Path) -> None:
@@ -84,18 +84,18 @@ def test_a_trainer_that_waits_at_a_barrier_goes_on_when_the_mode_changes(path: P
                 reached.append(swarm.step_count)
 
     async def beside(node: Node) -> None:
-        await until(lambda: node.side.facts is not None and node.side.facts.step == 3)
+        await until(lambda: node.side.status is not None and node.side.status.step == 3)
         await trio.sleep(0.05)
         assert reached == [1, 2], "a round of two does not come"
         node.side.plans.propose("allreduce every=2 overlap=blocking")  # from barrier to barrier
-        await until(lambda: node.side.facts is not None and node.side.facts.step == 4)
+        await until(lambda: node.side.status is not None and node.side.status.step == 4)
         node.side.plans.propose("gossip")
 
     beside_a_wait = {"mode": "allreduce", "overlap": "blocking", "every": 3, "min_peers": 2}
     side = with_daemon(path, script, beside, **beside_a_wait).side
     assert reached == [*range(1, 10)]
-    assert side.facts is not None
-    assert side.facts.phase == "finished"
+    assert side.status is not None
+    assert side.status.phase == "finished"
     assert side.plans.plan.number == 2
 
 
@@ -112,9 +112,9 @@ def test_spoilt_statistics_are_rolled_back(path: Path, capfd: pytest.CaptureFixt
             for _ in range(2 * session.ROLLBACKS_MAX):
                 swarm.step()
 
-    facts = with_daemon(path, script).side.facts
-    assert facts is not None
-    assert facts.rollbacks == 1
+    status = with_daemon(path, script).side.status
+    assert status is not None
+    assert status.rollbacks == 1
     assert "the model is not finite at step 1: back to its last published copy" in capfd.readouterr().err
 
 
@@ -131,9 +131,9 @@ def test_a_model_that_stays_spoilt_ends_the_script(path: Path) -> None:
         with pytest.raises(SystemExit, match="not finite at step 4, again after 3 returns"):
             train()
 
-    facts = with_daemon(path, script).side.facts
-    assert facts is not None
-    assert facts.rollbacks == session.ROLLBACKS_MAX
+    status = with_daemon(path, script).side.status
+    assert status is not None
+    assert status.rollbacks == session.ROLLBACKS_MAX
 
 
 def test_a_finite_number_beyond_float32_is_not_the_learning_rates_fault(path: Path) -> None:
@@ -149,9 +149,9 @@ def test_a_finite_number_beyond_float32_is_not_the_learning_rates_fault(path: Pa
         with pytest.raises(SystemExit, match=r"^peerd: seen holds a float64 beyond what float32 can, .* it private"):
             train()
 
-    facts = with_daemon(path, script).side.facts
-    assert facts is not None
-    assert facts.rollbacks == 0
+    status = with_daemon(path, script).side.status
+    assert status is not None
+    assert status.rollbacks == 0
 
 
 def test_no_checkpoint_holds_a_model_that_is_not_finite(path: Path) -> None:

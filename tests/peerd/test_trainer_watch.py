@@ -20,7 +20,7 @@ LOOK_S = 1.0
 
 def _train(watch: TrainerWatch, steps: list[float], wait_s: float = 0.0, now: float = 0.0) -> float:
     """Make steps that take so long; after each one waits for the swarm. Returns the time."""
-    facts = watch.facts
+    status = watch.status
     looked = now
 
     def pass_until(until: float) -> None:
@@ -33,11 +33,11 @@ def _train(watch: TrainerWatch, steps: list[float], wait_s: float = 0.0, now: fl
     for step_s in steps:
         pass_until(now + step_s)
         now += step_s
-        facts.last_step_at, facts.waits = now, wait_s > 0
+        status.last_step_at, status.waits = now, wait_s > 0
         pass_until(now + wait_s)
         now += wait_s
-        if facts.waits:
-            facts.waits, facts.released_at = False, now
+        if status.waits:
+            status.waits, status.released_at = False, now
     return now
 
 
@@ -61,10 +61,10 @@ def test_a_silence_that_is_long_beside_its_steps_is_one_and_a_step_ends_it(steps
     silent_s = max(STALL_MIN_S, STALL_SHARE * (max(steps) + 2 * LOOK_S))
     watch.look(now + silent_s + 1)
     stalled = [watch.stalled]
-    watch.facts.last_step_at = now + silent_s + 2
+    watch.status.last_step_at = now + silent_s + 2
     watch.look(now + silent_s + 3)
     assert [*stalled, watch.stalled] == [True, False]
-    watch.facts.enter(TrainerPhase.GONE)
+    watch.status.enter(TrainerPhase.GONE)
     watch.look(now + 100 * silent_s)
     assert not watch.stalled
 
@@ -72,7 +72,7 @@ def test_a_silence_that_is_long_beside_its_steps_is_one_and_a_step_ends_it(steps
 def test_who_waits_for_the_swarm_does_not_hang() -> None:
     watch = TrainerWatch(_training())
     now = _train(watch, [1.0, 1.0, 1.0])
-    watch.facts.waits = True
+    watch.status.waits = True
     watch.look(now + 1000)
     assert not watch.stalled
 
@@ -92,14 +92,14 @@ class _Script:
 
 @pytest.mark.trio(clock="still")
 async def test_a_trainer_waits_at_the_barrier_that_it_knows_of() -> None:
-    script, facts = _Script(), TrainerStatus(pid=1)
+    script, status = _Script(), TrainerStatus(pid=1)
     step = {"kind": "step", "change": 0.1, "lr": 0.1, "lr_ratio": 1.0, "published": None}
-    session = TrainerSession(script, facts, Board(memoryview(bytearray(PAGE_BYTES))))  # type: ignore[arg-type]
+    session = TrainerSession(script, status, Board(memoryview(bytearray(PAGE_BYTES))))  # type: ignore[arg-type]
 
     async def waits_after(said: dict[str, Any]) -> bool:
         script.says.append(said)
         assert await session.receive() is not None
-        return facts.waits
+        return status.waits
 
     await session.tell(Start(None, 0, 0.1, 0))
     assert not await waits_after({**step, "step": 1})
@@ -109,12 +109,12 @@ async def test_a_trainer_waits_at_the_barrier_that_it_knows_of() -> None:
     assert not await waits_after({**step, "step": 3})
     assert await waits_after({**step, "step": 4})
     await session.tell(Resume())
-    waits = [facts.waits]
+    waits = [status.waits]
     assert await waits_after({**step, "step": 6})
     await session.tell(BarrierIs(0))
-    assert [*waits, facts.waits] == [False, True]
+    assert [*waits, status.waits] == [False, True]
     assert not await waits_after({"kind": "barrier"})
-    assert facts.released_at == trio.current_time()
+    assert status.released_at == trio.current_time()
 
 
 def test_the_first_step_may_take_any_time() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import trio
-from links import receive_a
+from connection_ends import receive_a
 from thin import KEY, Swarm, simulate
 
 from peerd.daemon.node import Daemon, running
@@ -44,9 +44,9 @@ class Life:
         self.twin_proof = TwinProof(key, me, swarm, "run", network.transport(host))
         self.ends: list[type[Exception]] = []
 
-    async def accept(self, link: Connection) -> None:
+    async def accept(self, connection: Connection) -> None:
         try:
-            await answer(link, lambda _: None, Welcome("", "", 0), self.twin_proof.answer)
+            await answer(connection, lambda _: None, Welcome("", "", 0), self.twin_proof.answer)
         except (PeerError, ConnectionLost) as error:
             self.ends.append(type(error))
 
@@ -68,19 +68,19 @@ class Setting:
 
     async def ask(self, address: Address, challenge: Challenge) -> Proof:
         """As the liar, who passes on what was asked."""
-        link = await self.network.transport("liar").dial(address)
+        connection = await self.network.transport("liar").dial(address)
         try:
-            await link.send(challenge)
-            return await receive_a(Proof, link)
+            await connection.send(challenge)
+            return await receive_a(Proof, connection)
         finally:
-            await link.aclose()
+            await connection.aclose()
 
     async def relay(self, target: Address, change: Callable[[Proof], Proof] = lambda proof: proof) -> None:
         """Answer at LIAR with what `target` says."""
 
-        async def accept(link: Connection) -> None:
-            challenge = await receive_a(Challenge, link)
-            await link.send(change(await self.ask(target, challenge)))
+        async def accept(connection: Connection) -> None:
+            challenge = await receive_a(Challenge, connection)
+            await connection.send(change(await self.ask(target, challenge)))
 
         await self.listen(LIAR, accept)
 
@@ -140,9 +140,9 @@ async def test_our_own_answer_to_a_changed_question_proves_nothing() -> None:
     async with setting() as there:
         mine = await there.life("a", 4)
 
-        async def accept(link: Connection) -> None:
-            challenge = await receive_a(Challenge, link)
-            await link.send(await there.ask(mine.address, replace(challenge, life=bytes(16), epoch=3)))
+        async def accept(connection: Connection) -> None:
+            challenge = await receive_a(Challenge, connection)
+            await connection.send(await there.ask(mine.address, replace(challenge, life=bytes(16), epoch=3)))
 
         await there.listen(LIAR, accept)
         assert not await mine.twin_proof.prove(LIAR)
@@ -190,12 +190,12 @@ async def test_a_copy_in_another_swarm_is_no_twin() -> None:
 
 
 async def test_silence_something_else_and_nobody_prove_nothing() -> None:
-    async def silent(link: Connection) -> None:
+    async def silent(connection: Connection) -> None:
         await trio.sleep_forever()
 
-    async def strange(link: Connection) -> None:
-        await link.send(SpeedRequest())
-        await link.receive()
+    async def strange(connection: Connection) -> None:
+        await connection.send(SpeedRequest())
+        await connection.receive()
 
     async with setting() as there:
         mine = await there.life("a", 4)

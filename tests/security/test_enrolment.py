@@ -50,21 +50,21 @@ class Swarm:
         self.dialled: list[Address] = []
         self.reached = 0
 
-    async def serve(self, link: Connection) -> None:
+    async def serve(self, connection: Connection) -> None:
         try:
-            await self.reception.enrol(link)
+            await self.reception.enrol(connection)
             self.ends.append(None)
         except (PeerError, ConnectionLost) as error:
             self.ends.append(error)
         finally:
-            await link.aclose()
+            await connection.aclose()
 
     async def dial(self, credentials: Credentials, address: Address) -> Connection:
         self.dialled.append(address)
-        link = await self.network.transport("10.0.0.9").dial(address)
+        connection = await self.network.transport("10.0.0.9").dial(address)
         self.reached += 1
         credentials.identity(der(self.trust.certificate))
-        return link
+        return connection
 
     def token(self, life_s: int = 3600, uses: int = 1, issuer: bool = False) -> Token:
         now = int(NOW.timestamp())
@@ -309,9 +309,9 @@ async def test_an_issuer_that_cannot_write(tmp_path: Path, monkeypatch: pytest.M
 )
 async def test_a_stranger_who_says_something_else_is_struck(tmp_path: Path, said: Message) -> None:
     async with swarm(tmp_path) as there:
-        link = await there.network.transport("10.0.0.9").dial(WHERE)
-        assert isinstance(await link.receive(), AuthorityShown)
-        await link.send(said)
+        connection = await there.network.transport("10.0.0.9").dial(WHERE)
+        assert isinstance(await connection.receive(), AuthorityShown)
+        await connection.send(said)
         await ended(there)
         assert isinstance(there.ends[0], PeerError)
         assert not isinstance(there.ends[0], Blameless)
@@ -452,15 +452,15 @@ async def test_a_member_gets_another_certificate_for_its_own_key_only(tmp_path: 
             async def flushed(self) -> None:
                 pass
 
-        link: Connection = Link()  # type: ignore[assignment]
+        connection: Connection = Link()  # type: ignore[assignment]
         chain = tuple(map(der, ROOT.issue_own(NEW, NOW)))
-        await there.reception.renew(link, RenewalRequest(request_of(NEW), chain, b""))
+        await there.reception.renew(connection, RenewalRequest(request_of(NEW), chain, b""))
         assert checked(sent[0], NEW, [ROOT.certificate], NOW).issuer is None  # type: ignore[arg-type]
         with pytest.raises(PeerError, match="asks for the certificate of"):
-            await there.reception.renew(link, RenewalRequest(request_of(SERVER), chain, b""))
+            await there.reception.renew(connection, RenewalRequest(request_of(SERVER), chain, b""))
         issuer = der(ROOT.make_issuer(request_of(NEW), NOW))
-        await there.reception.renew(link, RenewalRequest(request_of(NEW), chain, issuer))
+        await there.reception.renew(connection, RenewalRequest(request_of(NEW), chain, issuer))
         assert checked(sent[1], NEW, [ROOT.certificate], NOW).issuer is not None  # type: ignore[arg-type]
         stolen = der(ROOT.make_issuer(request_of(SERVER), NOW))
-        await there.reception.renew(link, RenewalRequest(request_of(NEW), chain, stolen))
+        await there.reception.renew(connection, RenewalRequest(request_of(NEW), chain, stolen))
         assert checked(sent[2], NEW, [ROOT.certificate], NOW).issuer is None  # type: ignore[arg-type]

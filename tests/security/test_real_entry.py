@@ -108,11 +108,11 @@ async def test_whoever_an_issuer_let_in_goes_with_it_at_once_and_comes_back_by_a
                 assert n.entry is not None
                 assert a.secrets is not None
                 assert issuers_of(n.entry.trust.certificate) == {i.me.id}
-                link = await dial(nursery, n.entry.trust, where)
-                await greet(link, n._hello())
+                connection = await dial(nursery, n.entry.trust, where)
+                await greet(connection, n._hello())
                 await a.secrets.revoke(i.me.id)
                 with pytest.raises(ConnectionLost), trio.fail_after(1):  # probes would find it after 7 s
-                    await link.receive()
+                    await connection.receive()
                 with pytest.raises(Refused, match="our certificate is of an issuer that is revoked") as refused:
                     await dial(nursery, n.entry.trust, where)
                 assert "give that node a new token" in cured(refused.value)
@@ -198,11 +198,11 @@ async def test_nodes_of_one_user_share_the_new_authority(tmp_path: Path) -> None
 )
 async def test_a_stranger_is_told_of_the_authority_and_nothing_else(tmp_path: Path, said: Message) -> None:
     async with node(tmp_path, "a") as (a, where), trio.open_nursery() as nursery:
-        link = await dial(nursery, Newcomer(), where)
-        assert isinstance(await link.receive(), AuthorityShown)
-        await link.send(said)
+        connection = await dial(nursery, Newcomer(), where)
+        assert isinstance(await connection.receive(), AuthorityShown)
+        await connection.send(said)
         with pytest.raises(ConnectionLost):
-            await link.receive()
+            await connection.receive()
         assert list(a.members()) == [a.me.id]
         nursery.cancel_scope.cancel()
 
@@ -212,10 +212,10 @@ async def test_a_member_that_poses_as_another_is_dropped(tmp_path: Path) -> None
         users = authority_folder.at(a.settings.authority_path, wall_clock.now())
         key = NodeKey.generate()
         trust = Trust(key, users.issue_own(key, wall_clock.now()), [users.certificate])
-        link = await dial(nursery, trust, where)
-        await link.send(replace(a._hello(), node="another"))
+        connection = await dial(nursery, trust, where)
+        await connection.send(replace(a._hello(), node="another"))
         with pytest.raises(ConnectionLost):
-            await link.receive()
+            await connection.receive()
         assert a.peers.offences.counts["strikes"] == 1
         nursery.cancel_scope.cancel()
 

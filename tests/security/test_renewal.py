@@ -53,16 +53,16 @@ class Node:
         transport = network.transport("10.0.0.9")
         self.renewal = Renewal(self.entry, KEY, folder, transport, lambda: self.issuers)
 
-    async def serve(self, link: Connection) -> None:
-        request = await link.receive()
+    async def serve(self, connection: Connection) -> None:
+        request = await connection.receive()
         assert isinstance(request, RenewalRequest)
         self.asked.append(request)
         if self.answer:
-            await link.send(self.answer(request))
-            await link.flushed()
+            await connection.send(self.answer(request))
+            await connection.flushed()
         else:
-            link.identity = KEY.id
-            await self.reception.renew(link, request)
+            connection.identity = KEY.id
+            await self.reception.renew(connection, request)
 
 
 def entry(enrolment: Enrolment, issuer: Issuer | None = None, folder: Path | None = None) -> Entry:
@@ -207,10 +207,13 @@ async def test_an_issuer_whose_own_certificate_has_ended_says_so(
     async with node(tmp_path) as it:
         it.reception = Reception(it.entry.trust, Issuer(ended, TokenStore(tmp_path)))
         monkeypatch.setattr(wall_clock, "now", lambda: NOW + authority.ISSUER_LIFE + timedelta(days=1))
-        link = Deaf()
+        connection = Deaf()
         with pytest.raises(Blameless, match="issues none"):
-            await it.reception.renew(link, RenewalRequest(request_of(KEY), tuple(map(der, it.entry.trust.chain)), b""))  # type: ignore[arg-type]
-        assert link.said == [EnrolmentRefused("no-issuer")]
+            await it.reception.renew(
+                connection,  # type: ignore[arg-type]
+                RenewalRequest(request_of(KEY), tuple(map(der, it.entry.trust.chain)), b""),
+            )
+        assert connection.said == [EnrolmentRefused("no-issuer")]
         with pytest.raises(UserError, match="has ended"):
             Issuer(ended, TokenStore(tmp_path)).token((WHERE,), 1, 3600, issues=False)
 

@@ -98,7 +98,7 @@ class FaultySwarm(RuleBasedStateMachine):
     @rule(loss=shares, duplication=shares, reordering=shares, corruption=shares)
     def weather(self, loss: float, duplication: float, reordering: float, corruption: float) -> None:
         weather = Profile(0.0, loss=loss, duplication=duplication, reordering=reordering, corruption=corruption)
-        self.swarm.set_weather(weather)
+        self.swarm.set_conditions(weather)
 
     @rule(place=places, factor=st.sampled_from([1.0, 10.0, 1000.0]))
     def slow(self, place: int, factor: float) -> None:
@@ -111,7 +111,9 @@ class FaultySwarm(RuleBasedStateMachine):
         swarm = self.swarm
         for heal in self.heals:
             heal()  # type: ignore[operator]
-        swarm.set_weather(replace(swarm.network.weather, loss=0.0, corruption=0.0, duplication=0.0, reordering=0.0))
+        swarm.set_conditions(
+            replace(swarm.network.conditions, loss=0.0, corruption=0.0, duplication=0.0, reordering=0.0)
+        )
         for place, node in list(swarm.nodes.items()):
             if not node.running:
                 swarm.resume(place)

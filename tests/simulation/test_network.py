@@ -182,7 +182,7 @@ def test_as_many_datagrams_are_lost_as_were_to_be(seed: int, loss: float) -> Non
 def test_losses_of_places_lines_and_weather_multiply() -> None:
     profiles = (replace(QUIET, loss=0.1), QUIET)
     network = Network(World(0), Topology(profiles, ("a", "b"), {("a", "b"): Between(0.1, loss=0.2)}))
-    network.weather = Profile(0.0, loss=0.5)
+    network.conditions = Profile(0.0, loss=0.5)
     assert network.loss(0, 1) == approximately(1 - 0.9 * 0.8 * 0.5)
     assert network.loss(1, 0) == approximately(1 - 0.9 * 0.5), "the line back has no loss of its own"
 
@@ -190,7 +190,7 @@ def test_losses_of_places_lines_and_weather_multiply() -> None:
 def test_weather_duplicates_and_reorders_datagrams() -> None:
     seed, count = 4, 5000
     network = Network(World(seed), uniform(QUIET, 2))
-    network.weather = Profile(0.0, duplication=0.1, reordering=0.2)
+    network.conditions = Profile(0.0, duplication=0.1, reordering=0.2)
     copies = [network.datagram(0, 1, 100) for _ in range(count)]
     twice, late = sum(len(each) == 2 for each in copies), sum(each[0] > 0.015 for each in copies)
     assert 0.08 < twice / count < 0.12, f"seed {seed}: {twice} twice"
@@ -208,7 +208,7 @@ def test_a_cut_loses_one_direction_and_no_other() -> None:
 def test_bad_weather_changes_one_bit_of_a_frame(frame: bytes, seed: int) -> None:
     network = Network(World(seed), uniform(QUIET, 2))
     assert network.weathered(frame) == frame
-    network.weather = Profile(0.0, corruption=1.0)
+    network.conditions = Profile(0.0, corruption=1.0)
     damaged = network.weathered(frame)
     assert len(damaged) == len(frame)
     assert sum((a ^ b).bit_count() for a, b in zip(frame, damaged, strict=True)) == 1

@@ -26,7 +26,7 @@ def one_round(peers: int, topology: str) -> tuple[float, list[int]]:
     swarm.start_formed()
     assert swarm.run(120, swarm.finished)
     assert mean_and_distance(swarm.models())[1] == 0.0
-    return max(trainee.trained_until for trainee in swarm.trainees) - 1, [
+    return max(trainer.trained_until for trainer in swarm.trainers) - 1, [
         node.bytes_sent for node in swarm.nodes.values()
     ]
 

@@ -105,16 +105,16 @@ def test_whoever_sends_forged_records_over_streams_is_refused_before_long() -> N
         ended = 0
         for number in range(8):
             lie = replace(me, epoch=me.epoch + 1 + number)
-            link = await swarm.network.carrier(swarm.nursery, HERE[0]).dial(node.address)
+            connection = await swarm.network.carrier(swarm.nursery, HERE[0]).dial(node.address)
             try:
-                await greet(link, hello)
-                await link.send(MemberTable("x", (lie,)))
+                await greet(connection, hello)
+                await connection.send(MemberTable("x", (lie,)))
                 with trio.fail_after(5):
-                    await link.receive()
+                    await connection.receive()
             except (ConnectionLost, PeerError, Refused):
                 ended += 1
             finally:
-                await link.aclose()
+                await connection.aclose()
         assert ended == 8
         counts = await node.counts()
         assert counts["bad_signatures"] == counts["strikes"] == 3

@@ -74,14 +74,14 @@ class ServerSwarm(ModeSwarm):
             self.settle()
 
     def serving(self, shard: int = 0) -> list[str]:
-        return [name for name, node in self.nodes.items() if node.core._seats.all[shard].server is not None]
+        return [name for name, node in self.nodes.items() if node.core._leadership.shards[shard].server is not None]
 
     def weights(self) -> Vector:
         """Of all shards, as served."""
         pieces = []
         for shard in range(self.settings.servers):
             (name,) = self.serving(shard)
-            pieces.append(self.nodes[name].core._seats.all[shard].server.weights)
+            pieces.append(self.nodes[name].core._leadership.shards[shard].server.weights)
         return np.concatenate(pieces)
 
 

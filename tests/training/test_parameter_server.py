@@ -120,11 +120,11 @@ class Storm(RuleBasedStateMachine):
 
     @rule()
     def timers(self) -> None:
-        """Membership names whoever lives before its claim is forgotten: a partition loses pushes."""
+        """Membership names whoever lives before its ballot is forgotten: a partition loses pushes."""
         now = self.swarm.now + 15.0
         for name, node in self.swarm.nodes.items():
-            claims = node.core._seats._heard.items()
-            if any(id in self.swarm.nodes and now - at >= HEARD_S for id, at in claims):
+            heard = node.core._leadership._heard.items()
+            if any(id in self.swarm.nodes and now - at >= HEARD_S for id, at in heard):
                 self.swarm.hear(name)
         self.swarm.pass_time(15.0)
 
@@ -238,7 +238,7 @@ def test_two_halves_of_a_partition_become_one() -> None:
 
 
 def test_who_serves_and_who_claims_do_not_argue_without_end() -> None:
-    """The claim was lost, and each hears of the other: the claimant asks again."""
+    """The ballot was lost, and each hears of the other: the proposer asks again."""
     swarm = ServerSwarm("hardsync", NAMES, servers=3)
     for name in "wxyz":
         swarm.join(name, "a")
@@ -249,7 +249,7 @@ def test_who_serves_and_who_claims_do_not_argue_without_end() -> None:
 
 
 def test_rounds_close_with_all_while_a_shard_has_no_server() -> None:
-    """Who claimed it died unknown; else the other shards' rounds, each without one worker, set both apart for good."""
+    """The proposer died unknown; else the other shards' rounds, each without one worker, set both apart for good."""
     swarm = ServerSwarm("hardsync", NAMES, servers=3)
     swarm.die("a")
     swarm.die("d")
@@ -271,7 +271,7 @@ def test_rounds_close_with_all_while_a_shard_has_no_server() -> None:
 
 
 def test_who_owns_a_shard_after_a_claimant_that_is_forgotten_need_not_ask_again() -> None:
-    """It claimed while the dead one, whom no membership named, still seemed to own the shard."""
+    """It proposed itself while the dead one, whom no membership named, still seemed to own the shard."""
     swarm = ServerSwarm("softsync:99", NAMES, servers=3)
     swarm.join("w", "a")
     swarm.join("x", "b")
@@ -291,7 +291,7 @@ def test_who_owns_a_shard_after_a_claimant_that_is_forgotten_need_not_ask_again(
 
 @pytest.mark.parametrize("named", [True, False])
 def test_a_server_that_no_membership_names_is_a_half_of_its_own(named: bool) -> None:
-    """While it is silent for longer than a claimant may be: as in a partition, which ends when it is named."""
+    """While it is silent for longer than a proposer may be: as in a partition, which ends when it is named."""
     swarm = ServerSwarm("async", NAMES, servers=3)
     swarm.join("y", "a")
     swarm.settle()
@@ -350,7 +350,7 @@ def test_who_has_finished_is_not_waited_for() -> None:
 
 
 def test_a_server_that_is_back_before_it_is_missed_serves_again() -> None:
-    """Its next life first claims by a term below the one that it served by."""
+    """Its next life first prepares a term below the one that it served by."""
     swarm = ServerSwarm("hardsync", "abcd")
     (first,) = swarm.serving()
     swarm.die(first)
@@ -435,18 +435,20 @@ def test_a_claim_that_was_lost_with_a_connection_is_said_when_it_is_back(mode: s
     swarm.die(server)
     left = sorted(swarm.nodes)
     swarm.all_hear()
-    claimants = {source for source, _ in swarm.waiting() if swarm.nodes[source].core._seats.all[0].claim is not None}
-    (claimant,) = claimants
-    others = [name for name in left if name != claimant]
+    proposers = {
+        source for source, _ in swarm.waiting() if swarm.nodes[source].core._leadership.shards[0].preparing is not None
+    }
+    (proposer,) = proposers
+    others = [name for name in left if name != proposer]
     for name in others:
-        assert any(isinstance(each, Prepare) for each in swarm.queues[claimant, name])
-        swarm.lose(claimant, name)
+        assert any(isinstance(each, Prepare) for each in swarm.queues[proposer, name])
+        swarm.lose(proposer, name)
     swarm.settle()
     assert swarm.serving() == []
     for name in others:
-        swarm.cut(claimant, name)
+        swarm.cut(proposer, name)
     swarm.settle()
-    assert swarm.serving() == [claimant]
+    assert swarm.serving() == [proposer]
 
 
 def test_weights_that_a_worker_does_not_take_take_no_push_of_its_with_them() -> None:

@@ -222,7 +222,7 @@ def test_two_without_weight_do_not_ask_each_other_without_end(back: bool) -> Non
     assert isinstance(push, Push)
     core = swarm.nodes["b"].core
     swarm.step("b", finishing=True)
-    core._purse.weight = WEIGHT_MIN / 2
+    core._account.weight = WEIGHT_MIN / 2
     asks = replace(push, weight=0.0, finishing=True, back=back)
     answers = [effect.message for effect in core.on_message("z", asks, 0.0) if isinstance(effect, Send)]
     assert any(isinstance(answer, Push) for answer in answers) is not back

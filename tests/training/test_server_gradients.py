@@ -108,7 +108,7 @@ def gradient(number: int) -> Vector:
 def check_that_clock_state_and_weights_go_together(swarm: GradientSwarm, optimizer: str) -> None:
     """One more step of the server's is one of torch's that knows its weights and state, and nothing is zeros again."""
     (name,) = swarm.serving()
-    served = swarm.nodes[name].core._seats.all[0].server
+    served = swarm.nodes[name].core._leadership.shards[0].server
     state = served.held[SIZE:].reshape(-1, SIZE)
     assert served.clock >= 3 * 3
     assert served.optimizer.is_possible(state)
@@ -277,7 +277,7 @@ def test_a_state_that_no_gradients_make_is_refused() -> None:
     (server,) = swarm.serving()
     worker = next(name for name in swarm.nodes if name != server)
     core = swarm.nodes[worker].core
-    term = core._seats.all[0].leader[0]
+    term = core._leadership.shards[0].leader[0]
     held = np.concatenate([swarm.start, np.ones(SIZE), np.zeros(SIZE)])
     chunks, _ = vector.encode("float32", Layout(3 * SIZE, 3 * SIZE), held)
     mark = Applied(worker, core._worker.life, 0)
@@ -334,20 +334,20 @@ def test_one_members_newest_optimizer_is_not_taken_at_its_word() -> None:
     (server,) = swarm.serving()
     swarm.die(server)
     swarm.all_hear()
-    claimant = next(name for name in swarm.nodes if swarm.nodes[name].core._seats.all[0].claim is not None)
-    core = swarm.nodes[claimant].core
-    seat = core._seats.all[0]
-    liar = next(name for name in swarm.nodes if name != claimant)
-    clock, _, held = seat.claim.best
+    proposer = next(name for name in swarm.nodes if swarm.nodes[name].core._leadership.shards[0].preparing is not None)
+    core = swarm.nodes[proposer].core
+    shard = core._leadership.shards[0]
+    liar = next(name for name in swarm.nodes if name != proposer)
+    clock, _, held = shard.preparing.best
     lie = np.concatenate([held[:SIZE], np.full(SIZE, 1e6)])
     chunks, _ = vector.encode("float32", Layout(2 * SIZE, 2 * SIZE), lie)
-    swarm.lose(claimant, liar)
-    promise = Promise(0, seat.leader[0], 7, clock + 5, (), tuple(bytes(chunk) for chunk in chunks))
-    swarm.perform(claimant, core.on_message(liar, promise, swarm.now))
+    swarm.lose(proposer, liar)
+    promise = Promise(0, shard.leader[0], 7, clock + 5, (), tuple(bytes(chunk) for chunk in chunks))
+    swarm.perform(proposer, core.on_message(liar, promise, swarm.now))
     swarm.settle()
-    assert swarm.serving() == [claimant]
+    assert swarm.serving() == [proposer]
     assert core.counts["replicas_doubted"] == 1
-    assert np.abs(seat.server.held).max() < 100
+    assert np.abs(shard.server.held).max() < 100
 
 
 # ---------------------------------------------------------------- what a user may say

@@ -88,7 +88,7 @@ def test_who_does_not_own_a_shard_serves_it_for_nobody(term: int) -> None:
     swarm, server, liar, others = trained()
     victim = others[0]
     before = swarm.nodes[victim].x.copy()
-    bid = swarm.nodes[victim].core._seats.all[0].leader
+    ballot = swarm.nodes[victim].core._leadership.shards[0].leader
     mark = Applied(victim, swarm.nodes[victim].core._worker.life, 5)
     for message in (
         Weights(0, term, liar, 10**6, (mark,), True, (), evil(swarm)),
@@ -100,7 +100,7 @@ def test_who_does_not_own_a_shard_serves_it_for_nobody(term: int) -> None:
             swarm.perform(target, swarm.nodes[target].core.on_message(liar, message, swarm.now))
     swarm.settle()
     assert swarm.serving() == [server]
-    assert swarm.nodes[victim].core._seats.all[0].leader[1] == bid[1]
+    assert swarm.nodes[victim].core._leadership.shards[0].leader[1] == ballot[1]
     for name in swarm.nodes:
         swarm.step(name, 0.1)
     swarm.settle()
@@ -111,45 +111,45 @@ def test_who_does_not_own_a_shard_serves_it_for_nobody(term: int) -> None:
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("mode", ["async", "hardsync"])
 def test_one_members_newest_model_is_not_taken_at_its_word(mode: str, first: bool) -> None:
-    """The server dies, and a liar answers the claim with a model of its own, newer than all others."""
+    """The server dies, and a liar answers the ballot with a model of its own, newer than all others."""
     swarm, server, liar, others = trained(mode=mode)
     before = swarm.nodes[others[0]].x.copy()
     swarm.die(server)
     swarm.all_hear()
-    claimant = next(name for name in swarm.nodes if swarm.nodes[name].core._seats.all[0].claim is not None)
-    if claimant == liar:
-        liar = next(name for name in others if name != claimant)
-    term = swarm.nodes[claimant].core._seats.all[0].leader[0]
+    proposer = next(name for name in swarm.nodes if swarm.nodes[name].core._leadership.shards[0].preparing is not None)
+    if proposer == liar:
+        liar = next(name for name in others if name != proposer)
+    term = swarm.nodes[proposer].core._leadership.shards[0].leader[0]
     lie = Promise(0, term, 7, 10**6, (), evil(swarm))
-    swarm.lose(claimant, liar)
+    swarm.lose(proposer, liar)
     if not first:
         swarm.settle()
         assert swarm.serving() == []
-    swarm.perform(claimant, swarm.nodes[claimant].core.on_message(liar, lie, swarm.now))
+    swarm.perform(proposer, swarm.nodes[proposer].core.on_message(liar, lie, swarm.now))
     swarm.settle()
-    assert swarm.serving() == [claimant]
+    assert swarm.serving() == [proposer]
     assert np.abs(swarm.weights() - before).max() < 1.0
-    assert swarm.nodes[claimant].core.counts["replicas_doubted"] == 1
+    assert swarm.nodes[proposer].core.counts["replicas_doubted"] == 1
 
 
 def test_who_was_away_for_long_takes_the_model_that_two_others_tell() -> None:
     """However far it is from its own, and beside that of a liar."""
     swarm, server, liar, others = trained()
-    claim = swarm.nodes[server].core._seats
-    seat = claim.all[0]
-    seat.outdated = True
-    claim._reconsider(seat, swarm.now)
-    term, best = seat.leader[0], seat.claim.best
-    replicas = {
+    leadership = swarm.nodes[server].core._leadership
+    shard = leadership.shards[0]
+    shard.outdated = True
+    leadership._reconsider(shard, swarm.now)
+    term, best = shard.leader[0], shard.preparing.best
+    promises = {
         liar: Promise(0, term, 7, 10**6, (), evil(swarm)),
         others[0]: far(swarm, term, best[0] + 500, 40.0),
         others[1]: far(swarm, term, best[0] + 501, 40.1),
     }
-    for name, message in replicas.items():
-        claim.on_replica(name, message, swarm.now)
-    claim.on_replica(others[2], replace(replicas[liar], clock=0, chunks=()), swarm.now)
-    assert seat.server is not None
-    assert seat.server.weights[0] == pytest.approx(40.1)
+    for name, message in promises.items():
+        leadership.on_promise(name, message, swarm.now)
+    leadership.on_promise(others[2], replace(promises[liar], clock=0, chunks=()), swarm.now)
+    assert shard.server is not None
+    assert shard.server.weights[0] == pytest.approx(40.1)
 
 
 def far(swarm: ServerSwarm, term: int, clock: int, value: float) -> Promise:

@@ -187,7 +187,7 @@ def test_the_root_hears_and_says_as_much_as_its_arity() -> None:
 def test_an_aggregator_that_dies_after_any_message_loses_no_push(mode: str, messages: int) -> None:
     swarm = ServerSwarm(mode, NAMES[:8], topology="adv:2")
     (root,) = swarm.serving()
-    tree = swarm.nodes[root].core._seats.all[0].tree
+    tree = swarm.nodes[root].core._leadership.shards[0].tree
     assert tree is not None
     victim = max(sorted(tree.aggregators()), key=lambda id: len(tree.below(id)))
     for place, name in enumerate(swarm.nodes):
@@ -205,7 +205,7 @@ def test_an_aggregator_that_dies_after_any_message_loses_no_push(mode: str, mess
 def test_an_aggregator_that_restarts_unnoticed_cuts_nobody_off() -> None:
     swarm = ServerSwarm("hardsync", NAMES[:8], topology="adv:2")
     (root,) = swarm.serving()
-    tree = swarm.nodes[root].core._seats.all[0].tree
+    tree = swarm.nodes[root].core._leadership.shards[0].tree
     assert tree is not None
     victim = sorted(tree.aggregators())[0]
     swarm.die(victim)
@@ -225,16 +225,16 @@ def test_a_sum_that_comes_before_the_news_of_its_tree_waits_for_it() -> None:
     """The server tells all of a new tree at once; who hears first may push at once."""
     swarm = ServerSwarm("async", "abcd", topology="adv:2")
     (root,) = swarm.serving()
-    seat = swarm.nodes[root].core._seats.all[0]
-    assert seat.tree is not None
-    (middle,) = seat.tree.aggregators()
-    (leaf,) = seat.tree.below(middle)
-    core, term = swarm.nodes[middle].core, seat.leader[0] + 1
+    shard = swarm.nodes[root].core._leadership.shards[0]
+    assert shard.tree is not None
+    (middle,) = shard.tree.aggregators()
+    (leaf,) = shard.tree.below(middle)
+    core, term = swarm.nodes[middle].core, shard.leader[0] + 1
     life = swarm.nodes[leaf].core._worker.life
     chunks, _ = vector.encode("float32", Layout(8, 8), np.ones(8))
     early = ShardSum(0, term, root, 1, 0, "float32", False, (Applied(leaf, life, 1),), DIFFERENCE, chunks)
     assert core.on_message(leaf, early, 0.0) == []
-    said = core.on_message(root, ShardLeader(0, term, root, True, 2, seat.tree.members), 0.0)
+    said = core.on_message(root, ShardLeader(0, term, root, True, 2, shard.tree.members), 0.0)
     assert Send(leaf, SumTaken(0, term, root, 1)) in said
     (sent,) = [each.message for each in said if isinstance(each, Send) and each.peer == root]
     assert isinstance(sent, ShardSum)
@@ -248,7 +248,7 @@ def test_newcomers_are_in_the_tree_before_long() -> None:
         swarm.all_hear()
         swarm.settle()
     (root,) = swarm.serving()
-    tree = swarm.nodes[root].core._seats.all[0].tree
+    tree = swarm.nodes[root].core._leadership.shards[0].tree
     assert tree is not None
     assert len(tree.members) >= 8
 
@@ -284,15 +284,15 @@ def test_an_early_sum_that_cannot_be_is_not_held_against_the_server() -> None:
     layout = Layout(8, 8)
     worker = Worker("b", 1, layout, 1, "float32", np.zeros(8, np.float32))
     said: list[tuple[str, Any]] = []
-    branches = TreeRelay(Members("b"), worker, lambda to, message: said.append((to, message)), Counter(), waits=False)
-    seat = ShardState(worker.parts[0], leader=(1, "a"), announced=True)
+    relay = TreeRelay(Members("b"), worker, lambda to, message: said.append((to, message)), Counter(), waits=False)
+    shard = ShardState(worker.parts[0], leader=(1, "a"), announced=True)
     chunks = vector.encode("float32", layout, np.ones(8, np.float32))[0]
 
     def a_sum(sender: str, of: str) -> tuple[str, ShardSum]:
         return sender, ShardSum(0, 1, "a", 1, 0, "float32", False, (Applied(of, 1, 1),), DIFFERENCE, chunks)
 
     for sender, message in (a_sum("c", "stranger"), a_sum("d", "d")):
-        branches.on_sum(seat, sender, message)
+        relay.on_sum(shard, sender, message)
     members = tuple(Applied(id, 1, 0) for id in ("a", "b", "e", "c", "d"))
-    branches.enter(seat, Tree(2, members))
+    relay.enter(shard, Tree(2, members))
     assert [to for to, message in said if isinstance(message, SumTaken)] == ["d"]

@@ -106,8 +106,8 @@ def test_with_room_made_whoever_comes_waits_no_longer_than_a_second(comings: lis
 
 def test_silent_connections_make_way_and_those_of_use_stay() -> None:
     greeted: Greeted[int] = Greeted()
-    for link in range(GREETED_MAX):
-        assert greeted.enter(link, f"peer {link}", 0.0 + link) == []
+    for connection in range(GREETED_MAX):
+        assert greeted.enter(connection, f"peer {connection}", 0.0 + connection) == []
     greeted.useful(0, 500.0)
     assert greeted.enter(GREETED_MAX, "newcomer", 501.0) == [1], "the idlest of those that proved nothing"
     assert greeted.proved(0, 501.0)
@@ -116,9 +116,9 @@ def test_silent_connections_make_way_and_those_of_use_stay() -> None:
 
 def test_where_all_are_of_use_the_newcomer_goes() -> None:
     greeted: Greeted[int] = Greeted()
-    for link in range(GREETED_MAX):
-        greeted.enter(link, f"peer {link}", 0.0)
-        greeted.useful(link, 1.0)
+    for connection in range(GREETED_MAX):
+        greeted.enter(connection, f"peer {connection}", 0.0)
+        greeted.useful(connection, 1.0)
     assert greeted.enter(-1, "newcomer", 2.0) == [-1]
     greeted.leave(5)
     assert greeted.enter(-1, "newcomer", 2.0) == []
@@ -126,8 +126,8 @@ def test_where_all_are_of_use_the_newcomer_goes() -> None:
 
 def test_a_peer_sends_on_one_connection_and_has_few() -> None:
     greeted: Greeted[str] = Greeted()
-    for link in ("old", "table", "other"):
-        assert greeted.enter(link, "other" if link == "other" else "peer", 0.0) == []
+    for connection in ("old", "table", "other"):
+        assert greeted.enter(connection, "other" if connection == "other" else "peer", 0.0) == []
     assert greeted.sends("old") == greeted.sends("old") == greeted.sends("other") == []
     greeted.enter("new", "peer", 1.0)
     assert greeted.sends("new") == ["old"], "it broke, and was made anew"
@@ -141,15 +141,15 @@ def test_a_peer_sends_on_one_connection_and_has_few() -> None:
 def test_there_are_never_more_than_may_be(steps: list[tuple[str, int]]) -> None:
     greeted: Greeted[int] = Greeted()
     here: set[int] = set()
-    for now, (what, link) in enumerate(steps):
-        if what == "enter" and link not in here:
-            here = (here | {link}) - set(greeted.enter(link, link % 200, float(now)))
+    for now, (what, connection) in enumerate(steps):
+        if what == "enter" and connection not in here:
+            here = (here | {connection}) - set(greeted.enter(connection, connection % 200, float(now)))
         elif what == "sends":
-            here -= set(greeted.sends(link))
+            here -= set(greeted.sends(connection))
         elif what == "useful":
-            greeted.useful(link, float(now))
+            greeted.useful(connection, float(now))
         elif what == "leave":
-            greeted.leave(link)
-            here.discard(link)
+            greeted.leave(connection)
+            here.discard(connection)
         assert len(here) <= GREETED_MAX
         assert here == {each for peer in range(200) for each in greeted.of(peer)}

@@ -45,17 +45,17 @@ async def meeting(near: Credentials | None, far: Credentials | None) -> AsyncIte
     met, done = Met(), trio.Event()
     hello = Hello(1, "swarm", "", "near", "near", 1, "127.0.0.1", 1, "gossip", "", ())
 
-    async def accepted(link: Connection) -> None:
+    async def accepted(connection: Connection) -> None:
         try:
-            await link.shake_hands()
+            await connection.shake_hands()
             if far is None:
-                await answer(link, lambda _: None, Welcome("far", "far", 1))
-            met.far = link
+                await answer(connection, lambda _: None, Welcome("far", "far", 1))
+            met.far = connection
         except (ConnectionLost, PeerError) as error:
             met.errors.append(error)
         done.set()
         with suppress(ConnectionLost):
-            await link.flushed()
+            await connection.flushed()
         await trio.sleep_forever()
 
     with trio.fail_after(20):
@@ -190,9 +190,9 @@ async def refusing() -> AsyncIterator[tuple[tuple[str, int], trio.MemoryReceiveC
     """Yield where a sealed node listens, and how each handshake failed."""
     give, errors = trio.open_memory_channel[Exception](9)
 
-    async def accepted(link: Connection) -> None:
+    async def accepted(connection: Connection) -> None:
         try:
-            await link.shake_hands()
+            await connection.shake_hands()
         except (ConnectionLost, PeerError) as error:
             await give.send(error)
 

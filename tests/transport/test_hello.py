@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from links import met, receive_a
+from connection_ends import met, receive_a
 
 from peerd.transport import patience, speed
 from peerd.transport.connection import Connection, ConnectionLost
@@ -30,7 +30,7 @@ Check = Callable[[Hello], Refuse | None]
 
 @asynccontextmanager
 async def linked() -> AsyncIterator[tuple[Connection, Connection]]:
-    """Yield both ends of a link."""
+    """Yield both ends of a connection."""
     async with trio.open_nursery() as nursery:
         network = MemoryNetwork(nursery)
         async with met(network.transport("a"), network.transport("b"), ("b", 1)) as ends:
@@ -39,12 +39,12 @@ async def linked() -> AsyncIterator[tuple[Connection, Connection]]:
 
 
 async def note_incarnation(dialler: Side, acceptor: Side) -> tuple[object, object]:
-    """Run both sides over one link, return what each returned or raised."""
+    """Run both sides over one connection, return what each returned or raised."""
     found: dict[str, object] = {}
 
-    async def keep(name: str, side: Side, link: Connection) -> None:
+    async def keep(name: str, side: Side, connection: Connection) -> None:
         try:
-            found[name] = await side(link)
+            found[name] = await side(connection)
         except (PeerError, ConnectionLost) as error:
             found[name] = error
 
@@ -55,19 +55,19 @@ async def note_incarnation(dialler: Side, acceptor: Side) -> tuple[object, objec
     return found["near"], found["far"]
 
 
-async def nothing(link: Connection) -> Message | str:
+async def nothing(connection: Connection) -> Message | str:
     try:
-        return await link.receive()
+        return await connection.receive()
     except ConnectionLost:
         return "closed"
 
 
 def greeting(hello: Hello) -> Side:
-    return lambda link: greet(link, hello)
+    return lambda connection: greet(connection, hello)
 
 
 def answering(check: Check) -> Side:
-    return lambda link: answer(link, check, WELCOME)
+    return lambda connection: answer(connection, check, WELCOME)
 
 
 async def test_the_welcome_and_the_hello_arrive() -> None:
@@ -93,15 +93,15 @@ async def test_a_silent_dialler_is_cut_off() -> None:
 
 
 async def test_a_silent_acceptor_is_cut_off() -> None:
-    near, far = await note_incarnation(greeting(HELLO), lambda link: trio.sleep(20))
+    near, far = await note_incarnation(greeting(HELLO), lambda connection: trio.sleep(20))
     assert isinstance(near, PeerError)
     assert "no greeting" in str(near)
     assert far is None
 
 
-async def ping(link: Connection) -> Message | str:
-    await link.send(Ping(1, "a", "b", ()))
-    return await nothing(link)
+async def ping(connection: Connection) -> Message | str:
+    await connection.send(Ping(1, "a", "b", ()))
+    return await nothing(connection)
 
 
 async def test_another_first_message_is_refused() -> None:
@@ -112,14 +112,14 @@ async def test_another_first_message_is_refused() -> None:
 
 
 async def test_another_answer_is_refused() -> None:
-    near, far = await note_incarnation(greeting(HELLO), lambda link: ping(link))
+    near, far = await note_incarnation(greeting(HELLO), lambda connection: ping(connection))
     assert isinstance(near, PeerError)
     assert "a Ping instead" in str(near)
     assert far == HELLO
 
 
 async def test_a_dialler_that_leaves_is_lost_not_at_fault() -> None:
-    _, far = await note_incarnation(lambda link: link.aclose(), answering(lambda hello: None))
+    _, far = await note_incarnation(lambda connection: connection.aclose(), answering(lambda hello: None))
     assert isinstance(far, ConnectionLost)
 
 
@@ -182,53 +182,53 @@ def test_the_first_difference(mine: dict[str, Any], theirs: dict[str, Any], expe
 
 
 async def test_who_only_measures_is_cut_off_in_the_time_of_a_greeting() -> None:
-    async def dialler(link: Connection) -> None:
-        link.payload_limit = speed.SAMPLE_BYTES
-        await link.send(SpeedRequest())
-        assert len((await receive_a(SpeedSample, link)).chunks[0]) == speed.SAMPLE_BYTES
+    async def dialler(connection: Connection) -> None:
+        connection.payload_limit = speed.SAMPLE_BYTES
+        await connection.send(SpeedRequest())
+        assert len((await receive_a(SpeedSample, connection)).chunks[0]) == speed.SAMPLE_BYTES
         while trio.current_time() < 10 * patience.GREETING_DEADLINE_S:
-            await link.send(SpeedRequest())
-            await link.receive()
+            await connection.send(SpeedRequest())
+            await connection.receive()
             await trio.sleep(0.1)
 
-    near, far = await note_incarnation(dialler, lambda link: answer(link, lambda _: None, WELCOME))
+    near, far = await note_incarnation(dialler, lambda connection: answer(connection, lambda _: None, WELCOME))
     assert isinstance(near, ConnectionLost)
     assert isinstance(far, PeerError)
     assert "no greeting" in str(far)
 
 
 async def test_one_connection_has_as_many_samples_as_a_measurement_takes() -> None:
-    async def dialler(link: Connection) -> None:
-        link.payload_limit = speed.SAMPLE_BYTES
+    async def dialler(connection: Connection) -> None:
+        connection.payload_limit = speed.SAMPLE_BYTES
         for _ in range(speed.SAMPLES_MAX + 1):
-            await link.send(SpeedRequest())
-            await link.receive()
+            await connection.send(SpeedRequest())
+            await connection.receive()
 
-    _, far = await note_incarnation(dialler, lambda link: answer(link, lambda _: None, WELCOME))
+    _, far = await note_incarnation(dialler, lambda connection: answer(connection, lambda _: None, WELCOME))
     assert "more than" in str(far)
 
 
 def closing(side: Side) -> Side:
-    async def closed(link: Connection) -> object:
+    async def closed(connection: Connection) -> object:
         try:
-            return await side(link)
+            return await side(connection)
         finally:
-            await link.aclose()
+            await connection.aclose()
 
     return closed
 
 
 async def test_a_line_is_measured_by_what_comes_in() -> None:
-    async def slow(link: Connection) -> None:
+    async def slow(connection: Connection) -> None:
         while True:
-            assert isinstance(await link.receive(), SpeedRequest)
+            assert isinstance(await connection.receive(), SpeedRequest)
             await trio.sleep(0.1)
-            await link.send(SpeedSample((bytes(speed.SAMPLE_BYTES),)))
+            await connection.send(SpeedSample((bytes(speed.SAMPLE_BYTES),)))
 
     rate, _ = await note_incarnation(closing(speed.measure), slow)
     assert rate == pytest.approx(10 * speed.SAMPLE_BYTES, rel=0.15)
-    other, _ = await note_incarnation(speed.measure, lambda link: link.send(SpeedRequest()))
+    other, _ = await note_incarnation(speed.measure, lambda connection: connection.send(SpeedRequest()))
     assert "no sample" in str(other)
-    silent, _ = await note_incarnation(speed.measure, lambda link: trio.sleep(5))
+    silent, _ = await note_incarnation(speed.measure, lambda connection: trio.sleep(5))
     assert isinstance(silent, PeerError)
     assert "does not answer" in str(silent)

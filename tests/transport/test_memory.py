@@ -9,7 +9,7 @@ from random import Random
 import pytest
 import trio
 import trio.testing
-from links import met
+from connection_ends import met
 
 from peerd.transport import patience
 from peerd.transport.connection import Connection, ConnectionLost
@@ -25,7 +25,7 @@ BULK = ModelSnapshot(1, "float32", (bytes(30_000), bytes(30_000)))
 
 @asynccontextmanager
 async def linked(seed: int = 0) -> AsyncIterator[tuple[MemoryNetwork, StreamConnection, StreamConnection]]:
-    """Yield a network of hosts a and b, and both ends of a link between them."""
+    """Yield a network of hosts a and b, and both ends of a connection between them."""
     async with trio.open_nursery() as nursery:
         network = MemoryNetwork(nursery, Random(seed))
         async with met(network.transport("a"), network.transport("b"), ("b", 1)) as (near, far):
@@ -46,11 +46,11 @@ async def test_a_cut_breaks_links_and_forbids_new_ones_until_healed() -> None:
         await again.aclose()
 
 
-async def receive_until_lost(link: Connection) -> list[Message]:
+async def receive_until_lost(connection: Connection) -> list[Message]:
     found = []
     try:
         while True:
-            found.append(await link.receive())
+            found.append(await connection.receive())
     except ConnectionLost:
         return found
 
@@ -126,8 +126,8 @@ async def test_a_full_inbox_loses_datagrams() -> None:
 async def test_a_link_nobody_accepts_ends_with_the_listener() -> None:
     async with trio.open_nursery() as nursery:
         network = MemoryNetwork(nursery)
-        address, links = network.open_listener(("b", 1))
+        address, connections = network.open_listener(("b", 1))
         near = await network.transport("a").dial(address)
-        links.receive_nowait().drop(ConnectionLost("gone"))
+        connections.receive_nowait().drop(ConnectionLost("gone"))
         with pytest.raises(ConnectionLost, match="closed by the peer"):
             await near.receive()

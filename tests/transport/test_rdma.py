@@ -1,4 +1,4 @@
-"""Links over UCX: peers that die or stand still, memory that is never used too early, and channels that are refused."""
+"""Connections over UCX: peers that die or stand still, memory never used too early, and channels that are refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import trio
-from links import close_at_once, joined, receive_a
+from connection_ends import close_at_once, joined, receive_a
 from ucx_here import needs_ucx, upgrade
 
 from peerd.transport import bulk, framing, stream
@@ -72,7 +72,7 @@ async def fabric_of(
 
 @asynccontextmanager
 async def linked(near_kit: Kit, far_kit: Kit) -> AsyncIterator[tuple[StreamConnection, StreamConnection]]:
-    """Yield both ends of an upgraded link."""
+    """Yield both ends of an upgraded connection."""
     async with joined(near_kit[1], far_kit[1], 64 * MIB) as (near, far):
         await upgrade(near, far)
         yield near, far
@@ -115,19 +115,19 @@ async def main(transports, sends):
         fabric = UcxFabric(ucx.load(), transports, without_rdma=True)
         await nursery.start(fabric.run)
 
-        async def accepted(link):
-            link.admit()
-            link.payload_limit = 64 << 20
+        async def accepted(connection):
+            connection.admit()
+            connection.payload_limit = 64 << 20
             if not sends:
                 while True:
-                    await link.receive()
+                    await connection.receive()
             async with trio.open_nursery() as both:
-                both.start_soon(link.receive)
-                while link.carrier == "tcp":
+                both.start_soon(connection.receive)
+                while connection.carrier == "tcp":
                     await trio.sleep(0.001)
                 message = ModelSnapshot(0, "c", (bytes(4 << 20),) * 5)
                 while True:
-                    await link.send(message)
+                    await connection.send(message)
 
         address = await nursery.start(TcpTransport(nursery, fabric).listen, ("127.0.0.1", 0), accepted)
         print(address[1], flush=True)
@@ -149,15 +149,15 @@ def peer(transports: str, does: str) -> Iterator[tuple[subprocess.Popen[str], in
         process.stdout.close()
 
 
-async def exchange(link: StreamConnection, does: str, passed: list[int]) -> ConnectionLost:
-    """Send to a peer that receives, or receive from one that sends, until the link is lost."""
+async def exchange(connection: StreamConnection, does: str, passed: list[int]) -> ConnectionLost:
+    """Send to a peer that receives, or receive from one that sends, until the connection is lost."""
     try:
         while True:
             if does == "sends":
-                await link.receive()
+                await connection.receive()
             else:
-                await link.send(big(20 * MIB))
-                await link.flushed()
+                await connection.send(big(20 * MIB))
+                await connection.flushed()
             passed.append(1)
     except ConnectionLost as lost:
         return lost
@@ -196,16 +196,16 @@ async def test_a_peer_that_dies_or_stands_still_is_lost_and_writes_to_nothing_fr
     kind = Staged if seed % 2 else UcxFabric
     with peer(transports, does) as (process, port):
         async with fabric_of(transports, kind) as (fabric, transport):
-            link = await transport.dial(("127.0.0.1", port))
-            assert isinstance(link, StreamConnection)
-            link.payload_limit = 64 * MIB
-            assert await link.upgrade() == ""
+            connection = await transport.dial(("127.0.0.1", port))
+            assert isinstance(connection, StreamConnection)
+            connection.payload_limit = 64 * MIB
+            assert await connection.upgrade() == ""
             of_trial = len(poisoned)
             passed: list[int] = []
             lost: list[ConnectionLost] = []
 
             async def use() -> None:
-                lost.append(await exchange(link, does, passed))
+                lost.append(await exchange(connection, does, passed))
 
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(use)
@@ -213,7 +213,7 @@ async def test_a_peer_that_dies_or_stands_still_is_lost_and_writes_to_nothing_fr
                 await trio.sleep(random.Random(seed).uniform(0, 0.1))
                 process.send_signal(end)
             assert len(lost) == 1
-            await link.aclose()
+            await connection.aclose()
             if end == signal.SIGSTOP:
                 process.send_signal(signal.SIGCONT)
             if transports == "tcp" or end == signal.SIGSTOP:  # else it stays set aside until the node ends
@@ -311,23 +311,23 @@ async def test_a_node_may_end_while_an_offer_is_not_answered() -> None:
     async with fabric_of("tcp") as (other, _), trio.open_nursery() as nursery:
         offered = trio.Event()
 
-        async def silent(link: StreamConnection) -> None:
-            offer = await link.receive_any()
+        async def silent(connection: StreamConnection) -> None:
+            offer = await connection.receive_any()
             assert isinstance(offer, BulkOffer)
             with other.reserved() as (here, _):
-                channel = other.open(link.remote, here, offer.channel, b"".join(offer.address))
+                channel = other.open(connection.remote, here, offer.channel, b"".join(offer.address))
             await trio.sleep(0.1)  # its trial comes to who does not know the channel yet
             offered.set()
             with suppress(ConnectionLost):
-                await link.receive()
+                await connection.receive()
             channel.close(ConnectionLost("closed here"))
 
         address = await nursery.start(TcpTransport(nursery).listen, LOOPBACK, silent)
         async with fabric_of("tcp") as (fabric, near):
-            link = await near.dial(address)
+            connection = await near.dial(address)
             with trio.CancelScope() as asking:
                 nursery.start_soon(cancel_after, fabric, offered, asking)
-                await link.upgrade()
+                await connection.upgrade()
         nursery.cancel_scope.cancel()
 
 
@@ -338,12 +338,12 @@ async def test_what_is_under_way_when_a_node_ends_keeps_its_memory(
     monkeypatch.setattr(ucx_fabric, "END_S", 0.1)
     with peer(transports, "receives") as (process, port):
         async with fabric_of(transports) as (fabric, transport):
-            link = await transport.dial(("127.0.0.1", port))
-            assert await link.upgrade() == ""
+            connection = await transport.dial(("127.0.0.1", port))
+            assert await connection.upgrade() == ""
             process.send_signal(signal.SIGSTOP)
-            await link.send(big(4 * MIB))
+            await connection.send(big(4 * MIB))
             await until(lambda: bool(fabric._pending))
-            await close_at_once(link)
+            await close_at_once(connection)
         assert ucx_fabric._unended[-1] is fabric
 
 
@@ -369,7 +369,7 @@ async def test_memory_that_is_sent_from_can_be_garbage(monkeypatch: pytest.Monke
 
 
 async def stream_between(near: StreamConnection, far: StreamConnection) -> None:
-    """Send and receive without end, until the link is lost."""
+    """Send and receive without end, until the connection is lost."""
 
     async def keep(call: Callable[..., Awaitable[object]], *arguments: object) -> None:
         with suppress(ConnectionLost):
@@ -597,19 +597,19 @@ async def test_a_channel_that_ucx_refuses_leaves_the_link_on_tcp(
     refused: str, whose: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with fabric_of("tcp", Staged) as near_kit, fabric_of("tcp", Staged) as far_kit:
-        async with dialled(near_kit[1], far_kit[1]) as (link, taken):
+        async with dialled(near_kit[1], far_kit[1]) as (connection, taken):
             fabric, _ = near_kit if whose == "ours" else far_kit
 
             def fail(*_: object) -> None:
                 raise ucx.UcxError(f"{refused}: not here")
 
             monkeypatch.setattr(fabric.context, refused, fail)
-            why_not = await link.upgrade()
+            why_not = await connection.upgrade()
             assert why_not == f"{'it says: ' if whose == 'theirs' else ''}{refused}: not here"
-            await link.send(LinkClosed(1))
+            await connection.send(LinkClosed(1))
             assert await taken.receive() == LinkClosed(1)
-            assert link.carrier == "tcp"
-            await link.aclose()
+            assert connection.carrier == "tcp"
+            await connection.aclose()
         await nothing_is_left(near_kit[0], far_kit[0])
 
 
@@ -627,10 +627,10 @@ async def test_where_chunks_cannot_be_registered_links_go_on_over_tcp(monkeypatc
             await near.send(big(4 * MIB))
             with pytest.raises(ConnectionLost, match="ucp_mem_map"):
                 await far.receive()
-        async with dialled(near_kit[1], far_kit[1]) as (link, _):
-            assert await link.upgrade() == "it says: ucp_mem_map: Input/output error"
-        async with dialled(far_kit[1], near_kit[1]) as (link, _):
-            assert await link.upgrade() == "ucp_mem_map: Input/output error"
+        async with dialled(near_kit[1], far_kit[1]) as (connection, _):
+            assert await connection.upgrade() == "it says: ucp_mem_map: Input/output error"
+        async with dialled(far_kit[1], near_kit[1]) as (connection, _):
+            assert await connection.upgrade() == "ucp_mem_map: Input/output error"
         await nothing_is_left(near_kit[0], far_kit[0])
 
 
@@ -639,19 +639,19 @@ async def test_a_channel_that_breaks_before_it_is_used_takes_its_link_along(
     whose: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
 
-    async def lose(link: StreamConnection, why: str | None) -> None:
+    async def lose(connection: StreamConnection, why: str | None) -> None:
         with pytest.raises(ConnectionLost, match=why):
-            await link.receive()
+            await connection.receive()
 
     async with fabric_of("tcp") as near_kit, fabric_of("tcp") as far_kit:
         async with joined(near_kit[1], far_kit[1], MIB) as (near, far):
             enable_send = StreamConnection.enable_send
 
-            def broken(link: StreamConnection) -> None:
-                if link is (near if whose == "ours" else far):
-                    assert link._channel is not None
-                    link._channel.close(ConnectionLost("broken"))
-                enable_send(link)
+            def broken(connection: StreamConnection) -> None:
+                if connection is (near if whose == "ours" else far):
+                    assert connection._channel is not None
+                    connection._channel.close(ConnectionLost("broken"))
+                enable_send(connection)
 
             monkeypatch.setattr(StreamConnection, "enable_send", broken)
             async with trio.open_nursery() as nursery:
@@ -682,9 +682,9 @@ async def test_where_ucx_fails_links_go_on_over_tcp(monkeypatch: pytest.MonkeyPa
             near_kit[0].wake()
             with pytest.raises(ConnectionLost):
                 await near.receive()
-        async with dialled(near_kit[1], far_kit[1]) as (link, _):
-            assert "UCX failed here: ucp_worker_arm: no" in await link.upgrade()
-            assert link.carrier == "tcp"
+        async with dialled(near_kit[1], far_kit[1]) as (connection, _):
+            assert "UCX failed here: ucp_worker_arm: no" in await connection.upgrade()
+            assert connection.carrier == "tcp"
 
 
 # -------------------------------------------------------------------------------------------------- refusals
@@ -696,36 +696,36 @@ async def dialled(
 ) -> AsyncIterator[tuple[StreamConnection, trio.MemoryReceiveChannel[Message | PeerError]]]:
     give, taken = trio.open_memory_channel[Message | PeerError](1)
 
-    async def accepted(link: Connection) -> None:
+    async def accepted(connection: Connection) -> None:
         if admit:
-            link.admit()
+            connection.admit()
         try:
-            await give.send(await link.receive())
+            await give.send(await connection.receive())
         except PeerError as error:
             await give.send(error)
 
     async with trio.open_nursery() as nursery:
         address = await nursery.start(far_transport.listen, LOOPBACK, accepted)
-        link = await near_transport.dial(address)
-        assert isinstance(link, StreamConnection)
-        yield link, taken
+        connection = await near_transport.dial(address)
+        assert isinstance(connection, StreamConnection)
+        yield connection, taken
         nursery.cancel_scope.cancel()
 
 
 async def test_a_peer_without_ucx_says_so_and_the_link_goes_on() -> None:
     async with fabric_of("tcp") as (_, near), trio.open_nursery() as nursery:
-        async with dialled(near, TcpTransport(nursery)) as (link, taken):
-            assert "nothing beside the stream" in await link.upgrade()
-            assert link.carrier == "tcp"
-            await link.send(LinkClosed(1))
+        async with dialled(near, TcpTransport(nursery)) as (connection, taken):
+            assert "nothing beside the stream" in await connection.upgrade()
+            assert connection.carrier == "tcp"
+            await connection.send(LinkClosed(1))
             assert await taken.receive() == LinkClosed(1)
 
 
 async def test_another_version_is_refused() -> None:
     async with fabric_of("tcp") as (fabric, near), fabric_of("tcp") as (_, far):
         ours, fabric.version = fabric.version, "UCX 1.9"
-        async with dialled(near, far) as (link, _):
-            assert await link.upgrade() == f"it has {ours}, not UCX 1.9"
+        async with dialled(near, far) as (connection, _):
+            assert await connection.upgrade() == f"it has {ours}, not UCX 1.9"
 
 
 @pytest.mark.parametrize("whose", ["ours", "theirs", "both reach"])
@@ -734,12 +734,12 @@ async def test_only_peers_in_the_subnets_have_channels(whose: str) -> None:
     async with (
         fabric_of("tcp", subnets=elsewhere if whose == "ours" else here) as (_, near),
         fabric_of("tcp", subnets=elsewhere if whose == "theirs" else here) as (_, far),
-        dialled(near, far) as (link, _),
+        dialled(near, far) as (connection, _),
     ):
         outside = "127.0.0.1 is in none of rdma_subnets"
         refusals = {"ours": outside, "theirs": f"it says: {outside}", "both reach": ""}
-        assert await link.upgrade() == refusals[whose]
-        assert link.carrier.startswith("tcp" if whose != "both reach" else "ucx")
+        assert await connection.upgrade() == refusals[whose]
+        assert connection.carrier.startswith("tcp" if whose != "both reach" else "ucx")
 
 
 async def test_an_address_is_looked_for_in_its_subnets_however_it_is_written() -> None:
@@ -753,24 +753,24 @@ async def test_an_address_is_looked_for_in_its_subnets_however_it_is_written() -
 async def test_what_is_no_rdma_is_refused_unless_asked_for() -> None:
     async with fabric_of("tcp") as (_, near), fabric_of("tcp") as (fabric, far):
         fabric.endpoints.without_rdma = False
-        async with dialled(near, far) as (link, _):
-            assert "no RDMA" in await link.upgrade()
-            assert link.carrier == "tcp"
+        async with dialled(near, far) as (connection, _):
+            assert "no RDMA" in await connection.upgrade()
+            assert connection.carrier == "tcp"
 
 
 async def test_an_offer_before_the_greeting_breaks_the_rules() -> None:
     async with fabric_of("tcp") as (_, near), fabric_of("tcp") as (_, far):
-        async with dialled(near, far, admit=False) as (link, taken):
+        async with dialled(near, far, admit=False) as (connection, taken):
             with pytest.raises(ConnectionLost):
-                await link.upgrade()
+                await connection.upgrade()
             assert "before the greeting" in str(await taken.receive())
 
 
 async def test_an_address_out_of_reach_is_refused_on_both_sides() -> None:
     async with fabric_of("tcp") as (_, near), fabric_of("posix,sysv,cma") as (_, far):
-        async with dialled(near, far) as (link, _):
-            assert "unreachable" in await link.upgrade()
-            assert link.carrier == "tcp"
+        async with dialled(near, far) as (connection, _):
+            assert "unreachable" in await connection.upgrade()
+            assert connection.carrier == "tcp"
 
 
 async def test_an_address_that_cannot_be_one_never_reaches_ucx() -> None:
@@ -784,17 +784,17 @@ async def test_a_peer_that_never_answers_an_offer_keeps_its_link(monkeypatch: py
     monkeypatch.setattr("peerd.transport.upgrade.ANSWER_S", 0.2)
     async with fabric_of("tcp") as (_, near), trio.open_nursery() as nursery:
 
-        async def silent(link: StreamConnection) -> None:
+        async def silent(connection: StreamConnection) -> None:
             await trio.sleep(0.5)
-            assert isinstance(await link.receive_any(), BulkOffer)
-            await link.send(BulkAnswer("late", 0, ()))
-            await link.send(await link.receive())
+            assert isinstance(await connection.receive_any(), BulkOffer)
+            await connection.send(BulkAnswer("late", 0, ()))
+            await connection.send(await connection.receive())
 
         address = await nursery.start(TcpTransport(nursery).listen, LOOPBACK, silent)
-        link = await near.dial(address)
-        assert "no answer" in await link.upgrade()
-        await link.send(LinkClosed(1))
-        assert await link.receive() == LinkClosed(1)
+        connection = await near.dial(address)
+        assert "no answer" in await connection.upgrade()
+        await connection.send(LinkClosed(1))
+        assert await connection.receive() == LinkClosed(1)
         nursery.cancel_scope.cancel()
 
 

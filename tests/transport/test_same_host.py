@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import trio
+from connection_ends import joined, receive_a
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from links import joined, receive_a
 from ucx_here import upgrade
 
 from peerd.transport import bulk, same_host, sealed_file, stream
@@ -189,14 +189,14 @@ def test_addresses_of_this_host_and_of_others() -> None:
     assert not any(map(here.trusts, ("192.0.2.1", "2001:db8::1", "fe80::1%nowhere")))
 
 
-# ---------------------------------------------------------------------------------------------------- links
+# ---------------------------------------------------------------------------------------------------- connections
 
 
 @asynccontextmanager
 async def linked(
     near_fabrics: Sequence[Fabric], far_fabrics: Sequence[Fabric]
 ) -> AsyncIterator[tuple[StreamConnection, StreamConnection]]:
-    """Yield both ends of a link."""
+    """Yield both ends of a connection."""
     async with trio.open_nursery() as nursery:
         near, far = TcpTransport(nursery, *near_fabrics), TcpTransport(nursery, *far_fabrics)
         async with joined(near, far, 256 * MIB) as ends:
@@ -381,19 +381,19 @@ from peerd.transport.tcp import TcpTransport
 
 async def main(sends):
     async with trio.open_nursery() as nursery:
-        async def accepted(link):
-            link.admit()
-            link.payload_limit = 64 << 20
+        async def accepted(connection):
+            connection.admit()
+            connection.payload_limit = 64 << 20
             async with trio.open_nursery() as both:
                 async def send():
-                    while link.carrier == "tcp":
+                    while connection.carrier == "tcp":
                         await trio.sleep(0.001)
                     while True:
-                        await link.send(ModelSnapshot(0, "c", tuple(bytes([n]) * (4 << 20) for n in range(5))))
+                        await connection.send(ModelSnapshot(0, "c", tuple(bytes([n]) * (4 << 20) for n in range(5))))
                 if sends:
                     both.start_soon(send)
                 while True:
-                    await link.receive()
+                    await connection.receive()
 
         address = await nursery.start(TcpTransport(nursery, SameHost()).listen, ("127.0.0.1", 0), accepted)
         print(address[1], flush=True)
@@ -432,18 +432,18 @@ async def test_a_peer_that_dies_or_stands_still_is_lost_and_what_came_stays(
         process: subprocess.Popen[str], port: int, kept: list[ModelSnapshot | None], lost: list[ConnectionLost]
     ) -> None:
         async with trio.open_nursery() as nursery:
-            link = await TcpTransport(nursery, SameHost()).dial(("127.0.0.1", port))
-            link.payload_limit = 64 * MIB
-            assert await link.upgrade() == ""
-            assert link.carrier == "shm"
+            connection = await TcpTransport(nursery, SameHost()).dial(("127.0.0.1", port))
+            connection.payload_limit = 64 * MIB
+            assert await connection.upgrade() == ""
+            assert connection.carrier == "shm"
 
             async def use() -> None:
                 try:
                     while True:
                         if does == "sends":
-                            kept[:] = [*kept[-1:], await receive_a(ModelSnapshot, link)]
+                            kept[:] = [*kept[-1:], await receive_a(ModelSnapshot, connection)]
                         else:
-                            await link.send(ModelSnapshot(0, "c", (bytes(4 * MIB),) * 5))
+                            await connection.send(ModelSnapshot(0, "c", (bytes(4 * MIB),) * 5))
                             kept.append(None)
                 except ConnectionLost as error:
                     lost.append(error)
@@ -459,7 +459,7 @@ async def test_a_peer_that_dies_or_stands_still_is_lost_and_what_came_stays(
                     process.kill()
             assert len(lost) == 1
             assert all(intact(message) for message in kept if message is not None)
-            await link.aclose()
+            await connection.aclose()
             nursery.cancel_scope.cancel()
 
     gc.collect()  # what earlier tests have left

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import pytest
 import trio
 import trio.testing
-from links import nobody
+from connection_ends import nobody
 
 from peerd.transport import stream, tcp
 from peerd.transport.admission import PENDING_MAX
@@ -29,13 +29,13 @@ LOOPBACK = ("127.0.0.1", 0)
 
 @asynccontextmanager
 async def listening() -> AsyncIterator[tuple[TcpTransport, Address, trio.MemoryReceiveChannel[Connection]]]:
-    """Yield a transport, where it listens, and a channel of accepted links."""
+    """Yield a transport, where it listens, and a channel of accepted connections."""
     with trio.fail_after(20):
         async with trio.open_nursery() as nursery:
             give, taken = trio.open_memory_channel[Connection](99)
 
-            async def accepted(link: Connection) -> None:
-                await give.send(link)
+            async def accepted(connection: Connection) -> None:
+                await give.send(connection)
                 await trio.sleep_forever()
 
             transport = TcpTransport(nursery)
@@ -153,7 +153,7 @@ async def test_a_stranger_is_cut_off_and_the_next_one_served() -> None:
 
 async def test_no_more_than_so_many_in_their_handshake() -> None:
     async with listening() as (transport, address, taken):
-        links = [await transport.dial(address) for _ in range(PENDING_MAX + 3)]  # the last are in the backlog
+        connections = [await transport.dial(address) for _ in range(PENDING_MAX + 3)]  # the last are in the backlog
         accepted = [await taken.receive() for _ in range(PENDING_MAX)]
         await trio.testing.wait_all_tasks_blocked(0.02)
         assert taken.statistics().current_buffer_used == 0
@@ -162,20 +162,20 @@ async def test_no_more_than_so_many_in_their_handshake() -> None:
         await taken.receive()
         await trio.testing.wait_all_tasks_blocked(0.02)
         assert taken.statistics().current_buffer_used == 0
-        assert len(links) == PENDING_MAX + 3
+        assert len(connections) == PENDING_MAX + 3
 
 
 async def test_who_is_slow_in_its_handshake_makes_way_where_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("peerd.transport.admission.MAKES_WAY_AFTER_S", 0.05)
     async with listening() as (transport, address, taken):
-        links = [await transport.dial(address) for _ in range(PENDING_MAX + 3)]
-        for _ in links:
+        connections = [await transport.dial(address) for _ in range(PENDING_MAX + 3)]
+        for _ in connections:
             await taken.receive()
-        for slow in links[:3]:
+        for slow in connections[:3]:
             with pytest.raises(ConnectionLost):
                 await slow.receive()
-        await links[-1].send(LinkClosed(1))
-        await links[-1].flushed()
+        await connections[-1].send(LinkClosed(1))
+        await connections[-1].flushed()
 
 
 async def test_a_host_with_too_many_pending_is_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,8 +260,8 @@ async def test_a_chunk_that_dribbles_in_wakes_its_reader_rarely(monkeypatch: pyt
     async with listening() as (_, address, taken):
         sock = socket.create_connection(address)
         with closing(sock):
-            link = await taken.receive()
-            link.payload_limit = 2 << 20
+            connection = await taken.receive()
+            connection.payload_limit = 2 << 20
             message = ModelSnapshot(1, "float32", (bytes(1 << 20), bytes(1 << 20)))
             raw = b"".join(map(bytes, frames(message)))
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -275,16 +275,16 @@ async def test_a_chunk_that_dribbles_in_wakes_its_reader_rarely(monkeypatch: pyt
 
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(dribble)
-                assert await link.receive() == message
+                assert await connection.receive() == message
             sock.send(b"".join(map(bytes, frames(LinkClosed(5)))))
-            assert await link.receive() == LinkClosed(5)
+            assert await connection.receive() == LinkClosed(5)
     assert waits < 60, "of a thousand pieces"
 
 
 async def test_ipv6() -> None:
     async with trio.open_nursery() as nursery:
         transport = TcpTransport(nursery)
-        address = await nursery.start(transport.listen, ("::1", 0), lambda link: link.send(LinkClosed(1)))
+        address = await nursery.start(transport.listen, ("::1", 0), lambda connection: connection.send(LinkClosed(1)))
         near = await transport.dial(address)
         assert near.remote == f"[::1]:{address[1]}"
         assert await near.receive() == LinkClosed(1)
@@ -296,9 +296,9 @@ async def test_ipv4_reaches_whoever_listens_on_all_addresses_of_ipv6() -> None:
         transport = TcpTransport(nursery)
         remotes = []
 
-        async def accepted(link: Connection) -> None:
-            remotes.append(link.remote)
-            await link.send(LinkClosed(1))
+        async def accepted(connection: Connection) -> None:
+            remotes.append(connection.remote)
+            await connection.send(LinkClosed(1))
 
         _, port = await nursery.start(transport.listen, ("::", 0), accepted)
         near = await transport.dial(("127.0.0.1", port))

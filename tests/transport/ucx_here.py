@@ -1,4 +1,4 @@
-"""Is there a UCX to test with, and how does a link come to use it?"""
+"""Is there a UCX to test with, and how does a connection come to use it?"""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ needs_ucx = pytest.mark.skipif(bool(why_not()), reason=f"no UCX here: {why_not()
 
 
 async def upgrade(near: Connection, far: Connection) -> None:
-    """Move the bulk of a link to what its two ends have, if they have something."""
+    """Move the bulk of a connection to what its two ends have, if they have something."""
     async with trio.open_nursery() as nursery:
         nursery.start_soon(far.receive)
         assert await near.upgrade() == ""

@@ -1,6 +1,6 @@
 """A whole flat vector to chunks and back, and what the loss on the way means for the gain.
 
-The vector is cut into pieces of at most PIECE_VALUES; each becomes one chunk (codec, then squeeze). Parameters use the
+The vector is cut into pieces of at most PIECE_VALUES; each becomes one chunk (codec, then compress). Parameters use the
 chosen codec. Float buffers (running means and variances, tables of frequencies) always travel as they are: one that no
 step changes must stay the bits that it is on every node, a sign or a top-k of a variance is a worse variance, and they
 are few. Pure functions: any thread may run them.
@@ -169,13 +169,13 @@ def encode(
     assert values.shape == (layout.total,)
     chunks: list[Chunk] = []
     lost = energy = 0.0
-    squeezers = {codec_name: Compressor(), BUFFER_CODEC: Compressor()}
+    compressors = {codec_name: Compressor(), BUFFER_CODEC: Compressor()}
     for codec, start, stop in _pieces(codec_name, layout):
         where = slice(start, stop)
         piece, reference = values[where], None if known is None else known[where]
         arrives = None if decoded is None else decoded[where]
         encoded = _encode_piece(codec, piece, reference, arrives, measured=start < layout.parameters)
-        chunks.append(squeezers[codec.name].pack(encoded.body))
+        chunks.append(compressors[codec.name].pack(encoded.body))
         if start < layout.parameters:
             lost += encoded.lost
             energy += encoded.energy

@@ -135,7 +135,7 @@ class Elastic(LinkedMode):
         self._correction: Vector | None = None  # of x, by this event; lent until the next
         self._corrected = False
         self._report = StepReport(0, 0.0, 1.0, published=False, finishing=False)
-        self._handed_over = self._settled = False
+        self._drained = self._settled = False
 
     # ---------------------------------------------------------------- events
 
@@ -144,7 +144,7 @@ class Elastic(LinkedMode):
         self._reclaim()
         was_finishing, self._report = self._report.finishing, report
         if not report.finishing:
-            self._handed_over = self._settled = False
+            self._drained = self._settled = False
         effects = self._perform(self._worker, self._worker.on_step(report, now), now)
         if self._centre is not None and (report.finishing or was_finishing):
             effects += self._perform(self._centre, self._centre.on_step(report, now), now)
@@ -208,7 +208,7 @@ class Elastic(LinkedMode):
     @property
     def quiet(self) -> Quiet:
         """As its worker's; the centre answers."""
-        return EVERY_STEP if self._report.finishing or self._handed_over else self._worker.quiet
+        return EVERY_STEP if self._report.finishing or self._drained else self._worker.quiet
 
     def end(self) -> Vector | None:
         """The models have it all; the centre, which lies among them, goes."""
@@ -336,8 +336,8 @@ class Elastic(LinkedMode):
         if self._correction is not None and self._corrected:
             effects.append(Apply(self._correction))
         if self._report.finishing:
-            if not self._handed_over and all(core.handed_over for core in cores):
-                self._handed_over = True
+            if not self._drained and all(core.drained for core in cores):
+                self._drained = True
                 effects.append(Proceed(settled=False))
             if not self._settled and all(core.settled for core in cores):
                 self._settled = True

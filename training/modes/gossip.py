@@ -181,7 +181,7 @@ class Gossip(PartneredMode[PairLink]):
             message = link.reference.begin(values, half)
         except NotFinite:
             return not_finite(self.counts)
-        self._decider.began_step = self._report.step
+        self._policy.began_step = self._report.step
         link.sent_at = now
         link.last_reason = reason
         return [Send(link.peer, message)]

@@ -124,11 +124,11 @@ class ParameterServer(ModeClass):
         life = rng.getrandbits(31)
         self._worker = Worker(me, life, layout, settings.servers, settings.codec, values().copy(), self._optimizer)
         self._members = Members(me)
-        self._branches = TreeRelay(
+        self._relay = TreeRelay(
             self._members, self._worker, self._send, self.counts, waits=rule.n == 0 and not rule.backup
         )
-        self._seats = Leadership(
-            self._members, self._branches, rule, self._worker, self._send, self._answered_here, self.counts,
+        self._leadership = Leadership(
+            self._members, self._relay, rule, self._worker, self._send, self._answered_here, self.counts,
             self.staleness, parse_arity(settings.topology), robust=settings.robust, optimizer=self._optimizer,
         )  # fmt: skip
         self._effects: list[Effect] = []
@@ -145,13 +145,13 @@ class ParameterServer(ModeClass):
         self._cut = layout.parameters
         self._buffers: Vector | None = None  # float buffers as they are with a trainer that waits with its gradient
         self._finishing = False
-        self._handed_over = False
+        self._drained = False
         self._settled = False
 
     # ---------------------------------------------------------------- events
 
     def on_step(self, report: StepReport, now: float) -> list[Effect]:
-        """ShardPush what the step did. A trainer that came back while an earlier push waits waits with it."""
+        """Push what the step did. A trainer that came back while an earlier push waits waits with it."""
         self._now = now
         self._note_run(finishing=report.finishing)
         is_push = report.published and self._optimizer is None
@@ -184,7 +184,7 @@ class ParameterServer(ModeClass):
 
     def _note_run(self, *, finishing: bool) -> None:
         if self._finishing and not finishing:  # a new run follows a flush
-            self._handed_over = self._settled = False
+            self._drained = self._settled = False
             self._pushed_step = -1
             self._members.finished.discard(self._me)
         self._finishing = finishing
@@ -192,17 +192,17 @@ class ParameterServer(ModeClass):
     def on_message(self, sender: NodeId, message: Message | Connected, now: float) -> list[Effect]:
         """A peer's message."""
         self._now = now
-        self._seats.heard(sender, now)
+        self._leadership.heard(sender, now)
         self._receive(sender, message)
         return self._done()
 
     def on_peers(self, alive: frozenset[NodeId], now: float) -> list[Effect]:
         """Peers came or went."""
         self._now = now
-        if self._handed_over:
+        if self._drained:
             for peer in sorted(alive - self._members.alive):
                 self._send(peer, Finished())
-        self._seats.on_peers(alive, now)
+        self._leadership.on_peers(alive, now)
         return self._done()
 
     def on_timer(self, now: float) -> list[Effect]:
@@ -212,48 +212,54 @@ class ParameterServer(ModeClass):
             left = self._worker.base - self._values()
             self._landing = bool(np.isfinite(left).all() and left.any())
             self._pulled |= self._landing
-        late = [seat for seat in self._seats.all if seat.part.awaiting and now >= self._repeat_at(seat.part)]
-        for seat in late:
-            seat.part.asked_at = now
-            seat.part.repeats += 1
+        late = [
+            shard for shard in self._leadership.shards if shard.part.awaiting and now >= self._repeat_at(shard.part)
+        ]
+        for shard in late:
+            shard.part.asked_at = now
+            shard.part.repeats += 1
             self.counts["repeats"] += 1
-        if late and self._rule.n == 0 and all(seat.announced for seat in self._seats.all if seat.part.awaiting):
+        if (
+            late
+            and self._rule.n == 0
+            and all(shard.announced for shard in self._leadership.shards if shard.part.awaiting)
+        ):
             # those that have answered shall not wait for our next push; but where a shard has no server all wait for
             # that, and rounds that closed without two of them at each other's servers would hold both up
-            late += [seat for seat in self._seats.all if not seat.part.awaiting]
-        for seat in late:
-            part = seat.part
-            leader = seat.leader[1] if seat.announced else self._seats.owner(seat)
-            pull = ShardPull(part.number, part.seq, self._worker.life, not part.awaiting, seat.announced)
-            for peer in [leader, *self._branches.above(seat)]:
+            late += [shard for shard in self._leadership.shards if not shard.part.awaiting]
+        for shard in late:
+            part = shard.part
+            leader = shard.leader[1] if shard.announced else self._leadership.owner(shard)
+            pull = ShardPull(part.number, part.seq, self._worker.life, not part.awaiting, shard.announced)
+            for peer in [leader, *self._relay.above(shard)]:
                 self._send(peer, pull)
-        self._seats.on_timer(now, self._repeat_s)
+        self._leadership.on_timer(now, self._repeat_s)
         return self._done()
 
     def _receive(self, sender: NodeId, message: Message | Connected) -> None:
-        seats, now = self._seats, self._now
+        leadership, now = self._leadership, self._now
         match message:
             case ShardPush():
                 check_rate(message.rate, self._optimizer)
-                seats.on_push(sender, message)
+                leadership.on_push(sender, message)
             case ShardPull():
-                seats.on_pull(sender, message)
+                leadership.on_pull(sender, message)
             case Weights():
                 self._on_weights(sender, message)
             case Prepare():
-                seats.on_claim(sender, message, now)
+                leadership.on_prepare(sender, message, now)
             case Promise():
-                seats.on_replica(sender, message, now)
+                leadership.on_promise(sender, message, now)
             case ShardLeader():
-                if seats.on_serves(sender, message, now):
-                    self._tell(seats.seat(message.shard))
+                if leadership.on_leader(sender, message, now):
+                    self._tell(leadership.shard(message.shard))
             case ShardSum():
                 check_rate(message.rate, self._optimizer)
-                seat = seats.seat(message.shard, message.seq, term=message.term, clock=message.clock)
-                self._branches.on_sum(seat, sender, message)
+                shard = leadership.shard(message.shard, message.seq, term=message.term, clock=message.clock)
+                self._relay.on_sum(shard, sender, message)
             case SumTaken():
-                seat = seats.seat(message.shard, message.seq, term=message.term)
-                self._branches.on_taken(seat, sender, message)
+                shard = leadership.shard(message.shard, message.seq, term=message.term)
+                self._relay.on_taken(shard, sender, message)
             case Finished():
                 self._members.finished.add(sender)
             case Connected():
@@ -262,18 +268,18 @@ class ParameterServer(ModeClass):
                 raise PeerError(f"{type(message).__name__} has no meaning to a parameter server")
 
     def _on_connected(self, peer: NodeId) -> None:
-        if self._handed_over:
+        if self._drained:
             self._send(peer, Finished())
-        self._seats.on_connected(peer)
-        for seat in self._seats.all:
-            if peer in (seat.leader[1], seat.parent(self._me)):
-                self._tell(seat)
+        self._leadership.on_connected(peer)
+        for shard in self._leadership.shards:
+            if peer in (shard.leader[1], shard.parent(self._me)):
+                self._tell(shard)
 
     # ---------------------------------------------------------------- what there is to see
 
     def links(self) -> list[LinkStatus]:
         """One row a server of another member's, with the length of the last step."""
-        leaders = Counter(seat.leader[1] for seat in self._seats.all if seat.announced)
+        leaders = Counter(shard.leader[1] for shard in self._leadership.shards if shard.announced)
         return [
             LinkStatus(peer, self.counts["exchanges"], self._worker.moved, 1.0, f"{shards} of its shards")
             for peer, shards in leaders.items()
@@ -302,39 +308,39 @@ class ParameterServer(ModeClass):
     # ---------------------------------------------------------------- the worker
 
     def _tell_all(self) -> None:
-        for seat in self._seats.all:
-            self._tell(seat)
+        for shard in self._leadership.shards:
+            self._tell(shard)
 
-    def _tell(self, seat: ShardState, after: int | None = None) -> None:
+    def _tell(self, shard: ShardState, after: int | None = None) -> None:
         """Say to the server what it has not been told; before there is one, nothing."""
-        if seat.announced:
-            finishing, taken = self._handed_over, self._branches.taken_up_to(seat)
-            for message in self._worker.to_say(seat.part, seat.leader, finishing=finishing, taken=taken, after=after):
+        if shard.announced:
+            finishing, taken = self._drained, self._relay.taken_up_to(shard)
+            for message in self._worker.to_say(shard.part, shard.leader, finishing=finishing, taken=taken, after=after):
                 is_push = isinstance(message, ShardPush)
-                self._send(self._branches.ours_go_to(seat) if is_push else seat.leader[1], message)
+                self._send(self._relay.ours_go_to(shard) if is_push else shard.leader[1], message)
 
     def _on_weights(self, sender: NodeId, message: Weights) -> None:
-        answer = self._seats.on_weights(sender, message)
+        answer = self._leadership.on_weights(sender, message)
         if answer is None:
             return
-        seat = self._seats.seat(message.shard, answer.seq)
-        held = self._seats.held(seat, message.chunks)
+        shard = self._leadership.shard(message.shard, answer.seq)
+        held = self._leadership.held(shard, message.chunks)
         seq = answer.seq if answer.life == self._worker.life else 0
-        self._take(seat, message.clock, seq, message.applied, held, message.final)
+        self._take(shard, message.clock, seq, message.applied, held, message.final)
 
-    def _answered_here(self, seat: ShardState, server: ShardServer, final: bool) -> None:
+    def _answered_here(self, shard: ShardState, server: ShardServer, final: bool) -> None:
         """Our own worker's answer needs no bytes."""
         seq = server.last_of(self._me, self._worker.life)
-        self._take(seat, server.clock, seq, server.applied.values(), server.held, final)
+        self._take(shard, server.clock, seq, server.applied.values(), server.held, final)
 
     def _take(
-        self, seat: ShardState, clock: int, seq: int, applied: Iterable[Applied], held: Vector, final: bool
+        self, shard: ShardState, clock: int, seq: int, applied: Iterable[Applied], held: Vector, final: bool
     ) -> None:
-        part = seat.part
+        part = shard.part
         awaited = part.awaiting
         taken = self._worker.take(part, clock, seq, applied, held, final and self._finishing)
         if taken is False:
-            self._tell(seat, after=seq)
+            self._tell(shard, after=seq)
         elif taken:
             self._pulled |= final
             if awaited:
@@ -356,7 +362,7 @@ class ParameterServer(ModeClass):
             self._waits = False
             self._become()
             if self._finishing:
-                self._hand_over()
+                self._drain()
             else:
                 self._effects.append(Resume() if self._optimizer is None else Averaged(None))
                 self.counts["exchanges"] += 1
@@ -365,10 +371,10 @@ class ParameterServer(ModeClass):
         elif shift is not None and shift.any():
             self._effects.append(Apply(shift))
         if (
-            self._handed_over
+            self._drained
             and not self._settled
             and not self._landing
-            and all(seat.part.final for seat in self._seats.all)
+            and all(shard.part.final for shard in self._leadership.shards)
         ):
             self._settled = True
             self._effects.append(Proceed(settled=True))
@@ -377,12 +383,12 @@ class ParameterServer(ModeClass):
         return effects
 
     def _converse(self) -> None:
-        self._seats.serve(self._now)
+        self._leadership.serve(self._now)
         while self._to_self:
             messages, self._to_self = self._to_self, []
             for message in messages:
                 self._receive(self._me, message)
-            self._seats.serve(self._now)
+            self._leadership.serve(self._now)
 
     def _become(self) -> None:
         """x = what was pulled."""
@@ -395,9 +401,9 @@ class ParameterServer(ModeClass):
         if np.isfinite(self._correction).all():
             self._effects.append(Apply(self._correction))
 
-    def _hand_over(self) -> None:
-        if not self._handed_over:
-            self._handed_over = True
+    def _drain(self) -> None:
+        if not self._drained:
+            self._drained = True
             self._members.finished.add(self._me)
             for peer in sorted(self._members.alive):
                 self._send(peer, Finished())
@@ -412,9 +418,9 @@ class ParameterServer(ModeClass):
         return part.asked_at + self._repeat_s * float(1 << min(part.repeats, 10))
 
     def _deadline(self) -> float:
-        waiting = [self._repeat_at(seat.part) for seat in self._seats.all if seat.part.awaiting]
+        waiting = [self._repeat_at(shard.part) for shard in self._leadership.shards if shard.part.awaiting]
         land_at = self._land_at if self._landing and not waiting else math.inf
-        return min([*waiting, self._seats.deadline(self._repeat_s), land_at])
+        return min([*waiting, self._leadership.deadline(self._repeat_s), land_at])
 
 
 class HardSync(ParameterServer):

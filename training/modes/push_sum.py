@@ -57,7 +57,7 @@ class PushSum(OneWay):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._purse = WeightAccount(1.0)
+        self._account = WeightAccount(1.0)
         self._outflows: dict[NodeId, Outflow] = {}
         self._robust = self._settings.robust
         self._allowances = Allowances(2 * self._settings.view)
@@ -86,7 +86,7 @@ class PushSum(OneWay):
     @property
     def weight(self) -> float:
         """This node's share of the swarm's mean is this over the sum of all."""
-        return float(self._purse.weight)
+        return float(self._account.weight)
 
     @property
     def waiting(self) -> list[tuple[float, Vector]]:
@@ -124,7 +124,7 @@ class PushSum(OneWay):
         outflow = self._outflows[peer]
         part: float = outflow.send(self.weight * self._part(push.codec))
         correction = self._scratch.take(values)
-        self._purse.give(part, values, outgoing.next_known, correction)
+        self._account.give(part, values, outgoing.next_known, correction)
         self._lend(correction)
         return replace(push, weight=outflow.total), [Apply(correction)]
 
@@ -149,7 +149,7 @@ class PushSum(OneWay):
         if outflow is None or outgoing.next_known is None:
             return []
         correction = self._scratch.take(outgoing.next_known)
-        self._purse.take(outflow.under_way, self._current(), outgoing.next_known, correction)
+        self._account.take(outflow.under_way, self._current(), outgoing.next_known, correction)
         self._lend(correction)
         return [Apply(correction)]
 
@@ -181,7 +181,7 @@ class PushSum(OneWay):
         """Merge what the peer's allowance covers of mass offered * (model, 1), and keep the rest."""
         part = self._allowed(peer, offered, model, values) if self._robust else offered
         correction = self._scratch.take(model)
-        self._purse.take(part, values, model, correction)
+        self._account.take(part, values, model, correction)
         if self._robust:
             self._allowances.moved(peer, self._norm(correction))
         if part < offered:

@@ -145,7 +145,7 @@ class OneWay(PartneredMode[Partner]):
         partner.moved = 0.0
         partner.last_exchange = now
         partner.last_reason = reason
-        self._decider.began_step = self._report.step
+        self._policy.began_step = self._report.step
 
     def _push(
         self, peer: NodeId, values: Vector, now: float, partner: Partner | None, reason: str, *, back: bool = False

@@ -46,7 +46,7 @@ class Aggregator:
 
     me: NodeId
     shard: int
-    bid: Ballot
+    ballot: Ballot
     tree: Tree
     layout: Layout
     waits: bool  # for all below: hardsync
@@ -144,7 +144,7 @@ class Aggregator:
             codec = SUM_CODEC
             chunks = self._encoded(held.values)
         self._seq += 1
-        term, server = self.bid
+        term, server = self.ballot
         return ShardSum(
             self.shard, term, server, self._seq, held.clock, codec, held.finishing, tuple(held.parts), held.rate,
             chunks,

@@ -1,17 +1,18 @@
 """Which member serves which shard, and how does that change hands?
 
 How this works. A shard's owner is the member with the largest hash of (shard, member): a death moves the dead one's
-shards alone. Whoever finds itself the owner claims the shard under the next term. Every member answers a claim with
-the newest weights that it has pulled or serves, and from then on heeds no lower bid (a term, then an id), as in Paxos'
-first phase; a member that served stops. When all alive have answered, the claimant serves from the highest clock.
+shards alone. Whoever finds itself the owner proposes itself with a ballot of the next term. Every member answers
+with a promise: the newest weights that it has pulled or serves, and from then on it accepts no lower ballot (a term,
+then an id), as in Paxos' first phase; a member that served stops. When all alive have promised, the proposer serves
+from the highest clock.
 
 Nothing that counts is in the server alone: a worker keeps each push until it has pulled weights that hold it, weights
 travel with the last push of each worker in them, and one of those answers is the highest clock. So pushes said again
-to the new server are in its weights once. Two halves of a partition each serve; when they meet, the claim after it
-takes the higher clock, and the other half's updates are lost. Such a half is also a server that membership has not
+to the new server are in its weights once. Two halves of a partition each serve; when they meet, the ballot after
+it takes the higher clock, and the other half's updates are lost. Such a half is also a server that membership has not
 named and of which nothing has come for HEARD_S.
 
-With a tree (tree.py), a server that loses an aggregator claims its own shard again, and lays another tree out: all that
+With a tree (tree.py), a server that loses an aggregator proposes itself again, and lays another tree out: all that
 was on its way in the old one is void, and said again in the new one. So it does when a member of the tree comes back in
 another life, and when a quarter of the workers is not in it.
 """
@@ -49,17 +50,17 @@ from peerd.transport.messages import (
 )
 
 NO_TREE = Tree(0, ())
-BIDDERS_MAX = 64  # of one shard, that we do not know to own it
-HEARD_S = 30.0  # how long a claimant counts as alive that membership does not name
+PROPOSERS_MAX = 64  # of one shard, that we do not know to own it
+HEARD_S = 30.0  # how long a proposer counts as alive that membership does not name
 
 
 class Leadership:
-    """The seats of all shards, as one node sees them, and the servers that it holds."""
+    """Who leads each shard, as one node sees them, and the servers that it holds."""
 
     def __init__(
         self,
         members: Members,
-        branches: TreeRelay,
+        relay: TreeRelay,
         rule: Rule,
         worker: Worker,
         send: Callable[[NodeId, Message], None],
@@ -75,12 +76,12 @@ class Leadership:
 
         `optimizer` is what servers step the weights with, where workers push gradients.
 
-        `answer_here` gives this node's own worker the weights of a seat that is served here.
+        `answer_here` gives this node's own worker the weights of a shard that is served here.
         """
-        self.all = [ShardState(part) for part in worker.parts]
+        self.shards = [ShardState(part) for part in worker.parts]
         self._members = members
         self._me = members.me
-        self._branches = branches
+        self._relay = relay
         self._rule = rule
         self._worker = worker
         self._send = send
@@ -90,22 +91,22 @@ class Leadership:
         self._arity = arity
         self._robust = robust
         self._optimizer = optimizer
-        self._heard: dict[NodeId, float] = {}  # claimants that membership does not name, and when they last spoke
+        self._heard: dict[NodeId, float] = {}  # proposers that membership does not name, and when they last spoke
 
-    def seat(self, shard: int, *counts: int, term: int = 0, clock: int = NEVER) -> ShardState:
-        """The seat that a message names, whose other numbers are in bounds. Raises PeerError."""
-        if not 0 <= shard < len(self.all):
-            raise PeerError(f"shard {shard} of {len(self.all)}")
+    def shard(self, number: int, *counts: int, term: int = 0, clock: int = NEVER) -> ShardState:
+        """The shard that a message names, whose other numbers are in bounds. Raises PeerError."""
+        if not 0 <= number < len(self.shards):
+            raise PeerError(f"shard {number} of {len(self.shards)}")
         if not all(0 <= count < COUNT_END for count in counts):
             raise PeerError(f"a number out of bounds: {counts}")
-        seat = self.all[shard]
-        within_step("a term", term, seat.leader[0])
-        within_step("a clock", clock - NEVER, self._newest(seat)[0] - NEVER)
-        return seat
+        shard = self.shards[number]
+        within_step("a term", term, shard.leader[0])
+        within_step("a clock", clock - NEVER, self._newest(shard)[0] - NEVER)
+        return shard
 
-    def owner(self, seat: ShardState) -> NodeId:
+    def owner(self, shard: ShardState) -> NodeId:
         """Who should serve it, of those who are alive."""
-        return max(self._members.everyone | self._heard.keys(), key=lambda id: _hash(seat.part.number, id))
+        return max(self._members.everyone | self._heard.keys(), key=lambda id: _hash(shard.part.number, id))
 
     def heard(self, peer: NodeId, now: float) -> None:
         """A peer spoke."""
@@ -122,105 +123,105 @@ class Leadership:
         members.finished -= gone
         for id in alive & self._heard.keys():
             del self._heard[id]
-        for seat in self.all:
-            if seat.server is not None:
+        for shard in self.shards:
+            if shard.server is not None:
                 for id in gone:
-                    seat.server.owed.pop(id, None)
-                    seat.server.dropped.discard(id)
-                    if seat.server.limits is not None:
-                        seat.server.limits.forget(id)
+                    shard.server.owed.pop(id, None)
+                    shard.server.dropped.discard(id)
+                    if shard.server.limits is not None:
+                        shard.server.limits.forget(id)
                 for id in sorted(come):
-                    self._announce(seat, id)
-                seat.outdated |= self._branches.has_gaps(seat)
-            if seat.claim is not None:
-                seat.claim.waiting -= gone
-                seat.claim.waiting |= come
+                    self._announce(shard, id)
+                shard.outdated |= self._relay.has_gaps(shard)
+            if shard.preparing is not None:
+                shard.preparing.waiting -= gone
+                shard.preparing.waiting |= come
                 for id in sorted(come):
-                    self._ask(seat, id)
-            self._reconsider(seat, now)
-            self._hear_owner(seat, now)
+                    self._ask(shard, id)
+            self._reconsider(shard, now)
+            self._hear_owner(shard, now)
 
     def on_connected(self, peer: NodeId) -> None:
         """What was said to this peer may be lost."""
-        for seat in self.all:
-            seat.final_to.discard(peer)
-            if seat.server is not None:
-                self._announce(seat, peer)
-            if seat.aggregator is not None and peer == seat.parent(self._me):
-                self._branches.send_up(seat, seat.aggregator.repeat())
-            if seat.parent(peer) == self._me and seat.tree is not None:
-                for id in sorted({peer, *seat.tree.below(peer)}):  # answers to them may be lost
-                    seat.final_to.discard(id)
-                    self._announce(seat, id)
-            if seat.claim is not None and peer in seat.claim.waiting:
-                self._ask(seat, peer)
+        for shard in self.shards:
+            shard.final_to.discard(peer)
+            if shard.server is not None:
+                self._announce(shard, peer)
+            if shard.aggregator is not None and peer == shard.parent(self._me):
+                self._relay.send_up(shard, shard.aggregator.repeat())
+            if shard.parent(peer) == self._me and shard.tree is not None:
+                for id in sorted({peer, *shard.tree.below(peer)}):  # answers to them may be lost
+                    shard.final_to.discard(id)
+                    self._announce(shard, id)
+            if shard.preparing is not None and peer in shard.preparing.waiting:
+                self._ask(shard, peer)
 
     def on_timer(self, now: float, repeat_s: float) -> None:
-        """Ask again those who have not answered a claim."""
+        """Ask again those who have not promised."""
         for id in [id for id, at in self._heard.items() if now - at >= HEARD_S]:
             del self._heard[id]
-            for seat in self.all:
-                if seat.claim is not None:
-                    seat.claim.waiting.discard(id)
-        for seat in self.all:
-            if seat.claim is not None and now - seat.claim.asked_at >= repeat_s:
-                seat.claim.asked_at = now
-                for id in sorted(seat.claim.waiting):
-                    self._ask(seat, id)
-            self._reconsider(seat, now)
-            self._hear_owner(seat, now)
+            for shard in self.shards:
+                if shard.preparing is not None:
+                    shard.preparing.waiting.discard(id)
+        for shard in self.shards:
+            if shard.preparing is not None and now - shard.preparing.asked_at >= repeat_s:
+                shard.preparing.asked_at = now
+                for id in sorted(shard.preparing.waiting):
+                    self._ask(shard, id)
+            self._reconsider(shard, now)
+            self._hear_owner(shard, now)
 
     def deadline(self, repeat_s: float) -> float:
         """When `on_timer` has something to do."""
-        claims = [seat.claim.asked_at + repeat_s for seat in self.all if seat.claim is not None]
-        return min([*claims, *(at + HEARD_S for at in self._heard.values())], default=float("inf"))
+        asked_again = [shard.preparing.asked_at + repeat_s for shard in self.shards if shard.preparing is not None]
+        return min([*asked_again, *(at + HEARD_S for at in self._heard.values())], default=float("inf"))
 
-    # ---------------------------------------------------------------- claims
+    # ---------------------------------------------------------------- ballots
 
-    def _reconsider(self, seat: ShardState, now: float) -> None:
-        """Claim what is ours, and leave a claim to what is not."""
-        if self.owner(seat) != self._me:
-            if seat.claim is not None:
-                seat.claim = None  # the owner claims it above our bid
-        elif seat.claim is None and (seat.server is None or seat.outdated):
-            self._claim(seat, now)
-        if seat.claim is not None and not seat.claim.waiting:
-            self._serve(seat)
+    def _reconsider(self, shard: ShardState, now: float) -> None:
+        """Prepare to lead what is ours, and nothing else."""
+        if self.owner(shard) != self._me:
+            if shard.preparing is not None:
+                shard.preparing = None  # the owner's ballot will be above ours
+        elif shard.preparing is None and (shard.server is None or shard.outdated):
+            self._prepare(shard, now)
+        if shard.preparing is not None and not shard.preparing.waiting:
+            self._serve(shard)
 
-    def _claim(self, seat: ShardState, now: float, above: int = 0) -> None:
-        best = self._newest(seat)
-        self._follow(seat, (max(seat.leader[0], above) + 1, self._me))
-        seat.claim = Preparing({*self._members.alive, *self._heard}, best, now, {self._me: self._worker.life})
+    def _prepare(self, shard: ShardState, now: float, above: int = 0) -> None:
+        best = self._newest(shard)
+        self._follow(shard, (max(shard.leader[0], above) + 1, self._me))
+        shard.preparing = Preparing({*self._members.alive, *self._heard}, best, now, {self._me: self._worker.life})
         self._counts["claims"] += 1
-        for id in sorted(seat.claim.waiting):
-            self._ask(seat, id)
+        for id in sorted(shard.preparing.waiting):
+            self._ask(shard, id)
 
-    def _ask(self, seat: ShardState, peer: NodeId) -> None:
-        assert seat.claim is not None, "only of a claim"
-        self._send(peer, Prepare(seat.part.number, seat.leader[0], seat.claim.best[0]))
+    def _ask(self, shard: ShardState, peer: NodeId) -> None:
+        assert shard.preparing is not None, "only while we prepare"
+        self._send(peer, Prepare(shard.part.number, shard.leader[0], shard.preparing.best[0]))
 
-    def _serve(self, seat: ShardState) -> None:
-        assert seat.claim is not None, "a claim was answered"
-        if seat.claim.best[0] == NEVER and seat.claim.doubted:  # ours came from no server: any is better
-            seat.claim.best = max(seat.claim.doubted, key=lambda model: model[0])
-        best, applied, held = seat.claim.best
-        clock, layout = max(0, best), seat.part.layout
-        seat.server = ShardServer(
+    def _serve(self, shard: ShardState) -> None:
+        assert shard.preparing is not None, "all have promised"
+        if shard.preparing.best[0] == NEVER and shard.preparing.doubted:  # ours came from no server: any is better
+            shard.preparing.best = max(shard.preparing.doubted, key=lambda model: model[0])
+        best, applied, held = shard.preparing.best
+        clock, layout = max(0, best), shard.part.layout
+        shard.server = ShardServer(
             self._rule, held.copy(), clock, dict(applied), self._counts, self._staleness, layout.variances,
             PushLimits(self._me, layout) if self._robust else None, self._optimizer, layout.parameters,
         )  # fmt: skip
-        seat.tree = self._lay_out(seat, seat.claim.lives, applied)
-        seat.claim, seat.announced, seat.encoded = None, True, (-1, ())
-        seat.final_to.clear()
+        shard.tree = self._lay_out(shard, shard.preparing.lives, applied)
+        shard.preparing, shard.announced, shard.encoded = None, True, (-1, ())
+        shard.final_to.clear()
         for id in sorted(self._members.everyone):
-            self._announce(seat, id)
+            self._announce(shard, id)
 
-    def _lay_out(self, seat: ShardState, lives: dict[NodeId, int], applied: dict[NodeId, Applied]) -> Tree:
-        """Of those who have answered our claim; a shard's own order, so that not all shards burden the same members."""
+    def _lay_out(self, shard: ShardState, lives: dict[NodeId, int], applied: dict[NodeId, Applied]) -> Tree:
+        """Of those who have promised; a shard's own order, so that not all shards burden the same members."""
         if not self._arity:
             return NO_TREE
         others = sorted(
-            (id for id in self._members.alive if id in lives), key=lambda id: _hash(seat.part.number, id), reverse=True
+            (id for id in self._members.alive if id in lives), key=lambda id: _hash(shard.part.number, id), reverse=True
         )
         members = []
         for id in [self._me, *others][:TREE_MAX]:
@@ -229,168 +230,170 @@ class Leadership:
             members.append(Applied(id, lives[id], taken))
         return Tree(self._arity, tuple(members))
 
-    def _announce(self, seat: ShardState, peer: NodeId) -> None:
-        term, server = seat.leader
-        tree = seat.tree or NO_TREE
-        self._send(peer, ShardLeader(seat.part.number, term, server, seat.announced, tree.arity, tree.members))
+    def _announce(self, shard: ShardState, peer: NodeId) -> None:
+        term, server = shard.leader
+        tree = shard.tree or NO_TREE
+        self._send(peer, ShardLeader(shard.part.number, term, server, shard.announced, tree.arity, tree.members))
 
-    def _follow(self, seat: ShardState, bid: Ballot) -> None:
-        """From now on this is the highest bid: what was of another reign is void."""
-        seat.leader, seat.announced, seat.server, seat.claim = bid, False, None, None
-        seat.tree = seat.aggregator = None
-        seat.outdated = False
-        seat.asked.clear()
-        seat.sums.clear()
-        seat.early = [(sender, early) for sender, early in seat.early if (early.term, early.server) >= bid]
+    def _follow(self, shard: ShardState, ballot: Ballot) -> None:
+        """From now on this is the highest ballot: what was of another term is void."""
+        shard.leader, shard.announced, shard.server, shard.preparing = ballot, False, None, None
+        shard.tree = shard.aggregator = None
+        shard.outdated = False
+        shard.asked.clear()
+        shard.sums.clear()
+        shard.early = [(sender, early) for sender, early in shard.early if (early.term, early.server) >= ballot]
 
-    def _newest(self, seat: ShardState) -> Newest:
-        if seat.claim is not None:
-            return seat.claim.best
-        if seat.server is not None:
-            return seat.server.clock, seat.server.applied, seat.server.held
-        return seat.part.clock, seat.part.applied, self._worker.held(seat.part)
+    def _newest(self, shard: ShardState) -> Newest:
+        if shard.preparing is not None:
+            return shard.preparing.best
+        if shard.server is not None:
+            return shard.server.clock, shard.server.applied, shard.server.held
+        return shard.part.clock, shard.part.applied, self._worker.held(shard.part)
 
-    def _accept_ballot(self, seat: ShardState, bid: Ballot, *, announced: bool) -> bool:
-        """Whether a bid is the highest so far; whoever serves or claims by a lower one stops."""
-        if bid < seat.leader:
+    def _accept_ballot(self, shard: ShardState, ballot: Ballot, *, announced: bool) -> bool:
+        """Whether a ballot is the highest so far; whoever serves or prepares by a lower one stops."""
+        if ballot < shard.leader:
             return False
-        if bid > seat.leader:
-            self._follow(seat, bid)
-        seat.announced |= announced
+        if ballot > shard.leader:
+            self._follow(shard, ballot)
+        shard.announced |= announced
         return True
 
-    def on_claim(self, sender: NodeId, message: Prepare, now: float) -> None:
-        """Tell the claimant what we have, and follow it."""
-        seat = self.seat(message.shard, term=message.term, clock=message.clock)
+    def on_prepare(self, sender: NodeId, message: Prepare, now: float) -> None:
+        """Tell the proposer what we have, and follow it."""
+        shard = self.shard(message.shard, term=message.term, clock=message.clock)
         if sender not in self._members.alive:
             self._heard[sender] = now
-        if not self._may_bid(seat, sender, message):
+        if not self._may_lead(shard, sender, message):
             return
-        clock, applied, held = self._newest(seat)
-        bid = (message.term, sender)
-        if (seat.announced and bid == seat.leader) or not self._accept_ballot(seat, bid, announced=False):
-            self._announce(seat, sender)  # a higher bid, or its own of another life: it claims again above that
+        clock, applied, held = self._newest(shard)
+        ballot = (message.term, sender)
+        if (shard.announced and ballot == shard.leader) or not self._accept_ballot(shard, ballot, announced=False):
+            self._announce(shard, sender)  # a higher ballot, or its own of another life: its next is above that
             return
         chunks: Chunks = ()
         if clock > message.clock:
-            chunks, _ = vector.encode(WEIGHTS_CODEC, exact(seat), held)
+            chunks, _ = vector.encode(WEIGHTS_CODEC, exact(shard), held)
         marks = tuple(applied.values()) if chunks else ()
         self._send(sender, Promise(message.shard, message.term, self._worker.life, clock, marks, chunks))
-        self._reconsider(seat, now)
+        self._reconsider(shard, now)
 
-    def on_replica(self, sender: NodeId, message: Promise, now: float) -> None:
-        """One answer to our claim. Raises PeerError."""
-        seat = self.seat(message.shard, term=message.term, clock=message.clock)
-        claim = seat.claim
-        if claim is None or seat.leader != (message.term, self._me) or sender not in claim.waiting:
+    def on_promise(self, sender: NodeId, message: Promise, now: float) -> None:
+        """One answer to our ballot. Raises PeerError."""
+        shard = self.shard(message.shard, term=message.term, clock=message.clock)
+        preparing = shard.preparing
+        if preparing is None or shard.leader != (message.term, self._me) or sender not in preparing.waiting:
             return
-        if message.clock > claim.best[0] and message.chunks:
-            newer = message.clock, {mark.worker: mark for mark in message.applied}, self.held(seat, message.chunks)
+        if message.clock > preparing.best[0] and message.chunks:
+            newer = message.clock, {mark.worker: mark for mark in message.applied}, self.held(shard, message.chunks)
             sure = not self._robust or len(self._members.everyone) <= 2
-            self._counts["replicas_doubted"] += not claim.weigh(newer, seat.part, sure=sure)
-        claim.waiting.discard(sender)
-        claim.lives[sender] = message.life
-        self._reconsider(seat, now)
+            self._counts["replicas_doubted"] += not preparing.weigh(newer, shard.part, sure=sure)
+        preparing.waiting.discard(sender)
+        preparing.lives[sender] = message.life
+        self._reconsider(shard, now)
 
-    def held(self, seat: ShardState, chunks: Chunks) -> Vector:
+    def held(self, shard: ShardState, chunks: Chunks) -> Vector:
         """Weights that came, and what the optimizer remembers. Raises PeerError."""
-        layout = seat.part.layout
-        held = np.empty(exact(seat).total, self._worker.base.dtype)
-        vector.decode(WEIGHTS_CODEC, exact(seat), chunks, held)
+        layout = shard.part.layout
+        held = np.empty(exact(shard).total, self._worker.base.dtype)
+        vector.decode(WEIGHTS_CODEC, exact(shard), chunks, held)
         if self._optimizer is not None:
             state = held[layout.total :].reshape(self._optimizer.rows, layout.parameters)
             if not self._optimizer.is_possible(state):
                 raise PeerError("an optimizer's state that no gradients make")
         return held
 
-    def _may_bid(self, seat: ShardState, bidder: NodeId, message: Prepare | ShardLeader) -> bool:
+    def _may_lead(self, shard: ShardState, proposer: NodeId, message: Prepare | ShardLeader) -> bool:
         """Whether it owns the shard, or leads already. If not, it may own it by the next news of the members."""
-        if bidder == self.owner(seat) or bidder == seat.leader[1]:
+        if proposer == self.owner(shard) or proposer == shard.leader[1]:
             return True
-        if bidder in seat.not_owners or len(seat.not_owners) < BIDDERS_MAX:
-            seat.not_owners[bidder] = message
+        if proposer in shard.not_owners or len(shard.not_owners) < PROPOSERS_MAX:
+            shard.not_owners[proposer] = message
         self._counts["bids_refused"] += 1
         return False
 
-    def _hear_owner(self, seat: ShardState, now: float) -> None:
+    def _hear_owner(self, shard: ShardState, now: float) -> None:
         """What it said before we knew that it owns the shard."""
-        owner = self.owner(seat)
-        message = seat.not_owners.pop(owner, None)
+        owner = self.owner(shard)
+        message = shard.not_owners.pop(owner, None)
         if isinstance(message, Prepare):
-            self.on_claim(owner, message, now)
+            self.on_prepare(owner, message, now)
         elif message is not None:
-            self.on_serves(owner, message, now)
+            self.on_leader(owner, message, now)
 
-    def on_serves(self, sender: NodeId, message: ShardLeader, now: float) -> bool:
+    def on_leader(self, sender: NodeId, message: ShardLeader, now: float) -> bool:
         """Somebody says who serves a shard. Says whether that is news to our worker."""
-        seat = self.seat(message.shard, term=message.term)
-        bid, tree = (message.term, message.server), tree_of(message)
-        is_of_now = bid == seat.leader and (seat.server is not None or not message.serving)
-        if message.server == self._me and not is_of_now:  # of an earlier life: we claim above it
-            if bid >= seat.leader and self.owner(seat) == self._me:
-                self._claim(seat, now, above=bid[0])
-                self._reconsider(seat, now)
+        shard = self.shard(message.shard, term=message.term)
+        ballot, tree = (message.term, message.server), tree_of(message)
+        is_of_now = ballot == shard.leader and (shard.server is not None or not message.serving)
+        if message.server == self._me and not is_of_now:  # of an earlier life: our next ballot is above it
+            if ballot >= shard.leader and self.owner(shard) == self._me:
+                self._prepare(shard, now, above=ballot[0])
+                self._reconsider(shard, now)
             return False
-        if seat.server is not None and bid != seat.leader:  # two serve: only a claim, which asks both, ends it
-            if self.owner(seat) == self._me:
+        if (
+            shard.server is not None and ballot != shard.leader
+        ):  # two serve: only a new ballot, which asks both, ends it
+            if self.owner(shard) == self._me:
                 if sender not in self._members.alive:
                     self._heard[sender] = now
-                self._claim(seat, now, above=bid[0])
-                self._reconsider(seat, now)
-            elif bid > seat.leader and message.serving:  # who claims asks us itself
-                self._announce(seat, message.server)
-        elif bid > seat.leader and not self._may_bid(seat, message.server, message):
-            if self.owner(seat) == self._me:
-                self._claim(seat, now, above=bid[0])
-                self._reconsider(seat, now)
-        elif self._accept_ballot(seat, bid, announced=message.serving):
-            held = seat.tree
+                self._prepare(shard, now, above=ballot[0])
+                self._reconsider(shard, now)
+            elif ballot > shard.leader and message.serving:  # who prepares asks us itself
+                self._announce(shard, message.server)
+        elif ballot > shard.leader and not self._may_lead(shard, message.server, message):
+            if self.owner(shard) == self._me:
+                self._prepare(shard, now, above=ballot[0])
+                self._reconsider(shard, now)
+        elif self._accept_ballot(shard, ballot, announced=message.serving):
+            held = shard.tree
             if sender == message.server and message.serving and held is not None and held.members != tree.members:
-                self._follow(seat, bid)  # others told of its earlier life, which bade the same
-                seat.announced = True
-            if seat.tree is None and message.serving:
-                self._branches.enter(seat, tree)
-            self._reconsider(seat, now)
-            return seat.announced
-        elif sender == message.server and seat.claim is not None and sender in seat.claim.waiting:
-            self._ask(seat, sender)  # it has not had our claim
+                self._follow(shard, ballot)  # others told of its earlier life, which had the same ballot
+                shard.announced = True
+            if shard.tree is None and message.serving:
+                self._relay.enter(shard, tree)
+            self._reconsider(shard, now)
+            return shard.announced
+        elif sender == message.server and shard.preparing is not None and sender in shard.preparing.waiting:
+            self._ask(shard, sender)  # it has not had our ballot
         elif sender == message.server:
-            self._announce(seat, sender)
+            self._announce(shard, sender)
         return False
 
     def on_weights(self, sender: NodeId, message: Weights) -> Applied | None:
-        """Heed the server, and pass on what is for those below; returns our own worker's answer. Raises PeerError."""
-        seat = self.seat(message.shard, term=message.term, clock=message.clock)
-        bid = (message.term, message.server)
+        """Follow the server, and pass on what is for those below; returns our own worker's answer. Raises PeerError."""
+        shard = self.shard(message.shard, term=message.term, clock=message.clock)
+        ballot = (message.term, message.server)
         if sender == message.server:
-            is_known = bid <= seat.leader or sender == self.owner(seat)
-            if not is_known or not self._accept_ballot(seat, bid, announced=False):
+            is_known = ballot <= shard.leader or sender == self.owner(shard)
+            if not is_known or not self._accept_ballot(shard, ballot, announced=False):
                 return None
-        elif bid != seat.leader or sender != seat.parent(self._me):
+        elif ballot != shard.leader or sender != shard.parent(self._me):
             return None
-        self._branches.pass_down(seat, sender, message)
+        self._relay.pass_down(shard, sender, message)
         return next((mark for mark in message.answers if mark.worker == self._me), None)
 
     # ---------------------------------------------------------------- serving
 
     def on_push(self, sender: NodeId, message: ShardPush) -> None:
         """A worker's update. Raises PeerError."""
-        seat = self.seat(message.shard, message.seq, message.oldest, message.life, clock=message.clock)
-        server = seat.server
+        shard = self.shard(message.shard, message.seq, message.oldest, message.life, clock=message.clock)
+        server = shard.server
         if server is None:
-            if sender == self._me and seat.aggregator is not None:
-                seat.aggregator.take_push(message)
+            if sender == self._me and shard.aggregator is not None:
+                shard.aggregator.take_push(message)
             else:
-                self._redirect(seat, sender)
+                self._redirect(shard, sender)
             return
         server.note_incarnation(sender, message.life)
-        self._branches.note_incarnation(seat, sender, message.life)
-        if self._branches.carries(seat, sender, message.life):
-            self._announce(seat, sender)  # it did not know; there must be one way for its pushes
+        self._relay.note_incarnation(shard, sender, message.life)
+        if self._relay.carries(shard, sender, message.life):
+            self._announce(shard, sender)  # it did not know; there must be one way for its pushes
             return
         if server.is_next(sender, message.life, message.seq, message.oldest):
             update = np.empty_like(server.weights)
-            vector.decode(message.codec, seat.part.layout, message.chunks, update)
+            vector.decode(message.codec, shard.part.layout, message.chunks, update)
             self._members.hear(sender, finishing=message.finishing)
             mark, training = Applied(sender, message.life, message.seq), self._members.training
             server.take([mark], message.clock, update, training, message.rate)
@@ -399,72 +402,72 @@ class Leadership:
 
     def on_pull(self, sender: NodeId, message: ShardPull) -> None:
         """A worker that has waited for long, here or elsewhere. Raises PeerError."""
-        seat = self.seat(message.shard, message.seq, message.life)
-        if seat.server is None:
-            if seat.aggregator is None:
-                self._redirect(seat, sender)
+        shard = self.shard(message.shard, message.seq, message.life)
+        if shard.server is None:
+            if shard.aggregator is None:
+                self._redirect(shard, sender)
             elif message.passes:
-                seat.aggregator.passed.add(sender)
+                shard.aggregator.passed.add(sender)
             else:
-                seat.aggregator.hurries = True
-                self._branches.send_up(seat, seat.aggregator.repeat())  # that they were taken may be what was lost
+                shard.aggregator.hurries = True
+                self._relay.send_up(shard, shard.aggregator.repeat())  # that they were taken may be what was lost
         else:
-            seat.server.note_incarnation(sender, message.life)
-            self._branches.note_incarnation(seat, sender, message.life)
+            shard.server.note_incarnation(sender, message.life)
+            self._relay.note_incarnation(shard, sender, message.life)
             if not message.knows:
-                self._announce(seat, sender)
-            seat.final_to.discard(sender)
-            seat.server.owed[sender] = None
-            seat.asked.add(sender)
+                self._announce(shard, sender)
+            shard.final_to.discard(sender)
+            shard.server.owed[sender] = None
+            shard.asked.add(sender)
             if message.passes:
-                seat.server.passed.add(sender)
+                shard.server.passed.add(sender)
 
-    def _redirect(self, seat: ShardState, sender: NodeId) -> None:
-        if seat.announced and seat.leader[1] not in (self._me, sender):
-            self._announce(seat, sender)
+    def _redirect(self, shard: ShardState, sender: NodeId) -> None:
+        if shard.announced and shard.leader[1] not in (self._me, sender):
+            self._announce(shard, sender)
 
     def serve(self, now: float) -> None:
         """Update what is due, and answer whom it is time to answer."""
         training = self._members.training
-        for seat in self.all:
-            if seat.outdated:
-                self._reconsider(seat, now)
-            if seat.server is None:
-                if seat.aggregator is not None:
-                    self._branches.send_up(seat, seat.aggregator.due(training))
+        for shard in self.shards:
+            if shard.outdated:
+                self._reconsider(shard, now)
+            if shard.server is None:
+                if shard.aggregator is not None:
+                    self._relay.send_up(shard, shard.aggregator.due(training))
                 continue
-            self._answer(seat, seat.server.due(training), final=False)
-            self._end(seat, training)
+            self._answer(shard, shard.server.due(training), final=False)
+            self._end(shard, training)
 
-    def _end(self, seat: ShardState, training: frozenset[NodeId]) -> None:
+    def _end(self, shard: ShardState, training: frozenset[NodeId]) -> None:
         """When nobody trains, all get the final weights."""
-        server = seat.server
+        server = shard.server
         if server is None:
             return
-        if training or seat.final_clock != server.clock:  # who trains again ends again
-            seat.final_clock = server.clock
-            seat.final_to.clear()
+        if training or shard.final_clock != server.clock:  # who trains again ends again
+            shard.final_clock = server.clock
+            shard.final_to.clear()
         if not training and not server.pushers:
-            left = sorted(self._members.everyone - seat.final_to)
-            seat.final_to |= set(left)
-            self._answer(seat, left, final=True)
+            left = sorted(self._members.everyone - shard.final_to)
+            shard.final_to |= set(left)
+            self._answer(shard, left, final=True)
 
-    def _answer(self, seat: ShardState, workers: Sequence[NodeId], *, final: bool) -> None:
-        """Our own worker last: it may claim, and there is no server any more."""
-        server = seat.server
+    def _answer(self, shard: ShardState, workers: Sequence[NodeId], *, final: bool) -> None:
+        """Our own worker last: it may prepare a ballot, and there is no server any more."""
+        server = shard.server
         assert server is not None, "only of one that is served here"
         answers = tuple(server.come.get(worker, Applied(worker, 0, 0)) for worker in workers if worker != self._me)
         if answers:
-            if seat.encoded[0] != server.clock:
-                seat.encoded = server.clock, vector.encode(WEIGHTS_CODEC, exact(seat), server.held)[0]
+            if shard.encoded[0] != server.clock:
+                shard.encoded = server.clock, vector.encode(WEIGHTS_CODEC, exact(shard), server.held)[0]
             marks = tuple(server.applied.values())
-            term, me = seat.leader
-            self._branches.send_down(
-                seat, Weights(seat.part.number, term, me, server.clock, answers, final, marks, seat.encoded[1])
+            term, me = shard.leader
+            self._relay.send_down(
+                shard, Weights(shard.part.number, term, me, server.clock, answers, final, marks, shard.encoded[1])
             )
         if self._me in workers:
-            self._answer_here(seat, server, final)
+            self._answer_here(shard, server, final)
 
 
-def _hash(shard: int, id: NodeId) -> tuple[bytes, NodeId]:
-    return blake2b(f"{shard} {id}".encode(), digest_size=8).digest(), id
+def _hash(number: int, id: NodeId) -> tuple[bytes, NodeId]:
+    return blake2b(f"{number} {id}".encode(), digest_size=8).digest(), id

@@ -7,7 +7,7 @@ pushes has k limits: what is in it, only who summed it knows. While no other wor
 weights themselves, of a gradient as its learning rate makes it; that rate has a limit of the same kind. What an
 optimizer remembers must be near, too, and such as gradients can make it (`remembers_alike`).
 
-A model that comes as the answer to a claim is near another one if no more lies between them than the steps between
+A model that comes as the answer to a ballot is near another one if no more lies between them than the steps between
 their clocks can be (`are_near`).
 """
 

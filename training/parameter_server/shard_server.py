@@ -13,7 +13,7 @@ linear, so the mean of the steps is the step of the mean gradient; of any other 
 With one (optimizer.py) workers push gradients g, as the paper's do, each with its learning rate a. What a step would be
 divided by divides the rate: of an update's c pushes with factors f = 1 / max(1, staleness), 1 / n or 1 the gradient is
 sum(f g) / sum(f), and the rate mean(f a). So plain SGD adds -mean(f a g), and an optimizer that does not care how long
-a gradient is heeds its staleness, too. hardsync can scale the rate by the square root of the batch of all workers
+a gradient is allows for its staleness, too. hardsync can scale the rate by the square root of the batch of all workers
 (`batch`), and can go on without the last few (`backup`; Chen et al. 2016, arXiv:1604.00981): what comes from those
 later is dropped, and answered at once with the weights that the others have made.
 

@@ -47,7 +47,7 @@ class Members:
 
 @dataclass(slots=True, eq=False)
 class Preparing:
-    """What a claimant has been answered so far."""
+    """What a proposer has been promised so far."""
 
     waiting: set[NodeId]
     best: Newest
@@ -74,19 +74,19 @@ class ShardState:
     """One shard, and who serves it."""
 
     part: Part
-    leader: Ballot = NOBODY  # the highest bid that was heard
+    leader: Ballot = NOBODY  # the highest ballot that was heard
     announced: bool = False  # and it serves
     server: ShardServer | None = None  # here
-    claim: Preparing | None = None
+    preparing: Preparing | None = None
     encoded: tuple[int, Chunks] = (-1, ())  # the weights at this clock
     final_clock: int = NEVER  # of the weights that went as final ones
     final_to: set[NodeId] = field(default_factory=set)  # to these
-    tree: Tree | None = None  # of the leader's reign; None: it has not said it yet
+    tree: Tree | None = None  # of the leader's term; None: it has not said it yet
     aggregator: Aggregator | None = None  # our place in it
     sums: dict[NodeId, int] = field(default_factory=dict)  # the last that has come from each who is next below us
-    early: list[tuple[NodeId, ShardSum]] = field(default_factory=list)  # of a reign that has not been heard of
+    early: list[tuple[NodeId, ShardSum]] = field(default_factory=list)  # of a term that has not been heard of
     outdated: bool = False  # our tree
-    not_owners: dict[NodeId, Prepare | ShardLeader] = field(default_factory=dict)  # who bade for it, as far as we know
+    not_owners: dict[NodeId, Prepare | ShardLeader] = field(default_factory=dict)  # proposers, as far as we know
     asked: set[NodeId] = field(default_factory=set)  # who pulled, and is answered without the tree: it may be broken
 
     def parent(self, id: NodeId) -> NodeId | None:
@@ -102,7 +102,7 @@ def _are_alike(one: Newest, other: Newest, part: Part) -> bool:
     return remembers_alike(rows[0], rows[1], clocks, part.gradient)
 
 
-def exact(seat: ShardState) -> Layout:
+def exact(shard: ShardState) -> Layout:
     """Of weights that travel, and of what the optimizer remembers: float buffers too are exact."""
-    count = seat.part.layout.total + len(seat.part.state)
+    count = shard.part.layout.total + len(shard.part.state)
     return Layout(count, count)

@@ -1,8 +1,8 @@
-"""Who sums whose pushes on their way to a shard's server? The tree of aggregators of Rudra-adv, one for each reign.
+"""Who sums whose pushes on their way to a shard's server? The tree of aggregators of Rudra-adv, one for each term.
 
 The server is the root; the member of rank r gives its sums to rank (r - 1) // arity, and what the server answers
-comes back the same way. The server lays the tree out anew with every claim of its shard, and says it with
-`ShardLeader`: who is in it, in which life, and the last push of each that is in the weights. So all who heed a bid
+comes back the same way. The server lays the tree out anew with every ballot of its own, and says it with
+`ShardLeader`: who is in it, in which life, and the last push of each that is in the weights. So all who accept a ballot
 see one tree, and each push has one way through it. Who is not in it, such as a newcomer, speaks with the server
 itself.
 """
@@ -75,9 +75,9 @@ class Tree:
         return way[way.index(top) - 1] if top in way[1:] else id
 
 
-def tree_of(serves: ShardLeader) -> Tree:
+def tree_of(message: ShardLeader) -> Tree:
     """As a server says it. Raises PeerError."""
-    ids = [member.worker for member in serves.tree]
-    if ids and (not 1 <= serves.arity <= ARITY_MAX or len(set(ids)) < len(ids) or ids[0] != serves.server):
-        raise PeerError(f"a tree of arity {serves.arity} whose root is {ids[0]!r}, served by {serves.server!r}")
-    return Tree(serves.arity, serves.tree)
+    ids = [member.worker for member in message.tree]
+    if ids and (not 1 <= message.arity <= ARITY_MAX or len(set(ids)) < len(ids) or ids[0] != message.server):
+        raise PeerError(f"a tree of arity {message.arity} whose root is {ids[0]!r}, served by {message.server!r}")
+    return Tree(message.arity, message.tree)

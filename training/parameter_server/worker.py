@@ -24,7 +24,7 @@ from peerd.transport.ids import NodeId
 from peerd.transport.messages import Applied, Chunks, ShardPull, ShardPush
 
 Ballot = tuple[int, NodeId]
-"""Who serves a shard: the term and the member; the higher bid wins."""
+"""Who serves a shard: the term and the member; the higher ballot wins."""
 
 NOBODY: Ballot = (0, "")
 NEVER = -1
@@ -56,7 +56,7 @@ class Part:
 
 
 class Worker:
-    """Base is what was pulled of all shards; `base` of a part is also the replica that outlives its server."""
+    """Base is what was pulled of all shards; `base` of a part is also the copy that outlives its server."""
 
     def __init__(
         self, me: NodeId, life: int, layout: Layout, shards: int, codec: str, start: Vector,

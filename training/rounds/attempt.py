@@ -46,7 +46,7 @@ class CodecPacking:
         self.cut = layout.parameters
         self.lost = np.zeros(layout.total, np.float32)
         self._codecs = CODECS[codec_name], CODECS[BUFFER_CODEC]
-        self._squeezers = Compressor(), Compressor()
+        self._compressors = Compressor(), Compressor()
 
     def pack(self, start: int, values: Vector) -> Chunk:
         """See `Packing.pack`. Raises NotFinite."""
@@ -56,7 +56,7 @@ class CodecPacking:
         lost = self.lost[start : start + len(values)]
         codec.decode(body, lost)
         np.subtract(values, lost, out=lost)
-        return self._squeezers[is_buffer].pack(body)
+        return self._compressors[is_buffer].pack(body)
 
     def unpack(self, start: int, payload: Chunk, count: int) -> Vector:
         """See `Packing.unpack`."""

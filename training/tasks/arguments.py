@@ -8,14 +8,14 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from peerd.training.tasks import shards
+from peerd.training.tasks import data_partition
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
     """A task's settings."""
 
-    shard: shards.Split
+    shard: data_partition.Split
     steps: int
     seed: int
     rank: int
@@ -34,13 +34,18 @@ def parse(task: str, argv: Sequence[str] | None, *, steps: int, lr: float, batch
     add(
         "--seed", type=_natural, default=0, help="of the weights and of the split: give every rank the same (default 0)"
     )
-    add("--rank", type=_natural, default=environment("PEERD_RANK", "0"), help="whose shard (default PEERD_RANK or 0)")
-    add("--peers", type=_count, default=environment("PEERD_PEERS", "1"), help="shards (default PEERD_PEERS or 1)")
+    add(
+        "--rank",
+        type=_natural,
+        default=environment("PEERD_RANK", "0"),
+        help="whose partition (default PEERD_RANK or 0)",
+    )
+    add("--peers", type=_count, default=environment("PEERD_PEERS", "1"), help="partitions (default PEERD_PEERS or 1)")
     add("--lr", type=_positive, default=lr, help=f"peak learning rate (default {lr:g})")
     add("--batch", type=_count, default=batch, help=f"samples a step (default {batch})")
     add("--pace", type=_seconds, default=0.0, help="minimum seconds a step, so that peers share a machine (default 0)")
     values = vars(parser.parse_args(argv))
-    return Arguments(**{**values, "shard": shards.parse(values["shard"])})
+    return Arguments(**{**values, "shard": data_partition.parse(values["shard"])})
 
 
 def _natural(text: str) -> int:

@@ -55,7 +55,7 @@ def prepare(options: Arguments) -> Run:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train this rank's shard."""
+    """Train this rank's partition."""
     options = parse(argv)
     run = prepare(options)
     pace = script.Pace(options.pace)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from peerd.training.tasks import schedule, shards
+from peerd.training.tasks import data_partition, schedule
 from peerd.training.tasks.arguments import Arguments
 from peerd.training.tasks.data import Samples
 
@@ -24,17 +24,17 @@ class Run:
         self,
         build: Callable[[int, float], tuple[nn.Module, Optimizer]],
         train: Samples,
-        labels: shards.Labels,
+        labels: data_partition.Labels,
         options: Arguments,
         warmup: int = 0,
     ) -> None:
-        """`labels` say what the shards are split by, one for each of `train`; `warmup` is in steps."""
+        """`labels` say what the data is split by, one for each of `train`; `warmup` is in steps."""
         self.model, self.optimizer = build(options.seed, options.lr)
         self._train = train
-        self._mine = shards.shard(options.shard, labels, options.rank, options.peers, options.seed)
+        self._mine = data_partition.of_rank(options.shard, labels, options.rank, options.peers, options.seed)
         self._options = options
         self._warmup = warmup
-        self._batches: Iterator[shards.Indices] | None = None
+        self._batches: Iterator[data_partition.Indices] | None = None
         self._next = -1
 
     def step(self, number: int) -> tuple[float, int]:
@@ -52,7 +52,7 @@ class Run:
         """The half of step `number` before the optimizer's; returns the same."""
         options, train = self._options, self._train
         if self._batches is None or number != self._next:
-            self._batches = shards.batches(self._mine, options.batch, options.rank, options.seed, number)
+            self._batches = data_partition.batches(self._mine, options.batch, options.rank, options.seed, number)
         self._next = number + 1
         batch = torch.from_numpy(next(self._batches))
         schedule.set_lr(self.optimizer, options.lr, number, options.steps, self._warmup)

@@ -7,7 +7,7 @@ import math
 from torch.optim import Optimizer
 
 LR_FLOOR = 0.005
-"""Of the peak. It ends client drift (at 0.05 skewed shards lost up to 5 points) and keeps the trigger's ratio off 0."""
+"""Of the peak. It ends client drift (at 0.05 skewed data lost up to 5 points) and keeps the trigger's ratio off 0."""
 
 
 def set_lr(optimizer: Optimizer, peak: float, step: int, steps: int, warmup: int = 0) -> None:

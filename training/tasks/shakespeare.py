@@ -22,7 +22,7 @@ WARMUP = 20  # steps: Adam's second moments are noise at first
 EVALUATE_EVERY = 50  # steps
 EVALUATE_BLOCKS = 64  # while training: 4,096 characters, about 0.1 s
 TEST_BLOCKS = 1000  # 64,000 characters: the whole tenth would take 10 s for one more digit
-STRETCHES = 10  # consecutive parts of the text, the classes of the sorted and Dirichlet shards
+STRETCHES = 10  # consecutive parts of the text, the classes of the sorted and Dirichlet partitions
 
 CONTEXT = 64  # characters
 BLOCKS_MIN = 2 * STRETCHES  # so that every stretch has one to train on
@@ -121,7 +121,7 @@ def prepare(options: Arguments) -> Run:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train this rank's shard."""
+    """Train this rank's partition."""
     options = parse(argv)
     run = prepare(options)
     pace = script.Pace(options.pace)

@@ -57,7 +57,7 @@ class Message:
     """Whether an older one of its type that has not left yet is worth nothing."""
     repeated: ClassVar[bool] = True
     """Whether it is said anew when a connection broke before it left."""
-    about: ClassVar[tuple[str, ...]] = ()
+    key_fields: ClassVar[tuple[str, ...]] = ()
     """Of bulk: the fields that a message and its repetition have in common; its chunks are not worth comparing."""
 
     @property
@@ -65,7 +65,7 @@ class Message:
         """Equal for a message and its repetition."""
         if self.supersedes:
             return (type(self),)
-        return (type(self), *(getattr(self, name) for name in self.about)) if self.about else self
+        return (type(self), *(getattr(self, name) for name in self.key_fields)) if self.key_fields else self
 
     def __init_subclass__(cls) -> None:
         """Raises TypeError: the number is another message's, or none for messages."""

@@ -105,5 +105,5 @@ class SpeedSample(Message):
     """Bytes that mean nothing; above 31, for what is urgent has no chunks."""
 
     KIND: ClassVar[int] = 36
-    about: ClassVar[tuple[str, ...]] = ("KIND",)
+    key_fields: ClassVar[tuple[str, ...]] = ("KIND",)
     chunks: Chunks

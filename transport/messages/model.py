@@ -24,7 +24,7 @@ class ModelSnapshot(Message):
 
     KIND: ClassVar[int] = 33
     repeated: ClassVar[bool] = False  # the connection that broke may have led to the newcomer's former life
-    about: ClassVar[tuple[str, ...]] = ("KIND",)  # of any step: one that waits is enough
+    key_fields: ClassVar[tuple[str, ...]] = ("KIND",)  # of any step: one that waits is enough
     step: int
     codec: Name
     chunks: Chunks

@@ -13,7 +13,7 @@ class Push(Message):
     """The sender's model less what the receiver knows of it (nothing, at seq 1): number `seq` of the one-way `link`."""
 
     KIND: ClassVar[int] = 56
-    about: ClassVar[tuple[str, ...]] = ("link", "seq")
+    key_fields: ClassVar[tuple[str, ...]] = ("link", "seq")
     wants_answer: ClassVar[bool] = True
     link: Drawn
     seq: int

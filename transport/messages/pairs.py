@@ -33,7 +33,7 @@ class LinkSnapshot(Message):
     """The vector that both references of `link` start from, at version 0."""
 
     KIND: ClassVar[int] = 49
-    about: ClassVar[tuple[str, ...]] = ("link",)
+    key_fields: ClassVar[tuple[str, ...]] = ("link",)
     link: Drawn
     codec: Name
     chunks: Chunks
@@ -44,7 +44,7 @@ class Delta(Message):
     """One half of exchange `seq` of `link`: the sender's model less its reference, encoded with `codec`."""
 
     KIND: ClassVar[int] = 50
-    about: ClassVar[tuple[str, ...]] = ("link", "seq")
+    key_fields: ClassVar[tuple[str, ...]] = ("link", "seq")
     link: Drawn
     seq: Drawn
     codec: Name
@@ -113,7 +113,7 @@ class PairHalf(Message):
     """The sender's contribution to exchange `seq`, a whole model; the one who invited asks for the other's."""
 
     KIND: ClassVar[int] = 99
-    about: ClassVar[tuple[str, ...]] = ("seq",)
+    key_fields: ClassVar[tuple[str, ...]] = ("seq",)
     seq: Drawn
     codec: Name
     wants_answer: bool

@@ -27,7 +27,7 @@ class ShardPush(Message):
     """
 
     KIND: ClassVar[int] = 80
-    about: ClassVar[tuple[str, ...]] = ("shard", "seq")
+    key_fields: ClassVar[tuple[str, ...]] = ("shard", "seq")
     shard: int
     seq: int
     life: Drawn  # of the worker: a restarted one counts from 1 again
@@ -57,7 +57,7 @@ class Weights(Message):
     """A shard's weights at `clock`, in float32, and behind them what its optimizer remembers, if it has one."""
 
     KIND: ClassVar[int] = 82
-    about: ClassVar[tuple[str, ...]] = ("shard", "term", "clock")
+    key_fields: ClassVar[tuple[str, ...]] = ("shard", "term", "clock")
     shard: int
     term: int
     server: NameOrNone
@@ -80,12 +80,12 @@ class Prepare(Message):
 
 @dataclass(frozen=True, slots=True)
 class Promise(Message):
-    """The answer to a claim: the sender's newest weights; no chunks if the claimant's are as new."""
+    """The answer to a ballot: the sender's newest weights; no chunks if the proposer's are as new."""
 
     KIND: ClassVar[int] = 84
-    about: ClassVar[tuple[str, ...]] = ("shard", "term", "clock")
+    key_fields: ClassVar[tuple[str, ...]] = ("shard", "term", "clock")
     shard: int
-    term: int  # of the claim
+    term: int  # of the ballot
     life: Drawn  # of the sender's worker
     clock: WeightsClock
     applied: tuple[Applied, ...]
@@ -94,7 +94,7 @@ class Promise(Message):
 
 @dataclass(frozen=True, slots=True)
 class ShardLeader(Message):
-    """This member serves the shard, or claims it."""
+    """This member serves the shard, or prepares to."""
 
     KIND: ClassVar[int] = 85
     shard: int
@@ -110,7 +110,7 @@ class ShardSum(Message):
     """The sum of these pushes, all made from the weights at `clock`; the sender's number `seq` in this tree."""
 
     KIND: ClassVar[int] = 87
-    about: ClassVar[tuple[str, ...]] = ("shard", "term", "clock", "seq")
+    key_fields: ClassVar[tuple[str, ...]] = ("shard", "term", "clock", "seq")
     shard: int
     term: int
     server: NameOrNone

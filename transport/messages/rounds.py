@@ -67,7 +67,7 @@ class RoundPieces(Message):
     """Partial sums, or sums, of parts of the vector: one chunk each."""
 
     KIND: ClassVar[int] = 66
-    about: ClassVar[tuple[str, ...]] = ("attempt", "seqs")
+    key_fields: ClassVar[tuple[str, ...]] = ("attempt", "seqs")
     round: int
     attempt: int
     seqs: tuple[int, ...]

@@ -1,6 +1,6 @@
-"""Links whose large chunks travel over UCX: RDMA where there is InfiniBand or RoCE, else what UCX has in its place.
+"""Connections with their large chunks over UCX: RDMA where there is InfiniBand or RoCE, else what UCX has in its place.
 
-How this works. A link is a TCP link (transport/stream.py), upgraded after its greeting (transport/upgrade.py). One
+How this works. A connection over TCP (transport/stream.py) is upgraded after its greeting (transport/upgrade.py). One
 `UcxFabric` a node owns UCX's only worker and the one task that moves it (`run`): progress, look which operations
 have ended, arm, wait for the event descriptor. A channel is two queues of tagged messages, one chunk each, between the
 staging memory of both ends; the receiver posts the next ones as soon as it has read which will come.
@@ -92,7 +92,7 @@ class UcxFabric:
         self.refuses = ""
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Move UCX until cancelled or it fails, then end it; links that come after are not upgraded."""
+        """Move UCX until cancelled or it fails, then end it; connections that come after are not upgraded."""
         try:
             task_status.started()
             while True:
@@ -379,7 +379,7 @@ class UcxChannel:
         self._fabric.wake()
         self.staging.close()
         self._moved.unpark_all()
-        on_close, self.on_close = self.on_close, nothing  # of the link, whose chunks keep slots
+        on_close, self.on_close = self.on_close, nothing  # of the connection, whose chunks keep slots
         on_close(lost)
 
     def on_ended(self, operation: _Operation, status: int) -> None:

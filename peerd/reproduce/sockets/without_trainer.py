@@ -1,4 +1,4 @@
-"""How does a mode run over real connections with no trainer? As in a daemon: compute thread, peers, accepted links."""
+"""How does a mode run over real connections with no trainer? As in a daemon: compute thread, peers, acceptor."""
 
 from __future__ import annotations
 
@@ -63,17 +63,17 @@ async def without_trainer(
     me, where = name_of(rank), {name_of(other): address for other, address in enumerate(addresses)}
     hello = Hello(1, "swarm", "run", me, me, 1, *addresses[rank], mode.NAME, "", ())
 
-    async def accept(link: Connection) -> None:
-        peers.count(link)
+    async def accept(connection: Connection) -> None:
+        peers.count(connection)
         try:
-            theirs = await answer(link, lambda _: None, Welcome(me, me, 1))
-            link.payload_limit = vector.payload_limit(layout)
+            theirs = await answer(connection, lambda _: None, Welcome(me, me, 1))
+            connection.payload_limit = vector.payload_limit(layout)
             while True:
-                await runner.on_message(theirs.node, await link.receive())
+                await runner.on_message(theirs.node, await connection.receive())
         except ConnectionLost:
             pass  # at the end
         finally:
-            await peers.close(link)
+            await peers.close(connection)
 
     async with trio.open_nursery() as nursery:
         carried = transport(nursery)

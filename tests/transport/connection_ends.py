@@ -1,4 +1,4 @@
-"""Two ends of one link, for tests that need both."""
+"""Two ends of one connection, for tests that need both."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ M = TypeVar("M", bound=Message)
 async def met(
     near: Transport, far: Transport, address: tuple[str, int]
 ) -> AsyncIterator[tuple[StreamConnection, StreamConnection]]:
-    """Yield the ends of a link between two transports, the second of which listens there."""
+    """Yield the ends of a connection between two transports, the second of which listens there."""
     give, taken = trio.open_memory_channel[Connection](1)
 
-    async def accepted(link: Connection) -> None:
-        await give.send(link)
+    async def accepted(connection: Connection) -> None:
+        await give.send(connection)
         await trio.sleep_forever()
 
     async with trio.open_nursery() as nursery:
@@ -39,7 +39,7 @@ async def met(
 async def joined(
     near: Transport, far: Transport, payload_limit: int
 ) -> AsyncIterator[tuple[StreamConnection, StreamConnection]]:
-    """Yield the ends of an admitted link between two transports over this machine's network."""
+    """Yield the ends of an admitted connection between two transports over this machine's network."""
     async with met(near, far, ("127.0.0.1", 0)) as (dialled, taken_in):
         taken_in.admit()
         dialled.payload_limit = taken_in.payload_limit = payload_limit
@@ -48,16 +48,16 @@ async def joined(
         await taken_in.aclose()
 
 
-async def receive_a(kind: type[M], link: Connection) -> M:
+async def receive_a(kind: type[M], connection: Connection) -> M:
     """The next message, which is one of this kind."""
-    message = await link.receive()
+    message = await connection.receive()
     assert isinstance(message, kind)
     return message
 
 
-async def close_at_once(link: Connection) -> None:
+async def close_at_once(connection: Connection) -> None:
     # trio's types want a subclass; all that it calls is aclose
-    await trio.aclose_forcefully(cast("trio.abc.AsyncResource", link))
+    await trio.aclose_forcefully(cast("trio.abc.AsyncResource", connection))
 
 
 async def nobody(_: Connection) -> None:

@@ -1,4 +1,4 @@
-"""The shards: every sample exactly once, no rank empty, the same for the same seed."""
+"""The partitions: every sample exactly once, no rank empty, the same for the same seed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peerd.training.tasks.shards import Indices, Labels, Split, batches, parse, shard
+from peerd.training.tasks.data_partition import Indices, Labels, Split, batches, of_rank, parse
 from peerd.transport.errors import UserError
 
 SPLITS = st.one_of(
@@ -26,7 +26,7 @@ def label_arrays(draw: st.DrawFn) -> Labels:
 
 
 def every_shard(split: Split, labels: Labels, peers: int, seed: int) -> list[Indices]:
-    return [shard(split, labels, rank, peers, seed) for rank in range(peers)]
+    return [of_rank(split, labels, rank, peers, seed) for rank in range(peers)]
 
 
 @settings(deadline=None)  # a shared machine stalls
@@ -77,7 +77,7 @@ def test_small_alpha_is_skewed_and_large_alpha_is_not(seed: int) -> None:
 
 def test_a_different_seed_splits_otherwise() -> None:
     labels = np.arange(100) % 10
-    assert shard(Split("iid"), labels, 0, 4, 1).tolist() != shard(Split("iid"), labels, 0, 4, 2).tolist()
+    assert of_rank(Split("iid"), labels, 0, 4, 1).tolist() != of_rank(Split("iid"), labels, 0, 4, 2).tolist()
 
 
 def test_one_class_and_tiny_alpha_still_leave_no_rank_empty() -> None:
@@ -122,12 +122,12 @@ def test_parse_says_what_is_wrong(text: str, line: str) -> None:
 @pytest.mark.parametrize(("rank", "peers"), [(4, 4), (-1, 4), (0, 0)])
 def test_a_rank_that_does_not_exist(rank: int, peers: int) -> None:
     with pytest.raises(UserError, match="does not exist"):
-        shard(Split("iid"), np.arange(10), rank, peers, 0)
+        of_rank(Split("iid"), np.arange(10), rank, peers, 0)
 
 
 def test_more_peers_than_samples() -> None:
     with pytest.raises(UserError, match="3 samples cannot be split over 4 peers"):
-        shard(Split("iid"), np.arange(3), 0, 4, 0)
+        of_rank(Split("iid"), np.arange(3), 0, 4, 0)
 
 
 @settings(deadline=None)  # a shared machine stalls

@@ -53,7 +53,7 @@ def parse(text: str) -> Split:
     return Split(kind, alpha)
 
 
-def shard(split: Split, labels: Labels, rank: int, peers: int, seed: int) -> Indices:
+def of_rank(split: Split, labels: Labels, rank: int, peers: int, seed: int) -> Indices:
     """The indices of the samples that `rank` trains on, in ascending order."""
     if peers < 1 or not 0 <= rank < peers:
         raise UserError(f"rank {rank} does not exist among {peers} peers: ranks count from 0 to peers - 1")
@@ -89,9 +89,9 @@ def _dirichlet(split: Split, labels: Labels, peers: int, random: np.random.Gener
         members = random.permutation(np.flatnonzero(labels == label))
         shares = random.dirichlet(np.full(peers, split.alpha))
         cuts = np.rint(np.cumsum(shares)[:-1] * len(members)).astype(np.int64)
-        for hand, part in zip(dealt, np.split(members, cuts), strict=True):
-            hand.append(part)
-    return _fill_empty([np.concatenate(hand) for hand in dealt])
+        for own, part in zip(dealt, np.split(members, cuts), strict=True):
+            own.append(part)
+    return _fill_empty([np.concatenate(own) for own in dealt])
 
 
 def _fill_empty(parts: list[Indices]) -> list[Indices]:
