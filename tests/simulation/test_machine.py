@@ -18,6 +18,7 @@ from peerd.simulation.node import Clock
 from peerd.simulation.problems import Quadratic
 from peerd.simulation.swarm import Swarm
 from peerd.simulation.world import World
+from peerd.transport.messages import State
 
 PLACES = 5
 CONVERGE_S = 120.0
@@ -118,6 +119,10 @@ class FaultySwarm(RuleBasedStateMachine):
             if not node.running:
                 swarm.resume(place)
                 REACHED["resume"] += 1
+        left = swarm.run(
+            CONVERGE_S, lambda: all(node.membership.me.state < State.LEFT for node in swarm.nodes.values())
+        )
+        assert left, "who leaves is gone by then, and not there when another seeks it"
         for place in range(PLACES):
             if place not in swarm.nodes:
                 swarm.start(place, (0, 1, 2))
