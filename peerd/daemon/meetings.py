@@ -40,7 +40,7 @@ class Meetings:
         async with trio.open_nursery() as nursery:
             while True:
                 room, members = AT_ONCE - self._under_way, self._members()
-                for member in self._acquaintances.due(members, trio.current_time(), room) if room else ():
+                for member in self._acquaintances.due(members, trio.current_time(), room):
                     self._under_way += 1
                     nursery.start_soon(self._dial, member)
                 await trio.sleep(LOOK_MIN_S)

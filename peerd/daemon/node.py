@@ -95,15 +95,15 @@ class Daemon:
         self._kept = kept
         self._transport = transport
         self._have_partners, self._partners_until = False, self.began
+        self.acquaintances = Acquaintances(me.id, rng, lambda: self.view.tell_changes(), sealed=entry is not None)
         self.peers = Peers(
             transport,
             self._hello,
             self._address_of,
             reconnected=lambda peer: self.model.on_reconnected(peer),
             refused=self._on_refused_by_peer,
-            met=lambda who: self.acquaintances.note(who),
+            met=self.acquaintances.note,
         )
-        self.acquaintances = Acquaintances(me.id, rng, lambda: self.view.tell_changes(), sealed=entry is not None)
         self.meetings = Meetings(self.acquaintances, self.peers, transport, self.members)
         kept_until = self.began + timing.silence_s(len(kept))
         self.model = TrainerService(

@@ -58,9 +58,9 @@ class Acquaintances:
         Those tried least go first, in an order of this node's own: whoever comes new does not wait for made-up ones.
         """
         self._forget(members)
-        live = [member for id, member in members.items() if not self.counts(id) and member.state <= State.SUSPECT]
-        tries = {member.id: self._tried.get(member.id, (0, now)) for member in live}
-        ready = [member for member in live if tries[member.id][1] <= now]
+        strangers = self._strangers(members)
+        tries = {member.id: self._tried.get(member.id, (0, now)) for member in strangers}
+        ready = [member for member in strangers if tries[member.id][1] <= now]
         self._rng.shuffle(ready)
         ready.sort(key=lambda member: tries[member.id][0])
         for member in ready[:most]:
@@ -76,8 +76,11 @@ class Acquaintances:
 
     def next_at(self, members: Mapping[NodeId, Member], now: float) -> float:
         """When somebody is to be met, should nothing come until then."""
-        live = (id for id, member in members.items() if not self.counts(id) and member.state <= State.SUSPECT)
-        return min((self._tried.get(id, (0, now))[1] for id in live), default=float("inf"))
+        tries = (self._tried.get(member.id, (0, now)) for member in self._strangers(members))
+        return min((again for _, again in tries), default=float("inf"))
+
+    def _strangers(self, members: Mapping[NodeId, Member]) -> list[Member]:
+        return [member for id, member in members.items() if not self.counts(id) and member.state <= State.SUSPECT]
 
     def _forget(self, members: Mapping[NodeId, Member]) -> None:
         """Those who are gone for good; who is met before its record comes is not."""

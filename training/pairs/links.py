@@ -50,7 +50,7 @@ from peerd.training.scratch import Scratch
 from peerd.training.trigger import SILENCE_MAX_S, WAKE_AFTER_S
 from peerd.transport.errors import PeerError
 from peerd.transport.ids import NodeId
-from peerd.transport.messages import Delta, LinkClose, LinkClosed, LinkEqual, LinkOpen, LinkSnapshot
+from peerd.transport.messages import Chunks, Delta, LinkClose, LinkClosed, LinkEqual, LinkOpen, LinkSnapshot
 
 SNAPSHOT_CODEC = "bfloat16"  # any vector may start a pair of references; this one costs half of float32
 UNKNOWN = -1  # the version of a link that this end knows nothing of: it was another life's
@@ -271,14 +271,13 @@ class PairLinks:
         full = self.opens and self._places_taken() - frees >= 2 * self._view
         declines = full or self.graylist.refuses(sender, now)
         values = self._values()
-        start = np.empty_like(values)
-        chunks = () if declines else vector.encode(SNAPSHOT_CODEC, self._layout, values)[0]
+        snapshot = None if declines else self._snapshot(values)
         self._give_up(sender)
         effects = self.end(sender, now)
-        if declines:
+        if snapshot is None:
             self._counts["links_declined"] += 1
             return [*effects, Send(sender, LinkClosed(number, 0))]
-        vector.decode(SNAPSHOT_CODEC, self._layout, chunks, start)
+        chunks, start = snapshot
         self._hold(sender, number, start, values, now)
         if sender not in self.held:  # membership does not know it yet, and there is no room for another such
             self._counts["links_declined"] += 1
@@ -422,17 +421,21 @@ class PairLinks:
             effects.append(Send(peer, LinkClose(reference.link, reference.version)))
         return effects
 
+    def _snapshot(self, values: Vector) -> tuple[Chunks, Vector]:
+        """What a link starts from, as it travels and as it arrives. Raises NotFinite."""
+        chunks, _ = vector.encode(SNAPSHOT_CODEC, self._layout, values)
+        start = np.empty_like(values)
+        vector.decode(SNAPSHOT_CODEC, self._layout, chunks, start)
+        return chunks, start
+
     def _offer(self) -> bytes:
         """The digest of the vector from which the links that are asked for now may start: one for all, until all are
         answered. Empty: our model holds a value that is not finite."""
         if self._offered is None:
-            values = self._values()
             try:
-                chunks, _ = vector.encode(SNAPSHOT_CODEC, self._layout, values)
+                _, start = self._snapshot(self._values())
             except NotFinite:
                 return b""
-            start = np.empty_like(values)
-            vector.decode(SNAPSHOT_CODEC, self._layout, chunks, start)
             self._offered = digest(start), start
         return self._offered[0]
 
