@@ -66,6 +66,38 @@ def test_groups_in_another_order_are_told_apart_by_their_values() -> None:
         assert master.reshape(-1).tolist() == [number + value for value in range(piece.start, piece.stop)]
 
 
+def norms() -> nn.Sequential:
+    """All weights are 1 and all biases 0."""
+    return nn.Sequential(nn.LayerNorm(3), nn.LayerNorm(3), nn.LayerNorm(3)).bfloat16()
+
+
+def test_masters_of_equal_parameters_are_told_apart_by_the_models_order() -> None:
+    for groups in ([range(6)], [range(0, 6, 2), range(1, 6, 2)]):  # as one, or without decay for biases
+        model = norms()
+        masters = copies(model)
+        flat = FlatModel(model, torch.optim.AdamW([{"params": [masters[i] for i in group]} for group in groups]))
+        assert all(piece.master is master for piece, master in zip(flat.pieces, masters, strict=True))
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [[[4, 5], [2, 3], [0, 1]], [[5, 4, 3, 2, 1, 0]], [[0, 1, 2, 3], [4, 5]]],
+    ids=["by layer, the last first", "backwards", "by layer"],
+)
+def test_masters_of_equal_parameters_in_another_order_are_refused_before_a_step(groups: list[list[int]]) -> None:
+    model = norms()
+    masters = copies(model)
+    optimizer = torch.optim.SGD([{"params": [masters[i] for i in group]} for group in groups], lr=0.5)
+    with pytest.raises(ValueError, match=r"\.weight and \d\.weight .*: make one optimizer step") as refusal:
+        FlatModel(model, optimizer)
+    assert "\n" not in str(refusal.value)
+    with torch.no_grad():  # as the script makes its first step
+        for number, (master, parameter) in enumerate(zip(masters, model.parameters(), strict=True)):
+            parameter.copy_(master.add_(10 * number))
+    flat = FlatModel(model, optimizer)
+    assert all(piece.master is master for piece, master in zip(flat.pieces, masters, strict=True))
+
+
 def test_masters_that_moved_on_are_told_apart_by_their_shapes() -> None:
     model = build()
     masters = [master.detach() * 2 + 1 for master in copies(model)]
