@@ -202,6 +202,7 @@ def test_the_averaged_model_is_one_and_no_worse(machine: Machine) -> None:
     worst = max(worst_of_late(node) for node in nodes)
     answer = machine.peerd("average", "--name", "b")
     assert answer.returncode == 0, answer.stderr
+    assert "averaged 3 members" in answer.stdout, answer.stdout
 
     def common() -> set[float]:
         return set.intersection(

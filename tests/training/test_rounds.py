@@ -15,8 +15,8 @@ from weather import weather_settings
 
 from peerd.training.modes.allreduce import LANDS_WITHIN, SETTLE_STEPS
 from peerd.training.rounds.attempt import WINDOW
-from peerd.training.rounds.leader import PATIENCE_FIRST_S
-from peerd.training.rounds.member import TRANSITIONS, Rounds
+from peerd.training.rounds.leader import PATIENCE_FIRST_S, PATIENCE_MIN_S
+from peerd.training.rounds.member import REPEAT_S, TRANSITIONS, Rounds
 from peerd.transport.errors import PeerError
 from peerd.transport.messages import LinkClosed, RoundBegin, RoundCommit, RoundPhase, RoundPieces
 
@@ -479,3 +479,34 @@ def test_who_leads_and_stands_aside_begins_nothing_while_a_commit_is_under_way(m
     swarm.heal()
     assert swarm.nodes["b"].core.counts["rounds"] == 1
     assert swarm.nodes["b"].core.counts["attempts"] == 1
+
+
+@pytest.mark.parametrize("reports", [True, False], ids=["and has no contribution", "and never reports"])
+def test_who_lives_holds_up_one_round_at_most(reports: bool) -> None:
+    swarm = RoundSwarm("abcd", overlap="blocking")
+    for name in "abc":
+        swarm.hear(name)
+    if reports:
+        swarm.hear("d")
+    rounds = swarm.nodes["a"].rounds
+
+    def waits_s() -> float:
+        began, before = swarm.now, len(rounds)
+        for name in "abc":
+            swarm.step(name)
+        while len(rounds) == before:
+            swarm.settle()
+            if len(rounds) == before:
+                swarm.pass_time(1.0)
+        return swarm.now - began
+
+    assert PATIENCE_FIRST_S <= waits_s() <= PATIENCE_FIRST_S + 2 * REPEAT_S
+    assert [waits_s() for _ in range(5)] == 5 * [0.0]
+    swarm.hear("d")
+    swarm.step("d")
+    swarm.settle()
+    waits_s()
+    assert swarm.nodes["d"].rounds.items() <= rounds.items(), "who comes is in the next one"
+    assert swarm.nodes["d"].rounds
+    if reports:
+        assert waits_s() >= PATIENCE_MIN_S, "who was in the last one is waited for again"

@@ -8,7 +8,9 @@ change of leader needs follows from two facts:
 - A member obeys one leader at a time, and gives up an unfinished attempt before it reports to another one.
 - An attempt is committed only when every living member of it has reported to hold its result.
 
-A leader decides nothing new before every living member has reported: one that knows less might number a round again.
+A leader decides nothing new before every living member has reported: one that knows less might number a round again,
+which costs a round of whole models later. So who says nothing, or has no contribution, for as long as the leader is
+patient is done without, and is not waited for again until it has been in a round.
 So if some survivor reports to hold no result of the newest attempt, nobody has committed that attempt, and beginning
 another is safe. If all who took part in it hold it, or one has applied it, it is the one result of this round.
 """
@@ -58,6 +60,8 @@ class Leader:
         self._reports: dict[NodeId, RoundReport] = {}
         self._since: dict[NodeId, float] = {}  # when each member came to the round
         self._told: dict[NodeId, RoundBegin | RoundCommit] = {}  # since its last report
+        self._silent: dict[NodeId, float] = {}  # since when each living member has not reported
+        self._given_up: set[NodeId] = set()  # who kept a round waiting for too long, until it is in one again
         self._newest = 0  # the highest attempt begun: of one that died before it reported it, nobody else knows
         self._shuffle = False
         self._wanted_at: float | None = None
@@ -68,7 +72,7 @@ class Leader:
     @property
     def waits(self) -> bool:
         """Whether time alone may change what it decides."""
-        return self.begun is not None or self._wanted_at is not None
+        return self.begun is not None or self._wanted_at is not None or bool(self._silent.keys() - self._given_up)
 
     def heard(self, sender: NodeId, report: RoundReport, now: float) -> None:
         """A member said where it is; said again, what it was told has not reached it."""
@@ -108,7 +112,10 @@ class Leader:
             self.abandoned += 1
             self._shuffle = stuck  # other neighbours may reach each other
             self.begun = None
-        if everyone <= reports.keys():
+        self._silent = {id: self._silent.get(id, now) for id in everyone - reports.keys()}
+        patience_s = _patience_s(pace)
+        self._given_up |= {id for id, since in self._silent.items() if now - since > patience_s}
+        if self._silent.keys() <= self._given_up:
             commits = self._unfinished_commit(reports)
             orders += self._begin(reports, pace, now) if commits is None else commits
         return orders
@@ -155,6 +162,7 @@ class Leader:
 
     def _commit(self, begun: RoundBegin, survivors: list[NodeId]) -> list[Order]:
         self.begun = self._wanted_at = None
+        self._given_up -= set(survivors)
         self._open_since = self._begun_at
         return self._tell(survivors, RoundCommit(begun.round, begun.attempt))
 
@@ -176,9 +184,10 @@ class Leader:
             return []
         enough_at = sorted(self._since[id] for id in roster)[self._settings.min_peers - 1]
         self._wanted_at = max(enough_at, min(self._since[id] for id in wanting))
-        idle = [id for id, report in reports.items() if _is_waited_for(report, newest)]
+        idle = {id for id, report in reports.items() if _is_waited_for(report, newest)} - self._given_up
         if late or (idle and now - self._wanted_at <= self._waits_s(pace)):
             return []
+        self._given_up |= idle
         agreed = {reports[id].agreed for id in roster}
         whole = final or not self._differences or len(agreed) > 1 or agreed == {0}
         topology = self._settings.topology

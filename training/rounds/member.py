@@ -7,8 +7,7 @@ A member that missed a commit because it was away, a newcomer with a snapshot, a
 models that were agreed in different rounds. They need no state of the others: a round whose members do not all hold the
 same agreed model sums whole models exactly (RoundBegin.whole), and after it they do. Its number is one more than any
 that a member has applied. A member whose trainer does not come to the round within the leader's patience is left out,
-and its contribution enters the next. One that lives but cannot be heard stops all rounds until it is heard or declared
-failed: a leader that knows less than all might number a round again.
+and its contribution enters the next; so is one that lives but cannot be heard.
 
 Every order is repeated until the report that follows from it comes, every report on a timer while something is due.
 """
