@@ -39,7 +39,6 @@ from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Effect, Proceed, StepReport, Vector
 from peerd.training.modes import EVERY_STEP, LinkStatus, ModeClass, ModeSettings, Quiet
 from peerd.training.rounds.member import Committed, Outcome, Rounds, Withdrawn
-from peerd.training.trigger import parse_trigger
 from peerd.transport.ids import Address, NodeId
 from peerd.transport.messages import Connected, Message
 from peerd.transport.same_host import SameHost
@@ -153,7 +152,7 @@ class Summing(ModeClass):
 async def peerd(rank: int, addresses: list[Address], count: int, topology: str, shm: bool) -> None:
     layout = Layout(count, count)
     settings = ModeSettings(
-        "float32", parse_trigger("always"), 3, 1, "blocking", topology, min_peers=len(addresses), robust=False
+        codec="float32", overlap="blocking", topology=topology, min_peers=len(addresses), robust=False
     )  # one that says no lengths would be left out of the rounds
     source = contribution(rank, count)
     work = source.copy()

@@ -20,9 +20,8 @@ import numpy as np
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Apply, Effect, Send, StepReport, Vector
 from peerd.training.kernels import library
-from peerd.training.mode import ModeSettings
+from peerd.training.mode_settings import ModeSettings
 from peerd.training.modes.gossip import Gossip
-from peerd.training.trigger import parse_trigger
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import Message
 
@@ -36,7 +35,7 @@ class Node:
         self.index, self._sent = index, sent
         self.model = np.random.default_rng(index).standard_normal(layout.total).astype(np.float32)
         self._read = np.empty_like(self.model)
-        settings = ModeSettings(codec=codec, trigger=parse_trigger("period:1"), view=1)
+        settings = ModeSettings(codec=codec, trigger="period:1", view=1)
         self.core = Gossip(NAMES[index], layout, random.Random(index), settings, self._values)
 
     def _values(self) -> Vector:

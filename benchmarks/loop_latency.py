@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from peerd.cli.local_swarm import LocalSwarm
+from peerd.cli.demo.local_swarm import LocalSwarm
 
 VALUES = 25_000_000
 TRAINER = f"""

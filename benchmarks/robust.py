@@ -85,7 +85,9 @@ def main() -> None:
     parser.add_argument("--liars", nargs="+", type=int, default=[1, 4])
     parser.add_argument("--shards", nargs="+", default=list(SHARDS))
     told = parser.parse_args()
-    base = Scenario(told.peers, 0, None, "digits", told.steps, compute="fixed:1", mode=told.mode, faults="none")
+    base = Scenario(
+        peers=told.peers, problem="digits", steps=told.steps, compute="fixed:1", mode=told.mode, faults="none"
+    )  # fmt: skip
     if told.what == "honest":
         honest(base, told.seeds)
     elif told.what == "toy":

@@ -27,6 +27,7 @@ from peerd.simulation.problems import BytesOnly
 from peerd.simulation.report import page, picture, table
 from peerd.simulation.swarm import Swarm
 from peerd.simulation.world import World
+from peerd.training.mode_settings import ModeSettings
 
 WAYS = ("parameter server", "tree:2", "ring", "halving")
 LATENCY_S = 0.0002
@@ -35,12 +36,12 @@ COMPUTE_S = 0.01
 SERVED_SHARE = 20
 
 
-def run(peers: int, parameters: int, seed: int, steps: int, **settings: Any) -> tuple[float, int]:
+def run(peers: int, parameters: int, seed: int, steps: int, mode: str, **told: Any) -> tuple[float, int]:
     """Virtual seconds until all have ended, and the bytes of the model's messages that one node sends at most."""
     swarm = Swarm(
-        World(seed), peers, BytesOnly(seed, parameters, steps), codec="float32", steps=steps,
-        compute=f"fixed:{COMPUTE_S}", topology=uniform(Profile(LATENCY_S, uplink_mbit=MBIT, downlink_mbit=MBIT), peers),
-        **settings,
+        World(seed), peers, BytesOnly(seed, parameters, steps), mode=mode, steps=steps,
+        told=ModeSettings(codec="float32", **told), compute=f"fixed:{COMPUTE_S}",
+        topology=uniform(Profile(LATENCY_S, uplink_mbit=MBIT, downlink_mbit=MBIT), peers),
     )  # fmt: skip
     swarm.start_formed()
     assert swarm.run(3600, swarm.finished), "not ended in an hour"
@@ -58,7 +59,7 @@ def measure(way: str, peers: int, parameters: int, seed: int) -> dict[str, Any]:
         one, three = (run(peers, parameters, seed, steps, mode="hardsync") for steps in (1, 3))
         seconds, sent = (three[0] - one[0]) / 2 - COMPUTE_S, (three[1] - one[1]) // 2
     else:
-        seconds, sent = run(peers, parameters, seed, 1, mode="allreduce", overlap="blocking", topology_of_rounds=way)
+        seconds, sent = run(peers, parameters, seed, 1, mode="allreduce", overlap="blocking", topology=way)
         seconds -= COMPUTE_S
     transfers = seconds * MBIT * BYTES_PER_MBIT / (4 * parameters)
     share = sent / (2 * (peers - 1) / peers * 4 * parameters)

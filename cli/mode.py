@@ -8,8 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
+from peerd.cli.mode_options import with_mode_options
 from peerd.cli.output import Format, FormatOption, NameOption, echo, print_json
 from peerd.local.local_socket import find_node, request
+from peerd.training.mode_settings import PLANNED
 from peerd.transport.errors import UserError
 
 LOOK_S = 0.1
@@ -34,16 +36,11 @@ def show(name: NameOption = None, format: FormatOption = Format.TEXT) -> None:
 
 
 @mode.command("set")
+@with_mode_options(PLANNED, defaults=False)
 def set_mode(
+    *,
     mode: Annotated[str, typer.Argument(help="how models are combined from now on: what peerd start --mode takes")],
-    codec: Annotated[str | None, typer.Option(help="how deltas are compressed")] = None,
-    trigger: Annotated[str | None, typer.Option(help="when to send: change:0.05, period:10, always")] = None,
-    every: Annotated[int | None, typer.Option(help="steps between rounds, of a mode that has rounds")] = None,
-    overlap: Annotated[str | None, typer.Option(help="training during a round: blocking, delayed, hpsgd")] = None,
-    topology: Annotated[str | None, typer.Option(help="of an all-reduce: auto, ring, tree:K, halving")] = None,
-    servers: Annotated[int | None, typer.Option(help="members that serve the parameters, each a part")] = None,
-    min_peers: Annotated[int | None, typer.Option(help="a round of fewer members waits for more")] = None,
-    view: Annotated[int | None, typer.Option(help="partners at a time")] = None,
+    told: dict[str, Any],
     name: NameOption = None,
     format: FormatOption = Format.TEXT,
 ) -> None:
@@ -54,12 +51,8 @@ def set_mode(
     """
     from peerd.protocol.plan import text_of
 
-    changes = {
-        "codec": codec, "trigger": trigger, "every": every, "overlap": overlap, "topology": topology,
-        "servers": servers, "min_peers": min_peers, "view": view,
-    }  # fmt: skip
     path, began = find_node(name), time.monotonic()
-    plan = request(path, "mode_set", text=text_of(mode, changes))
+    plan = request(path, "mode_set", text=text_of(mode, told))
     answer = _wait(path, plan, began)
     seconds = time.monotonic() - began
     if format is Format.JSON:

@@ -14,19 +14,23 @@ from rich.console import Console
 from rich.table import Table
 
 from peerd.cli import interrupts_end_at_once
+from peerd.cli.mode_options import with_mode_options
 from peerd.cli.output import Format, FormatOption, check_report, print_json, progress_bar, size, write_report
 from peerd.simulation.byzantine import ATTACKS
 from peerd.simulation.laboratory import run_all
 from peerd.simulation.options import LOOK_MIN_S, OPTIMIZERS, SCHEDULES, parse_modes, parse_seeds
 from peerd.simulation.scenario import PROBLEMS, Outcome, Sample, Scenario
 from peerd.simulation.scenario import simulate as run_scenario
+from peerd.training.mode_settings import WEIGHTS
 from peerd.training.modes import heeds
 from peerd.training.modes.own_mode import adopted
 from peerd.training.tasks import TASKS
 from peerd.transport.errors import UserError
 
 
+@with_mode_options()
 def simulate(
+    *,
     peers: Annotated[int, typer.Option(min=2, max=4096)] = 16,
     seed: Annotated[int, typer.Option("--seed", "--replay", min=0, help="the same run again, bit for bit")] = 0,
     seeds: Annotated[str | None, typer.Option(help="several, as 0..4 or 0,3,7: a run each")] = None,
@@ -45,20 +49,7 @@ def simulate(
     mode: Annotated[
         str, typer.Option(help="several to compare, as 'gossip;codec=int8,diloco;every=50': a run each")
     ] = "gossip",
-    codec: Annotated[str, typer.Option(help="how deltas are compressed; auto: the mode's own")] = "auto",
-    trigger: Annotated[str, typer.Option(help="change:0.05, period:10, always")] = "change:0.05",
-    view: Annotated[int, typer.Option(min=1, max=64, help="partners of a node")] = 3,
-    every: Annotated[int, typer.Option(min=1, max=10**6, help="steps between rounds, of a mode that has rounds")] = 1,
-    overlap: Annotated[str, typer.Option(help="of a round and the training: blocking, delayed, hpsgd")] = "delayed",
-    topology: Annotated[
-        str, typer.Option(help="of an all-reduce: auto, ring, tree:K, halving; of servers: adv:K")
-    ] = "auto",
-    servers: Annotated[int, typer.Option(min=1, max=4096, help="nodes that serve the parameters, each a part")] = 1,
-    min_peers: Annotated[int, typer.Option(min=1, max=4096, help="a round of fewer members waits")] = 1,
-    exchange: Annotated[str, typer.Option(help="weights after a step, or gradients before it")] = "weights",
-    server_optimizer: Annotated[
-        str, typer.Option(help="of servers that get gradients: sgd or adamw, with :KEY=VALUE,KEY=VALUE")
-    ] = "sgd",
+    told: dict[str, Any],
     shard: Annotated[str, typer.Option(help="of a task: iid, sorted or dirichlet:A")] = "iid",
     faults: Annotated[str, typer.Option(help="none, all, or a list: crash,pause,partition,...")] = "crash",
     fault_every: Annotated[float, typer.Option(min=0.1, max=1e6, help="seconds between faults, on average")] = 60.0,
@@ -73,7 +64,6 @@ def simulate(
     byzantine: Annotated[
         str, typer.Option(help=f"members that lie about their model: {', '.join(ATTACKS)}, with :COUNT or :SHARE%")
     ] = "none",
-    robust: Annotated[bool, typer.Option(help="bound what one member can do to another's model")] = True,
     slow_node: Annotated[
         float, typer.Option(min=0.01, max=1000, help="how many times as long the first node's steps take")
     ] = 1.0,
@@ -100,29 +90,25 @@ def simulate(
 ) -> None:
     """Run a swarm of PEERS simulated nodes with the production code and watch every invariant."""
     modes = [(adopted(one), said) for one, said in parse_modes(mode)]
-    settings: dict[str, Any] = {
-        "codec": codec, "trigger": trigger, "view": view, "every": every, "overlap": overlap, "topology": topology,
-        "servers": servers, "min_peers": min_peers, "exchange": exchange,
-        "server_optimizer": server_optimizer,
-    }  # fmt: skip
+    exchange = told.get("exchange", WEIGHTS)
     of_some = {  # the others each mode refuses
-        key for key in settings if any(heeds(one, key, said.get("exchange", exchange)) for one, said in modes)
+        key for key in told if any(heeds(one, key, said.get("exchange", exchange)) for one, said in modes)
     }
     general = {
         "peers": peers, "minutes": minutes, "problem": problem, "steps": steps, "parameters": parameters,
         "compute": compute, "network": network, "uplink_mbit": uplink_mbit, "downlink_mbit": downlink_mbit,
         "shard": shard, "faults": faults, "fault_every": fault_every, "join_over": join_over, "byzantine": byzantine,
-        "robust": robust, "slow_node": slow_node, "optimizer": optimizer, "lr": lr, "momentum": momentum,
+        "slow_node": slow_node, "optimizer": optimizer, "lr": lr, "momentum": momentum,
         "weight_decay": weight_decay, "batch": batch, "schedule": schedule, "target": target, "look_every": look_every,
         "drop": drop,
     }  # fmt: skip
     heeded = [
-        {k: v for k, v in settings.items() if k not in of_some or heeds(one, k, said.get("exchange", exchange))}
+        {k: v for k, v in told.items() if k not in of_some or heeds(one, k, said.get("exchange", exchange))}
         for one, said in modes
     ]
     scenarios = [
-        Scenario(**{**general, **told, **said, "mode": one, "seed": number})
-        for (one, said), told in zip(modes, heeded, strict=True)
+        Scenario(**{**general, **own, **said, "mode": one, "seed": number})
+        for (one, said), own in zip(modes, heeded, strict=True)
         for number in ([seed] if seeds is None else parse_seeds(seeds))
     ]
     if report is not None:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from peerd.carriers import CARRIERS
 from peerd.cli import interrupts_end_at_once
+from peerd.cli.mode_options import with_mode_options
 from peerd.transport.errors import UserError
 
 START_CONTEXT = {"ignore_unknown_options": True, "allow_extra_args": False}
 
 
+@with_mode_options()
 def start(
+    *,
     command: Annotated[
         list[str] | None,
         typer.Argument(metavar="SCRIPT [ARGS]", help="a training script, a built-in task, or -- a whole command"),
@@ -30,23 +33,7 @@ def start(
     config: Annotated[Path | None, typer.Option(help="a TOML file with the same keys")] = None,
     swarm: Annotated[str | None, typer.Option(help="only nodes of the same swarm talk to each other")] = None,
     mode: Annotated[str | None, typer.Option(help="how models are combined")] = None,
-    codec: Annotated[str | None, typer.Option(help="how deltas are compressed")] = None,
-    trigger: Annotated[str | None, typer.Option(help="when to send: change:0.05, period:10, always")] = None,
-    view: Annotated[int | None, typer.Option(help="partners at a time")] = None,
-    every: Annotated[int | None, typer.Option(help="steps between rounds, of a mode that has rounds")] = None,
-    overlap: Annotated[str | None, typer.Option(help="training during a round: blocking, delayed, hpsgd")] = None,
-    topology: Annotated[
-        str | None, typer.Option(help="of an all-reduce: auto, ring, tree:K, halving; of servers: adv:K")
-    ] = None,
-    servers: Annotated[int | None, typer.Option(help="members that serve the parameters, each a part")] = None,
-    min_peers: Annotated[int | None, typer.Option(help="a round of fewer members waits for more")] = None,
-    exchange: Annotated[str | None, typer.Option(help="weights after a step, or gradients before it")] = None,
-    server_optimizer: Annotated[
-        str | None, typer.Option(help="of servers that get gradients: sgd or adamw, with :KEY=VALUE,KEY=VALUE")
-    ] = None,
-    robust: Annotated[
-        bool | None, typer.Option(help="bound what one member can do to this node's model; default: yes")
-    ] = None,
+    told: dict[str, Any],
     wait_for: Annotated[int | None, typer.Option(help="hold the first step until this many members are ready")] = None,
     transport: Annotated[
         str | None, typer.Option(help=f"what bulk travels over between hosts: {', '.join(CARRIERS)}")
@@ -76,17 +63,14 @@ def start(
     file = config if config is not None else _config_from_environment()
     flags = {
         "name": name, "bind": bind, "join": tuple(join) if join else None, "token": token,
-        "insecure_plaintext": insecure_plaintext, "swarm": swarm, "mode": mode,
-        "codec": codec, "trigger": trigger, "view": view, "every": every, "overlap": overlap, "topology": topology,
-        "servers": servers, "min_peers": min_peers, "exchange": exchange,
-        "server_optimizer": server_optimizer,
-        "robust": robust, "wait_for": wait_for, "transport": transport,
+        "insecure_plaintext": insecure_plaintext, "swarm": swarm, "mode": mode, **told, "wait_for": wait_for,
+        "transport": transport,
         "rdma_subnets": tuple(rdma_subnet) if rdma_subnet else None, "rdma_allow_fallback": rdma_allow_fallback,
         "log": log,
     }  # fmt: skip
-    told = settings.load(flags, os.environ, file)
-    with identity.taken(told.state_path, runtime_dir(), secrets_folder.FILES) as mine:
-        code = trio.run(main.run, told, mine, command or [])
+    loaded = settings.load(flags, os.environ, file)
+    with identity.taken(loaded.state_path, runtime_dir(), secrets_folder.FILES) as mine:
+        code = trio.run(main.run, loaded, mine, command or [])
     if code:
         raise typer.Exit(code)
 

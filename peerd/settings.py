@@ -18,31 +18,26 @@ from peerd.protocol import plan
 from peerd.security.token import TEXT_MAX, Token
 from peerd.security.token import parse as parse_token
 from peerd.training.codecs import CODECS
-from peerd.training.mode import OVERLAPS, SGD, WEIGHTS
-from peerd.training.modes import AUTO, MODES, ModeSettings, check_given, check_options, class_of
+from peerd.training.mode_settings import AUTO, OVERLAPS, PLANNED, WEIGHTS, check_count
+from peerd.training.modes import MODES, ModeSettings, check_given, check_options, settings_of
 from peerd.training.modes.own_mode import adopted
-from peerd.training.trigger import parse_trigger
 from peerd.transport.errors import UserError
 from peerd.transport.ids import Address
 from peerd.transport.messages import NAME
 
 DEFAULT_PORT = 7946
 OTHER_VARIABLES = ("CONFIG", "DATA", "PEERS", "RANK", "SOCKET", "UCX_LIBRARY")  # PEERD_ variables that are no settings
-PLANNED = ("codec", "trigger", "every", "overlap", "topology", "servers", "min_peers", "view")  # with the mode: a plan
 OF_RDMA = ("rdma_subnets", "rdma_allow_fallback")
-OPTIONS_MAX = {
-    "view": 1024,
-    "every": 10**9,
-    "servers": 1024,
-    "min_peers": 4096,
-    "wait_for": 4096,
-}  # a swarm has 4096 members
+MEMBERS_MAX = 4096  # of a swarm
 _WORDS = {tuple: "a list of strings", int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """Everything a node can be told; each field is a TOML key, a PEERD_ variable and, for most, a flag."""
+class Settings(ModeSettings):
+    """Everything a node can be told; each field is a TOML key, a PEERD_ variable and, for most, a flag.
+
+    `codec` may be `auto` here: `mode_settings` has it by name.
+    """
 
     name: str = field(
         default_factory=lambda: re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).lstrip(".-")[:64] or "node"
@@ -54,17 +49,6 @@ class Settings:
     swarm: str = "peerd"  # nodes of another swarm are refused
     run: str = ""  # nodes of another run are refused
     mode: str = "gossip"
-    codec: str = AUTO
-    trigger: str = "change:0.05"
-    view: int = 3  # partners; memory is three float32 copies of the model for each
-    every: int = 1  # steps between rounds, of a mode that has rounds
-    overlap: str = "delayed"  # what training does during a round: blocking (wait), delayed or hpsgd
-    topology: str = "auto"  # of an all-reduce: auto, ring, tree:K, halving
-    servers: int = 1  # members that serve the parameters, each a part, of a mode that has servers
-    min_peers: int = 1  # a round of fewer members waits for more
-    exchange: str = WEIGHTS  # what members give each other: weights, or gradients before each optimizer step
-    server_optimizer: str = SGD  # what servers make of gradients: sgd or adamw, with :KEY=VALUE,KEY=VALUE
-    robust: bool = True  # bound what one member can do to this node's model
     wait_for: int = 1  # the first step waits until this many members hold the model, so that all start together
     network: str = "lan"
     transport: str = "tcp"  # what connections are made of: one of CARRIERS
@@ -94,7 +78,7 @@ class Settings:
         _choice("mode", self.mode.partition(":")[0], list(MODES))
         _choice("codec", self.codec, [AUTO, *CODECS])
         _choice("overlap", self.overlap, list(OVERLAPS))
-        check_options(self.mode, self.overlap, self.topology, self.exchange, self.server_optimizer)
+        check_options(self.mode, self)
         _choice("network", self.network, ["lan", "wan"])
         _choice("transport", self.transport, list(CARRIERS))
         for subnet in self.rdma_subnets:
@@ -103,12 +87,7 @@ class Settings:
             except ValueError as error:
                 raise UserError(f"rdma_subnets: {error}; an example is 10.1.0.0/16") from None
         _choice("log", self.log, ["auto", "human", "json"])
-        parse_trigger(self.trigger)
-        for key, most in OPTIONS_MAX.items():
-            if getattr(self, key) < 1:
-                raise UserError(f"{key}: {getattr(self, key)} must be at least 1")
-            if getattr(self, key) > most:
-                raise UserError(f"{key}: {getattr(self, key)} must be at most {most}")
+        check_count("wait_for", self.wait_for, MEMBERS_MAX)
         if not self.checkpoint_every_s > 0:
             raise UserError(f"checkpoint_every_s: {self.checkpoint_every_s} must be above 0")
 
@@ -130,12 +109,7 @@ class Settings:
     @property
     def mode_settings(self) -> ModeSettings:
         """What the mode is told."""
-        codec = class_of(self.mode).CODEC if self.codec == AUTO else self.codec
-        trigger = parse_trigger(self.trigger)
-        return ModeSettings(
-            codec, trigger, self.view, self.every, self.overlap, self.topology, self.servers, self.min_peers,
-            self.robust, self.exchange, self.server_optimizer,
-        )  # fmt: skip
+        return settings_of(self.mode, self)
 
     @property
     def carrier_settings(self) -> CarrierSettings:

@@ -21,7 +21,8 @@ CORES = {
     "peerd.transport.errors", "peerd.transport.ids", "peerd.transport.admission", "peerd.transport.framing",
     "peerd.transport.wire", "peerd.transport.patience", "peerd.transport.peer_queue", "peerd.transport.secure.records",
     "peerd.transport.secure.signing", "peerd.training.effects",
-    "peerd.training.mode", "peerd.training.mode_core", "peerd.training.early", "peerd.training.counts",
+    "peerd.training.mode", "peerd.training.mode_core", "peerd.training.mode_settings", "peerd.training.early",
+    "peerd.training.counts",
     "peerd.training.flush", "peerd.training.refusal", "peerd.training.scratch",
     "peerd.training.partnered", "peerd.training.trigger", "peerd.training.trigger_check",
     "peerd.training.model.quiet",
@@ -48,7 +49,7 @@ SHELL_PACKAGES = ("peerd.carriers", "peerd.transport", "peerd.cli")
 ROOMS = {  # each with the rooms that it may look into; from the roof to the cellar
     "cli": {
         "peerd", "doctor", "settings", "carriers", "daemon", "reproduce", "simulation", "trainer", "local",
-        "protocol", "tasks", "modes", "security", "transport",
+        "protocol", "tasks", "modes", "mode", "security", "transport",
     },
     "doctor": {"peerd", "settings", "carriers", "security", "local", "kernels", "transport"},
     "reproduce": {
@@ -234,7 +235,7 @@ OLD_WORDS: dict[str, tuple[str, ...]] = dict.fromkeys(
     "link": (  # what two partners remember, and what is told of it
         "peerd.training", "peerd.transport.messages.pairs", "peerd.transport.messages.one_way", "peerd.simulation",
         "peerd.process.host_memory", "peerd.daemon.verbs", "peerd.daemon.plan_follower", "peerd.reproduce.sockets.rank",
-        "peerd.cli.status", "peerd.cli.demo_figures",
+        "peerd.cli.status", "peerd.cli.demo.figures",
     ),
     "shard": (
         "peerd.training.parameter_server", "peerd.training.modes.parameter_server",

@@ -10,8 +10,8 @@ from typing import ClassVar, Protocol, cast
 
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Effect, Log, StepReport, Vector
+from peerd.training.mode_settings import GRADIENTS, OVERLAPS, WEIGHTS, ModeSettings
 from peerd.training.model.quiet import Quiet
-from peerd.training.trigger import Trigger
 from peerd.transport.errors import UserError
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import Connected, Message
@@ -31,16 +31,8 @@ class LinkStatus:
     last_reason: str
 
 
-AUTO = "auto"
-"""As a codec: the mode's own."""
-
-OVERLAPS = ("blocking", "delayed", "hpsgd")
-WEIGHTS, GRADIENTS = EXCHANGES = ("weights", "gradients")
-"""What the members of a swarm give each other: models after their steps, or gradients before them."""
 OPTIMIZER_VALUES_MAX = {WEIGHTS: 0, GRADIENTS: 2}
 """Values of an optimizer's for each parameter that come with a model's in one message, at most."""
-SGD = "sgd"
-"""What servers make of gradients, unless told otherwise: optimizer.py."""
 
 
 class ModeClass:
@@ -75,14 +67,10 @@ class ModeClass:
         return cls
 
     @classmethod
-    def check(cls, argument: str, overlap: str, topology: str) -> None:
-        """Whether these settings fit. Raises UserError."""
-        if overlap not in OVERLAPS:
-            raise UserError(f"overlap {overlap!r}: not one of {', '.join(OVERLAPS)}")
-
-    @classmethod
-    def check_exchange(cls, argument: str, exchange: str, server_optimizer: str) -> None:
-        """Whether these fit, where what is exchanged is one of EXCHANGES. Raises UserError."""
+    def check(cls, argument: str, told: ModeSettings) -> None:
+        """Whether what it is told fits, where what is exchanged is one of EXCHANGES. Raises UserError."""
+        if told.overlap not in OVERLAPS:
+            raise UserError(f"overlap {told.overlap!r}: not one of {', '.join(OVERLAPS)}")
 
     def on_gradient(self, gradient: Vector, samples: float, step: int, now: float, rate: float) -> list[Effect]:
         """See `Mode`."""
@@ -174,23 +162,6 @@ class Mode(Protocol):
     def consensus_distance(self) -> float:
         """An estimate of the root mean square distance of a model from the swarm's mean, over the model's norm."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class ModeSettings:
-    """What a mode may be told."""
-
-    codec: str
-    trigger: Trigger
-    view: int
-    every: int = 1  # steps between rounds, of a mode that has rounds
-    overlap: str = "delayed"  # of a round and the training: blocking, delayed or hpsgd
-    topology: str = "auto"  # of an all-reduce: auto, ring, tree:K, halving; of servers: auto, adv:K
-    servers: int = 1  # shards of the parameters, each served by one member, of a mode that has servers
-    min_peers: int = 1  # a round of fewer members waits for more
-    robust: bool = True  # no member moves another further than that one's own steps allow
-    exchange: str = WEIGHTS  # or gradients: before each optimizer step, which all then make alike
-    server_optimizer: str = SGD  # what a mode's servers make of gradients
 
 
 ModeMaker = Callable[[NodeId, Layout, random.Random, ModeSettings, Callable[[], Vector]], Mode]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from typing import ClassVar, Protocol
 
 from peerd.training.codecs import vector
@@ -166,6 +167,32 @@ ModeEvent = (
 )  # fmt: skip
 
 
+class ModePhase(Enum):
+    """How far a mode has come, between the plan that begins it and the next one."""
+
+    RUNS = "it hears and begins what it will"
+    ENDS = "it hears, and begins nothing new: another plan is in force, and exchanges are under way"
+    ENDED = "nothing is under way, and nothing more is heard until the next mode begins"
+
+
+TRANSITIONS: dict[ModePhase, dict[ModePhase, str]] = {
+    ModePhase.RUNS: {
+        ModePhase.RUNS: "ModeBegins: the first one, or after one that nobody asked to end",
+        ModePhase.ENDS: "ModeEnds",
+    },
+    ModePhase.ENDS: {
+        ModePhase.ENDS: "ModeEnds, said again while an exchange is under way",
+        ModePhase.ENDED: "ModeEnds, and none is",
+        ModePhase.RUNS: "ModeBegins: what was under way is waited for no longer",
+    },
+    ModePhase.ENDED: {
+        ModePhase.ENDS: "ModeEnds, said again",
+        ModePhase.RUNS: "ModeBegins",
+    },
+}
+"""What a phase may be followed by, and why."""
+
+
 class ModeCore:
     """The mode of one node, between its model and the events."""
 
@@ -173,10 +200,9 @@ class ModeCore:
         self.mode: Mode | None = None
         self.model: Model | None = None
         self.plan = AS_STARTED  # what the mode belongs to
-        self.wound_up = False  # nothing is under way, and nothing more is heard until the next mode begins
+        self.phase = ModePhase.RUNS
         self.untold = 0  # changes of the mode that the trainer does not know of yet
         self.slowest_s = 0.0  # of the exchanges so far that this node began
-        self._winds_up = False
         self._last_report: StepReport | None = None
         self._partners: frozenset[NodeId] = frozenset()
         self._members: frozenset[NodeId] = frozenset()  # as the mode knows them
@@ -205,7 +231,7 @@ class ModeCore:
                 if copy is not None and model is not None:
                     model.published(copy, report.step)
                 self._last_report = report
-                waits = (self._winds_up or self.untold > 0) and not report.finishing
+                waits = (self.phase is not ModePhase.RUNS or self.untold > 0) and not report.finishing
                 return mode.on_step(report, now) if mode is not None and not waits else []
             case GradientCame():
                 self._gradient = event
@@ -230,7 +256,7 @@ class ModeCore:
     def _tell(self, mode: Mode, event: ModeEvent, now: float) -> list[Effect]:
         """What concerns nothing but a mode that there is."""
         match event:
-            case Received(sender, message, plan) if plan == self.plan and not self.wound_up:
+            case Received(sender, message, plan) if plan == self.plan and self.phase is not ModePhase.ENDED:
                 if not self._hears(sender, now):
                     mode.counts["unheard"] += 1
                     self._early.keep(sender, message)
@@ -240,13 +266,12 @@ class ModeCore:
             case Reconnected(peer):
                 self._began.pop(peer, None)
                 return mode.on_message(peer, Connected(), now)
-            case TimerDue() if now >= mode.deadline and not self.wound_up:  # it may have changed since it came
-                return mode.on_timer(now)
+            case TimerDue() if self.phase is not ModePhase.ENDED:
+                return mode.on_timer(now) if now >= mode.deadline else []  # it may have changed since it came
             case ModeEnds():
-                self._winds_up = True
-                self.wound_up = (
-                    not mode.under_way
-                )  # at once: what comes before the next mode would be half done for ever
+                self._enter(ModePhase.ENDS)
+                if not mode.under_way:  # at once: what comes before the next mode would be half done for ever
+                    self._enter(ModePhase.ENDED)
             case NodeLeaves(step):
                 return mode.on_step(_ended(step), now)
             case RunStands(step, anew):
@@ -272,7 +297,7 @@ class ModeCore:
             self.model.add(left)
         self.mode = event.make(self._values)
         self.plan = event.plan
-        self._winds_up = self.wound_up = False
+        self._enter(ModePhase.RUNS)
         self._began.clear()
         self._early.clear()
         self._note_members(event.alive, now)
@@ -281,9 +306,13 @@ class ModeCore:
     def _give_gradient(self, now: float) -> list[Effect]:
         """To the mode in force; to the next one where this one begins nothing new."""
         came, mode, model = self._gradient, self.mode, self.model
-        if came is None or mode is None or model is None or self._winds_up:
+        if came is None or mode is None or model is None or self.phase is not ModePhase.RUNS:
             return []
         return mode.on_gradient(model.gradient, came.samples, came.step, now, came.rate)
+
+    def _enter(self, phase: ModePhase) -> None:
+        assert phase in TRANSITIONS[self.phase], f"{self.phase.name} -> {phase.name}"
+        self.phase = phase
 
     def _note_members(self, members: frozenset[NodeId], now: float) -> None:
         went = dict.fromkeys(self._members - members, now)

@@ -17,10 +17,11 @@ from peerd.training.codecs.difference import norm_of_difference
 from peerd.training.codecs.vector import GAIN_MAX, Gain, Layout
 from peerd.training.effects import Effect, Proceed, StepReport, Vector
 from peerd.training.flush import FLUSH_CODEC, FLUSH_TOLERANCE, Progress
-from peerd.training.mode import LinkedMode, LinkStatus, ModeSettings
+from peerd.training.mode import LinkedMode, LinkStatus
+from peerd.training.mode_settings import ModeSettings
 from peerd.training.model.quiet import EVERY_STEP, Quiet
 from peerd.training.scratch import Scratch
-from peerd.training.trigger import SILENCE_MAX_S, WAKE_AFTER_S
+from peerd.training.trigger import SILENCE_MAX_S, WAKE_AFTER_S, parse_trigger
 from peerd.training.trigger_check import PartnerState, TriggerPolicy, distance_from_mean
 
 P = TypeVar("P", bound=PartnerState)
@@ -52,7 +53,7 @@ class PartneredMode(LinkedMode, Generic[P]):
         self._gains: dict[str, Gain] = {}
         self._lent: list[Vector] = []  # corrections in the effects of this event: applied by the next one
         self._report = StepReport(0, 0.0, 1.0, published=False, finishing=False)
-        self._policy: TriggerPolicy[P] = TriggerPolicy(layout, rng, settings.trigger, self.counts)
+        self._policy: TriggerPolicy[P] = TriggerPolicy(layout, rng, parse_trigger(settings.trigger), self.counts)
 
     # ---------------------------------------------------------------- what a mode adds
 

@@ -88,7 +88,7 @@ class PeriodTrigger:
         return math.inf, self.period - link.steps
 
 
-ONLY_FINISHING = PeriodTrigger(NEVER)
+ONLY_FINISHING = f"{PeriodTrigger.name}:{NEVER}"
 """Of what only answers until its run ends."""
 
 

@@ -19,7 +19,8 @@ import trio
 from peerd.local.durable import replace
 from peerd.process.logs import LOGGER
 from peerd.protocol.plan import pack, unpack
-from peerd.settings import PLANNED, Settings, planned
+from peerd.settings import Settings, planned
+from peerd.training.mode_settings import PLANNED
 from peerd.transport.errors import UserError
 from peerd.transport.ids import Address, NodeId
 from peerd.transport.messages import AS_STARTED, Member, Plan, State

@@ -34,7 +34,7 @@ from peerd.process.logs import LOGGER
 from peerd.protocol import trainer as protocol
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Log, Proceed, Publish, Resume, Send, StepReport
-from peerd.training.mode import ModeMaker, ModeSettings
+from peerd.training.mode import ModeMaker
 from peerd.training.mode_core import (
     BarrierKnown,
     CopyWanted,
@@ -42,6 +42,7 @@ from peerd.training.mode_core import (
     ModeBegins,
     ModeEnds,
     ModelAsked,
+    ModePhase,
     NodeLeaves,
     PeersChanged,
     Received,
@@ -51,6 +52,7 @@ from peerd.training.mode_core import (
     TimerDue,
     TrainerLost,
 )
+from peerd.training.mode_settings import ModeSettings
 from peerd.transport.errors import UserError
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import AS_STARTED, Message, Plan
@@ -126,7 +128,7 @@ class ModeRunner:
                 except Exception as error:
                     self._peers.offences.unforeseen(error, "the mode could not be ended in good order")
                     return
-                if self.core.wound_up:
+                if self.core.phase is ModePhase.ENDED:
                     return
                 await trio.sleep(WIND_UP_LOOK_S)
 

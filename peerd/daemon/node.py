@@ -36,7 +36,7 @@ from peerd.security.renewal import Renewal
 from peerd.security.secrets_exchange import SecretsExchange
 from peerd.security.shared_secrets import SharedSecrets
 from peerd.settings import Settings, is_loopback
-from peerd.training.mode import SGD, WEIGHTS
+from peerd.training.mode_settings import told_at_start
 from peerd.transport.connection import Datagrams, Transport
 from peerd.transport.errors import PeerError
 from peerd.transport.hello import Refused
@@ -190,11 +190,9 @@ class Daemon:
             if room < 0 or size > TENSOR_BYTES_MAX:
                 break
             tensors.append(tensor)
-        exchanged = [] if settings.exchange == WEIGHTS else [settings.exchange]
-        optimizer = [] if settings.server_optimizer == SGD else [settings.server_optimizer]
         return Hello(
             PROTOCOL, settings.swarm, settings.run, me.id, me.name, me.epoch, me.host, me.port,
-            "+".join([settings.mode, *exchanged, *optimizer]),
+            "+".join([settings.mode, *told_at_start(settings)]),
             self.model.signature, tuple(tensors),
         )  # fmt: skip
 

@@ -21,7 +21,7 @@ from peerd.node.meta import NodeMeta, partners
 from peerd.process.logs import LOGGER
 from peerd.protocol.plan import NUMBER_MAX, after, is_over, is_signed, newest, proposal, reach
 from peerd.settings import Settings, planned
-from peerd.training.mode import WEIGHTS
+from peerd.training.mode_settings import WEIGHTS
 from peerd.training.modes.average import Average as ExactAverage
 from peerd.transport.errors import UserError
 from peerd.transport.ids import NodeId

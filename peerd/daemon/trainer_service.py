@@ -35,7 +35,7 @@ from peerd.protocol.trainer import FROM_TRAINER, Attach, Said, Stepped, decoded
 from peerd.settings import Settings
 from peerd.training.codecs import vector
 from peerd.training.codecs.vector import Layout, NotFinite
-from peerd.training.mode import GRADIENTS
+from peerd.training.mode_settings import GRADIENTS
 from peerd.training.modes import Mode, class_of, parse_mode
 from peerd.training.modes.average import Average
 from peerd.transport.errors import PeerError, UserError

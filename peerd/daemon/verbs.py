@@ -24,7 +24,8 @@ from peerd.protocol.plan import parts
 from peerd.security import wall_clock
 from peerd.security.certificates import pin_of
 from peerd.security.token import parse_life
-from peerd.settings import PLANNED, parse_address
+from peerd.settings import parse_address
+from peerd.training.mode_settings import PLANNED
 from peerd.training.modes import check_given, heeds
 from peerd.transport.errors import UserError
 from peerd.transport.ids import Address, NodeId, shown

@@ -11,6 +11,7 @@ from peerd.reproduce.swarms import Arm, Settings, bytes_of, ratios, run_arms
 from peerd.simulation.problems import Quadratic
 from peerd.simulation.swarm import STOP_ASKED_EVERY_S, Swarm
 from peerd.simulation.world import Violation, World
+from peerd.training.mode_settings import ModeSettings
 from peerd.transport.errors import UserError
 
 PLANS: dict[Size, dict[str, Any]] = {
@@ -29,9 +30,12 @@ def measure(cell: Cell) -> Result:
     if told.get("what") != "kill":
         return swarms.measure(cell)
     swarm = Swarm(
-        World(cell.seed), PEERS, Quadratic(cell.seed), mode=told["mode"], codec="float32", every=told["every"],
-        overlap="blocking" if told["mode"] == "diloco" else "delayed", compute=f"fixed:{STEP_S}", steps=told["steps"],
-        robust=False,
+        World(cell.seed), PEERS, Quadratic(cell.seed), mode=told["mode"], compute=f"fixed:{STEP_S}",
+        steps=told["steps"],
+        told=ModeSettings(
+            codec="float32", every=told["every"], overlap="blocking" if told["mode"] == "diloco" else "delayed",
+            robust=False,
+        ),
     )  # fmt: skip
 
     def done() -> bool:

@@ -21,7 +21,7 @@ import numpy as np
 from peerd.simulation.world import World
 from peerd.training.codecs.compress import Compressor, unpack
 from peerd.training.effects import Vector
-from peerd.training.mode import ModeSettings
+from peerd.training.mode_settings import ModeSettings
 from peerd.transport.errors import UserError
 from peerd.transport.messages import CHUNK_VALUES, Message
 

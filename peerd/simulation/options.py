@@ -10,8 +10,8 @@ from typing import Any
 
 from peerd.simulation.byzantine import parse_byzantine
 from peerd.simulation.outcome import Target, parse_target
-from peerd.training.mode import GRADIENTS, SGD, WEIGHTS
-from peerd.training.modes import AUTO, MODES, check_given, check_options, class_of
+from peerd.training.mode_settings import GRADIENTS, OPTIONS, ModeSettings
+from peerd.training.modes import MODES, check_given, check_options, class_of
 from peerd.training.modes.own_mode import as_told
 from peerd.transport.errors import UserError
 
@@ -64,9 +64,9 @@ class Learning:
             raise UserError(f"{options}: without effect on --problem {problem}, which takes {has}")
 
 
-@dataclass(frozen=True, slots=True)
-class Scenario:
-    """The settings; every name is an option of `peerd simulate`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario(ModeSettings):
+    """The settings; every name is an option of `peerd simulate`. `codec` may be `auto`."""
 
     peers: int = 16
     seed: int = 0
@@ -79,22 +79,11 @@ class Scenario:
     uplink_mbit: float | None = None
     downlink_mbit: float | None = None
     mode: str = "gossip"
-    codec: str = AUTO
-    trigger: str = "change:0.05"
-    view: int = 3
-    every: int = 1
-    overlap: str = "delayed"
-    topology: str = "auto"
-    servers: int = 1
-    min_peers: int = 1
-    exchange: str = WEIGHTS
-    server_optimizer: str = SGD
     shard: str = "iid"
     faults: str = "crash"
     fault_every: float = 60.0
     join_over: float | None = None
     byzantine: str = "none"
-    robust: bool = True
     slow_node: float = 1.0
     optimizer: str | None = None
     lr: float | None = None
@@ -108,7 +97,7 @@ class Scenario:
 
     def __post_init__(self) -> None:
         """Check what options say together. Raises UserError."""
-        check_options(self.mode, self.overlap, self.topology, self.exchange, self.server_optimizer)
+        check_options(self.mode, self)
         parse_byzantine(self.byzantine, self.peers)
         for option, wanted in (("--servers", self.servers), ("--min-peers", self.min_peers)):
             if wanted > self.peers:
@@ -177,25 +166,14 @@ class Scenario:
         return bool(getattr(self, setting.name) != setting.default)
 
 
-def _whole(least: int, most: int) -> Callable[[str], int]:
-    def read(text: str) -> int:
-        value = int(text)
-        if not least <= value <= most:
-            raise ValueError(f"{least} to {most}")
-        return value
-
-    return read
-
-
 def _switch(text: str) -> bool:
     return {"true": True, "false": False}[text.lower()]
 
 
+_READ: dict[type, Callable[[str], Any]] = {bool: _switch, int: int, str: str}
 OF_A_MODE: dict[str, Callable[[str], Any]] = {
-    "codec": str, "trigger": str, "view": _whole(1, 64), "every": _whole(1, 10**6), "overlap": str, "topology": str,
-    "servers": _whole(1, 4096), "min_peers": _whole(1, 4096), "exchange": str, "server_optimizer": str,
-    "robust": _switch,
-    "optimizer": str, "lr": float, "momentum": float, "weight_decay": float, "batch": _whole(1, 10**6), "schedule": str,
+    **{name: _READ[type(option.default)] for name, option in OPTIONS.items()},
+    "optimizer": str, "lr": float, "momentum": float, "weight_decay": float, "batch": int, "schedule": str,
 }  # fmt: skip
 """What can be said for one of several modes that are compared, by how its text is read."""
 

@@ -27,7 +27,8 @@ from peerd.simulation.teacher import Teacher
 from peerd.simulation.world import Violation, World
 from peerd.training.codecs import CODECS
 from peerd.training.effects import Vector
-from peerd.training.modes import AUTO, class_of, exchanges
+from peerd.training.mode_settings import AUTO
+from peerd.training.modes import class_of, exchanges
 from peerd.training.tasks import TASKS
 from peerd.training.trigger import parse_trigger
 from peerd.transport.errors import UserError
@@ -68,19 +69,9 @@ class _Run:
             topology=topology,
             timing=WAN if topology.latency_s > 0.03 else LAN,
             mode=scenario.mode,
-            codec=class_of(scenario.mode).CODEC if scenario.codec == AUTO else scenario.codec,
-            trigger=scenario.trigger,
-            view=scenario.view,
+            told=scenario,
             compute=scenario.compute,
             steps=steps,
-            every=scenario.every,
-            overlap=scenario.overlap,
-            topology_of_rounds=scenario.topology,
-            servers=scenario.servers,
-            min_peers=scenario.min_peers,
-            exchange=scenario.exchange,
-            server_optimizer=scenario.server_optimizer,
-            robust=scenario.robust,
             byzantine=scenario.byzantine,
             slow_node=scenario.slow_node,
             drop=scenario.drop,

@@ -20,8 +20,8 @@ from peerd.simulation.referee import Referee
 from peerd.simulation.trainee import READY, NodeSettings, Phase, SimulatedTrainer
 from peerd.simulation.world import Kind, World
 from peerd.training.effects import Vector
-from peerd.training.mode import SGD, WEIGHTS
-from peerd.training.modes import ModeSettings, class_of
+from peerd.training.mode_settings import ModeSettings
+from peerd.training.modes import class_of, settings_of
 from peerd.training.modes.push_sum import PushSum
 from peerd.training.trigger import PeriodTrigger, parse_trigger
 from peerd.transport.ids import Address, NodeId
@@ -65,20 +65,10 @@ class Swarm:
         topology: Topology | None = None,
         timing: Timing = LAN,
         mode: str = "gossip",
-        codec: str = "sign",
-        trigger: str = "change:0.05",
-        view: int = 3,
+        told: ModeSettings | None = None,
         compute: str = "fixed:1",
         steps: int | None = None,
-        every: int = 1,
-        overlap: str = "delayed",
-        topology_of_rounds: str = "auto",
-        servers: int = 1,
-        min_peers: int = 1,
-        exchange: str = WEIGHTS,
-        server_optimizer: str = SGD,
         signed: bool = True,
-        robust: bool = True,
         byzantine: str = "none",
         slow_node: float = 1.0,
         drop: float = 0.0,
@@ -101,11 +91,8 @@ class Swarm:
         self.detections_s: list[float] = []
         self.crashed = 0
         self.settings = NodeSettings(
-            mode, ModeSettings(
-                codec, parse_trigger(trigger), view, every, overlap, topology_of_rounds, servers, min_peers,
-                robust, exchange, server_optimizer,
-            ),
-            timing, Compute(compute), steps, problem.size_scale if problem is not None else 1.0, slow_node,
+            mode, settings_of(mode, told or ModeSettings()), timing, Compute(compute), steps,
+            problem.size_scale if problem is not None else 1.0, slow_node,
         )  # fmt: skip
         self._problem = problem
         self._referee = Referee(world.seed) if signed else None
@@ -399,7 +386,8 @@ class Swarm:
             for node in self.nodes.values()
             if node.running and node.trainer is not None and node.trainer.phase is Phase.TRAINING
         }
-        if not isinstance(self.settings.mode_settings.trigger, PeriodTrigger):  # which may be silent for any time
+        trigger = parse_trigger(self.settings.mode_settings.trigger)
+        if not isinstance(trigger, PeriodTrigger):  # which may be silent for any time
             self.checkers.links(training, self.world.now)
         received = [made for trainer in self.trainers if (made := trainer.received) is not None]
         if received:

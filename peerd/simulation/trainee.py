@@ -37,7 +37,6 @@ from peerd.training.effects import (
     StepReport,
     Vector,
 )
-from peerd.training.mode import GRADIENTS
 from peerd.training.mode_core import (
     GradientCame,
     ModeBegins,
@@ -50,6 +49,7 @@ from peerd.training.mode_core import (
     Stepped,
     TimerDue,
 )
+from peerd.training.mode_settings import GRADIENTS
 from peerd.training.modes import Mode, ModeSettings, class_of, parse_mode
 from peerd.training.modes.gossip import Gossip
 from peerd.training.pairs.reference import PairedReference

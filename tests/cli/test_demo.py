@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from machine import Machine, eventually
 
-from peerd.cli.demo_figures import counted_in, table
-from peerd.cli.demo_run import Kill
-from peerd.cli.local_swarm import LocalSwarm
+from peerd.cli.demo.figures import counted_in, table
+from peerd.cli.demo.local_swarm import LocalSwarm
+from peerd.cli.demo.run import Kill
 from peerd.local.local_socket import request
 from peerd.transport.errors import UserError
 

@@ -29,8 +29,8 @@ from peerd.simulation.swarm import Swarm
 from peerd.simulation.world import World
 from peerd.training.codecs import CODECS
 from peerd.training.effects import Vector
-from peerd.training.mode import OVERLAPS
-from peerd.training.modes import MODES, class_of, parse_mode
+from peerd.training.mode_settings import OVERLAPS, ModeSettings
+from peerd.training.modes import MODES, parse_mode
 from peerd.training.modes.allreduce import AllReduce
 from peerd.training.modes.parameter_server import ParameterServer
 
@@ -385,11 +385,10 @@ def test_daemons_live_through_it_over_other_carriers(mode: str, run: Callable[[A
 def simulated(row: Row, seed: int) -> None:
     """Every fault of the catalogue once, six seconds apart, while four train; then calm, and all runs end."""
     mode, told = row
-    options = {"topology_of_rounds" if key == "topology" else key: value for key, value in told.items()}
     world = World(seed)
     swarm = Swarm(
-        world, 4, Quadratic(seed, values=16), mode=mode, codec=class_of(mode).CODEC, compute="lognormal:1:0.2",
-        steps=STEPS_SIMULATED, every=2 * EVERY, replay=lambda: f"simulated({row}, {seed})", **options,
+        world, 4, Quadratic(seed, values=16), mode=mode, told=ModeSettings(**{"every": 2 * EVERY, **told}),
+        compute="lognormal:1:0.2", steps=STEPS_SIMULATED, replay=lambda: f"simulated({row}, {seed})",
     )  # fmt: skip
     swarm.start_formed()
     rng = world.rng("faults")

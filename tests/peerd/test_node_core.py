@@ -7,14 +7,15 @@ from collections import Counter
 from typing import Any
 
 import numpy as np
+import pytest
 
 from peerd.local.shared_memory import SharedMemory
 from peerd.node.core import BufferTaken, CopyRead, ModelIs, ModelWanted, NodeCore, Nothing, TakeBuffer
 from peerd.node.model_copy import ModelCopy
 from peerd.training.effects import Apply, Effect, Publish, StepReport
-from peerd.training.mode_core import PeersChanged, Received, Stepped
+from peerd.training.mode_core import TRANSITIONS, ModeBegins, ModeEnds, ModePhase, PeersChanged, Received, Stepped
 from peerd.training.modes import EVERY_STEP
-from peerd.transport.messages import Finished
+from peerd.transport.messages import AS_STARTED, Finished
 
 
 class Asking:
@@ -33,6 +34,9 @@ class Asking:
         return self.asks
 
     on_message = on_peers = on_timer = on_step
+
+    def end(self) -> None:
+        return None
 
 
 def test_corrections_are_in_the_copy_before_anything_is_performed() -> None:
@@ -65,3 +69,39 @@ def test_a_copy_that_came_is_said_before_what_follows_from_it() -> None:
     report = StepReport(7, 1.0, 1.0, published=True, finishing=False)
     assert core.handle_all(Stepped(report, 1), 0.0) == [CopyRead(), Publish()]
     assert core.model.step == 7
+
+
+def test_a_mode_comes_to_an_end_as_the_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone: set[tuple[ModePhase, ModePhase]] = set()
+    enter = NodeCore._enter
+
+    def seen(core: NodeCore, phase: ModePhase) -> None:
+        gone.add((core.phase, phase))
+        enter(core, phase)
+
+    monkeypatch.setattr(NodeCore, "_enter", seen)
+    memory = SharedMemory.create(2)
+    core, mode = NodeCore(), Asking()
+    core.model = ModelCopy(memory)
+    begins = ModeBegins(AS_STARTED, frozenset("a"), lambda _: mode)  # type: ignore[arg-type, return-value]
+    said = Received("a", Finished())
+
+    def hears() -> bool:
+        mode.asks = [Publish()]
+        heard = core.handle(said, 0.0) == [Publish()]
+        mode.asks = []
+        return heard
+
+    core.handle(begins, 0.0)
+    for under_way in (True, True, False, False):
+        mode.under_way = under_way
+        core.handle(ModeEnds(), 0.0)
+        assert hears() == under_way, "until nothing is under way"
+    for ended in (False, True):
+        mode.under_way = not ended
+        core.handle(begins, 0.0)
+        core.handle(ModeEnds(), 0.0)
+        core.handle(begins, 0.0)
+        assert hears()
+    core.handle(begins, 0.0)
+    assert gone == {(one, other) for one, following in TRANSITIONS.items() for other in following}

@@ -26,9 +26,10 @@ from peerd.protocol.plan import (
     unpack,
     works_with,
 )
-from peerd.settings import PLANNED, Settings, planned
+from peerd.settings import Settings, planned
 from peerd.simulation.referee import Referee
 from peerd.training.codecs import CODECS
+from peerd.training.mode_settings import PLANNED
 from peerd.training.modes import MODES, class_of
 from peerd.training.modes.parameter_server import ParameterServer
 from peerd.transport.errors import UserError

@@ -160,7 +160,7 @@ def test_it_is_known_of_every_mode_what_has_an_effect() -> None:
     ("text", "line"),
     [
         ("nmae = 'x'", "unknown key 'nmae'; did you mean 'name'?"),
-        ("zzz = 1", "unknown key 'zzz'; known keys: name, bind, "),
+        ("zzz = 1", "unknown key 'zzz'; known keys: codec, trigger, "),
         ("[peerd]\nname = 'x'", "unknown key 'peerd'"),
         ("view = 'three'", "view must be a whole number, not 'three'"),
         ("view = true", "view must be a whole number, not True"),

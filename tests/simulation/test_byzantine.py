@@ -48,7 +48,9 @@ def test_a_share_is_of_all_members() -> None:
 
 @pytest.mark.parametrize(("mode", "seed"), [("gossip", 0), ("gossip", 1), ("elastic", 2), ("elastic:pairwise", 3)])
 def test_whatever_happens_to_honest_members_none_is_graylisted(mode: str, seed: int) -> None:
-    faults = Scenario(6, seed, 4.0, compute="fixed:1", faults="all", fault_every=20.0, mode=mode, slow_node=4.0)
+    faults = Scenario(
+        peers=6, seed=seed, minutes=4.0, compute="fixed:1", faults="all", fault_every=20.0, mode=mode, slow_node=4.0
+    )
     result = simulate(faults).result
     assert result["violations"] == []
     assert result["graylisted"] == 0

@@ -18,6 +18,7 @@ from peerd.simulation.node import Clock
 from peerd.simulation.problems import Quadratic
 from peerd.simulation.swarm import Swarm
 from peerd.simulation.world import World
+from peerd.training.mode_settings import ModeSettings
 from peerd.transport.messages import State
 
 PLACES = 5
@@ -34,7 +35,7 @@ class FaultySwarm(RuleBasedStateMachine):
 
     @initialize(seed=st.integers(0, 1 << 16), trigger=st.sampled_from(["always", "change:0.05"]))
     def begin(self, seed: int, trigger: str) -> None:
-        self.swarm = Swarm(World(seed), PLACES, Quadratic(seed, values=8), trigger=trigger)
+        self.swarm = Swarm(World(seed), PLACES, Quadratic(seed, values=8), told=ModeSettings(trigger=trigger))
         self.heals: list[object] = []
         self.swarm.start(0, ())
         for place in (1, 2):

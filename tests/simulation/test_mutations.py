@@ -19,6 +19,7 @@ from peerd.simulation.problems import Quadratic, _Descent
 from peerd.simulation.swarm import Swarm
 from peerd.simulation.world import Violation, World
 from peerd.training.effects import Apply, Effect, StepReport, Vector
+from peerd.training.mode_settings import ModeSettings
 from peerd.training.modes.gossip import Gossip
 from peerd.training.pairs.reference import PairedReference
 
@@ -29,7 +30,7 @@ CONVERGE_S = 240.0  # a pause, a crash or a storm may last for two minutes of it
 def run(seed: int, peers: int, faults: list[tuple[float, str]]) -> None:
     """A short life of a small swarm, with these faults at these times."""
     world = World(seed)
-    swarm = Swarm(world, peers, Quadratic(seed, values=8), trigger="always")
+    swarm = Swarm(world, peers, Quadratic(seed, values=8), told=ModeSettings(trigger="always"))
     swarm.start_all(1.0)
     rng = world.rng("test")
     for at, name in faults:

@@ -11,6 +11,7 @@ from peerd.simulation.problems import BytesOnly, mean_and_distance
 from peerd.simulation.scenario import Scenario, simulate
 from peerd.simulation.swarm import Swarm
 from peerd.simulation.world import World
+from peerd.training.mode_settings import ModeSettings
 
 MBIT = 100.0
 PARAMETERS = 10_000_000
@@ -19,8 +20,8 @@ PARAMETERS = 10_000_000
 def one_round(peers: int, topology: str) -> tuple[float, list[int]]:
     """Seconds of one final round over equal lines, and the bytes that each node sent."""
     swarm = Swarm(
-        World(1), peers, BytesOnly(1, PARAMETERS, 1), mode="allreduce", codec="float32", overlap="blocking",
-        topology_of_rounds=topology, compute="fixed:1", steps=1,
+        World(1), peers, BytesOnly(1, PARAMETERS, 1), mode="allreduce", compute="fixed:1", steps=1,
+        told=ModeSettings(codec="float32", overlap="blocking", topology=topology),
         topology=uniform(Profile(0.0002, uplink_mbit=MBIT, downlink_mbit=MBIT), peers),
     )  # fmt: skip
     swarm.start_formed()

@@ -9,7 +9,6 @@ import numpy as np
 from mode_swarm import Core, ModeSwarm
 
 from peerd.training.effects import Effect, Vector
-from peerd.training.trigger import parse_trigger
 
 
 class GossipSwarm(ModeSwarm):
@@ -22,7 +21,7 @@ class GossipSwarm(ModeSwarm):
     ) -> None:  # fmt: skip
         """Models that start apart are further from each other than limits by own steps let come together at once."""
         names = "abcdefghijklmnop"[:count]
-        settings: dict[str, Any] = {"trigger": parse_trigger(trigger), "view": view, "every": every, "robust": robust}
+        settings: dict[str, Any] = {"trigger": trigger, "view": view, "every": every, "robust": robust}
         super().__init__(mode, names, size, buffers=buffers, dtype=dtype, seed=seed, codec=codec, make=make, **settings)
         first, *others = (node.x for node in self.nodes.values())
         self.initial_sum: Vector = sum(others, first)

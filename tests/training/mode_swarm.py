@@ -17,11 +17,10 @@ import numpy as np
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Apply, Effect, Proceed, Publish, Resume, Send, StepReport, Vector
 from peerd.training.modes import Mode, ModeSettings, class_of, parse_mode
-from peerd.training.trigger import parse_trigger
 from peerd.transport import wire
 from peerd.transport.messages import Connected, Message
 
-SETTINGS = ModeSettings("float32", parse_trigger("always"), view=3, robust=False)
+SETTINGS = ModeSettings(codec="float32", trigger="always", robust=False)
 MESSAGES_MAX = 20_000  # until a swarm of a few nodes must be at rest
 ROUNDS_MAX = 100  # of everybody's next thing
 PATIENCE_S = 4000.0  # of time that the test itself lets pass: whatever takes longer does not come

@@ -11,6 +11,7 @@ from round_swarm import RoundSwarm
 
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Vector
+from peerd.training.mode_settings import ModeSettings
 from peerd.training.modes import check_options
 from peerd.training.modes.diloco import OUTER_LR, OUTER_MOMENTUM
 from peerd.transport.errors import UserError
@@ -149,7 +150,7 @@ def test_parts_of_a_layout_are_all_of_it_in_order(parameters: int, buffers: int,
 )
 def test_what_does_not_fit_is_one_line(mode: str, overlap: str, topology: str, line: str) -> None:
     with pytest.raises(UserError) as failure:
-        check_options(mode, overlap, topology)
+        check_options(mode, ModeSettings(overlap=overlap, topology=topology))
     assert line in str(failure.value)
     assert "\n" not in str(failure.value)
 

@@ -16,6 +16,7 @@ from weather import NAMES, Lives, weather_settings
 
 from peerd.training.codecs import CODECS
 from peerd.training.effects import Vector
+from peerd.training.mode_settings import ModeSettings
 from peerd.training.modes import check_given, check_options
 from peerd.training.rounds.lengths import FAR
 from peerd.training.rounds.weights import CAP, are_weights, capped, scales
@@ -283,10 +284,10 @@ def test_orders_that_no_leader_gives_are_refused() -> None:
 
 
 def test_what_has_no_effect_with_gradients_is_refused() -> None:
-    check_options("allreduce", "delayed", "ring", "gradients")
+    check_options("allreduce", ModeSettings(topology="ring", exchange="gradients"))
     with pytest.raises(UserError, match=r"exchange gradients: not with mode gossip; modes that do so: .*allreduce"):
-        check_options("gossip", "delayed", "auto", "gradients")
+        check_options("gossip", ModeSettings(exchange="gradients"))
     with pytest.raises(UserError, match="not one of weights, gradients"):
-        check_options("allreduce", "delayed", "auto", "both")
+        check_options("allreduce", ModeSettings(exchange="both"))
     with pytest.raises(UserError, match="overlap: without effect in mode allreduce with gradients"):
         check_given("allreduce", ["overlap", "codec"], "gradients")

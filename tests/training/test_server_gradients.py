@@ -20,6 +20,7 @@ from test_server_optimizer import torchs
 from peerd.training.codecs import vector
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Vector
+from peerd.training.mode_settings import ModeSettings
 from peerd.training.modes import check_options, parse_mode
 from peerd.training.parameter_server.limits import PushLimits
 from peerd.training.parameter_server.optimizer import DIFFERENCE, AdamW, Optimizer, Sgd, parse_optimizer
@@ -387,4 +388,4 @@ def test_a_bad_argument_is_the_users_error(mode: str) -> None:
 def test_what_does_not_go_together_is_the_users_error(given: tuple[str, str, str], line: str) -> None:
     mode, exchange, optimizer = given
     with pytest.raises(UserError, match=line):
-        check_options(mode, "delayed", "auto", exchange, optimizer)
+        check_options(mode, ModeSettings(exchange=exchange, server_optimizer=optimizer))

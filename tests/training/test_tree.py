@@ -17,6 +17,7 @@ from weather import weather_settings
 from peerd.training.codecs import vector
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Send
+from peerd.training.mode_settings import ModeSettings
 from peerd.training.modes import check_options
 from peerd.training.parameter_server.aggregator import Aggregator
 from peerd.training.parameter_server.optimizer import DIFFERENCE
@@ -271,12 +272,12 @@ TestTreeStorm.settings = weather_settings(40, 40)
 @pytest.mark.parametrize("topology", ["ring", "adv", "adv:1", "adv:65", "adv:x", "tree:2"])
 def test_a_bad_topology_of_servers_is_the_users_error(topology: str) -> None:
     with pytest.raises(UserError, match=f"topology '{topology}': a parameter server has auto"):
-        check_options("softsync:2", "delayed", topology)
+        check_options("softsync:2", ModeSettings(topology=topology))
 
 
 def test_an_all_reduce_has_no_aggregators() -> None:
     with pytest.raises(UserError, match="topology 'adv:2': not one of ring"):
-        check_options("allreduce", "delayed", "adv:2")
+        check_options("allreduce", ModeSettings(topology="adv:2"))
 
 
 def test_an_early_sum_that_cannot_be_is_not_held_against_the_server() -> None:

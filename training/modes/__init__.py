@@ -8,17 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from peerd.training.mode import (
-    AUTO,
-    EXCHANGES,
-    SGD,
-    WEIGHTS,
-    LinkStatus,
-    Mode,
-    ModeClass,
-    ModeMaker,
-    ModeSettings,
-)
+from peerd.training.mode import LinkStatus, Mode, ModeClass, ModeMaker
+from peerd.training.mode_settings import AUTO, EXCHANGES, OPTIONS, WEIGHTS, ModeSettings
 from peerd.training.model.quiet import EVERY_STEP, Quiet
 from peerd.training.modes.allreduce import AllReduce
 from peerd.training.modes.diloco import DiLoCo
@@ -29,10 +20,10 @@ from peerd.training.modes.gossip_push import GossipPush
 from peerd.training.modes.noloco import NoLoCo
 from peerd.training.modes.parameter_server import Async, HardSync, SoftSync
 from peerd.training.modes.push_sum import PushSum
+from peerd.training.trigger import parse_trigger
 from peerd.transport.errors import UserError
 
 __all__ = [
-    "AUTO",
     "EVERY_STEP",
     "MODES",
     "LinkStatus",
@@ -47,6 +38,7 @@ __all__ = [
     "exchanges",
     "heeds",
     "parse_mode",
+    "settings_of",
 ]
 
 MODES: dict[str, type[ModeClass]] = {
@@ -87,16 +79,24 @@ def parse_mode(text: str, exchange: str = WEIGHTS) -> ModeMaker:
     raise UserError(f"--mode {text}: what takes an argument is {arguments}")
 
 
-def check_options(mode: str, overlap: str, topology: str, exchange: str = WEIGHTS, server_optimizer: str = SGD) -> None:
+def settings_of(mode: str, told: ModeSettings) -> ModeSettings:
+    """What the mode's core is given: the settings of modes among `told`, with its own codec for `auto`."""
+    values = {name: getattr(told, name) for name in OPTIONS}
+    return ModeSettings(**{**values, "codec": class_of(mode).CODEC if told.codec == AUTO else told.codec})
+
+
+def check_options(mode: str, told: ModeSettings) -> None:
     """What a mode is told must fit it, and be there at all. Raises UserError."""
     parse_mode(mode)
-    class_of(mode).check(mode.partition(":")[2], overlap, topology)
+    parse_trigger(told.trigger)
+    told.check_numbers()
+    exchange = told.exchange
     if exchange not in EXCHANGES:
         raise UserError(f"exchange {exchange!r}: not one of {', '.join(EXCHANGES)}")
     if exchange not in class_of(mode).EXCHANGES:
         able = ", ".join(name for name, other in MODES.items() if exchange in other.EXCHANGES)
         raise UserError(f"exchange {exchange}: not with mode {mode}; modes that do so: {able}")
-    class_of(mode).check_exchange(mode.partition(":")[2], exchange, server_optimizer)
+    class_of(mode).check(mode.partition(":")[2], told)
 
 
 def heeds(mode: str, setting: str, exchange: str = WEIGHTS) -> bool:

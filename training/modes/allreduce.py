@@ -32,17 +32,8 @@ from peerd.training.codecs.difference import norm_of_difference
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Apply, Effect, Proceed, Resume, StepReport, Vector
 from peerd.training.kernels.passes import is_finite
-from peerd.training.mode import (
-    AUTO,
-    EXCHANGES,
-    GRADIENTS,
-    LAND_AGAIN_S,
-    OVERLAPS,
-    LinkStatus,
-    ModeClass,
-    ModeSettings,
-    not_finite,
-)
+from peerd.training.mode import LAND_AGAIN_S, LinkStatus, ModeClass, not_finite
+from peerd.training.mode_settings import AUTO, EXCHANGES, GRADIENTS, OVERLAPS, ModeSettings
 from peerd.training.model.quiet import EVERY_STEP, NEVER, Quiet
 from peerd.training.modes.gradients import GradientAllReduce
 from peerd.training.rounds.attempt import EXACT_CODEC
@@ -126,11 +117,11 @@ class AllReduce(ModeClass):
         return GradientAllReduce if exchange == GRADIENTS else cls
 
     @classmethod
-    def check(cls, argument: str, overlap: str, topology: str) -> None:
+    def check(cls, argument: str, told: ModeSettings) -> None:
         """See `ModeClass`."""
-        super().check(argument, overlap, topology)
-        if topology != AUTO:
-            parse_topology(topology)
+        super().check(argument, told)
+        if told.topology != AUTO:
+            parse_topology(told.topology)
 
     # ---------------------------------------------------------------- events
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Effect, StepReport, Vector
-from peerd.training.mode import ModeSettings
+from peerd.training.mode_settings import ModeSettings
 from peerd.training.modes.allreduce import AllReduce
 from peerd.training.rounds.attempt import EXACT_CODEC
 from peerd.training.rounds.member import Committed

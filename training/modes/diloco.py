@@ -22,7 +22,8 @@ from functools import partial
 import numpy as np
 
 from peerd.training.effects import Vector
-from peerd.training.mode import WEIGHTS, ModeMaker
+from peerd.training.mode import ModeMaker
+from peerd.training.mode_settings import WEIGHTS, ModeSettings
 from peerd.training.modes.allreduce import AllReduce
 from peerd.transport.errors import UserError
 
@@ -52,10 +53,10 @@ class DiLoCo(AllReduce):
         return partial(cls, fragments=count) if 1 <= count <= FRAGMENTS_MAX and len(argument) < 9 else None
 
     @classmethod
-    def check(cls, argument: str, overlap: str, topology: str) -> None:
+    def check(cls, argument: str, told: ModeSettings) -> None:
         """See `ModeClass`."""
-        super().check(argument, overlap, topology)
-        if argument and overlap == "hpsgd":
+        super().check(argument, told)
+        if argument and told.overlap == "hpsgd":
             raise UserError(
                 "overlap hpsgd: not with diloco:P, it would roll a fragment back that has no round for long"
             )

@@ -31,7 +31,8 @@ from peerd.training.codecs.vector import GAIN_MAX, Layout
 from peerd.training.counts import within_step
 from peerd.training.effects import Apply, Effect, Proceed, Send, StepReport, Vector
 from peerd.training.flush import FLUSH_TOLERANCE
-from peerd.training.mode import LinkedMode, LinkStatus, ModeMaker, ModeSettings
+from peerd.training.mode import LinkedMode, LinkStatus, ModeMaker
+from peerd.training.mode_settings import ModeSettings
 from peerd.training.model.quiet import EVERY_STEP, Quiet
 from peerd.training.modes.elastic_pairs import ALPHA, ElasticPairs
 from peerd.training.modes.gossip import Gossip

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Vector
-from peerd.training.mode import ModeSettings
+from peerd.training.mode_settings import ModeSettings
 from peerd.training.modes.gossip import Gossip
 from peerd.transport.ids import NodeId
 

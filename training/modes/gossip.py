@@ -22,7 +22,8 @@ from peerd.training.codecs.vector import VALUE_MAX, Layout, NotFinite
 from peerd.training.effects import Apply, Effect, Log, Send, StepReport, Vector
 from peerd.training.flush import FLUSH_CODEC, ROTATE_AFTER_EXCHANGES
 from peerd.training.kernels.passes import add
-from peerd.training.mode import ModeSettings, not_finite
+from peerd.training.mode import not_finite
+from peerd.training.mode_settings import ModeSettings
 from peerd.training.pairs.graylist import Graylist
 from peerd.training.pairs.links import PairLink, PairLinks
 from peerd.training.pairs.reference import Exchanged, ExchangeHalf, LinkMismatch, PairedReference

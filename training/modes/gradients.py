@@ -27,7 +27,8 @@ from peerd.training.codecs.difference import norm_of_sum
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Averaged, Become, Effect, Proceed, StepReport, Vector
 from peerd.training.kernels.passes import is_finite, mean
-from peerd.training.mode import GRADIENTS, LinkStatus, ModeClass, ModeSettings, not_finite
+from peerd.training.mode import LinkStatus, ModeClass, not_finite
+from peerd.training.mode_settings import GRADIENTS, ModeSettings
 from peerd.training.model.quiet import Quiet
 from peerd.training.rounds.attempt import EXACT_CODEC
 from peerd.training.rounds.lengths import longest_mean

@@ -31,7 +31,8 @@ import numpy as np
 from peerd.training.codecs.difference import norm_of_difference
 from peerd.training.codecs.vector import Layout, NotFinite
 from peerd.training.effects import Apply, Effect, Log, Send, StepReport, Vector
-from peerd.training.mode import LinkStatus, ModeClass, ModeSettings, not_finite
+from peerd.training.mode import LinkStatus, ModeClass, not_finite
+from peerd.training.mode_settings import ModeSettings
 from peerd.training.model.quiet import EVERY_STEP, Quiet
 from peerd.training.modes.gossip import Gossip
 from peerd.training.pairs.outer import ETA, WHOLE_MODEL_CODECS, Contribution, Outer

@@ -32,17 +32,8 @@ import numpy as np
 
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Apply, Averaged, Effect, Proceed, Resume, Send, StepReport, Vector
-from peerd.training.mode import (
-    EXCHANGES,
-    GRADIENTS,
-    LAND_AGAIN_S,
-    SGD,
-    LinkStatus,
-    ModeClass,
-    ModeMaker,
-    ModeSettings,
-    not_finite,
-)
+from peerd.training.mode import LAND_AGAIN_S, LinkStatus, ModeClass, ModeMaker, not_finite
+from peerd.training.mode_settings import EXCHANGES, GRADIENTS, SGD, ModeSettings
 from peerd.training.model.quiet import EVERY_STEP, Quiet
 from peerd.training.parameter_server.leadership import Leadership
 from peerd.training.parameter_server.optimizer import RATE_MAX, check_rate, parse_optimizer
@@ -88,17 +79,13 @@ class ParameterServer(ModeClass):
         return partial(ParameterServer, rule=cls.RULE) if not argument else None
 
     @classmethod
-    def check(cls, argument: str, overlap: str, topology: str) -> None:
+    def check(cls, argument: str, told: ModeSettings) -> None:
         """See `ModeClass`."""
-        super().check(argument, overlap, topology)
-        parse_arity(topology)
-
-    @classmethod
-    def check_exchange(cls, argument: str, exchange: str, server_optimizer: str) -> None:
-        """See `ModeClass`."""
-        if exchange == GRADIENTS:
-            parse_optimizer(server_optimizer)
-        elif server_optimizer != SGD:
+        super().check(argument, told)
+        parse_arity(told.topology)
+        if told.exchange == GRADIENTS:
+            parse_optimizer(told.server_optimizer)
+        elif told.server_optimizer != SGD:
             raise UserError("server_optimizer: only with exchange gradients, which servers step by; leave it out")
         elif "batch=" in argument:
             raise UserError(f"--mode {cls.NAME}:{argument}: only with exchange gradients, whose rate the server scales")

@@ -18,7 +18,8 @@ from peerd.training.codecs.difference import norm_of_difference
 from peerd.training.codecs.vector import Layout, NotFinite
 from peerd.training.effects import Apply, Effect, Send, StepReport, Vector
 from peerd.training.flush import FLUSH_CODEC, FLUSH_TOLERANCE, ROTATE_AFTER_EXCHANGES
-from peerd.training.mode import ModeSettings, not_finite
+from peerd.training.mode import not_finite
+from peerd.training.mode_settings import ModeSettings
 from peerd.training.model.quiet import Quiet
 from peerd.training.one_way.answer_time import AnswerTime
 from peerd.training.one_way.copies import Copies

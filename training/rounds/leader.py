@@ -9,8 +9,8 @@ change of leader needs follows from two facts:
 - An attempt is committed only when every living member of it has reported to hold its result.
 
 A leader decides nothing new before every living member has reported: one that knows less might number a round again,
-which costs a round of whole models later. So who says nothing, or has no contribution, for as long as the leader is
-patient is done without, and is not waited for again until it has been in a round.
+which costs a round of whole models later. So who says nothing for as long as the leader is patient is done without; who
+has no contribution is, too, and after three such rounds it is not waited for again until it has been in one.
 So if some survivor reports to hold no result of the newest attempt, nobody has committed that attempt, and beginning
 another is safe. If all who took part in it hold it, or one has applied it, it is the one result of this round.
 """
@@ -21,7 +21,7 @@ import random
 from collections import Counter
 from typing import Any
 
-from peerd.training.mode import GRADIENTS, ModeSettings
+from peerd.training.mode_settings import GRADIENTS, ModeSettings
 from peerd.training.rounds.attempt import EXACT_CODEC, Pace
 from peerd.training.rounds.lengths import AT_ONCE, GROUPS, FarRounds, far_off
 from peerd.training.rounds.topology import choose
@@ -34,6 +34,7 @@ ATTEMPT_STEP = 1 << 16  # the low bits are drawn, so that two who both lead for 
 PATIENCE_FIRST_S = 300.0  # before anything was measured
 PATIENCE_MIN_S = 30.0
 PATIENCE_SHARE = 4  # times the usual round
+MISSES_MAX = 3  # rounds in turn that wait for a member in vain: a slow one is late for the first, whose pace none knew
 
 Order = tuple[NodeId, RoundBegin | RoundCommit]
 
@@ -61,7 +62,7 @@ class Leader:
         self._since: dict[NodeId, float] = {}  # when each member came to the round
         self._told: dict[NodeId, RoundBegin | RoundCommit] = {}  # since its last report
         self._silent: dict[NodeId, float] = {}  # since when each living member has not reported
-        self._given_up: set[NodeId] = set()  # who kept a round waiting for too long, until it is in one again
+        self._given_up = Counter[NodeId]()  # how often each has kept rounds waiting for too long, since it was in one
         self._newest = 0  # the highest attempt begun: of one that died before it reported it, nobody else knows
         self._shuffle = False
         self._wanted_at: float | None = None
@@ -72,7 +73,9 @@ class Leader:
     @property
     def waits(self) -> bool:
         """Whether time alone may change what it decides."""
-        return self.begun is not None or self._wanted_at is not None or bool(self._silent.keys() - self._given_up)
+        return (
+            self.begun is not None or self._wanted_at is not None or bool(self._silent.keys() - self._given_up.keys())
+        )
 
     def heard(self, sender: NodeId, report: RoundReport, now: float) -> None:
         """A member said where it is; said again, what it was told has not reached it."""
@@ -114,8 +117,8 @@ class Leader:
             self.begun = None
         self._silent = {id: self._silent.get(id, now) for id in everyone - reports.keys()}
         patience_s = _patience_s(pace)
-        self._given_up |= {id for id, since in self._silent.items() if now - since > patience_s}
-        if self._silent.keys() <= self._given_up:
+        self._given_up |= Counter(id for id, since in self._silent.items() if now - since > patience_s)
+        if self._silent.keys() <= self._given_up.keys():
             commits = self._unfinished_commit(reports)
             orders += self._begin(reports, pace, now) if commits is None else commits
         return orders
@@ -162,7 +165,8 @@ class Leader:
 
     def _commit(self, begun: RoundBegin, survivors: list[NodeId]) -> list[Order]:
         self.begun = self._wanted_at = None
-        self._given_up -= set(survivors)
+        for id in survivors:
+            del self._given_up[id]
         self._open_since = self._begun_at
         return self._tell(survivors, RoundCommit(begun.round, begun.attempt))
 
@@ -184,10 +188,12 @@ class Leader:
             return []
         enough_at = sorted(self._since[id] for id in roster)[self._settings.min_peers - 1]
         self._wanted_at = max(enough_at, min(self._since[id] for id in wanting))
-        idle = {id for id, report in reports.items() if _is_waited_for(report, newest)} - self._given_up
-        if late or (idle and now - self._wanted_at <= self._waits_s(pace)):
+        idle = {id for id, report in reports.items() if _is_waited_for(report, newest)}
+        if late or (
+            any(self._given_up[id] < MISSES_MAX for id in idle) and now - self._wanted_at <= self._waits_s(pace)
+        ):
             return []
-        self._given_up |= idle
+        self._given_up.update(idle)
         agreed = {reports[id].agreed for id in roster}
         whole = final or not self._differences or len(agreed) > 1 or agreed == {0}
         topology = self._settings.topology

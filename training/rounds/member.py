@@ -23,7 +23,7 @@ from peerd.training.codecs import CODECS
 from peerd.training.codecs.vector import Layout, NotFinite
 from peerd.training.counts import REPORTED_MAX, within_step
 from peerd.training.effects import Effect, Log, Publish, Send, Vector
-from peerd.training.mode import GRADIENTS, ModeSettings
+from peerd.training.mode_settings import GRADIENTS, ModeSettings
 from peerd.training.rounds.attempt import EXACT_CODEC, WINDOW, Attempt, Pace
 from peerd.training.rounds.leader import Leader
 from peerd.training.rounds.lengths import GROUPS, Lengths, are_lengths

@@ -29,7 +29,6 @@ from peerd.reproduce.sockets.without_trainer import name_of, without_trainer
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Apply, Effect, Proceed, Resume, StepReport, Vector
 from peerd.training.modes import LinkStatus, Mode, ModeClass, ModeSettings, Quiet, parse_mode
-from peerd.training.trigger import parse_trigger
 from peerd.transport.errors import UserError
 from peerd.transport.ids import Address, NodeId
 from peerd.transport.messages import Chunk, Connected, Message
@@ -187,7 +186,7 @@ async def serve(rank: int, addresses: list[Address], count: int, mode: str, topo
     """Be this rank until stdin ends. `mbit` above 0 limits the line here, both ways."""
     layout = Layout(count, count)
     settings = ModeSettings(
-        "float32", parse_trigger("always"), 3, 1, "blocking", topology, min_peers=len(addresses), robust=False
+        codec="float32", overlap="blocking", topology=topology, min_peers=len(addresses), robust=False
     )
     mine = np.random.default_rng(rank).standard_normal(count, dtype=np.float32)
     model = np.zeros(count, np.float32)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from peerd.cli.local_swarm import LocalSwarm
+from peerd.cli.demo.local_swarm import LocalSwarm
 from peerd.transport.errors import UserError
 
 WATCH_EVERY_S = 0.25

@@ -12,8 +12,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from peerd.cli.demo_run import Statuses, Watch, finished, share, stalled_s, steps_made
-from peerd.cli.local_swarm import LocalSwarm
+from peerd.cli.demo.local_swarm import LocalSwarm
+from peerd.cli.demo.run import Statuses, Watch, finished, share, stalled_s, steps_made
 from peerd.cli.output import size
 from peerd.training.modes import exchanges, heeds
 from peerd.training.tasks import TASKS

@@ -11,9 +11,10 @@ import typer
 from rich.console import Console
 
 from peerd.carriers import CARRIERS
-from peerd.cli.demo_figures import print_summary, show_live, sum_up
-from peerd.cli.demo_run import Kill, Watch, follow
-from peerd.cli.local_swarm import LocalSwarm
+from peerd.cli.demo.figures import print_summary, show_live, sum_up
+from peerd.cli.demo.local_swarm import LocalSwarm
+from peerd.cli.demo.run import Kill, Watch, follow
+from peerd.cli.mode_options import with_mode_options
 from peerd.cli.output import Format, FormatOption, print_json
 from peerd.settings import load
 from peerd.training.modes.own_mode import as_told
@@ -25,24 +26,15 @@ PACE_S = 0.01  # least time of a step: many trainers on few cores keep level, as
 ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
+@with_mode_options()
 def demo(
+    *,
     task: Annotated[str, typer.Option(help=f"one of {', '.join(TASKS)}")] = "digits",
     peers: Annotated[int, typer.Option(min=1, max=64)] = 4,
     steps: Annotated[int | None, typer.Option(min=1, help="optimizer steps of each node (default: the task's)")] = None,
     shard: Annotated[str, typer.Option(help="iid, sorted or dirichlet:A")] = "iid",
     mode: Annotated[str, typer.Option()] = "gossip",
-    codec: Annotated[str | None, typer.Option()] = None,
-    trigger: Annotated[str | None, typer.Option(help="change:0.05, period:10, always")] = None,
-    every: Annotated[int | None, typer.Option(min=1, help="steps between rounds, of a mode that has rounds")] = None,
-    overlap: Annotated[str | None, typer.Option(help="training during a round: blocking, delayed, hpsgd")] = None,
-    topology: Annotated[
-        str | None, typer.Option(help="of an all-reduce: auto, ring, tree:K, halving; of servers: adv:K")
-    ] = None,
-    servers: Annotated[int | None, typer.Option(min=1, help="members that serve the parameters, each a part")] = None,
-    exchange: Annotated[str | None, typer.Option(help="weights after a step, or gradients before it")] = None,
-    server_optimizer: Annotated[
-        str | None, typer.Option(help="of servers that get gradients: sgd or adamw, with :KEY=VALUE,KEY=VALUE")
-    ] = None,
+    told: dict[str, Any],
     transport: Annotated[
         str | None, typer.Option(help=f"what bulk travels over between hosts: {', '.join(CARRIERS)}")
     ] = None,
@@ -62,10 +54,7 @@ def demo(
     command = [task, "--shard", shard, "--seed", str(seed), "--pace", str(PACE_S)]
     if steps is not None:
         command += ["--steps", str(steps)]
-    given: dict[str, Any] = {"mode": mode, "codec": codec, "trigger": trigger}
-    given |= {"every": every, "overlap": overlap, "topology": topology, "servers": servers}
-    given |= {"exchange": exchange, "server_optimizer": server_optimizer}
-    given |= {"transport": transport, "rdma_allow_fallback": rdma_allow_fallback}
+    given = {"mode": mode, **told, "transport": transport, "rdma_allow_fallback": rdma_allow_fallback}
     # refused here: a node would take seconds to start, only to refuse it in its log
     data_partition.parse(shard)
     settings = load(given, {}, None)
@@ -75,14 +64,14 @@ def demo(
     console = Console(stderr=format is Format.JSON)
     options = {
         "--wait-for": str(peers),
-        **{f"--{key.replace('_', '-')}": "" if value is True else str(value) for key, value in given.items() if value},
+        **dict(_flag(key, value) for key, value in given.items() if value is not None),
     }
     _clean_up_on_signals()
     with LocalSwarm(peers, options, command) as swarm:
         watch = Watch(victim)
         show_live(console, f"{task} on {peers} nodes", settings.mode, follow(swarm, watch))
         result = sum_up(swarm, watch, task, seed, settings.mode)
-    from peerd.cli.picture import draw
+    from peerd.cli.demo.picture import draw
 
     draw(picture, watch.samples, f"{task}, {peers} nodes, {shard}")
     if format is Format.JSON:
@@ -91,6 +80,13 @@ def demo(
         print_summary(console, result, picture)
     if watch.failures:
         sys.exit(1)
+
+
+def _flag(key: str, value: Any) -> tuple[str, str]:
+    option = key.replace("_", "-")
+    if isinstance(value, bool):
+        return (f"--{option}" if value else f"--no-{option}"), ""
+    return f"--{option}", str(value)
 
 
 def _check_picture(picture: Path) -> None:

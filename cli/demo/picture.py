@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from peerd.cli.demo_run import Sample
+from peerd.cli.demo.run import Sample
 
 
 def draw(path: Path, samples: Sequence[Sample], title: str) -> None:

@@ -1,0 +1,82 @@
+"""What can a mode be told? One table: settings, plans, scenarios and command lines are made from its fields.
+
+Adding an option is a field here and its name in TAKES of the modes that heed it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import Field, dataclass, field, fields
+from enum import Enum
+from typing import Any
+
+from peerd.transport.errors import UserError
+
+AUTO = "auto"
+"""As a codec: the mode's own."""
+
+OVERLAPS = ("blocking", "delayed", "hpsgd")
+WEIGHTS, GRADIENTS = EXCHANGES = ("weights", "gradients")
+"""What the members of a swarm give each other: models after their steps, or gradients before them."""
+SGD = "sgd"
+"""What servers make of gradients, unless told otherwise: optimizer.py."""
+
+
+class Scope(Enum):
+    """Who must be told the same."""
+
+    PLAN = "all members; it may change while they train"
+    START = "all members, from the start"
+    OWN = "each node for itself"
+
+
+def _option(default: Any, help: str, scope: Scope = Scope.PLAN, most: int | None = None) -> Any:
+    """`most`: of a whole number, which is at least 1."""
+    return field(default=default, metadata={"help": help, "scope": scope, "most": most})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModeSettings:
+    """What a mode may be told; a core is given its codec by name."""
+
+    codec: str = _option(AUTO, "how deltas are compressed; auto: the mode's own")
+    trigger: str = _option("change:0.05", "when to send: change:0.05, period:10, always")
+    view: int = _option(3, "partners at a time", most=1024)
+    every: int = _option(1, "steps between rounds, of a mode that has rounds", most=10**9)
+    overlap: str = _option("delayed", "training during a round: blocking, delayed, hpsgd")
+    topology: str = _option("auto", "of an all-reduce: auto, ring, tree:K, halving; of servers: adv:K")
+    servers: int = _option(1, "members that serve the parameters, each a part", most=1024)
+    min_peers: int = _option(1, "a round of fewer members waits for more", most=4096)
+    exchange: str = _option(WEIGHTS, "weights after a step, or gradients before it", Scope.START)
+    server_optimizer: str = _option(
+        SGD, "of servers that get gradients: sgd or adamw, with :KEY=VALUE,KEY=VALUE", Scope.START
+    )
+    robust: bool = _option(True, "bound what one member can do to this node's model", Scope.OWN)
+
+    def check_numbers(self) -> None:
+        """Raises UserError for a whole number that is out of its range."""
+        for option in OPTIONS.values():
+            if option.metadata["most"] is not None:
+                check_count(option.name, getattr(self, option.name), option.metadata["most"])
+
+
+def check_count(name: str, value: int, most: int) -> None:
+    """Raises UserError for one below 1, or above `most`."""
+    if value < 1:
+        raise UserError(f"{name}: {value} must be at least 1")
+    if value > most:
+        raise UserError(f"{name}: {value} must be at most {most}")
+
+
+OPTIONS: dict[str, Field[Any]] = {option.name: option for option in fields(ModeSettings)}
+"""By name; `metadata` has `help`, `scope` and `most`."""
+PLANNED = tuple(name for name, option in OPTIONS.items() if option.metadata["scope"] is Scope.PLAN)
+"""What a plan says of its mode."""
+
+
+def told_at_start(settings: ModeSettings) -> list[str]:
+    """What all members must be told alike and cannot change, where it is not the default."""
+    return [
+        str(getattr(settings, name))
+        for name, option in OPTIONS.items()
+        if option.metadata["scope"] is Scope.START and getattr(settings, name) != option.default
+    ]
