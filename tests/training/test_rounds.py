@@ -15,7 +15,7 @@ from weather import weather_settings
 
 from peerd.training.modes.allreduce import LANDS_WITHIN, SETTLE_STEPS
 from peerd.training.rounds.attempt import WINDOW
-from peerd.training.rounds.leader import PATIENCE_FIRST_S, PATIENCE_MIN_S
+from peerd.training.rounds.leader import MISSES_MAX, PATIENCE_FIRST_S, PATIENCE_MIN_S
 from peerd.training.rounds.member import REPEAT_S, TRANSITIONS, Rounds
 from peerd.transport.errors import PeerError
 from peerd.transport.messages import LinkClosed, RoundBegin, RoundCommit, RoundPhase, RoundPieces
@@ -500,9 +500,14 @@ def test_who_lives_holds_up_three_rounds_at_most(reports: bool) -> None:
                 swarm.pass_time(1.0)
         return swarm.now - began
 
-    assert PATIENCE_FIRST_S <= waits_s() <= PATIENCE_FIRST_S + 2 * REPEAT_S
-    for _ in range(2 if reports else 0):
-        assert waits_s() >= PATIENCE_MIN_S
+    if reports:
+        swarm.step("d")
+        swarm.settle()
+        assert waits_s() == 0.0
+        for _ in range(MISSES_MAX):
+            assert waits_s() >= PATIENCE_MIN_S
+    else:
+        assert PATIENCE_FIRST_S <= waits_s() <= PATIENCE_FIRST_S + 2 * REPEAT_S
     assert [waits_s() for _ in range(5)] == 5 * [0.0]
     swarm.hear("d")
     swarm.step("d")
