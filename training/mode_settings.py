@@ -21,6 +21,9 @@ SGD = "sgd"
 """What servers make of gradients, unless told otherwise: optimizer.py."""
 
 
+OUTER_LR_MAX = 10.0  # beyond 2 a plain outer step already throws the model back and forth
+
+
 class Scope(Enum):
     """Who must be told the same."""
 
@@ -45,6 +48,10 @@ class ModeSettings:
     overlap: str = _option("delayed", "training during a round: blocking, delayed, hpsgd")
     topology: str = _option("auto", "of an all-reduce: auto, ring, tree:K, halving; of servers: adv:K")
     servers: int = _option(1, "members that serve the parameters, each a part", most=1024)
+    outer_lr: str = _option(AUTO, "of the outer step: a number above 0; auto: the mode's own", Scope.START)
+    outer_momentum: str = _option(
+        AUTO, "of the outer step: a number from 0 to below 1; auto: the mode's own", Scope.START
+    )
     min_peers: int = _option(1, "a round of fewer members waits for more", most=4096)
     exchange: str = _option(WEIGHTS, "weights after a step, or gradients before it", Scope.START)
     server_optimizer: str = _option(
@@ -57,6 +64,24 @@ class ModeSettings:
         for option in OPTIONS.values():
             if option.metadata["most"] is not None:
                 check_count(option.name, getattr(self, option.name), option.metadata["most"])
+
+
+def outer_step(told: ModeSettings, lr: float, momentum: float) -> tuple[float, float]:
+    """Learning rate and momentum of an outer step; `auto` stands for these. Raises UserError."""
+    lr = _number("outer_lr", told.outer_lr, lr)
+    if not 0 < lr <= OUTER_LR_MAX:
+        raise UserError(f"outer_lr: {lr:g} must be above 0 and at most {OUTER_LR_MAX:g}")
+    momentum = _number("outer_momentum", told.outer_momentum, momentum)
+    if not 0 <= momentum < 1:
+        raise UserError(f"outer_momentum: {momentum:g} must be from 0 to below 1")
+    return lr, momentum
+
+
+def _number(name: str, text: str, auto: float) -> float:
+    try:
+        return auto if text == AUTO else float(text)
+    except ValueError:
+        raise UserError(f"{name}: {text[:40]!r} is neither a number nor {AUTO}") from None
 
 
 def check_count(name: str, value: int, most: int) -> None:
@@ -76,7 +101,7 @@ PLANNED = tuple(name for name, option in OPTIONS.items() if option.metadata["sco
 def told_at_start(settings: ModeSettings) -> list[str]:
     """What all members must be told alike and cannot change, where it is not the default."""
     return [
-        str(getattr(settings, name))
+        f"{name}={getattr(settings, name)}"
         for name, option in OPTIONS.items()
         if option.metadata["scope"] is Scope.START and getattr(settings, name) != option.default
     ]

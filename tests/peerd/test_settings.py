@@ -56,6 +56,8 @@ GOOD: dict[str, tuple[Any, Any, Any]] = {
     "topology": ("auto", "ring", "tree:3"),
     "servers": (1, 2, 9),
     "min_peers": (1, 2, 9),
+    "outer_lr": ("1", "0.5", "auto"),
+    "outer_momentum": ("0", "0.9", "auto"),
     "exchange": ("weights", "weights", "weights"),  # with gossip, gradients are refused
     "server_optimizer": ("adamw", "sgd", "sgd:momentum=0.9"),
     "robust": (False, True, False),

@@ -163,7 +163,8 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "codec": st.sampled_from(sorted(CODECS)), "trigger": st.sampled_from(["always", "period:7", "change:0.1"]),
     "view": st.integers(1, 64), "every": st.integers(2, 10**6), "overlap": st.sampled_from(["blocking", "delayed"]),
     "topology": st.sampled_from(["ring", "tree:2"]), "servers": st.integers(1, 3), "min_peers": st.integers(1, 3),
-    "server_optimizer": st.just("sgd"),
+    "server_optimizer": st.just("sgd"), "outer_lr": st.sampled_from(["auto", "0.5"]),
+    "outer_momentum": st.sampled_from(["auto", "0"]),
     "exchange": st.just("weights"),  # gradients fit few of the others
     "robust": st.booleans(), "optimizer": st.sampled_from(["sgd", "nesterov"]), "lr": st.floats(1e-6, 1e3),
     "momentum": st.floats(0.01, 0.99), "weight_decay": st.floats(0, 0.99), "batch": st.integers(1, 10**6),

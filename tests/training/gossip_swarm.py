@@ -17,11 +17,11 @@ class GossipSwarm(ModeSwarm):
     def __init__(
         self, count: int, size: int, codec: str, trigger: str = "always", view: int = 3, seed: int = 0,
         buffers: int = 0, mode: str = "gossip", dtype: str = "float64", every: int = 1, make: Core | None = None,
-        robust: bool = False,
+        robust: bool = False, **told: Any,
     ) -> None:  # fmt: skip
         """Models that start apart are further from each other than limits by own steps let come together at once."""
         names = "abcdefghijklmnop"[:count]
-        settings: dict[str, Any] = {"trigger": trigger, "view": view, "every": every, "robust": robust}
+        settings: dict[str, Any] = {"trigger": trigger, "view": view, "every": every, "robust": robust, **told}
         super().__init__(mode, names, size, buffers=buffers, dtype=dtype, seed=seed, codec=codec, make=make, **settings)
         first, *others = (node.x for node in self.nodes.values())
         self.initial_sum: Vector = sum(others, first)

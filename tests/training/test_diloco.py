@@ -29,11 +29,11 @@ def formed(names: str, mode: str, **options: object) -> RoundSwarm:
 
 @given(
     fragments=st.integers(1, 5), each=st.integers(1, 3), count=st.integers(1, 4), rounds=st.integers(1, 12),
-    seed=st.integers(0, 2**16),
+    outer=st.sampled_from([(OUTER_LR, OUTER_MOMENTUM), (1.0, 0.0), (0.5, 0.3)]), seed=st.integers(0, 2**16),
 )  # fmt: skip
 @settings(deadline=None, max_examples=60)
 def test_every_fragment_follows_the_outer_step_at_its_own_rounds(
-    fragments: int, each: int, count: int, rounds: int, seed: int
+    fragments: int, each: int, count: int, rounds: int, outer: tuple[float, float], seed: int
 ) -> None:
     """One whole round, then fragment r mod P at round r: agreed -= lr (g + mu m) with its own g and m.
 
@@ -41,7 +41,9 @@ def test_every_fragment_follows_the_outer_step_at_its_own_rounds(
     """
     names = "abcd"[:count]
     every = max(2, fragments * each)  # 1 stands for the default
-    swarm = formed(names, f"diloco:{fragments}", overlap="blocking", every=every, seed=seed)
+    lr, mu = outer
+    told = {"outer_lr": str(lr), "outer_momentum": str(mu)}
+    swarm = formed(names, f"diloco:{fragments}", overlap="blocking", every=every, seed=seed, **told)
     models = {name: swarm.nodes[name].x.copy() for name in names}
     agreed, momentum = np.zeros(SIZE), np.zeros(SIZE)
     for number in range(1, rounds + 1):
@@ -59,8 +61,8 @@ def test_every_fragment_follows_the_outer_step_at_its_own_rounds(
             where = slice(0, SIZE)
         else:
             gradient = agreed[where] - mean[where]
-            momentum[where] = OUTER_MOMENTUM * momentum[where] + gradient
-            agreed[where] -= OUTER_LR * (gradient + OUTER_MOMENTUM * momentum[where])
+            momentum[where] = mu * momentum[where] + gradient
+            agreed[where] -= lr * (gradient + mu * momentum[where])
             buffers = np.arange(SIZE)[where] >= swarm.layout.parameters
             agreed[where][buffers] = mean[where][buffers]
         for name in names:
@@ -198,3 +200,19 @@ def test_a_round_of_whole_models_begins_the_momentum_anew(mode: str) -> None:
     assert all(node.core._momentum is None for node in swarm.nodes.values())
     rounds(4, still)
     assert all((node.x == before).all() for node in swarm.nodes.values()), "nobody has moved since"
+
+
+@pytest.mark.parametrize("mode", ["diloco", "noloco"])
+@pytest.mark.parametrize(
+    ("told", "line"),
+    [
+        ({"outer_lr": "0"}, "outer_lr: 0 must be above 0"),
+        ({"outer_lr": "nan"}, "outer_lr: nan must be above 0"),
+        ({"outer_lr": "fast"}, "outer_lr: 'fast' is neither a number nor auto"),
+        ({"outer_momentum": "1"}, "outer_momentum: 1 must be from 0 to below 1"),
+        ({"outer_momentum": "-0.1"}, "outer_momentum: -0.1 must be from 0 to below 1"),
+    ],
+)
+def test_an_outer_step_that_makes_no_sense_is_one_line(mode: str, told: dict[str, str], line: str) -> None:
+    with pytest.raises(UserError, match=line):
+        check_options(mode, ModeSettings(**told))  # type: ignore[arg-type]

@@ -25,8 +25,9 @@ def noloco_swarm(count: int, size: int, codec: str = "float32", **settings: obje
     return swarm
 
 
-def test_two_in_lockstep_follow_the_formula() -> None:
-    swarm = noloco_swarm(2, 60)
+@pytest.mark.parametrize(("eta", "mu", "told"), [(ETA, MU, {}), (1.0, 0.0, {"outer_lr": "1", "outer_momentum": "0"})])
+def test_two_in_lockstep_follow_the_formula(eta: float, mu: float, told: dict[str, str]) -> None:
+    swarm = noloco_swarm(2, 60, **told)
     rng = np.random.default_rng(0)
     phi = {name: node.x.copy() for name, node in swarm.nodes.items()}
     momentum: dict[str, Vector] = {name: np.zeros(60) for name in phi}
@@ -39,7 +40,7 @@ def test_two_in_lockstep_follow_the_formula() -> None:
         mean_delta = sum(x[name] - phi[name] for name in phi) / 2
         mean_phi = sum(phi.values()) / 2
         for name in phi:
-            momentum[name] = MU * momentum[name] + ETA * mean_delta + ETA * (mean_phi - phi[name])
+            momentum[name] = mu * momentum[name] + eta * mean_delta + eta * (mean_phi - phi[name])
             phi[name] = phi[name] + momentum[name]
             assert np.allclose(swarm.nodes[name].x, phi[name], atol=1e-5)
     assert all(node.core.counts["exchanges"] == 4 for node in swarm.nodes.values())

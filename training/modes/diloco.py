@@ -17,15 +17,19 @@ contiguous in the flat model, so that all rounds cost the same bytes and a core 
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 
+from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Vector
 from peerd.training.mode import ModeMaker
-from peerd.training.mode_settings import WEIGHTS, ModeSettings
+from peerd.training.mode_settings import WEIGHTS, ModeSettings, outer_step
 from peerd.training.modes.allreduce import AllReduce
 from peerd.transport.errors import UserError
+from peerd.transport.ids import NodeId
 
 OUTER_LR = 0.7  # the paper's
 OUTER_MOMENTUM = 0.9
@@ -38,7 +42,7 @@ class DiLoCo(AllReduce):
     NAME = "diloco"
     ARGUMENT = f"P with P from 1 to {FRAGMENTS_MAX}"
 
-    TAKES = AllReduce.TAKES[:-1]
+    TAKES = (*AllReduce.TAKES[:-1], "outer_lr", "outer_momentum")
     EXCHANGES = (WEIGHTS,)
     EVERY = 50
     DIFFERENCES = True
@@ -56,10 +60,24 @@ class DiLoCo(AllReduce):
     def check(cls, argument: str, told: ModeSettings) -> None:
         """See `ModeClass`."""
         super().check(argument, told)
+        outer_step(told, OUTER_LR, OUTER_MOMENTUM)
         if argument and told.overlap == "hpsgd":
             raise UserError(
                 "overlap hpsgd: not with diloco:P, it would roll a fragment back that has no round for long"
             )
+
+    def __init__(
+        self,
+        me: NodeId,
+        layout: Layout,
+        rng: random.Random,
+        settings: ModeSettings,
+        values: Callable[[], Vector],
+        *,
+        fragments: int = 1,
+    ) -> None:
+        super().__init__(me, layout, rng, settings, values, fragments=fragments)
+        self._lr, self._mu = outer_step(settings, OUTER_LR, OUTER_MOMENTUM)
 
     def _agree(self, mean: Vector, where: slice, *, whole: bool) -> Vector:
         """The outer step."""
@@ -70,9 +88,9 @@ class DiLoCo(AllReduce):
         if self._momentum is None:
             self._momentum = np.zeros_like(self._agreed)
         momentum = self._momentum[where]
-        momentum *= OUTER_MOMENTUM
+        momentum *= self._mu
         momentum += gradient
-        agreed: Vector = self._agreed[where] - OUTER_LR * (gradient + OUTER_MOMENTUM * momentum)
+        agreed: Vector = self._agreed[where] - self._lr * (gradient + self._mu * momentum)
         buffers = slice(max(0, self._layout.parameters - where.start), None)
         agreed[buffers] = mean[buffers] + self._agreed[where][buffers]
         return agreed

@@ -32,10 +32,10 @@ from peerd.training.codecs.difference import norm_of_difference
 from peerd.training.codecs.vector import Layout, NotFinite
 from peerd.training.effects import Apply, Effect, Log, Send, StepReport, Vector
 from peerd.training.mode import LinkStatus, ModeClass, not_finite
-from peerd.training.mode_settings import ModeSettings
+from peerd.training.mode_settings import ModeSettings, outer_step
 from peerd.training.model.quiet import EVERY_STEP, Quiet
 from peerd.training.modes.gossip import Gossip
-from peerd.training.pairs.outer import ETA, WHOLE_MODEL_CODECS, Contribution, Outer
+from peerd.training.pairs.outer import ETA, MU, WHOLE_MODEL_CODECS, Contribution, Outer
 from peerd.training.pairs.reference import PairedReference
 from peerd.training.trigger import ONLY_FINISHING, SILENCE_MAX_S, WAKE_AFTER_S
 from peerd.transport.ids import NodeId
@@ -91,9 +91,15 @@ class NoLoCo(ModeClass):
     """The mode's core for one node."""
 
     NAME = "noloco"
-    TAKES = ("codec", "view", "every")
+    TAKES = ("codec", "view", "every", "outer_lr", "outer_momentum")
 
     barrier = 0
+
+    @classmethod
+    def check(cls, argument: str, told: ModeSettings) -> None:
+        """See `ModeClass`."""
+        super().check(argument, told)
+        outer_step(told, ETA, MU)
 
     def __init__(
         self, me: NodeId, layout: Layout, rng: random.Random, settings: ModeSettings, values: Callable[[], Vector]
@@ -108,7 +114,7 @@ class NoLoCo(ModeClass):
         self._values = values
         self._every = settings.every if settings.every > 1 else STEPS
         codec = settings.codec if settings.codec in WHOLE_MODEL_CODECS else "bfloat16"
-        self._outer = Outer(layout, codec, values())
+        self._outer = Outer(layout, codec, values(), *outer_step(settings, ETA, MU))
         self._pair: _Pair | None = None
         self._answered: tuple[NodeId, PairHalf] | None = None  # the last half we answered with
         self._ended: deque[tuple[NodeId, int]] = deque(maxlen=REMEMBERED)
@@ -327,7 +333,9 @@ class NoLoCo(ModeClass):
         self.counts["exchanges"] += 1
         met = self._met.get(pair.peer)
         if pair.peer in self._alive:
-            self._met[pair.peer] = LinkStatus(pair.peer, (met.exchanges if met else 0) + 1, distance, ETA / 2, "period")
+            self._met[pair.peer] = LinkStatus(
+                pair.peer, (met.exchanges if met else 0) + 1, distance, self._outer.eta / 2, "period"
+            )
         return [Apply(self._correction)]
 
     # ---------------------------------------------------------------- small parts

@@ -39,8 +39,10 @@ class Contribution:
 class Outer:
     """The outer model and momentum of one node. Not thread-safe: one thread owns it."""
 
-    def __init__(self, layout: Layout, codec: str, start: Vector) -> None:
+    def __init__(self, layout: Layout, codec: str, start: Vector, eta: float = ETA, mu: float = MU) -> None:
         """Both are of shape (total,); phi begins at `start`."""
+        self.eta = eta
+        self._mu = mu
         self.codec = codec
         self.phi = start.copy()
         self._layout = layout
@@ -72,8 +74,8 @@ class Outer:
         theirs += ours.x  # the pair's mean
         theirs -= self.phi
         momentum = self._momentum
-        momentum *= MU
-        momentum += ETA * theirs
+        momentum *= self._mu
+        momentum += self.eta * theirs
         momentum[parameters:] = theirs[parameters:]
         self.phi += momentum
         momentum[parameters:] = 0.0
