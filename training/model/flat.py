@@ -85,7 +85,7 @@ class FlatModel:
                     f"parameter {name} is {type_name(parameter)}: only real floating-point ones can be averaged"
                 )
         averaged = {name: b for name, b in buffers.items() if _is_averaged(b) and name not in private}
-        masters = masters_of(dict(shared), parameters.values(), optimizer)
+        masters = masters_of(shared, parameters, optimizer)
         self.pieces: list[Piece] = []
         start = 0
         for name, tensor in [*shared.items(), *averaged.items()]:
