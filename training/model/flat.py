@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+from peerd.training.model.apart import overlapping
 from peerd.training.model.masters import EXACT, masters_of
 from peerd.training.model.names import buffers_of, matching, parameters_of
 from peerd.training.model.shards import is_sharded, shard_of
@@ -68,9 +69,9 @@ class FlatModel:
     def __init__(self, model: nn.Module, optimizer: Any = None, exclude: Iterable[str] = ()) -> None:
         """`exclude` has names of private tensors, or patterns (fnmatch); `optimizer` shows whether there are masters.
 
-        Raises ValueError for a model without trainable parameters or with complex ones, for a pattern that fits
-        nothing, and for masters that cannot be told apart. When it has shards that are frozen, all ranks have to call
-        it at once.
+        Raises ValueError for a model without trainable parameters, with complex ones or with two in one memory, for a
+        pattern that fits nothing, and for masters that cannot be told apart. When it has shards that are frozen, all
+        ranks have to call it at once.
         """
         parameters, buffers = parameters_of(model), buffers_of(model)
         private = matching(tuple(exclude), [*parameters, *buffers])
@@ -85,14 +86,21 @@ class FlatModel:
                     f"parameter {name} is {type_name(parameter)}: only real floating-point ones can be averaged"
                 )
         averaged = {name: b for name, b in buffers.items() if _is_averaged(b) and name not in private}
+        if (twice := overlapping({**shared, **averaged})) is not None:
+            raise ValueError(
+                f"{twice[0]} and {twice[1]} are two tensors in one memory: make them one (b.weight = a.weight, not its "
+                f".data), or clone() one of them"
+            )
         masters = masters_of(shared, parameters, optimizer)
         self.pieces: list[Piece] = []
+        self._shapes: dict[str, torch.Size] = {}
         start = 0
         for name, tensor in [*shared.items(), *averaged.items()]:
             stop = start + shard_of(tensor).numel()
             is_buffer = name in averaged
             variance = is_buffer and is_variance(name) and bool((tensor >= 0).all())
             self.pieces.append(Piece(name, tensor, start, stop, is_buffer, variance, masters.get(name)))
+            self._shapes[name] = tensor.shape
             start = stop
         self.total = start
         self.parameters = sum(shard_of(p).numel() for p in shared.values())
@@ -117,6 +125,7 @@ class FlatModel:
         for name, tensor in states().items():
             stop = self.total + tensor.numel()
             self.pieces.append(Piece(name, tensor, self.total, stop, is_buffer=True))
+            self._shapes[name] = tensor.shape
             self.states += stop - self.total
             self.total = stop
         self.tensors += [f"{line.removesuffix('buffer')}state" for line in described({}, states())]
@@ -301,10 +310,15 @@ class FlatModel:
         lost = set()
         for index, piece in enumerate(self.pieces):
             found = (states if piece.name in states else buffers if piece.is_buffer else parameters).get(piece.name)
-            if found is piece.held:
+            shape = self._shapes[piece.name]
+            if found is piece.held and found.shape == shape:
                 continue
-            if found is None or (found.shape, found.dtype) != (piece.held.shape, piece.held.dtype):
+            if found is None or (found.shape, found.dtype) != (shape, piece.held.dtype):
                 lost.add(piece.name)
+                if found is piece.held:  # other data in the same tensor: the last copy of what it was stands for it
+                    kept = self._base[piece.start : piece.stop].view(shape).to(found.dtype, copy=True)
+                    self.pieces[index] = replace(piece, held=kept, master=None)
+                    self._carry.pop(piece.name, None)
             elif is_sharded(found) == is_sharded(piece.held):  # else: whole for the forward pass it is in
                 self.pieces[index] = replace(piece, held=found)
                 self._carry.pop(piece.name, None)
