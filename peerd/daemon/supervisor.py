@@ -54,14 +54,12 @@ class Supervisor:
         while not self.stopping:
             before = status()
             code = await self._run_once()
-            if self.stopping:
-                return
             with trio.move_on_after(LAST_WORDS_S):
                 while (found := status()) is not None and found.phase not in (TrainerPhase.FINISHED, TrainerPhase.GONE):
                     await trio.sleep(0.01)
             after = found if found is not before else None
-            if code == 0:
-                if after is not None and after.phase is not TrainerPhase.FINISHED:
+            if code == 0 or self.stopping:
+                if after is not None and after.phase is not TrainerPhase.FINISHED and not self.stopping:
                     line = "%s ended without swarm.finish(): its last steps may be missing in this node's model"
                     LOGGER.warning(line, self.name)
                 return

@@ -145,7 +145,7 @@ class FlatModel:
     @torch.no_grad()
     def gather(self) -> torch.Tensor:
         """Make the model as it is now the base that `change` measures from; returns it, flat, on its device."""
-        self._look_again()
+        self.look_again()
         self._read_into(self._base)
         return self._base
 
@@ -156,7 +156,7 @@ class FlatModel:
         Not finite when a parameter or a buffer is not: BatchNorm's statistics may be spoilt by a batch that left no
         gradient.
         """
-        self._look_again()
+        self.look_again()
         norm: torch.Tensor = torch.linalg.vector_norm(self.distances())
         return norm + self.nonfinite_buffers() if len(self.pieces) > self._trainable else norm
 
@@ -208,7 +208,7 @@ class FlatModel:
     @torch.no_grad()
     def shift(self, delta: torch.Tensor) -> None:
         """The same with a tensor."""
-        self._look_again()
+        self.look_again()
         delta = delta.to(self._device)
         before = {
             piece.name: self._base[piece.start : piece.stop].clone() for piece in self.pieces if piece.is_variance
@@ -247,7 +247,7 @@ class FlatModel:
     @torch.no_grad()
     def values(self) -> torch.Tensor:
         """The model as it is now, shape (total,), with the carries; the base stays."""
-        self._look_again()
+        self.look_again()
         values = torch.empty_like(self._base)
         self._read_into(values)
         return values
@@ -255,7 +255,7 @@ class FlatModel:
     @torch.no_grad()
     def put(self, values: torch.Tensor) -> None:
         """x = values, shape (total,); the base stays."""
-        self._look_again()
+        self.look_again()
         for piece in self.pieces:
             self._write(piece, values[piece.start : piece.stop])
 
@@ -298,13 +298,13 @@ class FlatModel:
     @torch.no_grad()
     def loaded(self) -> None:
         """The model was loaded from elsewhere, a checkpoint: masters follow it, and nothing is carried."""
-        self._look_again()
+        self.look_again()
         self._carry.clear()
         for piece in self.pieces:
             if piece.master is not None:
                 piece.source.copy_(piece.tensor)
 
-    def _look_again(self) -> None:
+    def look_again(self) -> None:
         """Follow what was replaced by its like, and see what cannot be followed."""
         parameters, buffers, states = parameters_of(self._model), buffers_of(self._model), self._states()
         lost = set()
