@@ -219,6 +219,40 @@ def test_a_clone_is_refused_and_who_waits_for_others_leaves(machine: Machine) ->
     eventually(lambda: not machine.processes())
 
 
+# ---------------------------------------------------------------- the clock on the wall
+
+JUMPING_CLOCK = """
+import datetime, pathlib, time
+from peerd.security import wall_clock
+
+shift = pathlib.Path("shift")  # in seconds
+now, seconds = wall_clock.now, time.time
+wall_clock.now = lambda: now() + datetime.timedelta(seconds=int(shift.read_text()))
+time.time = lambda: seconds() + int(shift.read_text())
+"""
+
+
+def test_a_jump_of_the_wall_clock_ends_no_training(machine: Machine) -> None:
+    machine.script("sitecustomize.py", JUMPING_CLOCK)
+    shift = machine.script("shift", "0")
+    script = machine.script("train.py", TRAIN)
+    a = machine.start("a", script)
+    b = machine.start("b", script, join=a, SEED="1", PYTHONPATH=str(machine.path))
+    for node in (a, b):
+        node.trains(beyond=20)
+    for days in (3, -3, 0):  # a certificate begins an hour before it was made: with -3 there is no new connection
+        shift.write_text(str(86400 * days))
+        met, reached = b.ask("status")["exchanges"], b.step
+        b.trains(beyond=reached + 100)
+        assert (a.members(), b.members()) == ({"a": "alive", "b": "alive"},) * 2
+        if days >= 0:
+            b.eventually(lambda met=met: b.ask("status")["exchanges"] > met)  # type: ignore[misc]
+    assert a.ask("status")["trainer_restarts"] == b.ask("status")["trainer_restarts"] == 0
+    for node in (b, a):
+        node.signal(signal.SIGINT)
+        assert node.end() == 0
+
+
 # ---------------------------------------------------------------- again and again
 
 
