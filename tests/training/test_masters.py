@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from peerd.trainer.optimizers import as_one
 from peerd.training.model.flat import FlatModel
 
 
@@ -184,3 +185,56 @@ def test_what_is_loaded_from_elsewhere_is_the_masters_too() -> None:
     flat.loaded()
     assert all(bool((master == 7.0).all()) for master in masters)
     assert bool((flat.gather() == 7.0).all())
+
+
+class Fused(torch.optim.Optimizer):
+    """As apex's and TransformerEngine's with `master_weights`."""
+
+    def __init__(self, parameters: Any, name: str = "master_param") -> None:
+        super().__init__(parameters, {"lr": 0.001})
+        self.name = name
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
+                    state[self.name] = parameter.detach().float().clone()
+                state[self.name].sub_(group["lr"])
+                parameter.copy_(state[self.name])
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_correction_reaches_the_masters_that_an_optimizer_keeps_in_its_state(several: bool) -> None:
+    model = build()
+    parameters = list(model.parameters())
+    parts = [Fused(parameters[:3]), Fused(parameters[3:])] if several else [Fused(parameters)]
+    flat = FlatModel(model, as_one(parts))
+    flat.gather()
+    for _ in range(2):  # after the second its state is another one
+        for part in parts:
+            part.step()
+        before = flat.gather().clone()
+        flat.add(np.full(flat.total, 0.01, np.float32))
+        for part in parts:
+            part.step()
+        np.testing.assert_allclose(flat.values(), before + 0.009, rtol=1e-5, atol=1e-7)
+        for part in parts:
+            part.state.clear()
+        flat.values()
+        assert not any(piece.master is not None for piece in flat.pieces)
+
+
+def test_moments_are_no_masters() -> None:
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    flat = FlatModel(model, optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    for parameter in model.parameters():
+        optimizer.state[parameter]["exp_avg"] = optimizer.state[parameter]["exp_avg"].float()
+    flat.gather()
+    assert not any(piece.master is not None for piece in flat.pieces)

@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from peerd.training.model.apart import overlapping
-from peerd.training.model.masters import EXACT, masters_of
+from peerd.training.model.masters import EXACT, StateMasters, masters_of
 from peerd.training.model.names import buffers_of, matching, parameters_of
 from peerd.training.model.shards import is_sharded, shard_of
 from peerd.training.model.signature import described, signature_of, type_name
@@ -91,7 +91,7 @@ class FlatModel:
                 f"{twice[0]} and {twice[1]} are two tensors in one memory: make them one (b.weight = a.weight, not its "
                 f".data), or clone() one of them"
             )
-        masters = masters_of(shared, parameters, optimizer)
+        self._masters = masters_of(shared, parameters, optimizer)
         self.pieces: list[Piece] = []
         self._shapes: dict[str, torch.Size] = {}
         start = 0
@@ -99,7 +99,7 @@ class FlatModel:
             stop = start + shard_of(tensor).numel()
             is_buffer = name in averaged
             variance = is_buffer and is_variance(name) and bool((tensor >= 0).all())
-            self.pieces.append(Piece(name, tensor, start, stop, is_buffer, variance, masters.get(name)))
+            self.pieces.append(Piece(name, tensor, start, stop, is_buffer, variance, self._masters.get(name)))
             self._shapes[name] = tensor.shape
             start = stop
         self.total = start
@@ -109,6 +109,7 @@ class FlatModel:
         self.tensors = described(ours, averaged)
         self.signature = signature_of(self.tensors)
         self._model = model
+        self._masters_kept = StateMasters(optimizer)
         self._known = parameters.keys() | buffers.keys()
         self._trained = shared.keys() | private
         self._changed: dict[str, set[str]] = {}  # the line that tells how, and whose names
@@ -322,6 +323,7 @@ class FlatModel:
             elif is_sharded(found) == is_sharded(piece.held):  # else: whole for the forward pass it is in
                 self.pieces[index] = replace(piece, held=found)
                 self._carry.pop(piece.name, None)
+        self._follow_kept_masters()
         added = {name for name, tensor in (parameters | buffers).items() if tensor.is_floating_point()}
         frozen = {piece.name for piece in self.pieces if not piece.is_buffer and not piece.held.requires_grad}
         self._changed = {
@@ -332,6 +334,16 @@ class FlatModel:
             },
             "still shared, though frozen after peerd.attach: {} (the swarm goes on changing them)": frozen - lost,
         }
+
+    def _follow_kept_masters(self) -> None:
+        low = [index for index in range(self._trainable) if self.pieces[index].held.dtype not in EXACT]
+        self._masters_kept.seek(self.pieces[index].held for index in low)
+        for index in low:
+            piece = self.pieces[index]
+            kept = self._masters_kept.of(piece.held)
+            if kept is not piece.master and (kept is not None or piece.name not in self._masters):
+                self.pieces[index] = replace(piece, master=kept)
+                self._carry.pop(piece.name, None)
 
 
 def pin(memory: npt.NDArray[np.float32]) -> bool:

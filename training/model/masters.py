@@ -131,3 +131,41 @@ def _alike(wanted: Sequence[str], unstepped: Mapping[str, torch.Tensor]) -> list
         else:
             looks.append([name])
     return [names for looks in classes.values() for names in looks if not set(wanted).isdisjoint(names)]
+
+
+class StateMasters:
+    """Masters in an optimizer's state, under one name for all parameters: as apex and TransformerEngine keep them."""
+
+    def __init__(self, optimizer: Any) -> None:
+        states = [getattr(part, "state", None) for part in getattr(optimizer, "parts", [optimizer])]
+        self._states = [state for state in states if isinstance(state, Mapping)]
+        self._name: str | None = None
+        self._was_sought = False
+
+    @torch.no_grad()
+    def seek(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Look once, as soon as there is a state of any of them, all of a type that does not hold a float32."""
+        if self._was_sought:
+            return
+        held = [(shard_of(parameter), entries) for parameter in parameters if (entries := self._entries(parameter))]
+        if not any(bool(own.any()) for own, _ in held):  # zeros are the copies of zeros
+            return
+        self._was_sought = True
+        for name in held[0][1]:
+            if all(_is_master(entries.get(name), own) for own, entries in held):
+                self._name = name
+
+    def of(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """As it is now: an optimizer that has forgotten its state makes another."""
+        return self._entries(parameter).get(self._name) if self._name is not None else None
+
+    def _entries(self, parameter: torch.Tensor) -> Mapping[str, Any]:
+        found = (state.get(parameter) for state in self._states)
+        return next((entries for entries in found if isinstance(entries, Mapping) and entries), {})
+
+
+def _is_master(kept: Any, own: torch.Tensor) -> bool:
+    if not isinstance(kept, torch.Tensor) or kept.dtype not in EXACT:
+        return False
+    copy = shard_of(kept)
+    return copy.shape == own.shape and torch.equal(copy.to(own.device, own.dtype), own)
