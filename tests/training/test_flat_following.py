@@ -95,6 +95,18 @@ def test_other_data_in_the_same_tensor_is_told_and_the_rest_stays_shared(now: to
     assert flat.unshared() == []
 
 
+def test_an_optimizer_of_another_model_is_told_once() -> None:
+    model = nn.Linear(2, 2)
+    flat = FlatModel(model, torch.optim.SGD(copy.deepcopy(model).parameters()))
+    line = "not shared: what the optimizer steps, which is none of the model's shared parameters"
+    assert flat.unshared() == [line]
+    assert flat.unshared() == []
+    assert FlatModel(model, torch.optim.SGD([model.weight])).unshared() == []
+    low = nn.Linear(2, 2).bfloat16()
+    masters = [parameter.detach().clone().float() for parameter in low.parameters()]
+    assert FlatModel(low, torch.optim.SGD(masters)).unshared() == []
+
+
 def test_many_names_are_one_short_line() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     flat = FlatModel(model)

@@ -114,6 +114,7 @@ class FlatModel:
         self._trained = shared.keys() | private
         self._changed: dict[str, set[str]] = {}  # the line that tells how, and whose names
         self._told: set[str] = set()
+        self._elsewhere = not self._masters and _steps_others(optimizer, shared.values())
         self._device = next(iter(shared.values())).device
         self._trainable = len(shared)
         self._states: Callable[[], dict[str, torch.Tensor]] = dict
@@ -192,6 +193,9 @@ class FlatModel:
     def unshared(self) -> list[str]:
         """What of the model is not shared though it was changed to be, or still is: a line a way, each tensor once."""
         lines = []
+        if self._elsewhere:
+            lines.append("not shared: what the optimizer steps, which is none of the model's shared parameters")
+            self._elsewhere = False
         for what, names in self._changed.items():
             if new := sorted(names - self._told):
                 more = f" and {len(new) - _NAMED_MAX} more" if len(new) > _NAMED_MAX else ""
@@ -374,6 +378,13 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return is_sharded(tensor) or not any(
         step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
     )
+
+
+def _steps_others(optimizer: Any, shared: Iterable[torch.Tensor]) -> bool:
+    """Whether its groups have tensors, and none that is shared: the model that it trains is another one."""
+    groups = getattr(optimizer, "param_groups", None) or []
+    stepped = {id(tensor) for group in groups for tensor in group["params"]}
+    return bool(stepped) and stepped.isdisjoint(map(id, shared))
 
 
 def _require_values(parameters: dict[str, nn.Parameter]) -> None:
