@@ -30,6 +30,23 @@ def test_a_buffer_that_is_a_view_of_a_parameter_is_refused() -> None:
     assert FlatModel(model, exclude=["row"]).total == 12
 
 
+def test_of_slices_of_one_table_the_longest_is_shared() -> None:
+    table = torch.arange(6.0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model[0].register_buffer("some", table[:4])
+    model[1].register_buffer("same", table[:])
+    model[1].register_buffer("all", table.view(2, 3))
+    flat = FlatModel(model)
+    assert [piece.name for piece in flat.pieces if piece.is_buffer] == ["1.same", "2.running_mean", "2.running_var"]
+    before = flat.gather().clone()
+    flat.shift(torch.ones(flat.total))
+    assert table.tolist() == [1, 2, 3, 4, 5, 6]
+    assert torch.equal(flat.gather(), before + 1)
+    model[1].register_buffer("more", torch.zeros(9)[3:])
+    model[0].register_buffer("end", table[2:])
+    assert FlatModel(model).total == flat.total + 6
+
+
 @pytest.mark.parametrize(
     ("views", "found"),
     [

@@ -6,6 +6,7 @@ such case: but `b.weight.data = a.weight.data` makes two of them.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 
 import torch
@@ -36,11 +37,30 @@ def _owner(near: list[tuple[int, str, torch.Tensor]], end: int) -> str | None:
     """Of whom the last one has a value, byte for byte."""
     first = near[0][0]
     mine = torch.zeros(end - first, dtype=torch.bool)
-
-    def bytes_of(start: int, tensor: torch.Tensor) -> torch.Tensor:
-        strides = [step * tensor.itemsize for step in tensor.stride()]
-        return mine.as_strided((*tensor.shape, tensor.itemsize), (*strides, 1), start - first)
-
     *others, (start, _, last) = near
-    bytes_of(start, last).fill_(True)
-    return next((name for begin, name, tensor in others if bool(bytes_of(begin, tensor).any())), None)
+    _bytes_of(mine, start - first, last).fill_(True)
+    return next((name for begin, name, one in others if bool(_bytes_of(mine, begin - first, one).any())), None)
+
+
+def distinct(buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Without those that are views of others, such as slices of one table: what becomes of these becomes of them."""
+    by_storage = defaultdict(list)
+    for name, held in buffers.items():
+        own = shard_of(held)
+        if own.numel() and type(own) is torch.Tensor:
+            by_storage[own.untyped_storage().data_ptr()].append((name, own))
+    views = set()
+    for group in by_storage.values():
+        covered = torch.zeros(group[0][1].untyped_storage().nbytes() if len(group) > 1 else 0, dtype=torch.bool)
+        for name, own in sorted(group, key=lambda one: -one[1].nbytes) if len(group) > 1 else ():
+            part = _bytes_of(covered, int(own.storage_offset()) * own.itemsize, own)
+            if bool(part.all()):
+                views.add(name)
+            part.fill_(True)
+    return {name: held for name, held in buffers.items() if name not in views}
+
+
+def _bytes_of(memory: torch.Tensor, start: int, tensor: torch.Tensor) -> torch.Tensor:
+    """Where a tensor lies in a memory, one value a byte, whose first is at `start`."""
+    strides = [step * tensor.itemsize for step in tensor.stride()]
+    return memory.as_strided((*tensor.shape, tensor.itemsize), (*strides, 1), start)

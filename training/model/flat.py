@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from peerd.training.model.apart import overlapping
+from peerd.training.model.apart import distinct, overlapping
 from peerd.training.model.masters import EXACT, StateMasters, masters_of
 from peerd.training.model.names import buffers_of, matching, parameters_of
 from peerd.training.model.shards import is_sharded, shard_of
@@ -85,7 +85,7 @@ class FlatModel:
                 raise ValueError(
                     f"parameter {name} is {type_name(parameter)}: only real floating-point ones can be averaged"
                 )
-        averaged = {name: b for name, b in buffers.items() if _is_averaged(b) and name not in private}
+        averaged = distinct({name: b for name, b in buffers.items() if _is_averaged(b) and name not in private})
         if (twice := overlapping({**shared, **averaged})) is not None:
             raise ValueError(
                 f"{twice[0]} and {twice[1]} are two tensors in one memory: make them one (b.weight = a.weight, not its "
