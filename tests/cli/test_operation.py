@@ -105,6 +105,12 @@ def test_who_binds_all_addresses_is_joined_at_one(machine: Machine, everywhere: 
     assert a.ask("status")["counts"]["datagrams_unsendable"] == 0
 
 
+def test_the_line_to_paste_has_an_address_that_can_be_joined(machine: Machine) -> None:
+    a = machine.start("a", "--bind", "0.0.0.0:0", "--insecure-plaintext")
+    assert not a.address.startswith("0.0.0.0")
+    a.says(f"others join with: peerd start --join {a.address} --bind THEIR_ADDRESS --insecure-plaintext\n")
+
+
 def test_two_swarms_on_one_host_do_not_know_of_each_other(machine: Machine) -> None:
     script = machine.script("train.py", TRAIN)
     swarms = []
