@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import numpy as np
 import pytest
@@ -95,12 +96,18 @@ def test_other_data_in_the_same_tensor_is_told_and_the_rest_stays_shared(now: to
     assert flat.unshared() == []
 
 
-def test_an_optimizer_of_another_model_is_told_once() -> None:
+def test_what_the_optimizer_steps_beside_the_model_is_told_once() -> None:
+    """A layer in a plain list, say, or another model."""
     model = nn.Linear(2, 2)
-    flat = FlatModel(model, torch.optim.SGD(copy.deepcopy(model).parameters()))
-    line = "not shared: what the optimizer steps, which is none of the model's shared parameters"
-    assert flat.unshared() == [line]
-    assert flat.unshared() == []
+    for beside in (
+        [*model.parameters(), torch.zeros(1)],
+        [model.weight, torch.zeros(2)],
+        copy.deepcopy(model).parameters(),
+    ):
+        flat = FlatModel(model, torch.optim.SGD(beside))
+        (line,) = flat.unshared()
+        assert re.fullmatch(r"not shared: [12] of the tensors that the optimizer steps: the model lacks them", line)
+        assert flat.unshared() == []
     assert FlatModel(model, torch.optim.SGD([model.weight])).unshared() == []
     low = nn.Linear(2, 2).bfloat16()
     masters = [parameter.detach().clone().float() for parameter in low.parameters()]

@@ -114,7 +114,7 @@ class FlatModel:
         self._trained = shared.keys() | private
         self._changed: dict[str, set[str]] = {}  # the line that tells how, and whose names
         self._told: set[str] = set()
-        self._elsewhere = not self._masters and _steps_others(optimizer, shared.values())
+        self._elsewhere = 0 if self._masters else _steps_others(optimizer, parameters.values())
         self._device = next(iter(shared.values())).device
         self._trainable = len(shared)
         self._states: Callable[[], dict[str, torch.Tensor]] = dict
@@ -194,8 +194,8 @@ class FlatModel:
         """What of the model is not shared though it was changed to be, or still is: a line a way, each tensor once."""
         lines = []
         if self._elsewhere:
-            lines.append("not shared: what the optimizer steps, which is none of the model's shared parameters")
-            self._elsewhere = False
+            lines.append(f"not shared: {self._elsewhere} of the tensors that the optimizer steps: the model lacks them")
+            self._elsewhere = 0
         for what, names in self._changed.items():
             if new := sorted(names - self._told):
                 more = f" and {len(new) - _NAMED_MAX} more" if len(new) > _NAMED_MAX else ""
@@ -380,11 +380,11 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def _steps_others(optimizer: Any, shared: Iterable[torch.Tensor]) -> bool:
-    """Whether its groups have tensors, and none that is shared: the model that it trains is another one."""
+def _steps_others(optimizer: Any, parameters: Iterable[torch.Tensor]) -> int:
+    """How many tensors in its groups are not of the model: of a layer in a plain list, or of another model."""
     groups = getattr(optimizer, "param_groups", None) or []
     stepped = {id(tensor) for group in groups for tensor in group["params"]}
-    return bool(stepped) and stepped.isdisjoint(map(id, shared))
+    return len(stepped - set(map(id, parameters)))
 
 
 def _require_values(parameters: dict[str, nn.Parameter]) -> None:
