@@ -54,13 +54,16 @@ class Supervisor:
         while not self.stopping:
             before = status()
             code = await self._run_once()
-            if code == 0 or self.stopping:
-                return
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
             with trio.move_on_after(LAST_WORDS_S):
                 while (found := status()) is not None and found.phase not in (TrainerPhase.FINISHED, TrainerPhase.GONE):
                     await trio.sleep(0.01)
             after = found if found is not before else None
+            if code == 0 or self.stopping:
+                if after is not None and after.phase is not TrainerPhase.FINISHED and not self.stopping:
+                    line = "%s ended without swarm.finish(): its last steps may be missing in this node's model"
+                    LOGGER.warning(line, self.name)
+                return
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
             if after is not None and after.phase is TrainerPhase.FINISHED and not after.at_exit:
                 LOGGER.warning("%s %s after its model was finished: it is not started again", self.name, how)
                 return

@@ -221,6 +221,10 @@ class TrainerService:
 
     def _refuse(self, comes: Said | None, connection: LocalConnection) -> str | None:
         if self._runner.session is not None:
+            if isinstance(comes, Attach) and comes.pid == self._runner.session.facts.pid:
+                return (
+                    "this script is attached already: give all models in one attach([a, b], [optimizer_a, optimizer_b])"
+                )
             return f"a trainer (pid {self._runner.session.facts.pid}) is attached to this node already"
         if not isinstance(comes, Attach) or not connection.fds:
             return "the script's peerd and the daemon's do not understand each other: are they of one version?"

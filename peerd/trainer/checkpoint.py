@@ -106,8 +106,11 @@ def _kept(model: nn.Module, left_out: Collection[str]) -> dict[str, Any]:
 
 
 def _state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-    """Its state, when it has the form of torch's own."""
-    found = optimizer.state_dict()
+    """Its state, when it has the form of torch's own, and can be told."""
+    try:
+        found = optimizer.state_dict()
+    except Exception:  # torch's own fails where parameters were taken out of its groups
+        return None
     state, groups = found.get("state"), found.get("param_groups")
     usual = isinstance(state, dict) and isinstance(groups, list) and all(isinstance(i, int) for i in state)
     return found if usual and all(isinstance(entries, dict) for entries in found["state"].values()) else None

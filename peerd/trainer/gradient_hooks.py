@@ -25,18 +25,30 @@ class GradientHooks:
     def __init__(self, flat: FlatModel, optimizer: Any, exchange: Callable[[], bool]) -> None:
         """`exchange` puts the mean in place of the gradients; whether it is finite."""
         self._exchange = exchange
-        self._parameters = [piece.held for piece in flat.pieces if not piece.is_buffer]
+        self._flat = flat
         parts = optimizer.parts if isinstance(optimizer, Several) else [optimizer]
         self._parts = [part for part in parts if isinstance(part, Optimizer)]  # not what only looks like one
         self._pass: int | None = None  # the backward pass whose end is asked for
         self._paused = 0
         self._finite = True
         self._stepped = set(map(id, self._parts))  # optimizers that have stepped since the last exchange
-        self._hooks: list[Any] = [
-            parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
-            for parameter in self._parameters
-        ]
-        self._hooks += [part.register_step_pre_hook(self._on_step) for part in self._parts]
+        self._hooks: list[Any] = [part.register_step_pre_hook(self._on_step) for part in self._parts]
+        self._hooked: list[torch.Tensor] = []
+        self.follow()
+
+    def follow(self) -> None:
+        """Be on what has taken the place of a parameter, too."""
+        self._flat.look_again()
+        known = set(map(id, self._hooked))
+        for parameter in self._parameters:
+            if id(parameter) not in known and parameter.requires_grad:
+                hook = parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+                self._hooks.append(hook)
+                self._hooked.append(parameter)
+
+    @property
+    def _parameters(self) -> list[torch.Tensor]:
+        return [piece.held for piece in self._flat.pieces if not piece.is_buffer]
 
     def remove(self) -> None:
         """No further exchange."""

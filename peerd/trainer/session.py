@@ -202,6 +202,8 @@ class Session:
         Where the daemon wants nothing of it, a step costs the figures on the board, whatever the size of the model.
         """
         self.step = step
+        if self.hooks is not None:
+            self.hooks.follow()
         self._weight = float(samples or 1)
         now = time.monotonic()
         lr, ratio = self._note(step, now, loss, samples, metrics)

@@ -35,6 +35,7 @@ from peerd.trainer.ranks import RankCommand, Ranks, of_this_job
 from peerd.trainer.say import say
 from peerd.trainer.session import Refused, Session
 from peerd.training.model.flat import FlatModel
+from peerd.training.model.names import patterns_of
 from peerd.training.model.together import Models, one_model
 from peerd.transport.errors import UserError
 
@@ -50,10 +51,9 @@ def attach(model: Models, optimizer: Optimizers, *, exclude: Sequence[str] = ())
     list; a wrapper that has an `optimizer` or `param_groups`, and so a learning rate scheduler, is as good as what it
     wraps.
     """
-    exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
     ranks = of_this_job()
     try:
-        model, optimizer = one_model(model), as_one(optimizer)
+        model, optimizer, exclude = one_model(model), as_one(optimizer), patterns_of(exclude)
     except ValueError as error:  # on every rank
         if (ranks is None or ranks.leads) and (socket := _connect()) is not None:
             _give_up(socket)

@@ -324,6 +324,14 @@ def test_an_end_gives_the_last_step_to_the_node_and_is_the_last(machine: Machine
     assert a.ask("status")["phase"] == "finished"
 
 
+def test_an_end_that_nothing_can_flush_is_told(machine: Machine) -> None:
+    body = ENDS["no finish"].replace("keep(model)", "os._exit(0)")
+    a = machine.start("a", machine.script("train.py", HEAD + PLAIN + body))
+    a.says("train.py ended without swarm.finish(): its last steps may be missing in this node's model")
+    assert "starting it again" not in a.log
+    assert a.ask("status")["phase"] == "gone"
+
+
 LAST_STEPS = """
 torch.manual_seed(int(os.environ["SEED"]))
 

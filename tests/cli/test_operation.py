@@ -105,6 +105,12 @@ def test_who_binds_all_addresses_is_joined_at_one(machine: Machine, everywhere: 
     assert a.ask("status")["counts"]["datagrams_unsendable"] == 0
 
 
+def test_the_line_to_paste_has_an_address_that_can_be_joined(machine: Machine) -> None:
+    a = machine.start("a", "--bind", "0.0.0.0:0", "--insecure-plaintext")
+    assert not a.address.startswith("0.0.0.0")
+    a.says(f"others join with: peerd start --join {a.address} --bind THEIR_ADDRESS --insecure-plaintext\n")
+
+
 def test_two_swarms_on_one_host_do_not_know_of_each_other(machine: Machine) -> None:
     script = machine.script("train.py", TRAIN)
     swarms = []
@@ -217,6 +223,40 @@ def test_a_clone_is_refused_and_who_waits_for_others_leaves(machine: Machine) ->
     assert time.monotonic() - asked < AT_ONCE_S
     assert "ready, " not in machine.logs()  # no script got as far as its first step
     eventually(lambda: not machine.processes())
+
+
+# ---------------------------------------------------------------- the clock on the wall
+
+JUMPING_CLOCK = """
+import datetime, pathlib, time
+from peerd.security import wall_clock
+
+shift = pathlib.Path("shift")  # in seconds
+now, seconds = wall_clock.now, time.time
+wall_clock.now = lambda: now() + datetime.timedelta(seconds=int(shift.read_text()))
+time.time = lambda: seconds() + int(shift.read_text())
+"""
+
+
+def test_a_jump_of_the_wall_clock_ends_no_training(machine: Machine) -> None:
+    machine.script("sitecustomize.py", JUMPING_CLOCK)
+    shift = machine.script("shift", "0")
+    script = machine.script("train.py", TRAIN)
+    a = machine.start("a", script)
+    b = machine.start("b", script, join=a, SEED="1", PYTHONPATH=str(machine.path))
+    for node in (a, b):
+        node.trains(beyond=20)
+    for days in (3, -3, 0):  # a certificate begins an hour before it was made: with -3 there is no new connection
+        shift.write_text(str(86400 * days))
+        met, reached = b.ask("status")["exchanges"], b.step
+        b.trains(beyond=reached + 100)
+        assert (a.members(), b.members()) == ({"a": "alive", "b": "alive"},) * 2
+        if days >= 0:
+            b.eventually(lambda met=met: b.ask("status")["exchanges"] > met)  # type: ignore[misc]
+    assert a.ask("status")["trainer_restarts"] == b.ask("status")["trainer_restarts"] == 0
+    for node in (b, a):
+        node.signal(signal.SIGINT)
+        assert node.end() == 0
 
 
 # ---------------------------------------------------------------- again and again

@@ -158,6 +158,19 @@ def test_an_optimizer_with_values_that_are_not_plain_is_left_out(tmp_path: Path)
     assert restore(found, model, optimizer) is False
 
 
+def test_an_optimizer_whose_state_cannot_be_told_is_left_out() -> None:
+    """As of torch's, where a parameter that has state was taken out of its group."""
+    model = Net()
+    optimizer = OPTIMIZERS["sgd"](model)
+    train(model, optimizer, 0, 1)
+    optimizer.param_groups[0]["params"].pop()
+    with pytest.raises(KeyError):
+        optimizer.state_dict()
+    found = capture(model, optimizer, 1, "s")
+    assert found.optimizer is None
+    assert restore(found, Net(), OPTIMIZERS["sgd"](Net())) is False
+
+
 def test_a_checkpoint_of_before_is_loaded_with_its_frozen_parameters(tmp_path: Path) -> None:
     """It had them all, and no word of extra state."""
     model, again = Net(), Net()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -89,6 +90,32 @@ def test_what_is_not_finite_moves_no_parameter() -> None:
     backward(model)
     optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+
+
+def test_a_layer_that_is_replaced_by_its_like_is_followed() -> None:
+    model = normed()
+    flat = FlatModel(model)
+    gradients = FlatGradients(flat)
+    hooks = GradientHooks(flat, torch.optim.SGD(model.parameters(), lr=0.1), exchange := Counting())
+    backward(model)
+    expected, found = torch.zeros(gradients.total), torch.zeros(gradients.total)
+    gradients.gather(expected)
+    model.load_state_dict(normed().state_dict())
+    model[2] = copy.deepcopy(model[2])
+    model.zero_grad()
+    backward(model)
+    gradients.gather(found)
+    assert torch.equal(found, expected)
+    gradients.scatter(2 * found)
+    (piece,) = (piece for piece in flat.pieces if piece.name == "2.weight")
+    gradient = model.get_parameter("2.weight").grad
+    assert gradient is not None
+    assert torch.equal(gradient.reshape(-1), 2 * expected[piece.start : piece.stop])
+    for index in (0, 1):
+        model[index] = copy.deepcopy(model[index])
+    hooks.follow()
+    backward(model)
+    assert exchange.count == 3, "no parameter is left that it was made with"
 
 
 def test_the_vector_has_gradients_buffers_and_flags() -> None:

@@ -368,15 +368,20 @@ async def test_an_attach_without_memory_is_refused(tmp_path: Path) -> None:
         assert "do not understand each other" in (await trainer.hear("error"))["error"]
 
 
-async def test_a_second_trainer_is_refused_while_there_is_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("again", [False, True])
+async def test_a_second_trainer_is_refused_while_there_is_one(tmp_path: Path, again: bool) -> None:
     node = Node(tmp_path)
     with script() as first, script() as second:
         async with running(node) as nursery:
             nursery.start_soon(first.serve, node)
             await first.hear("welcome")
+            second.attach["pid"] = 1234 if again else 1235
             nursery.start_soon(second.serve, node)
             refusal = (await second.hear("error"))["error"]
-            assert refusal == "a trainer (pid 1234) is attached to this node already"
+            if again:
+                assert refusal.startswith("this script is attached already: give all models in one attach(")
+            else:
+                assert refusal == "a trainer (pid 1234) is attached to this node already"
             await first.say("ready", step=0)
             await first.hear("go")
 

@@ -69,6 +69,17 @@ async def test_a_script_that_ends_well_is_not_started_again(folder: Path) -> Non
     assert starts(folder) == 1
 
 
+@pytest.mark.parametrize("finished", [True, False])
+async def test_an_end_that_gave_no_last_model_is_told(
+    folder: Path, finished: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    phase = TrainerPhase.FINISHED if finished else TrainerPhase.GONE
+    await shell(folder, COUNT).run(another_each_time(phase=phase))
+    assert starts(folder) == 1
+    line = "sh ended without swarm.finish(): its last steps may be missing in this node's model"
+    assert [record.message for record in caplog.records] == ([] if finished else [line])
+
+
 @pytest.mark.parametrize(
     ("end", "how"), [("exit 3", "exited with code 3"), ("kill -9 $$", "was killed by SIGKILL")], ids=["exit", "kill"]
 )

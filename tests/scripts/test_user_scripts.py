@@ -173,8 +173,9 @@ def test_mixed_precision_with_a_scaler_and_without(machine: Machine) -> None:
 
 
 @pytest.mark.scripts
-def test_masters_beside_a_bfloat16_model(machine: Machine) -> None:
-    assert max(one_model(Script("masters"), machine, 1000)) < BOTH_HALVES_KNOWN
+@pytest.mark.parametrize("kept", ["", "1"], ids=["in groups", "in the state of the other"])
+def test_masters_beside_a_bfloat16_model(machine: Machine, kept: str) -> None:
+    assert max(one_model(Script("masters"), machine, 1000, KEPT=kept)) < BOTH_HALVES_KNOWN
 
 
 @pytest.mark.scripts

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -73,6 +75,43 @@ def test_what_is_unfrozen_added_or_reshaped_is_told_once() -> None:
     assert flat.unshared() == []
     flat.add(np.ones(flat.total, np.float32))
     flat.restore()
+
+
+@pytest.mark.parametrize("now", [torch.zeros(3, 2), torch.zeros(2, 2), torch.zeros(4, 3)], ids=str)
+def test_other_data_in_the_same_tensor_is_told_and_the_rest_stays_shared(now: torch.Tensor) -> None:
+    """As an embedding grows by rows."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Embedding(2, 3))
+    flat = FlatModel(model)
+    before = flat.gather().clone()
+    model[1].weight.data = now.clone()
+    line = "not shared: 1.weight left the model, or changed shape or type, after peerd.attach"
+    assert float(flat.change()) == 0
+    assert flat.unshared() == [line]
+    flat.add(np.ones(flat.total, np.float32))
+    assert torch.equal(model[1].weight.data, now)
+    assert flat.gather().tolist() == (before + 1).tolist()
+    flat.load(before.numpy().copy())
+    model[1].weight.data = torch.ones(2, 3)
+    assert flat.gather()[-6:].tolist() == [1.0] * 6, "it is as it was"
+    assert flat.unshared() == []
+
+
+def test_what_the_optimizer_steps_beside_the_model_is_told_once() -> None:
+    """A layer in a plain list, say, or another model."""
+    model = nn.Linear(2, 2)
+    for beside in (
+        [*model.parameters(), torch.zeros(1)],
+        [model.weight, torch.zeros(2)],
+        copy.deepcopy(model).parameters(),
+    ):
+        flat = FlatModel(model, torch.optim.SGD(beside))
+        (line,) = flat.unshared()
+        assert re.fullmatch(r"not shared: [12] of the tensors that the optimizer steps: the model lacks them", line)
+        assert flat.unshared() == []
+    assert FlatModel(model, torch.optim.SGD([model.weight])).unshared() == []
+    low = nn.Linear(2, 2).bfloat16()
+    masters = [parameter.detach().clone().float() for parameter in low.parameters()]
+    assert FlatModel(low, torch.optim.SGD(masters)).unshared() == []
 
 
 def test_many_names_are_one_short_line() -> None:

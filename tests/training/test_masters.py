@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from peerd.trainer.optimizers import as_one
 from peerd.training.model.flat import FlatModel
 
 
@@ -98,6 +99,46 @@ def test_masters_of_equal_parameters_in_another_order_are_refused_before_a_step(
     assert all(piece.master is master for piece, master in zip(flat.pieces, masters, strict=True))
 
 
+@pytest.mark.parametrize("private", [False, True])
+@pytest.mark.parametrize("moved_on", [False, True])
+def test_masters_of_what_is_frozen_or_private_are_not_taken_for_those_of_what_is_shared(
+    private: bool, moved_on: bool
+) -> None:
+    model = norms()
+    if not private:
+        model[0].requires_grad_(False)
+    masters = copies(model)
+    if moved_on:
+        for number, master in enumerate(masters):
+            master.detach().add_(1 + number)
+    flat = FlatModel(model, torch.optim.SGD(masters), ["0.*"] if private else ())
+    assert [piece.master is masters[2 + place] for place, piece in enumerate(flat.pieces)] == [True] * 4
+    if not private:  # or only what is trained has one
+        flat = FlatModel(model, torch.optim.SGD(masters[2:]))
+        assert [piece.master is masters[2 + place] for place, piece in enumerate(flat.pieces)] == [True] * 4
+
+
+def test_of_more_copies_than_parameters_none_is_chosen() -> None:
+    """As of another model's layer, which the same optimizer steps."""
+    model = nn.Sequential(nn.LayerNorm(3)).bfloat16()
+    optimizer = torch.optim.SGD([*copies(model), torch.ones(3)])
+    with pytest.raises(
+        ValueError, match=r"^of 0\.weight the optimizer's groups do not show which .* is whose: make one"
+    ):
+        FlatModel(model, optimizer)
+
+
+def test_float64_masters_of_a_float32_model() -> None:
+    model = build().float()
+    masters = [parameter.detach().clone().double() for parameter in model.parameters()]
+    flat = FlatModel(model, torch.optim.SGD(masters))
+    assert all(piece.master is master for piece, master in zip(flat.pieces, masters, strict=True))
+    flat.gather()
+    flat.add(np.ones(flat.total, np.float32))
+    for parameter, master in zip(model.parameters(), masters, strict=True):
+        assert torch.equal(parameter, master.float())
+
+
 def test_masters_that_moved_on_are_told_apart_by_their_shapes() -> None:
     model = build()
     masters = [master.detach() * 2 + 1 for master in copies(model)]
@@ -120,9 +161,7 @@ def test_masters_of_some_parameters_only() -> None:
 def test_masters_that_cannot_be_told_apart_are_refused_in_one_line() -> None:
     model = build()
     one = torch.cat([master.reshape(-1) for master in copies(model)]).detach()
-    with pytest.raises(
-        ValueError, match=r"steps 1 float32 tensors that are not the model's, and not 0\.weight"
-    ) as refusal:
+    with pytest.raises(ValueError, match=r"steps 1 tensors that are not the model's, and not 0\.weight") as refusal:
         FlatModel(model, torch.optim.SGD([one]))
     assert "\n" not in str(refusal.value)
 
@@ -146,3 +185,56 @@ def test_what_is_loaded_from_elsewhere_is_the_masters_too() -> None:
     flat.loaded()
     assert all(bool((master == 7.0).all()) for master in masters)
     assert bool((flat.gather() == 7.0).all())
+
+
+class Fused(torch.optim.Optimizer):
+    """As apex's and TransformerEngine's with `master_weights`."""
+
+    def __init__(self, parameters: Any, name: str = "master_param") -> None:
+        super().__init__(parameters, {"lr": 0.001})
+        self.name = name
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
+                    state[self.name] = parameter.detach().float().clone()
+                state[self.name].sub_(group["lr"])
+                parameter.copy_(state[self.name])
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_correction_reaches_the_masters_that_an_optimizer_keeps_in_its_state(several: bool) -> None:
+    model = build()
+    parameters = list(model.parameters())
+    parts = [Fused(parameters[:3]), Fused(parameters[3:])] if several else [Fused(parameters)]
+    flat = FlatModel(model, as_one(parts))
+    flat.gather()
+    for _ in range(2):  # after the second its state is another one
+        for part in parts:
+            part.step()
+        before = flat.gather().clone()
+        flat.add(np.full(flat.total, 0.01, np.float32))
+        for part in parts:
+            part.step()
+        np.testing.assert_allclose(flat.values(), before + 0.009, rtol=1e-5, atol=1e-7)
+        for part in parts:
+            part.state.clear()
+        flat.values()
+        assert not any(piece.master is not None for piece in flat.pieces)
+
+
+def test_moments_are_no_masters() -> None:
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    flat = FlatModel(model, optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    for parameter in model.parameters():
+        optimizer.state[parameter]["exp_avg"] = optimizer.state[parameter]["exp_avg"].float()
+    flat.gather()
+    assert not any(piece.master is not None for piece in flat.pieces)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from peerd.training.model.flat import FlatModel
-from peerd.training.model.names import plain_keys
+from peerd.training.model.names import patterns_of, plain_keys
 
 
 class Model(nn.Module):
@@ -103,6 +103,13 @@ def test_a_pattern_that_fits_nothing_is_refused_in_one_line() -> None:
         ValueError, match=r"exclude='heads\.\*' fits no tensor of the model \(module\.0\.weight is one\)"
     ):
         FlatModel(Model(), exclude=["heads.*"])
+
+
+def test_patterns_are_words() -> None:
+    assert patterns_of("head.*") == patterns_of(["head.*"]) == ("head.*",)
+    for given in (None, 5, [1]):
+        with pytest.raises(ValueError, match=r"^exclude=.*: give names of tensors, or patterns"):
+            patterns_of(given)
 
 
 def test_a_model_that_is_all_private_is_refused() -> None:

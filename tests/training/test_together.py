@@ -113,7 +113,14 @@ def test_a_checkpoint_of_a_wrapped_model_is_the_plain_ones(wrap: Any, tmp_path: 
 
 @pytest.mark.parametrize(
     ("models", "line"),
-    [([], "there is no model"), ({"a.b": nn.Linear(1, 1)}, "'a.b'"), ({"": nn.Linear(1, 1)}, "''"), ([3], "a int")],
+    [
+        ([], "there is no model"),
+        ({"a.b": nn.Linear(1, 1)}, "'a.b'"),
+        ({"": nn.Linear(1, 1)}, "''"),
+        ([3], "a int"),
+        (None, "^NoneType is no model: give a torch.nn.Module"),
+        (nn.Linear, "^Linear is no model"),
+    ],
 )
 def test_what_is_no_model_is_refused_in_one_line(models: Any, line: str) -> None:
     with pytest.raises(ValueError, match=line) as refusal:

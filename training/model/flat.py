@@ -24,7 +24,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from peerd.training.model.masters import EXACT, masters_of
+from peerd.training.model.apart import distinct, overlapping
+from peerd.training.model.masters import EXACT, StateMasters, masters_of
 from peerd.training.model.names import buffers_of, matching, parameters_of
 from peerd.training.model.shards import is_sharded, shard_of
 from peerd.training.model.signature import described, signature_of, type_name
@@ -68,9 +69,9 @@ class FlatModel:
     def __init__(self, model: nn.Module, optimizer: Any = None, exclude: Iterable[str] = ()) -> None:
         """`exclude` has names of private tensors, or patterns (fnmatch); `optimizer` shows whether there are masters.
 
-        Raises ValueError for a model without trainable parameters or with complex ones, for a pattern that fits
-        nothing, and for masters that cannot be told apart. When it has shards that are frozen, all ranks have to call
-        it at once.
+        Raises ValueError for a model without trainable parameters, with complex ones or with two in one memory, for a
+        pattern that fits nothing, and for masters that cannot be told apart. When it has shards that are frozen, all
+        ranks have to call it at once.
         """
         parameters, buffers = parameters_of(model), buffers_of(model)
         private = matching(tuple(exclude), [*parameters, *buffers])
@@ -84,15 +85,22 @@ class FlatModel:
                 raise ValueError(
                     f"parameter {name} is {type_name(parameter)}: only real floating-point ones can be averaged"
                 )
-        averaged = {name: b for name, b in buffers.items() if _is_averaged(b) and name not in private}
-        masters = masters_of(dict(shared), parameters.values(), optimizer)
+        averaged = distinct({name: b for name, b in buffers.items() if _is_averaged(b) and name not in private})
+        if (twice := overlapping({**shared, **averaged})) is not None:
+            raise ValueError(
+                f"{twice[0]} and {twice[1]} are two tensors in one memory: make them one (b.weight = a.weight, not its "
+                f".data), or clone() one of them"
+            )
+        self._masters = masters_of(shared, parameters, optimizer)
         self.pieces: list[Piece] = []
+        self._shapes: dict[str, torch.Size] = {}
         start = 0
         for name, tensor in [*shared.items(), *averaged.items()]:
             stop = start + shard_of(tensor).numel()
             is_buffer = name in averaged
             variance = is_buffer and is_variance(name) and bool((tensor >= 0).all())
-            self.pieces.append(Piece(name, tensor, start, stop, is_buffer, variance, masters.get(name)))
+            self.pieces.append(Piece(name, tensor, start, stop, is_buffer, variance, self._masters.get(name)))
+            self._shapes[name] = tensor.shape
             start = stop
         self.total = start
         self.parameters = sum(shard_of(p).numel() for p in shared.values())
@@ -101,10 +109,12 @@ class FlatModel:
         self.tensors = described(ours, averaged)
         self.signature = signature_of(self.tensors)
         self._model = model
+        self._masters_kept = StateMasters(optimizer)
         self._known = parameters.keys() | buffers.keys()
         self._trained = shared.keys() | private
         self._changed: dict[str, set[str]] = {}  # the line that tells how, and whose names
         self._told: set[str] = set()
+        self._elsewhere = 0 if self._masters else _steps_others(optimizer, parameters.values())
         self._device = next(iter(shared.values())).device
         self._trainable = len(shared)
         self._states: Callable[[], dict[str, torch.Tensor]] = dict
@@ -117,6 +127,7 @@ class FlatModel:
         for name, tensor in states().items():
             stop = self.total + tensor.numel()
             self.pieces.append(Piece(name, tensor, self.total, stop, is_buffer=True))
+            self._shapes[name] = tensor.shape
             self.states += stop - self.total
             self.total = stop
         self.tensors += [f"{line.removesuffix('buffer')}state" for line in described({}, states())]
@@ -136,7 +147,7 @@ class FlatModel:
     @torch.no_grad()
     def gather(self) -> torch.Tensor:
         """Make the model as it is now the base that `change` measures from; returns it, flat, on its device."""
-        self._look_again()
+        self.look_again()
         self._read_into(self._base)
         return self._base
 
@@ -147,7 +158,7 @@ class FlatModel:
         Not finite when a parameter or a buffer is not: BatchNorm's statistics may be spoilt by a batch that left no
         gradient.
         """
-        self._look_again()
+        self.look_again()
         norm: torch.Tensor = torch.linalg.vector_norm(self.distances())
         return norm + self.nonfinite_buffers() if len(self.pieces) > self._trainable else norm
 
@@ -182,6 +193,9 @@ class FlatModel:
     def unshared(self) -> list[str]:
         """What of the model is not shared though it was changed to be, or still is: a line a way, each tensor once."""
         lines = []
+        if self._elsewhere:
+            lines.append(f"not shared: {self._elsewhere} of the tensors that the optimizer steps: the model lacks them")
+            self._elsewhere = 0
         for what, names in self._changed.items():
             if new := sorted(names - self._told):
                 more = f" and {len(new) - _NAMED_MAX} more" if len(new) > _NAMED_MAX else ""
@@ -199,7 +213,7 @@ class FlatModel:
     @torch.no_grad()
     def shift(self, delta: torch.Tensor) -> None:
         """The same with a tensor."""
-        self._look_again()
+        self.look_again()
         delta = delta.to(self._device)
         before = {
             piece.name: self._base[piece.start : piece.stop].clone() for piece in self.pieces if piece.is_variance
@@ -238,7 +252,7 @@ class FlatModel:
     @torch.no_grad()
     def values(self) -> torch.Tensor:
         """The model as it is now, shape (total,), with the carries; the base stays."""
-        self._look_again()
+        self.look_again()
         values = torch.empty_like(self._base)
         self._read_into(values)
         return values
@@ -246,7 +260,7 @@ class FlatModel:
     @torch.no_grad()
     def put(self, values: torch.Tensor) -> None:
         """x = values, shape (total,); the base stays."""
-        self._look_again()
+        self.look_again()
         for piece in self.pieces:
             self._write(piece, values[piece.start : piece.stop])
 
@@ -289,25 +303,31 @@ class FlatModel:
     @torch.no_grad()
     def loaded(self) -> None:
         """The model was loaded from elsewhere, a checkpoint: masters follow it, and nothing is carried."""
-        self._look_again()
+        self.look_again()
         self._carry.clear()
         for piece in self.pieces:
             if piece.master is not None:
                 piece.source.copy_(piece.tensor)
 
-    def _look_again(self) -> None:
+    def look_again(self) -> None:
         """Follow what was replaced by its like, and see what cannot be followed."""
         parameters, buffers, states = parameters_of(self._model), buffers_of(self._model), self._states()
         lost = set()
         for index, piece in enumerate(self.pieces):
             found = (states if piece.name in states else buffers if piece.is_buffer else parameters).get(piece.name)
-            if found is piece.held:
+            shape = self._shapes[piece.name]
+            if found is piece.held and found.shape == shape:
                 continue
-            if found is None or (found.shape, found.dtype) != (piece.held.shape, piece.held.dtype):
+            if found is None or (found.shape, found.dtype) != (shape, piece.held.dtype):
                 lost.add(piece.name)
+                if found is piece.held:  # other data in the same tensor: the last copy of what it was stands for it
+                    kept = self._base[piece.start : piece.stop].view(shape).to(found.dtype, copy=True)
+                    self.pieces[index] = replace(piece, held=kept, master=None)
+                    self._carry.pop(piece.name, None)
             elif is_sharded(found) == is_sharded(piece.held):  # else: whole for the forward pass it is in
                 self.pieces[index] = replace(piece, held=found)
                 self._carry.pop(piece.name, None)
+        self._follow_kept_masters()
         added = {name for name, tensor in (parameters | buffers).items() if tensor.is_floating_point()}
         frozen = {piece.name for piece in self.pieces if not piece.is_buffer and not piece.held.requires_grad}
         self._changed = {
@@ -318,6 +338,16 @@ class FlatModel:
             },
             "still shared, though frozen after peerd.attach: {} (the swarm goes on changing them)": frozen - lost,
         }
+
+    def _follow_kept_masters(self) -> None:
+        low = [index for index in range(self._trainable) if self.pieces[index].held.dtype not in EXACT]
+        self._masters_kept.seek(self.pieces[index].held for index in low)
+        for index in low:
+            piece = self.pieces[index]
+            kept = self._masters_kept.of(piece.held)
+            if kept is not piece.master and (kept is not None or piece.name not in self._masters):
+                self.pieces[index] = replace(piece, master=kept)
+                self._carry.pop(piece.name, None)
 
 
 def pin(memory: npt.NDArray[np.float32]) -> bool:
@@ -348,6 +378,13 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return is_sharded(tensor) or not any(
         step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
     )
+
+
+def _steps_others(optimizer: Any, parameters: Iterable[torch.Tensor]) -> int:
+    """How many tensors in its groups are not of the model: of a layer in a plain list, or of another model."""
+    groups = getattr(optimizer, "param_groups", None) or []
+    stepped = {id(tensor) for group in groups for tensor in group["params"]}
+    return len(stepped - set(map(id, parameters)))
 
 
 def _require_values(parameters: dict[str, nn.Parameter]) -> None:

@@ -1,13 +1,14 @@
-"""Which float32 copy of a parameter does the optimizer step in its place?
+"""Which copy of a parameter does the optimizer step in its place?
 
-Training in bfloat16 or float16 by hand keeps float32 "master" weights: the optimizer steps those, and the script copies
-them into the model. A correction of the model alone would be overwritten by the next step. So the masters are found
-among the optimizer's tensors, once, and whatever is read from the model or written to it is read and written there.
+Training in bfloat16 or float16 by hand keeps float32 "master" weights (of float32 they are float64): the optimizer
+steps those, and the script copies them into the model. A correction of the model alone would be overwritten by the next
+step. So the masters are found among the optimizer's tensors, once, and whatever is read from the model or written to it
+is read and written there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -21,79 +22,150 @@ LOOK = 8  # values that two tensors must share to be compared as wholes
 
 @torch.no_grad()
 def masters_of(
-    parameters: dict[str, torch.Tensor], everything: Iterable[torch.Tensor], optimizer: Any
+    shared: Mapping[str, torch.Tensor], everything: Mapping[str, torch.Tensor], optimizer: Any
 ) -> dict[str, torch.Tensor]:
-    """By name, the master of each of `parameters` that has one: those that are shared, of `everything` in the model.
+    """By name, the master of each of `shared` that has one; `everything` has all of the model's parameters.
 
-    A master has its parameter's shape and, rounded, its values; of parameters with equal values, as layer norms begin,
-    the masters are told apart by their order, where all others stand in the model's. Else all masters have their
-    parameters' shapes, in order. Raises ValueError where nobody can say what the optimizer steps.
+    A master has its parameter's shape, a wider type and, rounded, its values. Of parameters with equal values, as layer
+    norms begin, private and frozen ones among them, the masters are told apart by their order, where all others stand
+    in the model's. Else all masters have their parameters' shapes, in order. Raises ValueError where nobody can say
+    what the optimizer steps.
     """
     groups = [group["params"] for group in getattr(optimizer, "param_groups", None) or []]
     stepped = [tensor for group in groups for tensor in group]
-    ours, in_groups = {id(tensor) for tensor in everything}, {id(tensor) for tensor in stepped}
+    ours, in_groups = {id(tensor) for tensor in everything.values()}, {id(tensor) for tensor in stepped}
     strangers = [tensor for tensor in stepped if id(tensor) not in ours and tensor.dtype in EXACT]
-    without = {
+    widest = max((stranger.dtype.itemsize for stranger in strangers), default=0)
+    unstepped = {
         name: parameter
-        for name, parameter in parameters.items()
-        if parameter.dtype not in EXACT and id(parameter) not in in_groups
+        for name, parameter in everything.items()
+        if id(parameter) not in in_groups and parameter.is_floating_point() and parameter.dtype.itemsize < widest
     }
-    if not strangers or not without:
+    wanted = [name for name in shared if name in unstepped]
+    if not wanted:
         return {}
-    found = _by_values(without, strangers)
-    if found is not None:
-        _require_told_apart(without, found, groups)
-    elif [one.shape for one in strangers] == [one.shape for one in without.values()]:
-        found = dict(zip(without, strangers, strict=True))
-    if found is None:
-        name = next(iter(without))
+    found = _by_values(wanted, unstepped, strangers, groups) or _by_shapes(wanted, unstepped, strangers)
+    if not found:
         raise ValueError(
-            f"the optimizer steps {len(strangers)} float32 tensors that are not the model's, and not {name}: peerd "
-            f"cannot tell whose copies they are; make one of each parameter, of its shape, in the model's order"
+            f"the optimizer steps {len(strangers)} tensors that are not the model's, and not {wanted[0]}: peerd cannot "
+            f"tell whose copies they are; make one of each parameter, of its shape, in the model's order"
         )
-    return found
+    return {name: found[name] for name in wanted}
 
 
-def _by_values(parameters: dict[str, torch.Tensor], strangers: list[torch.Tensor]) -> dict[str, torch.Tensor] | None:
-    left, found = list(strangers), {}
-    for name, parameter in parameters.items():
-        own = shard_of(parameter)
-        for index, stranger in enumerate(left):
-            copy = shard_of(stranger)
-            if copy.shape == own.shape and torch.equal(copy.to(own.device, own.dtype), own):
-                found[name] = left.pop(index)
-                break
-        else:
-            return None
-    return found
+def _owners(
+    names: Iterable[str], unstepped: Mapping[str, torch.Tensor], wanted: Sequence[str], count: int
+) -> list[str] | None:
+    """Whose so many masters are: of all of these names, of those that are trained, or of those that are shared."""
+    every = list(names)
+    trained = [name for name in every if unstepped[name].requires_grad]
+    shared = [name for name in every if name in wanted]
+    return next((owners for owners in (every, trained, shared) if len(owners) == count), None)
 
 
-def _require_told_apart(
-    parameters: dict[str, torch.Tensor], found: dict[str, torch.Tensor], groups: list[list[torch.Tensor]]
-) -> None:
-    """Raises ValueError where two parameters have equal values, and the masters' order does not tell them apart."""
-    place = {id(found[name]): place for place, name in enumerate(parameters) if name in found}
+def _by_values(
+    wanted: Sequence[str],
+    unstepped: Mapping[str, torch.Tensor],
+    strangers: Sequence[torch.Tensor],
+    groups: list[list[torch.Tensor]],
+) -> dict[str, torch.Tensor]:
+    """Nothing where one of `wanted` has no copy. Raises ValueError where copies of equal values may be anybody's."""
+    found: dict[str, torch.Tensor] = {}
+    several = []
+    looks: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+    for dtype in {tensor.dtype for tensor in unstepped.values()}:
+        for stranger in strangers:
+            if stranger.dtype.itemsize > dtype.itemsize:
+                looks.setdefault(_look(shard_of(stranger), dtype), []).append(stranger)
+    for alike in _alike(wanted, unstepped):
+        own = shard_of(unstepped[alike[0]])
+        near = looks.get(_look(own, own.dtype), ())
+        copies = [stranger for stranger in near if torch.equal(shard_of(stranger).to(own.device, own.dtype), own)]
+        if not copies:
+            return {}
+        owners = _owners(alike, unstepped, wanted, len(copies))
+        found |= zip(owners or alike, copies, strict=False)
+        if owners is None or len(owners) > 1:
+            several.append((alike, owners))
+    place = {id(found[name]): place for place, name in enumerate(name for name in unstepped if name in found)}
     orders = [[place[id(tensor)] for tensor in group if id(tensor) in place] for group in groups]
     in_order = all(a < b for order in orders for a, b in pairwise(order))
-    group_of = {place: number for number, order in enumerate(orders) for place in order}
-    names = list(parameters)
-    for first, second in _alike(list(parameters.values())):
-        if not in_order or group_of[first] != group_of[second]:
+    group_of = {id(tensor): number for number, group in enumerate(groups) for tensor in group}
+    for alike, owners in several:
+        if owners is None or not in_order or len({group_of[id(found[name])] for name in owners}) > 1:
+            same = " and ".join(alike[:2]) + " have the same values, and" if alike[1:] else f"of {alike[0]}"
             raise ValueError(
-                f"{names[first]} and {names[second]} have the same values, and the optimizer's groups do not show "
-                f"which of its float32 copies is whose: make one optimizer step before peerd.attach, or give it one "
-                f"group in the model's order"
+                f"{same} the optimizer's groups do not show which of its copies is whose: make one optimizer step "
+                f"before peerd.attach, or give it one group in the model's order"
             )
+    return found
 
 
-def _alike(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
-    """Where two of them have one shape and the same values, each with the last such one before it."""
-    pairs = []
-    seen: dict[tuple[Any, ...], list[int]] = {}
-    for index, tensor in enumerate(tensors):
+def _by_shapes(
+    wanted: Sequence[str], unstepped: Mapping[str, torch.Tensor], strangers: Sequence[torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Nothing where the shapes are not those of the copies, one after the other."""
+    owners = _owners(unstepped, unstepped, wanted, len(strangers))
+    if owners is None or any(unstepped[name].shape != copy.shape for name, copy in zip(owners, strangers, strict=True)):
+        return {}
+    return dict(zip(owners, strangers, strict=True))
+
+
+def _look(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[Any, ...]:
+    """What two tensors share that are equal in this type."""
+    return (tensor.shape, dtype, *tensor.reshape(-1)[:LOOK].to(dtype).tolist())
+
+
+def _alike(wanted: Sequence[str], unstepped: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """Names of one shape, type and values, in the model's order; where one of them is wanted."""
+    shapes = {shard_of(unstepped[name]).shape for name in wanted}
+    classes: dict[tuple[Any, ...], list[list[str]]] = {}
+    for name, tensor in unstepped.items():
         own = shard_of(tensor)
-        looks = seen.setdefault((own.shape, own.dtype, *own.reshape(-1)[:LOOK].tolist()), [])
-        same = [other for other in looks if torch.equal(shard_of(tensors[other]), own)]
-        pairs += [(other, index) for other in same[-1:]]
-        looks.append(index)
-    return pairs
+        if own.shape not in shapes:
+            continue
+        looks = classes.setdefault(_look(own, own.dtype), [])
+        same = [names for names in looks if torch.equal(shard_of(unstepped[names[0]]), own)]
+        if same:
+            same[0].append(name)
+        else:
+            looks.append([name])
+    return [names for looks in classes.values() for names in looks if not set(wanted).isdisjoint(names)]
+
+
+class StateMasters:
+    """Masters in an optimizer's state, under one name for all parameters: as apex and TransformerEngine keep them."""
+
+    def __init__(self, optimizer: Any) -> None:
+        states = [getattr(part, "state", None) for part in getattr(optimizer, "parts", [optimizer])]
+        self._states = [state for state in states if isinstance(state, Mapping)]
+        self._name: str | None = None
+        self._was_sought = False
+
+    @torch.no_grad()
+    def seek(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Look once, as soon as there is a state of any of them, all of a type that does not hold a float32."""
+        if self._was_sought:
+            return
+        held = [(shard_of(parameter), entries) for parameter in parameters if (entries := self._entries(parameter))]
+        if not any(bool(own.any()) for own, _ in held):  # zeros are the copies of zeros
+            return
+        self._was_sought = True
+        for name in held[0][1]:
+            if all(_is_master(entries.get(name), own) for own, entries in held):
+                self._name = name
+
+    def of(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """As it is now: an optimizer that has forgotten its state makes another."""
+        return self._entries(parameter).get(self._name) if self._name is not None else None
+
+    def _entries(self, parameter: torch.Tensor) -> Mapping[str, Any]:
+        found = (state.get(parameter) for state in self._states)
+        return next((entries for entries in found if isinstance(entries, Mapping) and entries), {})
+
+
+def _is_master(kept: Any, own: torch.Tensor) -> bool:
+    if not isinstance(kept, torch.Tensor) or kept.dtype not in EXACT:
+        return False
+    copy = shard_of(kept)
+    return copy.shape == own.shape and torch.equal(copy.to(own.device, own.dtype), own)

@@ -6,9 +6,9 @@ that a known wrapper puts into the names of what it wraps is left out; a user's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -94,6 +94,14 @@ def plain_keys(model: nn.Module) -> Callable[[str], str]:
         return key
 
     return plain_key
+
+
+def patterns_of(given: Any) -> tuple[str, ...]:
+    """One pattern, or several. Raises ValueError for anything else."""
+    found = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (given,)
+    if not all(isinstance(pattern, str) for pattern in found):
+        raise ValueError(f'exclude={given!r}: give names of tensors, or patterns, as exclude=["head.*"]')
+    return found
 
 
 def matching(patterns: tuple[str, ...], names: list[str]) -> set[str]:

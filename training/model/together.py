@@ -6,7 +6,7 @@ prefix, its key or its place in the list.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,10 @@ def one_model(models: Models) -> nn.Module:
     return Together(named)
 
 
-def _named(several: Sequence[Any] | Mapping[str, Any]) -> dict[str, Any]:
+def _named(several: Any) -> dict[str, Any]:
+    if not isinstance(several, Iterable):
+        what = several.__name__ if isinstance(several, type) else type(several).__name__
+        raise ValueError(f"{what} is no model: give a torch.nn.Module, or several in a list or by name")
     named = dict(several) if isinstance(several, Mapping) else {str(at): one for at, one in enumerate(several)}
     if not named:
         raise ValueError("there is no model: the list is empty")
