@@ -94,6 +94,7 @@ TRANSITIONS: dict[LinkState, dict[LinkState, str]] = {
 
 WENT = {LinkState.OPEN: LinkState.DORMANT, LinkState.CLOSING: LinkState.CLOSING_DORMANT}
 CAME = {rests: live for live, rests in WENT.items()}
+_LIVE, _CLOSING = tuple(WENT), (LinkState.CLOSING, LinkState.CLOSING_DORMANT)  # asked at every event of every link
 
 
 @dataclass(slots=True, eq=False)
@@ -126,12 +127,12 @@ class PairLink:
     @property
     def active(self) -> bool:
         """Whether the peer is alive."""
-        return self.state in WENT
+        return self.state in _LIVE
 
     @property
     def closing(self) -> bool:
         """Whether the peer was asked to let go of it."""
-        return self.state in (LinkState.CLOSING, LinkState.CLOSING_DORMANT)
+        return self.state in _CLOSING
 
     @property
     def idle(self) -> bool:
@@ -188,7 +189,7 @@ class PairLinks:
 
     def live(self) -> list[PairLink]:
         """Those whose peer is alive."""
-        return [link for link in self.held.values() if link.active]
+        return [link for link in self.held.values() if link.state in _LIVE]
 
     def idle(self) -> list[PairLink]:
         """Those over which an exchange may begin, by peer."""
@@ -216,10 +217,15 @@ class PairLinks:
 
     def deadline(self, now: float) -> float:
         """When something must be said again, should nothing come until then."""
-        unanswered = [link.sent_at for link in self.held.values() if link.waits]
-        unanswered += [asked_at for _, asked_at in self.opening.values()]
-        unanswered += [remnant.said_at for remnant in self.remnants.values() if remnant.peer in self._alive]
-        if self._places_taken() < self._wanted():
+        unanswered, live = [asked_at for _, asked_at in self.opening.values()], 0
+        for link in self.held.values():
+            if link.state in _LIVE:
+                live += 1
+                if link.waits:
+                    unanswered.append(link.sent_at)
+        if self.remnants:
+            unanswered += [remnant.said_at for remnant in self.remnants.values() if remnant.peer in self._alive]
+        if live + len(self.opening) < self._wanted():
             unanswered.append(now)  # those who declined are asked again
         return min(unanswered, default=float("inf")) + WAKE_AFTER_S
 

@@ -44,6 +44,7 @@ FLUSH = 2.0
 USUAL_WEIGHT = 0.25  # of the last distance
 TENSORS_MAX = 128  # limits in a message; of a model of more, neighbours share one
 PEERS_MAX = 4096  # that have an allowance
+_FLOAT32_MAX = np.finfo(np.float32).max
 
 Norms = npt.NDArray[np.float64]
 """One for each tensor, shape (tensors,)."""
@@ -93,7 +94,7 @@ def packed(limits: Norms | None) -> bytes:
     """As a message has them; None, or nothing: there are none."""
     if limits is None:
         return b""
-    return np.minimum(limits, np.finfo(np.float32).max).astype("<f4").tobytes()
+    return np.minimum(limits, _FLOAT32_MAX).astype("<f4").tobytes()
 
 
 def unpacked(said: bytes, count: int) -> Norms:
@@ -103,7 +104,7 @@ def unpacked(said: bytes, count: int) -> Norms:
     if len(said) != 4 * count:
         raise PeerError(f"{len(said)} bytes of limits where {4 * count} are due")
     limits = np.frombuffer(said, "<f4").astype(np.float64)
-    if not (np.isfinite(limits).all() and (limits >= 0).all()):
+    if not (limits.min() >= 0 and limits.max() < np.inf):
         raise PeerError("a limit is negative, or no number")
     return limits
 
@@ -277,5 +278,5 @@ def tensors_of(layout: Layout) -> Tensors:
 
 def _low_median(norms: list[Norms]) -> Norms:
     """Of each tensor; of an even number the lower one, as who is far may be half of two."""
-    median: Norms = np.sort(np.stack(norms), axis=0)[(len(norms) - 1) // 2]
+    median: Norms = np.sort(np.array(norms), axis=0)[(len(norms) - 1) // 2]
     return median
