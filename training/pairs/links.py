@@ -193,7 +193,8 @@ class PairLinks:
 
     def idle(self) -> list[PairLink]:
         """Those over which an exchange may begin, by peer."""
-        return [link for _, link in sorted(self.held.items()) if link.idle]
+        idle = [peer for peer, link in self.held.items() if link.idle]
+        return [self.held[peer] for peer in sorted(idle)]
 
     def knows(self, peer: NodeId, number: int) -> bool:
         """Whether this end holds this link, or did."""

@@ -75,6 +75,8 @@ class Tensors:
         """
         found = np.zeros(len(self))
         for where, piece in outgoing:
+            if len(piece) == len(mine):
+                return np.sqrt(move_references(mine, piece, theirs, following, self.stops))
             first, last = np.searchsorted(self.stops, [where.start, where.stop - 1], side="right")
             stops = np.minimum(self.stops[first : last + 1], where.stop) - where.start
             found[first : last + 1] += move_references(mine[where], piece, theirs[where], following[where], stops)
@@ -86,6 +88,8 @@ class Tensors:
 
     def whole(self, norms: Norms) -> float:
         """The norm over all parameters."""
+        if len(norms) == self.of_parameters == 1:
+            return float(norms[0])
         of_parameters = norms[: self.of_parameters]
         return math.sqrt(of_parameters.dot(of_parameters))
 
@@ -150,7 +154,7 @@ class Allowances:
             self._base = values.copy()
             return
         moved = self._tensors.norms(values, self._base)
-        if moved.any() and np.isfinite(moved).all():
+        if 0 < moved.sum() < np.inf:
             self._way += moved
             self._last = moved
             np.copyto(self._base, values)
@@ -227,15 +231,20 @@ class Allowances:
             del self._peers[peer]
 
     def _say(self, peer: NodeId, peers: Collection[NodeId]) -> Norms:
-        others, distances = self._others(peer, peers), self._peers[peer].distances
+        distances = self._peers[peer].distances
+        others = self._others(peer, peers) if distances is not None else []
         if len(others) < 2 or distances is None:
             return np.ones(len(self._tensors))
         usual = FAR * _low_median(others)
         return np.divide(usual, distances, out=np.ones(len(distances)), where=distances > usual)
 
     def _others(self, peer: NodeId, peers: Collection[NodeId]) -> list[Norms]:
-        rows = ((id, self._peers.get(id)) for id in peers if id != peer)
-        return [one.distances for _, one in rows if one is not None and one.distances is not None]
+        found = []
+        for id in peers:
+            one = self._peers.get(id)
+            if one is not None and one.distances is not None and id != peer:
+                found.append(one.distances)
+        return found
 
     def _usual(self, peers: Collection[NodeId]) -> Norms:
         known = [one.usual for id, one in self._peers.items() if id in peers and one.usual is not None]
