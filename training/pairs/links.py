@@ -241,7 +241,8 @@ class PairLinks:
             if link := self.held.get(peer):
                 link.enter(WENT[link.state])
         self._alive = alive
-        for peer in came:
+        met = {*self.held, *self.opening, *(remnant.peer for remnant in self.remnants.values())}
+        for peer in filter(met.__contains__, came):
             if link := self.held.get(peer):
                 link.enter(CAME[link.state])
                 link.last_exchange = now
@@ -379,10 +380,12 @@ class PairLinks:
 
     def fill_view(self, now: float) -> list[Effect]:
         """Ask strangers for links while there are fewer than wanted."""
+        if (lacking := self._wanted() - self._places_taken()) <= 0:
+            return []
         strangers = sorted(self._alive - set(self.held) - set(self.opening) - self._declined)
         strangers = [peer for peer in strangers if not self.graylist.refuses(peer, now)]
         effects: list[Effect] = []
-        for peer in self._rng.sample(strangers, max(0, min(self._wanted() - self._places_taken(), len(strangers)))):
+        for peer in self._rng.sample(strangers, min(lacking, len(strangers))):
             number = self._rng.getrandbits(62)
             offered = self._offer()
             self.opening[peer] = (number, now)
