@@ -214,7 +214,7 @@ class ModeCore:
     def handle(self, event: ModeEvent, now: float) -> list[Effect]:
         """What follows from it. Raises PeerError for a message that breaks the rules, NotFinite for a model asked."""
         effects = self._handle(event, now)
-        if any(isinstance(effect, Averaged) for effect in effects):
+        if self._gradient is not None and any(isinstance(effect, Averaged) for effect in effects):
             self._gradient = None
         return effects
 

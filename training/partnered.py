@@ -169,9 +169,11 @@ class PartneredMode(LinkedMode, Generic[P]):
         """The end of an event: draw the next partner, and say when something is due."""
         idle = self._idle()
         self._policy.draw(idle)
-        silences = [] if self._report.finishing else [_silent_since(partner) for partner in idle]
-        overdue_at = min(silences, default=float("inf")) + WAKE_AFTER_S
-        self.deadline = max(now, min(overdue_at, self._say_again_at(now)))
+        due_at = self._say_again_at(now)
+        if not self._report.finishing:
+            for partner in idle:
+                due_at = min(due_at, _silent_since(partner) + WAKE_AFTER_S)
+        self.deadline = max(now, due_at)
 
     # ---------------------------------------------------------------- the model
 

@@ -62,7 +62,10 @@ class TriggerPolicy(Generic[P]):
 
     def draw(self, idle: Sequence[P]) -> None:
         """Have one of those over whose links an exchange may begin: the one drawn before, as long as that may be."""
-        if not any(partner is self.partner for partner in idle):
+        for partner in idle:
+            if partner is self.partner:
+                break
+        else:
             self.partner = self._rng.choice(idle) if idle else None
 
     def quiet(self, report: StepReport) -> Quiet:

@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from peerd.membership.core import Membership
@@ -140,7 +141,8 @@ class Node:
     @property
     def now(self) -> float:
         """See `Shell`."""
-        return self.clock.local(self._world.now)
+        clock = self.clock  # asked at every event
+        return clock.offset_s + clock.rate * self._world.now
 
     @property
     def references(self) -> Mapping[NodeId, PairedReference]:
@@ -238,7 +240,7 @@ class Node:
         if not copies:
             world.note(Kind.LOST, self.index, target, size)
         for delay_s in copies:
-            world.later(delay_s, lambda: self._deliver(target, message, size))
+            world.later(delay_s, partial(self._deliver, target, message, size))
 
     def _deliver(self, target: int, message: Message, size: int) -> None:
         self._world.note(Kind.DATAGRAM, self.index, target, size)
@@ -296,17 +298,20 @@ class Node:
     # ---------------------------------------------------------------- time
 
     def _wake_when_due(self) -> None:
-        deadline = self.membership.deadline
-        if self.trainer is not None:
-            deadline = min(deadline, self.trainer.deadline)
+        deadline, trainer = self.membership.deadline, self.trainer
+        if trainer is not None and (its := trainer.deadline) < deadline:
+            deadline = its
         if deadline < self._wakes_at:
             self._wakes_at = deadline
             delay_s = self.clock.duration_s(deadline - self.now)
             if delay_s < math.inf:
-                self.later(delay_s, lambda: self._wake(deadline))
+                self._world.later(delay_s, partial(self._wake, deadline))
 
     def _wake(self, planned: float) -> None:
-        if self._wakes_at != planned:
+        if self._wakes_at != planned or not self.up:
+            return
+        if not self.running:
+            self._missed.append(partial(self._wake, planned))
             return
         self._wakes_at = math.inf
         now = max(self.now, planned)  # adding a delay may round below the deadline that it was to reach

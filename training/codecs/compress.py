@@ -31,6 +31,7 @@ PARAMETERS = zstandard.ZstdCompressionParameters(
 1.15 GB/s to 0.67 of the size; level 1 gives 0.48 GB/s and 0.68, level -5 (no entropy coding) 0.64 and 0.86."""
 
 MAGIC = zstandard.MAGIC_NUMBER.to_bytes(4, "little")
+_SMALLEST_FRAME = 10  # bytes: magic, two of the frame's header, three of a block's, one of content
 
 
 class Compressor:
@@ -42,6 +43,8 @@ class Compressor:
 
     def pack(self, body: bytes | memoryview) -> Chunk:
         """The chunk that carries `body`, at most one byte longer; a copy, so that `body`'s memory is free again."""
+        if self._pays is None and len(body) <= _SMALLEST_FRAME:
+            self._pays = False
         if self._pays is not False:
             if self._compressor is None:
                 self._compressor = zstandard.ZstdCompressor(compression_params=PARAMETERS)

@@ -28,6 +28,7 @@ SIGNS: Float32s = np.float32(1.0) - np.float32(2.0) * np.unpackbits(_EVERY_BYTE,
 """(256, 8): the eight signs in a byte. Looking them up is 1.3 times faster than unpacking and shifting bits."""
 SIGN_BITS = np.unpackbits(_EVERY_BYTE, axis=1).astype(np.uint32) << np.uint32(31)
 """(256, 8): the same as sign bits of float32."""
+_SIGN_BITS_AT = address(SIGN_BITS)
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,11 @@ class Sign:
         packed = field(body, "u1", 2 * count, -(-out.size // 8))
         if out.size % 8 and packed[-1] & (0xFF >> out.size % 8):
             raise PeerError("sign: a bit is set beyond the last value")
-        if (kernels := library.LIBRARY) is not None and is_plain(out):
-            kernels.peerd_sign_decode(address(halves), address(packed), address(SIGN_BITS), out.size, address(out))
+        if (kernels := library.LIBRARY) is not None:
+            own = out if is_plain(out) else np.empty(out.size, np.float32)
+            kernels.peerd_sign_decode(address(halves), address(packed), _SIGN_BITS_AT, out.size, address(own))
+            if own is not out:
+                out[:] = own
             return
         blocks = room_for_blocks(out)
         if out.size % BLOCK:

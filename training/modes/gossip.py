@@ -273,8 +273,10 @@ class Gossip(PartneredMode[PairLink]):
         """What no honest peer's weight is beyond: that of a model this many times as long as ours."""
         if not self._settings.robust:
             return VALUE_MAX
-        norms = (max(link.anchor_norm, link.start_norm) for link in self._links.held.values())
-        return min(VALUE_MAX, VALUE_TIMES * max(1.0, *norms))
+        longest = 1.0
+        for link in self._links.held.values():
+            longest = max(longest, link.anchor_norm, link.start_norm)
+        return min(VALUE_MAX, VALUE_TIMES * longest)
 
     def _partners(self) -> list[NodeId]:
         return [link.peer for link in self._links.live()]

@@ -94,6 +94,7 @@ TRANSITIONS: dict[LinkState, dict[LinkState, str]] = {
 
 WENT = {LinkState.OPEN: LinkState.DORMANT, LinkState.CLOSING: LinkState.CLOSING_DORMANT}
 CAME = {rests: live for live, rests in WENT.items()}
+_LIVE, _CLOSING = tuple(WENT), (LinkState.CLOSING, LinkState.CLOSING_DORMANT)  # asked at every event of every link
 
 
 @dataclass(slots=True, eq=False)
@@ -126,12 +127,12 @@ class PairLink:
     @property
     def active(self) -> bool:
         """Whether the peer is alive."""
-        return self.state in WENT
+        return self.state in _LIVE
 
     @property
     def closing(self) -> bool:
         """Whether the peer was asked to let go of it."""
-        return self.state in (LinkState.CLOSING, LinkState.CLOSING_DORMANT)
+        return self.state in _CLOSING
 
     @property
     def idle(self) -> bool:
@@ -188,11 +189,12 @@ class PairLinks:
 
     def live(self) -> list[PairLink]:
         """Those whose peer is alive."""
-        return [link for link in self.held.values() if link.active]
+        return [link for link in self.held.values() if link.state in _LIVE]
 
     def idle(self) -> list[PairLink]:
         """Those over which an exchange may begin, by peer."""
-        return [link for _, link in sorted(self.held.items()) if link.idle]
+        idle = [peer for peer, link in self.held.items() if link.idle]
+        return [self.held[peer] for peer in sorted(idle)]
 
     def knows(self, peer: NodeId, number: int) -> bool:
         """Whether this end holds this link, or did."""
@@ -216,10 +218,15 @@ class PairLinks:
 
     def deadline(self, now: float) -> float:
         """When something must be said again, should nothing come until then."""
-        unanswered = [link.sent_at for link in self.held.values() if link.waits]
-        unanswered += [asked_at for _, asked_at in self.opening.values()]
-        unanswered += [remnant.said_at for remnant in self.remnants.values() if remnant.peer in self._alive]
-        if self._places_taken() < self._wanted():
+        unanswered, live = [asked_at for _, asked_at in self.opening.values()], 0
+        for link in self.held.values():
+            if link.state in _LIVE:
+                live += 1
+                if link.waits:
+                    unanswered.append(link.sent_at)
+        if self.remnants:
+            unanswered += [remnant.said_at for remnant in self.remnants.values() if remnant.peer in self._alive]
+        if live + len(self.opening) < self._wanted():
             unanswered.append(now)  # those who declined are asked again
         return min(unanswered, default=float("inf")) + WAKE_AFTER_S
 
@@ -234,7 +241,8 @@ class PairLinks:
             if link := self.held.get(peer):
                 link.enter(WENT[link.state])
         self._alive = alive
-        for peer in came:
+        met = {*self.held, *self.opening, *(remnant.peer for remnant in self.remnants.values())}
+        for peer in filter(met.__contains__, came):
             if link := self.held.get(peer):
                 link.enter(CAME[link.state])
                 link.last_exchange = now
@@ -372,10 +380,12 @@ class PairLinks:
 
     def fill_view(self, now: float) -> list[Effect]:
         """Ask strangers for links while there are fewer than wanted."""
+        if (lacking := self._wanted() - self._places_taken()) <= 0:
+            return []
         strangers = sorted(self._alive - set(self.held) - set(self.opening) - self._declined)
         strangers = [peer for peer in strangers if not self.graylist.refuses(peer, now)]
         effects: list[Effect] = []
-        for peer in self._rng.sample(strangers, max(0, min(self._wanted() - self._places_taken(), len(strangers)))):
+        for peer in self._rng.sample(strangers, min(lacking, len(strangers))):
             number = self._rng.getrandbits(62)
             offered = self._offer()
             self.opening[peer] = (number, now)

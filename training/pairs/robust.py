@@ -44,6 +44,7 @@ FLUSH = 2.0
 USUAL_WEIGHT = 0.25  # of the last distance
 TENSORS_MAX = 128  # limits in a message; of a model of more, neighbours share one
 PEERS_MAX = 4096  # that have an allowance
+_FLOAT32_MAX = np.finfo(np.float32).max
 
 Norms = npt.NDArray[np.float64]
 """One for each tensor, shape (tensors,)."""
@@ -74,6 +75,8 @@ class Tensors:
         """
         found = np.zeros(len(self))
         for where, piece in outgoing:
+            if len(piece) == len(mine):
+                return np.sqrt(move_references(mine, piece, theirs, following, self.stops))
             first, last = np.searchsorted(self.stops, [where.start, where.stop - 1], side="right")
             stops = np.minimum(self.stops[first : last + 1], where.stop) - where.start
             found[first : last + 1] += move_references(mine[where], piece, theirs[where], following[where], stops)
@@ -85,6 +88,8 @@ class Tensors:
 
     def whole(self, norms: Norms) -> float:
         """The norm over all parameters."""
+        if len(norms) == self.of_parameters == 1:
+            return float(norms[0])
         of_parameters = norms[: self.of_parameters]
         return math.sqrt(of_parameters.dot(of_parameters))
 
@@ -93,7 +98,7 @@ def packed(limits: Norms | None) -> bytes:
     """As a message has them; None, or nothing: there are none."""
     if limits is None:
         return b""
-    return np.minimum(limits, np.finfo(np.float32).max).astype("<f4").tobytes()
+    return np.minimum(limits, _FLOAT32_MAX).astype("<f4").tobytes()
 
 
 def unpacked(said: bytes, count: int) -> Norms:
@@ -103,7 +108,7 @@ def unpacked(said: bytes, count: int) -> Norms:
     if len(said) != 4 * count:
         raise PeerError(f"{len(said)} bytes of limits where {4 * count} are due")
     limits = np.frombuffer(said, "<f4").astype(np.float64)
-    if not (np.isfinite(limits).all() and (limits >= 0).all()):
+    if not (limits.min() >= 0 and limits.max() < np.inf):
         raise PeerError("a limit is negative, or no number")
     return limits
 
@@ -149,7 +154,7 @@ class Allowances:
             self._base = values.copy()
             return
         moved = self._tensors.norms(values, self._base)
-        if moved.any() and np.isfinite(moved).all():
+        if 0 < moved.sum() < np.inf:
             self._way += moved
             self._last = moved
             np.copyto(self._base, values)
@@ -226,15 +231,20 @@ class Allowances:
             del self._peers[peer]
 
     def _say(self, peer: NodeId, peers: Collection[NodeId]) -> Norms:
-        others, distances = self._others(peer, peers), self._peers[peer].distances
+        distances = self._peers[peer].distances
+        others = self._others(peer, peers) if distances is not None else []
         if len(others) < 2 or distances is None:
             return np.ones(len(self._tensors))
         usual = FAR * _low_median(others)
         return np.divide(usual, distances, out=np.ones(len(distances)), where=distances > usual)
 
     def _others(self, peer: NodeId, peers: Collection[NodeId]) -> list[Norms]:
-        rows = ((id, self._peers.get(id)) for id in peers if id != peer)
-        return [one.distances for _, one in rows if one is not None and one.distances is not None]
+        found = []
+        for id in peers:
+            one = self._peers.get(id)
+            if one is not None and one.distances is not None and id != peer:
+                found.append(one.distances)
+        return found
 
     def _usual(self, peers: Collection[NodeId]) -> Norms:
         known = [one.usual for id, one in self._peers.items() if id in peers and one.usual is not None]
@@ -277,5 +287,5 @@ def tensors_of(layout: Layout) -> Tensors:
 
 def _low_median(norms: list[Norms]) -> Norms:
     """Of each tensor; of an even number the lower one, as who is far may be half of two."""
-    median: Norms = np.sort(np.stack(norms), axis=0)[(len(norms) - 1) // 2]
+    median: Norms = np.sort(np.array(norms), axis=0)[(len(norms) - 1) // 2]
     return median
