@@ -317,7 +317,8 @@ class Rounds:
             self._check(begin)
         meant = (self._me, self._life) in zip(begin.roster, begin.lives, strict=False)
         meant &= begin.whole or not (self._gradients and self.finished)  # then there is no gradient to give
-        fits = meant and begin.attempt > self._seen and begin.round > self.round and (begin.whole or self._agreed > 0 or self._start != b"")
+        meant &= begin.whole or self._agreed > 0 or self._start != b""  # else what would a difference be from?
+        fits = meant and begin.attempt > self._seen and begin.round > self.round
         if not fits or len(set(begin.roster)) < len(begin.roster) or self.phase == RoundPhase.IDLE:
             return self._answer(now)
         if begin.source == self._me and len(begin.roster) > 1 and not self._offer.copied:
