@@ -157,7 +157,14 @@ OURS: dict[str, list[str]] = {
     "peerd allreduce 8 top_k_2bit": ["--mode", "allreduce", "--every", "8", "--codec", "top_k_2bit"],
     "peerd allreduce 8 top_k_3": ["--mode", "allreduce", "--every", "8", "--codec", "top_k_3"],
     "peerd allreduce 8 top_k_3, blocking": [
-        "--mode", "allreduce", "--every", "8", "--codec", "top_k_3", "--overlap", "blocking"
+        "--mode",
+        "allreduce",
+        "--every",
+        "8",
+        "--codec",
+        "top_k_3",
+        "--overlap",
+        "blocking",
     ],
     "peerd diloco int8": ["--mode", "diloco", "--codec", "int8"],
 }
