@@ -18,12 +18,13 @@ from enum import Enum
 from typing import ClassVar, Protocol
 
 from peerd.training.codecs import vector
+from peerd.training.codecs.difference import digest
 from peerd.training.codecs.vector import Layout
 from peerd.training.early import EarlyMessages
 from peerd.training.effects import Averaged, Effect, Publish, Send, StepReport, Vector
 from peerd.training.mode import Mode
 from peerd.transport.ids import NodeId
-from peerd.transport.messages import AS_STARTED, Connected, Message, ModelSnapshot, Plan
+from peerd.transport.messages import AS_STARTED, Connected, Message, ModelEqual, ModelSnapshot, Plan
 
 SNAPSHOT_CODEC = "float32"  # a newcomer starts from exactly the donor's model
 LAST_WORDS_S = 60.0  # how long one who has gone is heard: what it said last may come after the news of its leave
@@ -145,10 +146,11 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class ModelAsked:
-    """A newcomer wants the whole model."""
+    """A newcomer wants the whole model, unless its own, of this digest, is the same."""
 
     peer: NodeId
     layout: Layout
+    digest: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +241,8 @@ class ModeCore:
             case TrainerLost():
                 self._gradient = None
                 return mode.on_trainer_lost(now) if mode is not None else []
+            case ModelAsked(peer, _, told) if model is not None and told and told == digest(model.values()):
+                return [Send(peer, ModelEqual(model.step))]
             case ModelAsked(peer, layout) if model is not None:
                 chunks = vector.encode(SNAPSHOT_CODEC, layout, model.values())[0]
                 return [Send(peer, ModelSnapshot(model.step, SNAPSHOT_CODEC, chunks))]

@@ -13,12 +13,13 @@ from peerd.node.donors import DonorChoice
 from peerd.node.meta import FetchFrom, OwnModel, WaitFor, donors, partners, whose_model
 from peerd.process.logs import LOGGER
 from peerd.training.codecs import vector
+from peerd.training.codecs.difference import digest
 from peerd.training.codecs.vector import Layout
 from peerd.training.counts import within_step
 from peerd.training.effects import Vector
 from peerd.transport.errors import PeerError
 from peerd.transport.ids import Address, NodeId, shown
-from peerd.transport.messages import Member, ModelRequest, ModelSnapshot, State
+from peerd.transport.messages import Member, ModelEqual, ModelRequest, ModelSnapshot, State
 
 WAIT_TOLD_EVERY_S = 10.0
 
@@ -48,17 +49,17 @@ class CatchUp:
         self._news = trio.Event()
         self._choice = DonorChoice()
         self._refused: set[NodeId] = set()  # donors that will not have us
-        self._snapshot: tuple[NodeId, ModelSnapshot] | None = None  # and who sent it
+        self._came: tuple[NodeId, ModelSnapshot | ModelEqual] | None = None  # and who sent it
 
     def on_members(self) -> None:
         """The membership changed."""
         self._news.set()
         self._news = trio.Event()
 
-    def on_snapshot(self, sender: NodeId, snapshot: ModelSnapshot) -> None:
-        """A model came; one that was not asked for is dropped."""
+    def on_model(self, sender: NodeId, model: ModelSnapshot | ModelEqual) -> None:
+        """A model came, or the word that ours is the same; one that was not asked for is dropped."""
         if sender == self._choice.donor:
-            self._snapshot = sender, snapshot
+            self._came = sender, model
             self._news.set()
             self._news = trio.Event()
 
@@ -77,9 +78,12 @@ class CatchUp:
         while (ready := 1 + len(partners(self._acquaintances.of(self._members()), self._me, model))) < count:
             told_at = await self._wait(f"{ready} of {count} members are ready; {joined}", told_at)
 
-    async def fetch(self, layout: Layout) -> tuple[Vector, int] | None:
-        """The swarm's current model and its step, or None to start from the trainer's own."""
-        told_at = -WAIT_TOLD_EVERY_S
+    async def fetch(self, layout: Layout, own: Vector) -> tuple[Vector, int] | None:
+        """The swarm's current model, shape (layout.total,), and its step, or None to start from the trainer's own.
+
+        It does not travel where it is the same as the trainer's `own`: all have just begun.
+        """
+        told_at, told = -WAIT_TOLD_EVERY_S, b""
         try:
             while True:
                 awaited = self._awaited if trio.current_time() < self._awaited_until else ()
@@ -89,17 +93,18 @@ class CatchUp:
                             LOGGER.warning("no member known before the restart answers: this node goes on alone")
                         return None
                     case FetchFrom(givers):  # of another model, too: it refuses, saying what differs
+                        told = told or await trio.to_thread.run_sync(digest, own)
                         willing = [giver for giver in givers if giver not in self._refused] or givers
                         willing = [giver for giver in willing if not self._acquaintances.doubtful(giver)] or willing
                         donor = self._choice.ask(willing, self._peers.bytes_received, trio.current_time())
                         if donor is not None:
-                            self._peers.send(donor, ModelRequest())
-                        if (fetched := await self._received(layout)) is not None:
+                            self._peers.send(donor, ModelRequest(told))
+                        if (fetched := await self._received(layout, own)) is not None:
                             return fetched
                     case WaitFor(reason):
                         told_at = await self._wait(reason, told_at)
         finally:
-            self._choice, self._snapshot = DonorChoice(), None
+            self._choice, self._came = DonorChoice(), None
 
     def _alone(self) -> bool:
         return all(member.state > State.SUSPECT for id, member in self._members().items() if id != self._me)
@@ -113,24 +118,27 @@ class CatchUp:
             await self._news.wait()
         return told_at
 
-    async def _received(self, layout: Layout) -> tuple[Vector, int] | None:
+    async def _received(self, layout: Layout, own: Vector) -> tuple[Vector, int] | None:
         """Wait for a second; the model that has come by then, and its step."""
         with trio.move_on_after(1.0):
             await self._news.wait()
-        came, self._snapshot = self._snapshot, None
+        came, self._came = self._came, None
         if came is None:
             return None
-        donor, snapshot = came
+        donor, model = came
         try:
-            values = np.empty(layout.total, np.float32)
-            within_step("a model of step", snapshot.step, 0)
-            await trio.to_thread.run_sync(vector.decode, snapshot.codec, layout, snapshot.chunks, values)
+            within_step("a model of step", model.step, 0)
+            values = own
+            if isinstance(model, ModelSnapshot):
+                values = np.empty(layout.total, np.float32)
+                await trio.to_thread.run_sync(vector.decode, model.codec, layout, model.chunks, values)
         except PeerError as error:
             LOGGER.warning("the model from %s: %s; asking another member", donor, error)
         except Exception as error:
             self._peers.offences.unforeseen(error, f"dropped the model from {donor}")
         else:
-            LOGGER.info("the model of step %d came from %s", snapshot.step, self._members()[donor].name)
-            return values, snapshot.step
+            how = "came from" if isinstance(model, ModelSnapshot) else "is that of"
+            LOGGER.info("the model of step %d %s %s", model.step, how, self._members()[donor].name)
+            return values, model.step
         self._choice.pass_over()
         return None

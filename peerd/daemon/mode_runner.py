@@ -168,10 +168,13 @@ class ModeRunner:
         if self.core.mode is not None:
             await self.compute.call(Received(sender, message, plan))
 
-    async def give_model(self, peer: NodeId, layout: Layout) -> None:
-        """Send the whole model as it stands, with the step that it is of. Raises NotFinite."""
+    async def give_model(self, peer: NodeId, layout: Layout, digest: bytes) -> None:
+        """Send the whole model as it stands, with the step that it is of; or that it is the one of this digest.
+
+        Raises NotFinite.
+        """
         await self.catch_up(GIVE_WITHIN_S)
-        await self.compute.call(ModelAsked(peer, layout))
+        await self.compute.call(ModelAsked(peer, layout, digest))
 
     # ---------------------------------------------------------------- from the trainer
 

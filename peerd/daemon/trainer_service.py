@@ -40,7 +40,7 @@ from peerd.training.modes import Mode, class_of, parse_mode
 from peerd.training.modes.average import Average
 from peerd.transport.errors import PeerError, UserError
 from peerd.transport.ids import Address, NodeId
-from peerd.transport.messages import Member, ModelRequest, ModelSnapshot, Plan, State
+from peerd.transport.messages import Member, ModelEqual, ModelRequest, ModelSnapshot, Plan, State
 from peerd.transport.secure.signing import Signing
 
 SETTLE_SHARE = 0.1  # of the run's own duration: how long its end waits for members that still train
@@ -132,14 +132,14 @@ class TrainerService:
         """Messages to this peer flow again."""
         self._runner.on_reconnected(peer)
 
-    def on_message(self, sender: NodeId, message: ModelRequest | ModelSnapshot) -> None:
+    def on_message(self, sender: NodeId, message: ModelRequest | ModelSnapshot | ModelEqual) -> None:
         """A peer's message about a whole model. Raises PeerError."""
-        if isinstance(message, ModelSnapshot):
-            self._catch_up.on_snapshot(sender, message)
+        if not isinstance(message, ModelRequest):
+            self._catch_up.on_model(sender, message)
         elif self._may_ask(sender):  # else it asks again meanwhile
             assert self._nursery is not None, "that it runs was asked"
             self._giving.add(sender)
-            self._nursery.start_soon(self._give_model, sender)
+            self._nursery.start_soon(self._give_model, sender, message.digest)
 
     def _may_ask(self, sender: NodeId) -> bool:
         """Whether the model is given: to a living member, and not too often."""
@@ -160,10 +160,10 @@ class TrainerService:
             self.fatal = str(refusal)
             self.failed.set()
 
-    async def _give_model(self, sender: NodeId) -> None:
+    async def _give_model(self, sender: NodeId, digest: bytes) -> None:
         try:
             if self.meta.ready and self.layout is not None:
-                await self._runner.give_model(sender, self.layout)
+                await self._runner.give_model(sender, self.layout, digest)
                 self.snapshots += 1
         except NotFinite:
             LOGGER.warning("a newcomer asked for the model, but it holds a value that is not finite")
@@ -283,7 +283,7 @@ class TrainerService:
                 return None, step
             await self._runner.move(fresh)
             return 0, self._runner.step
-        fetched = await session.attended(lambda: self._catch_up.fetch(layout))
+        fetched = await session.attended(lambda: self._catch_up.fetch(layout, fresh.values()))
         self._runner.core.model = fresh
         if fetched is None:
             fresh.step = step

@@ -26,6 +26,7 @@ from peerd.simulation.last_copy import LearnersModel
 from peerd.simulation.problems import Compute, Learner, Moved
 from peerd.simulation.world import Kind, World
 from peerd.training.codecs import vector
+from peerd.training.codecs.difference import digest
 from peerd.training.effects import (
     Apply,
     Averaged,
@@ -54,7 +55,7 @@ from peerd.training.modes import Mode, ModeSettings, class_of, parse_mode
 from peerd.training.modes.gossip import Gossip
 from peerd.training.pairs.reference import PairedReference
 from peerd.transport.ids import NodeId
-from peerd.transport.messages import AS_STARTED, Delta, Member, Message, ModelRequest, ModelSnapshot
+from peerd.transport.messages import AS_STARTED, Delta, Member, Message, ModelEqual, ModelRequest, ModelSnapshot
 
 SIGNATURE = "simulated"
 READY = NodeMeta(model=SIGNATURE, ready=True, expects=True)
@@ -270,8 +271,8 @@ class SimulatedTrainer:
         """A message of the mode, or about a whole model. Raises PeerError."""
         match message:
             case ModelRequest():
-                self._give_model(source)
-            case ModelSnapshot():
+                self._give_model(source, message.digest)
+            case ModelSnapshot() | ModelEqual():
                 self._take_model(source, message)
             case _ if self.mode is not None:
                 effects = self._core.handle(Received(source, message), self._node.now)
@@ -325,20 +326,21 @@ class SimulatedTrainer:
                 if (asked := self._choice.donor) in givers and self._node.arriving(asked):
                     self._arrived += round(2 * SLOWEST_DONOR * LOOK_AGAIN_S)
                 if (donor := self._choice.ask(givers, self._arrived, self._node.now)) is not None:
-                    self._node.send(donor, ModelRequest())
+                    self._node.send(donor, ModelRequest(digest(self.learner.values())))
         self._node.later(LOOK_AGAIN_S, self._join)
 
-    def _give_model(self, peer: NodeId) -> None:
+    def _give_model(self, peer: NodeId, digest: bytes) -> None:
         if self._kept is not None:
             self._kept.keep(self.values(), self.steps)  # production asks for it, and waits a step
-            self._handle(ModelAsked(peer, self.learner.layout))
+            self._handle(ModelAsked(peer, self.learner.layout, digest))
 
-    def _take_model(self, source: NodeId, message: ModelSnapshot) -> None:
+    def _take_model(self, source: NodeId, message: ModelSnapshot | ModelEqual) -> None:
         if self.phase is not Phase.JOINING or self._choice.donor != source:
             return
-        values = np.empty(self.learner.layout.total, self.learner.values().dtype)
-        vector.decode(message.codec, self.learner.layout, message.chunks, values)
-        self.learner.load(values)
+        if isinstance(message, ModelSnapshot):
+            values = np.empty(self.learner.layout.total, self.learner.values().dtype)
+            vector.decode(message.codec, self.learner.layout, message.chunks, values)
+            self.learner.load(values)
         self.steps = message.step
         self._have_model()
 

@@ -51,6 +51,7 @@ from peerd.transport.messages import (
     Member,
     MemberTable,
     Message,
+    ModelEqual,
     ModelRequest,
     ModelSnapshot,
     Nack,
@@ -104,10 +105,10 @@ HELLO = Hello(1, "swarm", "run", "id", "name", 3, "10.0.0.1", 7946, "gossip", "a
 PING = Ping(1, "me", "you", (MEMBER,))
 SAMPLES = [
     PING, PingRequest(2, "me", "you", "10.0.0.1", 7946, (MEMBER, MEMBER)), Ack(3, "me", ()), Nack(2**63 - 1, "me"),
-    MemberTable("me", (MEMBER,) * 99), HELLO, Welcome("id", "naive", 4), Refuse("run", "a", "b"), ModelRequest(),
-    SpeedRequest(), SpeedSample((b"any",)),
+    MemberTable("me", (MEMBER,) * 99), HELLO, Welcome("id", "naive", 4), Refuse("run", "a", "b"),
+    ModelRequest(bytes(16)), SpeedRequest(), SpeedSample((b"any",)),
     ModelSnapshot(5, "float32", (b"abcd", b"", bytes(40_000))), LinkOpen(6, bytes(16)), LinkSnapshot(6, "int8", ()),
-    LinkEqual(6),
+    LinkEqual(6), ModelEqual(7),
     Delta(6, 7, "sign", 0.25, True, False, b"\x00" * 8, (b"x" * 100,)),
     LinkClose(6, 7), LinkClosed(6, 7), DeltaTaken(6, 7),
     Push(1, 2, "sign", 0.5, 0.25, True, False, (b"p" * 99,)), Pushed(1, 2, 2, 0.125, False), PushForgotten(1, 2),

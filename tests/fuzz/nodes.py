@@ -20,6 +20,7 @@ from peerd.transport.messages import (
     AS_STARTED,
     Hello,
     Message,
+    ModelEqual,
     ModelRequest,
     ModelSnapshot,
     Plan,
@@ -123,10 +124,12 @@ class Nodes(Drawn):
                 difference = first_difference(MINE, message)
                 if difference is not None:
                     on_the_wire(difference)
-            case ModelRequest():
-                swarm.perform(target, core.tell(ModelAsked(sender, swarm.layout), swarm.now))
+            case ModelRequest(told):
+                swarm.perform(target, core.tell(ModelAsked(sender, swarm.layout, told), swarm.now))
             case ModelSnapshot():
                 _decode_model(swarm.layout, message)
+            case ModelEqual():
+                pass
             case _:
                 before = swarm.sent
                 effects = core.tell(Received(sender, message, connection.plan), swarm.now)

@@ -19,9 +19,10 @@ from peerd.node.acquaintances import Acquaintances
 from peerd.node.donors import ASK_AGAIN_S, ASK_SOON_S, ASKS_MAX, SLOWEST_DONOR
 from peerd.node.meta import NodeMeta
 from peerd.training.codecs import vector
+from peerd.training.codecs.difference import digest
 from peerd.training.codecs.vector import Layout
 from peerd.transport.ids import Address, NodeId
-from peerd.transport.messages import Member, Message, ModelRequest, ModelSnapshot, State
+from peerd.transport.messages import Member, Message, ModelEqual, ModelRequest, ModelSnapshot, State
 
 pytestmark = pytest.mark.trio(clock="autojump")
 
@@ -29,6 +30,7 @@ T = TypeVar("T")
 FAR = ("far", 1)
 LAYOUT = Layout(5, 5)
 MODEL = np.arange(5, dtype=np.float32)
+OWN = np.ones(5, np.float32)
 CHUNKS = tuple(bytes(chunk) for chunk in vector.encode("float32", LAYOUT, MODEL)[0])
 PATIENCE_S = 11.0
 SNAPSHOT = ModelSnapshot(7, "float32", CHUNKS)
@@ -55,17 +57,17 @@ class Swarm:
         self.catch_up.on_members()
 
     def send(self, peer: NodeId, message: Message) -> None:
-        assert message == ModelRequest()
+        assert message == ModelRequest(digest(OWN))
         self.asked.append(peer)
         self.on_asked(peer)
 
     def gives(self, *donors: NodeId) -> None:
         """These donors answer, the others are silent."""
-        self.on_asked = lambda peer: self.catch_up.on_snapshot(peer, SNAPSHOT) if peer in donors else None
+        self.on_asked = lambda peer: self.catch_up.on_model(peer, SNAPSHOT) if peer in donors else None
 
     async def fetched(self) -> bool:
         """Whether a model came; it is the one that was sent."""
-        found = await self.catch_up.fetch(LAYOUT)
+        found = await self.catch_up.fetch(LAYOUT, OWN)
         self.done.set()
         if found is None:
             return False
@@ -163,7 +165,7 @@ async def test_a_donor_that_goes_away_is_replaced_by_another() -> None:
             if len(there.asked) == 1:
                 there.member(peer, State.FAILED, ready=True)
             else:
-                there.catch_up.on_snapshot(peer, SNAPSHOT)
+                there.catch_up.on_model(peer, SNAPSHOT)
 
         there.on_asked = asked
         assert await there.fetched()
@@ -205,7 +207,7 @@ async def test_a_donor_whose_model_is_on_its_way_is_left_in_peace() -> None:
             there.bytes_received += 2 * SLOWEST_DONOR
             await trio.sleep(1)
         assert there.asked == [donor], "a large model over a slow network takes its time"
-        there.catch_up.on_snapshot(donor, SNAPSHOT)
+        there.catch_up.on_model(donor, SNAPSHOT)
         await there.done.wait()
         assert there.asked == [donor]
 
@@ -217,23 +219,32 @@ async def test_a_damaged_model_is_asked_of_another(bad: ModelSnapshot, caplog: p
     async with swarm() as there:
         for donor in "ab":
             there.member(donor, ready=True)
-        there.on_asked = lambda peer: there.catch_up.on_snapshot(peer, bad if len(there.asked) == 1 else SNAPSHOT)
+        there.on_asked = lambda peer: there.catch_up.on_model(peer, bad if len(there.asked) == 1 else SNAPSHOT)
         assert await there.fetched()
         assert sorted(there.asked) == ["a", "b"]
     (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert warning.endswith("; asking another member")
 
 
-async def test_a_model_that_nobody_asked_for_is_dropped() -> None:
+async def test_a_newcomer_whose_model_is_the_same_goes_on_with_it() -> None:
     async with swarm() as there:
         there.member("a", ready=True)
-        stranger = ModelSnapshot(99, "float32", CHUNKS)
-        there.catch_up.on_snapshot("a", stranger)
+        there.on_asked = lambda peer: there.catch_up.on_model(peer, ModelEqual(3))
+        found = await there.catch_up.fetch(LAYOUT, OWN)
+        assert found is not None
+        assert (found[0].tolist(), found[1]) == (OWN.tolist(), 3)
+
+
+@pytest.mark.parametrize("stranger", [ModelSnapshot(99, "float32", CHUNKS), ModelEqual(99)])
+async def test_a_model_that_nobody_asked_for_is_dropped(stranger: ModelSnapshot | ModelEqual) -> None:
+    async with swarm() as there:
+        there.member("a", ready=True)
+        there.catch_up.on_model("a", stranger)
 
         def asked(peer: NodeId) -> None:
-            there.catch_up.on_snapshot("b", stranger)
-            there.catch_up.on_snapshot(peer, SNAPSHOT)
-            there.catch_up.on_snapshot("b", stranger)
+            there.catch_up.on_model("b", stranger)
+            there.catch_up.on_model(peer, SNAPSHOT)
+            there.catch_up.on_model("b", stranger)
 
         there.on_asked = asked
         assert await there.fetched()

@@ -308,7 +308,7 @@ async def test_the_model_is_given_bit_for_bit_unless_it_is_not_finite() -> None:
         model = np.array([1 / 3, 1e-30], np.float32)
         it.memory.copies[0][:] = model
         it.model_copy.step = 9
-        await it.runner.give_model("a", LAYOUT)
+        await it.runner.give_model("a", LAYOUT, b"")
         ((peer, message),) = it.sent
         assert isinstance(message, ModelSnapshot)
         assert (peer, message.step) == ("a", 9)
@@ -317,7 +317,7 @@ async def test_the_model_is_given_bit_for_bit_unless_it_is_not_finite() -> None:
         assert found.tobytes() == model.tobytes()
         it.memory.copies[0][1] = np.nan
         with pytest.raises(NotFinite):
-            await it.runner.give_model("a", LAYOUT)
+            await it.runner.give_model("a", LAYOUT, b"")
         assert len(it.sent) == 1
 
 

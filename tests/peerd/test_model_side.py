@@ -21,9 +21,10 @@ from peerd.daemon.trainer_session import TRANSITIONS, TrainerPhase, TrainerStatu
 from peerd.node.meta import NodeMeta
 from peerd.process import host_memory
 from peerd.training.codecs import vector
+from peerd.training.codecs.difference import digest
 from peerd.training.codecs.vector import Layout
 from peerd.transport.errors import PeerError, UserError
-from peerd.transport.messages import LinkOpen, LinkSnapshot, ModelRequest, ModelSnapshot
+from peerd.transport.messages import LinkOpen, LinkSnapshot, ModelEqual, ModelRequest, ModelSnapshot
 
 LAYOUT = Layout(6, 6)
 MODEL = np.arange(6, dtype=np.float32)
@@ -224,6 +225,21 @@ async def test_the_model_is_given_to_newcomers_once_there_is_one(tmp_path: Path)
             vector.decode(given.codec, LAYOUT, given.chunks, found)
             assert (given.step, found.tolist()) == (5, MODEL.tolist())
             await until(lambda: node.side.snapshots == 1)  # counted once all of it is on its way
+
+
+async def test_a_model_that_a_newcomer_has_does_not_travel(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    node.member("newcomer", NEW)
+    node.member("another", NEW)
+    with script() as trainer:
+        async with running(node) as nursery:
+            nursery.start_soon(trainer.serve, node)
+            trainer.memory.copies[0][:] = MODEL
+            await trainer.trains(step=5)
+            node.side.on_message("newcomer", ModelRequest(digest(MODEL)))
+            assert await node.sent_to("newcomer", ModelEqual) == ModelEqual(5)
+            node.side.on_message("another", ModelRequest(digest(2 * MODEL)))
+            await node.sent_to("another", ModelSnapshot)
 
 
 async def test_no_stranger_is_given_the_model_nor_a_member_too_often(tmp_path: Path) -> None:

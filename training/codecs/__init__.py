@@ -8,6 +8,7 @@ from peerd.training.codecs.float32 import Float32
 from peerd.training.codecs.int8 import Int8
 from peerd.training.codecs.sign import Sign
 from peerd.training.codecs.top_k import TopK
+from peerd.training.codecs.top_k_2bit import TopK2Bit
 
 __all__ = ["CODECS", "ONE_PASS", "Codec", "NotFinite"]
 
@@ -20,6 +21,7 @@ CODECS: dict[str, Codec] = {
         Sign(),
         TopK("top_k", percent=1),
         TopK("top_k_3", percent=3),
+        TopK2Bit("top_k_2bit", kept=64),
     )
 }
 ONE_PASS: dict[str, OnePassCodec] = {name: codec for name, codec in CODECS.items() if isinstance(codec, OnePassCodec)}

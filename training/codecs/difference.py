@@ -1,8 +1,11 @@
-"""How does a vector travel to who knows another one? As its encoded difference, and how long is one?"""
+"""How does a vector travel to who knows another one? As its encoded difference; how long is one, and from what?"""
 
 from __future__ import annotations
 
+import hashlib
 import math
+
+import numpy as np
 
 from peerd.training.codecs import vector
 from peerd.training.codecs.vector import VALUE_MAX, Gain, Layout, NotFinite
@@ -11,6 +14,8 @@ from peerd.training.kernels.passes import parts, squares
 from peerd.training.scratch import Scratch
 from peerd.transport.errors import PeerError
 from peerd.transport.messages import Chunks
+
+DIGEST_BYTES = 16
 
 
 def encode_difference(
@@ -38,6 +43,11 @@ def decode_onto(
         scratch.give(incoming)
         raise
     return incoming
+
+
+def digest(start: Vector) -> bytes:
+    """Of the bits of a vector that several members may count differences from: SHA-256's first 16 bytes."""
+    return hashlib.sha256(np.ascontiguousarray(start).data).digest()[:DIGEST_BYTES]
 
 
 def norm_of_difference(a: Vector, b: Vector | None = None) -> float:

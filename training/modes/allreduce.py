@@ -14,8 +14,10 @@ What training does meanwhile, `overlap`:
               now holds the progress of one window before; that of this window is rolled back and is the next
               contribution (HPSGD, arXiv:2009.02701). A window ends with a commit: its number is the same for all
 
-A lossy codec carries differences from the last agreed model, and what a member's encoding loses is added to its next
-contribution. A run ends with one exact round, in which x becomes the average itself, to the bit.
+A lossy codec carries differences from the last agreed model, or from the one that all have begun with, and what a
+member's encoding loses is added to its next contribution (along a ring or a tree that is also what its encoding of a
+partial sum loses). A run ends with one exact round, in which x becomes the average itself, to the bit: there nothing is
+lost, and what was lost before, which is old, is left out.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from peerd.training.codecs.difference import norm_of_difference
+from peerd.training.codecs.difference import digest, norm_of_difference
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Apply, Effect, Proceed, Resume, StepReport, Vector
 from peerd.training.kernels.passes import is_finite
@@ -86,9 +88,9 @@ class AllReduce(ModeClass):
         self._values = values
         self._lossy = settings.codec != EXACT_CODEC
         self._robust = settings.robust
-        # what lengths count from before there is an agreed one
-        self._start = values().copy() if settings.robust else None
         self._keeps_agreed = self._lossy or self.DIFFERENCES
+        # what lengths and differences count from before there is an agreed one
+        self._start = values().copy() if settings.robust or self._keeps_agreed else None
         self._rounds = Rounds(
             me, layout, rng, settings, self._contribution, self.counts,
             differences=self._keeps_agreed, fragments=fragments,
@@ -230,6 +232,8 @@ class AllReduce(ModeClass):
         elif self._overlap == "hpsgd":
             self._origin = values.copy()
         self._taken = values
+        if self._start is not None and self._keeps_agreed and self._rounds.round == 0:
+            self._rounds.starts_from(digest(self._start))
         self._measure(values)
         return outcomes + self._rounds.reach(now)
 
@@ -261,9 +265,11 @@ class AllReduce(ModeClass):
             self._taken = self._current()
             self._origin = self._taken
         summand = self._taken[where].copy()
-        if not whole:
-            assert self._agreed is not None, "all of the roster have agreed in the same round"
-            summand -= self._agreed[where]
+        if whole:
+            return summand
+        since = self._agreed if self._agreed is not None else self._start
+        assert since is not None, "all of the roster have agreed in the same round, or begun alike"
+        summand -= since[where]
         if self._lost is not None:
             summand += self._lost[where]
         return summand
@@ -296,11 +302,15 @@ class AllReduce(ModeClass):
         return effects
 
     def _on_committed(self, committed: Committed) -> list[Effect]:
+        if self._agreed is None and not committed.begin.whole:
+            self._agreed = self._start
         begin, where, mean = committed.begin, committed.where, self._bounded(committed)
         assert self._taken is not None, "nobody is in a round without a contribution"
         taken = self._taken[where]
         target = self._agree(mean, where, whole=begin.whole)
-        if self._lost is not None or committed.lost is not None:
+        if begin.final:
+            self._lost = None
+        elif not begin.whole and (self._lost is not None or committed.lost is not None):
             lost = np.zeros_like(mean) if committed.lost is None else committed.lost
             self._lost = self._with(self._lost, where, lost)
         if self._keeps_agreed or self._robust:

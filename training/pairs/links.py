@@ -29,7 +29,6 @@ what it had applied is lost with it, or what it had not is not known. That is co
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -39,7 +38,7 @@ from enum import Enum, auto
 import numpy as np
 
 from peerd.training.codecs import vector
-from peerd.training.codecs.difference import norm_of_difference
+from peerd.training.codecs.difference import digest, norm_of_difference
 from peerd.training.codecs.vector import Layout, NotFinite
 from peerd.training.effects import Effect, Send, Vector
 from peerd.training.flush import Progress
@@ -57,7 +56,6 @@ UNKNOWN = -1  # the version of a link that this end knows nothing of: it was ano
 MODELS_OF_A_LINK = 3  # both references and the anchor
 LEFT_OF_LINKS = 2  # views: with one-bit codecs that is what is left of six links for each of a view
 UNFINISHED_MAX = 64
-DIGEST_BYTES = 16
 
 
 class LinkState(Enum):
@@ -546,8 +544,3 @@ class PairLinks:
 
     def _left(self) -> list[Unfinished]:
         return [remnant.unfinished for remnant in self.remnants.values()]
-
-
-def digest(start: Vector) -> bytes:
-    """Of the bits of a vector that both references of a link may start from."""
-    return hashlib.sha256(np.ascontiguousarray(start).data).digest()[:DIGEST_BYTES]

@@ -194,16 +194,15 @@ class Leader:
         ):
             return []
         self._given_up.update(idle)
-        agreed = {reports[id].agreed for id in roster}
-        whole = final or not self._differences or len(agreed) > 1 or agreed == {0}
+        in_common = {(reports[id].agreed, reports[id].start) for id in roster}
+        alike = len(in_common) == 1 and (0, b"") not in in_common
+        whole = final or not self._differences or not alike
         topology = self._settings.topology
         if topology == "auto":
             topology = choose(self._size_bytes, len(roster), pace.latency_s, pace.bytes_per_s)[0]
         if self._shuffle:
             self._rng.shuffle(roster)
-        lengths = (
-            [length for id in roster for length in reports[id].lengths] if len(agreed) == 1 and 0 not in agreed else []
-        )
+        lengths = [length for id in roster for length in reports[id].lengths] if alike else []
         attempts = max(self._newest, *(report.attempt for report in reports.values())) // ATTEMPT_STEP
         self._newest = (attempts + 1) * ATTEMPT_STEP + self._rng.randrange(ATTEMPT_STEP)
         self.begun = RoundBegin(

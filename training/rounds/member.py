@@ -5,7 +5,8 @@ message names round and attempt.
 
 A member that missed a commit because it was away, a newcomer with a snapshot, and both sides of a healed partition hold
 models that were agreed in different rounds. They need no state of the others: a round whose members do not all hold the
-same agreed model sums whole models exactly (RoundBegin.whole), and after it they do. Its number is one more than any
+same agreed model sums whole models exactly (RoundBegin.whole), and after it they do. Members that have all just begun,
+from models that are the same to the bit, hold one already. A round's number is one more than any
 that a member has applied. A member whose trainer does not come to the round within the leader's patience is left out,
 and its contribution enters the next; so is one that lives but cannot be heard.
 
@@ -136,6 +137,7 @@ class Rounds:
         self._pace = Pace()
         self._life = rng.getrandbits(62)
         self._alive: frozenset[NodeId] = frozenset()
+        self._start = b""
         self._leads = me
         self._leader = self._leadership()
         self._agreed = 0  # the attempt of the last applied round
@@ -177,6 +179,10 @@ class Rounds:
             return []
         outcomes = self._begin(order, now)
         return outcomes + (self.say(now) if self._leads == self._me else [])
+
+    def starts_from(self, start: bytes) -> None:
+        """The digest of the model that this member's progress counts from until it has been in a round."""
+        self._start = start
 
     def measured(self, lengths: Lengths) -> None:
         """How long the contribution is; reports say it."""
@@ -310,7 +316,8 @@ class Rounds:
             self._check(begin)
         meant = (self._me, self._life) in zip(begin.roster, begin.lives, strict=False)
         meant &= begin.whole or not (self._gradients and self.finished)  # then there is no gradient to give
-        fits = meant and begin.attempt > self._seen and begin.round > self.round and (begin.whole or self._agreed > 0)
+        meant &= begin.whole or self._agreed > 0 or self._start != b""  # else what would a difference be from?
+        fits = meant and begin.attempt > self._seen and begin.round > self.round
         if not fits or len(set(begin.roster)) < len(begin.roster) or self.phase == RoundPhase.IDLE:
             return self._answer(now)
         if begin.source == self._me and len(begin.roster) > 1 and not self._offer.copied:
@@ -432,5 +439,5 @@ class Rounds:
             self._attempt.taken if self._attempt is not None else 0, self.finished, self.given, self.settled,
             self._blames, self._lengths[-1] if self.phase != RoundPhase.IDLE else (),
             now - self._reached_at if self.phase != RoundPhase.IDLE else 0.0,
-            self._offer.step, self._offer.weight, self._offer.nonfinite,
+            self._offer.step, self._offer.weight, self._offer.nonfinite, b"" if self._agreed else self._start,
         )  # fmt: skip

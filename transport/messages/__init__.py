@@ -33,7 +33,7 @@ from peerd.transport.messages.greeting import (
     Welcome,
 )
 from peerd.transport.messages.membership import Ack, Member, MemberTable, Nack, Ping, PingRequest, State
-from peerd.transport.messages.model import AS_STARTED, PLAN_NUMBER_MAX, ModelRequest, ModelSnapshot, Plan
+from peerd.transport.messages.model import AS_STARTED, PLAN_NUMBER_MAX, ModelEqual, ModelRequest, ModelSnapshot, Plan
 from peerd.transport.messages.one_way import Pull, Push, Pushed, PushForgotten
 from peerd.transport.messages.pairs import (
     CentreIs,
@@ -107,6 +107,7 @@ __all__ = [
     "Member",
     "MemberTable",
     "Message",
+    "ModelEqual",
     "ModelRequest",
     "ModelSnapshot",
     "Nack",

@@ -12,10 +12,20 @@ PLAN_NUMBER_MAX = 1 << 32  # of proposals that people make
 
 @dataclass(frozen=True, slots=True)
 class ModelRequest(Message):
-    """Send me your current model: I am about to train."""
+    """Send me your current model, unless mine is the same: I am about to train."""
 
     KIND: ClassVar[int] = 32
     repeated: ClassVar[bool] = False
+    digest: bytes = b""  # of mine: 16 bytes of SHA-256; empty: of nothing
+
+
+@dataclass(frozen=True, slots=True)
+class ModelEqual(Message):
+    """My model is the one of the digest that asked for it."""
+
+    KIND: ClassVar[int] = 37
+    repeated: ClassVar[bool] = False
+    step: int
 
 
 @dataclass(frozen=True, slots=True)

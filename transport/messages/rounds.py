@@ -39,6 +39,7 @@ class RoundReport(Message):
     step: int = 0  # where gradients are exchanged: of its trainer, and these two of its gradient
     weight: float = 0.0  # in the mean; 0: it is of another model
     nonfinite: bool = False  # not finite
+    start: bytes = b""  # before its first round: the digest of the model that its progress counts from
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +51,11 @@ class RoundBegin(Message):
     attempt: int
     codec: Name
     topology: Visible
-    whole: bool  # contribute the model; else its difference from the last agreed one
+    whole: bool  # contribute the model; else its difference from the last agreed one, or from the equal start
     final: bool  # the last round of a run
     roster: tuple[Name, ...]
     lives: tuple[Drawn, ...]  # of the roster's members: a later life is not meant
-    lengths: tuple[float, ...] = ()  # as they reported them; empty: they do not hold one agreed model
+    lengths: tuple[float, ...] = ()  # as they reported them; empty: they hold no model in common
     weights: tuple[float, ...] = ()  # of the roster's gradients, which are summed; empty: models are
     nonfinite: bool = False  # no mean comes of these gradients: a member's is not finite
     source: NameOrNone = ""  # whose whole model all take over; "": they take their mean
