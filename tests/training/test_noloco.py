@@ -12,6 +12,7 @@ from weather import NAMES, Connections, weather_settings
 
 from peerd.training.effects import Vector
 from peerd.training.modes.noloco import TRANSITIONS, NoLoCo, Stage, _Pair
+from peerd.training.one_way.allowance import LIMIT, REACH_MIN
 from peerd.training.pairs.outer import ETA, MU
 from peerd.transport.errors import PeerError
 from peerd.transport.messages import CentreIs, PairAnswer, PairHalf, PairInvite
@@ -64,6 +65,29 @@ def test_no_codec_moves_the_pairs_mean_and_later_progress_is_kept(codec: str, se
     assert swarm.nodes["a"].applied == swarm.nodes["b"].applied == 1
     total = sum(node.x for node in swarm.nodes.values())
     assert np.allclose(total, phi + ETA * contributed + (swarm.injected - contributed), atol=1e-9)
+
+
+@settings(max_examples=30, deadline=None, print_blob=True)
+@given(lies=st.lists(st.floats(-1e17, 1e17), min_size=1, max_size=6), seed=st.integers(0, 1000))
+def test_a_liars_half_moves_the_other_by_no_more_than_its_own_steps_allow(lies: list[float], seed: int) -> None:
+    """The outer step makes at most ETA / (1 - MU) of all that it is given: own progress, and what the liar may add."""
+    swarm = noloco_swarm(2, 60, robust=True, seed=seed)
+    rng = np.random.default_rng(seed)
+    victim = swarm.nodes["b"]
+    start, path = victim.x.copy(), 0.0
+    for lie in lies:
+        for _ in range(H):
+            step = rng.normal(size=60)
+            path += float(np.linalg.norm(step))
+            for name in swarm.nodes:
+                swarm.step(name, step)
+        swarm.nodes["a"].x = np.full(60, lie)
+        swarm.settle()
+        at_first = max(2 * LIMIT * path, float(np.linalg.norm(start)) * REACH_MIN)
+        most = ETA / (1 - MU) * (path + LIMIT * path + at_first)
+        assert float(np.linalg.norm(victim.x - start)) <= 1.01 * most
+    assert victim.core.counts["exchanges"] == len(lies)
+    assert victim.core.counts["halves_shortened"] >= sum(abs(lie) > 1e6 for lie in lies)
 
 
 class Weather(Connections):

@@ -35,6 +35,7 @@ from peerd.training.mode import LinkStatus, ModeClass, not_finite
 from peerd.training.mode_settings import ModeSettings, outer_step
 from peerd.training.model.quiet import EVERY_STEP, Quiet
 from peerd.training.modes.gossip import Gossip
+from peerd.training.one_way.allowance import Allowances, finite_norm
 from peerd.training.pairs.outer import ETA, MU, WHOLE_MODEL_CODECS, Contribution, Outer
 from peerd.training.pairs.reference import PairedReference
 from peerd.training.trigger import ONLY_FINISHING, SILENCE_MAX_S, WAKE_AFTER_S
@@ -129,6 +130,8 @@ class NoLoCo(ModeClass):
         self._correction: Vector | None = None  # in this event's effects
         self._met: dict[NodeId, LinkStatus] = {}
         self._warned = False  # of a codec that is not used
+        self._robust = settings.robust
+        self._allowances = Allowances(1)
         flush_settings = replace(settings, trigger=ONLY_FINISHING)
         self._flush = Gossip(me, layout, rng, flush_settings, self._model, opens=False, counts=self.counts)
 
@@ -140,6 +143,7 @@ class NoLoCo(ModeClass):
         was_finishing, self._report = self._report.finishing, report
         if report.finishing:
             return self._rearm(self._flush.on_step(report, now) if self._flushing else self._finish(now))
+        self._allowances.walked(report.change, published=report.published)
         effects: list[Effect] = []
         if (codec := self._outer.codec) != self._settings.codec and not self._warned:
             self._warned = True
@@ -185,6 +189,7 @@ class NoLoCo(ModeClass):
         self._declined &= alive
         for gone in self._met.keys() - alive:
             del self._met[gone]
+            self._allowances.forget(gone)
         effects = self._flush.on_peers(alive, now)
         if self._pair is not None and self._pair.peer not in alive:
             self.counts["partners_lost"] += 1
@@ -325,7 +330,8 @@ class NoLoCo(ModeClass):
         return self._update(pair, pair.contribution, self._outer.decode(half.codec, half.chunks))
 
     def _update(self, pair: _Pair, ours: Contribution, theirs: Vector) -> list[Effect]:
-        self._correction, distance = self._outer.step(ours, theirs)
+        distance = self._outer.apart(ours, theirs)
+        self._correction = self._outer.step(ours, theirs, self._share(pair.peer, ours, distance))
         self._ended.append((pair.peer, pair.seq))
         self._enter(None)
         self._ready, self._due = False, self._report.step + self._every
@@ -337,6 +343,17 @@ class NoLoCo(ModeClass):
                 pair.peer, (met.exchanges if met else 0) + 1, distance, self._outer.eta / 2, "period"
             )
         return [Apply(self._correction)]
+
+    def _share(self, peer: NodeId, ours: Contribution, distance: float) -> float:
+        """How much of the half difference the partner's allowance covers: a lie takes no more."""
+        if not self._robust or distance == 0:
+            return 1.0
+        norm = finite_norm(ours.x[: self._layout.parameters])
+        share = min(1.0, self._allowances.of(peer, norm, distance) / (distance / 2))
+        self.counts["halves_shortened"] += share < 1
+        self._allowances.moved(peer, share * distance / 2)
+        self._allowances.exchanged()
+        return share
 
     # ---------------------------------------------------------------- small parts
 

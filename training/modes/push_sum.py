@@ -31,7 +31,6 @@ from peerd.training.effects import Apply, Effect, StepReport, Vector
 from peerd.training.one_way.allowance import (
     BUFFERS_MAX,
     WEIGHT_SHARE,
-    Allowances,
     Waiting,
     finite_norm,
     part_within,
@@ -59,28 +58,20 @@ class PushSum(OneWay):
         super().__init__(*arguments)
         self._account = WeightAccount(1.0)
         self._outflows: dict[NodeId, Outflow] = {}
-        self._robust = self._settings.robust
-        self._allowances = Allowances(2 * self._settings.view)
         self._waiting: dict[NodeId, Waiting] = {}
 
     def on_step(self, report: StepReport, now: float) -> list[Effect]:
         """A step of this node lets more of what has come in."""
-        ends = report.finishing and not self._report.finishing
-        self._allowances.walked(report.change, published=report.published)
-        effects = super().on_step(report, now)
-        if ends:
-            self._allowances.ended(self._norm(self._current()))
-        return effects + self._let_in()
+        return super().on_step(report, now) + self._let_in()
 
     def on_peers(self, alive: frozenset[NodeId], now: float) -> list[Effect]:
         """What waits of a peer that went goes on waiting, with that of all who went."""
-        for peer in sorted((self._waiting.keys() | self._partners.alive) - alive - {GONE}):
-            self._allowances.forget(peer)
-            if (left := self._waiting.pop(peer, None)) is not None:
-                if GONE in self._waiting:
-                    self._waiting[GONE].join(left.weight, left.model)
-                else:
-                    self._waiting[GONE] = left
+        for peer in sorted(self._waiting.keys() - alive - {GONE}):
+            left = self._waiting.pop(peer)
+            if GONE in self._waiting:
+                self._waiting[GONE].join(left.weight, left.model)
+            else:
+                self._waiting[GONE] = left
         return super().on_peers(alive, now)
 
     @property
@@ -138,7 +129,6 @@ class PushSum(OneWay):
 
     def _answered(self, peer: NodeId) -> None:
         self._outflows[peer].answered()
-        self._allowances.exchanged()
 
     def _may_drop(self, peer: NodeId) -> bool:
         """What is under way would be taken back here, and merged there."""
@@ -215,6 +205,3 @@ class PushSum(OneWay):
             self._lend(correction)
             effects.append(Apply(correction))
         return effects
-
-    def _norm(self, values: Vector) -> float:
-        return finite_norm(values[: self._layout.parameters])

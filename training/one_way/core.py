@@ -21,6 +21,7 @@ from peerd.training.flush import FLUSH_CODEC, FLUSH_TOLERANCE, ROTATE_AFTER_EXCH
 from peerd.training.mode import not_finite
 from peerd.training.mode_settings import ModeSettings
 from peerd.training.model.quiet import Quiet
+from peerd.training.one_way.allowance import Allowances, finite_norm
 from peerd.training.one_way.answer_time import AnswerTime
 from peerd.training.one_way.copies import Copies
 from peerd.training.one_way.partners import Partner, Partners
@@ -48,6 +49,8 @@ class OneWay(PartneredMode[Partner]):
         self._copies = Copies(layout, rng, settings.view, self._scratch)
         self._partners = Partners(me, layout, rng, settings.view, self._current)
         self._answers = AnswerTime()
+        self._robust = settings.robust
+        self._allowances = Allowances(2 * settings.view)
         self._received = 0  # pushes merged since the last own step, or round of the flush
         self._came = 0  # pushes, or asks for one, since this member last began an exchange itself
         self._to_flush = 0  # partners of this round that have not had their push yet
@@ -88,7 +91,12 @@ class OneWay(PartneredMode[Partner]):
         """What came until the last own step counts for that one alone."""
         if not report.finishing:
             self._received = self._unheard = 0
-        return super().on_step(report, now)
+        ends = report.finishing and not self._report.finishing
+        self._allowances.walked(report.change, published=report.published)
+        effects = super().on_step(report, now)
+        if ends:
+            self._allowances.ended(self._norm(self._current()))
+        return effects
 
     def on_message(self, sender: NodeId, message: Message | Connected, now: float) -> list[Effect]:
         """One event of one link."""
@@ -114,6 +122,8 @@ class OneWay(PartneredMode[Partner]):
         self._reclaim()
         effects: list[Effect] = []
         came = alive - self._partners.alive
+        for peer in self._partners.alive - alive:
+            self._allowances.forget(peer)
         for peer in sorted((self._partners.alive - alive) & self._copies.outgoing.keys()):
             if self._may_drop(peer):
                 effects += self._drop_outgoing(peer)
@@ -206,6 +216,7 @@ class OneWay(PartneredMode[Partner]):
         self._answers.came(peer, now - outgoing.sent_at)
         outgoing.answered()
         self._answered(peer)
+        self._allowances.exchanged()
         self.counts["exchanges"] += 1
         if partner := self._partners.held.get(peer):
             partner.exchanges += 1
@@ -301,6 +312,9 @@ class OneWay(PartneredMode[Partner]):
             distance = DISTANCE_MAX
         finishing = self._report.finishing
         return Send(incoming.peer, Pushed(incoming.link, incoming.answers, incoming.version, distance, finishing))
+
+    def _norm(self, values: Vector) -> float:
+        return finite_norm(values[: self._layout.parameters])
 
     # ---------------------------------------------------------------- partners
 

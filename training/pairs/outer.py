@@ -62,15 +62,18 @@ class Outer:
             raise PeerError(f"a value beyond {VALUE_MAX:g}")
         return theirs
 
-    def step(self, ours: Contribution, theirs: Vector) -> tuple[Vector, float]:
-        """Make the step, and overwrite `theirs`; returns phi - x, and how far apart the pair was.
+    def apart(self, ours: Contribution, theirs: Vector) -> float:
+        """Make `theirs` what the partner's model is more than ours; returns the length of its parameters' part."""
+        theirs -= ours.seen
+        return norm_of_difference(theirs[: self._layout.parameters])
+
+    def step(self, ours: Contribution, apart: Vector, share: float) -> Vector:
+        """Make the step, with so much of the pair's half difference, and overwrite `apart`; returns phi - x.
 
         Float buffers take the pair's mean: with momentum a variance could become negative.
         """
-        parameters = self._layout.parameters
-        theirs -= ours.seen
-        distance = norm_of_difference(theirs[:parameters])
-        theirs *= 0.5
+        parameters, theirs = self._layout.parameters, apart
+        theirs *= 0.5 * share
         theirs += ours.x  # the pair's mean
         theirs -= self.phi
         momentum = self._momentum
@@ -79,4 +82,5 @@ class Outer:
         momentum[parameters:] = theirs[parameters:]
         self.phi += momentum
         momentum[parameters:] = 0.0
-        return np.subtract(self.phi, ours.x, out=theirs), distance
+        moved: Vector = np.subtract(self.phi, ours.x, out=theirs)
+        return moved
