@@ -34,9 +34,17 @@ class GradientHooks:
         self._stepped = set(map(id, self._parts))  # optimizers that have stepped since the last exchange
         self._hooks: list[Any] = [part.register_step_pre_hook(self._on_step) for part in self._parts]
         self._hooked: list[torch.Tensor] = []
-        self.follow()
+        self._had_gradient: set[int] = set()  # parameters, since the last exchange
+        self._has_exchanged = False
+        self._follow()
 
-    def follow(self) -> None:
+    def after_step(self) -> None:
+        """A step was made: where no gradient was exchanged for it, all parameters may have been replaced."""
+        if not self._has_exchanged:
+            self._follow()
+        self._has_exchanged = False
+
+    def _follow(self) -> None:
         """Be on what has taken the place of a parameter, too."""
         self._flat.look_again()
         known = set(map(id, self._hooked))
@@ -65,7 +73,8 @@ class GradientHooks:
         finally:
             self._paused -= 1
 
-    def _on_gradient(self, _: torch.Tensor) -> None:
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        self._had_gradient.add(id(parameter))
         number = torch._C._current_graph_task_id()
         if self._paused or number == self._pass:
             return
@@ -76,6 +85,10 @@ class GradientHooks:
         self._pass = None
         if not self._hooks:
             return
+        if len(self._had_gradient) < len(self._parameters):  # unused, or replaced by another
+            self._follow()
+        self._had_gradient.clear()
+        self._has_exchanged = True
         self._finite = self._exchange()
         self._stepped.clear()
 

@@ -203,7 +203,7 @@ class Session:
         """
         self.step = step
         if self.hooks is not None:
-            self.hooks.follow()
+            self.hooks.after_step()
         self._weight = float(samples or 1)
         now = time.monotonic()
         lr, ratio = self._note(step, now, loss, samples, metrics)

@@ -113,9 +113,16 @@ def test_a_layer_that_is_replaced_by_its_like_is_followed() -> None:
     assert torch.equal(gradient.reshape(-1), 2 * expected[piece.start : piece.stop])
     for index in (0, 1):
         model[index] = copy.deepcopy(model[index])
-    hooks.follow()
     backward(model)
-    assert exchange.count == 3, "no parameter is left that it was made with"
+    assert exchange.count == 3
+    hooks.after_step()
+    for index in (0, 1, 2):
+        model[index] = copy.deepcopy(model[index])
+    backward(model)
+    assert exchange.count == 3, "no parameter is left that it knows"
+    hooks.after_step()
+    backward(model)
+    assert exchange.count == 4
 
 
 def test_the_vector_has_gradients_buffers_and_flags() -> None:

@@ -24,7 +24,6 @@ class FlatGradients:
     @torch.no_grad()
     def gather(self, out: torch.Tensor) -> None:
         """Overwrite `out`, shape (total,), float32. Raises ValueError: a gradient is sparse."""
-        self._flat.look_again()
         flags = out[self._stop :]
         flags.zero_()
         for index, piece in enumerate(self._parameters):

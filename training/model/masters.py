@@ -137,7 +137,8 @@ class StateMasters:
     """Masters in an optimizer's state, under one name for all parameters: as apex and TransformerEngine keep them."""
 
     def __init__(self, optimizer: Any) -> None:
-        states = [getattr(part, "state", None) for part in getattr(optimizer, "parts", [optimizer])]
+        parts = getattr(optimizer, "parts", None)  # of several that act as one
+        states = [getattr(part, "state", None) for part in (parts if isinstance(parts, list) else [optimizer])]
         self._states = [state for state in states if isinstance(state, Mapping)]
         self._name: str | None = None
         self._was_sought = False
