@@ -146,6 +146,10 @@ def become(program: Program) -> None:
     if words[0] == "-u":
         sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), write_through=True)
         words = words[1:]
+    for folder in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+        sys.path.insert(1, folder)
+        if (custom := Path(folder, "sitecustomize.py")).exists():
+            runpy.run_path(str(custom))
     sys.path[0] = str(Path(words[0]).parent)
     if words[:2] == PEERD:
         sys.path[0], sys.argv = "", ["peerd", *words[2:]]
