@@ -1,9 +1,10 @@
 """Python programs without the seconds of their imports: forked from a process that has imported torch and peerd once.
 
 What is forked is the same program with the same arguments, environment, folder, output, session and parent as one that
-is executed; only how its interpreter came to its modules differs. A daemon that was forked has its script forked, too,
-and torchrun its ranks. Start-up itself is tested where nothing is forked: `tests/contracts/test_own_mode.py` executes a
-demo and its nodes with their scripts, and `tests/peerd/test_supervisor.py` what starts a script.
+is executed; only how its interpreter came to its modules differs, and that it does not take them apart in the end. A
+daemon that was forked has its script forked, too, and torchrun its ranks. Start-up itself, and the interpreter's end,
+are tested where nothing is forked: `tests/contracts/test_own_mode.py` executes a demo and its nodes with their scripts,
+and `tests/peerd/test_supervisor.py` what starts a script.
 
     python forks.py FD    serve the socket FD until its other end is closed
 """
@@ -25,7 +26,9 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -143,6 +146,10 @@ def become(program: Program) -> None:
     if words[0] == "-u":
         sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), write_through=True)
         words = words[1:]
+    for folder in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+        sys.path.insert(1, folder)
+        if (custom := Path(folder, "sitecustomize.py")).exists():
+            runpy.run_path(str(custom))
     sys.path[0] = str(Path(words[0]).parent)
     if words[:2] == PEERD:
         sys.path[0], sys.argv = "", ["peerd", *words[2:]]
@@ -157,6 +164,17 @@ def become(program: Program) -> None:
         script = sys.modules["__main__"] = ModuleType("__main__")
         script.__file__ = words[0]
         exec(compile(Path(words[0]).read_bytes(), words[0], "exec"), script.__dict__)  # noqa: S102
+
+
+def end(code: int) -> None:
+    """As the interpreter ends, but for its modules: torch's take it 0.3 s. Returns if output cannot be written."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    with suppress(OSError, ValueError):
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+        os._exit(code)
 
 
 def forks_its_own() -> Program | None:
@@ -190,12 +208,24 @@ def main() -> None:
     """Import, serve, and be what is asked for."""
     for name in IMPORTED:
         importlib.import_module(name)
+    from peerd.cli.main import command
+
+    command.make_context("peerd", ["version"])  # what typer imports as it reads words
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False  # what torch would undo of itself
     gc.collect()
     gc.freeze()  # else a collection writes to every page that is shared
     program = serve(socket.socket(fileno=int(sys.argv[1])))
     while program.arguments[:2] in FORKING and (inner := forks_its_own()) is not None:
         program = inner
-    become(program)
+    code: object = None
+    try:
+        become(program)
+    except SystemExit as ended:
+        code = ended.code
+    if code is None or isinstance(code, int):
+        end((code or 0) & 0xFF)
+    sys.exit(code)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

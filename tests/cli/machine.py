@@ -213,7 +213,7 @@ class Machine:
 
     def _run(self, python: list[str], environment: dict[str, str], output: int, errors: int) -> subprocess.Popen[bytes]:
         """`python PYTHON` in the machine's folder; where it is peerd or a script, nobody waits for imports."""
-        of_its_start = "PYTHONPATH" in environment or signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        of_its_start = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         if (python[:2] == PEERD or python[0].endswith(".py")) and not of_its_start:
             return Forked(forks(), Program(python, environment, str(self.path)), output, errors)
         return subprocess.Popen(
