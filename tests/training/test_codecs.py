@@ -128,15 +128,20 @@ def test_ranges_are_ordered_and_their_means_lie_within(magnitude: Vector) -> Non
 @settings(deadline=None)
 def test_two_bits_keep_a_400th_of_any_energy(length: int, seed: int, kind: str) -> None:
     rng = np.random.default_rng(seed)
-    drawn = {
-        "gaussian": lambda: rng.standard_normal(length),
-        "heavy": lambda: rng.standard_t(1.5, length) * 10.0 ** rng.integers(-20, 20),
-        "few kinds": lambda: rng.integers(-2, 3, length),  # many equals
-        "few": lambda: rng.standard_normal(length) * (rng.random(length) < 0.01),  # fewer than there is room for
-        "many scales": lambda: 10.0 ** -rng.uniform(0, 25, length),
-        "one": lambda: np.arange(length)[::-1] < 1,
-    }
-    values = drawn[kind]().astype(np.float32)
+    match kind:
+        case "gaussian":
+            drawn = rng.standard_normal(length)
+        case "heavy":
+            drawn = rng.standard_t(1.5, length) * 10.0 ** rng.integers(-20, 20)
+        case "few kinds":
+            drawn = rng.integers(-2, 3, length)  # many equals
+        case "few":
+            drawn = rng.standard_normal(length) * (rng.random(length) < 0.01)  # fewer than there is room for
+        case "many scales":
+            drawn = 10.0 ** -rng.uniform(0, 25, length)
+        case _:
+            drawn = np.arange(length)[::-1] < 1
+    values = drawn.astype(np.float32)
     exact = values.astype(np.float64)
     left = exact - sent("top_k_2bit", values)
     assert left @ left <= (exact @ exact) * (1 - (1 - 2e-3) / 400)  # a magnitude's rounding
