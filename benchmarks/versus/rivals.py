@@ -149,23 +149,14 @@ RIVALS: dict[str, Callable[[Run], Any]] = {
     "DiLoCo 32": lambda run: DiLoCo(run, 32),
     "SparseLoCo 32": lambda run: SparseLoCo(run, 32),
 }
+ROUNDS_OF_8 = ["--mode", "allreduce", "--every", "8", "--overlap", "blocking"]
 OURS: dict[str, list[str]] = {
     "peerd": [],
     "peerd --trigger change:0.1": ["--trigger", "change:0.1"],
     "peerd --codec top_k_3 --trigger change:0.1": ["--codec", "top_k_3", "--trigger", "change:0.1"],
     "peerd allreduce 32 int8": ["--mode", "allreduce", "--every", "32", "--codec", "int8"],
-    "peerd allreduce 8 top_k_2bit": ["--mode", "allreduce", "--every", "8", "--codec", "top_k_2bit"],
-    "peerd allreduce 8 top_k_3": ["--mode", "allreduce", "--every", "8", "--codec", "top_k_3"],
-    "peerd allreduce 8 top_k_3, blocking": [
-        "--mode",
-        "allreduce",
-        "--every",
-        "8",
-        "--codec",
-        "top_k_3",
-        "--overlap",
-        "blocking",
-    ],
+    "peerd allreduce 8 top_k_2bit": [*ROUNDS_OF_8, "--codec", "top_k_2bit"],
+    "peerd allreduce 8 top_k_3": [*ROUNDS_OF_8, "--codec", "top_k_3"],
     "peerd diloco int8": ["--mode", "diloco", "--codec", "int8"],
 }
 """Options of `peerd start`."""

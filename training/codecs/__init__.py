@@ -21,7 +21,7 @@ CODECS: dict[str, Codec] = {
         Sign(),
         TopK("top_k", percent=1),
         TopK("top_k_3", percent=3),
-        TopK2Bit("top_k_2bit", kept=64),
+        TopK2Bit("top_k_2bit", percent=2),
     )
 }
 ONE_PASS: dict[str, OnePassCodec] = {name: codec for name, codec in CODECS.items() if isinstance(codec, OnePassCodec)}

@@ -20,7 +20,7 @@
 #endif
 #define INLINE static inline __attribute__((always_inline))
 
-const int32_t peerd_kernels_version = 3; /* VERSION in library.py: of the functions' names and arguments */
+const int32_t peerd_kernels_version = 2; /* VERSION in library.py: of the functions' names and arguments */
 
 enum { BLOCK = 256, LANES = 16 };
 
@@ -261,52 +261,6 @@ EACH_PROCESSOR int peerd_int8_decode(const uint8_t *scales, const int8_t *multip
         }
     }
     return beyond;
-}
-
-INLINE int64_t at_least(const float *values, int64_t count, uint32_t least)
-{
-    uint32_t found = 0;
-    for (int64_t i = 0; i < count; i++) {
-        uint32_t bits;
-        memcpy(&bits, values + i, sizeof bits);
-        found += (bits & MAGNITUDE) >= least;
-    }
-    return found;
-}
-
-/* Where the `kept` largest magnitudes of each `chunk` values lie, of a shorter last chunk its share; of equals the
- * first, and no zeros. Returns how many. A chunk lies in the nearest cache, where counting costs less than sorting: the
- * least magnitude that is wanted is found by halving, 16 times or so. */
-EACH_PROCESSOR int64_t peerd_largest_of_chunks(const float *values, int64_t count, int64_t chunk, int64_t kept,
-                                               int64_t *indices)
-{
-    int64_t found = 0;
-    for (int64_t start = 0; start < count; start += chunk) {
-        const float *block = values + start;
-        const int64_t size = count - start < chunk ? count - start : chunk;
-        const int64_t wanted = (size * kept + chunk - 1) / chunk;
-        uint32_t least = 1, beyond = LARGEST_FINITE + 1; /* of `beyond` there are fewer than wanted */
-        int64_t equals = at_least(block, size, least) - wanted; /* how many too many there are of `least` */
-        while (equals > 0 && beyond - least > 1) {
-            const uint32_t middle = least + (beyond - least) / 2;
-            const int64_t more = at_least(block, size, middle) - wanted;
-            if (more >= 0) {
-                least = middle;
-                equals = more;
-            } else {
-                beyond = middle;
-            }
-        }
-        int64_t left = equals > 0 ? wanted - at_least(block, size, beyond) : size; /* of those that are `least` */
-        for (int64_t i = 0; i < size; i++) {
-            uint32_t bits;
-            memcpy(&bits, block + i, sizeof bits);
-            bits &= MAGNITUDE;
-            if (bits >= least && (bits > least || left-- > 0))
-                indices[found++] = start + i;
-        }
-    }
-    return found;
 }
 
 /* `out` += `known`; returns 1 where a sum is beyond `most`, or no number. */
