@@ -232,9 +232,10 @@ import datetime, pathlib, time
 from peerd.security import wall_clock
 
 shift = pathlib.Path("shift")  # in seconds
-now, seconds = wall_clock.now, time.time
+now, nanoseconds = wall_clock.now, time.time_ns
 wall_clock.now = lambda: now() + datetime.timedelta(seconds=int(shift.read_text()))
-time.time = lambda: seconds() + int(shift.read_text())
+time.time_ns = lambda: nanoseconds() + 10**9 * int(shift.read_text())
+time.time = lambda: time.time_ns() / 1e9
 """
 
 
@@ -246,17 +247,20 @@ def test_a_jump_of_the_wall_clock_ends_no_training(machine: Machine) -> None:
     b = machine.start("b", script, join=a, SEED="1", PYTHONPATH=str(machine.path))
     for node in (a, b):
         node.trains(beyond=20)
-    for days in (3, -3, 0):  # a certificate begins an hour before it was made: with -3 there is no new connection
-        shift.write_text(str(86400 * days))
+    for days in (3, -3, 0.25):  # a certificate begins an hour before it was made: with -3 there is no new connection
+        shift.write_text(f"{86400 * days:.0f}")
         met, reached = b.ask("status")["exchanges"], b.step
         b.trains(beyond=reached + 100)
         assert (a.members(), b.members()) == ({"a": "alive", "b": "alive"},) * 2
         if days >= 0:
             b.eventually(lambda met=met: b.ask("status")["exchanges"] > met)  # type: ignore[misc]
     assert a.ask("status")["trainer_restarts"] == b.ask("status")["trainer_restarts"] == 0
+    hours = []
     for node in (b, a):
         node.signal(signal.SIGINT)
         assert node.end() == 0
+        hours += [int(hour) for hour in re.findall(r"^(\d\d):.* leaving the swarm$", node.log, re.MULTILINE)]
+    assert (hours[0] - hours[1]) % 24 in (5, 6), "its clock has jumped"
 
 
 # ---------------------------------------------------------------- again and again
