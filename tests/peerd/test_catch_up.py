@@ -36,6 +36,17 @@ PATIENCE_S = 11.0
 SNAPSHOT = ModelSnapshot(7, "float32", CHUNKS)
 
 
+@pytest.fixture(autouse=True)
+def without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Virtual time goes on while a thread computes."""
+
+    async def run(function: Callable[..., T], *arguments: object) -> T:
+        await trio.lowlevel.checkpoint()
+        return function(*arguments)
+
+    monkeypatch.setattr(trio.to_thread, "run_sync", run)
+
+
 class Swarm:
     """The members as one node sees them, and what it sends to them."""
 
