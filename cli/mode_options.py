@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from functools import wraps
 from typing import Annotated, Any
 
@@ -13,7 +13,7 @@ from peerd.training.mode_settings import OPTIONS
 
 
 def with_mode_options(
-    names: Iterable[str] = OPTIONS, *, defaults: bool = True
+    names: Collection[str] = OPTIONS, *, defaults: bool = True
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command these options in place of its parameter `told`, which gets those that the user gave, by name.
 
@@ -32,7 +32,7 @@ def with_mode_options(
             ],
         )
         for name, option in OPTIONS.items()
-        if name in set(names)
+        if name in names
     ]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:

@@ -12,7 +12,7 @@ from typing import Any
 from peerd.transport.errors import UserError
 
 AUTO = "auto"
-"""As a codec: the mode's own."""
+"""Left to the mode."""
 
 OVERLAPS = ("blocking", "delayed", "hpsgd")
 WEIGHTS, GRADIENTS = EXCHANGES = ("weights", "gradients")
@@ -46,9 +46,11 @@ class ModeSettings:
     view: int = _option(3, "partners at a time", most=1024)
     every: int = _option(1, "steps between rounds, of a mode that has rounds", most=10**9)
     overlap: str = _option("delayed", "training during a round: blocking, delayed, hpsgd")
-    topology: str = _option("auto", "of an all-reduce: auto, ring, tree:K, halving; of servers: adv:K")
+    topology: str = _option(AUTO, "of an all-reduce: auto, ring, tree:K, halving; of servers: adv:K")
     servers: int = _option(1, "members that serve the parameters, each a part", most=1024)
-    outer_lr: str = _option(AUTO, "of the outer step: a number above 0; auto: the mode's own", Scope.START)
+    outer_lr: str = _option(
+        AUTO, f"of the outer step: a number above 0, at most {OUTER_LR_MAX:g}; auto: the mode's own", Scope.START
+    )
     outer_momentum: str = _option(
         AUTO, "of the outer step: a number from 0 to below 1; auto: the mode's own", Scope.START
     )
@@ -98,10 +100,23 @@ PLANNED = tuple(name for name, option in OPTIONS.items() if option.metadata["sco
 """What a plan says of its mode."""
 
 
+def is_own(name: str) -> bool:
+    """Whether each node may be told this for itself."""
+    return OPTIONS[name].metadata["scope"] is Scope.OWN
+
+
 def told_at_start(settings: ModeSettings) -> list[str]:
     """What all members must be told alike and cannot change, where it is not the default."""
     return [
-        f"{name}={getattr(settings, name)}"
+        f"{name}={_plain(getattr(settings, name))}"
         for name, option in OPTIONS.items()
         if option.metadata["scope"] is Scope.START and getattr(settings, name) != option.default
     ]
+
+
+def _plain(text: str) -> str:
+    """A number as all would write it."""
+    try:
+        return f"{float(text):g}"
+    except ValueError:
+        return text

@@ -170,7 +170,7 @@ def _switch(text: str) -> bool:
     return {"true": True, "false": False}[text.lower()]
 
 
-_READ: dict[type, Callable[[str], Any]] = {bool: _switch, int: int, str: str}
+_READ: dict[type, Callable[[str], Any]] = {bool: _switch, int: int, float: float, str: str}
 OF_A_MODE: dict[str, Callable[[str], Any]] = {
     **{name: _READ[type(option.default)] for name, option in OPTIONS.items()},
     "optimizer": str, "lr": float, "momentum": float, "weight_decay": float, "batch": int, "schedule": str,

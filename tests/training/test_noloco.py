@@ -12,7 +12,7 @@ from weather import NAMES, Connections, weather_settings
 
 from peerd.training.effects import Vector
 from peerd.training.modes.noloco import TRANSITIONS, NoLoCo, Stage, _Pair
-from peerd.training.one_way.allowance import LIMIT, REACH_MIN
+from peerd.training.one_way.allowance import BUFFERS_MAX, LIMIT, REACH_MIN
 from peerd.training.pairs.outer import ETA, MU
 from peerd.transport.errors import PeerError
 from peerd.transport.messages import CentreIs, PairAnswer, PairHalf, PairInvite
@@ -71,21 +71,23 @@ def test_no_codec_moves_the_pairs_mean_and_later_progress_is_kept(codec: str, se
 @given(lies=st.lists(st.floats(-1e17, 1e17), min_size=1, max_size=6), seed=st.integers(0, 1000))
 def test_a_liars_half_moves_the_other_by_no_more_than_its_own_steps_allow(lies: list[float], seed: int) -> None:
     """The outer step makes at most ETA / (1 - MU) of all that it is given: own progress, and what the liar may add."""
-    swarm = noloco_swarm(2, 60, robust=True, seed=seed)
+    swarm = noloco_swarm(2, 60, robust=True, seed=seed, buffers=12)
     rng = np.random.default_rng(seed)
     victim = swarm.nodes["b"]
-    start, path = victim.x.copy(), 0.0
+    start, path, cut = victim.x.copy(), 0.0, swarm.layout.parameters
     for lie in lies:
         for _ in range(H):
             step = rng.normal(size=60)
-            path += float(np.linalg.norm(step))
+            path += float(np.linalg.norm(step[:cut]))
             for name in swarm.nodes:
                 swarm.step(name, step)
+        before = victim.x[cut:].copy()
         swarm.nodes["a"].x = np.full(60, lie)
         swarm.settle()
-        at_first = max(2 * LIMIT * path, float(np.linalg.norm(start)) * REACH_MIN)
+        at_first = max(2 * LIMIT * path, float(np.linalg.norm(start[:cut])) * REACH_MIN)
         most = ETA / (1 - MU) * (path + LIMIT * path + at_first)
-        assert float(np.linalg.norm(victim.x - start)) <= 1.01 * most
+        assert float(np.linalg.norm((victim.x - start)[:cut])) <= 1.01 * most
+        assert np.linalg.norm(victim.x[cut:] - before) <= 1.01 * BUFFERS_MAX * np.linalg.norm(before)
     assert victim.core.counts["exchanges"] == len(lies)
     assert victim.core.counts["halves_shortened"] >= sum(abs(lie) > 1e6 for lie in lies)
 

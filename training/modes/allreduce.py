@@ -75,7 +75,7 @@ class AllReduce(ModeClass):
         """A round that sums differences is of one of `fragments` parts of the model, in turn. Raises UserError."""
         if settings.overlap not in OVERLAPS:
             raise UserError(f"overlap {settings.overlap!r}: not one of {', '.join(OVERLAPS)}")
-        if settings.topology != "auto":
+        if settings.topology != AUTO:
             parse_topology(settings.topology)
         assert fragments == 1 or settings.overlap != "hpsgd", "check_options refuses it"
         self.counts: Counter[str] = Counter()

@@ -14,12 +14,10 @@ import numpy as np
 
 from peerd.training.codecs.vector import GAIN_MAX
 from peerd.training.effects import Effect, Vector
-from peerd.training.one_way.allowance import BUFFERS_MAX, finite_norm
 from peerd.training.one_way.core import OneWay
 from peerd.training.one_way.partners import Partner
 from peerd.training.one_way.public_copy import Incoming
 from peerd.transport.errors import PeerError
-from peerd.transport.ids import NodeId
 from peerd.transport.messages import Push
 
 MEAN_OF_MAX = 4  # pushes since the last own step that all weigh alike
@@ -40,20 +38,12 @@ class GossipPush(OneWay):
         np.subtract(came, values, out=correction)
         received = self._received if push.finishing else min(self._received, MEAN_OF_MAX)
         share = min(push.gain, 1 / (2 + received))
-        if self._robust:
-            self._shorten(correction, incoming.peer, share, values)
-        else:
+        if not self._robust:
             correction *= share
+            return correction
+        cut, still = self._layout.parameters, self._report.finishing
+        part, of_buffers = self._allowances.shares(incoming.peer, correction, values, cut, share, still=still)
+        self.counts["pushes_shortened"] += part < share
+        correction[:cut] *= part
+        correction[cut:] *= of_buffers
         return correction
-
-    def _shorten(self, apart: Vector, peer: NodeId, share: float, values: Vector) -> None:
-        """Make a correction of `share` of `apart`, or of less of it."""
-        parameters, buffers = slice(self._layout.parameters), slice(self._layout.parameters, None)
-        distance = finite_norm(apart[parameters])
-        limit = self._allowances.of(peer, self._norm(values), distance, still=self._report.finishing)
-        self.counts["pushes_shortened"] += share * distance > limit
-        part = min(share, limit / distance) if distance > 0 else share
-        apart[parameters] *= part
-        self._allowances.moved(peer, part * distance)
-        if (length := finite_norm(apart[buffers])) > 0:
-            apart[buffers] *= min(part, BUFFERS_MAX * finite_norm(values[buffers]) / length)

@@ -28,7 +28,7 @@ from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Averaged, Become, Effect, Proceed, StepReport, Vector
 from peerd.training.kernels.passes import is_finite, mean
 from peerd.training.mode import LinkStatus, ModeClass, not_finite
-from peerd.training.mode_settings import GRADIENTS, ModeSettings
+from peerd.training.mode_settings import AUTO, GRADIENTS, ModeSettings
 from peerd.training.model.quiet import Quiet
 from peerd.training.rounds.attempt import EXACT_CODEC
 from peerd.training.rounds.lengths import longest_mean
@@ -54,7 +54,7 @@ class GradientAllReduce(ModeClass):
         self, me: NodeId, layout: Layout, rng: random.Random, settings: ModeSettings, values: Callable[[], Vector]
     ) -> None:
         """Raises UserError."""
-        if settings.topology != "auto":
+        if settings.topology != AUTO:
             parse_topology(settings.topology)
         self.counts: Counter[str] = Counter()
         self.deadline = math.inf

@@ -35,8 +35,8 @@ from peerd.training.mode import LinkStatus, ModeClass, not_finite
 from peerd.training.mode_settings import ModeSettings, outer_step
 from peerd.training.model.quiet import EVERY_STEP, Quiet
 from peerd.training.modes.gossip import Gossip
-from peerd.training.one_way.allowance import Allowances, finite_norm
-from peerd.training.pairs.outer import ETA, MU, WHOLE_MODEL_CODECS, Contribution, Outer
+from peerd.training.one_way.allowance import Allowances
+from peerd.training.pairs.outer import ETA, HALF, MU, WHOLE_MODEL_CODECS, Contribution, Outer
 from peerd.training.pairs.reference import PairedReference
 from peerd.training.trigger import ONLY_FINISHING, SILENCE_MAX_S, WAKE_AFTER_S
 from peerd.transport.ids import NodeId
@@ -331,7 +331,7 @@ class NoLoCo(ModeClass):
 
     def _update(self, pair: _Pair, ours: Contribution, theirs: Vector) -> list[Effect]:
         distance = self._outer.apart(ours, theirs)
-        self._correction = self._outer.step(ours, theirs, self._share(pair.peer, ours, distance))
+        self._correction = self._outer.step(ours, theirs, *self._shares(pair.peer, ours, theirs))
         self._ended.append((pair.peer, pair.seq))
         self._enter(None)
         self._ready, self._due = False, self._report.step + self._every
@@ -344,16 +344,14 @@ class NoLoCo(ModeClass):
             )
         return [Apply(self._correction)]
 
-    def _share(self, peer: NodeId, ours: Contribution, distance: float) -> float:
-        """How much of the half difference the partner's allowance covers: a lie takes no more."""
-        if not self._robust or distance == 0:
-            return 1.0
-        norm = finite_norm(ours.x[: self._layout.parameters])
-        share = min(1.0, self._allowances.of(peer, norm, distance) / (distance / 2))
-        self.counts["halves_shortened"] += share < 1
-        self._allowances.moved(peer, share * distance / 2)
+    def _shares(self, peer: NodeId, ours: Contribution, apart: Vector) -> tuple[float, float]:
+        """How much of what the pair is apart this end takes: half, or what the partner's allowance covers."""
+        if not self._robust:
+            return HALF, HALF
+        part, of_buffers = self._allowances.shares(peer, apart, ours.x, self._layout.parameters, HALF)
+        self.counts["halves_shortened"] += part < HALF
         self._allowances.exchanged()
-        return share
+        return part, of_buffers
 
     # ---------------------------------------------------------------- small parts
 

@@ -27,12 +27,12 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from peerd.training.codecs.difference import norm_of_difference
 from peerd.training.effects import Apply, Effect, StepReport, Vector
 from peerd.training.one_way.allowance import (
     BUFFERS_MAX,
     WEIGHT_SHARE,
     Waiting,
-    finite_norm,
     part_within,
 )
 from peerd.training.one_way.core import OneWay
@@ -187,12 +187,12 @@ class PushSum(OneWay):
     def _allowed(self, peer: NodeId, offered: float, model: Vector, values: Vector) -> float:
         cut, weight = self._layout.parameters, self.weight
         most = max(0.0, WEIGHT_SHARE * (1 + len(self._partners.alive)) - weight)
-        distance = finite_norm(model[:cut] - values[:cut])
+        distance = norm_of_difference(model[:cut], values[:cut])
         limit = self._allowances.of(peer, self._norm(values), distance, still=self._report.finishing)
         part = part_within(weight, offered, distance, limit)
         if cut < len(values):
-            limit = BUFFERS_MAX * finite_norm(values[cut:])
-            part = part_within(weight, part, finite_norm(model[cut:] - values[cut:]), limit)
+            limit = BUFFERS_MAX * norm_of_difference(values[cut:])
+            part = part_within(weight, part, norm_of_difference(model[cut:], values[cut:]), limit)
         return min(part, most)
 
     def _let_in(self) -> list[Effect]:

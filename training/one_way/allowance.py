@@ -14,8 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import numpy as np
-
+from peerd.training.codecs.difference import norm_of_difference
 from peerd.training.effects import Vector
 from peerd.transport.ids import NodeId
 
@@ -96,6 +95,20 @@ class Allowances:
         for other in others:
             self._left[other] += by / (1 + len(others))
 
+    def shares(
+        self, peer: NodeId, apart: Vector, values: Vector, cut: int, share: float, *, still: bool = False
+    ) -> tuple[float, float]:
+        """How much of `apart`, at most `share`, this peer may move `values` by: its parameters, and its float buffers.
+
+        The buffers begin at `cut`. What is beyond that is left out, and the peer's allowance pays for the rest.
+        """
+        distance, length = norm_of_difference(apart[:cut]), norm_of_difference(apart[cut:])
+        limit = self.of(peer, norm_of_difference(values[:cut]), distance, still=still)
+        part = min(share, limit / distance) if distance > 0 else share
+        self.moved(peer, part * distance)
+        most = BUFFERS_MAX * norm_of_difference(values[cut:])
+        return part, min(part, most / length) if length > 0 else part
+
     def forget(self, peer: NodeId) -> None:
         """It has gone."""
         self._left.pop(peer, None)
@@ -110,8 +123,3 @@ def part_within(weight: float, part: float, distance: float, limit: float) -> fl
     if distance <= limit or part * distance <= limit * (weight + part):
         return part
     return min(part, weight * limit / (distance - limit))
-
-
-def finite_norm(values: Vector) -> float:
-    """||values|| in float64: of far models a float32's square is none."""
-    return float(np.linalg.norm(values.astype(np.float64, copy=False)))

@@ -21,7 +21,7 @@ from peerd.training.flush import FLUSH_CODEC, FLUSH_TOLERANCE, ROTATE_AFTER_EXCH
 from peerd.training.mode import not_finite
 from peerd.training.mode_settings import ModeSettings
 from peerd.training.model.quiet import Quiet
-from peerd.training.one_way.allowance import Allowances, finite_norm
+from peerd.training.one_way.allowance import Allowances
 from peerd.training.one_way.answer_time import AnswerTime
 from peerd.training.one_way.copies import Copies
 from peerd.training.one_way.partners import Partner, Partners
@@ -151,6 +151,8 @@ class OneWay(PartneredMode[Partner]):
     def _began(self, partner: Partner, values: Vector, reason: str, now: float) -> None:
         """From now on the partner's change is measured from `values`."""
         self._came = 0
+        if not self._report.finishing:
+            self._allowances.exchanged()
         np.copyto(partner.anchor, values)
         partner.anchor_norm = norm_of_difference(values[: self._layout.parameters])
         partner.moved = 0.0
@@ -216,7 +218,6 @@ class OneWay(PartneredMode[Partner]):
         self._answers.came(peer, now - outgoing.sent_at)
         outgoing.answered()
         self._answered(peer)
-        self._allowances.exchanged()
         self.counts["exchanges"] += 1
         if partner := self._partners.held.get(peer):
             partner.exchanges += 1
@@ -314,7 +315,7 @@ class OneWay(PartneredMode[Partner]):
         return Send(incoming.peer, Pushed(incoming.link, incoming.answers, incoming.version, distance, finishing))
 
     def _norm(self, values: Vector) -> float:
-        return finite_norm(values[: self._layout.parameters])
+        return norm_of_difference(values[: self._layout.parameters])
 
     # ---------------------------------------------------------------- partners
 

@@ -24,6 +24,7 @@ from peerd.transport.messages import Chunks
 
 ETA = 0.7  # NoLoCo's own
 MU = 0.5
+HALF = 0.5  # of what the pair is apart: both come to its mean
 WHOLE_MODEL_CODECS = ("float32", "bfloat16", "int8")
 
 
@@ -67,13 +68,14 @@ class Outer:
         theirs -= ours.seen
         return norm_of_difference(theirs[: self._layout.parameters])
 
-    def step(self, ours: Contribution, apart: Vector, share: float) -> Vector:
-        """Make the step, with so much of the pair's half difference, and overwrite `apart`; returns phi - x.
+    def step(self, ours: Contribution, apart: Vector, share: float = HALF, of_buffers: float = HALF) -> Vector:
+        """Make the step, with so much of what the pair is apart, and overwrite that; returns phi - x.
 
         Float buffers take the pair's mean: with momentum a variance could become negative.
         """
         parameters, theirs = self._layout.parameters, apart
-        theirs *= 0.5 * share
+        theirs[:parameters] *= share
+        theirs[parameters:] *= of_buffers
         theirs += ours.x  # the pair's mean
         theirs -= self.phi
         momentum = self._momentum

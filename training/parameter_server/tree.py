@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from peerd.training.mode_settings import AUTO
 from peerd.transport.errors import PeerError, UserError
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import Applied, ShardLeader
@@ -23,7 +24,7 @@ TREE_MAX = 256
 def parse_arity(text: str) -> int:
     """`adv:K`, or `auto`: 0, no tree. Raises UserError."""
     name, _, arity = text.partition(":")
-    if text == "auto":
+    if text == AUTO:
         return 0
     if name == "adv" and arity.isascii() and arity.isdigit() and 2 <= int(arity[:9]) <= ARITY_MAX:
         return int(arity)

@@ -1,18 +1,21 @@
 """When does a round begin, begin anew, or count? The leader's side of the round protocol, decided from reports alone.
 
 How this works. The leader is the member with the smallest id; it keeps nothing that the members' reports would not tell
-its successor, which may be its own next life: one that restarts again and again must not begin to wait anew each time.
+its successor, which may be its own next life (one that restarts again and again must not begin to wait anew each
+time), but for whom it waits for no longer.
 It orders one attempt at a time and commits it when all survivors of its roster hold the result. Every rule that a
 change of leader needs follows from two facts:
 
 - A member obeys one leader at a time, and gives up an unfinished attempt before it reports to another one.
 - An attempt is committed only when every living member of it has reported to hold its result.
 
-A leader decides nothing new before every living member has reported: one that knows less might number a round again,
-which costs a round of whole models later. So who says nothing for as long as the leader is patient is done without; who
-has no contribution is, too, and after three such rounds it is not waited for again until it has been in one.
+A leader decides nothing new before every living member has reported: one that knows less might number a round again.
 So if some survivor reports to hold no result of the newest attempt, nobody has committed that attempt, and beginning
 another is safe. If all who took part in it hold it, or one has applied it, it is the one result of this round.
+
+A member that lives may hold all others up for a while, not for ever. Who does not report for as long as the leader is
+patient is done without (a round may be numbered again, then, and the next sums whole models), and is not waited for
+until it has been in a round; nor is one that has kept MISSES_MAX rounds in turn waiting for its contribution.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import random
 from collections import Counter
 from typing import Any
 
-from peerd.training.mode_settings import GRADIENTS, ModeSettings
+from peerd.training.mode_settings import AUTO, GRADIENTS, ModeSettings
 from peerd.training.rounds.attempt import EXACT_CODEC, Pace
 from peerd.training.rounds.lengths import AT_ONCE, GROUPS, FarRounds, far_off
 from peerd.training.rounds.topology import choose
@@ -62,7 +65,9 @@ class Leader:
         self._since: dict[NodeId, float] = {}  # when each member came to the round
         self._told: dict[NodeId, RoundBegin | RoundCommit] = {}  # since its last report
         self._silent: dict[NodeId, float] = {}  # since when each living member has not reported
-        self._given_up = Counter[NodeId]()  # how often each has kept rounds waiting for too long, since it was in one
+        self._done_without: set[NodeId] = set()  # who was silent for too long, until it has been in a round
+        self._missed = Counter[NodeId]()  # rounds in turn that each kept waiting for its contribution, in vain
+        self._left_behind: set[NodeId] = set()  # by the attempt that was begun last
         self._newest = 0  # the highest attempt begun: of one that died before it reported it, nobody else knows
         self._shuffle = False
         self._wanted_at: float | None = None
@@ -73,9 +78,7 @@ class Leader:
     @property
     def waits(self) -> bool:
         """Whether time alone may change what it decides."""
-        return (
-            self.begun is not None or self._wanted_at is not None or bool(self._silent.keys() - self._given_up.keys())
-        )
+        return self.begun is not None or self._wanted_at is not None or bool(self._silent.keys() - self._done_without)
 
     def heard(self, sender: NodeId, report: RoundReport, now: float) -> None:
         """A member said where it is; said again, what it was told has not reached it."""
@@ -95,6 +98,7 @@ class Leader:
         self._reports.pop(peer, None)
         self._since.pop(peer, None)
         self._told.pop(peer, None)
+        self._waits_again_for(peer)
 
     def untold(self, peer: NodeId) -> None:
         """What this member was told may be lost."""
@@ -117,11 +121,15 @@ class Leader:
             self.begun = None
         self._silent = {id: self._silent.get(id, now) for id in everyone - reports.keys()}
         patience_s = _patience_s(pace)
-        self._given_up |= Counter(id for id, since in self._silent.items() if now - since > patience_s)
-        if self._silent.keys() <= self._given_up.keys():
+        self._done_without |= {id for id, since in self._silent.items() if now - since > patience_s}
+        if self._silent.keys() <= self._done_without:
             commits = self._unfinished_commit(reports)
             orders += self._begin(reports, pace, now) if commits is None else commits
         return orders
+
+    def _waits_again_for(self, id: NodeId) -> None:
+        self._done_without.discard(id)
+        self._missed.pop(id, None)
 
     def _waits_s(self, pace: Pace) -> float:
         """For a member without a contribution. Who does not stand meanwhile comes by its own steps, be they slow."""
@@ -165,8 +173,9 @@ class Leader:
 
     def _commit(self, begun: RoundBegin, survivors: list[NodeId]) -> list[Order]:
         self.begun = self._wanted_at = None
+        self._missed.update(self._left_behind)
         for id in survivors:
-            del self._given_up[id]
+            self._waits_again_for(id)
         self._open_since = self._begun_at
         return self._tell(survivors, RoundCommit(begun.round, begun.attempt))
 
@@ -189,16 +198,15 @@ class Leader:
         enough_at = sorted(self._since[id] for id in roster)[self._settings.min_peers - 1]
         self._wanted_at = max(enough_at, min(self._since[id] for id in wanting))
         idle = {id for id, report in reports.items() if _is_waited_for(report, newest)}
-        if late or (
-            any(self._given_up[id] < MISSES_MAX for id in idle) and now - self._wanted_at <= self._waits_s(pace)
-        ):
+        awaited = {id for id in idle - self._done_without if self._missed[id] < MISSES_MAX}
+        if late or (awaited and now - self._wanted_at <= self._waits_s(pace)):
             return []
-        self._given_up.update(idle)
+        self._left_behind = idle
         in_common = {(reports[id].agreed, reports[id].start) for id in roster}
         alike = len(in_common) == 1 and (0, b"") not in in_common
         whole = final or not self._differences or not alike
         topology = self._settings.topology
-        if topology == "auto":
+        if topology == AUTO:
             topology = choose(self._size_bytes, len(roster), pace.latency_s, pace.bytes_per_s)[0]
         if self._shuffle:
             self._rng.shuffle(roster)
