@@ -19,6 +19,7 @@ from peerd.local.local_socket import check_private, credentials, pack, process_f
 from peerd.process.logs import LOGGER
 from peerd.transport.errors import UserError
 
+FOLDER_TRIES = 5  # to make the sockets' folder, and bind in it
 ANSWER_S = 3.0  # for an answer to be taken: a command line reads at once, one that is stopped must not hold the end up
 
 Answer = dict[str, Any]
@@ -102,17 +103,13 @@ async def serve(
 async def _listen(path: Path) -> trio.socket.SocketType:
     listener = trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        with suppress(FileExistsError):  # what is there instead of a folder is told below
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        check_private(path.parent)
-        if path.stem in running_nodes():  # with another state folder, whose lock it holds
-            raise UserError(f"a node called {path.stem!r} runs here already; give this one another --name")
-        path.unlink(missing_ok=True)
-        mask = os.umask(0o177)
-        try:
-            await listener.bind(str(path))
-        finally:
-            os.umask(mask)
+        for tries_left in reversed(range(FOLDER_TRIES)):
+            try:
+                await _bind(listener, path)
+                break
+            except FileNotFoundError:  # another node, which failed to start, took the folder that it had made away
+                if not tries_left:
+                    raise
         listener.listen(64)
     except OSError as error:
         listener.close()
@@ -122,6 +119,20 @@ async def _listen(path: Path) -> trio.socket.SocketType:
         listener.close()
         raise
     return listener
+
+
+async def _bind(listener: trio.socket.SocketType, path: Path) -> None:
+    with suppress(FileExistsError):  # what is there instead of a folder is told below
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_private(path.parent)
+    if path.stem in running_nodes():  # with another state folder, whose lock it holds
+        raise UserError(f"a node called {path.stem!r} runs here already; give this one another --name")
+    path.unlink(missing_ok=True)
+    mask = os.umask(0o177)
+    try:
+        await listener.bind(str(path))
+    finally:
+        os.umask(mask)
 
 
 async def _converse(

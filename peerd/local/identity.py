@@ -71,7 +71,10 @@ def taken(folder: Path, runtime: Path, told: Collection[str] = ()) -> Iterator[I
 def take(folder: Path) -> Identity:
     """Lock the state folder and begin a new epoch. Raises UserError."""
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except FileNotFoundError:  # another node, which failed to start, took a folder above that it had made away
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except (OSError, ValueError) as error:
         cause = error.strerror if isinstance(error, OSError) else error

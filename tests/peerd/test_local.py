@@ -357,6 +357,33 @@ async def test_a_link_in_the_folders_place_is_refused_by_both_ends(runtime: Path
     assert not list((runtime / "mine").iterdir())
 
 
+@pytest.mark.parametrize("times", [1, control.FOLDER_TRIES])
+async def test_a_folder_that_another_node_takes_away_is_made_again(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    """A node that fails to start removes the folders that it has made, between another one's making it and binding."""
+    looked = 0
+
+    def look() -> list[str]:
+        nonlocal looked
+        looked += 1
+        if looked <= times:
+            (runtime / "peerd").rmdir()
+        return []
+
+    monkeypatch.setattr(control, "running_nodes", look)
+    path = socket_path("node")
+    if times < control.FOLDER_TRIES:
+        async with trio.open_nursery() as nursery:
+            await nursery.start(control.serve, path, {}, None)
+            assert path.is_socket()
+            nursery.cancel_scope.cancel()
+        assert looked == times + 1
+    else:
+        with pytest.raises(UserError, match="No such file or directory"):
+            await control._listen(path)
+
+
 async def test_a_file_in_the_folders_place_is_refused(runtime: Path) -> None:
     (runtime / "peerd").rmdir()
     (runtime / "peerd").touch()
