@@ -2,7 +2,8 @@
 
 Order: trainable parameters, then floating-point buffers (BatchNorm's statistics are averaged; integer buffers are left
 alone, and so is one with infinities from the start, such as an attention mask, or one that torch would not save). Tied
-parameters appear once. Frozen parameters never travel: they take part in the signature only, so peers with another
+parameters appear once. Buffers in one memory are all there, for a copy of the model may have them apart: only the
+largest is written. Frozen parameters never travel: they take part in the signature only, so peers with another
 frozen base are refused. Private ones (`exclude`) do neither. Names are names.py's.
 
 Everything is float32 on the way. Parameters of lower precision keep what a correction could not yet move in a float32
@@ -85,8 +86,9 @@ class FlatModel:
                 raise ValueError(
                     f"parameter {name} is {type_name(parameter)}: only real floating-point ones can be averaged"
                 )
-        averaged = distinct({name: b for name, b in buffers.items() if _is_averaged(b) and name not in private})
-        if (twice := overlapping({**shared, **averaged})) is not None:
+        averaged = {name: b for name, b in buffers.items() if _is_averaged(b) and name not in private}
+        written = distinct(averaged)
+        if (twice := overlapping({**shared, **written})) is not None:
             raise ValueError(
                 f"{twice[0]} and {twice[1]} are two tensors in one memory: make them one (b.weight = a.weight, not its "
                 f".data), or clone() one of them"
@@ -115,6 +117,7 @@ class FlatModel:
         self._changed: dict[str, set[str]] = {}  # the line that tells how, and whose names
         self._told: set[str] = set()
         self._elsewhere = 0 if self._masters else _steps_others(optimizer, parameters.values())
+        self._views = averaged.keys() - written.keys()
         self._device = next(iter(shared.values())).device
         self._trainable = len(shared)
         self._states: Callable[[], dict[str, torch.Tensor]] = dict
@@ -267,9 +270,12 @@ class FlatModel:
     @torch.no_grad()
     def put_buffers(self, values: torch.Tensor) -> None:
         """The buffers of the model become their part of `values`, whatever stands elsewhere."""
-        for piece in self.pieces[self._trainable :]:
-            if piece.stop <= self.total - self.states:
-                self._write(piece, values[piece.start : piece.stop])
+        for piece in self._buffers:
+            self._write(piece, values[piece.start : piece.stop])
+
+    @property
+    def _buffers(self) -> list[Piece]:
+        return [piece for piece in self.pieces[self._trainable :] if piece.stop <= self.total - self.states]
 
     def _read_into(self, flat: torch.Tensor) -> None:
         for piece in self.pieces:
@@ -282,7 +288,12 @@ class FlatModel:
         return value if carry is None else value.float() + carry.reshape(-1)
 
     def _write(self, piece: Piece, values: torch.Tensor) -> None:
-        """The tensor becomes `values` (count,), but stays the bits that it is where these are the same float32."""
+        """The tensor becomes `values` (count,), but stays the bits that it is where these are the same float32.
+
+        A view of another buffer becomes what that one does.
+        """
+        if piece.name in self._views:
+            return
         source = piece.source
         wanted = values.view(source.shape).to(source.device)
         if source.dtype == torch.float32 and not piece.is_buffer:
@@ -312,8 +323,8 @@ class FlatModel:
     def look_again(self) -> None:
         """Follow what was replaced by its like, and see what cannot be followed."""
         parameters, buffers, states = parameters_of(self._model), buffers_of(self._model), self._states()
-        lost = set()
-        for index, piece in enumerate(self.pieces):
+        before, lost = list(self.pieces), set()
+        for index, piece in enumerate(before):
             found = (states if piece.name in states else buffers if piece.is_buffer else parameters).get(piece.name)
             shape = self._shapes[piece.name]
             if found is piece.held and found.shape == shape:
@@ -327,6 +338,9 @@ class FlatModel:
             elif is_sharded(found) == is_sharded(piece.held):  # else: whole for the forward pass it is in
                 self.pieces[index] = replace(piece, held=found)
                 self._carry.pop(piece.name, None)
+        if any(piece.is_buffer and piece is not old for piece, old in zip(self.pieces, before, strict=True)):
+            held = {piece.name: piece.held for piece in self._buffers}
+            self._views = held.keys() - distinct(held).keys()
         self._follow_kept_masters()
         added = {name for name, tensor in (parameters | buffers).items() if tensor.is_floating_point()}
         frozen = {piece.name for piece in self.pieces if not piece.is_buffer and not piece.held.requires_grad}
