@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from peerd.training.model.flat import FlatModel
 
@@ -94,6 +98,29 @@ def test_other_data_in_the_same_tensor_is_told_and_the_rest_stays_shared(now: to
     model[1].weight.data = torch.ones(2, 3)
     assert flat.gather()[-6:].tolist() == [1.0] * 6, "it is as it was"
     assert flat.unshared() == []
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[DeviceMesh]:
+    """The first of two, where the other one is not."""
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield init_device_mesh("cpu", (2,))
+    distributed.destroy_process_group()
+
+
+def test_other_data_in_a_sharded_tensor_is_told_and_the_rest_stays_shared(two_ranks: DeviceMesh) -> None:
+    def shard(rows: int) -> nn.Parameter:
+        return nn.Parameter(DTensor.from_local(torch.ones(rows, 3), two_ranks, [Shard(0)], run_check=False))
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Embedding(4, 3))
+    model[1].weight = shard(2)
+    flat = FlatModel(model)
+    before = flat.gather().clone()
+    assert flat.total == 6 + 2 * 3
+    torch.utils.swap_tensors(model[1].weight, shard(3))  # type: ignore[no-untyped-call]
+    flat.shift(torch.ones(flat.total))
+    assert flat.gather().tolist() == (before + 1).tolist()
+    assert flat.unshared() == ["not shared: 1.weight left the model, or changed shape or type, after peerd.attach"]
 
 
 def test_what_the_optimizer_steps_beside_the_model_is_told_once() -> None:

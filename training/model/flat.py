@@ -95,14 +95,14 @@ class FlatModel:
             )
         self._masters = masters_of(shared, parameters, optimizer)
         self.pieces: list[Piece] = []
-        self._shapes: dict[str, torch.Size] = {}
+        self._shapes: dict[str, tuple[torch.Size, torch.Size]] = {}  # of the whole, and of what is in this process
         start = 0
         for name, tensor in [*shared.items(), *averaged.items()]:
             stop = start + shard_of(tensor).numel()
             is_buffer = name in averaged
             variance = is_buffer and is_variance(name) and bool((tensor >= 0).all())
             self.pieces.append(Piece(name, tensor, start, stop, is_buffer, variance, self._masters.get(name)))
-            self._shapes[name] = tensor.shape
+            self._shapes[name] = tensor.shape, shard_of(tensor).shape
             start = stop
         self.total = start
         self.parameters = sum(shard_of(p).numel() for p in shared.values())
@@ -130,7 +130,7 @@ class FlatModel:
         for name, tensor in states().items():
             stop = self.total + tensor.numel()
             self.pieces.append(Piece(name, tensor, self.total, stop, is_buffer=True))
-            self._shapes[name] = tensor.shape
+            self._shapes[name] = tensor.shape, tensor.shape
             self.states += stop - self.total
             self.total = stop
         self.tensors += [f"{line.removesuffix('buffer')}state" for line in described({}, states())]
@@ -326,13 +326,13 @@ class FlatModel:
         before, lost = list(self.pieces), set()
         for index, piece in enumerate(before):
             found = (states if piece.name in states else buffers if piece.is_buffer else parameters).get(piece.name)
-            shape = self._shapes[piece.name]
+            shape, own_shape = self._shapes[piece.name]
             if found is piece.held and found.shape == shape:
                 continue
             if found is None or (found.shape, found.dtype) != (shape, piece.held.dtype):
                 lost.add(piece.name)
                 if found is piece.held:  # other data in the same tensor: the last copy of what it was stands for it
-                    kept = self._base[piece.start : piece.stop].view(shape).to(found.dtype, copy=True)
+                    kept = self._base[piece.start : piece.stop].view(own_shape).to(found.dtype, copy=True)
                     self.pieces[index] = replace(piece, held=kept, master=None)
                     self._carry.pop(piece.name, None)
             elif is_sharded(found) == is_sharded(piece.held):  # else: whole for the forward pass it is in
