@@ -28,8 +28,8 @@ def masters_of(
 
     A master has its parameter's shape, a wider type and, rounded, its values. Of parameters with equal values, as layer
     norms begin, private and frozen ones among them, the masters are told apart by their order, where all others stand
-    in the model's. Else all masters have their parameters' shapes, in order. Raises ValueError where nobody can say
-    what the optimizer steps.
+    in the model's. Else all masters have their parameters' shapes, in order. A float32 parameter without a copy has no
+    master: others may step it. Raises ValueError where nobody can say what the optimizer steps.
     """
     groups = [group["params"] for group in getattr(optimizer, "param_groups", None) or []]
     stepped = [tensor for group in groups for tensor in group]
@@ -44,13 +44,18 @@ def masters_of(
     wanted = [name for name in shared if name in unstepped]
     if not wanted:
         return {}
-    found = _by_values(wanted, unstepped, strangers, groups) or _by_shapes(wanted, unstepped, strangers)
-    if not found:
+    found = (
+        _by_values(wanted, unstepped, strangers, groups)
+        or _by_shapes(wanted, unstepped, strangers)
+        or _by_values(wanted, unstepped, strangers, groups, all_have_one=False)
+    )
+    low = [name for name in wanted if unstepped[name].dtype not in EXACT]
+    if low and not found:
         raise ValueError(
-            f"the optimizer steps {len(strangers)} tensors that are not the model's, and not {wanted[0]}: peerd cannot "
+            f"the optimizer steps {len(strangers)} tensors that are not the model's, and not {low[0]}: peerd cannot "
             f"tell whose copies they are; make one of each parameter, of its shape, in the model's order"
         )
-    return {name: found[name] for name in wanted}
+    return {name: found[name] for name in wanted if name in found}
 
 
 def _owners(
@@ -68,8 +73,13 @@ def _by_values(
     unstepped: Mapping[str, torch.Tensor],
     strangers: Sequence[torch.Tensor],
     groups: list[list[torch.Tensor]],
+    *,
+    all_have_one: bool = True,
 ) -> dict[str, torch.Tensor]:
-    """Nothing where one of `wanted` has no copy. Raises ValueError where copies of equal values may be anybody's."""
+    """Nothing where one of `wanted` has no copy, be it float32 if `all_have_one`.
+
+    Raises ValueError where copies of equal values may be anybody's.
+    """
     found: dict[str, torch.Tensor] = {}
     several = []
     looks: dict[tuple[Any, ...], list[torch.Tensor]] = {}
@@ -82,7 +92,9 @@ def _by_values(
         near = looks.get(_look(own, own.dtype), ())
         copies = [stranger for stranger in near if torch.equal(shard_of(stranger).to(own.device, own.dtype), own)]
         if not copies:
-            return {}
+            if all_have_one or own.dtype not in EXACT:
+                return {}
+            continue
         owners = _owners(alike, unstepped, wanted, len(copies))
         found |= zip(owners or alike, copies, strict=False)
         if owners is None or len(owners) > 1:
