@@ -141,6 +141,19 @@ def test_what_the_optimizer_steps_beside_the_model_is_told_once() -> None:
     assert FlatModel(low, torch.optim.SGD(masters)).unshared() == []
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_masters_of_what_is_private_or_frozen_are_not_told(frozen: bool) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).bfloat16()
+    model[0].requires_grad_(not frozen)
+    masters = [parameter.detach().clone().float() for parameter in model[0].parameters()]
+    beside: list[torch.Tensor] = [torch.ones(2), nn.LazyLinear(2).weight, torch.zeros(2, device="meta")]
+    for others in ([], beside):
+        optimizer = torch.optim.SGD([*masters, *model[1].parameters(), *others])
+        flat = FlatModel(model, optimizer, () if frozen else ["0.*"])
+        line = f"not shared: {len(others)} of the tensors that the optimizer steps: the model lacks them"
+        assert flat.unshared() == ([line] if others else [])
+
+
 def test_many_names_are_one_short_line() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     flat = FlatModel(model)

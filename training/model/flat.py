@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from peerd.training.model.apart import distinct, overlapping
-from peerd.training.model.masters import EXACT, StateMasters, masters_of
+from peerd.training.model.masters import EXACT, StateMasters, masters_of, strangers_of
 from peerd.training.model.names import buffers_of, matching, parameters_of
 from peerd.training.model.shards import is_sharded, shard_of
 from peerd.training.model.signature import described, signature_of, type_name
@@ -116,7 +116,7 @@ class FlatModel:
         self._trained = shared.keys() | private
         self._changed: dict[str, set[str]] = {}  # the line that tells how, and whose names
         self._told: set[str] = set()
-        self._elsewhere = 0 if self._masters else _steps_others(optimizer, parameters.values())
+        self._elsewhere = 0 if self._masters else len(strangers_of(parameters, optimizer))
         self._views = averaged.keys() - written.keys()
         self._device = next(iter(shared.values())).device
         self._trainable = len(shared)
@@ -392,13 +392,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return is_sharded(tensor) or not any(
         step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
     )
-
-
-def _steps_others(optimizer: Any, parameters: Iterable[torch.Tensor]) -> int:
-    """How many tensors in its groups are not of the model: of a layer in a plain list, or of another model."""
-    groups = getattr(optimizer, "param_groups", None) or []
-    stepped = {id(tensor) for group in groups for tensor in group["params"]}
-    return len(stepped - set(map(id, parameters)))
 
 
 def _require_values(parameters: dict[str, nn.Parameter]) -> None:

@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from peerd.training.model.shards import shard_of
 
@@ -56,6 +57,34 @@ def masters_of(
             f"tell whose copies they are; make one of each parameter, of its shape, in the model's order"
         )
     return {name: found[name] for name in wanted if name in found}
+
+
+@torch.no_grad()
+def strangers_of(everything: Mapping[str, torch.Tensor], optimizer: Any) -> list[torch.Tensor]:
+    """What the optimizer steps that is neither of the model nor the copy of a parameter that it does not step."""
+    groups = [group["params"] for group in getattr(optimizer, "param_groups", None) or []]
+    stepped = {id(tensor): tensor for group in groups for tensor in group}
+    ours = {id(tensor) for tensor in everything.values()}
+    strangers = [tensor for tensor in stepped.values() if id(tensor) not in ours]
+    may_be = [tensor for tensor in strangers if tensor.dtype in EXACT and _has_values(tensor)]
+    shapes = {tensor.shape for tensor in may_be}
+    looks: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+    for parameter in everything.values():
+        if id(parameter) not in stepped and _has_values(parameter) and parameter.shape in shapes:
+            own = shard_of(parameter)
+            looks.setdefault(_look(own, own.dtype), []).append(own)
+    low = {own.dtype for alike in looks.values() for own in alike if own.is_floating_point()}
+    copies = set()
+    for stranger in may_be:
+        copy = shard_of(stranger)
+        near = [own for dtype in low if dtype.itemsize < copy.itemsize for own in looks.get(_look(copy, dtype), ())]
+        if any(torch.equal(copy.to(own.device, own.dtype), own) for own in near):
+            copies.add(id(stranger))
+    return [tensor for tensor in strangers if id(tensor) not in copies]
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    return not is_lazy(tensor) and not tensor.is_meta and tensor.layout == torch.strided and not tensor.is_quantized
 
 
 def _owners(
