@@ -32,10 +32,11 @@ class GradientHooks:
         self._paused = 0
         self._finite = True
         self._stepped = set(map(id, self._parts))  # optimizers that have stepped since the last exchange
-        self._hooks: list[Any] = [part.register_step_pre_hook(self._on_step) for part in self._parts]
-        self._hooked: list[torch.Tensor] = []
+        self._step_hooks: list[Any] = [part.register_step_pre_hook(self._on_step) for part in self._parts]
+        self._hooked: dict[int, tuple[torch.Tensor, Any]] = {}  # by id, which is the parameter's while kept
         self._had_gradient: set[int] = set()  # parameters, since the last exchange
         self._has_exchanged = False
+        self._is_removed = False
         self._follow()
 
     def after_step(self) -> None:
@@ -45,14 +46,17 @@ class GradientHooks:
         self._has_exchanged = False
 
     def _follow(self) -> None:
-        """Be on what has taken the place of a parameter, too."""
+        """Be on what has taken the place of a parameter, and no longer on that one."""
         self._flat.look_again()
-        known = set(map(id, self._hooked))
-        for parameter in self._parameters:
-            if id(parameter) not in known and parameter.requires_grad:
+        parameters = {id(parameter): parameter for parameter in self._parameters}
+        for gone in self._hooked.keys() - parameters.keys():
+            _, hook = self._hooked.pop(gone)
+            hook.remove()
+            self._had_gradient.discard(gone)  # another may get this id
+        for key, parameter in parameters.items():
+            if key not in self._hooked and parameter.requires_grad:
                 hook = parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
-                self._hooks.append(hook)
-                self._hooked.append(parameter)
+                self._hooked[key] = parameter, hook
 
     @property
     def _parameters(self) -> list[torch.Tensor]:
@@ -60,9 +64,11 @@ class GradientHooks:
 
     def remove(self) -> None:
         """No further exchange."""
-        for hook in self._hooks:
+        for hook in [*self._step_hooks, *(hook for _, hook in self._hooked.values())]:
             hook.remove()
-        self._hooks.clear()
+        self._step_hooks.clear()
+        self._hooked.clear()
+        self._is_removed = True
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -83,9 +89,9 @@ class GradientHooks:
 
     def _at_end(self) -> None:
         self._pass = None
-        if not self._hooks:
+        if self._is_removed:
             return
-        if len(self._had_gradient) < len(self._parameters):  # unused, or replaced by another
+        if not self._had_gradient.issuperset(map(id, self._parameters)):  # unused, or replaced by another
             self._follow()
         self._had_gradient.clear()
         self._has_exchanged = True

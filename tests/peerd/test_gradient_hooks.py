@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -123,6 +125,39 @@ def test_a_layer_that_is_replaced_by_its_like_is_followed() -> None:
     hooks.after_step()
     backward(model)
     assert exchange.count == 4
+
+
+def test_what_was_replaced_is_let_go() -> None:
+    model = normed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hooks = GradientHooks(FlatModel(model), optimizer, exchange := Counting())
+    for count in (1, 2, 3):
+        gone = weakref.ref(model.get_parameter("2.weight"))
+        model[2] = copy.deepcopy(model[2])
+        optimizer.param_groups[0]["params"] = list(model.parameters())
+        backward(model)
+        gc.collect()
+        assert gone() is None
+        assert exchange.count == count
+    hooks.remove()
+    backward(model)
+    assert exchange.count == 3
+
+
+def test_a_replaced_layer_that_is_used_elsewhere_does_not_pass_for_the_new_one() -> None:
+    model = normed()
+    flat = FlatModel(model)
+    hooks = GradientHooks(flat, torch.optim.SGD(model.parameters(), lr=0.1), exchange := Counting())
+    old = model[2]
+    model[2] = copy.deepcopy(old)
+    flat.change()
+    (model(torch.ones(8, 3)).mean() + old(torch.ones(8, 4)).mean()).backward()
+    assert exchange.count == 1
+    model[2](torch.ones(8, 4)).mean().backward()
+    assert exchange.count == 2, "it is known now"
+    old(torch.ones(8, 4)).mean().backward()
+    assert exchange.count == 2, "it is none of the model's"
+    hooks.remove()
 
 
 def test_the_vector_has_gradients_buffers_and_flags() -> None:

@@ -30,21 +30,56 @@ def test_a_buffer_that_is_a_view_of_a_parameter_is_refused() -> None:
     assert FlatModel(model, exclude=["row"]).total == 12
 
 
-def test_of_slices_of_one_table_the_longest_is_shared() -> None:
-    table = torch.arange(6.0)
+def with_tables(*tables: torch.Tensor) -> nn.Sequential:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.BatchNorm1d(3))
-    model[0].register_buffer("some", table[:4])
-    model[1].register_buffer("same", table[:])
-    model[1].register_buffer("all", table.view(2, 3))
-    flat = FlatModel(model)
-    assert [piece.name for piece in flat.pieces if piece.is_buffer] == ["1.same", "2.running_mean", "2.running_var"]
+    for name, table in zip(("0.some", "1.same", "1.all"), tables, strict=True):
+        model.get_submodule(name[0]).register_buffer(name[2:], table)
+    return model
+
+
+def slices(table: torch.Tensor) -> list[torch.Tensor]:
+    return [table[:4], table[:], table.view(2, 3)]
+
+
+def test_buffers_in_one_memory_are_the_same_model_as_those_apart() -> None:
+    apart = with_tables(*(one.clone() for one in slices(torch.arange(6.0))))
+    table = torch.arange(6.0)
+    model = with_tables(*slices(table))
+    flat, other = FlatModel(model), FlatModel(apart)
+    assert (flat.tensors, flat.signature, flat.total) == (other.tensors, other.signature, other.total)
+    assert flat.total == 24 + 4 + 6 + 6 + 6 + 6
     before = flat.gather().clone()
+    assert torch.equal(before[-22:], other.gather()[-22:])
     flat.shift(torch.ones(flat.total))
     assert table.tolist() == [1, 2, 3, 4, 5, 6]
     assert torch.equal(flat.gather(), before + 1)
-    model[1].register_buffer("more", torch.zeros(9)[3:])
-    model[0].register_buffer("end", table[2:])
-    assert FlatModel(model).total == flat.total + 6
+    flat.put_buffers(before)
+    assert table.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_buffers_that_are_parted_or_joined_later_are_moved_once() -> None:
+    table = torch.arange(6.0)
+    model = with_tables(*slices(table))
+    flat = FlatModel(model)
+    before = flat.gather().clone()
+    model._apply(torch.clone)  # type: ignore[no-untyped-call]
+    flat.shift(torch.ones(flat.total))
+    assert torch.equal(flat.gather(), before + 1)
+    assert table.tolist() == [0, 1, 2, 3, 4, 5]
+    model[0].some = model.get_buffer("1.same")[:4]
+    before = flat.gather().clone()
+    flat.shift(torch.ones(flat.total))
+    assert torch.equal(flat.gather(), before + 1)
+
+
+def test_buffers_that_lie_side_by_side_are_all_written() -> None:
+    table = torch.zeros(9)
+    model = with_tables(table[:3], table[3:5], torch.zeros(9)[3:])
+    flat = FlatModel(model)
+    before = flat.gather().clone()
+    flat.shift(torch.ones(flat.total))
+    assert torch.equal(flat.gather(), before + 1)
+    assert table.tolist() == [1] * 5 + [0] * 4
 
 
 @pytest.mark.parametrize(

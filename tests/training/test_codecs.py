@@ -13,8 +13,7 @@ from peerd.training.codecs.bfloat16 import from_bits, to_bits
 from peerd.training.codecs.blocks import BLOCK
 from peerd.training.codecs.gaps import from_gaps, gaps_limit, to_gaps
 from peerd.training.codecs.top_k import TopK, largest, pack_nibbles, quantise, unpack_nibbles
-from peerd.training.codecs.top_k_2bit import TOGETHER
-from peerd.training.codecs.top_k_2bit import quantise as in_two
+from peerd.training.codecs.top_k_2bit import TOGETHER, two_magnitudes
 from peerd.training.effects import Vector
 from peerd.transport.errors import PeerError
 
@@ -149,7 +148,7 @@ def test_two_bits_keep_a_400th_of_any_energy(length: int, seed: int, kind: str) 
 
 @given(magnitude=arrays(np.float32, st.integers(1, 200), elements=st.floats(2.0**-60, 2.0**60, width=32)))
 def test_no_other_cut_in_two_keeps_more(magnitude: Vector) -> None:
-    table, high = in_two(magnitude)
+    table, high = two_magnitudes(magnitude)
     means = from_bits(table.view("<u2")).astype(np.float64).reshape(-1, 2)
     for row, (low_mean, high_mean) in enumerate(means):
         here = slice(row * TOGETHER, (row + 1) * TOGETHER)
@@ -167,7 +166,7 @@ def test_gaps_come_back(chosen: set[int]) -> None:
     indices = np.array(sorted(chosen), np.intp)
     gaps = to_gaps(indices)
     assert gaps.size <= gaps_limit(indices.size, 5001)
-    assert np.array_equal(from_gaps(gaps, indices.size, 5001), indices)
+    assert np.array_equal(from_gaps(gaps, indices.size, 5001, "top_k"), indices)
 
 
 @given(gaps=st.binary(max_size=40), count=st.integers(1, 3000))
@@ -175,7 +174,7 @@ def test_any_gaps_are_increasing_indices_or_a_peer_error(gaps: bytes, count: int
     wire = np.frombuffer(gaps, np.uint8)
     k = int(np.count_nonzero(wire != 255))
     try:
-        indices = from_gaps(wire, k, count)
+        indices = from_gaps(wire, k, count, "top_k")
     except PeerError:
         return
     assert indices.size == k
@@ -206,8 +205,8 @@ def test_nibbles_come_back(nibbles: list[int]) -> None:
         ("top_k", lambda body: body.__setitem__(slice(0, 4), b"\xff\xff\xff\xff"), "named"),
         ("top_k", lambda body: body.__setitem__(slice(0, 4), bytes(4)), "named"),
         ("top_k", lambda body: body.__setitem__(5, 0x80), "scale"),
-        ("top_k", lambda body: body.__setitem__(-1, 255), "name 1 values"),
-        ("top_k", lambda body: body.__setitem__(-1, 77), "index 77 of 77"),
+        ("top_k", lambda body: body.__setitem__(-1, 255), "top_k: the gaps do not name 1 values"),
+        ("top_k", lambda body: body.__setitem__(-1, 77), "top_k: index 77 of 77"),
         ("top_k", lambda body: body.__setitem__(20, 0x10), "nibble"),
         ("top_k_2bit", lambda body: body.__setitem__(0, 3), "named"),
         ("top_k_2bit", lambda body: body.__setitem__(slice(0, 4), bytes(4)), "named"),
@@ -215,7 +214,8 @@ def test_nibbles_come_back(nibbles: list[int]) -> None:
         ("top_k_2bit", lambda body: body.__setitem__(5, 0x80), "scale"),
         ("top_k_2bit", lambda body: body.__setitem__(8, body[8] | 1), "beyond"),
         ("top_k_2bit", lambda body: body.__setitem__(9, body[9] | 1), "beyond"),
-        ("top_k_2bit", lambda body: body.__setitem__(-1, 77), "index 153 of 77"),
+        ("top_k_2bit", lambda body: body.__setitem__(-1, 255), "top_k_2bit: the gaps do not name 2 values"),
+        ("top_k_2bit", lambda body: body.__setitem__(-1, 77), "top_k_2bit: index 153 of 77"),
         ("bfloat16", lambda body: body.__setitem__(slice(0, None), b"\xff" * len(body)), "finite"),
         ("float32", lambda body: body.__setitem__(slice(0, None), b"\xff" * len(body)), "finite"),
     ],

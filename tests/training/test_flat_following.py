@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from peerd.training.model.flat import FlatModel
 
@@ -96,6 +100,29 @@ def test_other_data_in_the_same_tensor_is_told_and_the_rest_stays_shared(now: to
     assert flat.unshared() == []
 
 
+@pytest.fixture
+def two_ranks() -> Iterator[DeviceMesh]:
+    """The first of two, where the other one is not."""
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield init_device_mesh("cpu", (2,))
+    distributed.destroy_process_group()
+
+
+def test_other_data_in_a_sharded_tensor_is_told_and_the_rest_stays_shared(two_ranks: DeviceMesh) -> None:
+    def shard(rows: int) -> nn.Parameter:
+        return nn.Parameter(DTensor.from_local(torch.ones(rows, 3), two_ranks, [Shard(0)], run_check=False))
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Embedding(4, 3))
+    model[1].weight = shard(2)
+    flat = FlatModel(model)
+    before = flat.gather().clone()
+    assert flat.total == 6 + 2 * 3
+    torch.utils.swap_tensors(model[1].weight, shard(3))  # type: ignore[no-untyped-call]
+    flat.shift(torch.ones(flat.total))
+    assert flat.gather().tolist() == (before + 1).tolist()
+    assert flat.unshared() == ["not shared: 1.weight left the model, or changed shape or type, after peerd.attach"]
+
+
 def test_what_the_optimizer_steps_beside_the_model_is_told_once() -> None:
     """A layer in a plain list, say, or another model."""
     model = nn.Linear(2, 2)
@@ -112,6 +139,19 @@ def test_what_the_optimizer_steps_beside_the_model_is_told_once() -> None:
     low = nn.Linear(2, 2).bfloat16()
     masters = [parameter.detach().clone().float() for parameter in low.parameters()]
     assert FlatModel(low, torch.optim.SGD(masters)).unshared() == []
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_masters_of_what_is_private_or_frozen_are_not_told(frozen: bool) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).bfloat16()
+    model[0].requires_grad_(not frozen)
+    masters = [parameter.detach().clone().float() for parameter in model[0].parameters()]
+    beside: list[torch.Tensor] = [torch.ones(2), nn.LazyLinear(2).weight, torch.zeros(2, device="meta")]
+    for others in ([], beside):
+        optimizer = torch.optim.SGD([*masters, *model[1].parameters(), *others])
+        flat = FlatModel(model, optimizer, () if frozen else ["0.*"])
+        line = f"not shared: {len(others)} of the tensors that the optimizer steps: the model lacks them"
+        assert flat.unshared() == ([line] if others else [])
 
 
 def test_many_names_are_one_short_line() -> None:

@@ -176,6 +176,32 @@ def test_other_tensors_of_an_optimizer_are_nobodys_masters() -> None:
     assert FlatModel(build(), torch.optim.SGD([nn.Parameter(torch.zeros(2).bfloat16())])).pieces[0].master is None
 
 
+def test_a_float32_parameter_that_nobody_steps_here_has_no_master() -> None:
+    """Though a float64 tensor beside the model is wide enough for one, as a learned temperature is."""
+    temperature = nn.Parameter(torch.ones(1, dtype=torch.float64))
+    whole = build().float()
+    flat = FlatModel(whole, torch.optim.SGD([*whole[0].parameters(), temperature]))
+    assert not any(piece.master is not None for piece in flat.pieces)
+    assert len(flat.unshared()) == 1, "the temperature"
+    mixed = build()
+    mixed[0].float()
+    masters = [parameter.detach().clone().float() for parameter in (*mixed[1].parameters(), *mixed[2].parameters())]
+    flat = FlatModel(mixed, torch.optim.SGD([*masters, temperature]))
+    found = [piece.master for piece in flat.pieces if piece.held.dtype == torch.bfloat16]
+    assert all(one is master for one, master in zip(found, masters, strict=True))
+    assert not any(piece.master is not None for piece in flat.pieces if piece.held.dtype == torch.float32)
+    with pytest.raises(ValueError, match=r"steps 4 tensors that are not the model's, and not 1\.weight"):
+        FlatModel(mixed, torch.optim.SGD([*masters[:3], temperature]))
+
+
+def test_float64_masters_of_some_float32_parameters_only() -> None:
+    model = build().float()
+    masters = [parameter.detach().clone().double() for parameter in model[0].parameters()]
+    flat = FlatModel(model, torch.optim.SGD(masters))
+    assert all(piece.master is master for piece, master in zip(flat.pieces, masters, strict=False))
+    assert not any(piece.master is not None for piece in flat.pieces[2:])
+
+
 def test_what_is_loaded_from_elsewhere_is_the_masters_too() -> None:
     """A checkpoint has the model alone: without this the swarm would get the masters of the script's first model."""
     model = build()

@@ -26,18 +26,18 @@ def to_gaps(indices: Indices) -> Bytes:
     return gaps
 
 
-def from_gaps(gaps: Bytes, k: int, count: int) -> Indices:
-    """The `k` indices below `count` that `gaps` spells.
+def from_gaps(gaps: Bytes, k: int, count: int, codec: str) -> Indices:
+    """The `k` indices below `count` that `gaps` spells; `codec` is for the errors.
 
     Raises:
         PeerError: it spells another number of them, ends in a skip, or reaches past `count`.
     """
     named = gaps != SKIP
     if int(np.count_nonzero(named)) != k or (gaps.size and not named[-1]):
-        raise PeerError(f"top_k: the gaps do not name {k} values")
+        raise PeerError(f"{codec}: the gaps do not name {k} values")
     indices: Indices = np.cumsum(gaps, dtype=np.intp)[named] + np.arange(k, dtype=np.intp)
     if k and indices[-1] >= count:
-        raise PeerError(f"top_k: index {indices[-1]} of {count}")
+        raise PeerError(f"{codec}: index {indices[-1]} of {count}")
     return indices
 
 

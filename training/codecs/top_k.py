@@ -66,7 +66,7 @@ class TopK:
         table = scales_from_bits(field(body, "<u2", 4, MAGNITUDES), self.name)
         nibbles = unpack_nibbles(field(body, "u1", HEADER, packed), k)
         gaps = field(body, "u1", HEADER + packed, len(body) - HEADER - packed)
-        out[from_gaps(gaps, k, out.size)] = np.concatenate([table, -table])[nibbles]
+        out[from_gaps(gaps, k, out.size, self.name)] = np.concatenate([table, -table])[nibbles]
 
     def body_limit(self, count: int) -> int:
         """See `Codec.body_limit`."""

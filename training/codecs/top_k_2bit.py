@@ -56,7 +56,7 @@ class TopK2Bit:
         if not chosen.size:
             return b""
         kept = exact[chosen]
-        table, high = quantise(np.abs(kept))
+        table, high = two_magnitudes(np.abs(kept))
         named = np.array([chosen.size], "<u4").view(np.uint8)
         return np.concatenate([named, table, np.packbits(np.signbit(kept)), np.packbits(high), to_gaps(chosen)]).data
 
@@ -68,21 +68,22 @@ class TopK2Bit:
         if not 4 < len(body) <= self.body_limit(out.size):
             raise PeerError(f"{self.name}: a body of {len(body)} bytes for {out.size} values")
         k = int(field(body, "<u4", 0, 1)[0])
-        signs = header(k)
-        levels = signs + -(-k // 8)
-        gaps = levels + -(-k // 8)
-        if not 1 <= k <= self.most(out.size) or len(body) < gaps + k:
+        signs_at = header_bytes(k)
+        levels_at = signs_at + -(-k // 8)
+        gaps_at = levels_at + -(-k // 8)
+        if not 1 <= k <= self.most(out.size) or len(body) < gaps_at + k:
             raise PeerError(f"{self.name}: {k} values named, in {len(body)} bytes, for {out.size}")
-        table = scales_from_bits(field(body, "<u2", 4, (signs - 4) // 2), self.name)
-        arrived = table[np.arange(k) // TOGETHER * 2 + self._bits(body, levels, k)]
-        negative = self._bits(body, signs, k) != 0
+        table = scales_from_bits(field(body, "<u2", 4, (signs_at - 4) // 2), self.name)
+        arrived = table[np.arange(k) // TOGETHER * 2 + self._bits(body, levels_at, k)]
+        negative = self._bits(body, signs_at, k) != 0
         np.negative(arrived, out=arrived, where=negative)
-        out[from_gaps(field(body, "u1", gaps, len(body) - gaps), k, out.size)] = arrived
+        gaps = field(body, "u1", gaps_at, len(body) - gaps_at)
+        out[from_gaps(gaps, k, out.size, self.name)] = arrived
 
     def body_limit(self, count: int) -> int:
         """See `Codec.body_limit`."""
         k = self.most(count)
-        return header(k) + 2 * -(-k // 8) + gaps_limit(k, count) if count else 0
+        return header_bytes(k) + 2 * -(-k // 8) + gaps_limit(k, count) if count else 0
 
     def _bits(self, body: bytes | bytearray | memoryview, start: int, k: int) -> Bytes:
         bits = np.unpackbits(field(body, "u1", start, -(-k // 8)))
@@ -91,12 +92,12 @@ class TopK2Bit:
         return bits[:k]
 
 
-def header(k: int) -> int:
+def header_bytes(k: int) -> int:
     """Bytes before the signs of `k` values."""
     return 4 + 4 * -(-k // TOGETHER)
 
 
-def quantise(magnitude: Float32s) -> tuple[Bytes, npt.NDArray[np.bool_]]:
+def two_magnitudes(magnitude: Float32s) -> tuple[Bytes, npt.NDArray[np.bool_]]:
     """The lower and the higher magnitude of each 64 of `magnitude` (k,), all > 0, in bfloat16; and which are high (k,).
 
     All cuts of the 64 in their order of size are tried: a group that is sent as its mean keeps (its sum)^2 / its size.
@@ -109,13 +110,15 @@ def quantise(magnitude: Float32s) -> tuple[Bytes, npt.NDArray[np.bool_]]:
     np.cumsum(ordered, axis=1, dtype=np.float64, out=below[:, 1:])
     whole, below = below[:, -1:], below[:, :-1]
     higher = np.arange(TOGETHER, 0, -1)
-    lower = TOGETHER - higher - np.count_nonzero(ordered == 0, axis=1)[:, None]  # below zero: zeros above the cut
-    energy = np.divide(below**2, lower, out=np.zeros_like(below), where=lower > 0) + (whole - below) ** 2 / higher
-    energy[(lower < 0) | ((lower > 0) & (np.diff(ordered, axis=1, prepend=-1) == 0))] = -1  # equals stay together
+    lower = TOGETHER - higher - np.count_nonzero(ordered == 0, axis=1)[:, None]  # below 0: zeros are above the cut
+    low_energy = np.divide(below**2, lower, out=np.zeros_like(below), where=lower > 0)
+    energy = low_energy + (whole - below) ** 2 / higher
+    among_zeros = lower < 0
+    among_equals = (lower > 0) & (np.diff(ordered, axis=1, prepend=-1) == 0)
+    energy[among_zeros | among_equals] = -1  # no cut: equals stay together
     cut, row = energy.argmax(axis=1), np.arange(rows)
     low, size = below[row, cut], lower[row, cut]
     means = np.stack([low / np.maximum(size, 1), (whole[:, 0] - low) / higher[cut]], axis=1)
+    table = to_bits(means.astype(np.float32).reshape(-1)).astype("<u2").view(np.uint8)
     high = each >= ordered[row, cut][:, None]
-    return to_bits(means.astype(np.float32).reshape(-1)).astype("<u2").view(np.uint8), high.reshape(-1)[
-        : magnitude.size
-    ]
+    return table, high.reshape(-1)[: magnitude.size]

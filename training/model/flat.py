@@ -2,7 +2,8 @@
 
 Order: trainable parameters, then floating-point buffers (BatchNorm's statistics are averaged; integer buffers are left
 alone, and so is one with infinities from the start, such as an attention mask, or one that torch would not save). Tied
-parameters appear once. Frozen parameters never travel: they take part in the signature only, so peers with another
+parameters appear once. Buffers in one memory are all there, for a copy of the model may have them apart: only the
+largest is written. Frozen parameters never travel: they take part in the signature only, so peers with another
 frozen base are refused. Private ones (`exclude`) do neither. Names are names.py's.
 
 Everything is float32 on the way. Parameters of lower precision keep what a correction could not yet move in a float32
@@ -25,7 +26,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from peerd.training.model.apart import distinct, overlapping
-from peerd.training.model.masters import EXACT, StateMasters, masters_of
+from peerd.training.model.masters import EXACT, StateMasters, masters_of, strangers_of
 from peerd.training.model.names import buffers_of, matching, parameters_of
 from peerd.training.model.shards import is_sharded, shard_of
 from peerd.training.model.signature import described, signature_of, type_name
@@ -85,22 +86,23 @@ class FlatModel:
                 raise ValueError(
                     f"parameter {name} is {type_name(parameter)}: only real floating-point ones can be averaged"
                 )
-        averaged = distinct({name: b for name, b in buffers.items() if _is_averaged(b) and name not in private})
-        if (twice := overlapping({**shared, **averaged})) is not None:
+        averaged = {name: b for name, b in buffers.items() if _is_averaged(b) and name not in private}
+        written = distinct(averaged)
+        if (twice := overlapping({**shared, **written})) is not None:
             raise ValueError(
                 f"{twice[0]} and {twice[1]} are two tensors in one memory: make them one (b.weight = a.weight, not its "
                 f".data), or clone() one of them"
             )
         self._masters = masters_of(shared, parameters, optimizer)
         self.pieces: list[Piece] = []
-        self._shapes: dict[str, torch.Size] = {}
+        self._shapes: dict[str, tuple[torch.Size, torch.Size]] = {}  # of the whole, and of what is in this process
         start = 0
         for name, tensor in [*shared.items(), *averaged.items()]:
             stop = start + shard_of(tensor).numel()
             is_buffer = name in averaged
             variance = is_buffer and is_variance(name) and bool((tensor >= 0).all())
             self.pieces.append(Piece(name, tensor, start, stop, is_buffer, variance, self._masters.get(name)))
-            self._shapes[name] = tensor.shape
+            self._shapes[name] = tensor.shape, shard_of(tensor).shape
             start = stop
         self.total = start
         self.parameters = sum(shard_of(p).numel() for p in shared.values())
@@ -114,7 +116,8 @@ class FlatModel:
         self._trained = shared.keys() | private
         self._changed: dict[str, set[str]] = {}  # the line that tells how, and whose names
         self._told: set[str] = set()
-        self._elsewhere = 0 if self._masters else _steps_others(optimizer, parameters.values())
+        self._elsewhere = 0 if self._masters else len(strangers_of(parameters, optimizer))
+        self._views = averaged.keys() - written.keys()
         self._device = next(iter(shared.values())).device
         self._trainable = len(shared)
         self._states: Callable[[], dict[str, torch.Tensor]] = dict
@@ -127,7 +130,7 @@ class FlatModel:
         for name, tensor in states().items():
             stop = self.total + tensor.numel()
             self.pieces.append(Piece(name, tensor, self.total, stop, is_buffer=True))
-            self._shapes[name] = tensor.shape
+            self._shapes[name] = tensor.shape, tensor.shape
             self.states += stop - self.total
             self.total = stop
         self.tensors += [f"{line.removesuffix('buffer')}state" for line in described({}, states())]
@@ -267,9 +270,12 @@ class FlatModel:
     @torch.no_grad()
     def put_buffers(self, values: torch.Tensor) -> None:
         """The buffers of the model become their part of `values`, whatever stands elsewhere."""
-        for piece in self.pieces[self._trainable :]:
-            if piece.stop <= self.total - self.states:
-                self._write(piece, values[piece.start : piece.stop])
+        for piece in self._buffers:
+            self._write(piece, values[piece.start : piece.stop])
+
+    @property
+    def _buffers(self) -> list[Piece]:
+        return [piece for piece in self.pieces[self._trainable :] if piece.stop <= self.total - self.states]
 
     def _read_into(self, flat: torch.Tensor) -> None:
         for piece in self.pieces:
@@ -282,7 +288,12 @@ class FlatModel:
         return value if carry is None else value.float() + carry.reshape(-1)
 
     def _write(self, piece: Piece, values: torch.Tensor) -> None:
-        """The tensor becomes `values` (count,), but stays the bits that it is where these are the same float32."""
+        """The tensor becomes `values` (count,), but stays the bits that it is where these are the same float32.
+
+        A view of another buffer becomes what that one does.
+        """
+        if piece.name in self._views:
+            return
         source = piece.source
         wanted = values.view(source.shape).to(source.device)
         if source.dtype == torch.float32 and not piece.is_buffer:
@@ -312,21 +323,24 @@ class FlatModel:
     def look_again(self) -> None:
         """Follow what was replaced by its like, and see what cannot be followed."""
         parameters, buffers, states = parameters_of(self._model), buffers_of(self._model), self._states()
-        lost = set()
-        for index, piece in enumerate(self.pieces):
+        before, lost = list(self.pieces), set()
+        for index, piece in enumerate(before):
             found = (states if piece.name in states else buffers if piece.is_buffer else parameters).get(piece.name)
-            shape = self._shapes[piece.name]
+            shape, own_shape = self._shapes[piece.name]
             if found is piece.held and found.shape == shape:
                 continue
             if found is None or (found.shape, found.dtype) != (shape, piece.held.dtype):
                 lost.add(piece.name)
                 if found is piece.held:  # other data in the same tensor: the last copy of what it was stands for it
-                    kept = self._base[piece.start : piece.stop].view(shape).to(found.dtype, copy=True)
+                    kept = self._base[piece.start : piece.stop].view(own_shape).to(found.dtype, copy=True)
                     self.pieces[index] = replace(piece, held=kept, master=None)
                     self._carry.pop(piece.name, None)
             elif is_sharded(found) == is_sharded(piece.held):  # else: whole for the forward pass it is in
                 self.pieces[index] = replace(piece, held=found)
                 self._carry.pop(piece.name, None)
+        if any(piece.is_buffer and piece is not old for piece, old in zip(self.pieces, before, strict=True)):
+            held = {piece.name: piece.held for piece in self._buffers}
+            self._views = held.keys() - distinct(held).keys()
         self._follow_kept_masters()
         added = {name for name, tensor in (parameters | buffers).items() if tensor.is_floating_point()}
         frozen = {piece.name for piece in self.pieces if not piece.is_buffer and not piece.held.requires_grad}
@@ -378,13 +392,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return is_sharded(tensor) or not any(
         step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
     )
-
-
-def _steps_others(optimizer: Any, parameters: Iterable[torch.Tensor]) -> int:
-    """How many tensors in its groups are not of the model: of a layer in a plain list, or of another model."""
-    groups = getattr(optimizer, "param_groups", None) or []
-    stepped = {id(tensor) for group in groups for tensor in group["params"]}
-    return len(stepped - set(map(id, parameters)))
 
 
 def _require_values(parameters: dict[str, nn.Parameter]) -> None:

@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from peerd.training.model.shards import shard_of
 
@@ -28,8 +29,8 @@ def masters_of(
 
     A master has its parameter's shape, a wider type and, rounded, its values. Of parameters with equal values, as layer
     norms begin, private and frozen ones among them, the masters are told apart by their order, where all others stand
-    in the model's. Else all masters have their parameters' shapes, in order. Raises ValueError where nobody can say
-    what the optimizer steps.
+    in the model's. Else all masters have their parameters' shapes, in order. A float32 parameter without a copy has no
+    master: others may step it. Raises ValueError where nobody can say what the optimizer steps.
     """
     groups = [group["params"] for group in getattr(optimizer, "param_groups", None) or []]
     stepped = [tensor for group in groups for tensor in group]
@@ -44,13 +45,46 @@ def masters_of(
     wanted = [name for name in shared if name in unstepped]
     if not wanted:
         return {}
-    found = _by_values(wanted, unstepped, strangers, groups) or _by_shapes(wanted, unstepped, strangers)
-    if not found:
+    found = (
+        _by_values(wanted, unstepped, strangers, groups)
+        or _by_shapes(wanted, unstepped, strangers)
+        or _by_values(wanted, unstepped, strangers, groups, all_have_one=False)
+    )
+    low = [name for name in wanted if unstepped[name].dtype not in EXACT]
+    if low and not found:
         raise ValueError(
-            f"the optimizer steps {len(strangers)} tensors that are not the model's, and not {wanted[0]}: peerd cannot "
+            f"the optimizer steps {len(strangers)} tensors that are not the model's, and not {low[0]}: peerd cannot "
             f"tell whose copies they are; make one of each parameter, of its shape, in the model's order"
         )
-    return {name: found[name] for name in wanted}
+    return {name: found[name] for name in wanted if name in found}
+
+
+@torch.no_grad()
+def strangers_of(everything: Mapping[str, torch.Tensor], optimizer: Any) -> list[torch.Tensor]:
+    """What the optimizer steps that is neither of the model nor the copy of a parameter that it does not step."""
+    groups = [group["params"] for group in getattr(optimizer, "param_groups", None) or []]
+    stepped = {id(tensor): tensor for group in groups for tensor in group}
+    ours = {id(tensor) for tensor in everything.values()}
+    strangers = [tensor for tensor in stepped.values() if id(tensor) not in ours]
+    may_be = [tensor for tensor in strangers if tensor.dtype in EXACT and _has_values(tensor)]
+    shapes = {tensor.shape for tensor in may_be}
+    looks: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+    for parameter in everything.values():
+        if id(parameter) not in stepped and _has_values(parameter) and parameter.shape in shapes:
+            own = shard_of(parameter)
+            looks.setdefault(_look(own, own.dtype), []).append(own)
+    low = {own.dtype for alike in looks.values() for own in alike if own.is_floating_point()}
+    copies = set()
+    for stranger in may_be:
+        copy = shard_of(stranger)
+        near = [own for dtype in low if dtype.itemsize < copy.itemsize for own in looks.get(_look(copy, dtype), ())]
+        if any(torch.equal(copy.to(own.device, own.dtype), own) for own in near):
+            copies.add(id(stranger))
+    return [tensor for tensor in strangers if id(tensor) not in copies]
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    return not is_lazy(tensor) and not tensor.is_meta and tensor.layout == torch.strided and not tensor.is_quantized
 
 
 def _owners(
@@ -68,8 +102,13 @@ def _by_values(
     unstepped: Mapping[str, torch.Tensor],
     strangers: Sequence[torch.Tensor],
     groups: list[list[torch.Tensor]],
+    *,
+    all_have_one: bool = True,
 ) -> dict[str, torch.Tensor]:
-    """Nothing where one of `wanted` has no copy. Raises ValueError where copies of equal values may be anybody's."""
+    """Nothing where one of `wanted` has no copy, be it float32 if `all_have_one`.
+
+    Raises ValueError where copies of equal values may be anybody's.
+    """
     found: dict[str, torch.Tensor] = {}
     several = []
     looks: dict[tuple[Any, ...], list[torch.Tensor]] = {}
@@ -82,7 +121,9 @@ def _by_values(
         near = looks.get(_look(own, own.dtype), ())
         copies = [stranger for stranger in near if torch.equal(shard_of(stranger).to(own.device, own.dtype), own)]
         if not copies:
-            return {}
+            if all_have_one or own.dtype not in EXACT:
+                return {}
+            continue
         owners = _owners(alike, unstepped, wanted, len(copies))
         found |= zip(owners or alike, copies, strict=False)
         if owners is None or len(owners) > 1:
