@@ -100,7 +100,7 @@ def test_who_is_killed_at_any_step_costs_a_round_and_not_the_run(machine: Machin
     nodes[survivors[0]].eventually(lambda: max(said(machine, survivors[0])) > before + 2)
     print(f"killed after step {killed_at}; on after {time.monotonic() - killed:.1f} s")  # noqa: T201
     joiner = start(3, nodes[survivors[0]], seed=1)
-    joiner.eventually(lambda: len(said(machine, 3)) >= 4)
+    joiner.eventually(lambda: len(said(machine, 3)) >= 6)  # the others may not have told of the last ones yet
     machine.end()
 
     states = {rank: said(machine, rank) for rank in range(4)}

@@ -63,13 +63,16 @@ def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """All buffers that belong to the model, by name; those that torch would not save either do not."""
-    return _once(
-        (plain + name, buffer)
+    """All buffers that belong to the model, by name; those that torch would not save either do not.
+
+    One that has two names counts twice, as a copy of the model on another device may have made it two.
+    """
+    return {
+        plain + name: buffer
         for _, plain, module in walk(model)
         for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set
-    )
+    }
 
 
 def _once(named: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
