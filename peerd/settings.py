@@ -18,7 +18,7 @@ from peerd.protocol import plan
 from peerd.security.token import TEXT_MAX, Token
 from peerd.security.token import parse as parse_token
 from peerd.training.codecs import CODECS
-from peerd.training.mode_settings import AUTO, OPTIONS, OVERLAPS, PLANNED, WEIGHTS, check_count, is_own
+from peerd.training.mode_settings import AUTO, OPTIONS, OVERLAPS, PLANNED, WEIGHTS, check_count
 from peerd.training.modes import MODES, ModeSettings, check_given, check_options, settings_of
 from peerd.training.modes.own_mode import adopted
 from peerd.transport.errors import UserError
@@ -168,7 +168,7 @@ def planned(started: Settings, text: str) -> Settings:
         raise UserError(f"mode: unknown setting {unknown[0]!r}; known: {', '.join(PLANNED)}")
     if started.exchange != WEIGHTS and mode != started.mode:
         raise UserError(f"mode {mode}: a swarm that exchanges {started.exchange} keeps its mode; stop all nodes first")
-    others = {} if mode == started.mode else {key: OPTIONS[key].default for key in OPTIONS if not is_own(key)}
+    others = {} if mode == started.mode else {key: OPTIONS[key].default for key in PLANNED}
     told = {key: _from_text(key, value, f"mode {mode}") for key, value in changes.items()}
     return replace(started, mode=mode, **{**others, **told})
 
@@ -269,6 +269,8 @@ def _typed(key: str, value: Any, where: str) -> Any:
         return float(value)
     elif type(value) is type(default):
         return value
+    elif default == AUTO and isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
     raise UserError(f"{where}: {key} must be {_WORDS[type(default)]}, not {value!r}")
 
 

@@ -29,7 +29,7 @@ class Scope(Enum):
 
     PLAN = "all members; it may change while they train"
     START = "all members, from the start"
-    OWN = "each node for itself"
+    ALIKE = "all members, from the start; it may change while they train"
 
 
 def _option(default: Any, help: str, scope: Scope = Scope.PLAN, most: int | None = None) -> Any:
@@ -49,17 +49,17 @@ class ModeSettings:
     topology: str = _option(AUTO, "of an all-reduce: auto, ring, tree:K, halving; of servers: adv:K")
     servers: int = _option(1, "members that serve the parameters, each a part", most=1024)
     outer_lr: str = _option(
-        AUTO, f"of the outer step: a number above 0, at most {OUTER_LR_MAX:g}; auto: the mode's own", Scope.START
+        AUTO, f"of the outer step: a number above 0, at most {OUTER_LR_MAX:g}; auto: the mode's own", Scope.ALIKE
     )
     outer_momentum: str = _option(
-        AUTO, "of the outer step: a number from 0 to below 1; auto: the mode's own", Scope.START
+        AUTO, "of the outer step: a number from 0 to below 1; auto: the mode's own", Scope.ALIKE
     )
     min_peers: int = _option(1, "a round of fewer members waits for more", most=4096)
     exchange: str = _option(WEIGHTS, "weights after a step, or gradients before it", Scope.START)
     server_optimizer: str = _option(
         SGD, "of servers that get gradients: sgd or adamw, with :KEY=VALUE,KEY=VALUE", Scope.START
     )
-    robust: bool = _option(True, "bound what one member can do to this node's model", Scope.OWN)
+    robust: bool = _option(True, "bound what one member can do to this node's model", Scope.START)
 
     def check_numbers(self) -> None:
         """Raises UserError for a whole number that is out of its range."""
@@ -96,27 +96,22 @@ def check_count(name: str, value: int, most: int) -> None:
 
 OPTIONS: dict[str, Field[Any]] = {option.name: option for option in fields(ModeSettings)}
 """By name; `metadata` has `help`, `scope` and `most`."""
-PLANNED = tuple(name for name, option in OPTIONS.items() if option.metadata["scope"] is Scope.PLAN)
+PLANNED = tuple(name for name, option in OPTIONS.items() if option.metadata["scope"] is not Scope.START)
 """What a plan says of its mode."""
 
 
-def is_own(name: str) -> bool:
-    """Whether each node may be told this for itself."""
-    return OPTIONS[name].metadata["scope"] is Scope.OWN
-
-
 def told_at_start(settings: ModeSettings) -> list[str]:
-    """What all members must be told alike and cannot change, where it is not the default."""
+    """What all members must be told alike when they start, where it is not the default."""
     return [
         f"{name}={_plain(getattr(settings, name))}"
         for name, option in OPTIONS.items()
-        if option.metadata["scope"] is Scope.START and getattr(settings, name) != option.default
+        if option.metadata["scope"] is not Scope.PLAN and getattr(settings, name) != option.default
     ]
 
 
-def _plain(text: str) -> str:
+def _plain(told: Any) -> str:
     """A number as all would write it."""
     try:
-        return f"{float(text):g}"
+        return repr(float(told)) if isinstance(told, str) else str(told)
     except ValueError:
-        return text
+        return str(told)

@@ -24,6 +24,7 @@ from statistics import median_low
 
 import msgpack
 
+from peerd.transport.errors import UserError
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import AS_STARTED, NAME, PLAN_NUMBER_MAX, Plan
 from peerd.transport.secure.signing import PROOF_BYTES, Signing, proof, proves
@@ -88,8 +89,11 @@ def is_over(plan: Plan, others: Iterable[tuple[Plan, bool]]) -> bool:
 
 
 def text_of(mode: str, changes: Mapping[str, object]) -> str:
-    """How a plan says it; a change of None is none."""
-    return " ".join([mode, *(f"{key}={value}" for key, value in changes.items() if value is not None)])
+    """How a plan says it; a change of None is none. Raises UserError for what no plan can say."""
+    text = " ".join([mode, *(f"{key}={value}" for key, value in changes.items() if value is not None)])
+    if not TEXT.fullmatch(text):
+        raise UserError(f"mode: {ascii(text)[:80]} has characters beyond ASCII")
+    return text
 
 
 def parts(text: str) -> tuple[str, dict[str, str]]:

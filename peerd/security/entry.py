@@ -81,7 +81,7 @@ async def entered(told: Told, key: NodeKey, dial: Dial) -> Entry:
     """What this node is a member by. Raises UserError, in one line, where it is none and cannot become one."""
     now = wall_clock.now()
     own = told.state / AUTHORITY
-    if told.loopback and told.token is None:
+    if told.loopback and told.token is None and not keeps_good(told.state, key):
         return _of_own(told.users, key, "the user's own authority")
     if told.loopback and told.token and _is_users(told.token, told.users, now):
         return _of_own(told.users, key, "the user's own authority")
@@ -124,6 +124,12 @@ async def entered(told: Told, key: NodeKey, dial: Dial) -> Entry:
         )
     LOGGER.info("the first node of a new swarm: its authority is in %s", own)
     return _of_own(own, key, "its own authority")
+
+
+def keeps_good(state: Path, key: NodeKey) -> bool:
+    """Whether a token let this node into another authority's swarm, where it still is a member."""
+    before = kept.read(state, key)
+    return before is not None and _why_not(before, secrets_folder.read(state)) is None
 
 
 def _of_own(folder: Path, key: NodeKey, by: str) -> Entry:

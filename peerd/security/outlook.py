@@ -11,7 +11,7 @@ from peerd.local.node_key import NodeKey
 from peerd.security import authority_folder, kept, secrets_folder, wall_clock
 from peerd.security.authority import Authority
 from peerd.security.certificates import Untrusted, check_chain, pin_of
-from peerd.security.entry import AUTHORITY, Told
+from peerd.security.entry import AUTHORITY, Told, keeps_good
 from peerd.security.trust import Trust
 from peerd.security.wall_clock import shown
 from peerd.transport.errors import UserError
@@ -24,7 +24,7 @@ def outlook(told: Told) -> tuple[str, str, str]:
     """`ok`, `note` or `fail`, what was found, and the cure."""
     now = wall_clock.now()
     try:
-        if told.loopback and told.token is None:
+        if _is_users_own(told):
             return _of(authority_folder.load(told.users, now), "the user's own authority, for nodes of this machine")
         if (own := authority_folder.load(told.state / AUTHORITY, now)) is not None:
             return _of(own, "an authority of this node's own, which lets others in: peerd token")
@@ -61,7 +61,7 @@ def credentials(told: Told) -> Trust | None:
     """What a question to members can be asked with; None where this machine has nothing that they would take."""
     now = wall_clock.now()
     try:
-        folder = told.users if told.loopback and told.token is None else told.state / AUTHORITY
+        folder = told.users if _is_users_own(told) else told.state / AUTHORITY
         if (here := authority_folder.load(folder, now)) is not None:
             asker = NodeKey.generate()
             return _with(
@@ -74,6 +74,14 @@ def credentials(told: Told) -> Trust | None:
         return _with(Trust(key, before.chain, before.authorities), secrets_folder.read(told.state).successors)
     except UserError:
         return None
+
+
+def _is_users_own(told: Told) -> bool:
+    """Whether it would be a member by the user's own authority: as in `entered`."""
+    if not told.loopback or told.token is not None:
+        return False
+    key = node_key.read(told.state / KEY)
+    return key is None or not keeps_good(told.state, key)
 
 
 def _with(trust: Trust, successors: Iterable[Successor]) -> Trust:

@@ -188,6 +188,8 @@ changes = st.fixed_dictionaries(
         "servers": st.none() | st.integers(1, 1000),
         "min_peers": st.none() | st.integers(1, 1000),
         "view": st.none() | st.integers(1, 100),
+        "outer_lr": st.sampled_from([None, "auto", "0.5"]),
+        "outer_momentum": st.sampled_from([None, "auto", "0"]),
     },
 )
 
@@ -230,3 +232,8 @@ def test_no_text_is_what_was_started() -> None:
 def test_what_is_no_plan_is_refused_with_a_line(text: str, line: str) -> None:
     with pytest.raises(UserError, match=line):
         planned(STARTED, text)
+
+
+def test_what_is_no_ascii_is_the_users_error() -> None:
+    with pytest.raises(UserError, match="has characters beyond ASCII"):
+        text_of("gossip", {"codec": "\udcff"})

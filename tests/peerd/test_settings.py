@@ -17,6 +17,7 @@ from peerd.carriers import CARRIERS
 from peerd.security.token import Token
 from peerd.settings import DEFAULT_PORT, OF_RDMA, Settings, load, parse_address, unknown_variables
 from peerd.training.codecs import CODECS
+from peerd.training.mode_settings import told_at_start
 from peerd.training.modes import MODES, ModeSettings, class_of, heeds
 from peerd.transport.errors import UserError
 
@@ -81,6 +82,19 @@ def as_toml(values: dict[str, Any]) -> str:
         f"{key} = {json.dumps(list(value) if isinstance(value, tuple) else value)}" for key, value in values.items()
     )
     return "\n".join(lines)
+
+
+def test_a_number_in_the_file_is_one_where_a_setting_may_be_auto(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text('mode = "diloco"\nouter_lr = 0.5\nouter_momentum = 0\n')
+    settings = load({}, {}, tmp_path / "c.toml")
+    assert (settings.outer_lr, settings.outer_momentum) == ("0.5", "0")
+
+
+def test_who_was_told_another_outer_step_is_refused_by_its_text() -> None:
+    texts = [told_at_start(ModeSettings(outer_lr=text)) for text in ("0.1234567", "0.1234568", "auto", "0.50", ".5")]
+    assert len({*map(tuple, texts)}) == 4
+    assert texts[2] == []
+    assert texts[3] == texts[4] == ["outer_lr=0.5"]
 
 
 def test_every_setting_is_tested_here() -> None:

@@ -363,10 +363,16 @@ async def test_on_loopback_all_nodes_are_the_users(tmp_path: Path) -> None:
         assert not there.dialled
 
 
-async def test_on_loopback_with_a_token_of_another_user(tmp_path: Path) -> None:
+async def test_on_loopback_with_a_token_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with swarm(tmp_path) as there:
         entry = await there.enters(there.told(tmp_path, there.token(), loopback=True))
         assert entry.trust.authorities == (ROOT.certificate,)
+        again = await there.enters(there.told(tmp_path, None, loopback=True))
+        assert again.trust.chain == entry.trust.chain, "the second time, the token is not needed"
+        assert len(there.dialled) == 1
+        monkeypatch.setattr(wall_clock, "now", lambda: NOW + timedelta(days=91))
+        own = await there.enters(there.told(tmp_path, None, loopback=True))
+        assert own.trust.authorities != entry.trust.authorities
 
 
 async def test_on_loopback_with_a_token_of_ones_own(tmp_path: Path) -> None:

@@ -3,9 +3,9 @@
 A body is empty for the zero vector, else: the number k of values (uint32), two magnitudes for each 64 of them
 (bfloat16), k signs, k levels (a bit each, packed), the indices as gaps. A value is its sign and one of the two
 magnitudes of the 64 that it is among, in their order: the means of the two groups that keep the most energy when each
-is sent as its mean. Whatever the values, at least a 400th of their energy gets through: the 2 % that are named have a
-50th of it, and two groups of 64 keep at least the largest value's square m^2, and (their sum)^2 / 64, so the root of
-the product, which is m * (their sum) / 8 and no less than their own energy / 8.
+is sent as its mean. Whatever the values (above 1e-38, where bfloat16 ends), at least a 400th of their energy gets
+through: the 2 % that are named have a 50th of it, and two groups of 64 keep at least the largest value's square m^2,
+and (their sum)^2 / 64, so the root of the product, which is m * (their sum) / 8 and no less than their own energy / 8.
 
 That is 0.0264 bytes a value: ten bits for each that is named, and half a bit for the magnitudes of its 64; 0.0240 once
 zstd has had it, less the more the values lie together.
