@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -124,3 +126,12 @@ def test_what_is_not_finite_at_all_is_not_beyond_float32() -> None:
     with torch.no_grad():
         model.weight[0, 0], model.weight[0, 1] = float("nan"), float("inf")
     assert flat.beyond_float32() is None
+
+
+def test_a_float8_buffer_is_left_alone() -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("scales", torch.ones(3).to(torch.float8_e4m3fn))
+    flat = FlatModel(model)
+    assert [piece.name for piece in flat.pieces if piece.is_buffer] == []
+    flat.shift(torch.ones(flat.total))
+    assert math.isfinite(flat.change())

@@ -381,9 +381,9 @@ def _require_shapes(parameters: dict[str, nn.Parameter]) -> None:
 
 def _is_averaged(buffer: torch.Tensor) -> bool:
     """Not of quantized, sparse or absent values, nor where some of them are one in memory (an expanded tensor)."""
-    if not buffer.is_floating_point() or not _is_plain(buffer):
+    if not buffer.is_floating_point() or buffer.itemsize == 1 or not _is_plain(buffer):  # float8 has no arithmetic
         return False
-    return bool(torch.isfinite(buffer.float() if buffer.itemsize == 1 else buffer).all())
+    return bool(torch.isfinite(buffer).all())
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

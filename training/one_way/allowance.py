@@ -22,8 +22,10 @@ LIMIT = 2.0
 """Times one's own path: partners that train alike come together at once, and one who lags behind is not cut off."""
 FAR = 4.0
 """Times the median distance of the others: from beyond it less is taken the further it is."""
-STILL_LIMIT = 4.0
-"""Times a full allowance, once, for each peer when a run ends: models come together then, and no step fills it."""
+STILL_LIMIT = 16.0
+"""Times a full allowance, once, for each peer when a run ends: models come together then, and no step fills it.
+
+With 4, what a slow member learns after the others have ended is hardly taken; with 64, noise is (RESULTS.md)."""
 REACH_MIN = 1 / 64
 """Of the model's norm: the least reach, of a node that has made no step yet. A bfloat16 snapshot differs by less."""
 BUFFERS_MAX = 1 / 4
