@@ -46,32 +46,47 @@ class TopK:
         chosen = largest(exact, self.most(exact.size))
         if not chosen.size:
             return b""
-        kept = exact[chosen]
-        levels, table = quantise(np.abs(kept))
-        nibbles = levels | (np.signbit(kept).view(np.uint8) << np.uint8(3))
-        parts = (np.array([chosen.size], "<u4"), table, pack_nibbles(nibbles), to_gaps(chosen))
-        return np.concatenate([part.view(np.uint8) for part in parts]).data
+        named = np.array([chosen.size], "<u4").view(np.uint8)
+        return np.concatenate([named, *self._written(exact[chosen]), to_gaps(chosen)]).data
 
     def decode(self, body: bytes | bytearray | memoryview, out: Vector) -> None:
         """See `Codec.decode`."""
         out.fill(0)
         if not len(body):
             return
-        if not HEADER < len(body) <= self.body_limit(out.size):
+        if not self._gaps_at(0) < len(body) <= self.body_limit(out.size):
             raise PeerError(f"{self.name}: a body of {len(body)} bytes for {out.size} values")
         k = int(field(body, "<u4", 0, 1)[0])
-        packed = (k + 1) // 2
-        if not 1 <= k <= self.most(out.size) or len(body) < HEADER + packed + k:
+        gaps_at = self._gaps_at(k)
+        if not 1 <= k <= self.most(out.size) or len(body) < gaps_at + k:
             raise PeerError(f"{self.name}: {k} values named, in {len(body)} bytes, for {out.size}")
-        table = scales_from_bits(field(body, "<u2", 4, MAGNITUDES), self.name)
-        nibbles = unpack_nibbles(field(body, "u1", HEADER, packed), k)
-        gaps = field(body, "u1", HEADER + packed, len(body) - HEADER - packed)
-        out[from_gaps(gaps, k, out.size, self.name)] = np.concatenate([table, -table])[nibbles]
+        arrived = self._read(body, k)
+        gaps = field(body, "u1", gaps_at, len(body) - gaps_at)
+        out[from_gaps(gaps, k, out.size, self.name)] = arrived
 
     def body_limit(self, count: int) -> int:
         """See `Codec.body_limit`."""
         k = self.most(count)
-        return HEADER + (k + 1) // 2 + gaps_limit(k, count) if count else 0
+        return self._gaps_at(k) + gaps_limit(k, count) if count else 0
+
+    # ---------------------------------------------------------------- how the values are written
+
+    def _written(self, kept: Float32s) -> list[Bytes]:
+        """What stands between k and the indices, for values (k,)."""
+        levels, table = quantise(np.abs(kept))
+        nibbles = levels | (np.signbit(kept).view(np.uint8) << np.uint8(3))
+        return [table, pack_nibbles(nibbles)]
+
+    def _gaps_at(self, k: int) -> int:
+        """Where the indices begin."""
+        return HEADER + (k + 1) // 2
+
+    def _read(self, body: bytes | bytearray | memoryview, k: int) -> Float32s:
+        """The values (k,). Raises PeerError."""
+        table = scales_from_bits(field(body, "<u2", 4, MAGNITUDES), self.name)
+        nibbles = unpack_nibbles(field(body, "u1", HEADER, (k + 1) // 2), k)
+        values: Float32s = np.concatenate([table, -table])[nibbles]
+        return values
 
 
 def largest(values: Float32s, most: int) -> Indices:

@@ -22,68 +22,36 @@ at .964 in place of .947.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 
 from peerd.training.codecs.bfloat16 import scales_from_bits, to_bits
-from peerd.training.codecs.codec import Bytes, Float32s, field, finite_float32
-from peerd.training.codecs.gaps import from_gaps, gaps_limit, to_gaps
-from peerd.training.codecs.top_k import largest
-from peerd.training.effects import Vector
+from peerd.training.codecs.codec import Bytes, Float32s, field
+from peerd.training.codecs.top_k import TopK
 from peerd.transport.errors import PeerError
 
 TOGETHER = 64
 """Values that share two magnitudes: half a bit a value."""
 
 
-@dataclass(frozen=True)
-class TopK2Bit:
+class TopK2Bit(TopK):
     """The `percent` % largest magnitudes of each piece, at least one."""
 
-    name: str
-    percent: int
-
-    def most(self, count: int) -> int:
-        """Values that a body for `count` values may name."""
-        return -(-count * self.percent // 100)
-
-    def encode(self, values: Vector) -> bytes | memoryview:
-        """See `Codec.encode`."""
-        exact = finite_float32(values)
-        chosen = largest(exact, self.most(exact.size))
-        if not chosen.size:
-            return b""
-        kept = exact[chosen]
+    def _written(self, kept: Float32s) -> list[Bytes]:
         table, high = two_magnitudes(np.abs(kept))
-        named = np.array([chosen.size], "<u4").view(np.uint8)
-        return np.concatenate([named, table, np.packbits(np.signbit(kept)), np.packbits(high), to_gaps(chosen)]).data
+        return [table, np.packbits(np.signbit(kept)), np.packbits(high)]
 
-    def decode(self, body: bytes | bytearray | memoryview, out: Vector) -> None:
-        """See `Codec.decode`."""
-        out.fill(0)
-        if not len(body):
-            return
-        if not 4 < len(body) <= self.body_limit(out.size):
-            raise PeerError(f"{self.name}: a body of {len(body)} bytes for {out.size} values")
-        k = int(field(body, "<u4", 0, 1)[0])
+    def _gaps_at(self, k: int) -> int:
+        return header_bytes(k) + 2 * -(-k // 8)
+
+    def _read(self, body: bytes | bytearray | memoryview, k: int) -> Float32s:
         signs_at = header_bytes(k)
         levels_at = signs_at + -(-k // 8)
-        gaps_at = levels_at + -(-k // 8)
-        if not 1 <= k <= self.most(out.size) or len(body) < gaps_at + k:
-            raise PeerError(f"{self.name}: {k} values named, in {len(body)} bytes, for {out.size}")
         table = scales_from_bits(field(body, "<u2", 4, (signs_at - 4) // 2), self.name)
-        arrived = table[np.arange(k) // TOGETHER * 2 + self._bits(body, levels_at, k)]
+        values: Float32s = table[np.arange(k) // TOGETHER * 2 + self._bits(body, levels_at, k)]
         negative = self._bits(body, signs_at, k) != 0
-        np.negative(arrived, out=arrived, where=negative)
-        gaps = field(body, "u1", gaps_at, len(body) - gaps_at)
-        out[from_gaps(gaps, k, out.size, self.name)] = arrived
-
-    def body_limit(self, count: int) -> int:
-        """See `Codec.body_limit`."""
-        k = self.most(count)
-        return header_bytes(k) + 2 * -(-k // 8) + gaps_limit(k, count) if count else 0
+        np.negative(values, out=values, where=negative)
+        return values
 
     def _bits(self, body: bytes | bytearray | memoryview, start: int, k: int) -> Bytes:
         bits = np.unpackbits(field(body, "u1", start, -(-k // 8)))

@@ -78,6 +78,7 @@ class AllReduce(ModeClass):
         if settings.topology != AUTO:
             parse_topology(settings.topology)
         assert fragments == 1 or settings.overlap != "hpsgd", "check_options refuses it"
+        self._settings = settings
         self.counts: Counter[str] = Counter()
         self.deadline = float("inf")
         self._every = max(1, (settings.every if settings.every > 1 else self.EVERY) // fragments)

@@ -18,19 +18,16 @@ contiguous in the flat model, so that all rounds cost the same bytes and a core 
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 
-from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Vector
 from peerd.training.mode import ModeMaker
 from peerd.training.mode_settings import WEIGHTS, ModeSettings, outer_step
 from peerd.training.modes.allreduce import AllReduce
 from peerd.transport.errors import UserError
-from peerd.transport.ids import NodeId
 
 OUTER_LR = 0.7  # the paper's
 OUTER_MOMENTUM = 0.9
@@ -67,18 +64,9 @@ class DiLoCo(AllReduce):
                 "overlap hpsgd: not with diloco:P, it would roll a fragment back that has no round for long"
             )
 
-    def __init__(
-        self,
-        me: NodeId,
-        layout: Layout,
-        rng: random.Random,
-        settings: ModeSettings,
-        values: Callable[[], Vector],
-        *,
-        fragments: int = 1,
-    ) -> None:
-        super().__init__(me, layout, rng, settings, values, fragments=fragments)
-        self._lr, self._mu = outer_step(settings, OUTER_LR, OUTER_MOMENTUM)
+    def __init__(self, *arguments: Any, **fragments: Any) -> None:
+        super().__init__(*arguments, **fragments)
+        self._lr, self._mu = outer_step(self._settings, OUTER_LR, OUTER_MOMENTUM)
 
     def _agree(self, mean: Vector, where: slice, *, whole: bool) -> Vector:
         """The outer step."""
