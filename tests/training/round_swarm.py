@@ -10,12 +10,12 @@ import numpy as np
 from mode_swarm import Life, ModeSwarm
 
 from peerd.training.codecs.vector import Layout
-from peerd.training.effects import Effect, Vector
+from peerd.training.effects import Effect, Send, Vector
 from peerd.training.modes.allreduce import AllReduce
 from peerd.training.modes.average import Average
 from peerd.training.modes.diloco import DiLoCo
 from peerd.training.rounds.member import Committed
-from peerd.transport.messages import Message
+from peerd.transport.messages import Message, RoundBegin
 
 
 class RoundLife(Life):
@@ -43,6 +43,7 @@ class RoundSwarm(ModeSwarm):
     ) -> None:  # fmt: skip
         self.contributions: dict[tuple[int, str], Vector] = {}
         self.results: dict[int, bytes] = {}  # by attempt
+        self.impatient: set[int] = set()  # attempts of leaders that had done without a living member's report
         self.delivered: dict[tuple[str, str], Message] = {}
         name, _, fragments = mode.partition(":")
         kind = {"allreduce": AllReduce, "average": Average, "diloco": DiLoCo}[name]
@@ -72,8 +73,20 @@ class RoundSwarm(ModeSwarm):
     def integers(self) -> Vector:
         return self.rng.integers(-1000, 1000, self.layout.total).astype(np.float64)
 
+    def perform(self, name: str, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Send) and isinstance(effect.message, RoundBegin):
+                self.note_impatience(name, effect.message)
+        super().perform(name, effects)
+
+    def note_impatience(self, name: str, begin: RoundBegin) -> None:
+        if self.nodes[name].core._rounds._leader._done_without:
+            self.impatient.add(begin.attempt)
+
     def committed(self, name: str, committed: Committed) -> None:
         begin, rounds = committed.begin, self.nodes[name].rounds
+        if begin.roster == (name,):  # nobody was sent this order
+            self.note_impatience(name, begin)
         assert begin.round not in rounds, "applied twice"
         assert begin.round > max(rounds, default=0)
         rounds[begin.round] = begin.attempt
