@@ -18,6 +18,7 @@ from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Averaged, Become, Effect, Publish, StepReport, Vector
 from peerd.training.modes.gradients import GradientAllReduce
 from peerd.training.rounds.weights import scales
+from peerd.transport.messages import RoundBegin
 
 LR, MOMENTUM = np.float32(0.25), np.float32(0.5)
 BUFFERS = 3
@@ -50,10 +51,10 @@ class GradientSwarm(ModeSwarm):
         swarm = self
 
         class Watched(GradientAllReduce):
-            def _contribution(self, whole: bool, where: slice) -> Vector:
-                if not whole and self._gradient is not None and self._rounds.order is not None:
-                    swarm.given[self._rounds.order.attempt, self._me] = self._gradient.copy()
-                return super()._contribution(whole, where)
+            def _contribution(self, begin: RoundBegin, where: slice) -> Vector:
+                if not begin.whole and self._gradient is not None:
+                    swarm.given[begin.attempt, self._me] = self._gradient.copy()
+                return super()._contribution(begin, where)
 
         def made(name: str, layout: Layout, rng: random.Random, values: Callable[[], Vector]) -> GradientAllReduce:
             return Watched(name, layout, rng, self.settings, values)

@@ -51,8 +51,8 @@ class RoundSwarm(ModeSwarm):
         swarm = self
 
         class Watched(kind):  # type: ignore[valid-type,misc]
-            def _contribution(self, whole: bool, where: slice) -> Vector:
-                summand: Vector = super()._contribution(whole, where)
+            def _contribution(self, begin: RoundBegin, where: slice) -> Vector:
+                summand: Vector = super()._contribution(begin, where)
                 swarm.contributions[self._rounds._seen, self._me] = summand.copy()
                 return summand
 

@@ -156,8 +156,8 @@ def test_who_says_little_and_hands_in_much_moves_all_by_the_limit(lie: float, mo
     before = swarm.nodes["a"].x.copy()
     contribute = swarm.nodes["d"].core._rounds._contribute
 
-    def lied(whole: bool, where: slice) -> Vector:
-        summand: Vector = contribute(whole, where)
+    def lied(begin: RoundBegin, where: slice) -> Vector:
+        summand: Vector = contribute(begin, where)
         return np.full_like(summand, lie)
 
     swarm.nodes["d"].core._rounds._contribute = lied

@@ -14,7 +14,7 @@ from round_swarm import RoundSwarm
 from weather import weather_settings
 
 from peerd.training.modes.allreduce import LANDS_WITHIN, SETTLE_STEPS
-from peerd.training.rounds.attempt import WINDOW
+from peerd.training.rounds.attempt import LAST_CODEC, WINDOW
 from peerd.training.rounds.leader import MISSES_MAX, PATIENCE_FIRST_S, PATIENCE_MIN_S
 from peerd.training.rounds.member import REPEAT_S, TRANSITIONS, Rounds
 from peerd.transport.errors import PeerError
@@ -268,19 +268,32 @@ def test_whole_models_travel_first_unless_all_begin_with_the_same(mode: str, apa
     assert any(wholes[1:]) == (apart == "late")
 
 
-def test_a_run_ends_with_the_mean_of_the_models_and_without_what_was_lost_before() -> None:
-    swarm = RoundSwarm("abc", 400, codec="top_k_2bit", every=2)
+@pytest.mark.parametrize("mode", ["allreduce", "diloco", "diloco:3"])
+@pytest.mark.parametrize(
+    ("codec", "whole", "loses"), [("top_k_2bit", False, 2 / 127), ("sign", False, 2 / 127), ("float32", True, 1e-6)]
+)
+def test_a_run_ends_with_the_mean_of_the_models_and_without_what_was_lost_before(
+    mode: str, codec: str, whole: bool, loses: float
+) -> None:
+    """All of the model at once, without an outer step; to what int8 loses of the last steps if the codec loses."""
+    swarm = RoundSwarm("abc", 400, mode=mode, codec=codec, every=6 if mode == "diloco:3" else 2)
     swarm.all_hear()
     swarm.settle()
     for _ in range(8):
         for name in "abc":
             swarm.step(name, swarm.integers())
         swarm.settle()
-    assert all(node.core._lost.any() for node in swarm.nodes.values())
+    assert all((node.core._lost is not None and node.core._lost.any()) == (not whole) for node in swarm.nodes.values())
+    move = swarm.integers()
+    for name in "abc":
+        swarm.step(name, move + swarm.integers() / 10)
     wanted = np.mean([node.x for node in swarm.nodes.values()], axis=0)
+    longest = np.max([np.abs(node.x - wanted).max() for node in swarm.nodes.values()]) + np.abs(move).max()
     end(swarm)
+    order = swarm.nodes["a"].core._rounds.order
+    assert (order.final, order.whole, order.codec) == (True, whole, "float32" if whole else LAST_CODEC)
     for node in swarm.nodes.values():
-        np.testing.assert_allclose(node.x, wanted, rtol=1e-6, atol=1e-2)
+        np.testing.assert_allclose(node.x, wanted, rtol=1e-6, atol=loses * longest)
 
 
 def test_a_lossy_codec_loses_nothing_for_good() -> None:

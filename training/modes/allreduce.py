@@ -16,8 +16,9 @@ What training does meanwhile, `overlap`:
 
 A lossy codec carries differences from the last agreed model, or from the one that all have begun with, and what a
 member's encoding loses is added to its next contribution (along a ring or a tree that is also what its encoding of a
-partial sum loses). A run ends with one exact round, in which x becomes the average itself, to the bit: there nothing is
-lost, and what was lost before, which is old, is left out.
+partial sum loses). A run ends with one more round, in which x becomes the average itself, to the bit the same on all.
+Without loss it is of whole models; else of differences in LAST_CODEC, and what was lost before, which is old, is left
+out: `every` steps of training stand behind it, so what is lost there is hundredths of those.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from peerd.training.rounds.member import Committed, Outcome, Rounds, Withdrawn
 from peerd.training.rounds.topology import parse_topology
 from peerd.transport.errors import UserError
 from peerd.transport.ids import NodeId
-from peerd.transport.messages import Connected, Message, RoundPhase
+from peerd.transport.messages import Connected, Message, RoundBegin, RoundPhase
 
 SETTLE_STEPS = 20
 """From a correction to the next contribution. What differs between two members swings under SGD with momentum; taken
@@ -260,18 +261,18 @@ class AllReduce(ModeClass):
         self.counts["rounds_shortened"] += 1
         return difference + agreed if begin.whole else difference
 
-    def _contribution(self, whole: bool, where: slice) -> Vector:
+    def _contribution(self, begin: RoundBegin, where: slice) -> Vector:
         """This member's summand. A member that has finished gives its model as it is."""
         if self._rounds.finished or self._taken is None:  # or: the next run, which has no contribution yet
             self._taken = self._current()
             self._origin = self._taken
         summand = self._taken[where].copy()
-        if whole:
+        if begin.whole:
             return summand
         since = self._agreed if self._agreed is not None else self._start
         assert since is not None, "all of the roster have agreed in the same round, or begun alike"
         summand -= since[where]
-        if self._lost is not None:
+        if self._lost is not None and not begin.final:
             summand += self._lost[where]
         return summand
 
@@ -308,7 +309,7 @@ class AllReduce(ModeClass):
         begin, where, mean = committed.begin, committed.where, self._bounded(committed)
         assert self._taken is not None, "nobody is in a round without a contribution"
         taken = self._taken[where]
-        target = self._agree(mean, where, whole=begin.whole)
+        target = self._agree(mean, where, begin)
         if begin.final:
             self._lost = None
         elif not begin.whole and (self._lost is not None or committed.lost is not None):
@@ -335,9 +336,9 @@ class AllReduce(ModeClass):
             effects.append(Proceed(settled=False))
         return [*effects, *self._resume()]
 
-    def _agree(self, mean: Vector, where: slice, *, whole: bool) -> Vector:
+    def _agree(self, mean: Vector, where: slice, begin: RoundBegin) -> Vector:
         """What all members now hold there, from the mean of the contributions."""
-        if whole:
+        if begin.whole:
             return mean
         assert self._agreed is not None, "contributions were differences from it"
         return mean + self._agreed[where]

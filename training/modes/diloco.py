@@ -28,6 +28,7 @@ from peerd.training.mode import ModeMaker
 from peerd.training.mode_settings import WEIGHTS, ModeSettings, outer_step
 from peerd.training.modes.allreduce import AllReduce
 from peerd.transport.errors import UserError
+from peerd.transport.messages import RoundBegin
 
 OUTER_LR = 0.7  # the paper's
 OUTER_MOMENTUM = 0.9
@@ -68,11 +69,11 @@ class DiLoCo(AllReduce):
         super().__init__(*arguments, **fragments)
         self._lr, self._mu = outer_step(self._settings, OUTER_LR, OUTER_MOMENTUM)
 
-    def _agree(self, mean: Vector, where: slice, *, whole: bool) -> Vector:
-        """The outer step."""
-        if whole or self._agreed is None:
+    def _agree(self, mean: Vector, where: slice, begin: RoundBegin) -> Vector:
+        """The outer step; a run ends with none."""
+        if begin.whole or begin.final or self._agreed is None:
             self._momentum = None
-            return super()._agree(mean, where, whole=whole)
+            return super()._agree(mean, where, begin)
         gradient = np.negative(mean)
         if self._momentum is None:
             self._momentum = np.zeros_like(self._agreed)

@@ -36,7 +36,7 @@ from peerd.training.rounds.member import Committed, Offer, Outcome, Rounds, With
 from peerd.training.rounds.topology import parse_topology
 from peerd.training.rounds.weights import scales
 from peerd.transport.ids import NodeId
-from peerd.transport.messages import Connected, Message, RoundPhase
+from peerd.transport.messages import Connected, Message, RoundBegin, RoundPhase
 
 AGAIN_S = 1.0  # after a model could not be given, for it is not finite
 WITHOUT_FEEDBACK = (EXACT_CODEC, "bfloat16")
@@ -162,24 +162,22 @@ class GradientAllReduce(ModeClass):
             self._rounds.measured((self._length if counts else 0.0, 0.0))
         return self._rounds.reach(now, self._offer)
 
-    def _contribution(self, whole: bool, where: slice) -> Vector:
+    def _contribution(self, begin: RoundBegin, where: slice) -> Vector:
         """This member's summand. What adds nothing is -0.0, which leaves the sign of every zero as it is."""
-        order = self._rounds.order
-        assert order is not None, "contributions are asked for by an order"
-        if whole:
-            gives = order.source == self._me and len(order.roster) > 1
+        if begin.whole:
+            gives = begin.source == self._me and len(begin.roster) > 1
             return self._values().copy() if gives else np.full(self._layout.total, -0.0, self._values().dtype)
         assert self._gradient is not None, "nobody is in a round without a gradient"
-        rank, parameters = order.roster.index(self._me), self._layout.parameters
-        scale = 0.0 if order.nonfinite else scales(order.weights)[rank]
+        rank, parameters = begin.roster.index(self._me), self._layout.parameters
+        scale = 0.0 if begin.nonfinite else scales(begin.weights)[rank]
         summand = np.empty_like(self._gradient)
         summand[parameters if scale > 0 else 0 :] = -0.0
-        if order.nonfinite:
+        if begin.nonfinite:
             return summand
         if scale > 0:
             np.multiply(self._gradient[:parameters], self._gradient.dtype.type(scale), out=summand[:parameters])
             summand[self._flags] = self._gradient[self._flags]
-        if rank == _first(order.weights):
+        if rank == _first(begin.weights):
             summand[self._buffers] = self._gradient[self._buffers]
         if self._lost is not None:
             summand[:parameters] += self._lost[:parameters]

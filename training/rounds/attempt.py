@@ -32,6 +32,7 @@ REPEAT_SHARE = 4  # times the slowest confirmation so far
 ROUND_WEIGHT = 0.2  # of the last round's duration in the running mean
 
 EXACT_CODEC = "float32"
+LAST_CODEC = "int8"  # of the last round of a run whose codec loses: what this loses no later round makes good
 
 
 class CodecPacking:

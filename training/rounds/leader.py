@@ -25,7 +25,7 @@ from collections import Counter
 from typing import Any
 
 from peerd.training.mode_settings import AUTO, GRADIENTS, ModeSettings
-from peerd.training.rounds.attempt import EXACT_CODEC, Pace
+from peerd.training.rounds.attempt import EXACT_CODEC, LAST_CODEC, Pace
 from peerd.training.rounds.lengths import AT_ONCE, GROUPS, FarRounds, far_off
 from peerd.training.rounds.topology import choose
 from peerd.training.rounds.weights import capped
@@ -204,7 +204,8 @@ class Leader:
         self._left_behind = idle
         in_common = {(reports[id].agreed, reports[id].start) for id in roster}
         alike = len(in_common) == 1 and (0, b"") not in in_common
-        whole = final or not self._differences or not alike
+        exact_end = final and (self._gradients or self._settings.codec == EXACT_CODEC)
+        whole = exact_end or not self._differences or not alike
         topology = self._settings.topology
         if topology == AUTO:
             topology = choose(self._size_bytes, len(roster), pace.latency_s, pace.bytes_per_s)[0]
@@ -216,7 +217,7 @@ class Leader:
         self.begun = RoundBegin(
             newest + 1,
             self._newest,
-            EXACT_CODEC if whole else self._settings.codec,
+            EXACT_CODEC if whole else LAST_CODEC if final else self._settings.codec,
             topology,
             whole,
             final,

@@ -107,13 +107,13 @@ class Rounds:
         layout: Layout,
         rng: random.Random,
         settings: ModeSettings,
-        contribute: Callable[[bool, slice], Vector],
+        contribute: Callable[[RoundBegin, slice], Vector],
         counts: Counter[str],
         *,
         differences: bool,
         fragments: int,
     ) -> None:
-        """`contribute(whole, where)` makes this member's summand, which is then the attempt's; only after `reach`."""
+        """`contribute(begin, where)` makes this member's summand, which is then the attempt's; only after `reach`."""
         self.phase = RoundPhase.IDLE
         self.round = 0  # the last one applied
         self.finished = False
@@ -331,7 +331,7 @@ class Rounds:
         early, self._early = self._early, []
         where, layout = self.summed(begin)
         try:
-            self._attempt = Attempt(begin, self._me, self._contribute(begin.whole, where), layout, self._pace)
+            self._attempt = Attempt(begin, self._me, self._contribute(begin, where), layout, self._pace)
             outcomes: list[Outcome] = [*self._answer(now), *self._attempt.start(now)]
         except NotFinite:
             return self._withdraw(now)
@@ -353,7 +353,8 @@ class Rounds:
             self._check_gradients(begin)
         elif begin.weights or begin.source:
             raise PeerError("a round of gradients in a swarm that exchanges weights")
-        if not begin.whole and (begin.final or not self._differences):
+        exact_end = begin.final and (self._gradients or self._settings.codec == EXACT_CODEC)
+        if not begin.whole and (exact_end or not self._differences):
             raise PeerError("a round of differences where whole models are due")
         if begin.lengths:
             place = GROUPS * begin.roster.index(self._me) if self._me in begin.roster else 0
@@ -378,7 +379,7 @@ class Rounds:
 
     def summed(self, begin: RoundBegin) -> tuple[slice, Layout]:
         """The values that a round is of: the model, or the fragment whose turn it is by the round's number."""
-        if begin.whole:
+        if begin.whole or begin.final:
             return slice(0, self._layout.total), self._layout
         return self._fragments[begin.round % len(self._fragments)]
 
