@@ -2,7 +2,7 @@
 
     python -m benchmarks.versus --quick                                         some minutes
     python -m benchmarks.versus --mbit 10 --shard iid --seeds 0..2 --tune    one cell of the big table
-    python -m benchmarks.versus --disturb kill                                  none, slow, thin or kill
+    python -m benchmarks.versus --disturb kill                                  none, slow, thin, kill or join
 
 Each worker is in a network namespace of its own behind a line of so many Mbit/s, both ways (root, ip and tc). Every
 row makes the same steps on the same shards, each step takes at least --pace, and the weights that workers write on the

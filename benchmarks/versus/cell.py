@@ -16,11 +16,13 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
-from benchmarks.versus.judge import looks, reached
+from benchmarks.versus.environments import PACKAGES, python_of
+from benchmarks.versus.judge import Look, looks, reached
 from benchmarks.versus.rivals import OURS, RIVALS
 from peerd.reproduce.sockets.lines import free_ports, namespaces
+from peerd.transport.errors import UserError
 
-DISTURBANCES = ("none", "slow", "thin", "kill")
+DISTURBANCES = ("none", "slow", "thin", "kill", "join")
 VICTIM = 1  # whom the disturbance meets
 PORT = 7946
 COUNT_EVERY_S = 0.1
@@ -48,7 +50,13 @@ class Cell:
 
 
 def run(cell: Cell, target: float) -> dict[str, Any]:
-    """Its outcome; `ended` is how: well, killed for taking too long, or with what was said last."""
+    """Its outcome; `ended` is how: well, not begun, killed for taking too long, or with what was said last."""
+    if cell.disturb == "join" and cell.row in RIVALS and cell.row not in PACKAGES:
+        return _outcome(cell, target, "a process group takes no newcomer", [])
+    try:
+        python = python_of(cell.row)
+    except UserError as error:
+        return _outcome(cell, target, str(error), [])
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pv-")))
         within: list[list[str]] = [[] for _ in range(cell.peers)]
@@ -60,11 +68,19 @@ def run(cell: Cell, target: float) -> dict[str, Any]:
                 _thin(within[VICTIM][-1], cell.mbit / 10)
         counter = Counter([prefix[-1] for prefix in within if prefix])
         stack.callback(counter.stop)
-        workers = Workers(cell, folder, within, hosts)
+        workers = Workers(cell, python, folder, within, hosts)
         stack.callback(workers.kill)
         ended, deaths = workers.wait()
         counter.stop()
-        found = looks(folder, cell.task, counter.sent, deaths)
+        found = looks(folder, cell.task, counter.sent, deaths, _late(cell))
+    return _outcome(cell, target, ended, found)
+
+
+def _late(cell: Cell) -> list[int]:
+    return [VICTIM] if cell.disturb == "join" else []
+
+
+def _outcome(cell: Cell, target: float, ended: str, found: list[Look]) -> dict[str, Any]:
     crossed = reached(found, target)
     return {
         **asdict(cell), "target": target, "ended": ended,
@@ -78,10 +94,11 @@ def run(cell: Cell, target: float) -> dict[str, Any]:
 class Workers:
     """The processes of one run."""
 
-    def __init__(self, cell: Cell, folder: Path, within: list[list[str]], hosts: list[str]) -> None:
-        self._cell, self._folder, self._within = cell, folder, within
-        ports = [PORT + rank for rank in range(cell.peers)] if cell.mbit else free_ports(cell.peers)
-        self._all = [self._start(rank, hosts, ports) for rank in range(cell.peers)]
+    def __init__(self, cell: Cell, python: str, folder: Path, within: list[list[str]], hosts: list[str]) -> None:
+        self._cell, self._python, self._folder, self._within = cell, python, folder, within
+        self._hosts = hosts
+        self._ports = [PORT + rank for rank in range(cell.peers)] if cell.mbit else free_ports(cell.peers)
+        self._all = {rank: self._start(rank) for rank in range(cell.peers) if rank not in _late(cell)}
 
     def wait(self) -> tuple[str, dict[int, float]]:
         """Until all are done; how that ended, and who was killed when."""
@@ -91,18 +108,21 @@ class Workers:
             if cell.disturb == "kill" and not deaths and self._half_way():
                 deaths[VICTIM] = time.monotonic()
                 _kill(self._all[VICTIM])
+            for rank in _late(cell):
+                if rank not in self._all and self._half_way():
+                    self._all[rank] = self._start(rank)
             left = [rank for rank in range(cell.peers) if rank not in deaths]
             if all((self._folder / f"{rank}.done").exists() for rank in left):
                 return "well", deaths
-            if failed := [rank for rank in left if self._all[rank].poll()]:
+            if failed := [rank for rank in left if rank in self._all and self._all[rank].poll()]:
                 return self._last_words(failed[0]), deaths
             time.sleep(0.05)
         return f"hangs: not done after {most:.0f} s", deaths
 
     def kill(self) -> None:
-        for process in self._all:
+        for process in self._all.values():
             _kill(process)
-        for process in self._all:
+        for process in self._all.values():
             process.wait()
 
     def _half_way(self) -> bool:
@@ -116,13 +136,14 @@ class Workers:
         lines = (self._folder / f"{rank}.log").read_text(errors="replace").strip().splitlines()
         return f"worker {rank} ended: {lines[-1][:120] if lines else 'without a word'}"
 
-    def _start(self, rank: int, hosts: list[str], ports: list[int]) -> subprocess.Popen[bytes]:
-        cell = self._cell
+    def _start(self, rank: int) -> subprocess.Popen[bytes]:
+        cell, hosts, ports = self._cell, self._hosts, self._ports
         late = 3 * cell.pace if cell.disturb == "slow" and rank == VICTIM else 0.0
         told = {"row": cell.row, "task": cell.task, "shard": cell.shard, "steps": cell.steps, "lr": cell.lr,
                 "seed": cell.seed, "rank": rank, "peers": cell.peers, "pace": cell.pace, "late": late,
-                "look": self._look, "out": self._folder}  # fmt: skip
-        script = [sys.executable, "-m", "benchmarks.versus.worker", *(f"--{key}={told[key]}" for key in told)]
+                "look": self._look, "out": self._folder, "host": hosts[rank], "port": ports[rank],
+                "joins": int(rank in _late(cell))}  # fmt: skip
+        script = [self._python, "-m", "benchmarks.versus.worker", *(f"--{key}={told[key]}" for key in told)]
         runtime = self._folder / f"node{rank}"
         runtime.mkdir(mode=0o700)
         environment = {
@@ -133,7 +154,8 @@ class Workers:
         }  # fmt: skip
         if cell.row not in RIVALS:
             daemon = [sys.executable, "-m", "peerd.cli.main", "start", "--name", f"n{rank}", "--insecure-plaintext"]
-            daemon += ["--bind", f"{hosts[rank]}:{ports[rank]}", "--wait-for", str(cell.peers), *OURS[cell.row]]
+            daemon += ["--bind", f"{hosts[rank]}:{ports[rank]}", *OURS[cell.row]]
+            daemon += ["--wait-for", str(cell.peers - len(_late(cell)))]
             daemon += ["--join", f"{hosts[0]}:{ports[0]}"] if rank else []
             script = [*daemon, "--", *script]
         with (self._folder / f"{rank}.log").open("wb") as log:

@@ -7,7 +7,7 @@ at its network interface.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,15 +50,16 @@ def bytes_at(sent: Sent, at: float) -> float:
     return float(np.interp(at, moments, totals)) - totals[0]
 
 
-def moments(times: Times, count: int = LOOKS) -> list[float]:
-    """From when all have begun to the end, evenly; the last is the end."""
+def moments(times: Times, count: int = LOOKS, joins: Collection[int] = ()) -> list[float]:
+    """From when all have begun, but those who join later, to the end, evenly; the last is the end."""
     if not times or not all(times.values()):
         return []
-    first, last = max(when[0] for when in times.values()), max(when[-1] for when in times.values())
+    first = max(when[0] for rank, when in times.items() if rank not in joins)
+    last = max(when[-1] for when in times.values())
     return list(np.linspace(first, last, count)) if last > first else [last]
 
 
-def looks(folder: Path, task: str, sent: Sent, ended: Mapping[int, float], count: int = LOOKS) -> list[Look]:
+def looks(folder: Path, task: str, sent: Sent, ended: Mapping[int, float], joins: Collection[int]) -> list[Look]:
     """What came of a run that wrote to this folder."""
     times: dict[int, list[float]] = {}
     for path in folder.glob("*.npy"):
@@ -68,7 +69,7 @@ def looks(folder: Path, task: str, sent: Sent, ended: Mapping[int, float], count
         each.sort()
     model, _ = TASKS[task].build()
     found = []
-    for at in moments(times, count):
+    for at in moments(times, joins=joins):
         weights = [np.load(folder / f"{rank}.{when:.4f}.npy") for rank, when in newest(times, at, ended).items()]
         mean = torch.from_numpy(np.mean(weights, axis=0, dtype=np.float64).astype(np.float32))
         torch.nn.utils.vector_to_parameters(mean, model.parameters())

@@ -1,6 +1,7 @@
 """What do people use instead? Synchronous and local-step methods over torch.distributed (gloo), as their papers say.
 
-A rival is one class here and one line in RIVALS: it takes a task's run, and makes its steps.
+A rival is one class and one line in RIVALS: it takes a task's run, and makes its steps. What comes from packages that
+bring their own versions of others is in files of its own, and has an environment of its own (environments.py).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.versus.place import Place
 from peerd.training.tasks.run import Run
 
 
@@ -140,14 +142,38 @@ class SparseLoCo(Outer):
         return torch.zeros(len(codes), self.CHUNK).scatter_(1, said & 0xFFF, values)
 
 
-RIVALS: dict[str, Callable[[Run], Any]] = {
-    "DDP": Ddp,
-    "DDP, PowerSGD 4": lambda run: Ddp(run, 4),
-    "local SGD 8": lambda run: LocalSgd(run, 8),
-    "local SGD 32": lambda run: LocalSgd(run, 32),
-    "local SGD 128": lambda run: LocalSgd(run, 128),
-    "DiLoCo 32": lambda run: DiLoCo(run, 32),
-    "SparseLoCo 32": lambda run: SparseLoCo(run, 32),
+def over_gloo(rival: Callable[..., Any], *arguments: int) -> Callable[[Run, Place], Any]:
+    """One that needs torch's process group, which is all workers from beginning to end."""
+
+    def begun(run: Run, place: Place) -> Any:
+        dist.init_process_group("gloo", rank=place.rank, world_size=place.peers)
+        return rival(run, *arguments)
+
+    return begun
+
+
+def with_hivemind(run: Run, place: Place) -> Any:
+    from benchmarks.versus.hivemind_rival import Hivemind  # only its environment has it
+
+    return Hivemind(run, place, 32)
+
+
+def with_torchft(run: Run, place: Place) -> Any:
+    from benchmarks.versus.torchft_rival import TorchFt  # only its environment has it
+
+    return TorchFt(run, place, 32)
+
+
+RIVALS: dict[str, Callable[[Run, Place], Any]] = {
+    "DDP": over_gloo(Ddp),
+    "DDP, PowerSGD 4": over_gloo(Ddp, 4),
+    "local SGD 8": over_gloo(LocalSgd, 8),
+    "local SGD 32": over_gloo(LocalSgd, 32),
+    "local SGD 128": over_gloo(LocalSgd, 128),
+    "DiLoCo 32": over_gloo(DiLoCo, 32),
+    "SparseLoCo 32": over_gloo(SparseLoCo, 32),
+    "hivemind 32": with_hivemind,
+    "torchft DiLoCo 32": with_torchft,
 }
 ROUNDS_OF_8 = ["--mode", "allreduce", "--every", "8", "--overlap", "blocking"]
 OURS: dict[str, list[str]] = {

@@ -6,15 +6,15 @@ Started by `python -m benchmarks.versus`; peerd's are started by a daemon, as a 
 from __future__ import annotations
 
 import argparse
-import os
+import signal
 import time
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 import peerd
+from benchmarks.versus.place import Place
 from benchmarks.versus.rivals import RIVALS
 from peerd.training.tasks import TASKS
 from peerd.training.tasks.run import Run
@@ -40,12 +40,11 @@ class Snapshots:
         path.rename(path.with_suffix(".npy"))
 
 
-def against(run: Run, row: str, steps: int, pace: Pace, late_s: float, snapshots: Snapshots) -> None:
-    """A rival's training. The first of them is at the address that the environment names."""
-    dist.init_process_group("gloo")
-    rival = RIVALS[row](run)
+def against(run: Run, row: str, steps: int, place: Place, pace: Pace, late_s: float, snapshots: Snapshots) -> None:
+    """A rival's training; who joins makes the second half of it."""
+    rival = RIVALS[row](run, place)
     snapshots.write()
-    for number in range(steps):
+    for number in range(steps // 2 if place.joins else 0, steps):
         pace.wait()
         time.sleep(late_s)
         rival.step(number)
@@ -70,7 +69,8 @@ def ours(run: Run, steps: int, pace: Pace, late_s: float, snapshots: Snapshots) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     kinds: dict[str, type] = {"row": str, "task": str, "shard": str, "lr": str, "seed": str, "steps": int, "rank": int}
-    kinds |= {"peers": int, "pace": float, "late": float, "look": int, "out": Path}
+    kinds |= {"peers": int, "pace": float, "late": float, "look": int, "out": Path, "host": str, "port": int}
+    kinds |= {"joins": int}
     for name, kind in kinds.items():
         parser.add_argument(f"--{name}", type=kind, required=True)
     told = parser.parse_args()
@@ -80,11 +80,13 @@ def main() -> None:
     run = TASKS[told.task].prepare([part for key, value in said.items() for part in (f"--{key}", str(value))])
     pace, snapshots = Pace(told.pace), Snapshots(run, told.rank, told.out, told.look)
     if told.row in RIVALS:
-        os.environ.update(RANK=str(told.rank), WORLD_SIZE=str(told.peers))
-        against(run, told.row, told.steps, pace, told.late, snapshots)
+        place = Place(told.rank, told.peers, told.host, told.port, told.out, bool(told.joins))
+        against(run, told.row, told.steps, place, pace, told.late, snapshots)
     else:
         ours(run, told.steps, pace, told.late, snapshots)
     (told.out / f"{told.rank}.done").touch()
+    if told.row in RIVALS:
+        signal.pause()  # others may need what it holds; who started it ends it
 
 
 if __name__ == "__main__":
