@@ -37,9 +37,11 @@ from peerd.transport.errors import UserError
 TARGETS = {
     "digits": {"iid": 0.95, "dirichlet": 0.9, "sorted": 0.85},
     "fashion-mnist": {"iid": 0.86, "dirichlet": 0.85, "sorted": 0.8},
+    "shakespeare": {"iid": 0.36, "dirichlet": 0.36, "sorted": 0.36},
 }
 """Accuracy on the test samples, by task and kind of shard. Digits that are iid need hardly any exchange."""
-RATES = {"digits": ["0.05", "0.1", "0.2"], "fashion-mnist": ["0.05", "0.1", "0.2"]}
+RATES = {"digits": ["0.05", "0.1", "0.2"], "fashion-mnist": ["0.05", "0.1", "0.2"],
+         "shakespeare": ["0.003", "0.006", "0.012"]}  # fmt: skip
 """Learning rates that --tune tries."""
 QUICK = ("DDP", "DDP, PowerSGD 4", "local SGD 32", "DiLoCo 32", *OURS)
 

@@ -16,7 +16,7 @@ from peerd.transport.messages import COUNT, MESSAGES, Chunk, Chunks, Within
 EACH = 24  # samples of a type
 SAMPLE_IDS = ("a", "b", "c", "x")
 TEXTS = (
-    "a", "b", "c", "x", "", "float32", "bfloat16", "int8", "sign", "top_k", "top_k_3", "top_k_2bit", "ring",
+    "a", "b", "c", "x", "", "float32", "bfloat16", "int8", "int4", "sign", "top_k", "top_k_3", "top_k_2bit", "ring",
     "tree:0", "halving", "gossip", "hardsync servers=3", "allreduce every=2", "127.0.0.1", "10.9.9.9", "::1",
     "fe80::1%lo", "node.invalid",
 )  # fmt: skip

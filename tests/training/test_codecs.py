@@ -12,7 +12,8 @@ from peerd.training.codecs import CODECS, planes
 from peerd.training.codecs.bfloat16 import from_bits, to_bits
 from peerd.training.codecs.blocks import BLOCK
 from peerd.training.codecs.gaps import from_gaps, gaps_limit, to_gaps
-from peerd.training.codecs.top_k import TopK, largest, pack_nibbles, quantise, unpack_nibbles
+from peerd.training.codecs.nibbles import pack_nibbles, unpack_nibbles
+from peerd.training.codecs.top_k import TopK, largest, quantise
 from peerd.training.codecs.top_k_2bit import TOGETHER, two_magnitudes
 from peerd.training.effects import Vector
 from peerd.transport.errors import PeerError
@@ -186,10 +187,10 @@ def test_any_gaps_are_increasing_indices_or_a_peer_error(gaps: bytes, count: int
 @given(nibbles=st.lists(st.integers(0, 15), min_size=1))
 def test_nibbles_come_back(nibbles: list[int]) -> None:
     packed = pack_nibbles(np.array(nibbles, np.uint8))
-    assert unpack_nibbles(packed, len(nibbles)).tolist() == nibbles
+    assert unpack_nibbles(packed, len(nibbles), "top_k").tolist() == nibbles
     if len(nibbles) % 2:
         with pytest.raises(PeerError):
-            unpack_nibbles(packed | np.uint8(0x80), len(nibbles))
+            unpack_nibbles(packed | np.uint8(0x80), len(nibbles), "top_k")
 
 
 @pytest.mark.parametrize(
@@ -198,6 +199,11 @@ def test_nibbles_come_back(nibbles: list[int]) -> None:
         ("int8", lambda body: body.__setitem__(slice(0, 4), b"\x00\x00\x80\x7f"), "scale"),
         ("int8", lambda body: body.__setitem__(slice(0, 4), b"\x00\x00\x80\xbf"), "scale"),
         ("int8", lambda body: body.__setitem__(4, 0x80), "-128"),
+        ("int4", lambda body: body.__setitem__(slice(0, 2), b"\x80\x7f"), "scale"),
+        ("int4", lambda body: body.__setitem__(slice(0, 2), b"\x13\x7e"), "scale"),
+        ("int4", lambda body: body.__setitem__(1, 0x80), "scale"),
+        ("int4", lambda body: body.__setitem__(2, 0x78), "-8"),
+        ("int4", lambda body: body.__setitem__(-1, body[-1] | 0x10), "nibble"),
         ("sign", lambda body: body.__setitem__(slice(0, 2), b"\x80\x7f"), "scale"),
         ("sign", lambda body: body.__setitem__(1, 0x80), "scale"),
         ("sign", lambda body: body.__setitem__(-1, body[-1] | 1), "beyond"),

@@ -160,7 +160,15 @@ def test_the_daemon_need_not_load_torch() -> None:
 
 @pytest.mark.parametrize(
     ("codec", "gain"),
-    [("float32", 0.5), ("int8", 0.5), ("sign", 0.5), ("top_k_3", 0.156), ("top_k", 0.068), ("top_k_2bit", 0.115)],
+    [
+        ("float32", 0.5),
+        ("int8", 0.5),
+        ("int4", 0.5),
+        ("sign", 0.5),
+        ("top_k_3", 0.156),
+        ("top_k", 0.068),
+        ("top_k_2bit", 0.115),
+    ],
 )
 def test_calibration_on_gaussian_values(codec: str, gain: float) -> None:
     layout = Layout(100_000, 100_000)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from peerd.training.codecs.bfloat16 import Bfloat16
 from peerd.training.codecs.codec import Codec, NotFinite, OnePassCodec
 from peerd.training.codecs.float32 import Float32
+from peerd.training.codecs.int4 import Int4
 from peerd.training.codecs.int8 import Int8
 from peerd.training.codecs.sign import Sign
 from peerd.training.codecs.top_k import TopK
@@ -18,6 +19,7 @@ CODECS: dict[str, Codec] = {
         Float32(),
         Bfloat16(),
         Int8(),
+        Int4(),
         Sign(),
         TopK("top_k", percent=1),
         TopK("top_k_3", percent=3),

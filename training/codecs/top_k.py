@@ -17,6 +17,7 @@ import numpy as np
 from peerd.training.codecs.bfloat16 import scales_from_bits, to_bits
 from peerd.training.codecs.codec import Bytes, Float32s, batches, field, finite_float32
 from peerd.training.codecs.gaps import Indices, from_gaps, gaps_limit, to_gaps
+from peerd.training.codecs.nibbles import pack_nibbles, unpack_nibbles
 from peerd.training.effects import Vector
 from peerd.transport.errors import PeerError
 
@@ -84,7 +85,7 @@ class TopK:
     def _read(self, body: bytes | bytearray | memoryview, k: int) -> Float32s:
         """The values (k,). Raises PeerError."""
         table = scales_from_bits(field(body, "<u2", 4, MAGNITUDES), self.name)
-        nibbles = unpack_nibbles(field(body, "u1", HEADER, (k + 1) // 2), k)
+        nibbles = unpack_nibbles(field(body, "u1", HEADER, (k + 1) // 2), k, "top_k")
         values: Float32s = np.concatenate([table, -table])[nibbles]
         return values
 
@@ -126,18 +127,3 @@ def quantise(magnitude: Float32s) -> tuple[Bytes, Bytes]:
     members = np.bincount(levels, minlength=MAGNITUDES)
     means = np.bincount(levels, weights=magnitude, minlength=MAGNITUDES) / np.maximum(members, 1)
     return levels, to_bits(means.astype(np.float32)).astype("<u2").view(np.uint8)
-
-
-def pack_nibbles(nibbles: Bytes) -> Bytes:
-    """Two of `nibbles` (k,) to a byte, the first below; an odd one is followed by a zero."""
-    pairs = np.zeros(nibbles.size + nibbles.size % 2, np.uint8)
-    pairs[: nibbles.size] = nibbles
-    return pairs[::2] | (pairs[1::2] << np.uint8(4))
-
-
-def unpack_nibbles(packed: Bytes, k: int) -> Bytes:
-    """The inverse of `pack_nibbles`; PeerError if a nibble beyond the `k`-th is not zero."""
-    pairs = np.stack([packed & np.uint8(15), packed >> np.uint8(4)], axis=1).reshape(-1)
-    if k % 2 and pairs[-1]:
-        raise PeerError("top_k: a nibble is set beyond the last value")
-    return pairs[:k]
