@@ -183,6 +183,7 @@ OURS: dict[str, list[str]] = {
     "peerd allreduce 32 int8": ["--mode", "allreduce", "--every", "32", "--codec", "int8"],
     "peerd allreduce 8 top_k_2bit": [*ROUNDS_OF_8, "--codec", "top_k_2bit"],
     "peerd allreduce 8 top_k_3": [*ROUNDS_OF_8, "--codec", "top_k_3"],
+    "peerd allreduce 8 int4": [*ROUNDS_OF_8, "--codec", "int4"],
     "peerd diloco int8": ["--mode", "diloco", "--codec", "int8"],
 }
 """Options of `peerd start`."""
