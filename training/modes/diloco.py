@@ -25,7 +25,7 @@ import numpy as np
 
 from peerd.training.effects import Vector
 from peerd.training.mode import ModeMaker
-from peerd.training.mode_settings import WEIGHTS, ModeSettings, outer_step
+from peerd.training.mode_settings import WEIGHTS, ModeSettings, outer_step, with_outer_step
 from peerd.training.modes.allreduce import AllReduce
 from peerd.transport.errors import UserError
 
@@ -63,6 +63,11 @@ class DiLoCo(AllReduce):
             raise UserError(
                 "overlap hpsgd: not with diloco:P, it would roll a fragment back that has no round for long"
             )
+
+    @classmethod
+    def in_force(cls, told: ModeSettings) -> ModeSettings:
+        """See `ModeClass`."""
+        return with_outer_step(super().in_force(told), OUTER_LR, OUTER_MOMENTUM)
 
     def __init__(self, *arguments: Any, **fragments: Any) -> None:
         super().__init__(*arguments, **fragments)

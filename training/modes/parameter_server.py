@@ -36,7 +36,7 @@ from peerd.training.mode import LAND_AGAIN_S, LinkStatus, ModeClass, ModeMaker, 
 from peerd.training.mode_settings import EXCHANGES, GRADIENTS, SGD, ModeSettings
 from peerd.training.model.quiet import EVERY_STEP, Quiet
 from peerd.training.parameter_server.leadership import Leadership
-from peerd.training.parameter_server.optimizer import RATE_MAX, check_rate, parse_optimizer
+from peerd.training.parameter_server.optimizer import RATE_MAX, check_rate, parse_optimizer, text_of
 from peerd.training.parameter_server.shard_server import RATES, Rule, ShardServer
 from peerd.training.parameter_server.shard_state import Members, ShardState
 from peerd.training.parameter_server.tree import parse_arity
@@ -89,6 +89,13 @@ class ParameterServer(ModeClass):
             raise UserError("server_optimizer: only with exchange gradients, which servers step by; leave it out")
         elif "batch=" in argument:
             raise UserError(f"--mode {cls.NAME}:{argument}: only with exchange gradients, whose rate the server scales")
+
+    @classmethod
+    def in_force(cls, told: ModeSettings) -> ModeSettings:
+        """See `ModeClass`."""
+        if told.exchange == GRADIENTS:
+            told = replace(told, server_optimizer=text_of(parse_optimizer(told.server_optimizer)))
+        return super().in_force(told)
 
     def __init__(
         self,

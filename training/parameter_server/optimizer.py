@@ -141,6 +141,14 @@ def parse_optimizer(text: str) -> Optimizer:
     return OPTIMIZERS[name](**given)
 
 
+def text_of(optimizer: Optimizer) -> str:
+    """How all would write it."""
+    name = next(name for name, kind in OPTIMIZERS.items() if isinstance(optimizer, kind))
+    values = {field.name: (getattr(optimizer, field.name), field.default) for field in fields(optimizer)}
+    given = [f"{key}={str(value).lower()}" for key, (value, usual) in values.items() if value != usual]
+    return f"{name}:{','.join(given)}" if given else name
+
+
 def _number(key: str, text: str) -> float:
     try:
         return float(text)
