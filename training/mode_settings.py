@@ -9,6 +9,7 @@ from dataclasses import Field, dataclass, field, fields, replace
 from enum import Enum
 from typing import Any
 
+from peerd.training.plain_numbers import number
 from peerd.transport.errors import UserError
 
 AUTO = "auto"
@@ -87,7 +88,7 @@ def with_outer_step(told: ModeSettings, lr: float, momentum: float) -> ModeSetti
 
 def _number(name: str, text: str, auto: float) -> float:
     try:
-        return auto if text == AUTO else float(text)
+        return auto if text == AUTO else number(text)
     except ValueError:
         raise UserError(f"{name}: {text[:40]!r} is neither a number nor {AUTO}") from None
 

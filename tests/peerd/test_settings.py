@@ -269,7 +269,7 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
         ("PEERD_VIEW", "many", "PEERD_VIEW: 'many' is not a whole number"),
         ("PEERD_VIEW", "0", "view: 0 must be at least 1"),
         ("PEERD_WAIT_FOR", "-1", "wait_for: -1 must be at least 1"),
-        ("PEERD_CHECKPOINT_EVERY_S", "nan", "checkpoint_every_s: nan must be above 0"),
+        ("PEERD_CHECKPOINT_EVERY_S", "nan", "PEERD_CHECKPOINT_EVERY_S: 'nan' is not a number"),
         ("PEERD_CODEC", "int9", "codec: 'int9' is not one of .*; did you mean 'int8'?"),
         ("PEERD_MODE", "gosip", "did you mean 'gossip'?"),
         ("PEERD_NETWORK", "moon", "network: 'moon' is not one of lan, wan"),

@@ -27,6 +27,7 @@ from peerd.training.effects import Vector
 from peerd.training.mode import ModeMaker
 from peerd.training.mode_settings import WEIGHTS, ModeSettings, outer_step, with_outer_step
 from peerd.training.modes.allreduce import AllReduce
+from peerd.training.plain_numbers import count
 from peerd.transport.errors import UserError
 
 OUTER_LR = 0.7  # the paper's
@@ -51,8 +52,8 @@ class DiLoCo(AllReduce):
         """See `ModeClass`."""
         if not argument:
             return super().of(argument)
-        count = int(argument[:9]) if argument.isascii() and argument.isdigit() else 0
-        return partial(cls, fragments=count) if 1 <= count <= FRAGMENTS_MAX and len(argument) < 9 else None
+        fragments = count(argument, FRAGMENTS_MAX)
+        return partial(cls, fragments=fragments) if fragments else None
 
     @classmethod
     def check(cls, argument: str, told: ModeSettings) -> None:

@@ -42,6 +42,7 @@ from peerd.training.parameter_server.shard_state import Members, ShardState
 from peerd.training.parameter_server.tree import parse_arity
 from peerd.training.parameter_server.tree_node import TreeRelay
 from peerd.training.parameter_server.worker import Part, Worker
+from peerd.training.plain_numbers import count
 from peerd.transport.errors import PeerError, UserError
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import (
@@ -428,7 +429,7 @@ class HardSync(ParameterServer):
     def of(cls, argument: str) -> ModeMaker | None:
         """See `ModeClass`."""
         given = dict(word.partition("=")[::2] for word in argument.split(":")) if argument else {}
-        numbers = {key: _count(text) for key, text in given.items()}
+        numbers = {key: count(text) for key, text in given.items()}
         if not numbers.keys() <= {"batch", "backup"} or not all(numbers.values()):
             return None
         batch, backup = numbers.get("batch", 0), numbers.get("backup", 0)
@@ -448,7 +449,7 @@ class SoftSync(ParameterServer):
         if not argument:
             return super().of(argument)
         first, _, rate = argument.partition(":")
-        number = _count(first)
+        number = count(first)
         return (
             partial(ParameterServer, rule=Rule(number, rate or RATES[0])) if number and rate in ("", *RATES) else None
         )
@@ -466,8 +467,3 @@ class Async(ParameterServer):
         """See `ModeClass`."""
         rate = argument or RATES[0]
         return partial(ParameterServer, rule=replace(cls.RULE, rate=rate)) if rate in RATES else None
-
-
-def _count(text: str) -> int:
-    """From 1 on; 0: it is none."""
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 9 else 0

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from peerd.training.effects import Vector
+from peerd.training.plain_numbers import number
 from peerd.transport.errors import PeerError, UserError
 
 RATE_MAX = 1e3
@@ -151,7 +152,7 @@ def text_of(optimizer: Optimizer) -> str:
 
 def _number(key: str, text: str) -> float:
     try:
-        return float(text)
+        return number(text)
     except ValueError:
         raise UserError(f"server_optimizer: {key}={text[:40]} is not a number") from None
 
