@@ -22,6 +22,7 @@ from machine import PATIENCE_S, Machine, Node
 from scripts import TRAIN
 from typer.testing import CliRunner
 
+from peerd.cli.demo.local_swarm import LocalSwarm
 from peerd.cli.main import app, run
 from peerd.daemon.node import PROTOCOL
 from peerd.local.node_key import NodeKey
@@ -71,6 +72,14 @@ def terminal(machine: Machine, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Ca
 
 
 START = ("start", "--bind", "127.0.0.1:0")
+
+
+@pytest.mark.parametrize("task", ["fashion-mnist", "shakespeare"])
+def test_a_demo_without_its_data_starts_no_node(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, task: str
+) -> None:
+    monkeypatch.setattr(LocalSwarm, "_start", lambda *_: pytest.fail("a node was started"))
+    terminal.refuses("or set PEERD_DATA to a", "demo", "--task", task, PEERD_DATA=str(tmp_path))
 
 
 @pytest.mark.parametrize(
