@@ -332,7 +332,7 @@ class NoLoCo(ModeClass):
 
     def _update(self, pair: _Pair, ours: Contribution, theirs: Vector) -> list[Effect]:
         distance = self._outer.apart(ours, theirs)
-        self._correction = self._outer.step(ours, theirs, *self._shares(pair.peer, ours, theirs))
+        self._correction = self._outer.step(ours, theirs, *self._shares(pair.peer, distance, ours, theirs))
         self._ended.append((pair.peer, pair.seq))
         self._enter(None)
         self._ready, self._due = False, self._report.step + self._every
@@ -345,11 +345,11 @@ class NoLoCo(ModeClass):
             )
         return [Apply(self._correction)]
 
-    def _shares(self, peer: NodeId, ours: Contribution, apart: Vector) -> tuple[float, float]:
+    def _shares(self, peer: NodeId, distance: float, ours: Contribution, apart: Vector) -> tuple[float, float]:
         """How much of what the pair is apart this end takes: half, or what the partner's allowance covers."""
         if not self._robust:
             return HALF, HALF
-        part, of_buffers = self._allowances.shares(peer, apart, ours.x, self._layout.parameters, HALF)
+        part, of_buffers = self._allowances.shares(peer, distance, apart, ours.x, self._layout.parameters, HALF)
         self.counts["halves_shortened"] += part < HALF
         self._allowances.exchanged()
         return part, of_buffers
