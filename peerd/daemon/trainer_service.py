@@ -301,13 +301,14 @@ class TrainerService:
             while (said := await session.receive()) is not None:
                 match said:
                     case Stepped():
+                        ends = said.finishing and session.facts.phase is not TrainerPhase.FINISHING
                         session.facts.note(said)
                         self._runner.on_report(report_of(said), said.published)
                         if said.rolled_back and self._settings.exchange == GRADIENTS:
                             self._runner.on_rolled_back()
                         if said.finishing:
                             session.ended.set()
-                            if not self._leaving:
+                            if ends and not self._leaving:
                                 nursery.start_soon(self._end_run, session)
                     case protocol.Added(half):
                         self._runner.on_taken(half)
