@@ -15,6 +15,10 @@ from peerd.cli.output import Format, FormatOption, echo, print_json
 
 
 def doctor(
+    name: Annotated[
+        str | None,
+        typer.Option(help="of which node: one that runs here (default: the only one), or a new one"),
+    ] = None,
     bind: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="as for peerd start")] = None,
     join: Annotated[
         list[str] | None,
@@ -32,18 +36,22 @@ def doctor(
 ) -> None:
     """Check this machine: software, GPU, ports, addresses, network, clock, who may join, peers, UCX and RDMA.
 
-    A note harms nothing. What fails is shown with its cure, and the exit code is 1.
+    A node that runs here is looked at by its own settings, but for those that are given. A note harms nothing. What
+    fails is shown with its cure, and the exit code is 1.
     """
     flags = {
-        "bind": bind, "join": tuple(join) if join else None, "token": token,
+        "name": name, "bind": bind, "join": tuple(join) if join else None, "token": token,
         "insecure_plaintext": insecure_plaintext, "transport": transport,
         "rdma_subnets": tuple(rdma_subnet) if rdma_subnet else None, "rdma_allow_fallback": rdma_allow_fallback,
     }  # fmt: skip
     with interrupts_end_at_once():  # it imports torch, and leaves nothing behind
-        from peerd.doctor import check, examine
+        from peerd.doctor import check, examine, settings_of_running
         from peerd.settings import load
 
-        findings = examine(load(flags, os.environ, config))
+        told = {key: value for key, value in flags.items() if value is not None}
+        is_new = bind is not None or token is not None or config is not None
+        running = settings_of_running(name or os.environ.get("PEERD_NAME"), told, only=not is_new)
+        findings = examine(running or load(flags, os.environ, config))
     if format is Format.JSON:
         print_json([asdict(finding) for finding in findings])
     else:

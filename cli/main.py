@@ -21,6 +21,7 @@ from peerd.cli.join import join
 from peerd.cli.leave import leave
 from peerd.cli.members import members
 from peerd.cli.mode import mode
+from peerd.cli.number_options import take_plain_numbers
 from peerd.cli.reproduce import reproduce
 from peerd.cli.simulate import simulate
 from peerd.cli.start import START_CONTEXT, start
@@ -79,6 +80,7 @@ for verb in (
     app.command()(verb)
 app.add_typer(mode, name="mode")
 command = typer.main.get_command(app)
+take_plain_numbers(command)
 
 
 def run() -> None:

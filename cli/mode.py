@@ -30,7 +30,10 @@ def show(name: NameOption = None, format: FormatOption = Format.TEXT) -> None:
         return
     by = f", set by {answer['proposed_by']}" if answer["plan"] else ", as started"
     echo(f"plan {answer['plan']}: mode {answer['mode']}{by}")
-    echo(", ".join(f"{key} {value}" for key, value in answer["settings"].items()))
+    settings = answer["settings"]
+    if answer["settle_steps"]:
+        settings["every"] = f"{settings['every']} (at least {answer['settle_steps']} after a round has ended)"
+    echo(", ".join(f"{key} {value}" for key, value in settings.items()))
     late = _late(answer, answer["plan"])
     echo(f"{len(answer['members']) - len(late)} of {len(answer['members'])} members{_without(late)}")
 

@@ -55,9 +55,10 @@ def print_table(columns: list[str], rows: list[list[str]]) -> None:
 
 def progress_bar() -> Progress:
     """For who watches, on stderr; a task has a `note`."""
+    console = Console(stderr=True)
     return Progress(
         TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn(),
-        console=Console(stderr=True), transient=True,
+        console=console, transient=True, disable=not console.is_terminal,
     )  # fmt: skip
 
 

@@ -11,14 +11,16 @@ import platform
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import trio
 
 from peerd import __version__
 from peerd.carriers import CARRIERS, Finding
-from peerd.local.local_socket import request, running_nodes, socket_path
+from peerd.local.local_socket import find_node, request, running_nodes, socket_path
 from peerd.security.entry import Told
 from peerd.security.outlook import credentials, outlook
 from peerd.settings import Settings, is_loopback, parse_address
@@ -35,7 +37,27 @@ CONNECTS = 5  # the fastest is shown
 HANG_UP_S = 1.0
 MTU_MIN = 1432  # a datagram of 1400 bytes, with its swarm's tag and its headers
 NETWORK = Path("/sys/class/net")
+OF_A_MACHINE = (
+    "name", "bind", "swarm", "run", "insecure_plaintext", "transport", "rdma_subnets", "rdma_allow_fallback",
+)  # fmt: skip
+"""What a running node's settings say of how it is reached."""
 _TIME_ERROR = 5  # adjtimex(2): nobody keeps the clock
+
+
+def settings_of_running(name: str | None, told: Mapping[str, Any], *, only: bool) -> Settings | None:
+    """Of the node of this name where it runs here, with what is `told`; None: it does not run.
+
+    `only`: without a name the only one is meant. Raises UserError where several run then.
+    """
+    if name is None and not only:
+        return None
+    running = running_nodes()
+    if (name is None and not running) or (name is not None and name not in running):
+        return None
+    info = request(find_node(name), "info")
+    own = {key: tuple(value) if isinstance(value, list) else value for key, value in info["settings"].items()}
+    kept = {key: own[key] for key in OF_A_MACHINE if key in own}
+    return replace(Settings(), **{**kept, "state_dir": info["state_dir"], **told})
 
 
 def examine(settings: Settings) -> list[Finding]:
@@ -47,7 +69,8 @@ def examine(settings: Settings) -> list[Finding]:
     if settings.insecure_plaintext:
         findings.append(Finding("member", "note", "connections are plain: whoever reaches a node is a member"))
     else:
-        findings.append(Finding("member", *outlook(told)))
+        state, what, cure = outlook(told)
+        findings.append(Finding("member", state, f"{settings.name}: {what}", cure))
     for peer in settings.seeds:
         findings += _peer(peer, None if settings.insecure_plaintext else told)
     for name, carrier in CARRIERS.items():

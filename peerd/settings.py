@@ -21,6 +21,7 @@ from peerd.training.codecs import CODECS
 from peerd.training.mode_settings import AUTO, OPTIONS, OVERLAPS, PLANNED, WEIGHTS, check_count
 from peerd.training.modes import MODES, ModeSettings, check_given, check_options, settings_of
 from peerd.training.modes.own_mode import adopted
+from peerd.training.plain_numbers import number, whole
 from peerd.transport.errors import UserError
 from peerd.transport.ids import Address
 from peerd.transport.messages import NAME
@@ -194,7 +195,7 @@ def parse_address(text: str, where: str) -> Address:
         if after.isdecimal() and _is_ipv6(bare):
             raise UserError(f"{where}: {text!r} needs brackets: [{bare}]:{after}, or [{text}]:{DEFAULT_PORT}")
         return text, DEFAULT_PORT
-    match = re.fullmatch(r"(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:\[\]]+))(?::(?P<port>\d{1,5}))?", text)
+    match = re.fullmatch(r"(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:\[\]]+))(?::(?P<port>[0-9]{1,5}))?", text)
     if match is None or int(match["port"] or DEFAULT_PORT) > 65535:
         raise UserError(f"{where}: {text!r} is not HOST:PORT (for example 10.0.0.5:{DEFAULT_PORT})")
     return match["v6"] or match["host"], int(match["port"] or DEFAULT_PORT)
@@ -283,7 +284,7 @@ def _from_text(key: str, text: str, where: str) -> Any:
     try:
         if isinstance(default, bool):
             return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
-        return type(default)(text)
+        return (whole if isinstance(default, int) else number)(text)
     except (KeyError, ValueError):
         raise UserError(f"{where}: {text!r} is not {_WORDS[type(default)]}") from None
 

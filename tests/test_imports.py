@@ -22,7 +22,7 @@ CORES = {
     "peerd.transport.wire", "peerd.transport.patience", "peerd.transport.peer_queue", "peerd.transport.secure.records",
     "peerd.transport.secure.signing", "peerd.training.effects",
     "peerd.training.mode", "peerd.training.mode_core", "peerd.training.mode_settings", "peerd.training.early",
-    "peerd.training.counts",
+    "peerd.training.counts", "peerd.training.plain_numbers",
     "peerd.training.flush", "peerd.training.refusal", "peerd.training.scratch",
     "peerd.training.partnered", "peerd.training.trigger", "peerd.training.trigger_check",
     "peerd.training.model.quiet",
@@ -60,7 +60,7 @@ ROOMS = {  # each with the rooms that it may look into; from the roof to the cel
         "node", "membership", "modes", "pairs", "parameter_server", "model", "codecs", "mode", "tasks", "messages",
         "transport",
     },
-    "tasks": {"peerd", "transport"},  # scripts like any user's
+    "tasks": {"peerd", "mode", "transport"},  # scripts like any user's
     "daemon": {
         "peerd", "settings", "carriers", "security", "node", "membership", "local", "process", "protocol", "tasks",
         "modes", "codecs", "mode", "messages", "transport",

@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol, cast
 
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Effect, Log, StepReport, Vector
-from peerd.training.mode_settings import GRADIENTS, OVERLAPS, WEIGHTS, ModeSettings
+from peerd.training.mode_settings import AUTO, GRADIENTS, OVERLAPS, WEIGHTS, ModeSettings
 from peerd.training.model.quiet import Quiet
 from peerd.transport.errors import UserError
 from peerd.transport.ids import NodeId
@@ -71,6 +71,16 @@ class ModeClass:
         """Whether what it is told fits, where what is exchanged is one of EXCHANGES. Raises UserError."""
         if told.overlap not in OVERLAPS:
             raise UserError(f"overlap {told.overlap!r}: not one of {', '.join(OVERLAPS)}")
+
+    @classmethod
+    def in_force(cls, told: ModeSettings) -> ModeSettings:
+        """What its core works by: the mode's own values stand for what is left to it, or is not for it."""
+        return replace(told, codec=cls.CODEC if told.codec == AUTO else told.codec)
+
+    @classmethod
+    def settle_steps(cls, argument: str, in_force: ModeSettings) -> int:
+        """How many steps lie between the end of a round and the next one, whatever `every` says."""
+        return 0
 
     def on_gradient(self, gradient: Vector, samples: float, step: int, now: float, rate: float) -> list[Effect]:
         """See `Mode`."""

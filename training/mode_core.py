@@ -206,6 +206,7 @@ class ModeCore:
         self.untold = 0  # changes of the mode that the trainer does not know of yet
         self.slowest_s = 0.0  # of the exchanges so far that this node began
         self._last_report: StepReport | None = None
+        self._ended_at: int | None = None  # the last step of a run of whose end the mode has heard
         self._partners: frozenset[NodeId] = frozenset()
         self._members: frozenset[NodeId] = frozenset()  # as the mode knows them
         self._gone: dict[NodeId, float] = {}  # who was one, and when it went
@@ -234,7 +235,7 @@ class ModeCore:
                     model.published(copy, report.step)
                 self._last_report = report
                 waits = (self.phase is not ModePhase.RUNS or self.untold > 0) and not report.finishing
-                return mode.on_step(report, now) if mode is not None and not waits else []
+                return self._report(mode, report, now) if mode is not None and not waits else []
             case GradientCame():
                 self._gradient = event
                 return self._give_gradient(now)
@@ -277,12 +278,12 @@ class ModeCore:
                 if not mode.under_way:  # at once: what comes before the next mode would be half done for ever
                     self._enter(ModePhase.ENDED)
             case NodeLeaves(step):
-                return mode.on_step(_ended(step), now)
+                return self._report(mode, _ended(step), now)
             case RunStands(step, anew):
                 last = self._last_report
                 if anew and (last is None or not last.finishing):
                     last = _ended(step)
-                return mode.on_step(last, now) if last is not None and last.finishing else []
+                return self._report(mode, last, now) if last is not None and last.finishing else []
         return []
 
     def came_early(self) -> list[Received]:
@@ -301,11 +302,20 @@ class ModeCore:
             self.model.add(left)
         self.mode = event.make(self._values)
         self.plan = event.plan
+        self._ended_at = None
         self._enter(ModePhase.RUNS)
         self._began.clear()
         self._early.clear()
         self._note_members(event.alive, now)
         return [*self.mode.on_peers(event.alive, now), *self._give_gradient(now)]
+
+    def _report(self, mode: Mode, report: StepReport, now: float) -> list[Effect]:
+        """Tell of a step. A last one may be said again (who was interrupted at a run's end comes to it once more): a
+        mode of rounds would begin another final round."""
+        if report.finishing and report.step == self._ended_at and not report.change:
+            return []
+        self._ended_at = report.step if report.finishing else None
+        return mode.on_step(report, now)
 
     def _give_gradient(self, now: float) -> list[Effect]:
         """To the mode in force; to the next one where this one begins nothing new."""

@@ -5,10 +5,11 @@ Adding an option is a field here and its name in TAKES of the modes that heed it
 
 from __future__ import annotations
 
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
 from enum import Enum
 from typing import Any
 
+from peerd.training.plain_numbers import number
 from peerd.transport.errors import UserError
 
 AUTO = "auto"
@@ -79,9 +80,15 @@ def outer_step(told: ModeSettings, lr: float, momentum: float) -> tuple[float, f
     return lr, momentum
 
 
+def with_outer_step(told: ModeSettings, lr: float, momentum: float) -> ModeSettings:
+    """The same with numbers for `auto`, as all would write them. Raises UserError."""
+    lr, momentum = outer_step(told, lr, momentum)
+    return replace(told, outer_lr=repr(lr), outer_momentum=repr(momentum))
+
+
 def _number(name: str, text: str, auto: float) -> float:
     try:
-        return auto if text == AUTO else float(text)
+        return auto if text == AUTO else number(text)
     except ValueError:
         raise UserError(f"{name}: {text[:40]!r} is neither a number nor {AUTO}") from None
 
@@ -98,20 +105,5 @@ OPTIONS: dict[str, Field[Any]] = {option.name: option for option in fields(ModeS
 """By name; `metadata` has `help`, `scope` and `most`."""
 PLANNED = tuple(name for name, option in OPTIONS.items() if option.metadata["scope"] is not Scope.START)
 """What a plan says of its mode."""
-
-
-def told_at_start(settings: ModeSettings) -> list[str]:
-    """What all members must be told alike when they start, where it is not the default."""
-    return [
-        f"{name}={_plain(getattr(settings, name))}"
-        for name, option in OPTIONS.items()
-        if option.metadata["scope"] is not Scope.PLAN and getattr(settings, name) != option.default
-    ]
-
-
-def _plain(told: Any) -> str:
-    """A number as all would write it."""
-    try:
-        return repr(float(told)) if isinstance(told, str) else str(told)
-    except ValueError:
-        return str(told)
+ALIKE_AT_START = tuple(name for name, option in OPTIONS.items() if option.metadata["scope"] is not Scope.PLAN)
+"""What all members must be told alike when they start."""

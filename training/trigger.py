@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from peerd.training.model.quiet import NEVER
+from peerd.training.plain_numbers import number, whole
 from peerd.transport.errors import UserError
 
 SILENCE_MAX_S = 60.0
@@ -110,16 +111,17 @@ class AlwaysTrigger:
 
 
 def _change(text: str) -> Trigger:
-    threshold = float(text)
-    if not 0 <= threshold < math.inf:
+    threshold = number(text)
+    if threshold < 0:
         raise ValueError
     return ChangeTrigger(threshold)
 
 
 def _period(text: str) -> Trigger:
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
+    period = whole(text)
+    if period < 1:
         raise ValueError
-    return PeriodTrigger(int(text))
+    return PeriodTrigger(period)
 
 
 def _always(text: str) -> Trigger:

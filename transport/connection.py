@@ -30,6 +30,7 @@ class Connection(Protocol):
     identity: NodeId | None  # who is there, as proved; STRANGER: who has no certificate; None: nothing is proved
     remote: str  # "host:port", for logs
     host: str  # where the other end is: an address, never a name; "" where there are none
+    bytes_measured: int  # of those sent: samples for a peer that measures the line, no part of the swarm's traffic
     payload_limit: int  # most bytes of chunks in one received message
     on_bulk: Callable[[int], None]  # told the size of each bulk message that begins to come, and 0 once it is here
     upgrades_refused: Callable[[], Awaitable[str]]  # asked why the peer may have no other carrier; "" where it may

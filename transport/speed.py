@@ -35,8 +35,12 @@ async def serve(connection: Connection) -> Message:
         if not isinstance(message := await connection.receive(), SpeedRequest):
             return message
         async with _TURN:
-            await connection.send(_sample())
-            await connection.flushed()
+            before = connection.bytes_sent
+            try:
+                await connection.send(_sample())
+                await connection.flushed()
+            finally:
+                connection.bytes_measured += connection.bytes_sent - before
     raise PeerError(f"{connection.remote}: asked for more than {SAMPLES_MAX} samples")
 
 

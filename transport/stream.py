@@ -113,6 +113,7 @@ class StreamConnection:
         self.remote = remote
         self.host = stream.host
         self.admitted = False
+        self.bytes_measured = 0
         self.on_bulk: Callable[[int], None] = _told_nobody
         self.upgrades_refused: Callable[[], Awaitable[str]] = _not_refused
         self._shake_hands = shake_hands

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from peerd.carriers import CARRIERS
+from peerd.cli import interrupts_end_at_once
 from peerd.cli.demo.figures import print_summary, show_live, sum_up
 from peerd.cli.demo.local_swarm import LocalSwarm
 from peerd.cli.demo.run import Kill, Watch, follow
@@ -66,6 +67,8 @@ def demo(
         "--wait-for": str(peers),
         **dict(_flag(key, value) for key, value in given.items() if value is not None),
     }
+    with interrupts_end_at_once():  # it imports torch; without its data, or enough of it, each node would say so itself
+        TASKS[task].prepare([*command[1:], "--rank", "0", "--peers", str(peers)])
     _clean_up_on_signals()
     with LocalSwarm(peers, options, command) as swarm:
         watch = Watch(victim)

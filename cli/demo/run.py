@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from peerd.cli.demo.local_swarm import LocalSwarm
+from peerd.training.plain_numbers import number, whole
 from peerd.transport.errors import UserError
 
 WATCH_EVERY_S = 0.25
@@ -37,10 +38,10 @@ class Kill:
         """Read NODE@SHARE. Raises UserError."""
         index, _, share = text.partition("@")
         try:
-            kill = cls(f"node-{int(index)}", float(share))
+            kill = cls(f"node-{whole(index)}", number(share))
         except ValueError:
             raise UserError(f"--kill {text}: wanted NODE@SHARE, for example 1@0.5") from None
-        if not 0 <= int(index) < peers:
+        if not 0 <= whole(index) < peers:
             raise UserError(f"--kill {text}: the nodes are 0 to {peers - 1}")
         if not 0 < kill.share < 1 or peers < 2:
             raise UserError(f"--kill {text}: a share between 0 and 1 of a run of at least 2 nodes")

@@ -36,7 +36,7 @@ from peerd.security.renewal import Renewal
 from peerd.security.secrets_exchange import SecretsExchange
 from peerd.security.shared_secrets import SharedSecrets
 from peerd.settings import Settings, is_loopback
-from peerd.training.mode_settings import told_at_start
+from peerd.training.modes import alike_at_start
 from peerd.transport.connection import Datagrams, Transport
 from peerd.transport.errors import PeerError
 from peerd.transport.hello import Refused
@@ -192,7 +192,7 @@ class Daemon:
             tensors.append(tensor)
         return Hello(
             PROTOCOL, settings.swarm, settings.run, me.id, me.name, me.epoch, me.host, me.port,
-            "+".join([settings.mode, *told_at_start(settings)]),
+            alike_at_start(settings.mode, settings),
             self.model.signature, tuple(tensors),
         )  # fmt: skip
 

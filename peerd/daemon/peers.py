@@ -108,8 +108,8 @@ class Peers:
 
     @property
     def bytes_sent(self) -> int:
-        """Written to the sockets of all connections seen by `count`."""
-        return self._closed_sent + sum(connection.bytes_sent for connection in self._open)
+        """Written to the sockets of all connections seen by `count`, but for what measures a line."""
+        return self._closed_sent + sum(connection.bytes_sent - connection.bytes_measured for connection in self._open)
 
     @property
     def bytes_received(self) -> int:
@@ -131,7 +131,7 @@ class Peers:
             await connection.aclose()
         finally:
             self._open.discard(connection)
-            self._closed_sent += connection.bytes_sent
+            self._closed_sent += connection.bytes_sent - connection.bytes_measured
             self._closed_received += connection.bytes_received
 
     async def _keep_connected(self, peer: NodeId, box: _Outgoing) -> None:

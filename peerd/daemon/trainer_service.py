@@ -35,7 +35,7 @@ from peerd.protocol.trainer import FROM_TRAINER, Attach, Said, Stepped, decoded
 from peerd.settings import Settings
 from peerd.training.codecs import vector
 from peerd.training.codecs.vector import Layout, NotFinite
-from peerd.training.mode_settings import GRADIENTS
+from peerd.training.mode_settings import AUTO, GRADIENTS
 from peerd.training.modes import Mode, class_of, parse_mode
 from peerd.training.modes.average import Average
 from peerd.transport.errors import PeerError, UserError
@@ -301,13 +301,14 @@ class TrainerService:
             while (said := await session.receive()) is not None:
                 match said:
                     case Stepped():
+                        ends = said.finishing and session.facts.phase is not TrainerPhase.FINISHING
                         session.facts.note(said)
                         self._runner.on_report(report_of(said), said.published)
                         if said.rolled_back and self._settings.exchange == GRADIENTS:
                             self._runner.on_rolled_back()
                         if said.finishing:
                             session.ended.set()
-                            if not self._leaving:
+                            if ends and not self._leaving:
                                 nursery.start_soon(self._end_run, session)
                     case protocol.Added(half):
                         self._runner.on_taken(half)
@@ -376,10 +377,18 @@ class TrainerService:
         while self.mode is None or self._runner.core.plan != self.plans.plan:
             assert self.layout is not None, "known once a trainer has attached"
             plan, settings = self.plans.plan, self.plans.settings
+            used = settings.mode_settings
+            if settings.codec not in (AUTO, used.codec):
+                LOGGER.warning(
+                    "mode %s takes codec %s in place of %s, which drops too much",
+                    settings.mode,
+                    used.codec,
+                    settings.codec,
+                )
             make = Average if plan.once else parse_mode(settings.mode, settings.exchange)
             known = self._members() if self.meta.ready else {}  # a newcomer hears of the others once it may exchange
             alive = partners(known, self._me, self.signature, plan)
-            await self._runner.begin(plan, alive, make, self._me, self.layout, self._rng, settings.mode_settings)
+            await self._runner.begin(plan, alive, make, self._me, self.layout, self._rng, used)
 
     async def _change_plan(self, plan: Plan) -> None:
         """Another plan is in force."""

@@ -64,7 +64,6 @@ TRANSITIONS: dict[TrainerPhase, dict[TrainerPhase, str]] = {
     },
     TrainerPhase.FINISHED: {
         TrainerPhase.FINISHING: "its last step again, which Finished crossed",
-        TrainerPhase.FINISHED: "each last step has a Finished",
     },
     TrainerPhase.GONE: {},
 }

@@ -26,7 +26,7 @@ from peerd.security.certificates import pin_of
 from peerd.security.token import parse_life
 from peerd.settings import parse_address
 from peerd.training.mode_settings import PLANNED
-from peerd.training.modes import check_given, heeds
+from peerd.training.modes import check_given, class_of, heeds
 from peerd.transport.errors import UserError
 from peerd.transport.ids import Address, NodeId, shown
 from peerd.transport.messages import Member, Plan, State
@@ -274,11 +274,13 @@ class Verbs:
 
     async def _mode(self, _: dict[str, Any]) -> Answer:
         plans, members = self._node.model.plans, self._node.members()
-        mode, heeded = plans.settings.mode, {**asdict(plans.settings), "codec": plans.settings.mode_settings.codec}
+        mode, in_force = plans.settings.mode, plans.settings.mode_settings
+        kind = class_of(mode).exchanging(in_force.exchange)
         return {
             "plan": plans.plan.number,
             "mode": self._mode_under(plans.plan),
-            "settings": {key: heeded[key] for key in PLANNED if heeds(mode, key, self._node.settings.exchange)},
+            "settings": {key: getattr(in_force, key) for key in PLANNED if heeds(mode, key, in_force.exchange)},
+            "settle_steps": kind.settle_steps(mode.partition(":")[2], in_force),
             "author": plans.plan.author,
             "proposed_by": members[plans.plan.author].name if plans.plan.author in members else plans.plan.author,
             "members": [

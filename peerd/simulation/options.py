@@ -13,6 +13,7 @@ from peerd.simulation.outcome import Target, parse_target
 from peerd.training.mode_settings import GRADIENTS, OPTIONS, ModeSettings
 from peerd.training.modes import MODES, check_given, check_options, class_of
 from peerd.training.modes.own_mode import as_told
+from peerd.training.plain_numbers import number, whole
 from peerd.transport.errors import UserError
 
 OPTIMIZERS = ("sgd", "nesterov", "adamw")
@@ -170,10 +171,10 @@ def _switch(text: str) -> bool:
     return {"true": True, "false": False}[text.lower()]
 
 
-_READ: dict[type, Callable[[str], Any]] = {bool: _switch, int: int, float: float, str: str}
+_READ: dict[type, Callable[[str], Any]] = {bool: _switch, int: whole, float: number, str: str}
 OF_A_MODE: dict[str, Callable[[str], Any]] = {
     **{name: _READ[type(option.default)] for name, option in OPTIONS.items()},
-    "optimizer": str, "lr": float, "momentum": float, "weight_decay": float, "batch": int, "schedule": str,
+    "optimizer": str, "lr": number, "momentum": number, "weight_decay": number, "batch": whole, "schedule": str,
 }  # fmt: skip
 """What can be said for one of several modes that are compared, by how its text is read."""
 
@@ -211,7 +212,9 @@ def parse_seeds(text: str) -> list[int]:
     try:
         first, dots, last = text.partition("..")
         seeds = (
-            list(range(int(first), int(last) + 1)[: SEEDS_MAX + 1]) if dots else [int(one) for one in text.split(",")]
+            list(range(whole(first), whole(last) + 1)[: SEEDS_MAX + 1])
+            if dots
+            else [whole(one) for one in text.split(",")]
         )
         if not seeds or min(seeds) < 0 or len(seeds) > SEEDS_MAX or len(set(seeds)) < len(seeds):
             raise ValueError(text)

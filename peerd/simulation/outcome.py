@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from peerd.training.plain_numbers import number
 from peerd.transport.errors import UserError
 
 
@@ -92,7 +93,7 @@ def parse_target(text: str) -> Target:
     """`accuracy:0.85` or `loss:2.2`, both of the averaged model on validation examples. Raises UserError."""
     metric, _, rest = text.partition(":")
     try:
-        value = float(rest)
+        value = number(rest)
     except ValueError:
         value = math.nan
     if metric not in ("accuracy", "loss") or not math.isfinite(value) or (metric == "accuracy" and not 0 < value <= 1):

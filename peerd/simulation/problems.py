@@ -16,6 +16,7 @@ import numpy as np
 
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Vector
+from peerd.training.plain_numbers import number
 from peerd.transport.errors import UserError
 
 STEP_MIN_S, STEP_MAX_S = 1e-4, 1e6
@@ -272,16 +273,19 @@ class Compute:
         try:
             match kind:
                 case "fixed":
-                    self._median = float(rest)
+                    self._median = number(rest)
                 case "lognormal":
                     median, sigma = rest.split(":")
-                    self._median, self._sigma = float(median), float(sigma)
+                    self._median, self._sigma = number(median), number(sigma)
                 case "trace":
                     with open(rest, encoding="utf-8") as file:
                         lines = file.read(TRACE_CHARACTERS + 1)
                     if len(lines) > TRACE_CHARACTERS:
                         raise ValueError("too long")
-                    self._median, self._trace = 1.0, [float(line) for line in lines.splitlines() if line.strip()]
+                    self._median, self._trace = (
+                        1.0,
+                        [number(line.strip()) for line in lines.splitlines() if line.strip()],
+                    )
                 case _:
                     raise ValueError(kind)
             seconds = [self._median, *self._trace]

@@ -17,6 +17,7 @@ from peerd.simulation.perceptron import Examples, Gradient, Inputs, initial, lay
 from peerd.simulation.problems import FlatLearner, Learner, Moved, scores_of
 from peerd.training.effects import Vector
 from peerd.training.parameter_server.optimizer import AdamW, Optimizer, Sgd
+from peerd.training.plain_numbers import number, whole
 from peerd.training.tasks import data_partition
 from peerd.transport.errors import UserError
 
@@ -168,13 +169,13 @@ def _parsed(text: str) -> tuple[tuple[int, ...], int, float, int]:
         for part in text.split(":")[1:]:
             key, equals, value = part.partition("=")
             if not equals:
-                sizes = tuple(int(size) for size in part.split("-"))
+                sizes = tuple(whole(size) for size in part.split("-"))
             elif key == "hidden":
-                hidden = int(value)
+                hidden = whole(value)
             elif key == "noise":
-                noise = float(value)
+                noise = number(value)
             elif key == "examples":
-                examples = int(value)
+                examples = whole(value)
             else:
                 raise ValueError(key)
         in_bounds = all(1 <= size <= SIZE_MAX for size in (*sizes, hidden)) and 3 <= len(sizes) <= LAYERS_MAX

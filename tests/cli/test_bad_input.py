@@ -22,6 +22,7 @@ from machine import PATIENCE_S, Machine, Node
 from scripts import TRAIN
 from typer.testing import CliRunner
 
+from peerd.cli.demo.local_swarm import LocalSwarm
 from peerd.cli.main import app, run
 from peerd.daemon.node import PROTOCOL
 from peerd.local.node_key import NodeKey
@@ -73,6 +74,14 @@ def terminal(machine: Machine, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Ca
 START = ("start", "--bind", "127.0.0.1:0")
 
 
+@pytest.mark.parametrize("task", ["fashion-mnist", "shakespeare"])
+def test_a_demo_without_its_data_starts_no_node(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, task: str
+) -> None:
+    monkeypatch.setattr(LocalSwarm, "_start", lambda *_: pytest.fail("a node was started"))
+    terminal.refuses("or set PEERD_DATA to a", "demo", "--task", task, PEERD_DATA=str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -101,6 +110,24 @@ def test_wrong_configuration(machine: Machine, terminal: Terminal, text: str, ex
         ((*START, "--join", "nosuch.invalid"), "cannot resolve nosuch.invalid:7946"),
         ((*START, "--name", "a/b"), "name: 'a/b' must be"),
         ((*START, "--view", "0"), "view: 0 must be at least 1"),
+        ((*START, "--view", "1_0"), "--view: '1_0' is not a whole number"),
+        ((*START, "--view", "\u0665"), r"--view: '\u0665' is not a whole number"),
+        ((*START, "--wait-for", " 5"), "--wait-for: ' 5' is not a whole number"),
+        ((*START, "--view", "2.0"), "--view: '2.0' is not a whole number"),
+        ((*START, "--mode", "diloco", "--outer-lr", "1_0"), "outer_lr: '1_0' is neither a number nor auto"),
+        ((*START, "--trigger", "change:0.0_5"), "trigger 'change:0.0_5' is not one"),
+        ((*START, "--trigger", "period:\u0665"), "is not one; write one of"),
+        ((*START, "--mode", "elastic:pairwise:0.2_5"), "--mode elastic:pairwise:0.2_5: what takes an argument is"),
+        ((*START, "--mode", "allreduce", "--topology", "tree: 2"), "topology 'tree: 2': not one of"),
+        (("start", "--bind", "127.0.0.1:\u0660"), "is not HOST:PORT"),
+        (("demo", "--peers", "1_0"), "--peers: '1_0' is not a whole number"),
+        (("demo", "--shard", "dirichlet:0_1"), "shard 'dirichlet' needs a number"),
+        (("demo", "--kill", "1@0.5_0"), "--kill 1@0.5_0: wanted NODE@SHARE"),
+        (("simulate", "--lr", " 0.1"), "--lr: ' 0.1' is not a number"),
+        (("simulate", "--minutes", "inf"), "--minutes: 'inf' is not a number"),
+        (("simulate", "--seeds", "0..1_0"), "--seeds 0..1_0: wanted FIRST..LAST"),
+        (("simulate", "--minutes", "1", "--compute", "fixed:1_0"), "--compute fixed:1_0: wanted fixed:SECONDS"),
+        (("simulate", "--mode", "gossip;view=1_0,push-sum"), "view=1_0: not a value of view ('1_0' is not a whole"),
         ((*START, "nosuch.py"), "no such script: nosuch.py"),
         ((*START, "digit"), "no such command or task: digit"),
         ((*START, "--nosuch"), "--nosuch is neither an option"),

@@ -168,3 +168,32 @@ def test_a_damaged_authority_is_one_line(machine: Machine) -> None:
     assert ran.returncode == 1
     assert len(ran.stderr.splitlines()) == 1
     assert f"the authority's key {key} is damaged" in ran.stderr
+
+
+def test_the_doctor_looks_at_the_node_that_is_meant_and_its_measurement_is_no_traffic(machine: Machine) -> None:
+    host = own_address()
+    a = machine.start("a", "--bind", f"{host}:0")
+    address = a.address
+    alone = machine.peerd("doctor", "--format", "json")
+    assert "a: an authority of this node's own" in found(alone.stdout, "member")[0], "the only one"
+    b = machine.start("b", "--bind", f"{host}:0", "--token", token(machine, a), XDG_STATE_HOME=another_user(machine))
+    b.sees(a="alive", b="alive")
+    refused = machine.peerd("doctor")
+    assert refused.returncode == 1
+    assert refused.stderr.startswith("peerd: several nodes run here: a, b; choose one with --name")
+    before = a.ask("status")["bytes_sent"]
+    of_b = machine.peerd("doctor", "--name", "b", "--join", address, "--format", "json")
+    assert "b: a certificate until" in found(of_b.stdout, "member")[0]
+    assert "Mbit/s from there to here" in found(of_b.stdout, "peer")[1]
+    assert a.ask("status")["bytes_sent"] - before < 1 << 20, "a sample is as much, and there were many"
+    assert (
+        "a: an authority of this node's own"
+        in found(machine.peerd("doctor", "--name", "a", "--format", "json").stdout, "member")[0]
+    )
+    new = machine.peerd("doctor", "--name", "new", "--format", "json")
+    assert "new: the user's own authority" in found(new.stdout, "member")[0]
+
+
+def found(findings: str, check: str) -> list[str]:
+    """What the doctor says of this."""
+    return [one["found"] for one in json.loads(findings) if one["check"] == check]

@@ -17,8 +17,7 @@ from peerd.carriers import CARRIERS
 from peerd.security.token import Token
 from peerd.settings import DEFAULT_PORT, OF_RDMA, Settings, load, parse_address, unknown_variables
 from peerd.training.codecs import CODECS
-from peerd.training.mode_settings import told_at_start
-from peerd.training.modes import MODES, ModeSettings, class_of, heeds
+from peerd.training.modes import MODES, ModeSettings, alike_at_start, class_of, heeds, settings_of
 from peerd.transport.errors import UserError
 
 ROOT = Path(__file__).parent.parent.parent
@@ -90,11 +89,62 @@ def test_a_number_in_the_file_is_one_where_a_setting_may_be_auto(tmp_path: Path)
     assert (settings.outer_lr, settings.outer_momentum) == ("0.5", "0")
 
 
+@pytest.mark.parametrize(
+    ("mode", "told", "in_force"),
+    [
+        *((mode, {}, {"codec": "sign"}) for mode in MODES if MODES[mode].KEEPS_LINKS),
+        ("noloco", {}, {"codec": "float32", "every": 50, "outer_lr": "0.7", "outer_momentum": "0.5"}),
+        *(("noloco", {"codec": codec}, {"codec": "bfloat16"}) for codec in CODECS if codec.startswith(("sign", "top"))),
+        ("noloco", {"codec": "int8", "every": 7, "outer_lr": "1"}, {"codec": "int8", "every": 7, "outer_lr": "1.0"}),
+        ("diloco", {}, {"codec": "float32", "every": 50, "outer_lr": "0.7", "outer_momentum": "0.9"}),
+        ("diloco:5", {}, {"every": 50}),
+        ("allreduce", {"codec": "sign"}, {"codec": "sign", "every": 1}),
+        ("allreduce", {"exchange": "gradients"}, {"codec": "float32"}),
+        ("hardsync", {}, {"codec": "float32", "server_optimizer": "sgd"}),
+    ],
+)  # fmt: skip
+def test_what_a_mode_is_left_is_shown_as_what_it_takes(
+    mode: str, told: dict[str, Any], in_force: dict[str, Any]
+) -> None:
+    shown = settings_of(mode, Settings(mode=mode, **told))
+    assert {key: getattr(shown, key) for key in in_force} == in_force
+    assert settings_of(mode, shown) == shown, "what is in force is what it would be told"
+
+
+@pytest.mark.parametrize(
+    ("mode", "told", "steps"),
+    [
+        ("allreduce", {}, 20), ("allreduce", {"every": 2}, 0), ("allreduce", {"overlap": "blocking"}, 0),
+        ("diloco", {}, 20), ("diloco:1", {}, 20), ("diloco:2", {}, 0), ("gossip", {}, 0),
+    ],
+)  # fmt: skip
+def test_steps_that_pass_after_a_round_whatever_is_told(mode: str, told: dict[str, Any], steps: int) -> None:
+    in_force = settings_of(mode, ModeSettings(**told))
+    assert class_of(mode).settle_steps(mode.partition(":")[2], in_force) == steps
+
+
 def test_who_was_told_another_outer_step_is_refused_by_its_text() -> None:
-    texts = [told_at_start(ModeSettings(outer_lr=text)) for text in ("0.1234567", "0.1234568", "auto", "0.50", ".5")]
-    assert len({*map(tuple, texts)}) == 4
-    assert texts[2] == []
-    assert texts[3] == texts[4] == ["outer_lr=0.5"]
+    rates = ("0.1234567", "0.1234568", "auto", "0.50", ".5")
+    texts = [alike_at_start("diloco", ModeSettings(outer_lr=text)) for text in rates]
+    assert len({*texts}) == 4
+    assert texts[2] == "diloco"
+    assert texts[3] == texts[4] == "diloco+outer_lr=0.5"
+
+
+@pytest.mark.parametrize(
+    ("mode", "one", "other"),
+    [
+        ("diloco", {}, {"outer_lr": "0.7", "outer_momentum": ".90"}),
+        ("noloco", {"outer_momentum": "0.5"}, {"outer_lr": "0.70"}),
+        ("hardsync", {"exchange": "gradients"}, {"exchange": "gradients", "server_optimizer": "sgd:momentum=0"}),
+        ("async", {"exchange": "gradients", "server_optimizer": "adamw:eps=1e-6,beta1=0.8"},
+         {"exchange": "gradients", "server_optimizer": "adamw:beta1=.8,beta2=0.999,eps=0.000001"}),
+    ],
+)  # fmt: skip
+def test_who_was_told_the_same_in_other_words_is_not_refused(
+    mode: str, one: dict[str, Any], other: dict[str, Any]
+) -> None:
+    assert alike_at_start(mode, Settings(mode=mode, **one)) == alike_at_start(mode, Settings(mode=mode, **other))
 
 
 def test_every_setting_is_tested_here() -> None:
@@ -219,7 +269,7 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
         ("PEERD_VIEW", "many", "PEERD_VIEW: 'many' is not a whole number"),
         ("PEERD_VIEW", "0", "view: 0 must be at least 1"),
         ("PEERD_WAIT_FOR", "-1", "wait_for: -1 must be at least 1"),
-        ("PEERD_CHECKPOINT_EVERY_S", "nan", "checkpoint_every_s: nan must be above 0"),
+        ("PEERD_CHECKPOINT_EVERY_S", "nan", "PEERD_CHECKPOINT_EVERY_S: 'nan' is not a number"),
         ("PEERD_CODEC", "int9", "codec: 'int9' is not one of .*; did you mean 'int8'?"),
         ("PEERD_MODE", "gosip", "did you mean 'gossip'?"),
         ("PEERD_NETWORK", "moon", "network: 'moon' is not one of lan, wan"),

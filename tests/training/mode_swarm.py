@@ -16,7 +16,8 @@ import numpy as np
 
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Apply, Effect, Proceed, Publish, Resume, Send, StepReport, Vector
-from peerd.training.modes import Mode, ModeSettings, class_of, parse_mode
+from peerd.training.mode_settings import AUTO
+from peerd.training.modes import Mode, ModeSettings, parse_mode, settings_of
 from peerd.transport import wire
 from peerd.transport.messages import Connected, Message
 
@@ -90,7 +91,7 @@ class ModeSwarm:
     ) -> None:  # fmt: skip
         """All start from one model; nobody has heard of anybody."""
         self.layout = Layout(size - buffers, size, variances, tuple(range(2, size + 1, 3)))
-        self.settings = replace(SETTINGS, codec=codec or class_of(mode).CODEC, **settings)
+        self.settings = settings_of(mode, replace(SETTINGS, codec=codec or AUTO, **settings))
 
         def made(name: str, layout: Layout, rng: random.Random, values: Callable[[], Vector]) -> Mode:
             return parse_mode(mode)(name, layout, rng, self.settings, values)

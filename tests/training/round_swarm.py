@@ -65,7 +65,8 @@ class RoundSwarm(ModeSwarm):
             core: AllReduce = Watched(name, layout, rng, self.settings, values, **argument)
             return core
 
-        super().__init__(mode, names, size, buffers=size // 4, seed=seed, codec=codec, make=made, **settings)
+        of = "allreduce" if kind is Average else mode
+        super().__init__(of, names, size, buffers=size // 4, seed=seed, codec=codec, make=made, **settings)
 
     def first_model(self) -> Vector:
         return np.round(1000 * self.start)

@@ -11,8 +11,11 @@ from gossip_swarm import GossipSwarm
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from peerd.training.codecs.difference import norm_of_difference
 from peerd.training.effects import Apply, Effect, Send, Vector
+from peerd.training.modes import push_sum
 from peerd.training.modes.push_sum import WEIGHT_MAX
+from peerd.training.one_way import allowance, core
 from peerd.training.one_way.allowance import (
     BUFFERS_MAX,
     FAR,
@@ -95,6 +98,35 @@ def test_who_is_far_from_the_others_has_less_to_say_the_further_it_is() -> None:
     allowances.of("y", 64.0, 1e9)
     assert allowances.of("a", 64.0, 1.0) == near[0], "of five, two that are far are not the others' median"
     assert Allowances(1).of("z", 64.0, 1e9) == near[0], "there is nobody to compare it with"
+
+
+@pytest.mark.parametrize("mode", ["gossip-push", "gossip-pull", "push-sum"])
+def test_how_far_a_push_comes_from_is_computed_once(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    swarm = OneStart(2, SIZE, "float32", mode=mode, robust=True)
+    lengths: list[float] = []
+
+    def seen(a: Vector, b: Vector | None = None) -> float:
+        lengths.append(norm_of_difference(a, b))
+        return lengths[-1]
+
+    modules = [core, allowance, push_sum]
+    for module in modules:
+        monkeypatch.setattr(module, "norm_of_difference", seen, raising=False)
+    swarm.everyone_alive()
+    swarm.settle()
+    for name in "ab":
+        swarm.step(name, np.linspace(0.0, 0.3, SIZE) if name == "a" else 0.0)
+    a, b = (swarm.nodes[name] for name in "ab")
+    pushes = [message for message in swarm.queues["a", "b"] if isinstance(message, Push)]
+    if mode == "gossip-pull":
+        swarm.deliver("b", "a")
+        pushes = [message for message in swarm.queues["a", "b"] if isinstance(message, Push)]
+    assert pushes, "a node that has moved"
+    apart = float(np.linalg.norm(a.x - b.x))
+    lengths.clear()
+    while swarm.queues["a", "b"]:
+        swarm.deliver("a", "b")
+    assert [round(length / apart, 2) for length in lengths].count(1.0) == 1, lengths
 
 
 def is_push(effect: Effect) -> bool:

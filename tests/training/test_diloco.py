@@ -204,7 +204,7 @@ def test_a_round_of_whole_models_begins_the_momentum_anew(mode: str) -> None:
     ("told", "line"),
     [
         ({"outer_lr": "0"}, "outer_lr: 0 must be above 0"),
-        ({"outer_lr": "nan"}, "outer_lr: nan must be above 0"),
+        ({"outer_lr": "nan"}, "outer_lr: 'nan' is neither a number nor auto"),
         ({"outer_lr": "fast"}, "outer_lr: 'fast' is neither a number nor auto"),
         ({"outer_momentum": "1"}, "outer_momentum: 1 must be from 0 to below 1"),
         ({"outer_momentum": "-0.1"}, "outer_momentum: -0.1 must be from 0 to below 1"),

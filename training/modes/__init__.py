@@ -7,9 +7,10 @@ class says all that there is to know of it (`ModeClass`): settings, help and che
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
 
 from peerd.training.mode import LinkStatus, Mode, ModeClass, ModeMaker
-from peerd.training.mode_settings import AUTO, EXCHANGES, OPTIONS, WEIGHTS, ModeSettings
+from peerd.training.mode_settings import ALIKE_AT_START, EXCHANGES, OPTIONS, WEIGHTS, ModeSettings
 from peerd.training.model.quiet import EVERY_STEP, Quiet
 from peerd.training.modes.allreduce import AllReduce
 from peerd.training.modes.diloco import DiLoCo
@@ -32,6 +33,7 @@ __all__ = [
     "ModeMaker",
     "ModeSettings",
     "Quiet",
+    "alike_at_start",
     "check_given",
     "check_options",
     "class_of",
@@ -80,9 +82,15 @@ def parse_mode(text: str, exchange: str = WEIGHTS) -> ModeMaker:
 
 
 def settings_of(mode: str, told: ModeSettings) -> ModeSettings:
-    """What the mode's core is given: the settings of modes among `told`, with its own codec for `auto`."""
-    values = {name: getattr(told, name) for name in OPTIONS}
-    return ModeSettings(**{**values, "codec": class_of(mode).CODEC if told.codec == AUTO else told.codec})
+    """What the mode's core is given and users are shown: the settings of modes among `told`, as they take effect."""
+    of_modes = ModeSettings(**{name: getattr(told, name) for name in OPTIONS})
+    return class_of(mode).exchanging(told.exchange).in_force(of_modes)
+
+
+def alike_at_start(mode: str, told: ModeSettings) -> str:
+    """The mode and what all members must be told alike, where it does not take effect as if they were told nothing."""
+    own, usual = asdict(settings_of(mode, told)), asdict(settings_of(mode, ModeSettings()))
+    return "+".join([mode, *(f"{name}={own[name]}" for name in ALIKE_AT_START if own[name] != usual[name])])
 
 
 def check_options(mode: str, told: ModeSettings) -> None:

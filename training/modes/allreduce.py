@@ -27,6 +27,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -73,7 +74,9 @@ class AllReduce(ModeClass):
         *,
         fragments: int = 1,
     ) -> None:
-        """A round that sums differences is of one of `fragments` parts of the model, in turn. Raises UserError."""
+        """A round that sums differences is of one of `fragments` parts of the model, in turn: each has its round every
+        `settings.every` steps. Raises UserError.
+        """
         if settings.overlap not in OVERLAPS:
             raise UserError(f"overlap {settings.overlap!r}: not one of {', '.join(OVERLAPS)}")
         if settings.topology != AUTO:
@@ -82,9 +85,9 @@ class AllReduce(ModeClass):
         self._settings = settings
         self.counts: Counter[str] = Counter()
         self.deadline = float("inf")
-        self._every = max(1, (settings.every if settings.every > 1 else self.EVERY) // fragments)
+        self._every = max(1, settings.every // fragments)
         self._overlap = settings.overlap
-        self._settles = settings.overlap == "delayed" and settings.every == 1 and fragments == 1
+        self._settles = self.settle_steps(str(fragments), settings) > 0
         self.barrier = self._every if settings.overlap == "blocking" else 0
         self._layout = layout
         self._values = values
@@ -126,6 +129,17 @@ class AllReduce(ModeClass):
         super().check(argument, told)
         if told.topology != AUTO:
             parse_topology(told.topology)
+
+    @classmethod
+    def in_force(cls, told: ModeSettings) -> ModeSettings:
+        """See `ModeClass`."""
+        return replace(super().in_force(told), every=told.every if told.every > 1 else cls.EVERY)
+
+    @classmethod
+    def settle_steps(cls, argument: str, in_force: ModeSettings) -> int:
+        """See `ModeClass`. Who sets `every`, or streams, has chosen how often."""
+        own = in_force.overlap == "delayed" and in_force.every == cls.EVERY and argument in ("", "1")
+        return SETTLE_STEPS if own else 0
 
     # ---------------------------------------------------------------- events
 

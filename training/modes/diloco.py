@@ -25,8 +25,9 @@ import numpy as np
 
 from peerd.training.effects import Vector
 from peerd.training.mode import ModeMaker
-from peerd.training.mode_settings import WEIGHTS, ModeSettings, outer_step
+from peerd.training.mode_settings import WEIGHTS, ModeSettings, outer_step, with_outer_step
 from peerd.training.modes.allreduce import AllReduce
+from peerd.training.plain_numbers import count
 from peerd.transport.errors import UserError
 from peerd.transport.messages import RoundBegin
 
@@ -52,8 +53,8 @@ class DiLoCo(AllReduce):
         """See `ModeClass`."""
         if not argument:
             return super().of(argument)
-        count = int(argument[:9]) if argument.isascii() and argument.isdigit() else 0
-        return partial(cls, fragments=count) if 1 <= count <= FRAGMENTS_MAX and len(argument) < 9 else None
+        fragments = count(argument, FRAGMENTS_MAX)
+        return partial(cls, fragments=fragments) if fragments else None
 
     @classmethod
     def check(cls, argument: str, told: ModeSettings) -> None:
@@ -64,6 +65,11 @@ class DiLoCo(AllReduce):
             raise UserError(
                 "overlap hpsgd: not with diloco:P, it would roll a fragment back that has no round for long"
             )
+
+    @classmethod
+    def in_force(cls, told: ModeSettings) -> ModeSettings:
+        """See `ModeClass`."""
+        return with_outer_step(super().in_force(told), OUTER_LR, OUTER_MOMENTUM)
 
     def __init__(self, *arguments: Any, **fragments: Any) -> None:
         super().__init__(*arguments, **fragments)

@@ -39,6 +39,7 @@ from peerd.training.modes.gossip import Gossip
 from peerd.training.pairs.links import PairLink
 from peerd.training.pairs.reference import PairedReference
 from peerd.training.pairs.robust import CentreAllowances, tensors_of
+from peerd.training.plain_numbers import number
 from peerd.training.trigger import ONLY_FINISHING
 from peerd.transport.errors import PeerError
 from peerd.transport.ids import NodeId
@@ -108,7 +109,10 @@ class Elastic(LinkedMode):
         if not argument:
             return super().of(argument)
         how, colon, text = argument.partition(":")
-        alpha = _number(text) if colon else ALPHA
+        try:
+            alpha = number(text) if colon else ALPHA
+        except ValueError:
+            return None
         return partial(ElasticPairs, alpha=alpha) if how == "pairwise" and 0 < alpha <= GAIN_MAX else None
 
     def __init__(
@@ -345,10 +349,3 @@ class Elastic(LinkedMode):
                 effects.append(Proceed(settled=True))
         self.deadline = min(core.deadline for core in cores)
         return effects
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan

@@ -31,7 +31,7 @@ class GossipPush(OneWay):
     def _begin(self, partner: Partner, values: Vector, reason: str, now: float) -> list[Effect]:
         return self._push(partner.peer, values, now, partner, reason)
 
-    def _correction(self, incoming: Incoming, push: Push, came: Vector, values: Vector) -> Vector:
+    def _correction(self, incoming: Incoming, push: Push, came: Vector, values: Vector, distance: float) -> Vector:
         if not 0 < push.gain <= GAIN_MAX:
             raise PeerError(f"a gain of {push.gain} is outside (0, {GAIN_MAX}]")
         correction = self._scratch.take(came)
@@ -42,7 +42,7 @@ class GossipPush(OneWay):
             correction *= share
             return correction
         cut, still = self._layout.parameters, self._report.finishing
-        part, of_buffers = self._allowances.shares(incoming.peer, correction, values, cut, share, still=still)
+        part, of_buffers = self._allowances.shares(incoming.peer, distance, correction, values, cut, share, still=still)
         self.counts["pushes_shortened"] += part < share
         correction[:cut] *= part
         correction[cut:] *= of_buffers

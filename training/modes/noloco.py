@@ -30,9 +30,9 @@ import numpy as np
 
 from peerd.training.codecs.difference import norm_of_difference
 from peerd.training.codecs.vector import Layout, NotFinite
-from peerd.training.effects import Apply, Effect, Log, Send, StepReport, Vector
+from peerd.training.effects import Apply, Effect, Send, StepReport, Vector
 from peerd.training.mode import LinkStatus, ModeClass, not_finite
-from peerd.training.mode_settings import ModeSettings, outer_step
+from peerd.training.mode_settings import ModeSettings, outer_step, with_outer_step
 from peerd.training.model.quiet import EVERY_STEP, Quiet
 from peerd.training.modes.gossip import Gossip
 from peerd.training.one_way.allowance import Allowances
@@ -102,20 +102,26 @@ class NoLoCo(ModeClass):
         super().check(argument, told)
         outer_step(told, ETA, MU)
 
+    @classmethod
+    def in_force(cls, told: ModeSettings) -> ModeSettings:
+        """See `ModeClass`. One step would be no local steps."""
+        told = with_outer_step(super().in_force(told), ETA, MU)
+        codec = told.codec if told.codec in WHOLE_MODEL_CODECS else "bfloat16"
+        return replace(told, codec=codec, every=told.every if told.every > 1 else STEPS)
+
     def __init__(
         self, me: NodeId, layout: Layout, rng: random.Random, settings: ModeSettings, values: Callable[[], Vector]
     ) -> None:
-        """`settings.every` is H; left at 1, which would be no local steps, it is NoLoCo's 50."""
+        """`settings.every` is H."""
         self.counts: Counter[str] = Counter()
         self.deadline = math.inf
         self._me = me
         self._layout = layout
         self._rng = rng
-        self._settings = settings
+        self._view = settings.view
         self._values = values
-        self._every = settings.every if settings.every > 1 else STEPS
-        codec = settings.codec if settings.codec in WHOLE_MODEL_CODECS else "bfloat16"
-        self._outer = Outer(layout, codec, values(), *outer_step(settings, ETA, MU))
+        self._every = settings.every
+        self._outer = Outer(layout, settings.codec, values(), *outer_step(settings, ETA, MU))
         self._pair: _Pair | None = None
         self._answered: tuple[NodeId, PairHalf] | None = None  # the last half we answered with
         self._ended: deque[tuple[NodeId, int]] = deque(maxlen=REMEMBERED)
@@ -129,7 +135,6 @@ class NoLoCo(ModeClass):
         self._flushing = False
         self._correction: Vector | None = None  # in this event's effects
         self._met: dict[NodeId, LinkStatus] = {}
-        self._warned = False  # of a codec that is not used
         self._robust = settings.robust
         self._allowances = Allowances(1)
         flush_settings = replace(settings, trigger=ONLY_FINISHING)
@@ -145,10 +150,6 @@ class NoLoCo(ModeClass):
             return self._rearm(self._flush.on_step(report, now) if self._flushing else self._finish(now))
         self._allowances.walked(report.change, published=report.published)
         effects: list[Effect] = []
-        if (codec := self._outer.codec) != self._settings.codec and not self._warned:
-            self._warned = True
-            text = f"noloco sends whole models: {codec}, as {self._settings.codec} drops too much"
-            effects.append(Log("warning", text))
         if self._flushing:
             self._flushing = False
             self._flush.seek_partners(False, now)
@@ -252,7 +253,7 @@ class NoLoCo(ModeClass):
                 return []
             self._declined.add(pair.peer)
             self._enter(None)
-        if not self._ready or self._invitations >= self._settings.view:
+        if not self._ready or self._invitations >= self._view:
             return []
         waiting = sorted(self._asked_us) or sorted(self._alive - self._declined)
         if not waiting:
@@ -331,7 +332,7 @@ class NoLoCo(ModeClass):
 
     def _update(self, pair: _Pair, ours: Contribution, theirs: Vector) -> list[Effect]:
         distance = self._outer.apart(ours, theirs)
-        self._correction = self._outer.step(ours, theirs, *self._shares(pair.peer, ours, theirs))
+        self._correction = self._outer.step(ours, theirs, *self._shares(pair.peer, distance, ours, theirs))
         self._ended.append((pair.peer, pair.seq))
         self._enter(None)
         self._ready, self._due = False, self._report.step + self._every
@@ -344,11 +345,11 @@ class NoLoCo(ModeClass):
             )
         return [Apply(self._correction)]
 
-    def _shares(self, peer: NodeId, ours: Contribution, apart: Vector) -> tuple[float, float]:
+    def _shares(self, peer: NodeId, distance: float, ours: Contribution, apart: Vector) -> tuple[float, float]:
         """How much of what the pair is apart this end takes: half, or what the partner's allowance covers."""
         if not self._robust:
             return HALF, HALF
-        part, of_buffers = self._allowances.shares(peer, apart, ours.x, self._layout.parameters, HALF)
+        part, of_buffers = self._allowances.shares(peer, distance, apart, ours.x, self._layout.parameters, HALF)
         self.counts["halves_shortened"] += part < HALF
         self._allowances.exchanged()
         return part, of_buffers

@@ -36,12 +36,13 @@ from peerd.training.mode import LAND_AGAIN_S, LinkStatus, ModeClass, ModeMaker, 
 from peerd.training.mode_settings import EXCHANGES, GRADIENTS, SGD, ModeSettings
 from peerd.training.model.quiet import EVERY_STEP, Quiet
 from peerd.training.parameter_server.leadership import Leadership
-from peerd.training.parameter_server.optimizer import RATE_MAX, check_rate, parse_optimizer
+from peerd.training.parameter_server.optimizer import RATE_MAX, check_rate, parse_optimizer, text_of
 from peerd.training.parameter_server.shard_server import RATES, Rule, ShardServer
 from peerd.training.parameter_server.shard_state import Members, ShardState
 from peerd.training.parameter_server.tree import parse_arity
 from peerd.training.parameter_server.tree_node import TreeRelay
 from peerd.training.parameter_server.worker import Part, Worker
+from peerd.training.plain_numbers import count
 from peerd.transport.errors import PeerError, UserError
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import (
@@ -89,6 +90,13 @@ class ParameterServer(ModeClass):
             raise UserError("server_optimizer: only with exchange gradients, which servers step by; leave it out")
         elif "batch=" in argument:
             raise UserError(f"--mode {cls.NAME}:{argument}: only with exchange gradients, whose rate the server scales")
+
+    @classmethod
+    def in_force(cls, told: ModeSettings) -> ModeSettings:
+        """See `ModeClass`."""
+        if told.exchange == GRADIENTS:
+            told = replace(told, server_optimizer=text_of(parse_optimizer(told.server_optimizer)))
+        return super().in_force(told)
 
     def __init__(
         self,
@@ -421,7 +429,7 @@ class HardSync(ParameterServer):
     def of(cls, argument: str) -> ModeMaker | None:
         """See `ModeClass`."""
         given = dict(word.partition("=")[::2] for word in argument.split(":")) if argument else {}
-        numbers = {key: _count(text) for key, text in given.items()}
+        numbers = {key: count(text) for key, text in given.items()}
         if not numbers.keys() <= {"batch", "backup"} or not all(numbers.values()):
             return None
         batch, backup = numbers.get("batch", 0), numbers.get("backup", 0)
@@ -441,7 +449,7 @@ class SoftSync(ParameterServer):
         if not argument:
             return super().of(argument)
         first, _, rate = argument.partition(":")
-        number = _count(first)
+        number = count(first)
         return (
             partial(ParameterServer, rule=Rule(number, rate or RATES[0])) if number and rate in ("", *RATES) else None
         )
@@ -459,8 +467,3 @@ class Async(ParameterServer):
         """See `ModeClass`."""
         rate = argument or RATES[0]
         return partial(ParameterServer, rule=replace(cls.RULE, rate=rate)) if rate in RATES else None
-
-
-def _count(text: str) -> int:
-    """From 1 on; 0: it is none."""
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 9 else 0

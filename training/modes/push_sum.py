@@ -149,7 +149,7 @@ class PushSum(OneWay):
         trains_on = not push.finishing and not push.back
         return (trains_on and self._is_still()) or super()._owes(sender, push, distance, values)
 
-    def _correction(self, incoming: Incoming, push: Push, came: Vector, values: Vector) -> Vector:
+    def _correction(self, incoming: Incoming, push: Push, came: Vector, values: Vector, distance: float) -> Vector:
         part = incoming.inflow.part(push.weight)
         if not 0 <= part <= WEIGHT_MAX:
             raise PeerError(f"a push of weight {part}")
@@ -160,16 +160,24 @@ class PushSum(OneWay):
             raise PeerError(f"a push of weight {part}, where {offered - part} of the sender's waits")
         if waiting is not None:
             waiting.join(part, came)
-        correction = self._take_part(sender, offered, came if waiting is None else waiting.model, values)
+        if waiting is None:
+            correction = self._take_part(sender, offered, came, values, distance)
+        else:
+            correction = self._take_part(sender, offered, waiting.model, values)
         self._came += not push.back
         incoming.inflow.taken(push.weight)
         return correction
 
     # ---------------------------------------------------------------- what a peer may do to this model
 
-    def _take_part(self, peer: NodeId, offered: float, model: Vector, values: Vector) -> Vector:
-        """Merge what the peer's allowance covers of mass offered * (model, 1), and keep the rest."""
-        part = self._allowed(peer, offered, model, values) if self._robust else offered
+    def _take_part(
+        self, peer: NodeId, offered: float, model: Vector, values: Vector, distance: float | None = None
+    ) -> Vector:
+        """Merge what the peer's allowance covers of mass offered * (model, 1), and keep the rest.
+
+        `distance` is that of the two models' parameters, if it is known.
+        """
+        part = self._allowed(peer, offered, model, values, distance) if self._robust else offered
         correction = self._scratch.take(model)
         self._account.take(part, values, model, correction)
         if self._robust:
@@ -184,10 +192,11 @@ class PushSum(OneWay):
             self._waiting.pop(peer, None)
         return correction
 
-    def _allowed(self, peer: NodeId, offered: float, model: Vector, values: Vector) -> float:
+    def _allowed(self, peer: NodeId, offered: float, model: Vector, values: Vector, distance: float | None) -> float:
         cut, weight = self._layout.parameters, self.weight
         most = max(0.0, WEIGHT_SHARE * (1 + len(self._partners.alive)) - weight)
-        distance = norm_of_difference(model[:cut], values[:cut])
+        if distance is None:
+            distance = norm_of_difference(model[:cut], values[:cut])
         limit = self._allowances.of(peer, self._norm(values), distance, still=self._report.finishing)
         part = part_within(weight, offered, distance, limit)
         if cut < len(values):

@@ -98,13 +98,22 @@ class Allowances:
             self._left[other] += by / (1 + len(others))
 
     def shares(
-        self, peer: NodeId, apart: Vector, values: Vector, cut: int, share: float, *, still: bool = False
+        self,
+        peer: NodeId,
+        distance: float,
+        apart: Vector,
+        values: Vector,
+        cut: int,
+        share: float,
+        *,
+        still: bool = False,
     ) -> tuple[float, float]:
         """How much of `apart`, at most `share`, this peer may move `values` by: its parameters, and its float buffers.
 
-        The buffers begin at `cut`. What is beyond that is left out, and the peer's allowance pays for the rest.
+        The buffers begin at `cut`, and `distance` is the length of what is before it. What is beyond that is left out,
+        and the peer's allowance pays for the rest.
         """
-        distance, length = norm_of_difference(apart[:cut]), norm_of_difference(apart[cut:])
+        length = norm_of_difference(apart[cut:])
         limit = self.of(peer, norm_of_difference(values[:cut]), distance, still=still)
         part = min(share, limit / distance) if distance > 0 else share
         self.moved(peer, part * distance)

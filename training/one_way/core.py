@@ -59,8 +59,11 @@ class OneWay(PartneredMode[Partner]):
 
     # ---------------------------------------------------------------- what a mode adds
 
-    def _correction(self, incoming: Incoming, push: Push, came: Vector, values: Vector) -> Vector:
-        """What x changes by, in scratch, as the peer's model `came`. Raises PeerError, having changed nothing."""
+    def _correction(self, incoming: Incoming, push: Push, came: Vector, values: Vector, distance: float) -> Vector:
+        """What x changes by, in scratch, as the peer's model `came`, with parameters so far from those of `values`.
+
+        Raises PeerError, having changed nothing.
+        """
         raise NotImplementedError
 
     def _sending(self, peer: NodeId, push: Push, values: Vector) -> tuple[Push, list[Effect]]:
@@ -265,7 +268,7 @@ class OneWay(PartneredMode[Partner]):
             self._scratch.give(came)
             return not_finite(self.counts)  # and no answer: it will be said again
         try:
-            correction = self._correction(held, push, came, values)
+            correction = self._correction(held, push, came, values, distance)
         except PeerError:
             self._scratch.give(came)
             raise

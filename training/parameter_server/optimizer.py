@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from peerd.training.effects import Vector
+from peerd.training.plain_numbers import number
 from peerd.transport.errors import PeerError, UserError
 
 RATE_MAX = 1e3
@@ -141,9 +142,17 @@ def parse_optimizer(text: str) -> Optimizer:
     return OPTIMIZERS[name](**given)
 
 
+def text_of(optimizer: Optimizer) -> str:
+    """How all would write it."""
+    name = next(name for name, kind in OPTIMIZERS.items() if isinstance(optimizer, kind))
+    values = {field.name: (getattr(optimizer, field.name), field.default) for field in fields(optimizer)}
+    given = [f"{key}={str(value).lower()}" for key, (value, usual) in values.items() if value != usual]
+    return f"{name}:{','.join(given)}" if given else name
+
+
 def _number(key: str, text: str) -> float:
     try:
-        return float(text)
+        return number(text)
     except ValueError:
         raise UserError(f"server_optimizer: {key}={text[:40]} is not a number") from None
 

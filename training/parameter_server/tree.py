@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from peerd.training.mode_settings import AUTO
+from peerd.training.plain_numbers import count
 from peerd.transport.errors import PeerError, UserError
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import Applied, ShardLeader
@@ -26,8 +27,8 @@ def parse_arity(text: str) -> int:
     name, _, arity = text.partition(":")
     if text == AUTO:
         return 0
-    if name == "adv" and arity.isascii() and arity.isdigit() and 2 <= int(arity[:9]) <= ARITY_MAX:
-        return int(arity)
+    if name == "adv" and (children := count(arity, ARITY_MAX)) >= 2:
+        return children
     raise UserError(f"topology {text[:40]!r}: a parameter server has auto (no tree) or adv:K, K from 2 to {ARITY_MAX}")
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from typing import Protocol
 
+from peerd.training.plain_numbers import count
 from peerd.transport.errors import UserError
 
 ARITY_MAX = 64
@@ -171,11 +172,8 @@ def parse_topology(text: str) -> Topology:
     if text == "halving":
         return Halving()
     if name == "tree" and (rest or text == "tree"):
-        try:
-            arity = int(rest or 2)
-        except ValueError:
-            arity = 0
-        if 2 <= arity <= ARITY_MAX:
+        arity = count(rest, ARITY_MAX) if rest else 2
+        if arity >= 2:
             return Tree(arity)
     raise UserError(f"topology {text[:40]!r}: not one of ring, halving, tree, tree:K with K from 2 to {ARITY_MAX}")
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
+from peerd.training.plain_numbers import number, whole
 from peerd.training.tasks import data_partition
+
+T = TypeVar("T", int, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +52,18 @@ def parse(task: str, argv: Sequence[str] | None, *, steps: int, lr: float, batch
 
 
 def _natural(text: str) -> int:
-    return _at_least(int(text), 0)
+    return _at_least(_plain(whole, text), 0)
 
 
 def _count(text: str) -> int:
-    return _at_least(int(text), 1)
+    return _at_least(_plain(whole, text), 1)
+
+
+def _plain(read: Callable[[str], T], text: str) -> T:
+    try:
+        return read(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _at_least(value: int, least: int) -> int:
@@ -63,14 +73,14 @@ def _at_least(value: int, least: int) -> int:
 
 
 def _positive(text: str) -> float:
-    value = float(text)
-    if not (math.isfinite(value) and value > 0):
+    value = _plain(number, text)
+    if not value > 0:
         raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
     return value
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
-    if not (math.isfinite(value) and value >= 0):
+    value = _plain(number, text)
+    if not value >= 0:
         raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
     return value

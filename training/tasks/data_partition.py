@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from peerd.training.plain_numbers import number
 from peerd.transport.errors import UserError
 
 Indices = npt.NDArray[np.int64]
@@ -45,7 +46,7 @@ def parse(text: str) -> Split:
             raise UserError(f"shard {kind!r} takes no argument, got {text!r}")
         return Split(kind)
     try:
-        alpha = float(argument)
+        alpha = number(argument)
     except ValueError:
         raise UserError(f"shard 'dirichlet' needs a number, for example dirichlet:0.3, got {text!r}") from None
     if not ALPHA_MIN <= alpha <= ALPHA_MAX:  # refuses NaN too
