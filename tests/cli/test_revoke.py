@@ -19,6 +19,13 @@ def kept_private(machine: Machine, node: Node) -> bool:
     return all(file.is_file() and file.stat().st_mode & 0o777 == 0o600 for file in files)
 
 
+def is_told_why(node: Node) -> None:
+    """It does not start, and its user reads what to do."""
+    assert node.end() == 1
+    assert "refused this node: our certificate is revoked" in node.log.splitlines()[-1]
+    assert "another --name and a new token" in node.log.splitlines()[-1]
+
+
 def test_a_node_is_put_out_and_the_others_go_on(machine: Machine) -> None:
     a, b, c = machine.three(machine.script("train.py", TRAIN))
     for node in (a, b, c):
@@ -37,14 +44,21 @@ def test_a_node_is_put_out_and_the_others_go_on(machine: Machine) -> None:
         node.trains(beyond=node.step)
     assert "was out already" in machine.peerd("revoke", node_id, "--name", "b").stdout
 
-    c.eventually(lambda: "revoked" in c.log)
+    c.says("refused this node: our certificate is revoked", times=2)
+    alone = counts(c)["exchanges"]
+    c.trains(beyond=c.step + 50)
+    assert counts(c)["exchanges"] == alone, "it trains on with nobody"
     c.signal(SIGINT)
     c.end()
-    again = machine.start("c", join=a)
-    again.eventually(lambda: again.log.count("revoked") > 1 or again.process.poll() is not None)
+    before = {node.name: counts(node)["snapshots_given"] for node in (a, b)}
+    is_told_why(machine.start("c", join=a))
+    is_told_why(machine.start("c", join=b))
     assert "Traceback" not in machine.logs()
     for node in (a, b):
+        node.says("its certificate is revoked")
         assert node.members()["c"] == "failed"
+        assert counts(node)["snapshots_given"] == before[node.name], "it gets no model"
+        assert counts(node)["unforeseen_errors"] == 0
         assert "failures" not in counts(node), "nobody was accused for want of a key"
 
 
@@ -60,8 +74,7 @@ def test_what_is_remembered_outlives_a_restart(machine: Machine) -> None:
     again = machine.start("a")
     again.eventually(lambda: counts(again)["revocations"] == 1)
     assert counts(again)["datagram_key_number"] == 2
-    b = machine.start("b", join=again)
-    b.eventually(lambda: b.log.count("revoked") or b.process.poll() is not None)
+    is_told_why(machine.start("b", join=again))
     assert "Traceback" not in machine.logs()
     assert again.members() == {"a": "alive"}
 

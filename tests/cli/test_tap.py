@@ -1,4 +1,5 @@
-"""What does somebody on the line see of nodes that train together? All packets of two real ones, searched."""
+"""What does somebody on the line see of nodes that train together, and of one that a token lets in? All packets of real
+ones, searched."""
 
 from __future__ import annotations
 
@@ -12,12 +13,16 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import zstandard
-from machine import Machine
+from machine import Machine, Node
 from tap import Tap
 
 from peerd.local import node_key
+from peerd.local.node_key import NodeKey
 from peerd.security import authority_folder, wall_clock
+from peerd.security.authority import Authority
 from peerd.security.certificates import der
+from peerd.security.enrolment import asked
+from peerd.security.token import Token, parse
 from peerd.training.codecs import compress
 from peerd.transport import framing, wire
 from peerd.transport.errors import PeerError
@@ -77,6 +82,35 @@ def secrets_of(machine: Machine, ids: list[str], addresses: list[tuple[str, int]
     }
 
 
+def let_in(machine: Machine, by: Node, host: str) -> tuple[Token, NodeKey]:
+    """A node of another user joins with a token of this one."""
+    ran = machine.peerd("token", "--name", by.name)
+    assert ran.returncode == 0, ran.stderr
+    line = ran.stdout.strip()
+    flags = ["--swarm", "chichen", "--bind", f"{host}:0", "--token", line]
+    third = machine.start("copan", *flags, XDG_STATE_HOME=str(machine.path / "other"))
+    third.says("let in with a token")
+    by.sees(copan="alive")
+    key = node_key.read(machine.path / "other" / "peerd" / "copan" / "key.pem")
+    assert key is not None
+    return parse(line), key
+
+
+def secrets_of_enrolment(token: Token, key: NodeKey, issuer: Authority) -> dict[str, list[bytes]]:
+    """The same of a newcomer: all that it says has these in it, but for the token's secret."""
+    request = asked(token, key, issuer.certificate)
+    header, _ = wire.encode(request)
+    spoken = {
+        "a token's id": [token.id],
+        "a newcomer's request": [request.request],
+        "a newcomer's key": [key.public.public_bytes_raw()],
+    }
+    assert all(mark in header for marks in spoken.values() for mark in marks), "so it would be found"
+    assert token.secret not in header
+    written = {"a token": [token.pack().encode()], "a token's secret": [token.secret, token.secret.hex().encode()]}
+    return spoken | written | {"an authority's key": [token.pin, issuer.key.public.public_bytes_raw()]}
+
+
 def forms(mark: npt.NDArray[np.uint8]) -> list[bytes]:
     """A tensor of nothing but this value: as it lies in memory, and one of its bytes after the other (planes.py)."""
     return [mark.tobytes() * MARKED, *(bytes([byte]) * MARKED for byte in mark)]
@@ -122,6 +156,7 @@ def test_what_a_tap_on_the_line_reads(sealed: bool, machine: Machine) -> None:
             node.sees(anahuac="alive", bonampak="alive")
         first.eventually(lambda: tap.carried > 6 * MODEL_BYTES)  # in whole messages of the model: little else is said
         first.eventually(lambda: tap.datagrams > 10)
+        enrolment = let_in(machine, first, host) if sealed else None
         said = [node.ask("info") for node in (first, second)]
         flows, datagrams = tap.read()
     addresses = [(host, int(one["address"].rsplit(":")[-1])) for one in said]
@@ -137,6 +172,9 @@ def test_what_a_tap_on_the_line_reads(sealed: bool, machine: Machine) -> None:
     assert not readable
     here = authority_folder.load(machine.state / "peerd" / ".authority", wall_clock.now())
     assert here is not None
+    assert enrolment is not None
+    for what, marks in secrets_of_enrolment(*enrolment, here).items():
+        assert not any(mark in each for mark in marks for each in passed), what
     certificate = der(here.certificate)
     assert not any(certificate in each or here.certificate.serial_number.to_bytes(20, "big") in each for each in passed)
     long = b"".join(each for each in flows.values() if len(each) > 8 << 10)  # of which little is a handshake

@@ -17,6 +17,9 @@ from peerd.training.modes.diloco import DiLoCo
 from peerd.training.rounds.member import Committed
 from peerd.transport.messages import Message, RoundBegin
 
+Lie = Callable[[str, Message], Message | None]
+"""What a member says to another in place of a message; None: nothing."""
+
 
 class RoundLife(Life):
     """A life that knows which rounds it was in."""
@@ -43,8 +46,9 @@ class RoundSwarm(ModeSwarm):
     ) -> None:  # fmt: skip
         self.contributions: dict[tuple[int, str], Vector] = {}
         self.results: dict[int, bytes] = {}  # by attempt
-        self.impatient: set[int] = set()  # attempts of leaders that had done without a living member's report
+        self.impatient: set[int] = set()  # attempts of leaders that went on without a living member's word
         self.delivered: dict[tuple[str, str], Message] = {}
+        self.lies: dict[str, Lie] = {}  # by member
         name, _, fragments = mode.partition(":")
         kind = {"allreduce": AllReduce, "average": Average, "diloco": DiLoCo}[name]
         argument: dict[str, Any] = {"fragments": int(fragments)} if fragments else {}
@@ -75,13 +79,22 @@ class RoundSwarm(ModeSwarm):
         return self.rng.integers(-1000, 1000, self.layout.total).astype(np.float64)
 
     def perform(self, name: str, effects: list[Effect]) -> None:
+        said: list[Effect] = []
         for effect in effects:
+            if isinstance(effect, Send) and name in self.lies:
+                lie = self.lies[name](effect.peer, effect.message)
+                said += [Send(effect.peer, lie)] if lie is not None else []
+                continue
             if isinstance(effect, Send) and isinstance(effect.message, RoundBegin):
                 self.note_impatience(name, effect.message)
-        super().perform(name, effects)
+            said.append(effect)
+        super().perform(name, said)
 
     def note_impatience(self, name: str, begin: RoundBegin) -> None:
-        if self.nodes[name].core._rounds._leader._done_without:
+        """It had no report, or one from before that member went on alone, as one that has not heard of this leader."""
+        node = self.nodes[name]
+        alone = [other for other in node.heard & self.nodes.keys() if self.nodes[other].core._rounds._leads != name]
+        if node.core._rounds._leader._done_without or set(alone) - set(begin.roster):
             self.impatient.add(begin.attempt)
 
     def committed(self, name: str, committed: Committed) -> None:

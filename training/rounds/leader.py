@@ -15,7 +15,9 @@ another is safe. If all who took part in it hold it, or one has applied it, it i
 
 A member that lives may hold all others up for a while, not for ever. Who does not report for as long as the leader is
 patient is done without (a round may be numbered again, then, and the next sums whole models), and is not waited for
-until it has been in a round; nor is one that has kept MISSES_MAX rounds in turn waiting for its contribution.
+until it has been in a round; nor is one that has kept MISSES_MAX rounds in turn waiting for its contribution, or that
+says to hold a result and does not apply it. An attempt whose members come no further is begun again without some of
+them (culprits.py).
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from typing import Any
 
 from peerd.training.mode_settings import AUTO, GRADIENTS, ModeSettings
 from peerd.training.rounds.attempt import EXACT_CODEC, LAST_CODEC, Pace
+from peerd.training.rounds.culprits import MISSES_MAX, Culprits
 from peerd.training.rounds.lengths import AT_ONCE, GROUPS, FarRounds, far_off
 from peerd.training.rounds.topology import choose
 from peerd.training.rounds.weights import capped
@@ -37,7 +40,6 @@ ATTEMPT_STEP = 1 << 16  # the low bits are drawn, so that two who both lead for 
 PATIENCE_FIRST_S = 300.0  # before anything was measured
 PATIENCE_MIN_S = 30.0
 PATIENCE_SHARE = 4  # times the usual round
-MISSES_MAX = 3  # rounds in turn that wait for a member in vain: a slow one is late for the first, whose pace none knew
 
 Order = tuple[NodeId, RoundBegin | RoundCommit]
 
@@ -68,23 +70,32 @@ class Leader:
         self._done_without: set[NodeId] = set()  # who was silent for too long, until it has been in a round
         self._missed = Counter[NodeId]()  # rounds in turn that each kept waiting for its contribution, in vain
         self._left_behind: set[NodeId] = set()  # by the attempt that was begun last
+        self._culprits = Culprits(me, rng)
+        self._fell_apart = 0  # attempts in turn that a living member has left
+        self._final_misses = 0  # attempts in turn at the last round of a run that have failed
+        self._owing: dict[NodeId, float] = {}  # since when each holds a result that it was told to apply
         self._newest = 0  # the highest attempt begun: of one that died before it reported it, nobody else knows
         self._shuffle = False
         self._wanted_at: float | None = None
-        self._moved_at = 0.0
+        self._moved: dict[NodeId, float] = {}  # when each member of the attempt came further
         self._begun_at: float | None = None
         self._open_since: float | None = None  # when the last attempt that was committed began
 
     @property
     def waits(self) -> bool:
         """Whether time alone may change what it decides."""
-        return self.begun is not None or self._wanted_at is not None or bool(self._silent.keys() - self._done_without)
+        slow = (self._silent.keys() | self._owing.keys()) - self._done_without
+        return self.begun is not None or self._wanted_at is not None or bool(slow)
+
+    def set_aside(self, pace: Pace, now: float) -> frozenset[NodeId]:
+        """Without whom rounds go on for a while, as no attempt with it ends."""
+        return self._culprits.found(_patience_s(pace), now)
 
     def heard(self, sender: NodeId, report: RoundReport, now: float) -> None:
         """A member said where it is; said again, what it was told has not reached it."""
         changed = self._reports.get(sender) != report
         if changed:
-            self._moved_at = now
+            self._moved[sender] = now
         if changed or sender != self._me:
             self._told.pop(sender, None)
         self._reports[sender] = report
@@ -112,20 +123,33 @@ class Leader:
             survivors = [id for id in self.begun.roster if self._survives(id, reports)]
             if survivors and all(_holds(reports[id], self.begun.attempt) for id in survivors):
                 return orders + self._commit(self.begun, survivors)
-            stuck = now - self._moved_at > _patience_s(pace)
+            stuck = self._is_stuck(self.begun, _patience_s(pace), now)
             if len(survivors) == len(self.begun.roster) and not stuck:
                 late = [id for id in survivors if reports[id].attempt < self.begun.attempt]
                 return orders + self._tell(late, self.begun)
             self.abandoned += 1
             self._shuffle = stuck  # other neighbours may reach each other
+            self._fell_apart += len(survivors) < sum(id in reports for id in self.begun.roster)
+            if stuck or self._fell_apart >= MISSES_MAX:
+                self._culprits.failed(self.begun.roster, _patience_s(pace), now)
+                self._final_misses += self.begun.final
             self.begun = None
         self._silent = {id: self._silent.get(id, now) for id in everyone - reports.keys()}
         patience_s = _patience_s(pace)
-        self._done_without |= {id for id, since in self._silent.items() if now - since > patience_s}
+        self._owing = {id: self._owing.get(id, now) for id in self._owe(reports)}
+        waited = [*self._silent.items(), *self._owing.items()]
+        self._done_without |= {id for id, since in waited if now - since > patience_s}
         if self._silent.keys() <= self._done_without:
             commits = self._unfinished_commit(reports)
             orders += self._begin(reports, pace, now) if commits is None else commits
         return orders
+
+    def _is_stuck(self, begun: RoundBegin, patience_s: float, now: float) -> bool:
+        """Nobody has come further for so long; or one alone says so, for longer than the last of a chain may lag."""
+        assert self._begun_at is not None
+        moved = sorted((self._moved.get(id, self._begun_at) for id in begun.roster), reverse=True)
+        last, before = moved[0], moved[min(1, len(moved) - 1)]
+        return now - last > patience_s or now - before > patience_s + PATIENCE_SHARE * (before - self._begun_at)
 
     def _waits_again_for(self, id: NodeId) -> None:
         self._done_without.discard(id)
@@ -146,18 +170,30 @@ class Leader:
                 orders += self._tell([id], RoundCommit(applied[report.attempt], report.attempt))
         return orders
 
+    def _owe(self, reports: dict[NodeId, RoundReport]) -> set[NodeId]:
+        """Whose word that they have applied what they hold is waited for."""
+        applied = {report.agreed for report in reports.values()}
+        held = {id: report.attempt for id, report in reports.items() if report.phase == RoundPhase.HELD}
+        return {id for id, attempt in held.items() if attempt in applied} | self._holders(reports)
+
+    def _holders(self, reports: dict[NodeId, RoundReport]) -> set[NodeId]:
+        """Who holds the newest attempt, if all who took part in it do and that may have been committed."""
+        newest = max((report.attempt for id, report in reports.items() if id not in self._done_without), default=0)
+        part = {id: one for id, one in reports.items() if one.attempt == newest and id not in self._done_without}
+        held = all(_holds(report, newest) for report in part.values())
+        return {id for id, report in part.items() if held and report.phase == RoundPhase.HELD}
+
     def _unfinished_commit(self, reports: dict[NodeId, RoundReport]) -> list[Order] | None:
         """What an earlier leader may have committed, somewhere: all who took part in the newest attempt hold it.
 
         None: there is no such attempt. While there is one, its members have yet to say that they have its result, and
         nothing else begins, be they told or not.
         """
-        newest = max((report.attempt for report in reports.values()), default=0)
-        part = {id: report for id, report in reports.items() if report.attempt == newest}
-        holders = [id for id, report in part.items() if report.phase == RoundPhase.HELD]
-        if not holders or not all(_holds(report, newest) for report in part.values()):
+        holders = sorted(self._holders(reports))
+        if not holders:
             return None
-        return self._tell(holders, RoundCommit(reports[holders[0]].round + 1, newest))
+        report = reports[holders[0]]
+        return self._tell(holders, RoundCommit(report.round + 1, report.attempt))
 
     def _survives(self, id: NodeId, reports: dict[NodeId, RoundReport]) -> bool:
         """Whether it is still part of the attempt: not restarted, not gone on to something else."""
@@ -173,6 +209,9 @@ class Leader:
 
     def _commit(self, begun: RoundBegin, survivors: list[NodeId]) -> list[Order]:
         self.begun = self._wanted_at = None
+        self._culprits.committed()
+        self._fell_apart = 0
+        self._final_misses *= begun.final
         self._missed.update(self._left_behind)
         for id in survivors:
             self._waits_again_for(id)
@@ -185,7 +224,9 @@ class Leader:
         reports = self._near(reports)
         applied = {report.agreed for report in reports.values()}
         late = {id for id, report in reports.items() if report.phase == RoundPhase.HELD and report.attempt in applied}
+        late -= self._done_without
         final = not late and all(report.finished for report in reports.values())
+        reports = self._without_culprits(reports, pace, now, final=final)
         roster = [
             id
             for id, report in reports.items()
@@ -226,7 +267,8 @@ class Leader:
             tuple(lengths) if len(lengths) == GROUPS * len(roster) else (),
             **(self._of_gradients(roster, reports, whole=whole) if self._gradients else {}),
         )
-        self._moved_at = self._begun_at = now
+        self._begun_at = now
+        self._moved.clear()
         self._far_rounds.note(self._far, roster)
         return self._tell(roster, self.begun)
 
@@ -243,6 +285,18 @@ class Leader:
             return {"source": source, "basis": reports[source].agreed, "step": reports[source].step}
         weights = capped(reports[id].weight for id in roster)
         return {"weights": weights, "nonfinite": not any(weights) or any(reports[id].nonfinite for id in roster)}
+
+    def _without_culprits(
+        self, reports: dict[NodeId, RoundReport], pace: Pace, now: float, *, final: bool
+    ) -> dict[NodeId, RoundReport]:
+        """But for the last round of a run, which should have all, and is tried with all first."""
+        if final and self._final_misses < MISSES_MAX:
+            aside = self._culprits.found(_patience_s(pace), now)
+        else:
+            aside = self._culprits.aside(_patience_s(pace), now)
+        kept = {id: report for id, report in reports.items() if id not in aside}
+        ended = final and all(report.settled for report in kept.values())
+        return reports if ended or len(kept) < self._settings.min_peers else kept
 
     def _near(self, reports: dict[NodeId, RoundReport]) -> dict[NodeId, RoundReport]:
         """Without those who are left out: for the rest of a life, as a round without them is one that they lack."""

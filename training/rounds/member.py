@@ -146,6 +146,7 @@ class Rounds:
         self._gives = False  # this attempt has the model of a finished run
         self._early: list[tuple[NodeId, RoundPieces]] = []
         self._said_at = self._reached_at = 0.0
+        self._round_since = 0.0  # when our contribution was there, or an attempt began after one that was in vain
         self._committed_at: float | None = None
         self._begun_at: float | None = None  # when our RoundBegins went out
 
@@ -156,7 +157,7 @@ class Rounds:
         assert self.phase == RoundPhase.IDLE
         self._offer = offer or self._offer
         self._enter(RoundPhase.READY)
-        self._reached_at = now
+        self._reached_at = self._round_since = now
         return self.say(now)
 
     def finish(self, finished: bool, now: float, offer: Offer | None = None) -> list[Outcome]:
@@ -168,7 +169,7 @@ class Rounds:
         self.finished, self.given, self.settled = finished, False, False
         if finished and self.phase == RoundPhase.IDLE:
             self._enter(RoundPhase.READY)
-            self._reached_at = now
+            self._reached_at = self._round_since = now
         return self.say(now)
 
     def copied(self, now: float) -> list[Outcome]:
@@ -196,9 +197,10 @@ class Rounds:
         outcomes: list[Outcome] = []
         while True:
             self._leader.heard(self._me, self._report(now), now)
-            before = set(self._leader.left_out)
+            before, aside = set(self._leader.left_out), self._leader.set_aside(self._pace, now)
             orders = self._leader.decide(self._alive | {self._me}, self._pace, now)
             outcomes += self._left_out(set(self._leader.left_out) - before)
+            outcomes += self._set_aside(self._leader.set_aside(self._pace, now) - aside)
             outcomes += [Send(to, order) for to, order in orders if to != self._me]
             own = [order for to, order in orders if to == self._me]
             if any(isinstance(order, RoundBegin) for _, order in orders):
@@ -215,6 +217,11 @@ class Rounds:
         self._counts["members_left_out"] += len(members)
         why = "what it contributes is far longer than what others do, or cannot be summed; restart it to have it back"
         return [Log("warning", f"rounds go on without member {member}: {why}") for member in sorted(members)]
+
+    def _set_aside(self, members: frozenset[NodeId]) -> list[Outcome]:
+        self._counts["members_set_aside"] += len(members)
+        why = "no round with it has come to its end; it is tried again"
+        return [Log("warning", f"rounds go on without member {member} for a while: {why}") for member in members]
 
     def deadline(self) -> float:
         """When to call `on_timer`."""
@@ -303,11 +310,11 @@ class Rounds:
         self.given, self.settled = self._gives, attempt.begin.final
         self._enter(RoundPhase.READY if self.finished else RoundPhase.IDLE)
         self._counts["rounds"] += 1
-        self._pace.round_took(now - self._reached_at)
+        self._pace.round_took(now - self._round_since)
         if self._committed_at is not None:
             self._pace.committed_after(now - self._committed_at)
         self._committed_at = now
-        self._reached_at = now
+        self._reached_at = self._round_since = now
         where, _ = self.summed(attempt.begin)
         return [Committed(attempt.begin, where, attempt.mean(), attempt.lost), *self._answer(now)]
 
@@ -325,6 +332,8 @@ class Rounds:
             return [Publish()]  # pieces that come meanwhile are kept
         self._awaited, self.order = None, begin
         self._seen = begin.attempt
+        if self.phase != RoundPhase.READY:
+            self._round_since = now
         self._gives = self.finished
         self._enter(RoundPhase.RUNNING)
         self._counts["attempts"] += 1
