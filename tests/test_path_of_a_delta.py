@@ -301,7 +301,7 @@ class Node:
         return mode is not None and math.isfinite(mode.quiet.change)
 
     async def takes_a_correction(self) -> None:
-        """One is there, and its script steps on until it has taken it: not at the next step, if it hears of it later."""
+        """One is there, and its script steps on until it has taken it: it may hear of it late."""
         runner, before = self.daemon.model._runner, self.script.model.weight.detach().clone()
         await until(lambda: runner.core.model is not None and bool(runner.core.model.waiting))
         await runner.compute.call(Nothing())

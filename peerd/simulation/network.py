@@ -154,10 +154,12 @@ class Network:
             return [delay_s, delay_s + self.flight_s(source, target)]
         return [delay_s]
 
-    def weathered(self, frame: bytes) -> bytes:
-        """The frame as it arrives."""
-        if not self.conditions.corruption or self._rng.random() >= self.conditions.corruption:
-            return frame
+    def damages(self) -> bool:
+        """Whether this message of a stream arrives with a byte changed."""
+        return self.conditions.corruption > 0 and self._rng.random() < self.conditions.corruption
+
+    def damaged(self, frame: bytes) -> bytes:
+        """The frame as it arrives then."""
         at = self._rng.randrange(len(frame))
         return frame[:at] + bytes([frame[at] ^ (1 << self._rng.randrange(8))]) + frame[at + 1 :]
 
