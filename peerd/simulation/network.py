@@ -136,9 +136,9 @@ class Network:
     def loss(self, source: int, target: int) -> float:
         """The chance that one packet is lost."""
         here, there = self._topology.profiles[source], self._topology.profiles[target]
+        arrives = (1 - here.loss) * (1 - there.loss) * (1 - self.conditions.loss)
         line = self._line(source, target)
-        between = line.loss if line is not None else 0.0
-        return 1 - (1 - here.loss) * (1 - there.loss) * (1 - self.conditions.loss) * (1 - between)
+        return 1 - arrives if line is None else 1 - arrives * (1 - line.loss)
 
     def datagram(self, source: int, target: int, size: int) -> list[float]:
         """In how many seconds each copy of a datagram arrives; none: it is lost."""
