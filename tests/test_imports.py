@@ -248,7 +248,6 @@ OLD_WORDS: dict[str, tuple[str, ...]] = dict.fromkeys(
     "watched": ("peerd.simulation.trainee", "peerd.simulation.checkers"),
     "trainee": ("peerd.simulation.trainee",),  # the file's name
     "weather": ("peerd.simulation.world", "peerd.simulation.swarm"),  # the fault's name, and its name in traces
-    "weathered": ("peerd.simulation.connections", "peerd.simulation.network"),
 }  # fmt: skip
 """Words that had two meanings, or none that the field knows, and where one meaning of them is left."""
 OLD_CLASSES = {"End", "Exchanges", "Look", "ModelSide", "SwarmView", "Word"}  # in other names their words are plain

@@ -95,7 +95,10 @@ class PartneredMode(LinkedMode, Generic[P]):
         """Decide on the copy that came, and perhaps begin an exchange."""
         self._reclaim()
         ends = report.finishing and not self._report.finishing
+        stays = not (report.published or report.finishing or self._report.finishing or self.drained)
         self._report = report
+        if stays:
+            return []  # of the model as it was nothing else is due
         if report.published:
             self._shifted(report.change)
         if report.finishing:
@@ -170,9 +173,8 @@ class PartneredMode(LinkedMode, Generic[P]):
         idle = self._idle()
         self._policy.draw(idle)
         due_at = self._say_again_at(now)
-        if not self._report.finishing:
-            for partner in idle:
-                due_at = min(due_at, _silent_since(partner) + WAKE_AFTER_S)
+        if idle and not self._report.finishing:
+            due_at = min(due_at, min(map(_silent_since, idle)) + WAKE_AFTER_S)
         self.deadline = max(now, due_at)
 
     # ---------------------------------------------------------------- the model
@@ -234,4 +236,5 @@ class PartneredMode(LinkedMode, Generic[P]):
 
 
 def _silent_since(partner: PartnerState) -> float:
-    return max(partner.last_exchange, partner.declined_at)
+    exchanged, declined = partner.last_exchange, partner.declined_at
+    return exchanged if exchanged > declined else declined

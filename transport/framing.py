@@ -24,7 +24,7 @@ import numpy as np
 
 from peerd.transport import wire
 from peerd.transport.errors import Blameless, Encrypted, PeerError
-from peerd.transport.messages import MESSAGES, Chunk, Message
+from peerd.transport.messages import MESSAGES, Chunk, Chunks, Message
 
 MAGIC = b"PEER"
 TLS = b"\x16\x03"  # how a connection of TLS begins
@@ -86,8 +86,12 @@ def chunk_frame(chunk: Chunk, out_of_band: bool = False, checked: bool = True) -
 
 def frames(message: Message) -> Iterator[Chunk]:
     """Return all that a message is in a stream, piece by piece."""
-    header, chunks = wire.encode(message)
-    yield head_frame(message.KIND, header)
+    return framed(message.KIND, *wire.encode(message))
+
+
+def framed(kind: int, header: bytes, chunks: Chunks) -> Iterator[Chunk]:
+    """The same of one that is encoded already."""
+    yield head_frame(kind, header)
     for chunk in chunks:
         yield chunk_frame(chunk)
         yield chunk

@@ -156,11 +156,8 @@ class Membership:
             effects += probes
             if accused is not None:
                 self._accuse(accused, now, effects)
-            for id in self._suspicions.last_words(now):
-                self.counts["last_words"] += 1
-                effects.append(PushPull(address(self._roster.rows[id])))
-            for id in self._suspicions.expired(now):
-                self._declare_failed(id, now, effects)
+            if self._suspicions:
+                self._end_suspicions(now, effects)
             effects += self._exchange.on_timer(now)
         if now >= self._gossip_at:
             effects += self._gossip(now)
@@ -445,6 +442,14 @@ class Membership:
             self.counts["suspicions"] += 1
             self._hear(self._accused(self._roster.rows[id], State.SUSPECT), now, effects)
 
+    def _end_suspicions(self, now: float, effects: list[MembershipEffect]) -> None:
+        """Ask for last words, and pass the verdicts that are due."""
+        for id in self._suspicions.last_words(now):
+            self.counts["last_words"] += 1
+            effects.append(PushPull(address(self._roster.rows[id])))
+        for id in self._suspicions.expired(now):
+            self._declare_failed(id, now, effects)
+
     def _declare_failed(self, id: NodeId, now: float, effects: list[MembershipEffect]) -> None:
         """The suspicion was never refuted. Unsigned, the record keeps its accuser: so most verdicts read alike."""
         suspect = self._roster.rows[id]
@@ -479,7 +484,7 @@ class Membership:
         space = DATAGRAM_BYTES - ENVELOPE_BYTES - ids_bytes
         row = self._roster.rows.get(id)
         lead: tuple[Member, ...] = ()
-        amiss = row is not None and (row.state != State.ALIVE or address(row) != where)
+        amiss = row is not None and (row.state != State.ALIVE or row.host != where[0] or row.port != where[1])
         if row is not None and amiss and record_bytes(row) <= space:
             lead = (row,)
             space -= record_bytes(row)
@@ -528,7 +533,7 @@ class Membership:
             due = min(due, self._prober.deadline, self._exchange.deadline)
             if self._suspicions:
                 due = min(due, self._suspicions.deadline, now + _WATCH_S)
-        self.deadline = max(now, due)
+        self.deadline = due if due > now else now
         return effects
 
 

@@ -110,9 +110,9 @@ class Prober:
     @property
     def deadline(self) -> float:
         """When on_timer has something to do."""
-        due = self._next
-        if self._probe is not None and not self._probe.answered and self._probe.asked is None:
-            due = min(due, self._probe.timeout)
+        due, probe = self._next, self._probe
+        if probe is not None and not probe.answered and probe.asked is None and probe.timeout < due:
+            due = probe.timeout
         return min(due, self._relay_heap[0][0]) if self._relay_heap else due
 
     def adjust_awareness(self, change: int) -> None:
@@ -200,9 +200,10 @@ class Prober:
         target = self._next_target()
         if target is None:
             return []
-        timeout_s = self._timeout_s(target)
+        round_trip_s = self._round_trip_s(target)
+        timeout_s = max(self._timing.probe_timeout_s, round_trip_s) * (self.awareness + 1)
         # Time for the others to be asked, to probe and to answer, where that is longer than the interval leaves.
-        patience_s = timeout_s + 2 * self._round_trip_s(target) * (self.awareness + 1)
+        patience_s = timeout_s + 2 * round_trip_s * (self.awareness + 1)
         self._next = max(self._next, now + patience_s)
         self._probe = _Probe(target, self._take_seq(), now, now + timeout_s)
         self._counts["probes"] += 1
@@ -289,9 +290,6 @@ class Prober:
     def _round_trip_s(self, id: NodeId) -> float:
         measured = self._round_trips.get(id, self._usual)
         return measured.timeout_s if measured is not None else 0.0
-
-    def _timeout_s(self, id: NodeId) -> float:
-        return max(self._timing.probe_timeout_s, self._round_trip_s(id)) * (self.awareness + 1)
 
     def _take_seq(self) -> int:
         while (seq := self._numbers.getrandbits(32)) == NEWS_SEQ or seq in self._relayed:

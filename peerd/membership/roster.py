@@ -95,8 +95,8 @@ class Roster:
 
         A source is easily forged; but what is sent to one that passes reaches nobody who is no member.
         """
-        row = self.rows.get(id)
-        return row is not None and source[0] in (row.host, self._moved_from.get(id))
+        row, host = self.rows.get(id), source[0]
+        return row is not None and (host == row.host or host == self._moved_from.get(id))
 
     def put(self, record: Member) -> NodeId:
         """Store a record that was not refused and supersedes the known one; return who was forgotten for it, or ""."""

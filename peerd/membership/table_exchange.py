@@ -57,7 +57,7 @@ class TableExchange:
     @property
     def deadline(self) -> float:
         """When on_timer has something to do."""
-        return min(self._push_pull_at, self._retry_at)
+        return self._push_pull_at if self._push_pull_at < self._retry_at else self._retry_at
 
     def on_timer(self, now: float) -> list[MembershipEffect]:
         """The push-pulls that are due."""

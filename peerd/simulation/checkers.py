@@ -178,10 +178,11 @@ class Checkers:
         """No link between two healthy trainers has been silent for longer than the trigger allows."""
         if self.too_slow:  # they take each other for dead
             return
+        references = {id: node.references for id, node in nodes.items()}
         for node in nodes.values():
-            for peer, reference in node.references.items():
+            for peer, reference in references[node.id].items():
                 other = nodes.get(peer)
-                theirs = other.references.get(node.id) if other is not None else None
+                theirs = references[peer].get(node.id) if other is not None else None
                 if other is None or theirs is None or theirs.link != reference.link:
                     self._spoke_at.pop((node.id, peer), None)
                     continue

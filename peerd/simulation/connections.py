@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum, auto
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from peerd.simulation.network import Network
 from peerd.simulation.world import Kind, World
@@ -21,6 +21,9 @@ from peerd.transport.peer_queue import PeerQueue
 
 HANDSHAKE_BYTES = 600  # Hello and Welcome
 LOOK_S = 0.5  # how often a stream that is held up tries again
+
+Item = TypeVar("Item")
+Carried = TypeVar("Carried", contravariant=True)
 
 
 class State(Enum):
@@ -59,7 +62,7 @@ TRANSITIONS: dict[State, dict[State, str]] = {
 """What a state may be followed by, and why."""
 
 
-class End(Protocol):
+class End(Protocol[Carried]):
     """A node, as its connections see it."""
 
     index: int
@@ -68,20 +71,20 @@ class End(Protocol):
     running: bool  # and is not stopped
     bytes_sent: int  # on all lines
 
-    def receive(self, source: NodeId, frame: bytes) -> None:
+    def receive(self, source: NodeId, item: Carried) -> None:
         """A whole message arrived. Raises PeerError when it is damaged."""
         ...
 
 
-class Connection:
-    """From one process to another."""
+class Connection(Generic[Item]):
+    """From one process to another. What a message is to its ends, is theirs to know."""
 
     def __init__(
         self,
         world: World,
         network: Network,
-        source: End,
-        target: Callable[[], End | None],
+        source: End[Item],
+        target: Callable[[], End[Item] | None],
         source_id: NodeId,
         index: int,
         reconnected: Callable[[], None],
@@ -94,11 +97,11 @@ class Connection:
         self._source_id = source_id
         self._index = index
         self._reconnected = reconnected
-        self._queue = PeerQueue[tuple[bytes, float]]()  # frames, and their bytes on the line
+        self._queue = PeerQueue[tuple[Item, float]]()  # and the bytes on the line
         self._state = State.DIALLING
         self._line = 0  # counts the connections, so that what belongs to a broken one is ignored
         self._moved = self._handed_over = 0  # messages on this line
-        self._arrived: dict[int, bytes] = {}  # by number; one whose packets are repeated holds up those behind it
+        self._arrived: dict[int, Item] = {}  # by number; one whose packets are repeated holds up those behind it
         self._held_since: float | None = None
         self._life = -1
         self._retry_s = RETRY_FIRST_S
@@ -118,9 +121,9 @@ class Connection:
         """Whether something is on its way."""
         return self._connected and (bool(self._queue) or self._moved > self._handed_over)
 
-    def send(self, message: Message, frame: bytes, size: float) -> None:
+    def send(self, message: Message, item: Item, size: float) -> None:
         """Queue; the mode says again what has had no answer, so a full queue drops it, and so does what still waits."""
-        if self._queue.put(message, (frame, size)):
+        if self._queue.put(message, (item, size)):
             self._move()
 
     def reset(self) -> None:
@@ -181,7 +184,7 @@ class Connection:
     def _move(self) -> None:
         if self._state is not State.IDLE or not self._queue.has_waiting:
             return
-        frame, size = self._queue.take()
+        item, size = self._queue.take()
         self._enter(State.SENDING)
         line, number = self._line, self._moved
         self._moved += 1
@@ -190,7 +193,7 @@ class Connection:
             self._index,
             size,
             lambda: self._sent(line, size),
-            lambda: self._arrive(line, number, frame),
+            lambda: self._arrive(line, number, item),
         )
 
     def _sent(self, line: int, size: float) -> None:
@@ -200,9 +203,9 @@ class Connection:
             self._queue.left()
             self._move()
 
-    def _arrive(self, line: int, number: int, frame: bytes) -> None:
+    def _arrive(self, line: int, number: int, item: Item) -> None:
         if line == self._line:
-            self._arrived[number] = frame
+            self._arrived[number] = item
             if self._held_since is None:
                 self._hand_over(line)
 
@@ -222,9 +225,9 @@ class Connection:
                     self._world.later(LOOK_S, lambda: self._hand_over(line))
                 return
             self._held_since = None
-            frame = self._arrived.pop(self._handed_over)
+            item = self._arrived.pop(self._handed_over)
             self._handed_over += 1
             try:
-                target.receive(self._source_id, self._network.weathered(frame))
+                target.receive(self._source_id, item)
             except PeerError:
                 self._break()

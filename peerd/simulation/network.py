@@ -136,9 +136,9 @@ class Network:
     def loss(self, source: int, target: int) -> float:
         """The chance that one packet is lost."""
         here, there = self._topology.profiles[source], self._topology.profiles[target]
+        arrives = (1 - here.loss) * (1 - there.loss) * (1 - self.conditions.loss)
         line = self._line(source, target)
-        between = line.loss if line is not None else 0.0
-        return 1 - (1 - here.loss) * (1 - there.loss) * (1 - self.conditions.loss) * (1 - between)
+        return 1 - arrives if line is None else 1 - arrives * (1 - line.loss)
 
     def datagram(self, source: int, target: int, size: int) -> list[float]:
         """In how many seconds each copy of a datagram arrives; none: it is lost."""
@@ -154,10 +154,12 @@ class Network:
             return [delay_s, delay_s + self.flight_s(source, target)]
         return [delay_s]
 
-    def weathered(self, frame: bytes) -> bytes:
-        """The frame as it arrives."""
-        if not self.conditions.corruption or self._rng.random() >= self.conditions.corruption:
-            return frame
+    def damages(self) -> bool:
+        """Whether this message of a stream arrives with a byte changed."""
+        return self.conditions.corruption > 0 and self._rng.random() < self.conditions.corruption
+
+    def damaged(self, frame: bytes) -> bytes:
+        """The frame as it arrives then."""
         at = self._rng.randrange(len(frame))
         return frame[:at] + bytes([frame[at] ^ (1 << self._rng.randrange(8))]) + frame[at + 1 :]
 

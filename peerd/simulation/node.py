@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from peerd.membership.core import Membership
 from peerd.membership.effects import (
@@ -36,14 +36,15 @@ from peerd.training.mode import OPTIMIZER_VALUES_MAX
 from peerd.training.pairs.reference import PairedReference
 from peerd.transport import wire
 from peerd.transport.errors import PeerError
-from peerd.transport.framing import FrameReader, frames
+from peerd.transport.framing import FIXED_SIZE, FrameReader, framed
 from peerd.transport.ids import Address, NodeId
-from peerd.transport.messages import Member, MemberTable, Message, State
+from peerd.transport.messages import Chunks, Member, MemberTable, Message, State
 from peerd.transport.patience import DIAL_TIMEOUT_S
 from peerd.transport.secure.signing import Signing
 
 INBOX_DATAGRAMS = 400  # what the kernel keeps for a stopped process
 DECODED_ONE_IN = 32  # datagrams are decoded and compared; the others arrive as the objects they were
+FRAMED_ONE_IN = 32  # messages of the mode are framed; the others are encoded and decoded, and arrive as that
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,19 @@ class Clock:
     def duration_s(self, local_s: float) -> float:
         """How long so many of its seconds really take."""
         return local_s / self.rate
+
+
+class Letter(NamedTuple):
+    """A message of the mode on its way, encoded."""
+
+    kind: int
+    header: bytes
+    chunks: Chunks
+    length: int  # of its frames
+
+    def frame(self) -> bytes:
+        """As a stream has it."""
+        return b"".join(framed(self.kind, self.header, self.chunks))
 
 
 class Environment(Protocol):
@@ -117,7 +131,7 @@ class Node:
         rng = swarm.world.rng("membership", index, me.epoch)
         signing = swarm.signing(me.id)
         self.membership = Membership(me, seeds, rng, self.now, swarm.settings.timing, known, signing=signing)
-        self._connections: dict[NodeId, Connection] = {}
+        self._connections: dict[NodeId, Connection[Letter]] = {}
         self._reader = FrameReader()
         self._inbox: list[tuple[Message, Address]] = []
         self._missed: list[Callable[[], None]] = []  # what would have happened while it stood still
@@ -342,10 +356,11 @@ class Node:
             )
         if self.trainer is not None:
             message = self.trainer.sent(peer, message)
-        frame = b"".join(frames(message))
-        payload = sum(len(chunk) for chunk in getattr(message, "chunks", ()))
-        size = len(frame) + payload * (self._swarm.settings.size_scale - 1)
-        connection.send(message, frame, size)
+        header, chunks = wire.encode(message)
+        payload = sum(map(len, chunks))
+        length = FIXED_SIZE * (1 + len(chunks)) + len(header) + payload
+        size = length + payload * (self._swarm.settings.size_scale - 1)
+        connection.send(message, Letter(message.KIND, header, chunks, length), size)
         self._swarm.checkers.queue(self.id, peer, connection.queued)
 
     def arriving(self, peer: NodeId) -> bool:
@@ -368,15 +383,25 @@ class Node:
         if self.up and self.trainer is not None:
             self.trainer.reconnected(peer)
 
-    def receive(self, source: NodeId, frame: bytes) -> None:
+    def receive(self, source: NodeId, letter: Letter) -> None:
         """A message of the mode, or about a whole model. Raises PeerError."""
-        message = self._read(frame)
+        message = self._opened(letter)
         if self._swarm.network.drops(message):
-            self._world.note(Kind.LOST, int(source[1:6]), self.index, len(frame))
+            self._world.note(Kind.LOST, int(source[1:6]), self.index, letter.length)
             return
-        self._world.note(Kind.MESSAGE, self.index, message.KIND, len(frame))
+        self._world.note(Kind.MESSAGE, self.index, letter.kind, letter.length)
         if self.trainer is not None:
             self.trainer.receive(source, message)
+
+    def _opened(self, letter: Letter) -> Message:
+        network = self._swarm.network
+        if network.damages():
+            return self._read(network.damaged(letter.frame()))
+        if self._world.events % FRAMED_ONE_IN == 0:
+            frame = letter.frame()
+            self._swarm.checkers.same("a frame", letter.length, len(frame))
+            return self._read(frame)
+        return wire.decode(letter.kind, letter.header, self._reader.payload_limit).message(letter.chunks)
 
     def _read(self, frame: bytes) -> Message:
         reader, at = self._reader, 0

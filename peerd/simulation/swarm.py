@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
@@ -285,8 +286,7 @@ class Swarm:
 
     def index_of(self, address: Address) -> int:
         """The place of an address."""
-        _, high, middle, low = address[0].split(".")
-        return (int(high) << 16) + (int(middle) << 8) + int(low)
+        return _place(address[0])
 
     def believes(self, viewer: Node, id: NodeId) -> None:
         """Write down verdicts, and when a crash is known."""
@@ -395,3 +395,10 @@ class Swarm:
         for node in list(self.nodes.values())[:VIEWERS]:
             for id in node.membership.members:
                 self.checkers.keys(node, id)
+
+
+@lru_cache(maxsize=4096)
+def _place(host: str) -> int:
+    """That has this address; asked of every datagram."""
+    _, high, middle, low = host.split(".")
+    return (int(high) << 16) + (int(middle) << 8) + int(low)

@@ -14,7 +14,9 @@ from peerd.transport import wire
 from peerd.transport.framing import FIXED_SIZE
 from peerd.transport.messages import Ack, Member, MemberTable, Message, Ping, PingRequest
 
+WEIGHED_MAX = 1 << 15  # records of which the length is kept
 _ARRAY_SHORT = 15  # items of an array whose header is one byte; that of a longer one is three
+_weighed: dict[int, tuple[Member, int]] = {}  # by id, as a hash of all fields takes longer than all else here
 
 
 def datagram_bytes(message: Message) -> int:
@@ -56,10 +58,17 @@ def table_bytes(table: MemberTable) -> int:
 
 def _rows_bytes(records: tuple[Member, ...]) -> int:
     """What they add to a message that has none."""
+    if not records:
+        return 0
     return sum(map(_record_bytes, records)) + 2 * (len(records) > _ARRAY_SHORT)
 
 
-@functools.lru_cache(maxsize=1 << 15)
 def _record_bytes(record: Member) -> int:
+    known = _weighed.get(id(record))
+    if known is not None:
+        return known[1]
     with_it, without = (wire.encode(Ack(0, "x", news))[0] for news in ((record,), ()))
+    if len(_weighed) >= WEIGHED_MAX:
+        _weighed.clear()
+    _weighed[id(record)] = record, len(with_it) - len(without)
     return len(with_it) - len(without)

@@ -64,7 +64,7 @@ class World:
     def later(self, delay_s: float, event: Callable[[], None]) -> None:
         """Call `event` in so many seconds; of two at one time, the first that was asked for goes first."""
         self._sequence += 1
-        heapq.heappush(self._heap, (self.now + max(0.0, delay_s), self._sequence, event))
+        heapq.heappush(self._heap, (self.now + delay_s if delay_s > 0 else self.now, self._sequence, event))
 
     def note(self, kind: Kind, node: int, other: int = -1, value: float = 0.0) -> None:
         """Something happened: it enters the digest, and the trace if there is one."""
@@ -87,9 +87,9 @@ class World:
 
     def run(self, until: float) -> None:
         """Let time pass."""
-        heap = self._heap
+        heap, pop = self._heap, heapq.heappop
         while heap and heap[0][0] <= until:
-            self.now, _, event = heapq.heappop(heap)
+            self.now, _, event = pop(heap)
             event()
         self.now = max(self.now, until)
 

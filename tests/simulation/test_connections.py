@@ -36,14 +36,14 @@ class Process:
 
 
 class Pair:
-    """One connection, and both its ends."""
+    """One connection, and both its ends. Its messages are bytes."""
 
     def __init__(self, seed: int = 0, profile: Profile | None = None, says_again: bytes = b"") -> None:
         self.world = World(seed)
         self.network = Network(self.world, uniform(profile or Profile(LATENCY_S), 2))
         self._target: Process | None = Process(1)
         self.reconnected_at: list[float] = []
-        self.connection = Connection(
+        self.connection = Connection[bytes](
             self.world, self.network, Process(0), lambda: self._target, "n0", 1, self._reconnected
         )
         self._says_again = says_again
@@ -281,7 +281,7 @@ def test_every_way_in_the_table_is_gone(monkeypatch: pytest.MonkeyPatch) -> None
     gone: set[tuple[State, State]] = set()
     enter = Connection._enter
 
-    def seen(connection: Connection, state: State) -> None:
+    def seen(connection: Connection[bytes], state: State) -> None:
         gone.add((connection._state, state))
         enter(connection, state)
 

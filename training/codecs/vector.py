@@ -17,7 +17,7 @@ import numpy as np
 
 from peerd.training.codecs import CODECS, ONE_PASS, Codec, NotFinite
 from peerd.training.codecs.blocks import BLOCK
-from peerd.training.codecs.codec import Encoded
+from peerd.training.codecs.codec import Encoded, finite_float32
 from peerd.training.codecs.compress import Compressor, unpack
 from peerd.training.effects import Vector
 from peerd.training.kernels.passes import add_within, squares
@@ -189,10 +189,16 @@ def _encode_piece(
     if one_pass is not None and (encoded := one_pass.encode_in_one_pass(values, known, decoded)) is not None:
         return encoded
     difference = values if known is None else values - known
-    body = codec.encode(difference)
     if decoded is None and not measured:
-        return Encoded(memoryview(body), 0.0, 0.0)
+        return Encoded(memoryview(codec.encode(difference)), 0.0, 0.0)
     arrived = np.empty_like(difference) if decoded is None else decoded
+    if one_pass is not None:  # not of these arrays, but of their difference in float32
+        rounded = finite_float32(difference)
+        arrives = np.empty_like(rounded)
+        if (encoded := one_pass.encode_in_one_pass(rounded, None, arrives)) is not None:
+            np.copyto(arrived, arrives)
+            return Encoded(encoded.body, squares(difference, arrived), squares(difference))
+    body = codec.encode(difference)
     codec.decode(body, arrived)
     return Encoded(memoryview(body), squares(difference, arrived), squares(difference))
 

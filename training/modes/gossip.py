@@ -260,7 +260,7 @@ class Gossip(PartneredMode[PairLink]):
         if self._report.finishing:
             limit = self._flush_limit()
         else:
-            overlapping = sum(link.reference.under_way is not None for link in self._links.live())
+            overlapping = sum([link.reference.under_way is not None for link in self._links.live()])
             limit = min(self.gain_limit, 1 / (2 + overlapping))
         gain = self._gain(codec)
         if not self._settings.robust or answers:  # an answer to our half: that one has said its limits
@@ -275,7 +275,8 @@ class Gossip(PartneredMode[PairLink]):
             return VALUE_MAX
         longest = 1.0
         for link in self._links.held.values():
-            longest = max(longest, link.anchor_norm, link.start_norm)
+            longer = max(link.anchor_norm, link.start_norm)
+            longest = longer if longer > longest else longest
         return min(VALUE_MAX, VALUE_TIMES * longest)
 
     def _partners(self) -> list[NodeId]:

@@ -34,6 +34,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from operator import attrgetter
 
 import numpy as np
 
@@ -93,6 +94,7 @@ TRANSITIONS: dict[LinkState, dict[LinkState, str]] = {
 WENT = {LinkState.OPEN: LinkState.DORMANT, LinkState.CLOSING: LinkState.CLOSING_DORMANT}
 CAME = {rests: live for live, rests in WENT.items()}
 _LIVE, _CLOSING = tuple(WENT), (LinkState.CLOSING, LinkState.CLOSING_DORMANT)  # asked at every event of every link
+_peer = attrgetter("peer")
 
 
 @dataclass(slots=True, eq=False)
@@ -140,7 +142,8 @@ class PairLink:
     @property
     def waits(self) -> bool:
         """Whether a living peer owes an answer."""
-        return self.active and (self.closing or not self.reference.settled)
+        state = self.state
+        return state is LinkState.CLOSING or (state is LinkState.OPEN and not self.reference.settled)
 
 
 @dataclass(slots=True, eq=False)
@@ -191,8 +194,7 @@ class PairLinks:
 
     def idle(self) -> list[PairLink]:
         """Those over which an exchange may begin, by peer."""
-        idle = [peer for peer, link in self.held.items() if link.idle]
-        return [self.held[peer] for peer in sorted(idle)]
+        return sorted([link for link in self.held.values() if link.idle], key=_peer)
 
     def knows(self, peer: NodeId, number: int) -> bool:
         """Whether this end holds this link, or did."""

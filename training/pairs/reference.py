@@ -37,6 +37,8 @@ from peerd.training.scratch import Scratch
 from peerd.transport.errors import PeerError
 from peerd.transport.messages import Delta, DeltaTaken, LinkClosed
 
+KEPT_MAX = 1 << 14  # values: of a larger model our half is decoded again, as keeping it would take another copy
+
 
 class LinkMismatch(Exception):
     """The two ends are not at the same version: start the link anew from a snapshot."""
@@ -86,6 +88,7 @@ class PairedReference:
         self.mine = start.copy()
         self.theirs = start.copy()
         self.under_way: Delta | None = None  # our half of exchange version + 1
+        self._outgoing: Vector | None = None  # what that one decodes to, of a small model
         self.answered: Delta | None = None  # our half of exchange `version`, kept until the next one completes
         self.confirmed = True  # the peer is known to have applied exchange `version`, too
         self._torn = False  # an error came while both references moved: they are nobody's any more
@@ -149,14 +152,16 @@ class PairedReference:
 
     def cancel(self) -> None:
         """Drop the half under way: the peer has not applied it."""
-        self.under_way = None
+        self.under_way = self._outgoing = None
 
     def distance(self) -> float:
         """||theirs - mine|| over the parameters: how far apart the two models are, as far as both ends know."""
         return self._tensors.whole(self.distances)
 
     def _encode(self, values: Vector, half: ExchangeHalf, *, wants_answer: bool) -> Delta:
-        chunks, contraction = vector.encode(half.codec, self.layout, values, known=self.mine)
+        outgoing = np.empty_like(self.mine) if len(self.mine) <= KEPT_MAX else None
+        chunks, contraction = vector.encode(half.codec, self.layout, values, known=self.mine, decoded=outgoing)
+        self._outgoing = outgoing
         half.gain.observe(contraction)
         self.under_way = Delta(
             self.link,
@@ -171,7 +176,9 @@ class PairedReference:
         return self.under_way
 
     def _pieces(self, ours: Delta) -> Iterator[tuple[slice, Vector]]:
-        """What our half decodes to: again, as keeping it would take another copy of the model."""
+        """What our half decodes to."""
+        if self._outgoing is not None:
+            return iter([(slice(0, len(self._outgoing)), self._outgoing)])
         return vector.decoded_pieces(ours.codec, self.layout, ours.chunks, self.mine.dtype)
 
     def _complete(self, theirs: Delta, theirs_next: Vector, limits: Norms) -> Exchanged:

@@ -45,6 +45,7 @@ USUAL_WEIGHT = 0.25  # of the last distance
 TENSORS_MAX = 128  # limits in a message; of a model of more, neighbours share one
 PEERS_MAX = 4096  # that have an allowance
 _FLOAT32_MAX = np.finfo(np.float32).max
+_LIMIT = np.dtype("<f4")  # as it travels
 
 Norms = npt.NDArray[np.float64]
 """One for each tensor, shape (tensors,)."""
@@ -98,7 +99,7 @@ def packed(limits: Norms | None) -> bytes:
     """As a message has them; None, or nothing: there are none."""
     if limits is None:
         return b""
-    return np.minimum(limits, _FLOAT32_MAX).astype("<f4").tobytes()
+    return np.minimum(limits, _FLOAT32_MAX).astype(_LIMIT).tobytes()
 
 
 def unpacked(said: bytes, count: int) -> Norms:
@@ -107,8 +108,8 @@ def unpacked(said: bytes, count: int) -> Norms:
         return np.full(count, np.inf)
     if len(said) != 4 * count:
         raise PeerError(f"{len(said)} bytes of limits where {4 * count} are due")
-    limits = np.frombuffer(said, "<f4").astype(np.float64)
-    if not (limits.min() >= 0 and limits.max() < np.inf):
+    limits = np.frombuffer(said, _LIMIT).astype(np.float64)
+    if not all(0 <= limit < math.inf for limit in limits.tolist()):
         raise PeerError("a limit is negative, or no number")
     return limits
 
@@ -118,10 +119,8 @@ def factors(gain: float, distances: Norms, ours: Norms, theirs: Norms) -> Norms:
 
     The same bits on both ends; if only one of them has compiled kernels, the same to 1e-6.
     """
-    wanted = gain * distances
-    with np.errstate(divide="ignore", invalid="ignore"):
-        kept = np.minimum(1.0, np.minimum(ours, theirs) / wanted)
-    return gain * np.where(wanted > 0, kept, 1.0)
+    wanted, limits = (gain * distances).tolist(), np.minimum(ours, theirs).tolist()
+    return gain * np.array([min(1.0, most / far) if far > 0 else 1.0 for most, far in zip(limits, wanted, strict=True)])
 
 
 @dataclass(slots=True, eq=False)
@@ -191,7 +190,9 @@ class Allowances:
         one = self._peers.get(peer)
         if one is None:
             return
-        np.clip(one.left - moved, 0.0, None if self._ended else one.refilled, out=one.left)
+        np.maximum(one.left - moved, 0.0, out=one.left)
+        if not self._ended:
+            np.minimum(one.left, one.refilled, out=one.left)
         one.refilled.fill(0.0)
         if not self._ended:
             one.distances = distances
@@ -235,8 +236,8 @@ class Allowances:
         others = self._others(peer, peers) if distances is not None else []
         if len(others) < 2 or distances is None:
             return np.ones(len(self._tensors))
-        usual = FAR * _low_median(others)
-        return np.divide(usual, distances, out=np.ones(len(distances)), where=distances > usual)
+        usual, apart = (FAR * _low_median(others)).tolist(), distances.tolist()
+        return np.array([most / far if far > most else 1.0 for most, far in zip(usual, apart, strict=True)])
 
     def _others(self, peer: NodeId, peers: Collection[NodeId]) -> list[Norms]:
         found = []
