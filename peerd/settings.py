@@ -17,8 +17,7 @@ from peerd.carriers import CARRIERS, CarrierSettings
 from peerd.protocol import plan
 from peerd.security.token import TEXT_MAX, Token
 from peerd.security.token import parse as parse_token
-from peerd.training.codecs import CODECS
-from peerd.training.mode_settings import AUTO, OPTIONS, OVERLAPS, PLANNED, WEIGHTS, check_count
+from peerd.training.mode_settings import AUTO, OPTIONS, PLANNED, WEIGHTS, check_choice, check_count
 from peerd.training.modes import MODES, ModeSettings, check_given, check_options, settings_of
 from peerd.training.modes.own_mode import adopted
 from peerd.training.plain_numbers import number, whole
@@ -76,18 +75,17 @@ class Settings(ModeSettings):
             parse_address(seed, "join")
         if self.invitation is not None and self.insecure_plaintext:
             raise UserError("token: with insecure_plaintext nobody asks for one; leave out one of the two")
-        _choice("mode", self.mode.partition(":")[0], list(MODES))
-        _choice("codec", self.codec, [AUTO, *CODECS])
-        _choice("overlap", self.overlap, list(OVERLAPS))
+        ModeSettings.__post_init__(self)
+        check_choice("mode", self.mode.partition(":")[0], list(MODES))
         check_options(self.mode, self)
-        _choice("network", self.network, ["lan", "wan"])
-        _choice("transport", self.transport, list(CARRIERS))
+        check_choice("network", self.network, ["lan", "wan"])
+        check_choice("transport", self.transport, list(CARRIERS))
         for subnet in self.rdma_subnets:
             try:
                 ipaddress.ip_network(subnet)
             except ValueError as error:
                 raise UserError(f"rdma_subnets: {error}; an example is 10.1.0.0/16") from None
-        _choice("log", self.log, ["auto", "human", "json"])
+        check_choice("log", self.log, ["auto", "human", "json"])
         check_count("wait_for", self.wait_for, MEMBERS_MAX)
         if not self.checkpoint_every_s > 0:
             raise UserError(f"checkpoint_every_s: {self.checkpoint_every_s} must be above 0")
@@ -287,10 +285,3 @@ def _from_text(key: str, text: str, where: str) -> Any:
         return (whole if isinstance(default, int) else number)(text)
     except (KeyError, ValueError):
         raise UserError(f"{where}: {text!r} is not {_WORDS[type(default)]}") from None
-
-
-def _choice(key: str, value: str, choices: list[str]) -> None:
-    if value not in choices:
-        near = difflib.get_close_matches(value, choices, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise UserError(f"{key}: {value!r} is not one of {', '.join(choices)}{hint}")

@@ -66,7 +66,7 @@ ROOMS = {  # each with the rooms that it may look into; from the roof to the cel
         "modes", "codecs", "mode", "messages", "transport",
     },
     "trainer": {"local", "process", "protocol", "model", "transport"},
-    "settings": {"messages", "security", "carriers", "protocol", "modes", "codecs", "mode", "transport"},
+    "settings": {"messages", "security", "carriers", "protocol", "modes", "mode", "transport"},
     "carriers": {"process", "transport", "rdma"},
     "process": {"modes", "transport"},
     "node": {"local", "protocol", "model", "mode", "messages", "transport"},  # what daemon and simulation both run

@@ -10,9 +10,8 @@ from typing import ClassVar, Protocol, cast
 
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Effect, Log, StepReport, Vector
-from peerd.training.mode_settings import AUTO, GRADIENTS, OVERLAPS, WEIGHTS, ModeSettings
+from peerd.training.mode_settings import AUTO, GRADIENTS, WEIGHTS, ModeSettings
 from peerd.training.model.quiet import Quiet
-from peerd.transport.errors import UserError
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import Connected, Message
 
@@ -69,8 +68,6 @@ class ModeClass:
     @classmethod
     def check(cls, argument: str, told: ModeSettings) -> None:
         """Whether what it is told fits, where what is exchanged is one of EXCHANGES. Raises UserError."""
-        if told.overlap not in OVERLAPS:
-            raise UserError(f"overlap {told.overlap!r}: not one of {', '.join(OVERLAPS)}")
 
     @classmethod
     def in_force(cls, told: ModeSettings) -> ModeSettings:

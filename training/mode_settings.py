@@ -5,10 +5,13 @@ Adding an option is a field here and its name in TAKES of the modes that heed it
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from enum import Enum
 from typing import Any
 
+from peerd.training.codecs import CODECS
 from peerd.training.plain_numbers import number
 from peerd.transport.errors import UserError
 
@@ -62,8 +65,11 @@ class ModeSettings:
     )
     robust: bool = _option(True, "bound what one member can do to this node's model", Scope.START)
 
-    def check_numbers(self) -> None:
-        """Raises UserError for a whole number that is out of its range."""
+    def __post_init__(self) -> None:
+        """All that a mode is told passes here. Raises UserError for a name that is none or a count out of range."""
+        check_choice("codec", self.codec, [AUTO, *CODECS])
+        check_choice("overlap", self.overlap, OVERLAPS)
+        check_choice("exchange", self.exchange, EXCHANGES)
         for option in OPTIONS.values():
             if option.metadata["most"] is not None:
                 check_count(option.name, getattr(self, option.name), option.metadata["most"])
@@ -91,6 +97,14 @@ def _number(name: str, text: str, auto: float) -> float:
         return auto if text == AUTO else number(text)
     except ValueError:
         raise UserError(f"{name}: {text[:40]!r} is neither a number nor {AUTO}") from None
+
+
+def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    """Raises UserError for what is none of them, with the nearest."""
+    if value not in choices:
+        near = difflib.get_close_matches(value, choices, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise UserError(f"{name}: {value[:40]!r} is not one of {', '.join(choices)}{hint}")
 
 
 def check_count(name: str, value: int, most: int) -> None:

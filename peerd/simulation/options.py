@@ -98,6 +98,7 @@ class Scenario(ModeSettings):
 
     def __post_init__(self) -> None:
         """Check what options say together. Raises UserError."""
+        ModeSettings.__post_init__(self)
         check_options(self.mode, self)
         parse_byzantine(self.byzantine, self.peers)
         for option, wanted in (("--servers", self.servers), ("--min-peers", self.min_peers)):

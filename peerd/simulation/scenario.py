@@ -25,12 +25,9 @@ from peerd.simulation.swarm import STOP_ASKED_EVERY_S, Swarm
 from peerd.simulation.teacher import NAME as TEACHER
 from peerd.simulation.teacher import Teacher
 from peerd.simulation.world import Violation, World
-from peerd.training.codecs import CODECS
 from peerd.training.effects import Vector
-from peerd.training.mode_settings import AUTO
 from peerd.training.modes import class_of, exchanges
 from peerd.training.tasks import TASKS
-from peerd.training.trigger import parse_trigger
 from peerd.transport.errors import UserError
 from peerd.transport.messages import State
 
@@ -274,9 +271,6 @@ def _rare_collections() -> Iterator[None]:
 
 
 def _problem(scenario: Scenario) -> Problem | None:
-    if scenario.codec not in (AUTO, *CODECS):
-        raise UserError(f"--codec {scenario.codec}: not one of {', '.join(CODECS)}")
-    parse_trigger(scenario.trigger)
     name, learning = scenario.problem.partition(":")[0], scenario.learning
     if name not in PROBLEMS or (name != scenario.problem and name != TEACHER):
         raise UserError(f"--problem {scenario.problem}: not one of {', '.join(PROBLEMS)}")

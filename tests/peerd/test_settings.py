@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from peerd.carriers import CARRIERS
 from peerd.security.token import Token
 from peerd.settings import DEFAULT_PORT, OF_RDMA, Settings, load, parse_address, unknown_variables
+from peerd.simulation.scenario import Scenario
 from peerd.training.codecs import CODECS
 from peerd.training.modes import MODES, ModeSettings, alike_at_start, class_of, heeds, settings_of
 from peerd.transport.errors import UserError
@@ -384,3 +385,18 @@ def test_the_default_name_is_always_a_good_one(monkeypatch: pytest.MonkeyPatch, 
 
 def test_the_toml_of_these_tests_is_toml() -> None:
     assert tomllib.loads(as_toml({"a": 1.5, "b": ("x",)})) == {"a": 1.5, "b": ["x"]}
+
+
+@pytest.mark.parametrize(
+    ("told", "line"),
+    [
+        ({"codec": "int9"}, "codec: 'int9' is not one of .*; did you mean 'int8'?"),
+        ({"overlap": "delay"}, "overlap: 'delay' is not one of .*; did you mean 'delayed'?"),
+        ({"exchange": "weight"}, "exchange: 'weight' is not one of weights, gradients; did you mean 'weights'?"),
+        ({"view": 0}, "view: 0 must be at least 1"),
+    ],
+)
+def test_nobody_makes_nonsense_for_a_mode_by_hand_either(told: dict[str, Any], line: str) -> None:
+    for kind in (ModeSettings, Settings, Scenario):
+        with pytest.raises(UserError, match=line):
+            kind(**told)

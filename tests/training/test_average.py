@@ -50,6 +50,16 @@ def test_all_models_become_their_mean(order: list[str], train: list[bool], count
         assert len(node.rounds) == 1
 
 
+@pytest.mark.parametrize("topology", ["adv:2", "tree:2"])
+def test_servers_and_rounds_in_any_shape_are_averaged(topology: str) -> None:
+    swarm = RoundSwarm("abc", mode="average", topology=topology)
+    swarm.all_hear()
+    for name in "abc":
+        come(swarm, name, True)
+    wait(swarm)
+    assert have_it(swarm) == set("abc")
+
+
 @given(orders, st.integers(0, 99), st.integers(0, 60))
 def test_a_death_at_any_message_leaves_the_others_with_one_model(order: list[str], seed: int, at: int) -> None:
     swarm = RoundSwarm(NAMES, mode="average", seed=seed)

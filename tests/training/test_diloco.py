@@ -143,7 +143,7 @@ def test_parts_of_a_layout_are_all_of_it_in_order(parameters: int, buffers: int,
         ("diloco:2:3", "delayed", "auto", "--mode diloco:2:3: "),
         ("diloco:9999", "delayed", "auto", "P from 1 to 1024"),
         ("diloco:2", "hpsgd", "auto", "overlap hpsgd: not with diloco:P"),
-        ("diloco:2", "never", "auto", "overlap 'never': not one of"),
+        ("diloco:2", "never", "auto", "overlap: 'never' is not one of"),
         ("diloco:2", "delayed", "star", "topology 'star': not one of"),
     ],
 )

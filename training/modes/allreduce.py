@@ -37,14 +37,13 @@ from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Apply, Effect, Proceed, Resume, StepReport, Vector
 from peerd.training.kernels.passes import is_finite
 from peerd.training.mode import LAND_AGAIN_S, LinkStatus, ModeClass, not_finite
-from peerd.training.mode_settings import AUTO, EXCHANGES, GRADIENTS, OVERLAPS, ModeSettings
+from peerd.training.mode_settings import AUTO, EXCHANGES, GRADIENTS, ModeSettings
 from peerd.training.model.quiet import EVERY_STEP, NEVER, Quiet
 from peerd.training.modes.gradients import GradientAllReduce
 from peerd.training.rounds.attempt import EXACT_CODEC
 from peerd.training.rounds.lengths import lengths_of, limits_of, shorten
 from peerd.training.rounds.member import Committed, Outcome, Rounds, Withdrawn
 from peerd.training.rounds.topology import parse_topology
-from peerd.transport.errors import UserError
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import Connected, Message, RoundBegin, RoundPhase
 
@@ -75,12 +74,8 @@ class AllReduce(ModeClass):
         fragments: int = 1,
     ) -> None:
         """A round that sums differences is of one of `fragments` parts of the model, in turn: each has its round every
-        `settings.every` steps. Raises UserError.
+        `settings.every` steps.
         """
-        if settings.overlap not in OVERLAPS:
-            raise UserError(f"overlap {settings.overlap!r}: not one of {', '.join(OVERLAPS)}")
-        if settings.topology != AUTO:
-            parse_topology(settings.topology)
         assert fragments == 1 or settings.overlap != "hpsgd", "check_options refuses it"
         self._settings = settings
         self.counts: Counter[str] = Counter()

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Effect, StepReport, Vector
-from peerd.training.mode_settings import ModeSettings
+from peerd.training.mode_settings import AUTO, ModeSettings
 from peerd.training.modes.allreduce import AllReduce
 from peerd.training.rounds.attempt import EXACT_CODEC
 from peerd.training.rounds.member import Committed
@@ -27,7 +27,7 @@ class Average(AllReduce):
     def __init__(
         self, me: NodeId, layout: Layout, rng: random.Random, settings: ModeSettings, values: Callable[[], Vector]
     ) -> None:
-        exact = replace(settings, codec=EXACT_CODEC, overlap="blocking", every=1, min_peers=1)
+        exact = replace(settings, codec=EXACT_CODEC, overlap="blocking", every=1, min_peers=1, topology=AUTO)
         super().__init__(me, layout, rng, exact, values)
 
     @property

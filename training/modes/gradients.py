@@ -28,12 +28,11 @@ from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Averaged, Become, Effect, Proceed, StepReport, Vector
 from peerd.training.kernels.passes import is_finite, mean
 from peerd.training.mode import LinkStatus, ModeClass, not_finite
-from peerd.training.mode_settings import AUTO, GRADIENTS, ModeSettings
+from peerd.training.mode_settings import GRADIENTS, ModeSettings
 from peerd.training.model.quiet import Quiet
 from peerd.training.rounds.attempt import EXACT_CODEC
 from peerd.training.rounds.lengths import longest_mean
 from peerd.training.rounds.member import Committed, Offer, Outcome, Rounds, Withdrawn
-from peerd.training.rounds.topology import parse_topology
 from peerd.training.rounds.weights import scales
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import Connected, Message, RoundBegin, RoundPhase
@@ -53,9 +52,6 @@ class GradientAllReduce(ModeClass):
     def __init__(
         self, me: NodeId, layout: Layout, rng: random.Random, settings: ModeSettings, values: Callable[[], Vector]
     ) -> None:
-        """Raises UserError."""
-        if settings.topology != AUTO:
-            parse_topology(settings.topology)
         self.counts: Counter[str] = Counter()
         self.deadline = math.inf
         self.barrier = 0
