@@ -17,7 +17,7 @@ PLANS: dict[Size, dict[str, Any]] = {
     },
     Size.FULL: {
         "steps": 3840, "times": [1, 4, 16, 32], "seeds": 5, "sweep": 2,
-        "lrs": [0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56],
+        "lrs": [0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12],
     },
 }  # fmt: skip
 TUNED_MAX, UNTUNED_MIN = 0.005, 0.02
