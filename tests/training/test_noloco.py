@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from gossip_swarm import GossipSwarm
@@ -14,6 +16,7 @@ from peerd.training.effects import Vector
 from peerd.training.modes.noloco import TRANSITIONS, NoLoCo, Stage, _Pair
 from peerd.training.one_way.allowance import BUFFERS_MAX, LIMIT, REACH_MIN
 from peerd.training.pairs.outer import ETA, MU
+from peerd.training.pairs.robust import FLUSH
 from peerd.transport.errors import PeerError
 from peerd.transport.messages import CentreIs, PairAnswer, PairHalf, PairInvite
 
@@ -90,6 +93,31 @@ def test_a_liars_half_moves_the_other_by_no_more_than_its_own_steps_allow(lies: 
         assert np.linalg.norm(victim.x[cut:] - before) <= 1.01 * BUFFERS_MAX * np.linalg.norm(before)
     assert victim.core.counts["exchanges"] == len(lies)
     assert victim.core.counts["halves_shortened"] >= sum(abs(lie) > 1e6 for lie in lies)
+
+
+@settings(max_examples=3, deadline=None, print_blob=True)
+@given(lie=st.sampled_from([-1e3, 30.0]), seed=st.integers(0, 1000))
+def test_the_end_of_a_run_gives_a_liar_no_more_than_was_usual_between_the_others(lie: float, seed: int) -> None:
+    """The flush is by gossip, which has seen nothing of the run: it is told how far apart all were that have met."""
+    swarm = noloco_swarm(6, 60, robust=True, seed=seed)
+    rng = np.random.default_rng(seed)
+    liar, honest = "f", "abcde"
+    swarm.nodes[liar].core._robust = False
+    swarm.nodes[liar].core._flush._settings = replace(swarm.nodes[liar].core._flush._settings, robust=False)
+    for _ in range(12 * H):
+        for name in swarm.nodes:
+            swarm.step(name, 1.0 + 0.1 * rng.normal(size=60))  # all go the same long way
+        swarm.settle()
+    before = {name: swarm.nodes[name].x.copy() for name in honest}
+    usual = max(float(np.linalg.norm(before[one] - before[other])) for one in honest for other in honest)
+    swarm.nodes[liar].x = np.full(60, lie)
+    for name in swarm.nodes:
+        swarm.step(name, finishing=True)
+    for _ in range(3):
+        swarm.quiesce()
+    for name in honest:
+        moved = float(np.linalg.norm(swarm.nodes[name].x - before[name]))
+        assert moved < 4 * FLUSH * usual, f"{name} moved by {moved}, where {usual} is usual"
 
 
 class Weather(Connections):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import numpy as np
 
@@ -69,13 +69,14 @@ class Gossip(PartneredMode[PairLink]):
         self._allowances = Allowances(tensors_of(layout), layout.variances)
         self._alive: frozenset[NodeId] = frozenset()
         self._looked = False  # at the model that the first steps start from
+        self._met = False  # another mode brings members together, and flushes by this one
 
     # ---------------------------------------------------------------- events
 
     def on_step(self, report: StepReport, now: float) -> list[Effect]:
         """See `PartneredMode`."""
         if report.finishing and not self._report.finishing and self._settings.robust:
-            self._allowances.end_run(self._current(), self._partners())
+            self._allowances.end_run(self._current(), self._compared())
         elif self._report.finishing and not report.finishing:
             self._allowances.begin_run()
             self._tell_news()
@@ -115,6 +116,11 @@ class Gossip(PartneredMode[PairLink]):
         effects = self._links.on_peers(alive, now) + self._flush(now)
         self._rearm(now)
         return effects
+
+    def met(self, peer: NodeId, apart: Vector) -> None:
+        """The mode that flushes by this one brings these two together, which are `apart`: so much is usual."""
+        self._met = True
+        self._allowances.met(peer, tensors_of(self._layout).norms(apart))
 
     def seek_partners(self, seek: bool, now: float) -> list[Effect]:
         """From now on look for partners, or no more."""
@@ -223,7 +229,7 @@ class Gossip(PartneredMode[PairLink]):
         link.last_exchange = now
         link.exchanges += 1
         if theirs.finishing and not link.peer_finishing:
-            self._allowances.peer_ended(link.peer, self._partners())
+            self._allowances.peer_ended(link.peer, self._compared())
         link.peer_finishing = theirs.finishing
         ours = link.reference.answered
         self._allowances.heard(link.peer, both.limits)
@@ -266,7 +272,7 @@ class Gossip(PartneredMode[PairLink]):
         if not self._settings.robust or answers:  # an answer to our half: that one has said its limits
             return ExchangeHalf(codec, gain, limit, self._report.finishing, b"", self._values_max())
         self._allowances.look(values)
-        limits = packed(self._allowances.limits(peer, self._partners()))
+        limits = packed(self._allowances.limits(peer, self._compared()))
         return ExchangeHalf(codec, gain, limit, self._report.finishing, limits, self._values_max())
 
     def _values_max(self) -> float:
@@ -281,6 +287,10 @@ class Gossip(PartneredMode[PairLink]):
 
     def _partners(self) -> list[NodeId]:
         return [link.peer for link in self._links.live()]
+
+    def _compared(self) -> Collection[NodeId]:
+        """Among whom one is told from the others: partners, or where there were none until a run's end all who live."""
+        return self._alive if self._met else self._partners()
 
     def _lend(self, correction: Vector, but: PairLink | None = None, length: float | None = None) -> None:
         self._allowances.corrected(correction)

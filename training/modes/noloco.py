@@ -349,6 +349,7 @@ class NoLoCo(ModeClass):
         """How much of what the pair is apart this end takes: half, or what the partner's allowance covers."""
         if not self._robust:
             return HALF, HALF
+        self._flush.met(peer, apart)
         part, of_buffers = self._allowances.shares(peer, distance, apart, ours.x, self._layout.parameters, HALF)
         self.counts["halves_shortened"] += part < HALF
         self._allowances.exchanged()

@@ -173,10 +173,7 @@ class Allowances:
         share = RATE / max(1, len(peers))
         one = self._peers.get(peer)
         if one is None:
-            if len(self._peers) >= PEERS_MAX:
-                del self._peers[next(iter(self._peers))]
-            first = share * self._last
-            one = self._peers[peer] = Allowance(first, first.copy(), self._way.copy())
+            one = self._first(peer, share * self._last)
             if self._ended:
                 np.maximum(one.left, self._usual(peers), out=one.left)
         grown = share * (self._way - one.seen)
@@ -195,8 +192,12 @@ class Allowances:
             np.minimum(one.left, one.refilled, out=one.left)
         one.refilled.fill(0.0)
         if not self._ended:
-            one.distances = distances
-            one.usual = distances if one.usual is None else one.usual + USUAL_WEIGHT * (distances - one.usual)
+            _note(one, distances)
+
+    def met(self, peer: NodeId, distances: Norms) -> None:
+        """The two were so far apart, and came together by other means than halves: who has seen to it bounds that."""
+        self._base = None  # the way until the run ends is not looked at here
+        _note(self._peers.get(peer) or self._first(peer, np.zeros(len(self._tensors))), distances)
 
     def is_far(self, peer: NodeId, peers: Collection[NodeId]) -> bool:
         """Whether the peer's whole model is further away than FAR times the others' median."""
@@ -230,6 +231,12 @@ class Allowances:
         """These are gone."""
         for peer in peers & self._peers.keys():
             del self._peers[peer]
+
+    def _first(self, peer: NodeId, left: Norms) -> Allowance:
+        if len(self._peers) >= PEERS_MAX:
+            del self._peers[next(iter(self._peers))]
+        one = self._peers[peer] = Allowance(left, left.copy(), self._way.copy())
+        return one
 
     def _say(self, peer: NodeId, peers: Collection[NodeId]) -> Norms:
         distances = self._peers[peer].distances
@@ -278,6 +285,11 @@ class CentreAllowances(Allowances):
         """See `Allowances`."""
         for peer in peers & self._said.keys():
             del self._said[peer]
+
+
+def _note(one: Allowance, distances: Norms) -> None:
+    one.distances = distances
+    one.usual = distances if one.usual is None else one.usual + USUAL_WEIGHT * (distances - one.usual)
 
 
 @lru_cache(maxsize=8)
