@@ -219,10 +219,10 @@ class LedgerSwarm(GossipSwarm):
                 self.ledger[outgoing.link, outgoing.under_way.seq].back = back
             return untaken(peer)
 
-        def take(incoming: Any, push: Push, came: Vector, values: Vector) -> Any:
+        def take(incoming: Any, push: Push, came: Vector, values: Vector, distance: float) -> Any:
             part = incoming.inflow.part(push.weight)
             self._write((push.link, push.seq), end, mass(part, came))
-            return correction(incoming, push, came, values)
+            return correction(incoming, push, came, values, distance)
 
         core._sending, core._untaken, core._correction = send, take_back, take
 

@@ -110,8 +110,8 @@ def test_parse(text: str, split: Split) -> None:
         ("dirichlet:a", "needs a number"),
         ("dirichlet:0", "must lie between"),
         ("dirichlet:-1", "must lie between"),
-        ("dirichlet:nan", "must lie between"),
-        ("dirichlet:inf", "must lie between"),
+        ("dirichlet:nan", "needs a number"),
+        ("dirichlet:inf", "needs a number"),
     ],
 )
 def test_parse_says_what_is_wrong(text: str, line: str) -> None:

@@ -259,7 +259,7 @@ class OneWay(PartneredMode[Partner]):
             self.counts["link_mismatches"] += 1
             return [Send(sender, held)]
         if push.seq <= held.version:
-            return [self._answer(held)]
+            return [self._answer(held, held.distance)]  # said again, not measured anew
         came = held.decode(push)
         values = self._current()
         parameters = self._layout.parameters
@@ -272,7 +272,7 @@ class OneWay(PartneredMode[Partner]):
         except PeerError:
             self._scratch.give(came)
             raise
-        held.take(came, now)
+        held.take(came, distance, now)
         forgotten = self._copies.hold(held)
         self._received += push.finishing or not self._report.finishing  # the mean is of one's own step, or of a flush
         self._unheard = 0

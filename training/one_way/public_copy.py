@@ -72,6 +72,7 @@ class Incoming:
         self.answers = 0
         self.inflow = Inflow(0.0)  # push-sum's
         self.taken_at = float("-inf")
+        self.distance = 0.0  # of the last push that was merged, from the model then
         self.known = np.zeros_like(like)
         self._layout = layout
         self._scratch = scratch
@@ -80,9 +81,10 @@ class Incoming:
         """What `known` becomes with this push, in scratch: `take` it or give it back. Raises PeerError."""
         return decode_onto(push.codec, self._layout, push.chunks, self.known, self._scratch)
 
-    def take(self, following: Vector, now: float) -> None:
-        """The push was merged."""
+    def take(self, following: Vector, distance: float, now: float) -> None:
+        """The push was merged, which came from so far away."""
         self._scratch.give(self.known)
         self.known = following
         self.version += 1
         self.taken_at = now
+        self.distance = distance
