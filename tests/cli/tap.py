@@ -23,6 +23,7 @@ class Tap:
 
     def __init__(self, address: str) -> None:
         """`address` is IPv4; packets of others are left out by the kernel, so their number does not matter."""
+        self._address = address
         self.carried = 0  # bytes, until now
         self.datagrams = 0
         self._packets: list[bytes] = []
@@ -53,7 +54,10 @@ class Tap:
         self._sock.close()
 
     def read(self) -> tuple[dict[Flow, bytes], list[bytes]]:
-        """What each TCP flow carried, in one piece, and what came in datagrams. It asserts that nothing was missed."""
+        """What each TCP flow carried, in one piece, and what left in datagrams. It asserts that nothing was missed.
+
+        Any program of this machine may send a datagram there: a daemon of another test, to addresses that it made up.
+        """
         self._ended.set()
         self._thread.join()
         _, missed = struct.unpack("II", self._sock.getsockopt(_SOL_PACKET, _PACKET_STATISTICS, 8))
@@ -64,7 +68,7 @@ class Tap:
             flow, payload = _payload(packet)
             if flow[0] == socket.IPPROTO_TCP:
                 flows[flow] += payload  # in order, on loopback; what was sent twice is there twice
-            elif flow[0] == socket.IPPROTO_UDP:
+            elif flow[0] == socket.IPPROTO_UDP and flow[1] == self._address:
                 datagrams.append(payload)
         return {flow: bytes(said) for flow, said in flows.items()}, datagrams
 
