@@ -65,7 +65,7 @@ def kept(page: Path) -> tuple[dict[str, str], dict[str, str], list[str]]:
     """The sections and the rows of the table by experiment, and the notes, of a page that there is."""
     text = page.read_text(encoding="utf-8") if page.exists() else ""
     head, *rest = re.split(r"^(?=## E)", text, flags=re.MULTILINE)
-    sections = {one.split()[1]: one for one in rest}
+    sections = {one.split()[1]: one.rstrip() + "\n" for one in rest}
     rows = {row.split()[1]: row for row in head.splitlines() if row.startswith("| E")}
     return sections, rows, [line[2:] for line in head.splitlines() if line.startswith("- ")]
 
