@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from peerd.trainer import checkpoint
 from peerd.trainer.optimizers import forget
 from peerd.trainer.ranks import RankCommand, Ranks
-from peerd.training.model.flat import Flat, FlatModel, Piece
+from peerd.training.model.flat import Flat, FlatModel, Piece, variances_of
 from peerd.training.model.shards import copies, is_sharded, put_together, shard_of, taken_apart
 
 
@@ -59,7 +59,7 @@ class ShardedModel:
             start += piece.held.numel()
         self.total = start
         self.parameters = sum(piece.held.numel() for piece in self.pieces if not piece.is_buffer)
-        self.variances = [(piece.start, piece.stop) for piece in self.pieces if piece.is_variance]
+        self.variances = variances_of(self.pieces)
         size = distributed.get_world_size()
         self._copies = torch.tensor([copies(piece.held, size) for piece in self.pieces], device=ranks.device)
 

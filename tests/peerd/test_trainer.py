@@ -208,3 +208,27 @@ def test_a_model_that_the_daemon_refuses_ends_the_script_with_its_words(path: Pa
             peerd.attach(other, torch.optim.SGD(other.parameters(), lr=0.1))
 
     with_daemon(path, script)
+
+
+def test_variances_that_are_slices_of_a_table_are_known_to_the_daemon(path: Path) -> None:
+    def script() -> None:
+        model, optimizer = normed()
+        model.register_buffer("table", torch.ones(2, 3))
+        model.register_buffer("ema_var", model.get_buffer("table")[1])
+        with peerd.attach(model, optimizer) as swarm:
+            swarm.step()
+
+    layout = with_daemon(path, script).side.layout
+    assert layout is not None
+    assert sorted(stop - start for start, stop in layout.variances) == [3, 3, 4], "of the table, the slice, the norm"
+
+
+def test_a_buffer_that_is_another_ones_bytes_is_refused(path: Path) -> None:
+    def script() -> None:
+        model, optimizer = normed()
+        model.register_buffer("table", torch.ones(4))
+        model.register_buffer("halves", model.get_buffer("table").view(torch.float16))
+        with pytest.raises(SystemExit, match="peerd: table and halves are two tensors in one memory"):
+            peerd.attach(model, optimizer)
+
+    with_daemon(path, script)

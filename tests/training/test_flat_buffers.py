@@ -99,6 +99,42 @@ def test_no_correction_makes_a_variance_negative(
     assert float(model.running_var.min()) > 0
 
 
+class Table(nn.Module):
+    """Means and variances that are slices of one table, by rows or by columns; what else is in it may be negative."""
+
+    def __init__(self, dimension: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.register_buffer("table", torch.arange(12.0).view((3, 4) if dimension == 0 else (4, 3)) + 1)
+        parts = self.get_buffer("table").unbind(dimension)
+        for name, part in zip(("running_mean", "running_var", "moving_var"), parts, strict=True):
+            self.register_buffer(name, part)
+
+
+@pytest.mark.parametrize("dimension", [0, 1])
+def test_a_variance_that_is_a_slice_of_a_table_stays_one(dimension: int) -> None:
+    model = Table(dimension)
+    flat = FlatModel(model)
+    flat.gather()
+    assert sum(stop - start for start, stop in flat.variances) == 2 * 8, "in the table, and by themselves"
+    before = {name: value.clone() for name, value in model.named_buffers()}
+    flat.add(np.full(flat.total, -100, np.float32))
+    assert torch.equal(model.get_buffer("running_mean"), before["running_mean"] - 100)
+    for name in ("running_var", "moving_var"):
+        torch.testing.assert_close(model.get_buffer(name), 0.1 * before[name])
+    now = flat.gather().clone()
+    flat.restore()
+    assert torch.equal(flat.gather(), now)
+
+
+def test_what_takes_the_bytes_of_a_buffer_for_another_type_is_refused() -> None:
+    model = nn.BatchNorm1d(4)
+    assert model.running_mean is not None
+    model.register_buffer("halves", model.running_mean.view(torch.float16))
+    with pytest.raises(ValueError, match=r"are two tensors in one memory: .* clone\(\) one of them"):
+        FlatModel(model)
+
+
 def test_means_and_logarithms_may_be_negative() -> None:
     model = nn.BatchNorm1d(2)
     model.register_buffer("log_var", torch.ones(2))

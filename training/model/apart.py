@@ -7,7 +7,7 @@ such case: but `b.weight.data = a.weight.data` makes two of them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -43,12 +43,15 @@ def _owner(near: list[tuple[int, str, torch.Tensor]], end: int) -> str | None:
 
 
 def distinct(buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Without those that are views of others, such as slices of one table: what becomes of these becomes of them."""
+    """Without those that are views of others, such as slices of one table: what becomes of these becomes of them.
+
+    One that takes the same bytes for another type is none: a mean of the one makes any value of the other.
+    """
     by_storage = defaultdict(list)
     for name, held in buffers.items():
         own = shard_of(held)
         if own.numel() and type(own) is torch.Tensor:
-            by_storage[own.untyped_storage().data_ptr()].append((name, own))
+            by_storage[own.untyped_storage().data_ptr(), own.dtype].append((name, own))
     views = set()
     for group in by_storage.values():
         covered = torch.zeros(group[0][1].untyped_storage().nbytes() if len(group) > 1 else 0, dtype=torch.bool)
@@ -58,6 +61,19 @@ def distinct(buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
                 views.add(name)
             part.fill_(True)
     return {name: held for name, held in buffers.items() if name not in views}
+
+
+def runs_within(views: Iterable[torch.Tensor], whole: torch.Tensor) -> list[tuple[int, int]]:
+    """Which of the values of `whole`, counted row by row, are values of `views`, too: starts and stops, in order."""
+    memory = whole.untyped_storage()
+    covered = torch.zeros(memory.nbytes() // whole.itemsize, dtype=torch.bool)
+    for view in views:
+        if view.untyped_storage().data_ptr() == memory.data_ptr() and view.dtype == whole.dtype:
+            covered.as_strided(view.shape, view.stride(), int(view.storage_offset())).fill_(True)
+    within = covered.as_strided(whole.shape, whole.stride(), int(whole.storage_offset())).reshape(-1).int()
+    edges = torch.diff(within, prepend=within.new_zeros(1), append=within.new_zeros(1))
+    starts, stops = (edges == 1).nonzero().flatten(), (edges == -1).nonzero().flatten()
+    return list(zip(starts.tolist(), stops.tolist(), strict=True))
 
 
 def _bytes_of(memory: torch.Tensor, start: int, tensor: torch.Tensor) -> torch.Tensor:

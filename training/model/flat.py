@@ -15,7 +15,7 @@ that it is, in float64 too.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from peerd.training.model.apart import distinct, overlapping
+from peerd.training.model.apart import distinct, overlapping, runs_within
 from peerd.training.model.masters import EXACT, StateMasters, masters_of, strangers_of
 from peerd.training.model.names import buffers_of, matching, parameters_of
 from peerd.training.model.shards import is_sharded, shard_of
@@ -46,7 +46,7 @@ class Piece:
     start: int
     stop: int
     is_buffer: bool = False
-    is_variance: bool = False
+    variances: tuple[tuple[int, int], ...] = ()  # where in the piece, start and stop
     master: torch.Tensor | None = None
 
     @property
@@ -100,8 +100,8 @@ class FlatModel:
         for name, tensor in [*shared.items(), *averaged.items()]:
             stop = start + shard_of(tensor).numel()
             is_buffer = name in averaged
-            variance = is_buffer and is_variance(name) and bool((tensor >= 0).all())
-            self.pieces.append(Piece(name, tensor, start, stop, is_buffer, variance, self._masters.get(name)))
+            where = _variances_of(name, averaged, written) if is_buffer else ()
+            self.pieces.append(Piece(name, tensor, start, stop, is_buffer, where, self._masters.get(name)))
             self._shapes[name] = tensor.shape, shard_of(tensor).shape
             start = stop
         self.total = start
@@ -145,7 +145,7 @@ class FlatModel:
     @property
     def variances(self) -> list[tuple[int, int]]:
         """Where in the flat vector running variances are, as start and stop; see variances.py."""
-        return [(piece.start, piece.stop) for piece in self.pieces if piece.is_variance]
+        return variances_of(self.pieces)
 
     @torch.no_grad()
     def gather(self) -> torch.Tensor:
@@ -218,19 +218,18 @@ class FlatModel:
         """The same with a tensor."""
         self.look_again()
         delta = delta.to(self._device)
-        before = {
-            piece.name: self._base[piece.start : piece.stop].clone() for piece in self.pieces if piece.is_variance
-        }
+        before = [(slice(*where), self._base[slice(*where)].clone()) for where in self.variances]
         self._base += delta
+        for variances, was in before:
+            self._base[variances] = bounded(was, self._base[variances])
         for piece in self.pieces:
             part = delta[piece.start : piece.stop]
-            if piece.is_variance:
-                base = self._base[piece.start : piece.stop]
-                base.copy_(bounded(before[piece.name], base))
             if piece.is_buffer:
                 value = self._value(piece)
                 after = value + part.to(value.device)
-                self._write(piece, bounded(value, after) if piece.is_variance else after)
+                for where in piece.variances:
+                    after[slice(*where)] = bounded(value[slice(*where)], after[slice(*where)])
+                self._write(piece, after)
             elif piece.source.dtype in EXACT:
                 piece.source.add_(part.view(piece.source.shape).to(piece.source.device, piece.source.dtype))
                 if piece.master is not None:
@@ -362,6 +361,28 @@ class FlatModel:
             if kept is not piece.master and (kept is not None or piece.name not in self._masters):
                 self.pieces[index] = replace(piece, master=kept)
                 self._carry.pop(piece.name, None)
+
+
+def variances_of(pieces: Iterable[Piece]) -> list[tuple[int, int]]:
+    """Where in the flat vector of these pieces running variances are."""
+    return [
+        (piece.start + start, min(piece.start + stop, piece.stop))  # of a shard there is less than of the whole
+        for piece in pieces
+        for start, stop in piece.variances
+    ]
+
+
+def _variances_of(
+    name: str, buffers: Mapping[str, torch.Tensor], written: Mapping[str, torch.Tensor]
+) -> tuple[tuple[int, int], ...]:
+    """Where in this buffer variances are: it is one, or others that are views of it are."""
+    held = buffers[name]
+    if is_variance(name) and bool((held >= 0).all()):
+        return ((0, held.numel()),)
+    if name not in written or is_sharded(held):
+        return ()
+    views = [shard_of(one) for other, one in buffers.items() if other not in written and is_variance(other)]
+    return tuple(runs_within([one for one in views if bool((one >= 0).all())], shard_of(held)))
 
 
 def pin(memory: npt.NDArray[np.float32]) -> bool:
