@@ -37,7 +37,7 @@ CONNECTS = 5  # the fastest is shown
 HANG_UP_S = 1.0
 MTU_MIN = 1432  # a datagram of 1400 bytes, with its swarm's tag and its headers
 NETWORK = Path("/sys/class/net")
-OF_A_MACHINE = (
+OF_A_NODE = (
     "name", "bind", "swarm", "run", "insecure_plaintext", "transport", "rdma_subnets", "rdma_allow_fallback",
 )  # fmt: skip
 """What a running node's settings say of how it is reached."""
@@ -56,7 +56,7 @@ def settings_of_running(name: str | None, told: Mapping[str, Any], *, only: bool
         return None
     info = request(find_node(name), "info")
     own = {key: tuple(value) if isinstance(value, list) else value for key, value in info["settings"].items()}
-    kept = {key: own[key] for key in OF_A_MACHINE if key in own}
+    kept = {key: own[key] for key in OF_A_NODE if key in own}
     return replace(Settings(), **{**kept, "state_dir": info["state_dir"], **told})
 
 

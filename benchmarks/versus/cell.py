@@ -72,11 +72,11 @@ def run(cell: Cell, target: float) -> dict[str, Any]:
         stack.callback(workers.kill)
         ended, deaths = workers.wait()
         counter.stop()
-        found = looks(folder, cell.task, counter.sent, deaths, _late(cell))
+        found = looks(folder, cell.task, counter.sent, deaths, _joiners(cell))
     return _outcome(cell, target, ended, found)
 
 
-def _late(cell: Cell) -> list[int]:
+def _joiners(cell: Cell) -> list[int]:
     return [VICTIM] if cell.disturb == "join" else []
 
 
@@ -98,7 +98,7 @@ class Workers:
         self._cell, self._python, self._folder, self._within = cell, python, folder, within
         self._hosts = hosts
         self._ports = [PORT + rank for rank in range(cell.peers)] if cell.mbit else free_ports(cell.peers)
-        self._all = {rank: self._start(rank) for rank in range(cell.peers) if rank not in _late(cell)}
+        self._all = {rank: self._start(rank) for rank in range(cell.peers) if rank not in _joiners(cell)}
 
     def wait(self) -> tuple[str, dict[int, float]]:
         """Until all are done; how that ended, and who was killed when."""
@@ -108,7 +108,7 @@ class Workers:
             if cell.disturb == "kill" and not deaths and self._half_way():
                 deaths[VICTIM] = time.monotonic()
                 _kill(self._all[VICTIM])
-            for rank in _late(cell):
+            for rank in _joiners(cell):
                 if rank not in self._all and self._half_way():
                     self._all[rank] = self._start(rank)
             left = [rank for rank in range(cell.peers) if rank not in deaths]
@@ -142,7 +142,7 @@ class Workers:
         told = {"row": cell.row, "task": cell.task, "shard": cell.shard, "steps": cell.steps, "lr": cell.lr,
                 "seed": cell.seed, "rank": rank, "peers": cell.peers, "pace": cell.pace, "late": late,
                 "look": self._look, "out": self._folder, "host": hosts[rank], "port": ports[rank],
-                "joins": int(rank in _late(cell))}  # fmt: skip
+                "joins": int(rank in _joiners(cell))}  # fmt: skip
         script = [self._python, "-m", "benchmarks.versus.worker", *(f"--{key}={told[key]}" for key in told)]
         runtime = self._folder / f"node{rank}"
         runtime.mkdir(mode=0o700)
@@ -155,7 +155,7 @@ class Workers:
         if cell.row not in RIVALS:
             daemon = [sys.executable, "-m", "peerd.cli.main", "start", "--name", f"n{rank}", "--insecure-plaintext"]
             daemon += ["--bind", f"{hosts[rank]}:{ports[rank]}", *OURS[cell.row]]
-            daemon += ["--wait-for", str(cell.peers - len(_late(cell)))]
+            daemon += ["--wait-for", str(cell.peers - len(_joiners(cell)))]
             daemon += ["--join", f"{hosts[0]}:{ports[0]}"] if rank else []
             script = [*daemon, "--", *script]
         with (self._folder / f"{rank}.log").open("wb") as log:

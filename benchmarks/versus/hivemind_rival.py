@@ -38,11 +38,15 @@ class Hivemind:
         """See `Rival`."""
         self._run.step(number)
         if (number + 1) % self._every == 0:
-            self.end()
+            self._average()
+
+    def end(self) -> None:
+        """See `Rival`: one average more, of the models as they are."""
+        self._average()
 
     @torch.no_grad()
-    def end(self) -> None:
-        """See `Rival`; without a group the model stays as it is."""
+    def _average(self) -> None:
+        """Without a group the model stays as it is."""
         with self._averager.get_tensors() as held:
             for values, mine in zip(held, self._parameters, strict=True):
                 values.copy_(mine)

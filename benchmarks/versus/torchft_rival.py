@@ -24,7 +24,7 @@ class TorchFt:
     """A replica group of one process for each worker, over gloo."""
 
     def __init__(self, run: Run, place: Place, every: int) -> None:
-        self._run, self._outer = run, None
+        self._run = run
         if place.rank == 0:
             self._lighthouse = LighthouseServer(
                 bind=f"{place.host}:0", min_replicas=1, join_timeout_ms=JOIN_MS, quorum_tick_ms=20
@@ -38,8 +38,8 @@ class TorchFt:
             store_addr=place.host, store_port=self._store.port, lighthouse_addr=place.hear(),
             replica_id=f"worker{place.rank}", hostname=place.host, init_sync=place.joins,
         )  # fmt: skip
-        self._outer = torch.optim.SGD(run.model.parameters(), lr=OUTER_LR, momentum=OUTER_MOMENTUM, nesterov=True)
-        self._method = DiLoCo(self._manager, [run.model], run.optimizer, self._outer, every, pin_memory=False)
+        outer = torch.optim.SGD(run.model.parameters(), lr=OUTER_LR, momentum=OUTER_MOMENTUM, nesterov=True)
+        self._method = DiLoCo(self._manager, [run.model], run.optimizer, outer, every, pin_memory=False)
         self._method.__enter__()
 
     def step(self, number: int) -> None:
@@ -51,6 +51,7 @@ class TorchFt:
         self._manager.shutdown(wait=False)
 
     def _state(self) -> dict[str, Any]:
+        """DiLoCo itself gives a joiner its outer optimizer and the model that it counts from."""
         return {"model": self._run.model.state_dict(), "optimizer": self._run.optimizer.state_dict()}
 
     def _load(self, state: dict[str, Any]) -> None:

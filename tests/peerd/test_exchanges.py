@@ -502,6 +502,23 @@ async def test_a_run_that_ended_before_the_change_is_still_ended_after_it() -> N
         assert it.mode.told == [report(7, finishing=True)]
 
 
+async def test_each_mode_hears_of_a_last_step_once_however_often_it_is_said() -> None:
+    last = StepReport(7, 0.0, 1.0, published=False, finishing=True)
+    async with there() as it:
+        for _ in range(2):
+            it.runner.on_report(last, None)
+            await it.worked()
+        assert it.mode.told == [last]
+        await begin(it)
+        for _ in range(2):
+            it.runner.go_on_finishing(7, stands=False)
+            await it.worked()
+        assert it.mode.told == [last], "the new one, too"
+        it.runner.on_report(report(8, finishing=True), None)
+        await it.worked()
+        assert [said.step for said in it.mode.told] == [7, 8], "another run has an end of its own"
+
+
 @pytest.mark.parametrize("stands", [False, True])
 async def test_a_node_that_does_not_train_says_so_where_all_wait_for_it(stands: bool) -> None:
     async with there() as it:

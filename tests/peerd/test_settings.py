@@ -95,7 +95,7 @@ def test_a_number_in_the_file_is_one_where_a_setting_may_be_auto(tmp_path: Path)
     [
         *((mode, {}, {"codec": "sign"}) for mode in MODES if MODES[mode].KEEPS_LINKS),
         ("noloco", {}, {"codec": "float32", "every": 50, "outer_lr": "0.7", "outer_momentum": "0.5"}),
-        *(("noloco", {"codec": codec}, {"codec": "bfloat16"}) for codec in CODECS if codec.startswith(("sign", "top"))),
+        *(("noloco", {"codec": codec}, {"codec": "bfloat16"}) for codec in CODECS if codec not in ("float32", "bfloat16", "int8")),
         ("noloco", {"codec": "int8", "every": 7, "outer_lr": "1"}, {"codec": "int8", "every": 7, "outer_lr": "1.0"}),
         ("diloco", {}, {"codec": "float32", "every": 50, "outer_lr": "0.7", "outer_momentum": "0.9"}),
         ("diloco:5", {}, {"every": 50}),

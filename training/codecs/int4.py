@@ -9,7 +9,7 @@ import numpy as np
 from peerd.training.codecs.bfloat16 import from_bits, scales_from_bits, to_bits
 from peerd.training.codecs.blocks import BLOCK, as_blocks, block_count, deliver, room_for_blocks
 from peerd.training.codecs.codec import BATCH, Float32s, batches, field, finite_float32, require_length
-from peerd.training.codecs.nibbles import pack_nibbles, unpack_nibbles
+from peerd.training.codecs.nibbles import pack_nibbles, require_end, unpack_nibbles
 from peerd.training.effects import Vector
 from peerd.transport.errors import PeerError
 
@@ -62,8 +62,7 @@ class Int4:
         packed = field(body, "u1", 2 * count, -(-out.size // 2))
         if IS_BEYOND.take(packed, mode="clip").any():
             raise PeerError("int4: a value of -8 where -7 is the least")
-        if out.size % 2 and packed[-1] >> 4:
-            raise PeerError("int4: a nibble is set beyond the last value")
+        require_end(packed, out.size, self.name)
         blocks = room_for_blocks(out)
         if out.size % BLOCK:
             packed = np.concatenate([packed, np.zeros(count * BLOCK // 2 - packed.size, np.uint8)])

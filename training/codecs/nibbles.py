@@ -16,8 +16,12 @@ def pack_nibbles(nibbles: Bytes) -> Bytes:
 
 
 def unpack_nibbles(packed: Bytes, k: int, codec: str) -> Bytes:
-    """The inverse of `pack_nibbles`; PeerError if a nibble beyond the `k`-th is not zero."""
-    pairs = np.stack([packed & np.uint8(15), packed >> np.uint8(4)], axis=1).reshape(-1)
-    if k % 2 and pairs[-1]:
+    """The inverse of `pack_nibbles`. Raises PeerError as `require_end` does."""
+    require_end(packed, k, codec)
+    return np.stack([packed & np.uint8(15), packed >> np.uint8(4)], axis=1).reshape(-1)[:k]
+
+
+def require_end(packed: Bytes, k: int, codec: str) -> None:
+    """PeerError if a nibble beyond the `k`-th is not zero: what is equal has equal bytes."""
+    if k % 2 and packed[-1] >> 4:
         raise PeerError(f"{codec}: a nibble is set beyond the last value")
-    return pairs[:k]

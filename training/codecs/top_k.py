@@ -85,7 +85,7 @@ class TopK:
     def _read(self, body: bytes | bytearray | memoryview, k: int) -> Float32s:
         """The values (k,). Raises PeerError."""
         table = scales_from_bits(field(body, "<u2", 4, MAGNITUDES), self.name)
-        nibbles = unpack_nibbles(field(body, "u1", HEADER, (k + 1) // 2), k, "top_k")
+        nibbles = unpack_nibbles(field(body, "u1", HEADER, (k + 1) // 2), k, self.name)
         values: Float32s = np.concatenate([table, -table])[nibbles]
         return values
 

@@ -16,7 +16,7 @@ What training does meanwhile, `overlap`:
 
 A lossy codec carries differences from the last agreed model, or from the one that all have begun with, and what a
 member's encoding loses is added to its next contribution (along a ring or a tree that is also what its encoding of a
-partial sum loses). A run ends with one more round, in which x becomes the average itself, to the bit the same on all.
+partial sum loses). A run ends with one more round, in which x becomes the average, the same to the bit on all.
 Without loss it is of whole models; else of differences in LAST_CODEC, and what was lost before, which is old, is left
 out: `every` steps of training stand behind it, so what is lost there is hundredths of those.
 """
@@ -132,7 +132,7 @@ class AllReduce(ModeClass):
 
     @classmethod
     def settle_steps(cls, argument: str, in_force: ModeSettings) -> int:
-        """See `ModeClass`. Who sets `every`, or streams, has chosen how often."""
+        """See `ModeClass`. Who sets another `every` than the mode's own, or streams, has chosen how often."""
         own = in_force.overlap == "delayed" and in_force.every == cls.EVERY and argument in ("", "1")
         return SETTLE_STEPS if own else 0
 

@@ -18,6 +18,7 @@ from peerd.training.codecs.codec import field, finite_float32, require_length
 from peerd.training.codecs.compress import Compressor, unpack
 from peerd.training.codecs.vector import BUFFER_CODEC, Layout
 from peerd.training.effects import Effect, Send, Vector
+from peerd.training.mode_settings import GRADIENTS, ModeSettings
 from peerd.training.rounds.collective import Collective, Piece
 from peerd.training.rounds.halves import halved, mean_of
 from peerd.training.rounds.topology import parse_topology
@@ -33,6 +34,11 @@ ROUND_WEIGHT = 0.2  # of the last round's duration in the running mean
 
 EXACT_CODEC = "float32"
 LAST_CODEC = "int8"  # of the last round of a run whose codec loses: what this loses no later round makes good
+
+
+def ends_whole(settings: ModeSettings) -> bool:
+    """Whether the last round of a run is of whole models (or of a source's, where gradients were exchanged)."""
+    return settings.exchange == GRADIENTS or settings.codec == EXACT_CODEC
 
 
 class CodecPacking:

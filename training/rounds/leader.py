@@ -27,7 +27,7 @@ from collections import Counter
 from typing import Any
 
 from peerd.training.mode_settings import AUTO, GRADIENTS, ModeSettings
-from peerd.training.rounds.attempt import EXACT_CODEC, LAST_CODEC, Pace
+from peerd.training.rounds.attempt import EXACT_CODEC, LAST_CODEC, Pace, ends_whole
 from peerd.training.rounds.culprits import MISSES_MAX, Culprits
 from peerd.training.rounds.lengths import AT_ONCE, GROUPS, FarRounds, far_off
 from peerd.training.rounds.topology import choose
@@ -118,24 +118,25 @@ class Leader:
     def decide(self, everyone: frozenset[NodeId], pace: Pace, now: float) -> list[Order]:
         """What to tell whom now."""
         reports = {id: report for id, report in sorted(self._reports.items()) if id in everyone}
+        patience_s = _patience_s(pace)
         orders = self._late_commits(reports)
         if self.begun is not None:
             survivors = [id for id in self.begun.roster if self._survives(id, reports)]
             if survivors and all(_holds(reports[id], self.begun.attempt) for id in survivors):
                 return orders + self._commit(self.begun, survivors)
-            stuck = self._is_stuck(self.begun, _patience_s(pace), now)
+            stuck = self._is_stuck(self.begun, patience_s, now)
             if len(survivors) == len(self.begun.roster) and not stuck:
                 late = [id for id in survivors if reports[id].attempt < self.begun.attempt]
                 return orders + self._tell(late, self.begun)
             self.abandoned += 1
             self._shuffle = stuck  # other neighbours may reach each other
-            self._fell_apart += len(survivors) < sum(id in reports for id in self.begun.roster)
-            if stuck or self._fell_apart >= MISSES_MAX:
-                self._culprits.failed(self.begun.roster, _patience_s(pace), now)
+            left = len(survivors) < sum(id in reports for id in self.begun.roster)  # it lives
+            self._fell_apart += left
+            if stuck or (left and self._fell_apart >= MISSES_MAX):
+                self._culprits.failed(self.begun.roster, patience_s, now)
                 self._final_misses += self.begun.final
             self.begun = None
         self._silent = {id: self._silent.get(id, now) for id in everyone - reports.keys()}
-        patience_s = _patience_s(pace)
         self._owing = {id: self._owing.get(id, now) for id in self._owe(reports)}
         waited = [*self._silent.items(), *self._owing.items()]
         self._done_without |= {id for id, since in waited if now - since > patience_s}
@@ -211,7 +212,8 @@ class Leader:
         self.begun = self._wanted_at = None
         self._culprits.committed()
         self._fell_apart = 0
-        self._final_misses *= begun.final
+        if not begun.final:
+            self._final_misses = 0
         self._missed.update(self._left_behind)
         for id in survivors:
             self._waits_again_for(id)
@@ -245,8 +247,7 @@ class Leader:
         self._left_behind = idle
         in_common = {(reports[id].agreed, reports[id].start) for id in roster}
         alike = len(in_common) == 1 and (0, b"") not in in_common
-        exact_end = final and (self._gradients or self._settings.codec == EXACT_CODEC)
-        whole = exact_end or not self._differences or not alike
+        whole = (final and ends_whole(self._settings)) or not self._differences or not alike
         topology = self._settings.topology
         if topology == AUTO:
             topology = choose(self._size_bytes, len(roster), pace.latency_s, pace.bytes_per_s)[0]
@@ -289,7 +290,7 @@ class Leader:
     def _without_culprits(
         self, reports: dict[NodeId, RoundReport], pace: Pace, now: float, *, final: bool
     ) -> dict[NodeId, RoundReport]:
-        """But for the last round of a run, which should have all, and is tried with all first."""
+        """Who may be in the next round. The last one of a run should have all, and is tried with all first."""
         if final and self._final_misses < MISSES_MAX:
             aside = self._culprits.found(_patience_s(pace), now)
         else:

@@ -25,7 +25,7 @@ from peerd.training.codecs.vector import Layout, NotFinite
 from peerd.training.counts import REPORTED_MAX, within_step
 from peerd.training.effects import Effect, Log, Publish, Send, Vector
 from peerd.training.mode_settings import GRADIENTS, ModeSettings
-from peerd.training.rounds.attempt import EXACT_CODEC, WINDOW, Attempt, Pace
+from peerd.training.rounds.attempt import EXACT_CODEC, WINDOW, Attempt, Pace, ends_whole
 from peerd.training.rounds.leader import Leader
 from peerd.training.rounds.lengths import GROUPS, Lengths, are_lengths
 from peerd.training.rounds.topology import parse_topology
@@ -362,7 +362,7 @@ class Rounds:
             self._check_gradients(begin)
         elif begin.weights or begin.source:
             raise PeerError("a round of gradients in a swarm that exchanges weights")
-        exact_end = begin.final and (self._gradients or self._settings.codec == EXACT_CODEC)
+        exact_end = begin.final and ends_whole(self._settings)
         if not begin.whole and (exact_end or not self._differences):
             raise PeerError("a round of differences where whole models are due")
         if begin.lengths:
