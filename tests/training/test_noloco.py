@@ -70,6 +70,22 @@ def test_no_codec_moves_the_pairs_mean_and_later_progress_is_kept(codec: str, se
     assert np.allclose(total, phi + ETA * contributed + (swarm.injected - contributed), atol=1e-9)
 
 
+@settings(max_examples=10, deadline=None, print_blob=True)
+@given(late=st.integers(1, 19), seed=st.integers(0, 2**16))
+def test_pairs_that_are_due_at_another_time_meet_the_others_too(late: int, seed: int) -> None:
+    """Two that have met would be due together, and never meet who is due when they are not."""
+    swarm = GossipSwarm(4, 8, "float32", mode="noloco", every=20, seed=seed)
+    swarm.everyone_alive()
+    for step in range(60 * 20):
+        for name in "abcd" if step >= late else "ab":
+            swarm.step(name, 1.0)
+        swarm.settle()
+    for name, node in swarm.nodes.items():
+        met = {status.peer: status.exchanges for status in node.core.links()}
+        assert met.keys() == set("abcd") - {name}
+        assert min(met.values()) >= 4, met
+
+
 @settings(max_examples=30, deadline=None, print_blob=True)
 @given(lies=st.lists(st.floats(-1e17, 1e17), min_size=1, max_size=6), seed=st.integers(0, 1000))
 def test_a_liars_half_moves_the_other_by_no_more_than_its_own_steps_allow(lies: list[float], seed: int) -> None:

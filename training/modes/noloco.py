@@ -1,5 +1,7 @@
 """How do models meet without an all-reduce? NoLoCo (2025): after H local steps, a random pair exchanges its models.
 
+H is drawn anew each time, within a quarter of what it is told.
+
 The outer step is outer.py's: it moves the pair towards each other, and along the outer momentum. The model then goes on
 from the outer model, plus the local progress since its contribution was taken. A contribution is a whole model, so a
 codec that drops most of it (sign, top_k) gives way to bfloat16.
@@ -155,7 +157,7 @@ class NoLoCo(ModeClass):
             self._flush.seek_partners(False, now)
             effects += self._flush.on_step(report, now)
         if self._due is None or was_finishing:
-            self._due = report.step - 1 + self._every
+            self._due = report.step - 1 + self._local_steps()
         if report.step >= self._due and (self._ready or report.published):
             if not self._ready:
                 self.counts["trigger_period"] += 1
@@ -244,6 +246,10 @@ class NoLoCo(ModeClass):
         return math.sqrt(sum(distance**2 for distance in distances) / len(distances) / 2) / norm
 
     # ---------------------------------------------------------------- finding a partner
+
+    def _local_steps(self) -> int:
+        """With as many each time two that have met are due together again, and meet nobody else."""
+        return self._every + self._rng.randint(-(self._every // 4), self._every // 4)
 
     def _invite(self, now: float) -> list[Effect]:
         """Ask somebody, first those who asked us, unless an exchange is promised or under way."""
@@ -335,7 +341,7 @@ class NoLoCo(ModeClass):
         self._correction = self._outer.step(ours, theirs, *self._shares(pair.peer, distance, ours, theirs))
         self._ended.append((pair.peer, pair.seq))
         self._enter(None)
-        self._ready, self._due = False, self._report.step + self._every
+        self._ready, self._due = False, self._report.step + self._local_steps()
         self._declined.clear()
         self.counts["exchanges"] += 1
         met = self._met.get(pair.peer)
