@@ -211,12 +211,12 @@ OLD_WORDS: dict[str, tuple[str, ...]] = dict.fromkeys(
     (
         "adopt", "beside", "bid", "bidder", "branches", "bury", "claimant", "decider", "deciding", "feel", "keeper",
         "lane", "lanes", "meet", "noted", "outbox", "purse", "reign", "replica", "seat", "serves", "spoilt", "squeeze",
-        "squeezer", "storm", "surroundings", "widen",
+        "squeezer", "storm", "surroundings", "trainee", "widen",
     ), (),
 ) | {
     "about": (
         "peerd.trainer",  # what is about to happen to a model
-        "peerd.simulation.trainee",  # what members say of its node; NodeMeta everywhere else
+        "peerd.simulation.trainer",  # what members say of its node; NodeMeta everywhere else
     ),
     "claim": ("peerd.membership", "peerd.reproduce"),  # what a node signs of itself; what a paper says
     "facts": (  # of TrainerSession, the trainer's status
@@ -244,9 +244,8 @@ OLD_WORDS: dict[str, tuple[str, ...]] = dict.fromkeys(
         "peerd.training.tasks", "peerd.simulation.options", "peerd.simulation.scenario", "peerd.cli.demo",
         "peerd.cli.simulate", "peerd.reproduce.e05_trigger", "peerd.reproduce.e05b_fixed_period",  # the flag --shard
     ),
-    "shell": ("peerd.simulation.trainee",),  # the protocols of a simulated node
-    "watched": ("peerd.simulation.trainee", "peerd.simulation.checkers"),
-    "trainee": ("peerd.simulation.trainee",),  # the file's name
+    "shell": ("peerd.simulation.trainer",),  # the protocols of a simulated node
+    "watched": ("peerd.simulation.trainer", "peerd.simulation.checkers"),
     "weather": ("peerd.simulation.world", "peerd.simulation.swarm"),  # the fault's name, and its name in traces
 }  # fmt: skip
 """Words that had two meanings, or none that the field knows, and where one meaning of them is left."""

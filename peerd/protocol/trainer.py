@@ -279,55 +279,6 @@ def decoded(message: Mapping[str, Any], known: Mapping[str, type[Said]]) -> Said
         raise ValueError(f"{kind}: it lacks a field") from None
 
 
-class TrainerClient:
-    """The trainer's end, without I/O: what the daemon has said so far."""
-
-    def __init__(self) -> None:
-        self.heard = 0  # messages
-        self.go = self.resumed = self.finished = self.stop = False
-        self.barrier = 0
-        self.copy_asked = False
-        self.gradient: GradientIs | None = None  # what we go on with
-        self.published_to = 0  # the copy that was written last
-
-    @property
-    def next_copy(self) -> int:
-        """The one that may be written when the daemon reads the other."""
-        return 1 - self.published_to
-
-    def published(self, copy: int) -> None:
-        """This copy has been written."""
-        self.published_to, self.copy_asked = copy, False
-
-    def stands_at(self, step: int) -> bool:
-        """Whether the trainer waits for the swarm after this step."""
-        return self.barrier > 0 and step % self.barrier == 0
-
-    def hear(self, said: Said) -> Said | None:
-        """Note it; returns what to answer, to `Corrections` once they have been added."""
-        match said:
-            case Start(barrier=barrier):
-                self.barrier = barrier
-            case Corrections(half):
-                return Added(half)
-            case Publish():
-                self.copy_asked = True
-            case Go():
-                self.go = True
-            case Resume():
-                self.resumed = True
-            case GradientIs():
-                self.gradient = said
-            case BarrierIs(barrier):
-                self.barrier, self.resumed = barrier, True
-                return BarrierHeard()
-            case Finished():
-                self.finished = True
-            case Stop():
-                self.stop = True
-        return None
-
-
 _known_hints: dict[type, dict[str, Any]] = {}
 
 

@@ -1,6 +1,6 @@
 """One simulated node: its process, its membership and its connections, a thin shell of virtual time around the cores.
 
-It wakes them at their deadlines and carries out their effects. What trains is its other half (trainee.py).
+It wakes them at their deadlines and carries out their effects. What trains is its other half (trainer.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from peerd.simulation.checkers import Checkers
 from peerd.simulation.connections import Connection
 from peerd.simulation.network import Network
 from peerd.simulation.problems import Learner
-from peerd.simulation.trainee import NodeSettings, SimulatedTrainer
+from peerd.simulation.trainer import NodeSettings, SimulatedTrainer
 from peerd.simulation.weight import datagram_bytes, table_bytes
 from peerd.simulation.world import Kind, World
 from peerd.training.codecs import vector

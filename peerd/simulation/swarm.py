@@ -18,7 +18,7 @@ from peerd.simulation.network import PROFILES, Network, Profile, Topology, unifo
 from peerd.simulation.node import Clock, Node
 from peerd.simulation.problems import Compute, Problem
 from peerd.simulation.referee import Referee
-from peerd.simulation.trainee import READY, NodeSettings, Phase, SimulatedTrainer
+from peerd.simulation.trainer import READY, NodeSettings, Phase, SimulatedTrainer
 from peerd.simulation.world import Kind, World
 from peerd.training.effects import Vector
 from peerd.training.mode_settings import ModeSettings

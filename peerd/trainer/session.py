@@ -25,11 +25,11 @@ from peerd.protocol.trainer import (
     SpareWanted,
     Start,
     Stepped,
-    TrainerClient,
     Welcome,
     decoded,
     encoded,
 )
+from peerd.protocol.trainer_client import ClientState, TrainerClient
 from peerd.trainer import checkpoint
 from peerd.trainer.checkpoint_writer import CheckpointWriter
 from peerd.trainer.figures import SAMPLES_MAX
@@ -151,8 +151,7 @@ class Session:
         for message in self._early:
             self._obey(message)
         self._watch.copied()
-        while not self._client.go and not self._client.stop:
-            self._poll(timeout_s=None)
+        self._wait()
         rest = Rest(self._model, flat.pieces, flat.signature)
         self._writer = CheckpointWriter(self._checkpoints, welcome.checkpoint_every_s, rest, self._capture)
         if self._gradients is not None and isinstance(flat, FlatModel):
@@ -212,7 +211,7 @@ class Session:
         if self._board.sent != self._client.heard or now - self._heard_at >= LISTEN_EVERY_S:
             self._poll(timeout_s=0)
         at_barrier = self._client.stands_at(step)
-        must_copy = at_barrier or self._client.stop
+        must_copy = at_barrier or self._client.leaves
         may_copy = must_copy or self._has_spare
         quiet = self._board.quiet.at_rate(ratio / self._told_ratio)
         is_old = now - self._copied_at >= max(COPY_EVERY_MIN_S, COPY_EVERY * self._copy_cost_s)
@@ -223,19 +222,19 @@ class Session:
         looks = due or keeps or must_copy or (may_copy and (asked or quiet.wants_copy(self._watch.change, step)))
         if looks or (loss is not None and not math.isfinite(loss)):
             rolled_back = not self._look(step)
-        if self._client.stop:
+        if self._client.leaves:
             self._report_last(step, ratio, rolled_back=rolled_back)
             self._end(step)
         if at_barrier:
-            self._client.resumed = False
+            self._client.enter(ClientState.AT_BARRIER)
             self._wait_for_spare()
         wants_copy = asked or quiet.wants_copy(self._watch.change, step)
         copies = at_barrier or (may_copy and wants_copy and not rolled_back)
         told = max(ratio, self._told_ratio) <= RATIO_TOLD * min(ratio, self._told_ratio)
         if copies or rolled_back or quiet.wants_report(step) or not told:
             self._report(step, ratio, copies=copies, rolled_back=rolled_back)
-        while at_barrier and not self._client.resumed and not self._client.stop:
-            self._poll(timeout_s=None)
+        if at_barrier:
+            self._wait()
         if keeps and not rolled_back:
             self._writer.write(step)
 
@@ -244,9 +243,9 @@ class Session:
         self._weight = samples
 
     def _wait_with_gradient(self) -> None:
-        self._client.gradient = None
+        self._client.enter(ClientState.WITH_GRADIENT)
         self._say(GradientReady(self.step, self._weight, self._rates()[0]))
-        while self._client.gradient is None and not self._client.stop:
+        while self._client.waits:
             if self._client.copy_asked:
                 self._wait_for_spare()
                 self._report(self.step, self._rates()[1], copies=True, rolled_back=False)
@@ -265,10 +264,10 @@ class Session:
         except (OSError, EOFError):  # the daemon is gone: the step is this script's own, and says so
             self.close()
             return True
-        if self._client.gradient is None:
+        if self._client.leaves:
             self._report_last(self.step, self._rates()[1], rolled_back=False)
             self._end(self.step)
-        if not self._client.gradient.mean:
+        if not self._client.mean:
             self._gradients.scatter(None)
             return True
         mean = torch.from_numpy(self._memory.gradient)
@@ -283,10 +282,10 @@ class Session:
         self._poll(timeout_s=0)
         _, ratio = self._rates()
         rolled_back = not self._look(step)
+        self._client.enter(ClientState.FINISHING)
         self._report_last(step, ratio, rolled_back=rolled_back, at_exit=at_exit)
-        while not self._client.finished and not self._client.stop:
-            self._poll(timeout_s=None)
-        if self._client.stop:
+        self._wait()
+        if self._client.leaves:
             self._end(step)
         self._writer.write_last(step)
 
@@ -373,6 +372,11 @@ class Session:
         for line in self.flat.unshared():
             say(line)
         return copy
+
+    def _wait(self) -> None:
+        """Do what the daemon asks until it has said what this trainer waits for."""
+        while self._client.waits:
+            self._poll(timeout_s=None)
 
     def _poll(self, timeout_s: float | None) -> None:
         """Do what the daemon asks; with no timeout, wait for one request."""

@@ -14,7 +14,8 @@ from target import Drawn
 from peerd.local import local_socket
 from peerd.node.meta import NodeMeta
 from peerd.protocol.plan import reach
-from peerd.protocol.trainer import FROM_DAEMON, FROM_TRAINER, TrainerClient, decoded, encoded
+from peerd.protocol.trainer import FROM_DAEMON, FROM_TRAINER, decoded, encoded
+from peerd.protocol.trainer_client import TrainerClient
 from peerd.settings import Settings, planned
 from peerd.training.codecs import CODECS, vector
 from peerd.training.codecs.vector import Layout

@@ -1,4 +1,4 @@
-"""What trainer and daemon say: it comes back as it was, anything else is refused, and the client keeps its state."""
+"""What trainer and daemon say: it comes back as it was, and anything else is refused."""
 
 from __future__ import annotations
 
@@ -13,20 +13,9 @@ from peerd.local.local_socket import pack
 from peerd.protocol.trainer import (
     FROM_DAEMON,
     FROM_TRAINER,
-    Added,
     Attach,
-    BarrierHeard,
-    BarrierIs,
-    Corrections,
-    Finished,
-    Go,
     GradientReady,
-    Publish,
-    Resume,
     Said,
-    Start,
-    Stop,
-    TrainerClient,
     decoded,
     encoded,
 )
@@ -105,24 +94,3 @@ def test_a_kind_said_both_ways_means_one_thing() -> None:
 def test_what_lacks_or_does_not_exist_is_refused(message: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"lacks|no buffer|nothing that is said"):
         decoded(message, FROM_TRAINER)
-
-
-def test_the_client_knows_what_the_daemon_has_said() -> None:
-    client = TrainerClient()
-    assert client.hear(Start(None, 7, 0.1, 4)) is None
-    assert [client.stands_at(step) for step in (7, 8)] == [False, True]
-    assert client.hear(Corrections(1)) == Added(1)
-    client.hear(Publish())
-    assert client.copy_asked
-    assert client.next_copy == 1
-    client.published(1)
-    assert (client.copy_asked, client.next_copy) == (False, 0)
-    assert client.hear(BarrierIs(0)) == BarrierHeard()
-    assert not client.stands_at(8), "nobody waits"
-    assert client.resumed, "nor at the old one"
-    for said, name in ((Go(), "go"), (Resume(), "resumed"), (Finished(), "finished")):
-        client.hear(said)
-        assert getattr(client, name)
-    assert not client.stop
-    client.hear(Stop())
-    assert client.stop

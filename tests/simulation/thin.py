@@ -29,6 +29,7 @@ from peerd.local.shared_memory import SharedMemory
 from peerd.local.signing import NodeSigning
 from peerd.node.meta import NodeMeta
 from peerd.protocol import trainer as protocol
+from peerd.protocol.trainer_client import ClientState, TrainerClient
 from peerd.settings import Settings
 from peerd.transport import framing
 from peerd.transport.connection import Transport
@@ -103,7 +104,7 @@ class Trainer:
         self._random = np.random.default_rng(list(name.encode()))
         self._model = (1 + self._random.normal(size=VALUES)).astype(np.float32)
         self._base = self._model.copy()
-        self._client = protocol.TrainerClient()
+        self._client = TrainerClient()
 
     async def run(self, daemon: Daemon) -> None:
         """Attach, train, take part in the flush, and go."""
@@ -131,9 +132,8 @@ class Trainer:
                 self._model = self._memory.copies[start.load].copy()
                 self._base = self._model.copy()
                 self.step = self.first_step = start.step
-            while not self._client.go:
-                await self._obey(await self._next())
-            while self.step < self.steps and not self._client.stop:
+            await self._wait()
+            while self.step < self.steps and not self._client.leaves:
                 self.step += 1
                 noise = self._random.normal(size=VALUES)
                 if self.learns:
@@ -141,18 +141,21 @@ class Trainer:
                 await self._obey_all()
                 at_barrier = self._client.stands_at(self.step)
                 if at_barrier:
-                    self._client.resumed = False
+                    self._client.enter(ClientState.AT_BARRIER)
                     await self._wait_for_spare()
                 await self._report(copies=at_barrier)
-                while at_barrier and not self._client.resumed and not self._client.stop:
-                    await self._obey(await self._next())
+                await self._wait()
                 await trio.sleep(self._step_s)
                 while self.rests:
                     await trio.sleep(self._step_s)
+            self._client.enter(ClientState.FINISHING)
             await self._wait_for_spare()
             await self._report(copies=True, finishing=True)
-            while not self._client.finished and not self._client.stop:
-                await self._obey(await self._next())
+            await self._wait()
+
+    async def _wait(self) -> None:
+        while self._client.waits:
+            await self._obey(await self._next())
 
     async def _wait_for_spare(self) -> None:
         """Asked, not looked at: when a thread writes the board is not the seed's to decide."""
@@ -186,7 +189,7 @@ class Trainer:
             self._base += correction
         if (answer := self._client.hear(said)) is not None:
             await self._say(answer)
-        if self._client.finished:
+        if self._client.state is ClientState.FINISHED:
             self.finished.set()
 
     async def _expect(self, kind: type[Expected]) -> Expected:

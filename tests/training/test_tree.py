@@ -22,7 +22,7 @@ from peerd.training.modes import check_options
 from peerd.training.parameter_server.aggregator import Aggregator
 from peerd.training.parameter_server.optimizer import DIFFERENCE
 from peerd.training.parameter_server.shard_server import Rule, ShardServer
-from peerd.training.parameter_server.shard_state import Members, ShardState
+from peerd.training.parameter_server.shard_state import Lead, Members, ShardState
 from peerd.training.parameter_server.tree import Tree
 from peerd.training.parameter_server.tree_node import TreeRelay
 from peerd.training.parameter_server.worker import Worker
@@ -286,7 +286,7 @@ def test_an_early_sum_that_cannot_be_is_not_held_against_the_server() -> None:
     worker = Worker("b", 1, layout, 1, "float32", np.zeros(8, np.float32))
     said: list[tuple[str, Any]] = []
     relay = TreeRelay(Members("b"), worker, lambda to, message: said.append((to, message)), Counter(), waits=False)
-    shard = ShardState(worker.parts[0], leader=(1, "a"), announced=True)
+    shard = ShardState(worker.parts[0], leader=(1, "a"), lead=Lead.FOLLOWING)
     chunks = vector.encode("float32", layout, np.ones(8, np.float32))[0]
 
     def a_sum(sender: str, of: str) -> tuple[str, ShardSum]:

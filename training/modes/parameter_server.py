@@ -14,8 +14,7 @@ says K whole shards a round in place of as many as there are workers; a worker w
 deep, and for every member on its way to be there: one that lives but cannot be heard holds those below it up until it
 is declared failed. Who asks again is answered without the tree.
 
-A run ends so: a worker whose last push has come says Finished, so that nobody waits for its next. When all have, the
-servers send the final weights to all.
+How a run ends is in run_end.py.
 """
 
 from __future__ import annotations
@@ -37,6 +36,7 @@ from peerd.training.mode_settings import EXCHANGES, GRADIENTS, SGD, ModeSettings
 from peerd.training.model.quiet import EVERY_STEP, Quiet
 from peerd.training.parameter_server.leadership import Leadership
 from peerd.training.parameter_server.optimizer import RATE_MAX, check_rate, parse_optimizer, text_of
+from peerd.training.parameter_server.run_end import TRANSITIONS, RunEnd
 from peerd.training.parameter_server.shard_server import RATES, Rule, ShardServer
 from peerd.training.parameter_server.shard_state import Members, ShardState
 from peerd.training.parameter_server.tree import parse_arity
@@ -139,9 +139,7 @@ class ParameterServer(ModeClass):
         self._pushed_step = -1
         self._cut = layout.parameters
         self._buffers: Vector | None = None  # float buffers as they are with a trainer that waits with its gradient
-        self._finishing = False
-        self._drained = False
-        self._settled = False
+        self._run = RunEnd.TRAINING
 
     # ---------------------------------------------------------------- events
 
@@ -178,11 +176,24 @@ class ParameterServer(ModeClass):
         return []
 
     def _note_run(self, *, finishing: bool) -> None:
-        if self._finishing and not finishing:  # a new run follows a flush
-            self._drained = self._settled = False
+        if finishing == self._finishing:
+            return
+        self._enter(RunEnd.FINISHING if finishing else RunEnd.TRAINING)
+        if not finishing:  # a new run follows a flush
             self._pushed_step = -1
             self._members.finished.discard(self._me)
-        self._finishing = finishing
+
+    def _enter(self, run: RunEnd) -> None:
+        assert run in TRANSITIONS[self._run], f"{self._run.name} -> {run.name}"
+        self._run = run
+
+    @property
+    def _finishing(self) -> bool:
+        return self._run is not RunEnd.TRAINING
+
+    @property
+    def _drained(self) -> bool:
+        return self._run >= RunEnd.DRAINED
 
     def on_message(self, sender: NodeId, message: Message | Connected, now: float) -> list[Effect]:
         """A peer's message."""
@@ -356,9 +367,9 @@ class ParameterServer(ModeClass):
         if self._waits and not self._worker.awaiting:
             self._waits = False
             self._become()
-            if self._finishing:
+            if self._run is RunEnd.FINISHING:
                 self._drain()
-            else:
+            elif self._run is RunEnd.TRAINING:
                 self._effects.append(Resume() if self._optimizer is None else Averaged(None))
                 self.counts["exchanges"] += 1
         elif self._pulled and self._finishing and not self._worker.awaiting:
@@ -366,12 +377,11 @@ class ParameterServer(ModeClass):
         elif shift is not None and shift.any():
             self._effects.append(Apply(shift))
         if (
-            self._drained
-            and not self._settled
+            self._run is RunEnd.DRAINED
             and not self._landing
             and all(shard.part.final for shard in self._leadership.shards)
         ):
-            self._settled = True
+            self._enter(RunEnd.SETTLED)
             self._effects.append(Proceed(settled=True))
         self.deadline = max(self._now, self._deadline())
         effects, self._effects = self._effects, []
@@ -397,13 +407,12 @@ class ParameterServer(ModeClass):
             self._effects.append(Apply(self._correction))
 
     def _drain(self) -> None:
-        if not self._drained:
-            self._drained = True
-            self._members.finished.add(self._me)
-            for peer in sorted(self._members.alive):
-                self._send(peer, Finished())
-            self._effects.append(Proceed(settled=False))
-            self._converse()
+        self._enter(RunEnd.DRAINED)
+        self._members.finished.add(self._me)
+        for peer in sorted(self._members.alive):
+            self._send(peer, Finished())
+        self._effects.append(Proceed(settled=False))
+        self._converse()
 
     @property
     def _repeat_s(self) -> float:

@@ -31,7 +31,15 @@ from peerd.training.effects import Vector
 from peerd.training.parameter_server.limits import PushLimits
 from peerd.training.parameter_server.optimizer import Optimizer
 from peerd.training.parameter_server.shard_server import Rule, ShardServer
-from peerd.training.parameter_server.shard_state import WEIGHTS_CODEC, Members, Newest, Preparing, ShardState, exact
+from peerd.training.parameter_server.shard_state import (
+    WEIGHTS_CODEC,
+    Lead,
+    Members,
+    Newest,
+    Preparing,
+    ShardState,
+    exact,
+)
 from peerd.training.parameter_server.tree import TREE_MAX, Tree, tree_of
 from peerd.training.parameter_server.tree_node import TreeRelay
 from peerd.training.parameter_server.worker import NEVER, Ballot, Worker
@@ -182,7 +190,7 @@ class Leadership:
         """Prepare to lead what is ours, and nothing else."""
         if self.owner(shard) != self._me:
             if shard.preparing is not None:
-                shard.preparing = None  # the owner's ballot will be above ours
+                shard.enter(Lead.VACANT)  # the owner's ballot will be above ours
         elif shard.preparing is None and (shard.server is None or shard.outdated):
             self._prepare(shard, now)
         if shard.preparing is not None and not shard.preparing.waiting:
@@ -191,6 +199,7 @@ class Leadership:
     def _prepare(self, shard: ShardState, now: float, above: int = 0) -> None:
         best = self._newest(shard)
         self._follow(shard, (max(shard.leader[0], above) + 1, self._me))
+        shard.enter(Lead.PREPARING)
         shard.preparing = Preparing({*self._members.alive, *self._heard}, best, now, {self._me: self._worker.life})
         self._counts["claims"] += 1
         for id in sorted(shard.preparing.waiting):
@@ -204,14 +213,15 @@ class Leadership:
         assert shard.preparing is not None, "all have promised"
         if shard.preparing.best[0] == NEVER and shard.preparing.doubted:  # ours came from no server: any is better
             shard.preparing.best = max(shard.preparing.doubted, key=lambda model: model[0])
-        best, applied, held = shard.preparing.best
+        (best, applied, held), lives = shard.preparing.best, shard.preparing.lives
         clock, layout = max(0, best), shard.part.layout
+        shard.enter(Lead.SERVING)
         shard.server = ShardServer(
             self._rule, held.copy(), clock, dict(applied), self._counts, self._staleness, layout.variances,
             PushLimits(self._me, layout) if self._robust else None, self._optimizer, layout.parameters,
         )  # fmt: skip
-        shard.tree = self._lay_out(shard, shard.preparing.lives, applied)
-        shard.preparing, shard.announced, shard.encoded = None, True, (-1, ())
+        shard.tree = self._lay_out(shard, lives, applied)
+        shard.encoded = (-1, ())
         shard.final_to.clear()
         for id in sorted(self._members.everyone):
             self._announce(shard, id)
@@ -237,7 +247,8 @@ class Leadership:
 
     def _follow(self, shard: ShardState, ballot: Ballot) -> None:
         """From now on this is the highest ballot: what was of another term is void."""
-        shard.leader, shard.announced, shard.server, shard.preparing = ballot, False, None, None
+        shard.enter(Lead.VACANT)
+        shard.leader = ballot
         shard.tree = shard.aggregator = None
         shard.outdated = False
         shard.asked.clear()
@@ -257,7 +268,8 @@ class Leadership:
             return False
         if ballot > shard.leader:
             self._follow(shard, ballot)
-        shard.announced |= announced
+        if announced and shard.lead is Lead.VACANT:
+            shard.enter(Lead.FOLLOWING)
         return True
 
     def on_prepare(self, sender: NodeId, message: Prepare, now: float) -> None:
@@ -350,7 +362,7 @@ class Leadership:
             held = shard.tree
             if sender == message.server and message.serving and held is not None and held.members != tree.members:
                 self._follow(shard, ballot)  # others told of its earlier life, which had the same ballot
-                shard.announced = True
+                shard.enter(Lead.FOLLOWING)
             if shard.tree is None and message.serving:
                 self._relay.enter(shard, tree)
             self._reconsider(shard, now)

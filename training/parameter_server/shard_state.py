@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Vector
@@ -69,15 +70,44 @@ class Preparing:
         return False
 
 
+class Lead(Enum):
+    """Who serves a shard, as far as one node knows."""
+
+    VACANT = auto()  # nobody does by the highest ballot that was heard
+    PREPARING = auto()  # the highest ballot is this node's, and the others are to promise
+    SERVING = auto()  # this node does
+    FOLLOWING = auto()  # another one does
+
+
+TRANSITIONS: dict[Lead, dict[Lead, str]] = {
+    Lead.VACANT: {
+        Lead.VACANT: "a higher ballot",
+        Lead.PREPARING: "the next ballot is this node's, which owns the shard: Prepare to all",
+        Lead.FOLLOWING: "ShardLeader: who made the ballot serves",
+    },
+    Lead.PREPARING: {
+        Lead.SERVING: "all alive have promised: ShardLeader to all",
+        Lead.VACANT: "a higher ballot, or another member owns the shard now",
+    },
+    Lead.SERVING: {
+        Lead.VACANT: "a higher ballot, be it this node's next: two serve, or the tree has gaps",
+    },
+    Lead.FOLLOWING: {
+        Lead.VACANT: "a higher ballot, or the same of the server's next life",
+    },
+}
+"""What a lead may be followed by, and why."""
+
+
 @dataclass(slots=True, eq=False)
 class ShardState:
     """One shard, and who serves it."""
 
     part: Part
     leader: Ballot = NOBODY  # the highest ballot that was heard
-    announced: bool = False  # and it serves
-    server: ShardServer | None = None  # here
-    preparing: Preparing | None = None
+    lead: Lead = Lead.VACANT
+    server: ShardServer | None = None  # while SERVING
+    preparing: Preparing | None = None  # while PREPARING
     encoded: tuple[int, Chunks] = (-1, ())  # the weights at this clock
     final_clock: int = NEVER  # of the weights that went as final ones
     final_to: set[NodeId] = field(default_factory=set)  # to these
@@ -88,6 +118,16 @@ class ShardState:
     outdated: bool = False  # our tree
     not_owners: dict[NodeId, Prepare | ShardLeader] = field(default_factory=dict)  # proposers, as far as we know
     asked: set[NodeId] = field(default_factory=set)  # who pulled, and is answered without the tree: it may be broken
+
+    def enter(self, lead: Lead) -> None:
+        """The only way from one to another; what belongs to the one before it ends."""
+        assert lead in TRANSITIONS[self.lead], f"{self.lead.name} -> {lead.name}"
+        self.lead, self.server, self.preparing = lead, None, None
+
+    @property
+    def announced(self) -> bool:
+        """Whether it is known that who made the highest ballot serves."""
+        return self.lead in (Lead.SERVING, Lead.FOLLOWING)
 
     def parent(self, id: NodeId) -> NodeId | None:
         """To whom it gives its sums."""

@@ -1,4 +1,4 @@
-"""The half of a simulated node that trains: its learner, its mode and the replica between them, and its first model.
+"""The half of a simulated node that trains: its learner, its mode, the copy of the model between them, its first model.
 
 What production spreads over daemon and trainer is here one object. The node's other half (node.py) is its process, its
 membership and its connections.
