@@ -11,7 +11,7 @@ from typing import Any
 from peerd.simulation.byzantine import parse_byzantine
 from peerd.simulation.outcome import Target, parse_target
 from peerd.training.mode_settings import GRADIENTS, OPTIONS, ModeSettings
-from peerd.training.modes import MODES, check_given, check_options, class_of
+from peerd.training.modes import MODES, check_given, check_options, check_peers, class_of
 from peerd.training.modes.own_mode import as_told
 from peerd.training.plain_numbers import number, whole
 from peerd.transport.errors import UserError
@@ -101,9 +101,7 @@ class Scenario(ModeSettings):
         ModeSettings.__post_init__(self)
         check_options(self.mode, self)
         parse_byzantine(self.byzantine, self.peers)
-        for option, wanted in (("--servers", self.servers), ("--min-peers", self.min_peers)):
-            if wanted > self.peers:
-                raise UserError(f"{option} {wanted}: the swarm has {self.peers} peers")
+        check_peers(self, self.peers)
         if self.join_over is not None and self.minutes is not None and self.join_over > 60 * self.minutes:
             raise UserError(f"--join-over {self.join_over:g}: the run ends after {60 * self.minutes:g} s")
         if self.look_every is not None and not (math.isfinite(self.look_every) and self.look_every >= LOOK_MIN_S):
