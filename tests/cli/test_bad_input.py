@@ -125,7 +125,10 @@ def test_wrong_configuration(machine: Machine, terminal: Terminal, text: str, ex
         (("demo", "--kill", "1@0.5_0"), "--kill 1@0.5_0: wanted NODE@SHARE"),
         (("demo", "--mode", "hardsync", "--servers", "5"), "--servers 5: the swarm has 4 peers"),
         (("demo", "--mode", "allreduce", "--min-peers", "5"), "--min-peers 5: the swarm has 4 peers"),
-        (("demo", "--mode", "diloco", "--min-peers", "4", "--kill", "1@0.5"), "--min-peers 4: after --kill 1@0.5 there"),
+        (
+            ("demo", "--mode", "diloco", "--min-peers", "4", "--kill", "1@0.5"),
+            "--min-peers 4: after --kill 1@0.5 there",
+        ),
         (("simulate", "--lr", " 0.1"), "--lr: ' 0.1' is not a number"),
         (("simulate", "--minutes", "inf"), "--minutes: 'inf' is not a number"),
         (("simulate", "--seeds", "0..1_0"), "--seeds 0..1_0: wanted FIRST..LAST"),
