@@ -401,3 +401,9 @@ def test_nobody_makes_nonsense_for_a_mode_by_hand_either(told: dict[str, Any], l
     for kind in (ModeSettings, Settings, Scenario):
         with pytest.raises(UserError, match=line):
             kind(**told)
+
+
+def test_commas_alone_are_no_list() -> None:
+    with pytest.raises(UserError, match=r"^PEERD_JOIN: join: ', ,' has nothing between its commas$"):
+        load({}, {"PEERD_JOIN": ", ,"}, None)
+    assert load({}, {"PEERD_JOIN": ""}, None).join == ()
