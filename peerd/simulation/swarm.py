@@ -82,6 +82,7 @@ class Swarm:
         """
         self.world = world
         self.peers = peers
+        self.handshakes = False
         topology = topology or uniform(PROFILES["lan"], peers)
         self.network = Network(world, topology, drop, class_of(mode).MAY_BE_LOST)
         self.nodes: dict[int, Node] = {}  # by place: those whose process is there
