@@ -118,7 +118,7 @@ class Scenario(ModeSettings):
 
     def _check_optimizer(self) -> None:
         given = [name for name in ("optimizer", "momentum", "weight_decay") if getattr(self, name) is not None]
-        if given and self.exchange == GRADIENTS and not class_of(self.mode).exchanging(GRADIENTS).SHARES_OPTIMIZER:
+        if given and self.exchange == GRADIENTS and not self.shares_optimizer:
             options = ", ".join("--" + name.replace("_", "-") for name in given)
             raise UserError(
                 f"{options}: without effect in mode {self.mode} with gradients, where the servers have the optimizer; "
@@ -135,6 +135,11 @@ class Scenario(ModeSettings):
     def learning(self) -> Learning:
         """How each node learns, as far as it is said."""
         return Learning(self.optimizer, self.lr, self.momentum, self.weight_decay, self.batch, self.schedule)
+
+    @property
+    def shares_optimizer(self) -> bool:
+        """Whether an optimizer's state is a part of the model, which members take over from each other."""
+        return self.exchange == GRADIENTS and class_of(self.mode).exchanging(GRADIENTS).SHARES_OPTIMIZER
 
     @property
     def scores(self) -> bool:

@@ -338,12 +338,12 @@ class Swarm:
 
     def models(self) -> list[Vector]:
         """Of all nodes that have one."""
-        return [trainer.values() for trainer in self.trainers if trainer.mode is not None]
+        return [trainer.model() for trainer in self.trainers if trainer.mode is not None]
 
     def honest_models(self) -> list[Vector]:
         """Of those who do not lie about theirs."""
         honest = (trainer for trainer in self.trainers if trainer.mode is not None and trainer.lie is None)
-        return [trainer.values() for trainer in honest]
+        return [trainer.model() for trainer in honest]
 
     def counts(self) -> Counter[str]:
         """Of all nodes, those that are gone too."""
