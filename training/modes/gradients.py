@@ -206,23 +206,23 @@ class GradientAllReduce(ModeClass):
         return effects
 
     def _on_committed(self, committed: Committed, now: float) -> tuple[list[Effect], list[Outcome]]:
-        begin, before = committed.begin, self._basis
+        begin = committed.begin
+        effects: list[Effect] = []
+        if begin.whole and begin.source != self._me and (begin.basis == 0 or begin.basis != self._basis):
+            effects += self._take_over(committed.mean, begin.step)
         self._basis = begin.attempt
         self._partners = [peer for peer in begin.roster if peer != self._me]
         if not begin.whole:
             return [Averaged(self._mean(committed))], []
-        effects: list[Effect] = []
-        if begin.source != self._me and (begin.basis == 0 or begin.basis != before):
-            effects += self._take_over(committed.mean, begin.step)
         if begin.final and self._rounds.finished:
             effects.append(Proceed(settled=True))
         return effects, self._come(now)
 
     def _take_over(self, model: Vector, step: int) -> list[Effect]:
-        """Unless it is our own already, as when all have just started from one."""
+        """Unless it is our own already, as when all have just started from one: our copy says so until we step."""
         mine, states = self._values(), slice(self._layout.total - self._layout.states, None)
         same = all(np.array_equal(mine[where], model[where]) for where in (slice(self._layout.parameters), states))
-        if same and not self._rounds.finished:
+        if same and self._basis == 0 and not self._rounds.finished:
             return []
         self._lost = None
         self._offer = Offer(step, weight=0.0)
