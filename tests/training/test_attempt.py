@@ -145,3 +145,34 @@ def test_pieces_and_chunks_that_do_not_match_are_refused() -> None:
     ring = Ring(2, 20, "ring")
     with pytest.raises(PeerError, match="2 pieces in 1 chunks"):
         ring.members["a"].on_pieces("b", RoundPieces(1, 1, (0, 1), (b"",)), 0.0)
+
+
+@pytest.mark.parametrize("topology", ["ring", "tree:2", "halving"])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+def test_a_vector_that_is_lent_stays_as_it_is(topology: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collective, "PIECE_VALUES", 4)
+    names = tuple("abcdefg"[:size])
+    begin = RoundBegin(1, 1, "float32", topology, False, False, names, (1,) * size, weights=(1.0,) * size)
+    layout, rng = Layout(30, 33), np.random.default_rng(size)
+    lent = {name: rng.integers(-999, 999, 33).astype(np.float32) for name in names}
+    before = {name: vector.copy() for name, vector in lent.items()}
+    rooms = {name: np.full(33, np.nan, np.float32) for name in names}
+    for vector in lent.values():
+        vector.flags.writeable = False
+    members = {name: Attempt(begin, name, lent[name], layout, Pace(), rooms[name]) for name in names}
+    waiting = [(name, effect) for name in names for effect in members[name].start(0.0)]
+    while waiting:
+        source, effect = waiting.pop(0)
+        assert isinstance(effect, Send)
+        target, message = members[effect.peer], effect.message
+        if isinstance(message, RoundPieces):
+            for chunk in message.chunks:
+                assert not any(np.shares_memory(np.frombuffer(chunk, np.uint8), vector) for vector in lent.values())
+            waiting += [(effect.peer, each) for each in target.on_pieces(source, message, 0.0)]
+        else:
+            assert isinstance(message, PiecesTaken)
+            waiting += [(effect.peer, each) for each in target.on_taken(source, message, 0.0)]
+    for name, member in members.items():
+        assert member.mean() is rooms[name]
+        assert (rooms[name] == np.sum(list(before.values()), axis=0)).all()
+        assert (lent[name] == before[name]).all()

@@ -138,18 +138,21 @@ class Pace:
 class Attempt:
     """One member's part in one attempt."""
 
-    def __init__(self, begin: RoundBegin, me: NodeId, vector: Vector, layout: Layout, pace: Pace) -> None:
-        """`vector`, shape (layout.total,), is lent until the attempt is over. Raises PeerError."""
+    def __init__(
+        self, begin: RoundBegin, me: NodeId, vector: Vector, layout: Layout, pace: Pace, room: Vector | None = None
+    ) -> None:
+        """`vector`, shape (layout.total,), is lent until the attempt is over; the sum comes to be in `room`, or in its
+        place. Raises PeerError."""
         self.begin = begin
         self.taken = 0  # pieces so far
         self._pace = pace
         self._layout = layout
         self._packing = ExactPacking() if begin.codec == EXACT_CODEC else CodecPacking(begin.codec, layout)
         if self._in_halves:
-            vector = np.concatenate([vector[: layout.parameters], halved(vector[layout.parameters :])])
+            vector, room = np.concatenate([vector[: layout.parameters], halved(vector[layout.parameters :])]), None
         self._collective = Collective(
             parse_topology(begin.topology), begin.roster.index(me), len(begin.roster), vector, self._packing,
-            self._packing.cut,
+            self._packing.cut, room,
         )  # fmt: skip
         self._ranks = {peer: rank for rank, peer in enumerate(begin.roster)}
         self._waiting: dict[NodeId, deque[Piece]] = {}
