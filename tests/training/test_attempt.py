@@ -12,11 +12,17 @@ from hypothesis import strategies as st
 
 from peerd.training.codecs import NotFinite
 from peerd.training.codecs.vector import Layout
-from peerd.training.effects import Effect, Send
+from peerd.training.effects import Effect, Send, Vector
 from peerd.training.rounds import collective
 from peerd.training.rounds.attempt import AT_ONCE, WINDOW, Attempt, ExactPacking, Pace
 from peerd.transport.errors import PeerError
-from peerd.transport.messages import PiecesTaken, RoundBegin, RoundPieces
+from peerd.transport.messages import Chunk, PiecesTaken, RoundBegin, RoundPieces
+
+
+def unpacked(payload: Chunk, count: int) -> Vector:
+    values = np.full(count, np.nan, np.float32)
+    ExactPacking().unpack(0, payload, values)
+    return values
 
 
 def test_float32_values_travel_as_they_are() -> None:
@@ -24,13 +30,13 @@ def test_float32_values_travel_as_they_are() -> None:
     payload = ExactPacking().pack(7, values)
     assert bytes(payload) == values.astype("<f4").tobytes()
     assert np.shares_memory(np.frombuffer(payload, np.uint8), values)
-    assert ExactPacking().unpack(7, payload, 4).tobytes() == values.tobytes()
+    assert unpacked(payload, 4).tobytes() == values.tobytes()
 
 
 def test_wider_values_become_what_the_others_unpack() -> None:
     values = np.array([1 / 3, 1e-3])
     payload = ExactPacking().pack(0, values)
-    assert (ExactPacking().unpack(0, payload, 2) == values).all()
+    assert (unpacked(payload, 2) == values).all()
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
@@ -39,12 +45,20 @@ def test_what_is_not_finite_neither_leaves_nor_enters(wrong: float) -> None:
     with pytest.raises(NotFinite):
         ExactPacking().pack(0, values)
     with pytest.raises(PeerError, match="not finite"):
-        ExactPacking().unpack(0, values.tobytes(), 2)
+        unpacked(values.tobytes(), 2)
+    with pytest.raises(PeerError, match="not finite"):
+        ExactPacking().unpack(0, values.tobytes(), np.empty(2, np.float32), onto=np.ones(2, np.float32))
+
+
+def test_a_sum_that_is_not_finite_is_nobodys_fault() -> None:
+    large = np.array([1.0, 3e38], np.float32)
+    with pytest.raises(NotFinite):
+        ExactPacking().unpack(0, large.tobytes(), np.empty(2, np.float32), onto=large)
 
 
 def test_a_piece_of_another_length_is_refused() -> None:
     with pytest.raises(PeerError, match="12 bytes where 8 are due"):
-        ExactPacking().unpack(0, bytes(12), 2)
+        unpacked(bytes(12), 2)
 
 
 # ---------------------------------------------------------------------------------------------- a whole attempt

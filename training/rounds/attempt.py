@@ -13,11 +13,12 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from peerd.training.codecs import CODECS, NotFinite
-from peerd.training.codecs.codec import field, finite_float32, require_length
+from peerd.training.codecs import CODECS
+from peerd.training.codecs.codec import field, finite_float32, not_finite, require_length
 from peerd.training.codecs.compress import Compressor, unpack
 from peerd.training.codecs.vector import BUFFER_CODEC, Layout
 from peerd.training.effects import Effect, Send, Vector
+from peerd.training.kernels.passes import add_within, is_finite
 from peerd.training.rounds.collective import Collective, Piece
 from peerd.training.rounds.halves import halved, mean_of
 from peerd.training.rounds.topology import parse_topology
@@ -32,6 +33,7 @@ REPEAT_SHARE = 4  # times the slowest confirmation so far
 ROUND_WEIGHT = 0.2  # of the last round's duration in the running mean
 
 EXACT_CODEC = "float32"
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 LAST_CODEC = "int8"  # of the last round of a run whose codec loses: what this loses no later round makes good
 
 
@@ -59,12 +61,15 @@ class CodecPacking:
         np.subtract(values, lost, out=lost)
         return self._compressors[is_buffer].pack(body)
 
-    def unpack(self, start: int, payload: Chunk, count: int) -> Vector:
+    def unpack(self, start: int, payload: Chunk, out: Vector, onto: Vector | None = None) -> None:
         """See `Packing.unpack`."""
         codec = self._codecs[start >= self.cut]
-        values = np.empty(count, np.float32)
-        codec.decode(unpack(payload, codec.body_limit(count)), values)
-        return values
+        values = np.empty(len(out), np.float32)
+        codec.decode(unpack(payload, codec.body_limit(len(out))), values)
+        if onto is None:
+            np.copyto(out, values)
+        else:
+            np.add(onto, values, out=out)
 
 
 class ExactPacking:
@@ -88,13 +93,14 @@ class ExactPacking:
             values[:] = exact
         return exact.astype("<f4", copy=False).view(np.uint8).data
 
-    def unpack(self, start: int, payload: Chunk, count: int) -> Vector:
-        """See `Packing.unpack`."""
-        require_length(payload, 4 * count, EXACT_CODEC)
-        try:
-            return finite_float32(field(payload, "<f4", 0, count))
-        except NotFinite:
-            raise PeerError(f"{EXACT_CODEC}: a value is not finite") from None
+    def unpack(self, start: int, payload: Chunk, out: Vector, onto: Vector | None = None) -> None:
+        """See `Packing.unpack`. Raises NotFinite: a sum is not finite."""
+        require_length(payload, 4 * len(out), EXACT_CODEC)
+        values = field(payload, "<f4", 0, len(out))
+        if not add_within(values, onto, FLOAT32_MAX, out):
+            if not is_finite(values):
+                raise PeerError(f"{EXACT_CODEC}: a value is not finite")
+            raise not_finite()
 
 
 class Pace:

@@ -43,9 +43,9 @@ class Packing(Protocol):
         """The payload for values [start, start + len) of the vector; each value is packed once by each rank."""
         ...
 
-    def unpack(self, start: int, payload: Any, count: int) -> Values:
-        """The `count` values, read only: it may be a view. Raises PeerError when the payload is not as `pack` makes
-        them."""
+    def unpack(self, start: int, payload: Any, out: Values, onto: Values | None = None) -> None:
+        """Overwrite `out` with the values, or with `onto` plus these. Raises PeerError when the payload is not as
+        `pack` makes it."""
         ...
 
 
@@ -129,8 +129,8 @@ class Collective:
         sums, own = self.vector[part.start : part.stop], self._own[part.start : part.stop]
         before = part.added
         while part.added < len(part.children) and part.children[part.added] in part.early:
-            partial = self._packing.unpack(part.start, part.early.pop(part.children[part.added]), len(own))
-            np.add(sums if part.added else own, partial, out=sums)
+            partial = part.early.pop(part.children[part.added])
+            self._packing.unpack(part.start, partial, sums, onto=sums if part.added else own)
             part.added += 1
         if part.added < len(part.children) or (part.children and part.added == before):
             return []
@@ -143,7 +143,7 @@ class Collective:
 
     def _finish(self, part: _Part, index: int, payload: Any) -> list[Piece]:
         if part.parent is not None or not self._packing.exact:
-            self.vector[part.start : part.stop] = self._packing.unpack(part.start, payload, part.stop - part.start)
+            self._packing.unpack(part.start, payload, self.vector[part.start : part.stop])
         part.complete = True
         self._incomplete -= 1
         return [Piece(taker, 2 * index + 1, payload) for taker in part.takers]
