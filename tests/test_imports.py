@@ -80,7 +80,7 @@ ROOMS = {  # each with the rooms that it may look into; from the roof to the cel
     "one_way": {"codecs", "kernels", "mode", "model", "messages", "transport"},
     "pairs": {"codecs", "kernels", "mode", "model", "messages", "transport"},
     "parameter_server": {"model", "codecs", "kernels", "mode", "messages", "transport"},
-    "rounds": {"codecs", "mode", "messages", "transport"},
+    "rounds": {"codecs", "kernels", "mode", "messages", "transport"},
     "model": set(),
     "mode": {"codecs", "messages", "model", "transport"},
     "codecs": {"kernels", "mode", "messages", "transport"},
