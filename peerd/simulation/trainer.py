@@ -305,9 +305,8 @@ class SimulatedTrainer:
                 self.steps = step
             case Averaged(gradient) if self._waits_with is not None:
                 seconds, self._waits_with = self._waits_with, None
-                self._node.later(
-                    0.0, lambda: self._stepped(seconds, lambda: self.learner.descend(self.steps, gradient))
-                )
+                mean = gradient if gradient is not None and math.isfinite(gradient[0]) else None  # all skip the step
+                self._node.later(0.0, lambda: self._stepped(seconds, lambda: self.learner.descend(self.steps, mean)))
             case Resume() if self._at_barrier:
                 self._at_barrier = False
                 self._take_corrections()

@@ -150,3 +150,15 @@ def test_only_members_that_make_the_steps_themselves_share_its_state() -> None:
         for exchange in ("weights", "gradients")
     }
     assert [what for what, does in shares.items() if does] == [("allreduce", "gradients")]
+
+
+def test_all_skip_a_step_whose_gradient_is_not_finite() -> None:
+    learning = Learning(lr=1e12)
+    problem = Teacher("teacher:6-8-3:examples=300", 3, 12, 1, "iid", learning, shares_optimizer=True)
+    swarm = Swarm(World(1), 3, problem, mode="allreduce", told=ModeSettings(exchange="gradients"), steps=12)
+    swarm.start_formed()
+    with np.errstate(all="ignore"):
+        assert swarm.run(60, swarm.finished)
+    assert all(node.counts["gradients_not_finite"] > 0 for node in swarm.nodes.values())
+    assert all(np.isfinite(trainer.values()).all() for trainer in swarm.trainers)
+    assert len({trainer.values().tobytes() for trainer in swarm.trainers}) == 1
