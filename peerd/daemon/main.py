@@ -186,7 +186,7 @@ def _announce(settings: Settings, bound: Address, reached: Address, command: lis
         LOGGER.info("listening on %s; joining through %s", shown(bound), ", ".join(map(shown, settings.seeds)))
     else:
         options = ["--join", where] if local or settings.insecure_plaintext else ["--token", "TOKEN"]
-        options += [] if local else ["--bind", "THEIR_ADDRESS"]
+        options += ["--name", "THEIRS", "--bind", shown((reached[0], 0))] if local else ["--bind", "THEIR_ADDRESS"]
         options += ["--insecure-plaintext"] if settings.insecure_plaintext else []
         options += ["--swarm", settings.swarm] if settings.swarm != Settings().swarm else []
         options += ["--transport", settings.transport] if settings.transport != Settings().transport else []
