@@ -12,7 +12,7 @@ from typing import Any
 import trio
 
 from peerd.daemon import known_members
-from peerd.daemon.control import LocalConnection, Verb, serve
+from peerd.daemon.control import LocalConnection, Verb, check_free, serve
 from peerd.daemon.node import Daemon, running
 from peerd.daemon.supervisor import Supervisor
 from peerd.daemon.trainer_session import TrainerPhase
@@ -40,6 +40,7 @@ async def run(settings: Settings, mine: identity.Identity, command: list[str]) -
         LOGGER.warning("%s", ignored)
     kept = known_members.read(settings)
     path = socket_path(settings.name)
+    check_free(path)  # before a token is spent on it
     supervisor = Supervisor(command, {"PEERD_SOCKET": str(path), "PEERD_NAME": settings.name}) if command else None
     async with running(settings, mine, expects=bool(command), kept=kept) as (daemon, address):
         start_soon = daemon.nursery.start_soon
