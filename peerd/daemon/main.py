@@ -40,7 +40,8 @@ async def run(settings: Settings, mine: identity.Identity, command: list[str]) -
         LOGGER.warning("%s", ignored)
     kept = known_members.read(settings)
     path = socket_path(settings.name)
-    check_free(path)  # before a token is spent on it
+    if settings.token:
+        check_free(path)  # before it is spent
     supervisor = Supervisor(command, {"PEERD_SOCKET": str(path), "PEERD_NAME": settings.name}) if command else None
     async with running(settings, mine, expects=bool(command), kept=kept) as (daemon, address):
         start_soon = daemon.nursery.start_soon
