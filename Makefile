@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 QUICK := tests/training tests/contracts/test_codec_contract.py tests/contracts/test_gossip_family.py tests/test_imports.py \
 	$(addprefix tests/transport/test_,wire.py framing.py peer_queue.py admission.py) \
-	$(addprefix tests/peerd/test_,membership.py node_core.py trainer_protocol.py plan.py board.py replica.py)
+	tests/peerd/node tests/peerd/membership tests/peerd/protocol tests/peerd/local/test_board.py
 
 # tests start hundreds of interpreters: where the environment says so, each compiles all that it imports
 test quick scripts soak: export PYTHONDONTWRITEBYTECODE =

@@ -30,22 +30,38 @@ from peerd.cli.version import version
 from peerd.trainer.say import say
 from peerd.transport.errors import UserError
 
+UsageError: Any = typer.BadParameter.__base__  # some versions of typer have a click of their own
+
 
 class Verbs(TyperGroup):
-    """All verbs: an interrupt of any of them is one line, where some versions of typer say another or none."""
+    """All verbs: an interrupt of any of them, and what none takes, is one line, where typer says more or none."""
 
     def make_context(self, *arguments: Any, **named: Any) -> Any:
         """Understand what was typed."""
         with interrupts_end_at_once():
-            return super().make_context(*arguments, **named)
+            try:
+                return super().make_context(*arguments, **named)
+            except UsageError as error:
+                raise _misused(error) from None
 
     def invoke(self, ctx: Any) -> Any:
         """Run the one that was typed."""
         try:
             return super().invoke(ctx)
+        except UsageError as error:
+            raise _misused(error) from None
         except KeyboardInterrupt:
             say("interrupted")
             raise typer.Exit(INTERRUPTED_CODE) from None
+
+
+def _misused(error: Any) -> Exception:
+    said, path = error.format_message().rstrip("."), error.ctx.command_path if error.ctx is not None else "peerd"
+    if not said or "\n" in said:  # the help, of who typed no verb
+        own: Exception = error
+        return own
+    say(f"{said}; {path} -h lists what there is")
+    return typer.Exit(error.exit_code)
 
 
 app = typer.Typer(
@@ -88,7 +104,7 @@ def run() -> None:
     if sys.stderr is None or sys.stdout is None:  # closed by whoever started this: what opens next would be written to
         sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
     try:
-        command()
+        command(prog_name="peerd")
     except UserError as error:
         _fail(error)
     except BaseExceptionGroup as group:  # a daemon's tasks end together; the user's own mistake is among them

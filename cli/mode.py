@@ -34,7 +34,7 @@ def show(name: NameOption = None, format: FormatOption = Format.TEXT) -> None:
     if answer["settle_steps"]:
         settings["every"] = f"{settings['every']} (at least {answer['settle_steps']} after a round has ended)"
     echo(", ".join(f"{key} {value}" for key, value in settings.items()))
-    late = _late(answer, answer["plan"])
+    late = _late(answer, answer)
     echo(f"{len(answer['members']) - len(late)} of {len(answer['members'])} members{_without(late)}")
 
 
@@ -73,7 +73,7 @@ def _wait(path: Path, plan: dict[str, Any], began: float) -> dict[str, Any]:
         answer = request(path, "mode")
         if (answer["plan"], answer["author"]) > (plan["plan"], plan["author"]):
             raise UserError(f"plan {plan['plan']} lasted shortly: {answer['proposed_by']} set mode {answer['mode']}")
-        late = _late(answer, plan["plan"])
+        late = _late(answer, plan)
         if not late:
             return answer
         if time.monotonic() - began > PATIENCE_S:
@@ -84,8 +84,10 @@ def _wait(path: Path, plan: dict[str, Any], began: float) -> dict[str, Any]:
         time.sleep(LOOK_S)
 
 
-def _late(answer: dict[str, Any], plan: int) -> list[str]:
-    return [member["name"] for member in answer["members"] if member["plan"] < plan]
+def _late(answer: dict[str, Any], plan: dict[str, Any]) -> list[str]:
+    """Who works under another plan, be it a newer one that is not known here yet: two may be set at once."""
+    ours = (plan["plan"], plan["author"])
+    return [member["name"] for member in answer["members"] if (member["plan"], member["author"]) != ours]
 
 
 def _without(late: list[str]) -> str:

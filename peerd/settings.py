@@ -276,7 +276,10 @@ def _typed(key: str, value: Any, where: str) -> Any:
 def _from_text(key: str, text: str, where: str) -> Any:
     default = getattr(Settings(), key)
     if isinstance(default, tuple):
-        return tuple(part.strip() for part in text.split(",") if part.strip())
+        parts = tuple(part.strip() for part in text.split(",") if part.strip())
+        if text.strip() and not parts:
+            raise UserError(f"{where}: {key}: {text[:80]!r} has nothing between its commas")
+        return parts
     if isinstance(default, str):
         return text
     try:

@@ -30,7 +30,8 @@ settings.load_profile("peerd")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background, and inherited
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-sys.path[:0] = [str(Path(__file__).parent / folder) for folder in ("training", "transport", "simulation", "cli")]
+HELPERS = ("training", "transport", "simulation", "peerd", "cli")
+sys.path[:0] = [str(Path(__file__).parent / folder) for folder in HELPERS]
 
 
 @pytest.fixture(autouse=True)

@@ -51,7 +51,7 @@ class ModeSettings:
     every: int = _option(1, "steps between rounds, of a mode that has rounds", most=10**9)
     overlap: str = _option("delayed", "training during a round: blocking, delayed, hpsgd")
     topology: str = _option(AUTO, "of an all-reduce: auto, ring, tree:K, halving; of servers: adv:K")
-    servers: int = _option(1, "members that serve the parameters, each a part", most=1024)
+    servers: int = _option(1, "members that serve the parameters, each a part", most=128)
     outer_lr: str = _option(
         AUTO, f"of the outer step: a number above 0, at most {OUTER_LR_MAX:g}; auto: the mode's own", Scope.ALIKE
     )

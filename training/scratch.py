@@ -6,6 +6,10 @@ milliseconds, which the event loop waits out.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 
 from peerd.training.effects import Vector
@@ -31,3 +35,22 @@ class Scratch:
         """Return what was taken; the caller keeps no view of it."""
         if len(self._free) < KEEP:
             self._free.append(array)
+
+
+class Lent:
+    """Memory for one array at a time, of which parts may be anywhere: the same again once the last view is gone.
+
+    Pieces of a round wait for peers that may be slow, or stopped, long after the round: what they hold must stay.
+    """
+
+    def __init__(self) -> None:
+        self._memory: Any = memoryview(b"")
+        self._lent: Callable[[], Vector | None] = lambda: None
+
+    def take(self, like: Vector) -> Vector:
+        """An array of the shape and dtype of `like`, with any content."""
+        if self._lent() is not None or self._memory.nbytes != like.nbytes:
+            self._memory = np.empty(like.nbytes, np.uint8).data
+        array: Vector = np.frombuffer(self._memory, like.dtype)  # an object of its own, which all its views hold
+        self._lent = weakref.ref(array)
+        return array

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 from peerd.transport.messages import Message
 
-QUEUE_MAX = 64  # messages; a link has at most three under way
+QUEUE_MAX = 512  # messages; a link has at most three under way, and each of up to 128 servers as many
 
 Item = TypeVar("Item")
 

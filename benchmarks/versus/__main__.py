@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from benchmarks.versus.rivals import OURS, RIVALS
 from peerd.reproduce.experiment import Curve, Plot
 from peerd.reproduce.page import drawn
 from peerd.reproduce.sockets.lines import can_make_namespaces
+from peerd.training.plain_numbers import number
 from peerd.training.tasks import TASKS, data_partition
 from peerd.transport.errors import UserError
 
@@ -122,7 +125,28 @@ def span(text: str) -> list[int]:
     return list(range(int(first), int(last or first) + 1))
 
 
+def within(least: float, most: float) -> Callable[[str], float]:
+    """What an option takes."""
+
+    def read(text: str) -> float:
+        value = number(text)
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text}: wanted {least:g} to {most:g}")
+        return value
+
+    return read
+
+
+def in_a_folder(text: str) -> Path:
+    """A file that can be written."""
+    path = Path(text)
+    if not os.access(path.absolute().parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text}: no folder to write to: {path.absolute().parent}")
+    return path
+
+
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that workers and namespaces go with it
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the usual rows, one seed")
     parser.add_argument("--rows", help=f"names, with ; between them, of: {'; '.join([*RIVALS, *OURS])}")
@@ -130,14 +154,16 @@ def main() -> None:
     parser.add_argument("--shard", default="sorted", help="iid, sorted or dirichlet:A")
     parser.add_argument("--peers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--pace", type=float, default=0.02, help="seconds that a step takes at least")
-    parser.add_argument("--mbit", type=float, default=10.0, help="of each line; 0: loopback, no bytes counted")
+    parser.add_argument("--pace", type=within(0, 10), default=0.02, help="seconds that a step takes at least")
+    parser.add_argument("--mbit", type=within(0, 1e5), default=10.0, help="of each line; 0: loopback, no bytes counted")
     parser.add_argument("--disturb", choices=DISTURBANCES, default="none")
     parser.add_argument("--seeds", type=span, default=[0], help="0..2")
     parser.add_argument("--tune", action="store_true", help="the learning rate of each row")
-    parser.add_argument("--target", type=float, help="accuracy; the task's own")
-    parser.add_argument("--cells", type=Path, default=Path("versus-cells.jsonl"), help="where finished runs are kept")
-    parser.add_argument("--plot", type=Path, help="an SVG")
+    parser.add_argument("--target", type=within(0, 1), help="accuracy; the task's own")
+    parser.add_argument(
+        "--cells", type=in_a_folder, default=Path("versus-cells.jsonl"), help="where finished runs are kept"
+    )
+    parser.add_argument("--plot", type=in_a_folder, help="an SVG")
     parser.add_argument("--format", choices=("text", "markdown", "json"), default="text")
     options = parser.parse_args()
     rows = options.rows.split(";") if options.rows else list(QUICK) if options.quick else [*RIVALS, *OURS]

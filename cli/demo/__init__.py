@@ -18,6 +18,7 @@ from peerd.cli.demo.run import Kill, Watch, follow
 from peerd.cli.mode_options import with_mode_options
 from peerd.cli.output import Format, FormatOption, print_json
 from peerd.settings import load
+from peerd.training.modes import check_peers
 from peerd.training.modes.own_mode import as_told
 from peerd.training.tasks import TASKS, data_partition
 from peerd.transport.errors import UserError
@@ -59,9 +60,12 @@ def demo(
     # refused here: a node would take seconds to start, only to refuse it in its log
     data_partition.parse(shard)
     settings = load(given, {}, None)
+    check_peers(settings, peers)
     given["mode"] = as_told(settings.mode)
     _check_picture(picture)
     victim = Kill.parse(kill, peers) if kill is not None else None
+    if victim is not None and settings.min_peers == peers:
+        raise UserError(f"--min-peers {peers}: after --kill {kill} there are {peers - 1}, who would wait for ever")
     console = Console(stderr=format is Format.JSON)
     options = {
         "--wait-for": str(peers),

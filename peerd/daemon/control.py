@@ -100,6 +100,12 @@ async def serve(
         path.unlink(missing_ok=True)
 
 
+def check_free(path: Path) -> None:
+    """No node of this name runs here, with another state folder, whose lock it holds. Raises UserError."""
+    if path.stem in running_nodes():
+        raise UserError(f"a node called {path.stem!r} runs here already; give this one another --name")
+
+
 async def _listen(path: Path) -> trio.socket.SocketType:
     listener = trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -125,8 +131,7 @@ async def _bind(listener: trio.socket.SocketType, path: Path) -> None:
     with suppress(FileExistsError):  # what is there instead of a folder is told below
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_private(path.parent)
-    if path.stem in running_nodes():  # with another state folder, whose lock it holds
-        raise UserError(f"a node called {path.stem!r} runs here already; give this one another --name")
+    check_free(path)
     path.unlink(missing_ok=True)
     mask = os.umask(0o177)
     try:

@@ -12,7 +12,7 @@ from typing import Any
 import trio
 
 from peerd.daemon import known_members
-from peerd.daemon.control import LocalConnection, Verb, serve
+from peerd.daemon.control import LocalConnection, Verb, check_free, serve
 from peerd.daemon.node import Daemon, running
 from peerd.daemon.supervisor import Supervisor
 from peerd.daemon.trainer_session import TrainerPhase
@@ -40,6 +40,8 @@ async def run(settings: Settings, mine: identity.Identity, command: list[str]) -
         LOGGER.warning("%s", ignored)
     kept = known_members.read(settings)
     path = socket_path(settings.name)
+    if settings.token:
+        check_free(path)  # before it is spent
     supervisor = Supervisor(command, {"PEERD_SOCKET": str(path), "PEERD_NAME": settings.name}) if command else None
     async with running(settings, mine, expects=bool(command), kept=kept) as (daemon, address):
         start_soon = daemon.nursery.start_soon
@@ -186,7 +188,7 @@ def _announce(settings: Settings, bound: Address, reached: Address, command: lis
         LOGGER.info("listening on %s; joining through %s", shown(bound), ", ".join(map(shown, settings.seeds)))
     else:
         options = ["--join", where] if local or settings.insecure_plaintext else ["--token", "TOKEN"]
-        options += [] if local else ["--bind", "THEIR_ADDRESS"]
+        options += ["--name", "THEIRS", "--bind", shown((reached[0], 0))] if local else ["--bind", "THEIR_ADDRESS"]
         options += ["--insecure-plaintext"] if settings.insecure_plaintext else []
         options += ["--swarm", settings.swarm] if settings.swarm != Settings().swarm else []
         options += ["--transport", settings.transport] if settings.transport != Settings().transport else []

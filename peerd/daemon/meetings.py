@@ -27,11 +27,14 @@ class Meetings:
         peers: Peers,
         transport: Transport,
         members: Callable[[], dict[NodeId, Member]],
+        missed: Callable[[NodeId], None],
     ) -> None:
+        """`members` may be there, and `missed` is told of each that was dialled in vain again."""
         self._acquaintances = acquaintances
         self._peers = peers
         self._transport = transport
         self._members = members
+        self._missed = missed
         self._under_way = 0
         self._news = trio.Event()
 
@@ -63,6 +66,8 @@ class Meetings:
         except Exception as error:
             self._peers.offences.unforeseen(error, f"could not meet {member.id}")
         finally:
-            self._acquaintances.failed(member.id)
+            again = self._acquaintances.failed(member.id)
             self._under_way -= 1
             self._news.set()
+        if again:
+            self._missed(member.id)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import trio
 
@@ -147,10 +147,29 @@ class MembershipService:
         """What follows from the members is to be found anew."""
         self._members_changed.set()
 
+    def met(self, id: NodeId) -> None:
+        """This member has shown its certificate."""
+        self.tell_changes()
+        self._note(self.membership.met, id)
+
+    def missed(self, id: NodeId) -> None:
+        """This one was dialled in vain."""
+        self._note(self.membership.missed, id)
+
     def spread(self) -> None:
         """What goes beside the tables is news."""
         self.membership.spread(trio.current_time())
         self._touched.set()
+
+    def _note(self, what: Callable[[NodeId, float], Sequence[MembershipEffect]], id: NodeId) -> None:
+        try:
+            effects = what(id, trio.current_time())
+        except Exception as error:
+            self._peers.offences.unforeseen(error, f"a meeting with {id} could not be noted")
+            return
+        self._touched.set()
+        if effects and self._nursery is not None:
+            self._nursery.start_soon(self.perform, effects)
 
     def _tell_of(self, id: NodeId) -> None:
         """Say when a member has failed, and when one that had is back; each node says it once."""

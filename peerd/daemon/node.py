@@ -95,7 +95,7 @@ class Daemon:
         self._kept = kept
         self._transport = transport
         self._have_partners, self._partners_until = False, self.began
-        self.acquaintances = Acquaintances(me.id, rng, lambda: self.view.tell_changes(), sealed=entry is not None)
+        self.acquaintances = Acquaintances(me.id, rng, lambda id: self.view.met(id), sealed=entry is not None)
         self.peers = Peers(
             transport,
             self._hello,
@@ -104,7 +104,9 @@ class Daemon:
             refused=self._on_refused_by_peer,
             met=self.acquaintances.note,
         )
-        self.meetings = Meetings(self.acquaintances, self.peers, transport, self.members)
+        self.meetings = Meetings(
+            self.acquaintances, self.peers, transport, self._said_to_live, lambda id: self.view.missed(id)
+        )
         kept_until = self.began + timing.silence_s(len(kept))
         self.model = TrainerService(
             me.id, settings, self.peers, self.members, self._say_meta, rng, kept, kept_until, signing,
@@ -113,7 +115,10 @@ class Daemon:
         self.model.meta = NodeMeta.unpack(me.meta)
         self.twin_proof = TwinProof(key, me, settings.swarm, settings.run, transport)
         self.view = MembershipService(
-            Membership(me, [*settings.seeds, *kept], rng, self.began, timing, numbers=rng, signing=signing),
+            Membership(
+                me, [*settings.seeds, *kept], rng, self.began, timing, numbers=rng, signing=signing,
+                handshakes=self.acquaintances.sealed,
+            ),
             datagrams,
             transport,
             self.peers,
@@ -123,7 +128,7 @@ class Daemon:
             prove=self.twin_proof.prove,
             taken=self._on_identity_taken,
             secrets=SecretsExchange(secrets) if secrets is not None else None,
-        )
+        )  # fmt: skip
         self.reception = self.renewal = None
         if entry is not None:
             self.reception = Reception(entry.trust, entry.issuer)
@@ -166,6 +171,9 @@ class Daemon:
     def members(self) -> dict[NodeId, Member]:
         """All that it knows of, itself too."""
         return dict(self.view.membership.members)
+
+    def _said_to_live(self) -> dict[NodeId, Member]:
+        return self.members() | self.view.membership.hearsay
 
     def no_partner_s(self) -> float | None:
         """For how long there has been nobody to exchange with; None: there is somebody."""

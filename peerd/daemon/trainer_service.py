@@ -68,7 +68,7 @@ class TrainerService:
 
         Of the `members` those count that are `acquaintances`; without, all.
         """
-        known = acquaintances or Acquaintances(me, rng, lambda: None, sealed=False)
+        known = acquaintances or Acquaintances(me, rng, lambda _: None, sealed=False)
         self.meta = NodeMeta(founder=not settings.seeds)
         self.signature = ""
         self.tensors: list[str] = []

@@ -287,6 +287,7 @@ class Verbs:
                 {
                     "name": member.name,
                     "plan": meta.plan.number,
+                    "author": meta.plan.author,
                     "mode": self._mode_under(meta.plan),
                     "stands": meta.stands or meta.averaged or not meta.ready,
                     "stalled": meta.stalled,

@@ -75,20 +75,25 @@ class Membership:
         known: Sequence[Member] = (),
         numbers: random.Random | None = None,
         signing: Signing | None = None,
+        *,
+        handshakes: bool = False,
     ) -> None:
         """`known` are live members that everybody knows already: none of them is news.
 
         Probes are numbered from `numbers`, which nobody may guess; without them, from `rng`. With `signing` records
-        are signed, and none is believed that is not (proofs.py); without, the swarm is plain.
+        are signed, and none is believed that is not (proofs.py); without, the swarm is plain. With `handshakes`,
+        `met` and `missed` say who has shown a certificate here.
         """
         self.counts: Counter[str] = Counter()
         self._rng = rng
         self._timing = timing
-        self._roster = Roster(me if signing is None else claimed(me, signing))
+        self._roster = Roster(me if signing is None else claimed(me, signing), handshakes=handshakes)
         self.members: Mapping[NodeId, Member] = MappingProxyType(self._roster.rows)
         self._proofs = None if signing is None else Proofs(signing, self.members)
         self._budget = TableBudget()  # of what is verified for those who send datagrams
         self._news = News()
+        self._rumours = News()  # of members that have not proved themselves: told where there is room
+        self.hearsay: dict[NodeId, Member] = {}  # strangers said to live whom we suspect, or hold dead: go and see
         self._suspicions = Suspicions(timing)
         self._prober = Prober(self._roster, self._carry, self.counts, rng, timing, now, numbers)
         self._exchange = TableExchange(self._roster, seeds, self.counts, rng, timing, now)
@@ -228,13 +233,31 @@ class Membership:
         if known is not None and id != self.me.id:
             if known.state < State.FAILED:
                 self._accept(replace(known, state=State.FAILED, accuser=self.me.id), known, False, now, effects)
-            self._news.forget(id)
+            self._forget(id)
         return self._ask_wake(now, effects)
 
     def spread(self, now: float) -> list[MembershipEffect]:
         """Something that goes beside tables is new here: exchange some soon, as everybody does to whom it comes."""
         effects = self._notice_stall(now)
         self._exchange.spread(now)
+        return self._ask_wake(now, effects)
+
+    def met(self, id: NodeId, now: float) -> list[MembershipEffect]:
+        """This member has shown its certificate here."""
+        effects = self._notice_stall(now)
+        self._roster.prove(id)
+        self._rumours.pass_to(id, self._news)
+        if self._roster.is_live(id):
+            self._prober.welcome(id)
+        if (said := self.hearsay.pop(id, None)) is not None:
+            self._hear(said, now, effects)
+        return self._ask_wake(now, effects)
+
+    def missed(self, id: NodeId, now: float) -> list[MembershipEffect]:
+        """This member was dialled in vain: that is a probe which failed, of one that never answered any."""
+        effects = self._notice_stall(now)
+        if self._roster.is_stranger(id) and not self._prober.has_answered(id):
+            self._accuse(id, now, effects)
         return self._ask_wake(now, effects)
 
     def drop_seed(self, where: Address) -> None:
@@ -288,6 +311,9 @@ class Membership:
         wins = known is None or order(record) > order(known)
         if not wins and not (again and record.state == State.SUSPECT):
             return
+        hearsay = known is not None and self._is_hearsay(record, known)
+        if hearsay and record.id in self.hearsay and order(record)[:2] <= order(self.hearsay[record.id])[:2]:
+            return
         accused_again = self._proofs is not None and again and record.accuser
         if accused_again and not self._suspicions.lacks(record.id, record.accuser):
             return  # which of several accusers a row names is not worth a verification
@@ -299,6 +325,9 @@ class Membership:
         if reason == UNKNOWN_ACCUSERS and record.state == State.SUSPECT:
             self._hear(claim(record), now, effects, teller, host)
         if reason:
+            return
+        if hearsay:
+            self.hearsay[record.id] = claim(record)
             return
         if wins:
             self._accept(record, known, again, now, effects)
@@ -313,6 +342,15 @@ class Membership:
         if self._proofs is None or record.state != State.FAILED or known is None or known.state >= State.FAILED:
             return False
         return order(record)[:2] != order(known)[:2] or not self._suspicions.is_ripe(record.id, now)
+
+    def _is_hearsay(self, record: Member, known: Member) -> bool:
+        """Whether one that is suspected or dead here is said to live, of whom we know nothing but what is said.
+
+        Whoever made it up can say so for ever. One that is there is dialled, and then believed.
+        """
+        if record.state >= State.FAILED or known.state == State.ALIVE or order(record)[:2] <= order(known)[:2]:
+            return False
+        return self._roster.is_stranger(record.id) and not self._prober.has_answered(record.id)
 
     def _doubt(self, record: Member, host: str, now: float) -> str:
         """Why the record is not to be believed (counted under this), or "": who has signed what?
@@ -335,7 +373,9 @@ class Membership:
         """Store a winning record; `again` if it says nothing new but how a tie is broken."""
         roster = self._roster
         had_company, was_live = bool(roster.live), roster.is_live(record.id)
-        self._news.forget(roster.put(record))
+        self._forget(roster.put(record))
+        if (said := self.hearsay.get(record.id)) is not None and order(said) <= order(record):
+            del self.hearsay[record.id]
         if known is None or _appearance(known) != _appearance(record):
             effects.append(MemberChanged(record.id))
         if again:
@@ -444,7 +484,7 @@ class Membership:
 
     def _end_suspicions(self, now: float, effects: list[MembershipEffect]) -> None:
         """Ask for last words, and pass the verdicts that are due."""
-        for id in self._suspicions.last_words(now):
+        for id in self._suspicions.last_words(now, unasked=self._roster.is_stranger):
             self.counts["last_words"] += 1
             effects.append(PushPull(address(self._roster.rows[id])))
         for id in self._suspicions.expired(now):
@@ -472,9 +512,15 @@ class Membership:
         self._tell(record, now)
 
     def _tell(self, record: Member, now: float) -> None:
-        self._news.add(record)
+        (self._news if self._roster.has_proved(record.id) else self._rumours).add(record)
         if self._gossip_at == math.inf:  # at once after a pause: the first wave crosses the swarm in a few latencies
             self._gossip_at = max(now, self._gossiped + self._timing.gossip_interval_s)
+
+    def _forget(self, id: NodeId) -> None:
+        """What is said of this member goes no further."""
+        self._news.forget(id)
+        self._rumours.forget(id)
+        self.hearsay.pop(id, None)
 
     def _carry(self, ids_bytes: int, id: NodeId, where: Address) -> tuple[Member, ...]:
         """News to ride on a message to member `id` at `where`.
@@ -488,10 +534,12 @@ class Membership:
         if row is not None and amiss and record_bytes(row) <= space:
             lead = (row,)
             space -= record_bytes(row)
-        if not self._news:
-            return lead
-        news = self._news.take(space, self._timing.retransmissions(self._roster.population))
-        return lead + news if lead else news
+        for told in (self._news, self._rumours):
+            if told:
+                taken = told.take(space, self._timing.retransmissions(self._roster.population))
+                space -= sum(map(record_bytes, taken))
+                lead += taken
+        return lead
 
     def _gossip(self, now: float) -> list[MembershipEffect]:
         """One round: the news to a few members at random, to each its own selection."""
@@ -503,7 +551,7 @@ class Membership:
             if news:
                 effects.append(SendDatagram(address(member), Ack(NEWS_SEQ, me, news)))
         self.counts["gossips"] += len(effects)
-        more = len(self._news) > 0 and bool(self._roster.live)
+        more = bool(self._news or self._rumours) and bool(self._roster.live)
         self._gossip_at = now + self._timing.gossip_interval_s if more else math.inf
         return effects
 

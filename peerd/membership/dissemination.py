@@ -55,9 +55,15 @@ class News:
         for known in list(self._keys_of.get(record.id, ())):
             if known == key or not _side_by_side(self._piles[self._pile_of[known]][known][0], record):
                 self._forget(known)
-        self._piles[0][key] = (record, record_bytes(record))
-        self._pile_of[key] = 0
-        self._keys_of.setdefault(record.id, []).append(key)
+        self._put(key, (record, record_bytes(record)), 0)
+
+    def pass_to(self, id: NodeId, to: News) -> None:
+        """Have it told there what is still told of this member, as often as it would be here."""
+        for key in list(self._keys_of.get(id, ())):
+            pile = self._pile_of[key]
+            entry = self._piles[pile][key]
+            self._forget(key)
+            to._put(key, entry, pile)
 
     def forget(self, id: NodeId) -> None:
         """Tell nothing of this member any more."""
@@ -90,6 +96,13 @@ class News:
         self._piles[pile + 1][key] = entry
         self._pile_of[key] = pile + 1
         return entry[0]
+
+    def _put(self, key: _Key, entry: tuple[Member, int], pile: int) -> None:
+        while pile >= len(self._piles):
+            self._piles.append({})
+        self._piles[pile][key] = entry
+        self._pile_of[key] = pile
+        self._keys_of.setdefault(key[0], []).append(key)
 
     def _forget(self, key: _Key) -> None:
         del self._piles[self._pile_of.pop(key)][key]

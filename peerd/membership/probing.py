@@ -1,7 +1,6 @@
 """Is that member there? One probe at a time, and probes on behalf of others.
 
-How this works. Members are probed in a shuffled round (SWIM, Das, Gupta and Motivala 2002, section 4.3: every member
-waits at most two rounds). A probe goes through
+How this works. Members are probed in turn (`probe_rounds`). A probe goes through
 
     opened --ack--> answered                          the target is there
        |
@@ -24,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from peerd.membership.effects import MembershipEffect, SendDatagram
+from peerd.membership.probe_rounds import ProbeRounds
 from peerd.membership.roster import Roster, address
 from peerd.membership.timing import Timing
 from peerd.transport.ids import Address, NodeId
@@ -99,8 +99,7 @@ class Prober:
         self._numbers = numbers or random.Random(seed)  # nobody may answer for others, not even who was asked before
         self._next = now + rng.random() * timing.probe_interval_s
         self._probe: _Probe | None = None
-        self._round: list[NodeId] = []  # popped from the end
-        self._waiting: set[NodeId] = set()  # who is in it
+        self._rounds = ProbeRounds(roster, rng)
         self._relayed: dict[int, _Relayed] = {}
         self._relay_heap: list[tuple[float, int]] = []
         self._late: OrderedDict[int, tuple[NodeId, float]] = OrderedDict()
@@ -120,11 +119,12 @@ class Prober:
         self.awareness = min(self._timing.awareness_max, max(0, self.awareness + change))
 
     def welcome(self, id: NodeId) -> None:
-        """A member entered: probe it at a random point of this round, once however often it comes and goes."""
-        at = int(self._rng.random() * (len(self._round) + 1))
-        if id not in self._waiting:
-            self._waiting.add(id)
-            self._round.insert(at, id)
+        """A member entered, or has proved itself: it is probed soon."""
+        self._rounds.welcome(id)
+
+    def has_answered(self, id: NodeId) -> bool:
+        """Whether this member has answered a probe of ours."""
+        return id in self._round_trips
 
     def abandon(self, now: float) -> None:
         """We stood still: whether our probes were answered, we cannot know."""
@@ -173,6 +173,7 @@ class Prober:
         probe = self._probe
         if probe is not None and ack.seq == probe.seq and not probe.answered:
             if ack.sender == probe.target:
+                self._rounds.answered(probe.target)
                 self._measure(probe.target, now - probe.sent, in_time=True)
             elif probe.asked is None or ack.sender not in probe.asked:
                 return []
@@ -197,7 +198,7 @@ class Prober:
 
     def _open(self, now: float) -> list[MembershipEffect]:
         self._next = now + self._timing.probe_interval_s * (self.awareness + 1)
-        target = self._next_target()
+        target = self._rounds.next()
         if target is None:
             return []
         round_trip_s = self._round_trip_s(target)
@@ -220,9 +221,12 @@ class Prober:
         if len(self._late) > _LATE_MAX:
             self._late.popitem(last=False)
         self._counts["probes_failed"] += 1
-        # Only those still held alive could have said Nack: half a swarm lost at once is no fault of ours.
-        rows = self._roster.rows
-        expected = {id for id in probe.asked or () if id in rows and rows[id].state == State.ALIVE}
+        # Only those still held alive could have said Nack: half a swarm lost at once is no fault of ours, nor are those
+        # who may never have been there.
+        rows, is_stranger = self._roster.rows, self._roster.is_stranger
+        expected = {
+            id for id in probe.asked or () if id in rows and rows[id].state == State.ALIVE and not is_stranger(id)
+        }
         if not expected or expected - probe.nacked:
             self.adjust_awareness(+1)
         return probe.target
@@ -258,18 +262,6 @@ class Prober:
             effects.append(SendDatagram(relayed.asker, Nack(relayed.seq, self._roster.me.id)))
         return effects
 
-    def _next_target(self) -> NodeId | None:
-        while self._round:
-            id = self._round.pop()
-            self._waiting.discard(id)
-            if self._roster.is_live(id):
-                return id
-        self._round = list(self._roster.live)  # O(N), once per N probes
-        self._rng.shuffle(self._round)
-        self._round_trips = {id: self._round_trips[id] for id in self._round if id in self._round_trips}
-        self._waiting = set(self._round[:-1])
-        return self._round.pop() if self._round else None
-
     def _ping(self, target: NodeId, where: Address, seq: int, *, with_news: bool = True) -> SendDatagram:
         me = self._roster.me.id
         news = self._carry(len(me) + len(target), target, where) if with_news else ()
@@ -280,6 +272,8 @@ class Prober:
         if known is not None:
             known.add(sample_s)
         elif self._roster.is_live(id):
+            if len(self._round_trips) > 2 * len(self._roster.live):
+                self._round_trips = {id: known for id, known in self._round_trips.items() if self._roster.is_live(id)}
             self._round_trips[id] = RoundTrip(sample_s, sample_s / 2)
         # A late answer tells of one stopped process, unless no answer was ever in time.
         if self._usual is None:

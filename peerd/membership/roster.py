@@ -4,6 +4,10 @@ Records of a member are totally ordered: by epoch, incarnation and state first (
 the epoch in front so that a restart supersedes everything said of the previous life), then by the other fields, so that
 ties end the same way everywhere. The table keeps the greatest record heard of each member. Taking a maximum is
 commutative, associative and idempotent: the order of messages and their duplicates do not matter.
+
+Anybody can make up members, as many as the table holds, and nobody is there. So whoever has *proved itself* goes first:
+in a plain swarm who has answered a probe, and where `handshakes` show certificates, who has shown one here. Who has not
+shown one is a *stranger* there: a member like any, that is to be met.
 """
 
 from __future__ import annotations
@@ -12,12 +16,15 @@ import functools
 import ipaddress
 import random
 import re
+from collections.abc import Collection
 
+from peerd.membership.lot import Lot
 from peerd.membership.proofs import RECORD_PROOF_BYTES
 from peerd.transport.ids import Address, NodeId
 from peerd.transport.messages import COUNT, Member, State
 
 TABLE_MEMBERS = 4096
+STRANGERS_ONE_IN = 4  # draws and probes that do not ask who has proved itself, so that nobody is left out for ever
 META_BYTES = 512
 NAME_BYTES = 128  # ids, names and accusers; with META_BYTES and HOST_BYTES a record always fits into a datagram
 HOST_BYTES = 255
@@ -56,13 +63,15 @@ def address(record: Member) -> Address:
 class Roster:
     """The greatest record of each member, and O(1) picks among those believed to live (ALIVE or SUSPECT)."""
 
-    def __init__(self, me: Member) -> None:
+    def __init__(self, me: Member, *, handshakes: bool = False) -> None:
         assert not fault(me), fault(me)
         self.me = me
+        self.handshakes = handshakes
         self.rows: dict[NodeId, Member] = {me.id: me}
         self.revoked: set[NodeId] = set()  # as many as revocations.py keeps
-        self.live: list[NodeId] = []  # without me; in no particular order
-        self._at: dict[NodeId, int] = {}  # where in `live`
+        self.live = Lot()  # without me
+        self._proved: set[NodeId] = set()  # whoever has, alive or not, and perhaps not in the table yet
+        self._proved_live = Lot()
         self._gone: dict[NodeId, None] = {}  # FAILED and LEFT, the longest gone first
         self._moved_from: dict[NodeId, str] = {}  # the host that a member was at before, by its records
 
@@ -71,9 +80,40 @@ class Roster:
         """N: the live members, oneself included."""
         return len(self.live) + 1
 
+    @property
+    def company(self) -> int:
+        """Those of them who are no strangers: how many there surely are."""
+        return 1 + len(self._proved_live if self.handshakes else self.live)
+
     def is_live(self, id: NodeId) -> bool:
         """Whether the member is another one and believed to live."""
-        return id in self._at
+        return id in self.live
+
+    def has_proved(self, id: NodeId) -> bool:
+        """Whether this node, or this member, has proved itself here."""
+        return id in self._proved or id == self.me.id
+
+    def is_stranger(self, id: NodeId) -> bool:
+        """Whether this member could have shown a certificate, and has not."""
+        return self.handshakes and not self.has_proved(id)
+
+    def prove(self, id: NodeId) -> None:
+        """It has proved itself, for good."""
+        if len(self._proved) >= 4 * TABLE_MEMBERS:
+            self._proved &= self.rows.keys()
+        self._proved.add(id)
+        if id in self.live:
+            self._proved_live.add(id)
+
+    def strangers(self) -> list[NodeId]:
+        """Those believed to live. O(N) where there are any."""
+        if not self.handshakes or len(self._proved_live) == len(self.live):
+            return []
+        return [id for id in self.live if id not in self._proved_live]
+
+    def acquainted(self) -> list[NodeId]:
+        """All others that are believed to live. O(N)."""
+        return list(self._proved_live if self.handshakes else self.live)
 
     def refusal(self, record: Member) -> str:
         """Why the record may not enter the table (a name to count it under), or ""."""
@@ -114,48 +154,48 @@ class Roster:
         self.rows[record.id] = record
         if record.state < State.FAILED:
             self._gone.pop(record.id, None)
-            self._enter(record.id)
+            self.live.add(record.id)
+            if record.id in self._proved:
+                self._proved_live.add(record.id)
         else:
-            self._exit(record.id)
+            self.live.discard(record.id)
+            self._proved_live.discard(record.id)
             self._gone.setdefault(record.id)
         return oldest
 
     def pick(self, count: int, rng: random.Random, without: NodeId = "", alive_only: bool = False) -> list[Member]:
-        """Up to `count` distinct live members at random. O(count): a few unlucky draws may return fewer."""
-        picked: dict[NodeId, Member] = {}
-        size = len(self.live)
-        if size <= count:
-            picked = {id: self.rows[id] for id in self.live}
+        """Up to `count` distinct live members at random, most of them of those that have proved themselves.
+
+        O(count): a few unlucky draws may return fewer.
+        """
+        picked: dict[NodeId, None] = {}
+        if len(self.live) <= count:
+            picked = dict.fromkeys(self.live)
         else:
+            mixed = 0 < len(self._proved_live) < len(self.live)
             for _ in range(4 * count):
-                id = self.live[int(rng.random() * size)]
+                lot = self._proved_live if mixed and rng.random() * STRANGERS_ONE_IN >= 1 else self.live
+                id = lot.draw(rng)
                 if id != without and not (alive_only and self.rows[id].state != State.ALIVE):
-                    picked[id] = self.rows[id]
+                    picked[id] = None
                 if len(picked) == count:
                     break
-        return [m for m in picked.values() if m.id != without and not (alive_only and m.state != State.ALIVE)]
+        rows = (self.rows[id] for id in picked if id != without)
+        return [row for row in rows if not (alive_only and row.state != State.ALIVE)]
 
-    def failed(self) -> list[Member]:
-        """The failed members that may come back, the longest gone first. O(gone)."""
-        return [self.rows[id] for id in self._gone if self.rows[id].state == State.FAILED and id not in self.revoked]
+    def failed(self, count: int, rng: random.Random, without: Collection[Address] = ()) -> list[Member]:
+        """Up to `count` of the failed that may come back, where nobody else lives, drawn likewise. O(gone)."""
+        rows = [self.rows[id] for id in self._gone if id not in self.revoked]
+        failed = [row for row in rows if row.state == State.FAILED and address(row) not in without]
+        proved = [row for row in failed if row.id in self._proved]
+        any_one = sum(rng.random() * STRANGERS_ONE_IN < 1 for _ in range(count))
+        picked = rng.sample(proved, min(count - any_one, len(proved)))
+        rest = [row for row in failed if row not in picked]
+        return picked + rng.sample(rest, min(count - len(picked), len(rest)))
 
     def live_addresses(self) -> set[Address]:
         """Where live members listen, oneself included. O(N)."""
         return {address(self.rows[id]) for id in self.live} | {address(self.me)}
-
-    def _enter(self, id: NodeId) -> None:
-        if id not in self._at:
-            self._at[id] = len(self.live)
-            self.live.append(id)
-
-    def _exit(self, id: NodeId) -> None:
-        at = self._at.pop(id, None)
-        if at is None:
-            return
-        last = self.live.pop()
-        if last != id:  # the last one fills the hole, so that removal is O(1)
-            self.live[at] = last
-            self._at[last] = at
 
 
 def fault(record: Member) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from peerd.membership.timing import Timing
@@ -97,15 +98,17 @@ class Suspicions:
             suspicion.not_before = now + suspicion.least_s
             self._arm(id, suspicion)
 
-    def last_words(self, now: float) -> list[NodeId]:
+    def last_words(self, now: float, unasked: Callable[[NodeId], bool] = lambda _: False) -> list[NodeId]:
         """The suspects whose time is up and who are to be asked for their last word; call before `expired`.
 
-        At most a few at once: where many are silent it is not datagrams that were lost.
+        At most a few at once: where many are silent it is not datagrams that were lost. Who is `unasked` takes the
+        place of none of them.
         """
         if self.deadline > now:
             return []
         room = LAST_WORDS_MAX - len(self.asked())
-        due = sorted((s.deadline, id) for id, s in self._suspects.items() if s.deadline <= now and not s.asked)
+        suspects = self._suspects.items()
+        due = sorted((s.deadline, id) for id, s in suspects if s.deadline <= now and not s.asked and not unasked(id))
         ids = [id for _, id in due[: max(0, room)]]
         for id in ids:
             suspicion = self._suspects[id]

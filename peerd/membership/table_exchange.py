@@ -126,7 +126,7 @@ class TableExchange:
         return [Log("warning", f"cannot reach seed {where[0]}:{where[1]}: trying again for ever")]
 
     def _push_pull(self, now: float) -> list[MembershipEffect]:
-        stretched_s = self._timing.push_pull_interval_s * self._timing.stretch(self._roster.population)
+        stretched_s = self._timing.push_pull_interval_s * self._timing.stretch(self._roster.company)
         self._push_pull_at = now + stretched_s * (0.5 + self._rng.random())  # so that nodes do not beat in time
         if self._to_spread:
             self._to_spread -= 1
@@ -146,17 +146,15 @@ class TableExchange:
         return [PushPull(where)]
 
     def _retry(self, now: float) -> list[MembershipEffect]:
-        failed = self._roster.failed()
         if self._roster.live:
-            self._retry_at = now + self._timing.seed_retry_s * self._timing.stretch(self._roster.population)
+            self._retry_at = now + self._timing.seed_retry_s * self._timing.stretch(self._roster.company)
             present = self._roster.live_addresses()  # a new node may listen where a failed one did
-            failed = [member for member in failed if address(member) not in present]
             where = [seed for seed in self._seeds if seed not in present]
-            where += [address(self._rng.choice(failed))] if failed else []
+            where += map(address, self._roster.failed(1, self._rng, without=present))
         else:
             self._retry_at = now + self._retry_s
             self._retry_s = min(self._timing.seed_retry_s, 2 * self._retry_s)
-            where = self._seeds + [address(m) for m in self._rng.sample(failed, min(_RETRIED_FAILED, len(failed)))]
+            where = self._seeds + [address(row) for row in self._roster.failed(_RETRIED_FAILED, self._rng)]
         unique = dict.fromkeys(where)
         self._counts["retries"] += len(unique)
         return [PushPull(one) for one in unique]

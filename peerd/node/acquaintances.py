@@ -23,7 +23,7 @@ GONE_MAX = 64
 class Acquaintances:
     """Of one node."""
 
-    def __init__(self, me: NodeId, rng: random.Random, met: Callable[[], None], *, sealed: bool) -> None:
+    def __init__(self, me: NodeId, rng: random.Random, met: Callable[[NodeId], None], *, sealed: bool) -> None:
         """`met` is told of each that is new."""
         self.sealed = sealed
         self._me = me
@@ -38,7 +38,7 @@ class Acquaintances:
             return
         self._met.add(identity)
         self._tried.pop(identity, None)
-        self._told()
+        self._told(identity)
 
     def counts(self, id: NodeId) -> bool:
         """Whether this member has a say, and a part in the model."""
@@ -68,11 +68,13 @@ class Acquaintances:
             self._tried[member.id] = count, now + min(AGAIN_FIRST_S * 2.0**count, AGAIN_MAX_S)
         return ready[:most]
 
-    def failed(self, id: NodeId) -> None:
-        """It could not be reached, or showed another's certificate."""
+    def failed(self, id: NodeId) -> bool:
+        """It could not be reached, or showed another's certificate; says whether that is so again."""
         count, again = self._tried.get(id, (0, 0.0))
-        if not self.counts(id):
-            self._tried[id] = count + 1, again
+        if self.counts(id):
+            return False
+        self._tried[id] = count + 1, again
+        return count > 0
 
     def next_at(self, members: Mapping[NodeId, Member], now: float) -> float:
         """When somebody is to be met, should nothing come until then."""

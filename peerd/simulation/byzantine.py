@@ -50,16 +50,17 @@ class Lie:
         """What its mode keeps to."""
         return replace(settings, robust=False, codec="float32" if chooses_codec else settings.codec)
 
-    def shown(self, read: Callable[[], Vector]) -> Callable[[], Vector]:
-        """What the mode is to read in place of `read`, in the same array."""
+    def shown(self, read: Callable[[], Vector], stop: int) -> Callable[[], Vector]:
+        """What the mode is to read in place of `read`, in the same array: of the model, which ends at `stop`."""
 
         def lied() -> Vector:
             values = read()
+            model = values[:stop]
             if self.start is None:
-                self.start = values.copy()
-                drawn = self.towards.standard_normal(len(values))
-                self.direction = (drawn / np.linalg.norm(drawn)).astype(values.dtype)
-            self.attack(self, values)
+                self.start = model.copy()
+                drawn = self.towards.standard_normal(len(model))
+                self.direction = (drawn / np.linalg.norm(drawn)).astype(model.dtype)
+            self.attack(self, model)
             return values
 
         return lied

@@ -83,6 +83,7 @@ class Environment(Protocol):
     network: Network
     checkers: Checkers
     settings: NodeSettings
+    handshakes: bool  # whether members show certificates: nobody dials for that here, but in a test that says so
 
     def signing(self, id: NodeId) -> Signing | None:
         """Of this node; None in a plain swarm."""
@@ -130,7 +131,9 @@ class Node:
         self._world = swarm.world
         rng = swarm.world.rng("membership", index, me.epoch)
         signing = swarm.signing(me.id)
-        self.membership = Membership(me, seeds, rng, self.now, swarm.settings.timing, known, signing=signing)
+        self.membership = Membership(
+            me, seeds, rng, self.now, swarm.settings.timing, known, signing=signing, handshakes=swarm.handshakes
+        )
         self._connections: dict[NodeId, Connection[Letter]] = {}
         self._reader = FrameReader()
         self._inbox: list[tuple[Message, Address]] = []

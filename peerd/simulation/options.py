@@ -11,7 +11,7 @@ from typing import Any
 from peerd.simulation.byzantine import parse_byzantine
 from peerd.simulation.outcome import Target, parse_target
 from peerd.training.mode_settings import GRADIENTS, OPTIONS, ModeSettings
-from peerd.training.modes import MODES, check_given, check_options, class_of
+from peerd.training.modes import MODES, check_given, check_options, check_peers, class_of
 from peerd.training.modes.own_mode import as_told
 from peerd.training.plain_numbers import number, whole
 from peerd.transport.errors import UserError
@@ -101,9 +101,7 @@ class Scenario(ModeSettings):
         ModeSettings.__post_init__(self)
         check_options(self.mode, self)
         parse_byzantine(self.byzantine, self.peers)
-        for option, wanted in (("--servers", self.servers), ("--min-peers", self.min_peers)):
-            if wanted > self.peers:
-                raise UserError(f"{option} {wanted}: the swarm has {self.peers} peers")
+        check_peers(self, self.peers)
         if self.join_over is not None and self.minutes is not None and self.join_over > 60 * self.minutes:
             raise UserError(f"--join-over {self.join_over:g}: the run ends after {60 * self.minutes:g} s")
         if self.look_every is not None and not (math.isfinite(self.look_every) and self.look_every >= LOOK_MIN_S):
@@ -120,7 +118,7 @@ class Scenario(ModeSettings):
 
     def _check_optimizer(self) -> None:
         given = [name for name in ("optimizer", "momentum", "weight_decay") if getattr(self, name) is not None]
-        if given and self.exchange == GRADIENTS and not class_of(self.mode).exchanging(GRADIENTS).SHARES_OPTIMIZER:
+        if given and self.exchange == GRADIENTS and not self.shares_optimizer:
             options = ", ".join("--" + name.replace("_", "-") for name in given)
             raise UserError(
                 f"{options}: without effect in mode {self.mode} with gradients, where the servers have the optimizer; "
@@ -137,6 +135,11 @@ class Scenario(ModeSettings):
     def learning(self) -> Learning:
         """How each node learns, as far as it is said."""
         return Learning(self.optimizer, self.lr, self.momentum, self.weight_decay, self.batch, self.schedule)
+
+    @property
+    def shares_optimizer(self) -> bool:
+        """Whether an optimizer's state is a part of the model, which members take over from each other."""
+        return self.exchange == GRADIENTS and class_of(self.mode).exchanging(GRADIENTS).SHARES_OPTIMIZER
 
     @property
     def scores(self) -> bool:

@@ -55,20 +55,20 @@ class Learner(Protocol):
         """Of how many the last `gradient` is the mean; 1 of one that has no samples."""
         ...
 
-    def descend(self, gradient: Vector | None) -> Moved:
-        """The optimizer step, with this gradient of the same shape; without any the model stays."""
+    def descend(self, number: int, gradient: Vector | None) -> Moved:
+        """Optimizer step `number`, with this gradient of the same shape; without any the model stays."""
         ...
 
     def change(self) -> float:
-        """||x - x at the last publish||, without corrections."""
+        """||x - x at the last publish|| of the parameters, without corrections."""
         ...
 
     def publish(self) -> Vector:
-        """A copy of the model, from which `change` measures now."""
+        """A copy of `values`, from which `change` measures now."""
         ...
 
     def values(self) -> Vector:
-        """The model as it is; read only."""
+        """The model as it is, and behind it `Layout.states` of the optimizer; read only."""
         ...
 
     def add(self, correction: Vector) -> None:
@@ -101,15 +101,16 @@ class Problem(Protocol):
 class FlatLearner:
     """A learner whose model is one numpy vector, without what it learns."""
 
-    def __init__(self, start: Vector, tensors: tuple[int, ...] = ()) -> None:
-        """`start`, shape (values,), is copied; `tensors` is a Layout's."""
-        self.layout = Layout(len(start), len(start), tensors=tensors)
-        self.x = start.copy()
-        self._base = start.copy()
+    def __init__(self, start: Vector, tensors: tuple[int, ...] = (), states: int = 0) -> None:
+        """`start`, shape (parameters,), is copied; `tensors` and `states`, which begin as zeros, are a Layout's."""
+        self.layout = Layout(len(start), len(start) + states, tensors=tensors, states=states)
+        self.x = np.concatenate([start, np.zeros(states, start.dtype)])
+        self._base = self.x.copy()
 
     def change(self) -> float:
         """See `Learner`."""
-        difference = self.x - self._base
+        parameters = self.layout.parameters
+        difference = self.x[:parameters] - self._base[:parameters]
         return math.sqrt(float(difference @ difference))
 
     def publish(self) -> Vector:
@@ -143,13 +144,13 @@ class FlatLearner:
 
     def step(self, number: int) -> Moved:
         """See `Learner`."""
-        return self.descend(self.gradient(number))
+        return self.descend(number, self.gradient(number))
 
     def gradient(self, number: int) -> Vector:
         """See `Learner`."""
         raise NotImplementedError
 
-    def descend(self, gradient: Vector | None) -> Moved:
+    def descend(self, number: int, gradient: Vector | None) -> Moved:
         """See `Learner`."""
         raise NotImplementedError
 
@@ -206,7 +207,7 @@ class _Descent(FlatLearner):
         slope += self._noise * self._rng.normal(size=len(slope))
         return slope
 
-    def descend(self, gradient: Vector | None) -> Moved:
+    def descend(self, number: int, gradient: Vector | None) -> Moved:
         if gradient is not None:
             self.x -= self._lr * gradient
         return Moved(self._loss, 1.0)
@@ -257,7 +258,7 @@ class _Walk(FlatLearner):
         self._ratio = math.sqrt(max(0.0, 1 - number / max(1, self._steps)))
         return (-self._length * self._ratio) * self._rng.standard_normal(len(self.x), dtype=np.float32)
 
-    def descend(self, gradient: Vector | None) -> Moved:
+    def descend(self, number: int, gradient: Vector | None) -> Moved:
         if gradient is not None:
             self.x -= gradient
         return Moved(math.nan, max(0.05, self._ratio))

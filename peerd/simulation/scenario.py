@@ -295,13 +295,17 @@ def _problem(scenario: Scenario) -> Problem | None:
             return BytesOnly(scenario.seed, scenario.parameters, scenario.steps)
         case "teacher":
             return Teacher(
-                scenario.problem, scenario.peers, scenario.steps, scenario.seed, scenario.shard, scenario.learning
-            )
+                scenario.problem, scenario.peers, scenario.steps, scenario.seed, scenario.shard, learning,
+                shares_optimizer=scenario.shares_optimizer,
+            )  # fmt: skip
         case task:
             learning.only(name, "optimizer", "lr", "momentum", "weight_decay", "batch")
             from peerd.simulation.task_problem import TaskProblem
 
-            return TaskProblem(task, scenario.peers, scenario.steps, scenario.seed, scenario.shard, learning)
+            return TaskProblem(
+                task, scenario.peers, scenario.steps, scenario.seed, scenario.shard, learning,
+                shares_optimizer=scenario.shares_optimizer,
+            )  # fmt: skip
 
 
 def _topology(scenario: Scenario) -> Topology:

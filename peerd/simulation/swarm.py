@@ -82,6 +82,7 @@ class Swarm:
         """
         self.world = world
         self.peers = peers
+        self.handshakes = False
         topology = topology or uniform(PROFILES["lan"], peers)
         self.network = Network(world, topology, drop, class_of(mode).MAY_BE_LOST)
         self.nodes: dict[int, Node] = {}  # by place: those whose process is there
@@ -337,12 +338,12 @@ class Swarm:
 
     def models(self) -> list[Vector]:
         """Of all nodes that have one."""
-        return [trainer.values() for trainer in self.trainers if trainer.mode is not None]
+        return [trainer.model() for trainer in self.trainers if trainer.mode is not None]
 
     def honest_models(self) -> list[Vector]:
         """Of those who do not lie about theirs."""
         honest = (trainer for trainer in self.trainers if trainer.mode is not None and trainer.lie is None)
-        return [trainer.values() for trainer in honest]
+        return [trainer.model() for trainer in honest]
 
     def counts(self) -> Counter[str]:
         """Of all nodes, those that are gone too."""

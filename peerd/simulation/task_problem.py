@@ -15,6 +15,7 @@ from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Vector
 from peerd.training.model.flat import FlatModel
 from peerd.training.model.gradients import FlatGradients
+from peerd.training.model.optimizer_state import OptimizerState
 from peerd.training.tasks import TASKS
 from peerd.training.tasks.run import Run
 from peerd.transport.errors import UserError
@@ -25,8 +26,14 @@ class TaskProblem:
 
     size_scale = 1.0
 
-    def __init__(self, task: str, peers: int, steps: int | None, seed: int, split: str, learning: Learning) -> None:
-        """Raises UserError when the task's data cannot be had."""
+    def __init__(
+        self, task: str, peers: int, steps: int | None, seed: int, split: str, learning: Learning,
+        *, shares_optimizer: bool = False,
+    ) -> None:  # fmt: skip
+        """With `shares_optimizer` its state is a part of the model.
+
+        Raises UserError when the task's data cannot be had.
+        """
         torch.set_num_threads(1)  # the same sums in the same order on any machine
         self._task = TASKS[task]
         self._seed = seed
@@ -34,12 +41,13 @@ class TaskProblem:
         said = {"--steps": steps, "--lr": learning.lr, "--batch": learning.batch}
         self._argv += [word for name, value in said.items() if value is not None for word in (name, str(value))]
         self._learning = learning
+        self._shares_optimizer = shares_optimizer
 
     def learner(self, rank: int) -> Learner:
         """See `Problem.learner`. Raises UserError for a setting that the task's optimizer has not got."""
         run = self._task.prepare([*self._argv, "--rank", str(rank)])
         _tune(run, self._learning)
-        return _Training(run)
+        return _Training(run, shares_optimizer=self._shares_optimizer)
 
     def score(self, models: Sequence[Vector]) -> dict[str, float]:
         """The accuracy of the averaged model, and the mean and worst of the nodes' own."""
@@ -74,15 +82,16 @@ def _tune(run: Run, learning: Learning) -> None:
 
 
 class _Training:
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, *, shares_optimizer: bool) -> None:
         self._run = run
         self._flat = FlatModel(run.model)
+        if shares_optimizer:
+            self._flat.share_states(OptimizerState(run.optimizer, self._flat.pieces).tensors)
         self._gradients = FlatGradients(self._flat)
         self._lr_most = self._loss = 0.0
         self._samples = 0
-        self.layout = Layout(
-            self._flat.parameters, self._flat.total, tensors=tuple(piece.stop for piece in self._flat.pieces)
-        )
+        ends = tuple(piece.stop for piece in self._flat.pieces)
+        self.layout = Layout(self._flat.parameters, self._flat.total, tensors=ends, states=self._flat.states)
 
     def step(self, number: int) -> Moved:
         return self._moved(self._run.step(number)[0])
@@ -93,9 +102,9 @@ class _Training:
         self._gradients.gather(torch.from_numpy(gradient))
         return gradient
 
-    def descend(self, gradient: Vector | None) -> Moved:
+    def descend(self, number: int, gradient: Vector | None) -> Moved:
         self._gradients.scatter(None if gradient is None else torch.from_numpy(gradient))
-        self._run.descend()
+        self._run.descend(number)
         return self._moved(self._loss)
 
     @property

@@ -40,15 +40,19 @@ class Teacher:
 
     size_scale = 1.0
 
-    def __init__(self, text: str, peers: int, steps: int | None, seed: int, split: str, learning: Learning) -> None:
+    def __init__(
+        self, text: str, peers: int, steps: int | None, seed: int, split: str, learning: Learning,
+        *, shares_optimizer: bool = False,
+    ) -> None:  # fmt: skip
         """`text` is `teacher[:SIZES][:hidden=COUNT][:noise=SHARE][:examples=COUNT]`, as `teacher:32-64-10`.
 
-        Raises UserError.
+        With `shares_optimizer` its state is a part of the model. Raises UserError.
         """
         self.sizes, hidden, noise, examples = _parsed(text)
         if learning.schedule == "cosine" and steps is None:
             raise UserError("--schedule cosine: say how many --steps the run has")
         self._peers, self._steps, self._seed, self._learning = peers, steps, seed, learning
+        self._shares_optimizer = shares_optimizer
         rng = np.random.default_rng((seed, 2))
         labels = _Labels((self.sizes[0], hidden, self.sizes[-1]), noise, rng)
         self.train, self.validation, self.test = map(labels.draw, (examples, VALIDATION_EXAMPLES, TEST_EXAMPLES))
@@ -58,7 +62,10 @@ class Teacher:
     def learner(self, rank: int) -> Learner:
         """See `Problem.learner`."""
         mine = data_partition.of_rank(self._split, self.train.labels, rank, self._peers, self._seed)
-        return _Student(self.sizes, self._start, self.train, mine, rank, self._seed, self._steps, self._learning)
+        return _Student(
+            self.sizes, self._start, self.train, mine, rank, self._seed, self._steps, self._learning,
+            shares_optimizer=self._shares_optimizer,
+        )  # fmt: skip
 
     def score(self, models: Sequence[Vector]) -> dict[str, float]:
         """On the test examples: of the averaged model, and the mean and worst of the nodes' own."""
@@ -80,14 +87,20 @@ class _Student(FlatLearner):
         seed: int,
         steps: int | None,
         learning: Learning,
+        *,
+        shares_optimizer: bool,
     ) -> None:
-        super().__init__(start, tensors(sizes))
+        self._optimizer, self._peak = _optimizer(learning)
+        count = len(start)
+        states = np.zeros(self._optimizer.rows * count + 1, np.float32)
+        super().__init__(start, tensors(sizes), states=len(states) if shares_optimizer else 0)
+        self._parameters = self.x[:count]
+        if shares_optimizer:
+            states = self.x[count:]
+        self._state, self._made = states[:-1].reshape(-1, count), states[-1:]  # steps, which fits: below 2^24
         self._train, self._mine, self._rank, self._seed = train, mine, rank, seed
         self._slopes = np.ones(self.layout.gradients.total, self.x.dtype)  # its flags stay 1
-        self._gradient = Gradient(sizes, self.x, self._slopes[: len(start)])
-        self._optimizer, self._peak = _optimizer(learning)
-        self._state = np.zeros((self._optimizer.rows, len(start)), np.float32)
-        self._made = 0  # steps
+        self._gradient = Gradient(sizes, self._parameters, self._slopes[:count])
         self._cosine_steps = steps if learning.schedule == "cosine" else None
         self._size = learning.batch or BATCH
         self._batches: Iterator[data_partition.Indices] = iter(())
@@ -114,17 +127,22 @@ class _Student(FlatLearner):
         batch = next(self._batches)
         self._samples = len(batch)
         self._loss = self._gradient(Examples(self._train.inputs[batch], self._train.labels[batch]))
+        self._schedule(number)
+        return self._slopes
+
+    def descend(self, number: int, gradient: Vector | None) -> Moved:
+        """See `Learner`."""
+        self._schedule(number)  # whoever has taken over a model since its gradient is at another step
+        if gradient is not None:
+            self._made += 1
+            x = self._parameters
+            self._optimizer.step(x, gradient[: len(x)], self._state, self.rate, int(self._made[0]))
+        return Moved(self._loss, self._ratio)
+
+    def _schedule(self, number: int) -> None:
         if self._cosine_steps is not None:
             done = min(1.0, number / self._cosine_steps)
             self._ratio = LR_FLOOR + (1 - LR_FLOOR) * 0.5 * (1 + math.cos(math.pi * done))
-        return self._slopes
-
-    def descend(self, gradient: Vector | None) -> Moved:
-        """See `Learner`."""
-        if gradient is not None:
-            self._made += 1
-            self._optimizer.step(self.x, gradient[: len(self.x)], self._state, self.rate, self._made)
-        return Moved(self._loss, self._ratio)
 
 
 def _optimizer(learning: Learning) -> tuple[Optimizer, float]:

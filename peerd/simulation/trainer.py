@@ -224,9 +224,17 @@ class SimulatedTrainer:
         return self._kept.received() if self._kept is not None else np.zeros(())
 
     def values(self) -> Vector:
-        """The model, with every correction that has come."""
+        """The model, with every correction that has come, and behind it what of the optimizer is shared."""
         values = self.learner.values()
         return values if self._pending is None else values + self._pending
+
+    def model(self) -> Vector:
+        """The model alone."""
+        return self.values()[: self._model_stop]
+
+    @property
+    def _model_stop(self) -> int:
+        return self.learner.layout.total - self.learner.layout.states
 
     # ---------------------------------------------------------------- events
 
@@ -297,7 +305,8 @@ class SimulatedTrainer:
                 self.steps = step
             case Averaged(gradient) if self._waits_with is not None:
                 seconds, self._waits_with = self._waits_with, None
-                self._node.later(0.0, lambda: self._stepped(seconds, lambda: self.learner.descend(gradient)))
+                mean = gradient if gradient is not None and math.isfinite(gradient[0]) else None  # all skip the step
+                self._node.later(0.0, lambda: self._stepped(seconds, lambda: self.learner.descend(self.steps, mean)))
             case Resume() if self._at_barrier:
                 self._at_barrier = False
                 self._take_corrections()
@@ -373,7 +382,7 @@ class SimulatedTrainer:
 
     def _shown(self, values: Callable[[], Vector]) -> Callable[[], Vector]:
         """What the mode takes for the model."""
-        return values if self.lie is None else self.lie.shown(values)
+        return values if self.lie is None else self.lie.shown(values, self._model_stop)
 
     def _maybe_go(self) -> None:
         if self.phase is Phase.WAITING and 1 + len(self._partners) >= self._wait_for:
@@ -413,7 +422,7 @@ class SimulatedTrainer:
         if self.own is not None and before is not None:
             self.own += learner.values() - before
         if self.lie is not None and before is not None:
-            self.lie.stepped(before, learner.values())
+            self.lie.stepped(before[: self._model_stop], learner.values()[: self._model_stop])
         self.steps += 1
         self.loss = moved.loss
         self._take_corrections()

@@ -34,7 +34,6 @@ from peerd.trainer import checkpoint
 from peerd.trainer.checkpoint_writer import CheckpointWriter
 from peerd.trainer.figures import SAMPLES_MAX
 from peerd.trainer.gradient_hooks import GradientHooks
-from peerd.trainer.optimizer_state import OptimizerState
 from peerd.trainer.optimizers import forget, learning_rates
 from peerd.trainer.publication import Publication
 from peerd.trainer.ranks import RankCommand, Ranks
@@ -43,6 +42,7 @@ from peerd.trainer.say import say
 from peerd.trainer.sharded import ShardedModel, has_shards
 from peerd.training.model.flat import FlatModel, pin
 from peerd.training.model.gradients import FlatGradients
+from peerd.training.model.optimizer_state import OptimizerState
 from peerd.training.model.watch import ChangeWatch
 from peerd.transport.errors import UserError
 

@@ -4,7 +4,7 @@ What is forked is the same program with the same arguments, environment, folder,
 is executed; only how its interpreter came to its modules differs, and that it does not take them apart in the end. A
 daemon that was forked has its script forked, too, and torchrun its ranks. Start-up itself, and the interpreter's end,
 are tested where nothing is forked: `tests/contracts/test_own_mode.py` executes a demo and its nodes with their scripts,
-and `tests/peerd/test_supervisor.py` what starts a script.
+and `tests/peerd/daemon/test_supervisor.py` what starts a script.
 
     python forks.py FD    serve the socket FD until its other end is closed
 """

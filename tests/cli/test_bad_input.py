@@ -48,6 +48,10 @@ class Terminal:
 
     def refuses(self, expected: str, *arguments: str, **environment: str) -> None:
         """The command says one line with this in it, and ends with code 1."""
+        self.ends(1, expected, *arguments, **environment)
+
+    def ends(self, code: int, expected: str, *arguments: str, **environment: str) -> None:
+        """The command says one line with this in it, and ends with this code."""
         self._names += 1
         folders = {key: self._machine.environment[key] for key in ("XDG_RUNTIME_DIR", "XDG_STATE_HOME")}
         for key, value in {**folders, "PEERD_NAME": f"n{self._names}", **environment}.items():
@@ -56,7 +60,7 @@ class Terminal:
         with pytest.raises(SystemExit) as end:
             run()
         out, err = self._capture.readouterr()
-        assert end.value.code == 1
+        assert end.value.code == code
         assert err.startswith("peerd: ")
         assert err.count("\n") == 1, err
         assert expected in err
@@ -123,6 +127,12 @@ def test_wrong_configuration(machine: Machine, terminal: Terminal, text: str, ex
         (("demo", "--peers", "1_0"), "--peers: '1_0' is not a whole number"),
         (("demo", "--shard", "dirichlet:0_1"), "shard 'dirichlet' needs a number"),
         (("demo", "--kill", "1@0.5_0"), "--kill 1@0.5_0: wanted NODE@SHARE"),
+        (("demo", "--mode", "hardsync", "--servers", "5"), "--servers 5: the swarm has 4 peers"),
+        (("demo", "--mode", "allreduce", "--min-peers", "5"), "--min-peers 5: the swarm has 4 peers"),
+        (
+            ("demo", "--mode", "diloco", "--min-peers", "4", "--kill", "1@0.5"),
+            "--min-peers 4: after --kill 1@0.5 there",
+        ),
         (("simulate", "--lr", " 0.1"), "--lr: ' 0.1' is not a number"),
         (("simulate", "--minutes", "inf"), "--minutes: 'inf' is not a number"),
         (("simulate", "--seeds", "0..1_0"), "--seeds 0..1_0: wanted FIRST..LAST"),
@@ -149,6 +159,21 @@ def test_wrong_arguments(
     monkeypatch.setattr("tempfile.tempdir", str(machine.path))
     terminal.refuses(expected, *arguments)
     assert not list(machine.path.glob("peerd-demo-*"))  # refused before anything is started
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("nosuch",), "No such command 'nosuch'; peerd -h lists"),
+        (("demo", "--nosuch"), "No such option: --nosuch; peerd demo -h lists"),
+        (("demo", "--peers", "0"), "'--peers'"),
+        (("demo", "extra"), "extra"),
+        (("status", "--format", "yaml"), "'--format'"),
+        (("mode", "set"), "peerd mode set -h lists"),
+    ],
+)
+def test_what_no_verb_takes(terminal: Terminal, arguments: tuple[str, ...], expected: str) -> None:
+    terminal.ends(2, expected, *arguments)
 
 
 def test_a_runtime_folder_that_cannot_be_made(machine: Machine, terminal: Terminal) -> None:

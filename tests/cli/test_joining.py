@@ -89,6 +89,8 @@ def test_tokens_of_a_user_for_another(machine: Machine) -> None:
     b.trains()
     b.sees(a="alive", b="alive")
     line = token(machine, b)
+    taken = machine.start("c", script, "--name", "a", "--token", line, XDG_STATE_HOME=another_user(machine, "third"))
+    assert "a node called 'a' runs here already" in refusal(taken), "and the token is not spent"
     c = machine.start("c", script, "--token", line, XDG_STATE_HOME=another_user(machine, "third"))
     c.trains()
     for node in (a, b, c):

@@ -8,6 +8,8 @@ import signal
 from machine import Machine
 from scripts import TRAIN
 
+from peerd.cli.mode import _late
+
 
 def test_the_mode_of_a_live_swarm(machine: Machine) -> None:
     script = machine.script("train.py", TRAIN)
@@ -98,3 +100,8 @@ def test_nodes_that_were_all_killed_come_back_in_the_mode_that_was_set(machine: 
     a.trains()
     assert a.ask("status")["mode"] == "gossip", "one that left starts as it is told"
     assert "Traceback" not in machine.logs()
+
+
+def test_who_works_under_a_plan_that_was_set_at_the_same_time_has_not_come_to_ours() -> None:
+    members = [{"name": name, "plan": 3, "author": author} for name, author in (("a", "aa"), ("c", "cc"))]
+    assert _late({"members": members}, {"plan": 3, "author": "cc"}) == ["a"]

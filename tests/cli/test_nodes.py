@@ -39,7 +39,8 @@ def test_the_life_of_a_swarm(machine: Machine) -> None:
     a, b, c = machine.three(script)
     for node in (a, b, c):
         node.sees(a="alive", b="alive", c="alive")
-    a.says(f"listening on {a.address}; others join with: peerd start {script} --join {a.address}\n")
+    here = "--name THEIRS --bind 127.0.0.1:0"
+    a.says(f"listening on {a.address}; others join with: peerd start {script} --join {a.address} {here}\n")
     shown = machine.peerd("members", "--name", "b")
     assert shown.returncode == 0
     assert [line.split()[0] for line in shown.stdout.splitlines()] == ["NAME", "a", "b", "c"]

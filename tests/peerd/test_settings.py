@@ -19,6 +19,7 @@ from peerd.settings import DEFAULT_PORT, OF_RDMA, Settings, load, parse_address,
 from peerd.simulation.scenario import Scenario
 from peerd.training.codecs import CODECS
 from peerd.training.modes import MODES, ModeSettings, alike_at_start, class_of, heeds, settings_of
+from peerd.training.pairs.outer import WHOLE_MODEL_CODECS
 from peerd.transport.errors import UserError
 
 ROOT = Path(__file__).parent.parent.parent
@@ -95,7 +96,7 @@ def test_a_number_in_the_file_is_one_where_a_setting_may_be_auto(tmp_path: Path)
     [
         *((mode, {}, {"codec": "sign"}) for mode in MODES if MODES[mode].KEEPS_LINKS),
         ("noloco", {}, {"codec": "float32", "every": 50, "outer_lr": "0.7", "outer_momentum": "0.5"}),
-        *(("noloco", {"codec": codec}, {"codec": "bfloat16"}) for codec in CODECS if codec not in ("float32", "bfloat16", "int8")),
+        *(("noloco", {"codec": codec}, {"codec": "bfloat16"}) for codec in CODECS if codec not in WHOLE_MODEL_CODECS),
         ("noloco", {"codec": "int8", "every": 7, "outer_lr": "1"}, {"codec": "int8", "every": 7, "outer_lr": "1.0"}),
         ("diloco", {}, {"codec": "float32", "every": 50, "outer_lr": "0.7", "outer_momentum": "0.9"}),
         ("diloco:5", {}, {"every": 50}),
@@ -400,3 +401,9 @@ def test_nobody_makes_nonsense_for_a_mode_by_hand_either(told: dict[str, Any], l
     for kind in (ModeSettings, Settings, Scenario):
         with pytest.raises(UserError, match=line):
             kind(**told)
+
+
+def test_commas_alone_are_no_list() -> None:
+    with pytest.raises(UserError, match=r"^PEERD_JOIN: join: ', ,' has nothing between its commas$"):
+        load({}, {"PEERD_JOIN": ", ,"}, None)
+    assert load({}, {"PEERD_JOIN": ""}, None).join == ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.versus.__main__ import Kept, best, middle, row_of, span
+from benchmarks.versus.__main__ import Kept, best, main, middle, row_of, span
 from benchmarks.versus.cell import Cell, run
 from benchmarks.versus.judge import Look, bytes_at, moments, newest, reached
 from benchmarks.versus.rivals import RIVALS, SparseLoCo
@@ -107,3 +108,18 @@ def test_a_worker_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["ended"].startswith("worker ")
     assert found["looks"] == []
     assert set(RIVALS) >= {"DDP", "local SGD 32"}
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [("--mbit", "nan"), ("--mbit", "-1"), ("--pace", "inf"), ("--target", "9"), ("--target", "x"),
+     ("--cells", "/proc/x/cells"), ("--plot", "/nowhere/plot.svg")],
+)  # fmt: skip
+def test_what_it_cannot_do_is_refused_before_a_run(
+    option: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["versus", option, text])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    assert f"argument {option}: " in capsys.readouterr().err

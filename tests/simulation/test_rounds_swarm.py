@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 
 from peerd.simulation.network import Profile, uniform
-from peerd.simulation.problems import BytesOnly, mean_and_distance
+from peerd.simulation.options import Learning
+from peerd.simulation.problems import BytesOnly, Problem, mean_and_distance
 from peerd.simulation.scenario import Scenario, simulate
 from peerd.simulation.swarm import Swarm
+from peerd.simulation.task_problem import TaskProblem
+from peerd.simulation.teacher import Teacher
 from peerd.simulation.world import World
 from peerd.training.mode_settings import ModeSettings
 
@@ -107,3 +111,54 @@ def test_digits_train_by_gradients() -> None:
     assert result["violations"] == []
     assert result["consensus_distance"] == 0.0
     assert result["accuracy"] > 0.5
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "nesterov", "adamw"])
+@pytest.mark.parametrize("task", ["teacher", "digits"])
+def test_who_comes_and_who_comes_back_take_over_the_optimizers_state(task: str, optimizer: str) -> None:
+    """To the bit: all make the same steps by the same mean, in float32, from what has come as float32."""
+    peers, steps, learning = 4, 40, Learning(optimizer, schedule="cosine")
+    problem: Problem = (
+        Teacher("teacher:6-8-3:examples=300", peers, steps, 1, "iid", learning, shares_optimizer=True)
+        if task == "teacher"
+        else TaskProblem(task, peers, steps, 1, "iid", learning, shares_optimizer=True)
+    )
+    told = ModeSettings(codec="float32", exchange="gradients")
+    swarm = Swarm(World(1), peers, problem, mode="allreduce", told=told, compute="lognormal:1:0.3", steps=steps)
+    for index in range(3):
+        swarm.start(index, wait_for=3)
+    swarm.run(15)
+    swarm.start(3)
+    swarm.run(10)
+    swarm.crash(1)
+    swarm.run(8)
+    swarm.start(1)
+    assert swarm.run(300, swarm.finished)
+    assert sum(node.counts["models_taken_over"] for node in swarm.nodes.values()) > 0
+    ends = [trainer.values() for trainer in swarm.trainers]
+    assert len({values.tobytes() for values in ends}) == 1
+    layout = problem.learner(0).layout
+    assert layout.states >= layout.parameters
+    assert np.count_nonzero(ends[0][-layout.states :]) > layout.states / 2
+    assert all(len(model) == layout.total - layout.states for model in swarm.models())
+
+
+def test_only_members_that_make_the_steps_themselves_share_its_state() -> None:
+    shares = {
+        (mode, exchange): Scenario(mode=mode, exchange=exchange).shares_optimizer
+        for mode in ("allreduce", "hardsync", "softsync:2", "async")
+        for exchange in ("weights", "gradients")
+    }
+    assert [what for what, does in shares.items() if does] == [("allreduce", "gradients")]
+
+
+def test_all_skip_a_step_whose_gradient_is_not_finite() -> None:
+    learning = Learning(lr=1e12)
+    problem = Teacher("teacher:6-8-3:examples=300", 3, 12, 1, "iid", learning, shares_optimizer=True)
+    swarm = Swarm(World(1), 3, problem, mode="allreduce", told=ModeSettings(exchange="gradients"), steps=12)
+    swarm.start_formed()
+    with np.errstate(all="ignore"):
+        assert swarm.run(60, swarm.finished)
+    assert all(node.counts["gradients_not_finite"] > 0 for node in swarm.nodes.values())
+    assert all(np.isfinite(trainer.values()).all() for trainer in swarm.trainers)
+    assert len({trainer.values().tobytes() for trainer in swarm.trainers}) == 1

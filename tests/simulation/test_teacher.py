@@ -50,7 +50,7 @@ def test_a_step_is_a_gradient_applied(optimizer: str) -> None:
     whole, halves = problem.learner(1), problem.learner(1)
     for number in range(5):
         moved = whole.step(number)
-        assert halves.descend(halves.gradient(number).copy()) == moved
+        assert halves.descend(number, halves.gradient(number).copy()) == moved
         assert np.array_equal(whole.values(), halves.values())
 
 

@@ -53,7 +53,8 @@ class GradientSwarm(ModeSwarm):
         class Watched(GradientAllReduce):
             def _contribution(self, begin: RoundBegin, where: slice) -> Vector:
                 if not begin.whole and self._gradient is not None:
-                    swarm.given[begin.attempt, self._me] = self._gradient.copy()
+                    parameters = self._gradient[: self._layout.parameters]
+                    swarm.given[begin.attempt, self._me] = np.concatenate([parameters, self._tail])
                 return super()._contribution(begin, where)
 
         def made(name: str, layout: Layout, rng: random.Random, values: Callable[[], Vector]) -> GradientAllReduce:

@@ -225,7 +225,7 @@ def decode(
     assert out.shape == (layout.total,)
     for where, codec, body in _bodies(codec_name, layout, chunks):
         codec.decode(body, out[where])
-        if known is not None and not add_within(out[where], known[where], value_max):
+        if known is not None and not add_within(out[where], known[where], value_max, out[where]):
             raise PeerError(f"a value beyond {value_max:g}")
 
 

@@ -20,7 +20,7 @@
 #endif
 #define INLINE static inline __attribute__((always_inline))
 
-const int32_t peerd_kernels_version = 2; /* VERSION in library.py: of the functions' names and arguments */
+const int32_t peerd_kernels_version = 3; /* VERSION in library.py: of the functions' names and arguments */
 
 enum { BLOCK = 256, LANES = 16 };
 
@@ -263,12 +263,12 @@ EACH_PROCESSOR int peerd_int8_decode(const uint8_t *scales, const int8_t *multip
     return beyond;
 }
 
-/* `out` += `known`; returns 1 where a sum is beyond `most`, or no number. */
-EACH_PROCESSOR int peerd_add_within(float *out, const float *known, int64_t count, float most)
+/* out = values + known, or values where there is no `known`; returns 1 where one is beyond `most`, or no number. */
+EACH_PROCESSOR int peerd_add_within(const float *values, const float *known, int64_t count, float most, float *out)
 {
     int beyond = 0;
     for (int64_t i = 0; i < count; i++) {
-        float sum = out[i] + known[i];
+        float sum = known ? values[i] + known[i] : values[i];
         out[i] = sum;
         beyond |= !(__builtin_fabsf(sum) <= most);
     }

@@ -83,16 +83,19 @@ def scale_by(values: Vector, factors: Sums, stops: Stops) -> None:
             values[where] *= factor
 
 
-def add_within(out: Vector, known: Vector, most: float) -> bool:
-    """out += known; returns whether all sums are numbers in [-most, most]."""
+def add_within(values: Vector, known: Vector | None, most: float, out: Vector) -> bool:
+    """out = values + known, or values; returns whether all of these are numbers in [-most, most]."""
     assert out.flags.writeable
-    if (kernels := library.LIBRARY) is not None and is_plain(out, known):
-        return not kernels.peerd_add_within(address(out), address(known), out.size, most)
+    if (kernels := library.LIBRARY) is not None and is_plain(values, known, out):
+        return not kernels.peerd_add_within(address(values), address(known), out.size, most, address(out))
     within = True
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         for part in parts(len(out)):
             sums = out[part]
-            np.add(sums, known[part], out=sums)
+            if known is None:
+                np.copyto(sums, values[part])
+            else:
+                np.add(values[part], known[part], out=sums)
             within &= bool(np.abs(sums).max() <= most)
     return within
 

@@ -104,6 +104,13 @@ def check_options(mode: str, told: ModeSettings) -> None:
     class_of(mode).check(mode.partition(":")[2], told)
 
 
+def check_peers(told: ModeSettings, peers: int) -> None:
+    """What so many members could never do. Raises UserError."""
+    for option, wanted in (("--servers", told.servers), ("--min-peers", told.min_peers)):
+        if wanted > peers:
+            raise UserError(f"{option} {wanted}: the swarm has {peers} peers")
+
+
 def heeds(mode: str, setting: str, exchange: str = WEIGHTS) -> bool:
     """Whether a setting has an effect in this mode; what is no setting of modes, or no mode, is not ours to judge."""
     known = MODES.get(mode.partition(":")[0])

@@ -249,11 +249,11 @@ class AllReduce(ModeClass):
         return outcomes + self._rounds.reach(now)
 
     def _measure(self, values: Vector) -> None:
-        """Say how far our contribution is from what all had last."""
+        """Say how far our contribution is from what all had last; of a finished run what encoding dropped is no way."""
         since = self._agreed if self._agreed is not None else self._start
         if self._robust and since is not None:
             difference = values - since
-            if self._lost is not None:
+            if self._lost is not None and not self._rounds.finished:
                 difference += self._lost
             self._rounds.measured(lengths_of(difference, self._layout, since))
 
@@ -341,6 +341,8 @@ class AllReduce(ModeClass):
             assert start is not None, "set with the first contribution"
             effects.append(self._apply(self._with(None, where, target - start)))
             self._lands = self._settles
+        if self._rounds.finished:
+            self._measure(self._current())
         if self._rounds.given:
             effects.append(Proceed(settled=False))
         return [*effects, *self._resume()]

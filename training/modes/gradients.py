@@ -31,7 +31,7 @@ from peerd.training.mode import LinkStatus, ModeClass, not_finite
 from peerd.training.mode_settings import GRADIENTS, ModeSettings
 from peerd.training.model.quiet import Quiet
 from peerd.training.rounds.attempt import EXACT_CODEC
-from peerd.training.rounds.lengths import longest_mean
+from peerd.training.rounds.lengths import longest_mean, shortening
 from peerd.training.rounds.member import Committed, Offer, Outcome, Rounds, Withdrawn
 from peerd.training.rounds.weights import scales
 from peerd.transport.ids import NodeId
@@ -66,6 +66,7 @@ class GradientAllReduce(ModeClass):
         self._rounds = self._make()
         self._alive: frozenset[NodeId] = frozenset()
         self._gradient: Vector | None = None  # the trainer's, lent while it waits with it
+        self._tail: Vector = np.empty(0)  # what follows its parameters, as the trainer has it
         self._length = 0.0  # of what would be contributed of it
         self._offer = Offer()
         self._basis = 0  # the attempt that we agreed in last
@@ -80,6 +81,7 @@ class GradientAllReduce(ModeClass):
         """See `Mode`."""
         effects = self._anew(now) if self._rounds.finished else []  # a new run, of whatever model
         self._gradient, cut = gradient, self._layout.parameters
+        self._tail = gradient[cut:].copy()
         self._length = norm_of_sum(gradient[:cut], None if self._lost is None else self._lost[:cut])
         nonfinite = not (math.isfinite(self._length) and is_finite(gradient[cut:]))
         self._offer = Offer(step, samples if 0 < samples < math.inf else 1.0, nonfinite)
@@ -159,33 +161,33 @@ class GradientAllReduce(ModeClass):
         return self._rounds.reach(now, self._offer)
 
     def _contribution(self, begin: RoundBegin, where: slice) -> Vector:
-        """This member's summand. What adds nothing is -0.0, which leaves the sign of every zero as it is."""
+        """This member's summand. What adds nothing is -0.0, which leaves the sign of every zero as it is.
+
+        A gradient that counts as it stands is lent: what it would be copied for is a pass through memory, and room.
+        Its tail is what the round asks for then, until the mean has come.
+        """
         if begin.whole:
             gives = begin.source == self._me and len(begin.roster) > 1
             return self._values().copy() if gives else np.full(self._layout.total, -0.0, self._values().dtype)
         assert self._gradient is not None, "nobody is in a round without a gradient"
         rank, parameters = begin.roster.index(self._me), self._layout.parameters
         scale = 0.0 if begin.nonfinite else scales(begin.weights)[rank]
-        summand = np.empty_like(self._gradient)
-        summand[parameters if scale > 0 else 0 :] = -0.0
-        if begin.nonfinite:
-            return summand
-        if scale > 0:
+        lends = scale == 1 and self._lost is None
+        summand = self._gradient.view() if lends else np.empty_like(self._gradient)
+        if scale == 0:
+            summand[:parameters] = -0.0
+        elif not lends:
             np.multiply(self._gradient[:parameters], self._gradient.dtype.type(scale), out=summand[:parameters])
-            summand[self._flags] = self._gradient[self._flags]
-        if rank == _first(begin.weights):
-            summand[self._buffers] = self._gradient[self._buffers]
-        if self._lost is not None:
+        if self._lost is not None and not begin.nonfinite:
             summand[:parameters] += self._lost[:parameters]
+        buffers, tail = self._layout.total - self._layout.states - parameters, summand[parameters:]
+        tail[:] = -0.0
+        if rank == _first(begin.weights) and not begin.nonfinite:
+            tail[:buffers] = self._tail[:buffers]
+        if scale > 0:
+            tail[buffers:] = self._tail[buffers:]
+        summand.flags.writeable = not lends
         return summand
-
-    @property
-    def _buffers(self) -> slice:
-        return slice(self._layout.parameters, self._layout.total - self._layout.states)
-
-    @property
-    def _flags(self) -> slice:
-        return slice(self._layout.total - self._layout.states, None)
 
     # ---------------------------------------------------------------- what a round brings
 
@@ -206,23 +208,23 @@ class GradientAllReduce(ModeClass):
         return effects
 
     def _on_committed(self, committed: Committed, now: float) -> tuple[list[Effect], list[Outcome]]:
-        begin, before = committed.begin, self._basis
+        begin = committed.begin
+        effects: list[Effect] = []
+        if begin.whole and begin.source != self._me and (begin.basis == 0 or begin.basis != self._basis):
+            effects += self._take_over(committed.mean, begin.step)
         self._basis = begin.attempt
         self._partners = [peer for peer in begin.roster if peer != self._me]
         if not begin.whole:
             return [Averaged(self._mean(committed))], []
-        effects: list[Effect] = []
-        if begin.source != self._me and (begin.basis == 0 or begin.basis != before):
-            effects += self._take_over(committed.mean, begin.step)
         if begin.final and self._rounds.finished:
             effects.append(Proceed(settled=True))
         return effects, self._come(now)
 
     def _take_over(self, model: Vector, step: int) -> list[Effect]:
-        """Unless it is our own already, as when all have just started from one."""
+        """Unless it is our own already, as when all have just started from one: our copy says so until we step."""
         mine, states = self._values(), slice(self._layout.total - self._layout.states, None)
         same = all(np.array_equal(mine[where], model[where]) for where in (slice(self._layout.parameters), states))
-        if same and not self._rounds.finished:
+        if same and self._basis == 0 and not self._rounds.finished:
             return []
         self._lost = None
         self._offer = Offer(step, weight=0.0)
@@ -239,6 +241,7 @@ class GradientAllReduce(ModeClass):
         if begin.nonfinite:
             self.counts["gradients_not_finite"] += 1
             gradient[:parameters] = np.nan  # where it has any: the flags are its own
+            gradient[parameters:] = self._tail
             return gradient
         if self._feeds_back:
             self._lost = committed.lost
@@ -248,7 +251,7 @@ class GradientAllReduce(ModeClass):
         self._distance = math.sqrt(apart)
         limit = longest_mean(begin.lengths, shares) if self._robust and begin.lengths else math.inf
         if (length := math.sqrt(length)) > limit:
-            gradient[:parameters] *= limit / length
+            gradient[:parameters] *= shortening(limit, length)
             self.counts["rounds_shortened"] += 1
         return gradient
 

@@ -1,6 +1,6 @@
 """How do models meet without an all-reduce? NoLoCo (2025): after H local steps, a random pair exchanges its models.
 
-H is drawn anew each time, within a quarter of what it is told.
+H is drawn anew each time, within half of what it is told.
 
 The outer step is outer.py's: it moves the pair towards each other, and along the outer momentum. The model then goes on
 from the outer model, plus the local progress since its contribution was taken. A contribution is a whole model, so a
@@ -249,7 +249,8 @@ class NoLoCo(ModeClass):
 
     def _local_steps(self) -> int:
         """With as many each time two that have met are due together again, and meet nobody else."""
-        return self._every + self._rng.randint(-(self._every // 4), self._every // 4)
+        most = self._every // 4 * 2
+        return self._every + self._rng.randint(-most, most)
 
     def _invite(self, now: float) -> list[Effect]:
         """Ask somebody, first those who asked us, unless an exchange is promised or under way."""

@@ -8,7 +8,7 @@ weight, and with it m y, where y is whatever the receiver will decode (not z: wh
 
 A link counts weight in totals: the taker takes a total less the last total it saw, so what comes twice or late is
 worth nothing. Vectors need no total of their own: sum m y is fixed by the totals and by the y that both ends hold.
-Sums are exact for exact numbers (tests/training/test_mass.py runs this with fractions).
+Sums are exact for exact numbers (tests/training/one_way/test_mass.py runs this with fractions).
 """
 
 from __future__ import annotations

@@ -13,11 +13,12 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from peerd.training.codecs import CODECS, NotFinite
-from peerd.training.codecs.codec import field, finite_float32, require_length
+from peerd.training.codecs import CODECS
+from peerd.training.codecs.codec import field, finite_float32, not_finite, require_length
 from peerd.training.codecs.compress import Compressor, unpack
 from peerd.training.codecs.vector import BUFFER_CODEC, Layout
 from peerd.training.effects import Effect, Send, Vector
+from peerd.training.kernels.passes import add_within, is_finite
 from peerd.training.mode_settings import GRADIENTS, ModeSettings
 from peerd.training.rounds.collective import Collective, Piece
 from peerd.training.rounds.halves import halved, mean_of
@@ -33,6 +34,7 @@ REPEAT_SHARE = 4  # times the slowest confirmation so far
 ROUND_WEIGHT = 0.2  # of the last round's duration in the running mean
 
 EXACT_CODEC = "float32"
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 LAST_CODEC = "int8"  # of the last round of a run whose codec loses: what this loses no later round makes good
 
 
@@ -65,12 +67,15 @@ class CodecPacking:
         np.subtract(values, lost, out=lost)
         return self._compressors[is_buffer].pack(body)
 
-    def unpack(self, start: int, payload: Chunk, count: int) -> Vector:
+    def unpack(self, start: int, payload: Chunk, out: Vector, onto: Vector | None = None) -> None:
         """See `Packing.unpack`."""
         codec = self._codecs[start >= self.cut]
-        values = np.empty(count, np.float32)
-        codec.decode(unpack(payload, codec.body_limit(count)), values)
-        return values
+        values = np.empty(len(out), np.float32)
+        codec.decode(unpack(payload, codec.body_limit(len(out))), values)
+        if onto is None:
+            np.copyto(out, values)
+        else:
+            np.add(onto, values, out=out)
 
 
 class ExactPacking:
@@ -94,13 +99,14 @@ class ExactPacking:
             values[:] = exact
         return exact.astype("<f4", copy=False).view(np.uint8).data
 
-    def unpack(self, start: int, payload: Chunk, count: int) -> Vector:
-        """See `Packing.unpack`."""
-        require_length(payload, 4 * count, EXACT_CODEC)
-        try:
-            return finite_float32(field(payload, "<f4", 0, count))
-        except NotFinite:
-            raise PeerError(f"{EXACT_CODEC}: a value is not finite") from None
+    def unpack(self, start: int, payload: Chunk, out: Vector, onto: Vector | None = None) -> None:
+        """See `Packing.unpack`. Raises NotFinite: a sum is not finite."""
+        require_length(payload, 4 * len(out), EXACT_CODEC)
+        values = field(payload, "<f4", 0, len(out))
+        if not add_within(values, onto, FLOAT32_MAX, out):
+            if not is_finite(values):
+                raise PeerError(f"{EXACT_CODEC}: a value is not finite")
+            raise not_finite()
 
 
 class Pace:
@@ -144,18 +150,21 @@ class Pace:
 class Attempt:
     """One member's part in one attempt."""
 
-    def __init__(self, begin: RoundBegin, me: NodeId, vector: Vector, layout: Layout, pace: Pace) -> None:
-        """`vector`, shape (layout.total,), is lent until the attempt is over. Raises PeerError."""
+    def __init__(
+        self, begin: RoundBegin, me: NodeId, vector: Vector, layout: Layout, pace: Pace, room: Vector | None = None
+    ) -> None:
+        """`vector`, shape (layout.total,), is lent until the attempt is over; the sum comes to be in `room`, or in its
+        place. Raises PeerError."""
         self.begin = begin
         self.taken = 0  # pieces so far
         self._pace = pace
         self._layout = layout
         self._packing = ExactPacking() if begin.codec == EXACT_CODEC else CodecPacking(begin.codec, layout)
         if self._in_halves:
-            vector = np.concatenate([vector[: layout.parameters], halved(vector[layout.parameters :])])
+            vector, room = np.concatenate([vector[: layout.parameters], halved(vector[layout.parameters :])]), None
         self._collective = Collective(
             parse_topology(begin.topology), begin.roster.index(me), len(begin.roster), vector, self._packing,
-            self._packing.cut,
+            self._packing.cut, room,
         )  # fmt: skip
         self._ranks = {peer: rank for rank, peer in enumerate(begin.roster)}
         self._waiting: dict[NodeId, deque[Piece]] = {}

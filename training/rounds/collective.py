@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import numpy.typing as npt
 
 from peerd.training.codecs.vector import PIECE_VALUES
@@ -42,9 +43,9 @@ class Packing(Protocol):
         """The payload for values [start, start + len) of the vector; each value is packed once by each rank."""
         ...
 
-    def unpack(self, start: int, payload: Any, count: int) -> Values:
-        """The `count` values, read only: it may be a view. Raises PeerError when the payload is not as `pack` makes
-        them."""
+    def unpack(self, start: int, payload: Any, out: Values, onto: Values | None = None) -> None:
+        """Overwrite `out` with the values, or with `onto` plus these. Raises PeerError when the payload is not as
+        `pack` makes it."""
         ...
 
 
@@ -67,11 +68,22 @@ class Collective:
     """One rank's part in one all-reduce."""
 
     def __init__(
-        self, topology: Topology, rank: int, size: int, vector: Values, packing: Packing, cut: int = 0
+        self,
+        topology: Topology,
+        rank: int,
+        size: int,
+        own: Values,
+        packing: Packing,
+        cut: int = 0,
+        room: Values | None = None,
     ) -> None:
-        """`vector` is this rank's contribution and becomes the sum; no piece has values from both sides of `cut`."""
+        """`own` is this rank's contribution, which becomes the sum, unless there is `room` for that, which is as long.
+
+        No piece has values from both sides of `cut`.
+        """
         assert 0 <= rank < size
-        self.vector = vector
+        self.vector = own if room is None else room
+        self._own = own
         self._packing = packing
         self._parts = [
             _Part(
@@ -82,13 +94,13 @@ class Collective:
                 giver=topology.giver(segment, rank, size),
                 takers=topology.takers(segment, rank, size),
             )
-            for segment, start, stop in _pieces(len(vector), topology.segments(size), cut)
+            for segment, start, stop in _pieces(len(own), topology.segments(size), cut)
         ]
         self._incomplete = len(self._parts)
 
     @property
     def done(self) -> bool:
-        """Whether `vector` is the sum."""
+        """Whether the sum is in `vector`."""
         return self._incomplete == 0
 
     def begin(self) -> list[Piece]:
@@ -114,21 +126,24 @@ class Collective:
     def _reduce(self, index: int) -> list[Piece]:
         """Add the children whose turn it is; if these were the last, send the partial sum on."""
         part = self._parts[index]
-        own = self.vector[part.start : part.stop]
+        sums, own = self.vector[part.start : part.stop], self._own[part.start : part.stop]
         before = part.added
         while part.added < len(part.children) and part.children[part.added] in part.early:
-            own += self._packing.unpack(part.start, part.early.pop(part.children[part.added]), len(own))
+            partial = part.early.pop(part.children[part.added])
+            self._packing.unpack(part.start, partial, sums, onto=sums if part.added else own)
             part.added += 1
         if part.added < len(part.children) or (part.children and part.added == before):
             return []
-        payload = self._packing.pack(part.start, own)
+        if not part.children and self._own is not self.vector:
+            np.copyto(sums, own)  # `own` may change before the last piece has left
+        payload = self._packing.pack(part.start, sums)
         if part.parent is None:
             return self._finish(part, index, payload)
         return [Piece(part.parent, 2 * index, payload)]
 
     def _finish(self, part: _Part, index: int, payload: Any) -> list[Piece]:
         if part.parent is not None or not self._packing.exact:
-            self.vector[part.start : part.stop] = self._packing.unpack(part.start, payload, part.stop - part.start)
+            self._packing.unpack(part.start, payload, self.vector[part.start : part.stop])
         part.complete = True
         self._incomplete -= 1
         return [Piece(taker, 2 * index + 1, payload) for taker in part.takers]

@@ -31,6 +31,7 @@ PATIENCE = 2
 ROUNDING = 2.0**-20
 """Of a model's norm: who has come no further has not moved, but was rounded."""
 GROUPS = 2  # parameters, float buffers
+SHORTENED = 2**12  # steps of a factor: sums that differ by 1e-13 lie on both sides of one once in 1e9 rounds
 
 Lengths = tuple[float, ...]
 
@@ -104,9 +105,18 @@ def shorten(difference: Vector, layout: Layout, limits: Sequence[float]) -> bool
     for group, limit in zip((slice(0, layout.parameters), slice(layout.parameters, None)), limits, strict=True):
         length = norm_of_difference(difference[group])
         if length > limit:
-            difference[group] *= limit / length
+            difference[group] *= shortening(limit, length)
             was_long = True
     return was_long
+
+
+def shortening(limit: float, length: float) -> float:
+    """What a mean of this length is multiplied by, rounded down: all members are to take the same bits.
+
+    Their sums of squares differ in the last digits, as compiled kernels and NumPy add in another order.
+    """
+    mantissa, exponent = math.frexp(limit / length)
+    return math.ldexp(math.floor(mantissa * SHORTENED) / SHORTENED, exponent)
 
 
 def _median(lengths: Iterable[float]) -> float:

@@ -30,6 +30,7 @@ from peerd.training.rounds.leader import Leader
 from peerd.training.rounds.lengths import GROUPS, Lengths, are_lengths
 from peerd.training.rounds.topology import parse_topology
 from peerd.training.rounds.weights import are_weights
+from peerd.training.scratch import Lent
 from peerd.transport.errors import PeerError, UserError
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import (
@@ -113,7 +114,8 @@ class Rounds:
         differences: bool,
         fragments: int,
     ) -> None:
-        """`contribute(begin, where)` makes this member's summand, which is then the attempt's; only after `reach`."""
+        """`contribute(begin, where)` makes this member's summand, which is then the attempt's, or lends it to that read
+        only; only after `reach`."""
         self.phase = RoundPhase.IDLE
         self.round = 0  # the last one applied
         self.finished = False
@@ -132,6 +134,7 @@ class Rounds:
         of_gradients = layout.gradients
         self._fragments = [(slice(0, of_gradients.total), of_gradients)] if self._gradients else layout.cut(fragments)
         self._offer = Offer()
+        self._room = Lent()  # for the sum of what is lent
         self._awaited: RoundBegin | None = None  # an order to give our model, until there is a copy as it stands
         self.order: RoundBegin | None = None  # of the last attempt begun
         self._pace = Pace()
@@ -340,7 +343,9 @@ class Rounds:
         early, self._early = self._early, []
         where, layout = self.summed(begin)
         try:
-            self._attempt = Attempt(begin, self._me, self._contribute(begin, where), layout, self._pace)
+            summand = self._contribute(begin, where)
+            room = None if summand.flags.writeable else self._room.take(summand)
+            self._attempt = Attempt(begin, self._me, summand, layout, self._pace, room)
             outcomes: list[Outcome] = [*self._answer(now), *self._attempt.start(now)]
         except NotFinite:
             return self._withdraw(now)

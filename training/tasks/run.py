@@ -40,11 +40,12 @@ class Run:
     def step(self, number: int) -> tuple[float, int]:
         """Make optimizer step `number`; returns the loss before it and the samples that it saw."""
         found = self.backward(number)
-        self.descend()
+        self.descend(number)
         return found
 
-    def descend(self) -> None:
-        """The optimizer's step, by the gradients that there are."""
+    def descend(self, number: int) -> None:
+        """The optimizer's step `number`, by the gradients that there are."""
+        self._schedule(number)  # whoever has taken over a model since its gradient is at another step
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -55,8 +56,11 @@ class Run:
             self._batches = data_partition.batches(self._mine, options.batch, options.rank, options.seed, number)
         self._next = number + 1
         batch = torch.from_numpy(next(self._batches))
-        schedule.set_lr(self.optimizer, options.lr, number, options.steps, self._warmup)
+        self._schedule(number)
         logits = self.model(train.inputs[batch]).flatten(0, -2)
         loss = functional.cross_entropy(logits, train.targets[batch].flatten())
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it so
         return loss.item(), len(batch)
+
+    def _schedule(self, number: int) -> None:
+        schedule.set_lr(self.optimizer, self._options.lr, number, self._options.steps, self._warmup)

@@ -83,7 +83,7 @@ def test_pairs_that_are_due_at_another_time_meet_the_others_too(late: int, seed:
     for name, node in swarm.nodes.items():
         met = {status.peer: status.exchanges for status in node.core.links()}
         assert met.keys() == set("abcd") - {name}
-        assert min(met.values()) >= 4, met
+        assert min(met.values()) >= 2, met
 
 
 @settings(max_examples=30, deadline=None, print_blob=True)

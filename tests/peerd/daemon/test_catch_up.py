@@ -59,7 +59,7 @@ class Swarm:
         self.on_asked: Callable[[NodeId], None] = lambda _: None
         until = trio.current_time() + PATIENCE_S
         restarted = partial(CatchUp, has_seeds=has_seeds, awaited=awaited, awaited_until=until)
-        everybody = Acquaintances("me", Random(1), lambda: None, sealed=False)
+        everybody = Acquaintances("me", Random(1), lambda _: None, sealed=False)
         self.catch_up = restarted("me", self, lambda: dict(self.members), everybody)  # type: ignore[arg-type]
         self.member("me")
 

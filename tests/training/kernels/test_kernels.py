@@ -25,6 +25,7 @@ from peerd.transport.messages import Chunk, Delta
 pytestmark = pytest.mark.skipif(library.LIBRARY is None, reason="peerd was installed without a compiler")
 
 counts = st.sampled_from([1, 7, 8, 15, 16, 17, 255, 256, 257, 511, 1000]) | st.integers(0, 2000)
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 scales = st.sampled_from([1e-45, 1e-38, 1e-30, 1e-10, 1.0, 1e10, 1e18, 1e25, 1e29])
 seeds = st.integers(0, 2**32 - 1)
 
@@ -72,16 +73,22 @@ def test_a_sum_of_squares_tells_what_is_not_finite(count: int, seed: int, odd: f
     assert not np.isfinite(passes.squares(np.zeros_like(a), a))
 
 
-@given(st.data(), counts, st.sampled_from([0.0, 1.0, 1e28, 1e30]))
-def test_additions_within_a_bound(data: st.DataObject, count: int, most: float) -> None:
-    out, known = data.draw(vectors(count)), data.draw(vectors(count))
+@given(st.data(), counts, st.sampled_from([0.0, 1.0, 1e28, 1e30, FLOAT32_MAX]), st.booleans(), st.booleans())
+def test_additions_within_a_bound(
+    data: st.DataObject, count: int, most: float, has_known: bool, in_place: bool
+) -> None:
+    values, known = data.draw(vectors(count)), data.draw(vectors(count)) if has_known else None
     if count and data.draw(st.booleans()):
-        out[data.draw(st.integers(0, count - 1))] = data.draw(st.sampled_from([np.nan, np.inf, 2e30]))
-    other = out.copy()
-    within = passes.add_within(out, known, most)
+        values[data.draw(st.integers(0, count - 1))] = data.draw(st.sampled_from([np.nan, np.inf, 2e30]))
+    with np.errstate(over="ignore"):
+        wanted = values.copy() if known is None else values + known
+    compiled, plain = (values.copy() if in_place else np.empty_like(values) for _ in range(2))
+    within = passes.add_within(compiled if in_place else values, known, most, compiled)
     with by_numpy():
-        assert passes.add_within(other, known, most) == within
-    assert same_bits(out, other)
+        assert passes.add_within(plain if in_place else values, known, most, plain) == within
+    assert within == bool((np.abs(wanted) <= most).all())
+    assert same_bits(compiled, wanted)
+    assert same_bits(plain, wanted)
 
 
 @given(st.data(), counts)
@@ -244,7 +251,7 @@ def test_another_signature_is_another_version() -> None:
     signatures = ";".join(
         f"{name}{[one.__name__ for one in taken]}" for name, (_, taken) in library._SIGNATURES.items()
     )
-    assert (library.VERSION, zlib.crc32(signatures.encode())) == (2, 3629315820)
+    assert (library.VERSION, zlib.crc32(signatures.encode())) == (3, 793074802)
 
 
 def test_a_compiled_file_of_another_version_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,8 +31,8 @@ class Plain:
     def pack(self, start: int, values: npt.NDArray[Any]) -> Any:
         return values.copy()
 
-    def unpack(self, start: int, payload: Any, count: int) -> npt.NDArray[Any]:
-        return np.asarray(payload)
+    def unpack(self, start: int, payload: Any, out: npt.NDArray[Any], onto: npt.NDArray[Any] | None = None) -> None:
+        out[:] = payload if onto is None else onto + payload
 
 
 class Coded:
@@ -52,10 +52,10 @@ class Coded:
         self.lost[start : start + len(values)] = values - arrived
         return body
 
-    def unpack(self, start: int, payload: Any, count: int) -> npt.NDArray[Any]:
-        out = np.empty(count, self.lost.dtype)
-        self.codec.decode(payload, out)
-        return out
+    def unpack(self, start: int, payload: Any, out: npt.NDArray[Any], onto: npt.NDArray[Any] | None = None) -> None:
+        values = np.empty(len(out), self.lost.dtype)
+        self.codec.decode(payload, values)
+        out[:] = values if onto is None else onto + values
 
 
 def run(ranks: list[Collective], seed: int, *, twice: bool = False) -> list[int]:

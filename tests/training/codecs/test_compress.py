@@ -74,8 +74,8 @@ def test_bad_frames_are_refused(kind: str) -> None:
 def test_bad_frames_cost_no_memory() -> None:
     """In a fresh process, for the high-water mark of this one says nothing. Expected: LIMIT and 10 MiB, at most."""
     script = """
-import sys; sys.path[:0] = ["tests/training"]
-from test_squeeze import BAD, GOOD, LIMIT, ZSTD, unpack
+import sys; sys.path[:0] = ["tests/training/codecs"]
+from test_compress import BAD, GOOD, LIMIT, ZSTD, unpack
 from peerd.transport.errors import PeerError
 def peak():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))

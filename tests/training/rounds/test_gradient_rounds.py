@@ -263,6 +263,18 @@ def test_in_any_weather() -> None:
     run_state_machine_as_test(AnyWeather, settings=weather_settings(10))
 
 
+def test_who_has_stepped_takes_over_the_model_that_it_has_stepped_from() -> None:
+    weather = AnyWeather()
+    weather.start(seed=0, topology="auto", codec="float32")
+    weather.die(name="a")
+    weather.restart(donor="a", name="b")
+    weather.local_steps(count=1, name="c", scale=0.0)
+    weather.time_passes(name="a", seconds=400.0)
+    weather.restart(donor="a", name="a")
+    weather.local_steps(count=1, name="b", scale=0.0)
+    weather.teardown()
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_in_much_weather() -> None:

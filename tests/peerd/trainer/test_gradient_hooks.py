@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from peerd.trainer.gradient_hooks import GradientHooks
-from peerd.trainer.optimizer_state import OptimizerState
 from peerd.trainer.optimizers import as_one
 from peerd.training.codecs.vector import Layout
 from peerd.training.model.flat import FlatModel
 from peerd.training.model.gradients import FlatGradients
+from peerd.training.model.optimizer_state import OptimizerState
 
 
 def normed(seed: int = 0) -> nn.Sequential:

@@ -185,7 +185,7 @@ changes = st.fixed_dictionaries(
         "every": st.none() | st.integers(1, 10**6),
         "overlap": st.sampled_from([None, "blocking", "delayed", "hpsgd"]),
         "topology": st.sampled_from([None, "auto", "ring", "tree:4", "halving"]),
-        "servers": st.none() | st.integers(1, 1000),
+        "servers": st.none() | st.integers(1, 128),
         "min_peers": st.none() | st.integers(1, 1000),
         "view": st.none() | st.integers(1, 100),
         "outer_lr": st.sampled_from([None, "auto", "0.5"]),

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from peerd.trainer.optimizers import Several
 from peerd.training.model.flat import Piece
 
 
@@ -22,7 +21,7 @@ class OptimizerState:
 
     def __init__(self, optimizer: Any, pieces: Iterable[Piece]) -> None:
         """Raises ValueError: an optimizer whose state peerd does not know."""
-        self._parts = optimizer.parts if isinstance(optimizer, Several) else [optimizer]
+        self._parts = getattr(optimizer, "parts", [optimizer])  # of several that act as one
         stepped = ((piece, piece.held if piece.master is None else piece.master) for piece in pieces)
         self._names = {id(tensor): piece.name for piece, tensor in stepped if not piece.is_buffer}
         for part in self._parts:

@@ -12,11 +12,17 @@ from hypothesis import strategies as st
 
 from peerd.training.codecs import NotFinite
 from peerd.training.codecs.vector import Layout
-from peerd.training.effects import Effect, Send
+from peerd.training.effects import Effect, Send, Vector
 from peerd.training.rounds import collective
 from peerd.training.rounds.attempt import AT_ONCE, WINDOW, Attempt, ExactPacking, Pace
 from peerd.transport.errors import PeerError
-from peerd.transport.messages import PiecesTaken, RoundBegin, RoundPieces
+from peerd.transport.messages import Chunk, PiecesTaken, RoundBegin, RoundPieces
+
+
+def unpacked(payload: Chunk, count: int) -> Vector:
+    values = np.full(count, np.nan, np.float32)
+    ExactPacking().unpack(0, payload, values)
+    return values
 
 
 def test_float32_values_travel_as_they_are() -> None:
@@ -24,13 +30,13 @@ def test_float32_values_travel_as_they_are() -> None:
     payload = ExactPacking().pack(7, values)
     assert bytes(payload) == values.astype("<f4").tobytes()
     assert np.shares_memory(np.frombuffer(payload, np.uint8), values)
-    assert ExactPacking().unpack(7, payload, 4).tobytes() == values.tobytes()
+    assert unpacked(payload, 4).tobytes() == values.tobytes()
 
 
 def test_wider_values_become_what_the_others_unpack() -> None:
     values = np.array([1 / 3, 1e-3])
     payload = ExactPacking().pack(0, values)
-    assert (ExactPacking().unpack(0, payload, 2) == values).all()
+    assert (unpacked(payload, 2) == values).all()
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
@@ -39,12 +45,20 @@ def test_what_is_not_finite_neither_leaves_nor_enters(wrong: float) -> None:
     with pytest.raises(NotFinite):
         ExactPacking().pack(0, values)
     with pytest.raises(PeerError, match="not finite"):
-        ExactPacking().unpack(0, values.tobytes(), 2)
+        unpacked(values.tobytes(), 2)
+    with pytest.raises(PeerError, match="not finite"):
+        ExactPacking().unpack(0, values.tobytes(), np.empty(2, np.float32), onto=np.ones(2, np.float32))
+
+
+def test_a_sum_that_is_not_finite_is_nobodys_fault() -> None:
+    large = np.array([1.0, 3e38], np.float32)
+    with pytest.raises(NotFinite):
+        ExactPacking().unpack(0, large.tobytes(), np.empty(2, np.float32), onto=large)
 
 
 def test_a_piece_of_another_length_is_refused() -> None:
     with pytest.raises(PeerError, match="12 bytes where 8 are due"):
-        ExactPacking().unpack(0, bytes(12), 2)
+        unpacked(bytes(12), 2)
 
 
 # ---------------------------------------------------------------------------------------------- a whole attempt
@@ -145,3 +159,34 @@ def test_pieces_and_chunks_that_do_not_match_are_refused() -> None:
     ring = Ring(2, 20, "ring")
     with pytest.raises(PeerError, match="2 pieces in 1 chunks"):
         ring.members["a"].on_pieces("b", RoundPieces(1, 1, (0, 1), (b"",)), 0.0)
+
+
+@pytest.mark.parametrize("topology", ["ring", "tree:2", "halving"])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+def test_a_vector_that_is_lent_stays_as_it_is(topology: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collective, "PIECE_VALUES", 4)
+    names = tuple("abcdefg"[:size])
+    begin = RoundBegin(1, 1, "float32", topology, False, False, names, (1,) * size, weights=(1.0,) * size)
+    layout, rng = Layout(30, 33), np.random.default_rng(size)
+    lent = {name: rng.integers(-999, 999, 33).astype(np.float32) for name in names}
+    before = {name: vector.copy() for name, vector in lent.items()}
+    rooms = {name: np.full(33, np.nan, np.float32) for name in names}
+    for vector in lent.values():
+        vector.flags.writeable = False
+    members = {name: Attempt(begin, name, lent[name], layout, Pace(), rooms[name]) for name in names}
+    waiting = [(name, effect) for name in names for effect in members[name].start(0.0)]
+    while waiting:
+        source, effect = waiting.pop(0)
+        assert isinstance(effect, Send)
+        target, message = members[effect.peer], effect.message
+        if isinstance(message, RoundPieces):
+            for chunk in message.chunks:
+                assert not any(np.shares_memory(np.frombuffer(chunk, np.uint8), vector) for vector in lent.values())
+            waiting += [(effect.peer, each) for each in target.on_pieces(source, message, 0.0)]
+        else:
+            assert isinstance(message, PiecesTaken)
+            waiting += [(effect.peer, each) for each in target.on_taken(source, message, 0.0)]
+    for name, member in members.items():
+        assert member.mean() is rooms[name]
+        assert (rooms[name] == np.sum(list(before.values()), axis=0)).all()
+        assert (lent[name] == before[name]).all()

@@ -18,12 +18,14 @@ from peerd.training.rounds.lengths import (
     FORGIVEN,
     LIMIT,
     PATIENCE,
+    SHORTENED,
     FarRounds,
     are_lengths,
     far_off,
     limits_of,
     longest_mean,
     shorten,
+    shortening,
 )
 from peerd.transport.errors import PeerError
 from peerd.transport.messages import RoundBegin, RoundPieces
@@ -145,6 +147,45 @@ def test_who_is_long_once_stays_and_who_is_so_again_and_again_does_not(times: in
         rounds(swarm, 1, "abcd")
         swarm.end()
         assert all((node.x == swarm.nodes["a"].x).all() for node in swarm.nodes.values())
+
+
+@pytest.mark.parametrize("mode", ["allreduce", "diloco"])
+@pytest.mark.parametrize("codec", ["float32", "int8"])
+@pytest.mark.parametrize("overlap", ["delayed", "hpsgd"])
+def test_who_trains_on_when_most_have_finished_is_not_too_long(mode: str, codec: str, overlap: str) -> None:
+    """Those go no further: what they said at their end, a moment after a round, is no measure of who still goes."""
+    swarm = RoundSwarm("abcde", mode=mode, overlap=overlap, every=40, codec=codec, robust=True)
+    swarm.all_hear()
+    going = "abcde"
+    for step in range(400):
+        if step == 121:  # the first step of a window
+            going = "e"
+            for name in "abcd":
+                swarm.finish(name)
+        for name in going:
+            swarm.step(name, 1.0)
+        swarm.settle()
+        swarm.pass_time(0.1)
+        swarm.settle()
+    swarm.finish("e")
+    for _ in range(40):
+        swarm.settle()
+        swarm.pass_time(1.0)
+    assert all(node.proceeded[-1:] == [True] for node in swarm.nodes.values())
+    assert swarm.nodes["a"].core.counts["members_left_out"] == 0
+    assert len({node.x.tobytes() for node in swarm.nodes.values()}) == 1
+
+
+@given(st.floats(1e-30, 1e30), st.floats(1.0, 1e30), st.floats(-1e-13, 1e-13))
+def test_a_shortened_mean_is_within_its_limit_and_the_same_wherever_it_was_measured(
+    limit: float, times: float, apart: float
+) -> None:
+    length = limit * times
+    factor = shortening(limit, length)
+    assert (1 - 2 / SHORTENED) * limit <= factor * length <= limit * (1 + 1e-15)
+    other = shortening(limit, length * (1 + apart))
+    on_a_step = (limit / length * SHORTENED / 2.0 ** math.frexp(limit / length)[1]) % 1
+    assert other == factor or min(on_a_step, 1 - on_a_step) < 1e-8
 
 
 @settings(deadline=None, max_examples=15)
