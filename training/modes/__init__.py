@@ -39,6 +39,7 @@ __all__ = [
     "class_of",
     "exchanges",
     "heeds",
+    "in_one_form",
     "parse_mode",
     "settings_of",
 ]
@@ -81,6 +82,14 @@ def parse_mode(text: str, exchange: str = WEIGHTS) -> ModeMaker:
     raise UserError(f"--mode {text}: what takes an argument is {arguments}")
 
 
+def in_one_form(mode: str) -> str:
+    """The same mode as all write it who mean it. Raises UserError."""
+    parse_mode(mode)
+    name, _, argument = mode.partition(":")
+    form = class_of(mode).in_one_form(argument)
+    return f"{name}:{form}" if form else name
+
+
 def settings_of(mode: str, told: ModeSettings) -> ModeSettings:
     """What the mode's core is given and users are shown: the settings of modes among `told`, as they take effect."""
     of_modes = ModeSettings(**{name: getattr(told, name) for name in OPTIONS})
@@ -90,7 +99,9 @@ def settings_of(mode: str, told: ModeSettings) -> ModeSettings:
 def alike_at_start(mode: str, told: ModeSettings) -> str:
     """The mode and what all members must be told alike, where it does not take effect as if they were told nothing."""
     own, usual = asdict(settings_of(mode, told)), asdict(settings_of(mode, ModeSettings()))
-    return "+".join([mode, *(f"{name}={own[name]}" for name in ALIKE_AT_START if own[name] != usual[name])])
+    return "+".join(
+        [in_one_form(mode), *(f"{name}={own[name]}" for name in ALIKE_AT_START if own[name] != usual[name])]
+    )
 
 
 def check_options(mode: str, told: ModeSettings) -> None:
