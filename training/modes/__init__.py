@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict
+from typing import Any
 
 from peerd.training.mode import LinkStatus, Mode, ModeClass, ModeMaker
-from peerd.training.mode_settings import ALIKE_AT_START, OPTIONS, WEIGHTS, ModeSettings
+from peerd.training.mode_settings import ALIKE_AT_START, OPTIONS, PLANNED, WEIGHTS, ModeSettings
 from peerd.training.model.quiet import EVERY_STEP, Quiet
 from peerd.training.modes.allreduce import AllReduce
 from peerd.training.modes.diloco import DiLoCo
@@ -42,6 +43,7 @@ __all__ = [
     "in_one_form",
     "parse_mode",
     "settings_of",
+    "shown_settings",
 ]
 
 MODES: dict[str, type[ModeClass]] = {
@@ -94,6 +96,12 @@ def settings_of(mode: str, told: ModeSettings) -> ModeSettings:
     """What the mode's core is given and users are shown: the settings of modes among `told`, as they take effect."""
     of_modes = ModeSettings(**{name: getattr(told, name) for name in OPTIONS})
     return class_of(mode).exchanging(told.exchange).in_force(of_modes)
+
+
+def shown_settings(mode: str, told: ModeSettings) -> dict[str, Any]:
+    """What the mode heeds of what may change while it runs, as it takes effect."""
+    in_force = settings_of(mode, told)
+    return {name: getattr(in_force, name) for name in PLANNED if heeds(mode, name, in_force.exchange)}
 
 
 def alike_at_start(mode: str, told: ModeSettings) -> str:
