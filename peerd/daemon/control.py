@@ -88,7 +88,7 @@ async def serve(
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Answer requests on the socket at `path` until cancelled; the path is removed at the end. Raises UserError."""
-    listener = await _listen(path)
+    listener = _listen(path)
     try:
         async with trio.open_nursery() as nursery:
             task_status.started()
@@ -106,12 +106,12 @@ def check_free(path: Path) -> None:
         raise UserError(f"a node called {path.stem!r} runs here already; give this one another --name")
 
 
-async def _listen(path: Path) -> trio.socket.SocketType:
-    listener = trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+def _listen(path: Path) -> trio.socket.SocketType:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         for tries_left in reversed(range(FOLDER_TRIES)):
             try:
-                await _bind(listener, path)
+                _bind(listener, path)
                 break
             except FileNotFoundError:  # another node, which failed to start, took the folder that it had made away
                 if not tries_left:
@@ -124,18 +124,18 @@ async def _listen(path: Path) -> trio.socket.SocketType:
     except UserError:
         listener.close()
         raise
-    return listener
+    return trio.socket.from_stdlib_socket(listener)
 
 
-async def _bind(listener: trio.socket.SocketType, path: Path) -> None:
+def _bind(listener: socket.socket, path: Path) -> None:
     with suppress(FileExistsError):  # what is there instead of a folder is told below
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_private(path.parent)
     check_free(path)
     path.unlink(missing_ok=True)
-    mask = os.umask(0o177)
+    mask = os.umask(0o177)  # of the whole process: nobody else has a turn meanwhile
     try:
-        await listener.bind(str(path))
+        listener.bind(str(path))
     finally:
         os.umask(mask)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import trio
+import trio.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -381,7 +382,23 @@ async def test_a_folder_that_another_node_takes_away_is_made_again(
         assert looked == times + 1
     else:
         with pytest.raises(UserError, match="No such file or directory"):
-            await control._listen(path)
+            control._listen(path)
+
+
+async def test_two_that_begin_at_once_are_private_and_leave_the_umask_as_it_was(runtime: Path) -> None:
+    """It is the whole process's: one that waited for the other put the other's back in place of what was there."""
+    before = os.umask(0o022)
+    try:
+        async with trio.open_nursery() as nursery:
+            paths = [socket_path(name) for name in ("one", "two")]
+            for path in paths:
+                nursery.start_soon(control.serve, path, {}, None)  # type: ignore[arg-type]
+            await trio.testing.wait_all_tasks_blocked()
+            assert [path.stat().st_mode & 0o777 for path in paths] == [0o600, 0o600]
+            nursery.cancel_scope.cancel()
+        assert os.umask(0o022) == 0o022
+    finally:
+        os.umask(before)
 
 
 async def test_a_file_in_the_folders_place_is_refused(runtime: Path) -> None:
