@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +14,7 @@ from typing import Annotated, Any, TextIO
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from peerd.cli import interrupts_end_at_once
 from peerd.cli.mode_options import with_mode_options
@@ -182,19 +185,66 @@ def _print_summary(console: Console, results: list[dict[str, Any]], report: Path
     columns = {result["run"]: _summary(result) for result in results}
     if len(columns) < len(results):  # several seeds
         columns = {run: _over_seeds([one for one in results if one["run"] == run]) for run in columns}
-    table = Table(box=None, show_header=len(columns) > 1, header_style="bold", pad_edge=False)
-    table.add_column("", style="bold", no_wrap=True)
+    if len(columns) > 1:  # narrower; whether two runs are the same is for programs to ask
+        for column in columns.values():
+            column.pop("digest", None)
+            column |= {name: text.replace(" (", "\n(") for name, text in column.items()}
+    names = list({name: None for column in columns.values() for name in column})
+    for runs in _tables(names, columns, console.width):
+        table = Table(box=None, show_header=len(columns) > 1, header_style="bold", pad_edge=False)
+        table.add_column("", style="bold", no_wrap=True)
+        for run in runs:
+            table.add_column(Text(_heading(run)), overflow="fold")
+        for name in names:
+            table.add_row(name, *(Text(columns[run].get(name, "-")) for run in runs))
+        console.print(table, highlight=False)
+        console.print()
     for run in columns:
-        table.add_column(run, overflow="fold")
-    for name in {name: None for column in columns.values() for name in column}:
-        table.add_row(name, *(column.get(name, "-") for column in columns.values()))
-    console.print(table, highlight=False)
-    said = [("replay", result["replay"]) for result in results] + ([("report", str(report))] if report else [])
-    for name, text in said:
-        console.print(f"[bold]{name}[/bold]  {text}", highlight=False, soft_wrap=True)
+        _print_line(console, "bold", "replay", "")
+        _print_line(console, "", "", _command([one for one in results if one["run"] == run], console.width))
+    if report:
+        _print_line(console, "bold", "report", str(report))
     for result in results:
         for violation in result["violations"]:
-            console.print(f"[red]violation[/red]  {violation}", highlight=False, soft_wrap=True)
+            _print_line(console, "red", "violation", violation)
+
+
+def _print_line(console: Console, style: str, name: str, text: str) -> None:
+    """As it is: a terminal may wrap it, and who copies it gets one line."""
+    console.print(Text.assemble((name, style), "  " if name and text else "", text), soft_wrap=True)
+
+
+def _heading(run: str) -> str:
+    return run.replace(";", "\n")
+
+
+def _tables(names: list[str], columns: dict[str, dict[str, str]], width: int) -> Iterator[list[str]]:
+    """The runs, as many at a time as stand beside each other with no cell wrapped."""
+    first = left = max(map(len, names), default=0)
+    runs: list[str] = []
+    for run, column in columns.items():
+        needs = 2 + max(map(len, [*_heading(run).split("\n"), *"\n".join(column.values()).split("\n")]))
+        if runs and left + needs > width:
+            yield runs
+            runs, left = [], first
+        runs.append(run)
+        left += needs
+    yield runs
+
+
+def _command(results: list[dict[str, Any]], width: int) -> str:
+    """What runs these again, which differ by their seeds alone; lines that end in a backslash are one to the shell."""
+    words = shlex.split(results[0]["replay"])
+    if len(results) > 1:
+        at = words.index("--seed")
+        words[at : at + 2] = ["--seeds", ",".join(str(result["seed"]) for result in results)]
+    lines = [""]
+    for option in re.split(r" (?=--)", shlex.join(words)):
+        if lines[-1] and len(lines[-1]) + len(option) + 3 > width:
+            lines[-1] += " \\"
+            lines.append(" ")
+        lines[-1] += f" {option}" if lines[-1] else option
+    return "\n".join(lines)
 
 
 def _over_seeds(results: list[dict[str, Any]]) -> dict[str, str]:
@@ -230,19 +280,22 @@ def _summary(result: dict[str, Any]) -> dict[str, str]:
         "traffic": size(result["bytes_sent_total"]),
         "of each node": size(result["bytes_sent_total"] / result["peers"]),
     }
+    if codec := result.get("settings", {}).get("codec"):
+        said = parse_modes(result["run"])[0][1].get("codec", codec)
+        rows["codec"] = codec if codec == said else f"{codec}, not {said}"
     if "computing_share" in result:
-        rows["computing"] = f"{result['computing_share']:.1%} of the trainers' time"
+        rows["computing"] = f"{result['computing_share']:.1%} of the time"
     if "consensus_distance" in result:
         rows["from the mean"] = f"{result['consensus_distance']:.3%}"
     if "liars" in result:
         rows["liars"] = ", ".join(map(str, result["liars"])) + "; all models below are the others'"
     if "accuracy" in result:
-        rows["accuracy"] = f"{result['accuracy']:.2%} of the averaged model"
+        rows["accuracy"] = f"{result['accuracy']:.2%}, averaged model"
         rows["worst node's"] = f"{result['accuracy_worst']:.2%}"
     if result["dropped"]:
         rows["lost"] = f"{result['dropped']:,} messages"
     if "mean_bias" in result:
-        rows["mean moved"] = f"{result['mean_bias']:.2g} of its norm, by exchanges"
+        rows["mean moved"] = f"{result['mean_bias']:.2g} of its norm"
     if "staleness" in result:
         rows["staleness"] = f"{result['staleness']['mean']:.2f} steps, p99 {result['staleness']['p99']}"
     if "error" in result:

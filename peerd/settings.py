@@ -18,7 +18,7 @@ from peerd.protocol import plan
 from peerd.security.token import TEXT_MAX, Token
 from peerd.security.token import parse as parse_token
 from peerd.training.mode_settings import AUTO, OPTIONS, PLANNED, WEIGHTS, check_choice, check_count
-from peerd.training.modes import MODES, ModeSettings, check_given, check_options, settings_of
+from peerd.training.modes import MODES, ModeSettings, check_given, check_options, in_one_form, settings_of
 from peerd.training.modes.own_mode import adopted
 from peerd.training.plain_numbers import number, whole
 from peerd.transport.errors import UserError
@@ -165,9 +165,11 @@ def planned(started: Settings, text: str) -> Settings:
     mode, changes = plan.parts(text)
     if unknown := [key for key in changes if key not in PLANNED]:
         raise UserError(f"mode: unknown setting {unknown[0]!r}; known: {', '.join(PLANNED)}")
-    if started.exchange != WEIGHTS and mode != started.mode:
+    check_choice("mode", mode.partition(":")[0], list(MODES))
+    stays = in_one_form(mode) == in_one_form(started.mode)
+    if started.exchange != WEIGHTS and not stays:
         raise UserError(f"mode {mode}: a swarm that exchanges {started.exchange} keeps its mode; stop all nodes first")
-    others = {} if mode == started.mode else {key: OPTIONS[key].default for key in PLANNED}
+    others = {} if stays else {key: OPTIONS[key].default for key in PLANNED}
     told = {key: _from_text(key, value, f"mode {mode}") for key, value in changes.items()}
     return replace(started, mode=mode, **{**others, **told})
 

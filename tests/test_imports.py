@@ -232,7 +232,7 @@ OLD_WORDS: dict[str, tuple[str, ...]] = dict.fromkeys(
     ),
     "hand_over": ("peerd.simulation.connections",),  # what a connection gives its target
     "handed_over": ("peerd.simulation.connections",),
-    "heed": ("peerd.training.modes", "peerd.daemon.verbs", "peerd.cli"),  # whether a mode has a use for a setting
+    "heed": ("peerd.training.modes", "peerd.cli"),  # whether a mode has a use for a setting
     "link": (  # what two partners remember, and what is told of it
         "peerd.training", "peerd.transport.messages.pairs", "peerd.transport.messages.one_way", "peerd.simulation",
         "peerd.process.host_memory", "peerd.daemon.verbs", "peerd.daemon.plan_follower", "peerd.reproduce.sockets.rank",

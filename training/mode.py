@@ -61,6 +61,11 @@ class ModeClass:
         return cast(ModeMaker, cls) if not argument else None
 
     @classmethod
+    def in_one_form(cls, argument: str) -> str:
+        """An argument that `of` takes, as all write it who mean the same; the default is none."""
+        return argument
+
+    @classmethod
     def exchanging(cls, exchange: str) -> type[ModeClass]:
         """The class whose members give each other this; one that can do either is its own."""
         return cls

@@ -16,7 +16,7 @@ import numpy as np
 from peerd.training.codecs.difference import norm_of_difference
 from peerd.training.codecs.vector import GAIN_MAX, Gain, Layout
 from peerd.training.effects import Effect, Proceed, StepReport, Vector
-from peerd.training.flush import FLUSH_CODEC, FLUSH_TOLERANCE, Progress
+from peerd.training.flush import FLUSH_CODEC, FLUSH_TOLERANCE, WHILE_ONE_TRAINS, Progress
 from peerd.training.mode import LinkedMode, LinkStatus
 from peerd.training.mode_settings import ModeSettings
 from peerd.training.model.quiet import EVERY_STEP, Quiet
@@ -46,6 +46,7 @@ class PartneredMode(LinkedMode, Generic[P]):
         self.gain_limit = GAIN_MAX  # of an exchange while this node trains
         self.drained = False  # at the end of a run: every partner has what this node had not yet sent
         self.settled = False  # and all models agree
+        self._one_trains = False  # of the partners, after our own run has ended
         self._layout = layout
         self._settings = settings
         self._values = values
@@ -220,7 +221,8 @@ class PartneredMode(LinkedMode, Generic[P]):
         return partner.progress.is_stuck or self._is_close(partner)
 
     def _is_close(self, partner: P) -> bool:
-        close = partner.distance + partner.moved <= self.tolerance * partner.anchor_norm
+        tolerance = self.tolerance * (WHILE_ONE_TRAINS if self._one_trains else 1.0)
+        close = partner.distance + partner.moved <= tolerance * partner.anchor_norm
         return partner.flushed and partner.peer_finishing and close
 
     def _proceed(self, partners: list[P], *, expects_more: bool, under_way: bool) -> list[Effect]:

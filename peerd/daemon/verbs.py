@@ -25,8 +25,7 @@ from peerd.security import wall_clock
 from peerd.security.certificates import pin_of
 from peerd.security.token import parse_life
 from peerd.settings import parse_address
-from peerd.training.mode_settings import PLANNED
-from peerd.training.modes import check_given, class_of, heeds
+from peerd.training.modes import check_given, class_of, shown_settings
 from peerd.transport.errors import UserError
 from peerd.transport.ids import Address, NodeId, shown
 from peerd.transport.messages import Member, Plan, State
@@ -279,7 +278,7 @@ class Verbs:
         return {
             "plan": plans.plan.number,
             "mode": self._mode_under(plans.plan),
-            "settings": {key: getattr(in_force, key) for key in PLANNED if heeds(mode, key, in_force.exchange)},
+            "settings": shown_settings(mode, in_force),
             "settle_steps": kind.settle_steps(mode.partition(":")[2], in_force),
             "author": plans.plan.author,
             "proposed_by": members[plans.plan.author].name if plans.plan.author in members else plans.plan.author,

@@ -26,7 +26,7 @@ from peerd.simulation.teacher import NAME as TEACHER
 from peerd.simulation.teacher import Teacher
 from peerd.simulation.world import Violation, World
 from peerd.training.effects import Vector
-from peerd.training.modes import class_of, exchanges
+from peerd.training.modes import class_of, exchanges, shown_settings
 from peerd.training.tasks import TASKS
 from peerd.transport.errors import UserError
 from peerd.transport.messages import State
@@ -215,6 +215,7 @@ def simulate(scenario: Scenario, trace: TextIO | None = None, progress: Progress
         "problem": scenario.problem,
         "mode": scenario.mode,
         "run": scenario.label,
+        **({"settings": shown_settings(scenario.mode, scenario)} if run.problem is not None else {}),
         "seed": scenario.seed,
         **run.measured,
         **against,

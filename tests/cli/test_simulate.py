@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -104,6 +106,38 @@ def test_people_get_a_summary() -> None:
     assert result.exit_code == 0
     for word in ("virtual time", "traffic", "membership", "digest", "replay"):
         assert word in result.stdout
+
+
+TWO = "gossip;codec=top_k_3;trigger=change:0.1,noloco;codec=sign;every=20;outer-lr=0.3"
+
+
+@pytest.mark.parametrize("seeds", [["--seed", "7"], ["--seeds", "0..2"]])
+@pytest.mark.parametrize("modes", ["gossip,allreduce,diloco,hardsync,async", TWO, "gossip"])
+def test_a_summary_fits_a_narrow_terminal_and_its_commands_can_be_copied(modes: str, seeds: list[str]) -> None:
+    words = ["--peers", "4", "--steps", "5", "--faults", "none", "--compute", "lognormal:0.4:0.2", *seeds]
+    said = ["simulate", *words, "--mode", modes]
+    shown = CliRunner(env={"COLUMNS": "80"}).invoke(app, said, catch_exceptions=False).stdout
+    lines = shown.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "..." not in shown
+    commands = [one.split("\nreplay\n")[0] for one in f"\n{shown}".split("\nreplay\n")[1:]]
+    assert len(commands) == modes.count(",") + 1
+    for command, mode in zip(commands, modes.split(","), strict=True):
+        program, verb, *again = shlex.split(command.replace("\\\n", ""))
+        assert (program, verb) == ("peerd", "simulate")
+        runs = simulate(*again)
+        ran = runs.get("runs", [runs])
+        assert {run["run"] for run in ran} == {mode}
+        assert [run["seed"] for run in ran] == ([7] if len(ran) == 1 else [0, 1, 2])
+
+
+def test_the_codec_in_force_is_told() -> None:
+    words = ["--peers", "4", "--steps", "5", "--faults", "none", "--mode", "noloco", "--codec", "sign"]
+    settings = simulate(*words)["settings"]
+    assert (settings["codec"], settings["every"]) == ("bfloat16", 50)
+    assert "trigger" not in settings, "it has none"
+    assert re.search(r"^codec +bfloat16, not sign", CliRunner().invoke(app, ["simulate", *words]).stdout, re.MULTILINE)
+    assert "settings" not in simulate("--problem", "members", "--peers", "4", "--minutes", "1"), "nobody trains"
 
 
 def test_modes_are_compared_in_one_run(tmp_path: Path) -> None:

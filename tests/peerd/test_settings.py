@@ -15,10 +15,20 @@ from hypothesis import strategies as st
 
 from peerd.carriers import CARRIERS
 from peerd.security.token import Token
-from peerd.settings import DEFAULT_PORT, OF_RDMA, Settings, load, parse_address, unknown_variables
+from peerd.settings import DEFAULT_PORT, OF_RDMA, Settings, load, parse_address, planned, unknown_variables
 from peerd.simulation.scenario import Scenario
 from peerd.training.codecs import CODECS
-from peerd.training.modes import MODES, ModeSettings, alike_at_start, class_of, heeds, settings_of
+from peerd.training.modes import (
+    MODES,
+    ModeMaker,
+    ModeSettings,
+    alike_at_start,
+    class_of,
+    heeds,
+    in_one_form,
+    parse_mode,
+    settings_of,
+)
 from peerd.training.pairs.outer import WHOLE_MODEL_CODECS
 from peerd.transport.errors import UserError
 
@@ -131,6 +141,36 @@ def test_who_was_told_another_outer_step_is_refused_by_its_text() -> None:
     assert len({*texts}) == 4
     assert texts[2] == "diloco"
     assert texts[3] == texts[4] == "diloco+outer_lr=0.5"
+
+
+@pytest.mark.parametrize(
+    ("modes", "form"),
+    [
+        (("elastic:pairwise", "elastic:pairwise:0.25", "elastic:pairwise:.250"), "elastic:pairwise"),
+        (("elastic:pairwise:0.1", "elastic:pairwise:1e-1"), "elastic:pairwise:0.1"),
+        (("softsync", "softsync:1", "softsync:01:staleness"), "softsync"),
+        (("softsync:2", "softsync:02", "softsync:2:staleness"), "softsync:2"),
+        (("softsync:1:mean", "softsync:01:mean"), "softsync:1:mean"),
+        (("async", "async:staleness"), "async"),
+        (("async:mean",), "async:mean"),
+        (("diloco", "diloco:1"), "diloco"),
+        (("diloco:4", "diloco:004"), "diloco:4"),
+        (("hardsync:batch=8:backup=1", "hardsync:backup=01:batch=08"), "hardsync:backup=1:batch=8"),
+        (("elastic",), "elastic"),
+        (("gossip",), "gossip"),
+    ],
+)  # fmt: skip
+def test_who_means_the_same_argument_is_told_the_same_mode(modes: tuple[str, ...], form: str) -> None:
+    def made(maker: ModeMaker) -> tuple[Any, dict[str, Any]]:
+        keywords = getattr(maker, "keywords", {})
+        return getattr(maker, "func", maker), {} if keywords == {"fragments": 1} else keywords
+
+    told: dict[str, Any] = {"exchange": "gradients"} if form.startswith("hardsync") else {}
+    for mode in modes:
+        started = Settings(mode=mode, codec="bfloat16", **told)
+        assert alike_at_start(mode, started).partition("+")[0] == in_one_form(mode) == form
+        assert planned(started, form).codec == "bfloat16", "it is no other mode, whose defaults would count"
+        assert made(parse_mode(mode)) == made(parse_mode(form))
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,8 @@ def test_a_mode_that_can_do_with_loss_ends_its_run_with_one_model(mode: str) -> 
         assert result["dropped"] > 0.1 * result["exchanges"]
         assert (result["mean_bias"] < 1e-12) == (mode == "push-sum"), "it alone keeps the mean"
         distances.append(result["consensus_distance"])
-    assert median(distances) < 0.03, "the flush loses its messages, too: now and then a member gives up early"
+    assert median(distances) < 0.005
+    assert sorted(distances)[-2] < 0.02, "the flush loses its messages, too: now and then a member gives up early"
 
 
 def test_what_is_lost_is_drawn_from_the_seed() -> None:

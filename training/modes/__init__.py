@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict
+from typing import Any
 
 from peerd.training.mode import LinkStatus, Mode, ModeClass, ModeMaker
-from peerd.training.mode_settings import ALIKE_AT_START, OPTIONS, WEIGHTS, ModeSettings
+from peerd.training.mode_settings import ALIKE_AT_START, OPTIONS, PLANNED, WEIGHTS, ModeSettings
 from peerd.training.model.quiet import EVERY_STEP, Quiet
 from peerd.training.modes.allreduce import AllReduce
 from peerd.training.modes.diloco import DiLoCo
@@ -39,8 +40,10 @@ __all__ = [
     "class_of",
     "exchanges",
     "heeds",
+    "in_one_form",
     "parse_mode",
     "settings_of",
+    "shown_settings",
 ]
 
 MODES: dict[str, type[ModeClass]] = {
@@ -81,16 +84,32 @@ def parse_mode(text: str, exchange: str = WEIGHTS) -> ModeMaker:
     raise UserError(f"--mode {text}: what takes an argument is {arguments}")
 
 
+def in_one_form(mode: str) -> str:
+    """The same mode as all write it who mean it. Raises UserError."""
+    parse_mode(mode)
+    name, _, argument = mode.partition(":")
+    form = class_of(mode).in_one_form(argument)
+    return f"{name}:{form}" if form else name
+
+
 def settings_of(mode: str, told: ModeSettings) -> ModeSettings:
     """What the mode's core is given and users are shown: the settings of modes among `told`, as they take effect."""
     of_modes = ModeSettings(**{name: getattr(told, name) for name in OPTIONS})
     return class_of(mode).exchanging(told.exchange).in_force(of_modes)
 
 
+def shown_settings(mode: str, told: ModeSettings) -> dict[str, Any]:
+    """What the mode heeds of what may change while it runs, as it takes effect."""
+    in_force = settings_of(mode, told)
+    return {name: getattr(in_force, name) for name in PLANNED if heeds(mode, name, in_force.exchange)}
+
+
 def alike_at_start(mode: str, told: ModeSettings) -> str:
     """The mode and what all members must be told alike, where it does not take effect as if they were told nothing."""
     own, usual = asdict(settings_of(mode, told)), asdict(settings_of(mode, ModeSettings()))
-    return "+".join([mode, *(f"{name}={own[name]}" for name in ALIKE_AT_START if own[name] != usual[name])])
+    return "+".join(
+        [in_one_form(mode), *(f"{name}={own[name]}" for name in ALIKE_AT_START if own[name] != usual[name])]
+    )
 
 
 def check_options(mode: str, told: ModeSettings) -> None:

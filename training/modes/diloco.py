@@ -57,6 +57,12 @@ class DiLoCo(AllReduce):
         return partial(cls, fragments=fragments) if fragments else None
 
     @classmethod
+    def in_one_form(cls, argument: str) -> str:
+        """See `ModeClass`."""
+        fragments = count(argument, FRAGMENTS_MAX)
+        return str(fragments) if fragments > 1 else ""
+
+    @classmethod
     def check(cls, argument: str, told: ModeSettings) -> None:
         """See `ModeClass`."""
         super().check(argument, told)

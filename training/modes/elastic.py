@@ -115,6 +115,12 @@ class Elastic(LinkedMode):
             return None
         return partial(ElasticPairs, alpha=alpha) if how == "pairwise" and 0 < alpha <= GAIN_MAX else None
 
+    @classmethod
+    def in_one_form(cls, argument: str) -> str:
+        """See `ModeClass`."""
+        how, _, text = argument.partition(":")
+        return f"{how}:{number(text)!r}" if text and number(text) != ALPHA else how
+
     def __init__(
         self, me: NodeId, layout: Layout, rng: random.Random, settings: ModeSettings, values: Callable[[], Vector]
     ) -> None:

@@ -334,7 +334,8 @@ class Gossip(PartneredMode[PairLink]):
             return []
         effects: list[Effect] = []
         live = [link for link in self._links.live() if not link.closing]
-        if all(link.peer_finishing for link in live):
+        self._one_trains = not all(link.peer_finishing for link in live)
+        if not self._one_trains:
             self._tell_news()
         under_way = any(link.reference.under_way is not None for link in live)
         if not under_way:  # then with all at once: a round

@@ -437,12 +437,21 @@ class HardSync(ParameterServer):
     @classmethod
     def of(cls, argument: str) -> ModeMaker | None:
         """See `ModeClass`."""
-        given = dict(word.partition("=")[::2] for word in argument.split(":")) if argument else {}
-        numbers = {key: count(text) for key, text in given.items()}
+        numbers = cls._numbers(argument)
         if not numbers.keys() <= {"batch", "backup"} or not all(numbers.values()):
             return None
         batch, backup = numbers.get("batch", 0), numbers.get("backup", 0)
         return partial(ParameterServer, rule=replace(cls.RULE, batch=batch, backup=backup))
+
+    @classmethod
+    def in_one_form(cls, argument: str) -> str:
+        """See `ModeClass`."""
+        return ":".join(f"{key}={number}" for key, number in sorted(cls._numbers(argument).items()))
+
+    @staticmethod
+    def _numbers(argument: str) -> dict[str, int]:
+        given = dict(word.partition("=")[::2] for word in argument.split(":")) if argument else {}
+        return {key: count(text) for key, text in given.items()}
 
 
 class SoftSync(ParameterServer):
@@ -463,6 +472,14 @@ class SoftSync(ParameterServer):
             partial(ParameterServer, rule=Rule(number, rate or RATES[0])) if number and rate in ("", *RATES) else None
         )
 
+    @classmethod
+    def in_one_form(cls, argument: str) -> str:
+        """See `ModeClass`."""
+        first, _, rate = argument.partition(":")
+        if rate in ("", RATES[0]):
+            return str(count(first)) if count(first) > 1 else ""
+        return f"{count(first)}:{rate}"
+
 
 class Async(ParameterServer):
     """The server waits for nobody."""
@@ -476,3 +493,8 @@ class Async(ParameterServer):
         """See `ModeClass`."""
         rate = argument or RATES[0]
         return partial(ParameterServer, rule=replace(cls.RULE, rate=rate)) if rate in RATES else None
+
+    @classmethod
+    def in_one_form(cls, argument: str) -> str:
+        """See `ModeClass`."""
+        return argument if argument != RATES[0] else ""

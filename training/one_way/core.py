@@ -9,7 +9,7 @@ pushes with a fine codec, until every partner has finished and none is further a
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -34,6 +34,8 @@ from peerd.transport.messages import Connected, Message, Pull, Push, Pushed, Pus
 
 STILL_AFTER = 4  # pushes that came, or were asked for, since the last own exchange: of equals one in 270 gets more
 DISTANCE_MAX = 1e100  # what is said of one; its square is a float
+TELL_AGAIN_S = 1.0  # of the end of our run, then twice as long each time
+TELL_AGAIN_MAX = 5  # where three of ten messages are lost, all six are with one in 1400
 ROUNDS_UNHEARD = 4  # of the flush, to partners that send nothing back: then one such in SILENCE_MAX_S
 
 
@@ -56,6 +58,8 @@ class OneWay(PartneredMode[Partner]):
         self._to_flush = 0  # partners of this round that have not had their push yet
         self._unheard = 0  # rounds of the flush since a push last came: nobody's model moves ours meanwhile
         self._round_at = float("-inf")
+        self._untold: set[NodeId] = set()  # pushers that may not know that our run has ended
+        self._told_times, self._tell_at = 0, float("inf")  # told again how often, and when they will be next
 
     # ---------------------------------------------------------------- what a mode adds
 
@@ -95,6 +99,11 @@ class OneWay(PartneredMode[Partner]):
         if not report.finishing:
             self._received = self._unheard = 0
         ends = report.finishing and not self._report.finishing
+        self._answers.hurries = report.finishing
+        if not report.finishing:
+            self._untold.clear()
+        elif ends:
+            self._will_tell(self._pushers(), now)
         self._allowances.walked(report.change, published=report.published)
         effects = super().on_step(report, now)
         if ends:
@@ -260,6 +269,7 @@ class OneWay(PartneredMode[Partner]):
             return [Send(sender, held)]
         if push.seq <= held.version:
             return [self._answer(held, held.distance)]  # said again, not measured anew
+        self._untold.discard(sender)  # our answer tells it, and is asked for until it has come
         came = held.decode(push)
         values = self._current()
         parameters = self._layout.parameters
@@ -282,6 +292,8 @@ class OneWay(PartneredMode[Partner]):
         effects: list[Effect] = [self._answer(held, distance), Apply(correction)]
         if forgotten is not None:
             effects.append(Send(forgotten.peer, PushForgotten(forgotten.link, forgotten.version)))
+            if self._report.finishing:  # an answer with the word of our end is not said again any more
+                self._will_tell([forgotten.peer], now)
         if partner := self._partners.held.get(sender):
             partner.peer_finishing = push.finishing
             if push.finishing:
@@ -372,13 +384,30 @@ class OneWay(PartneredMode[Partner]):
                 self._answers.repeated(peer)
                 self.counts["repeats"] += 1
                 effects += self._repeat(peer, now)
-        return effects + self._flush(now)
+        return effects + self._tell_again(now) + self._flush(now)
+
+    def _will_tell(self, peers: Iterable[NodeId], now: float) -> None:
+        self._untold.update(peers)
+        self._told_times, self._tell_at = 0, now + TELL_AGAIN_S
+
+    def _tell_again(self, now: float) -> list[Effect]:
+        """A partner of ours that has not heard of our end waits for it, and sends nothing that we would answer."""
+        if not self._untold or now < self._tell_at:
+            return []
+        told = [said for peer in self._pushers() if peer in self._untold for said in self._told(peer)]
+        self._told_times += 1
+        self._tell_at = now + TELL_AGAIN_S * 2.0**self._told_times
+        if self._told_times == TELL_AGAIN_MAX:
+            self._untold.clear()
+        return told
 
     def _say_again_at(self, now: float) -> float:
         due = [since + self._answers.wait_s(peer) for peer, since in self._waits().items()]
         round_waits = self._unheard >= ROUNDS_UNHEARD and not self._round_under_way() and bool(self._due())
         if self._report.finishing and round_waits:
             due.append(self._round_at + SILENCE_MAX_S)
+        if self._untold:
+            due.append(self._tell_at)
         return min(due, default=float("inf")) + (WAKE_AFTER_S - SILENCE_MAX_S)
 
     # ---------------------------------------------------------------- the final flush
@@ -387,8 +416,10 @@ class OneWay(PartneredMode[Partner]):
         return bool(np.isfinite(norm_of_difference(values)))
 
     def _end_run(self) -> list[Effect]:
-        pushers = [peer for peer in self._copies.pushers() if peer in self._partners.alive]
-        return [said for peer in pushers for said in self._told(peer)]
+        return [said for peer in self._pushers() for said in self._told(peer)]
+
+    def _pushers(self) -> list[NodeId]:
+        return [peer for peer in self._copies.pushers() if peer in self._partners.alive]
 
     def _flush(self, now: float) -> list[Effect]:
         """At a run's end: push to whoever does not yet agree; say when all have what we held, when all agree."""

@@ -213,6 +213,32 @@ def test_who_has_no_weight_left_to_give_pushes_its_model_alone() -> None:
     assert swarm.drift() < 1e-10
 
 
+def test_who_has_not_heard_of_an_end_is_told_again() -> None:
+    """The word was said once: a partner that had pushed all it had waited for it for ever, if it was lost."""
+    swarm = GossipSwarm(3, 40, "float32", view=1, mode="push-sum")  # a pushes to b, b to c, c to a
+    swarm.everyone_alive()
+    for _ in range(5):
+        for name in swarm.nodes:
+            swarm.step(name)
+            swarm.settle()
+    swarm.step("a", finishing=True)
+    swarm.settle()
+    swarm.step("b", finishing=True)
+    assert swarm.queues["b", "a"], "the word of its end"
+    swarm.queues["b", "a"].clear()
+    swarm.settle()
+    swarm.step("c", finishing=True)
+    swarm.settle()
+    assert True not in swarm.nodes["a"].proceeded
+    for wait_s in (1, 2, 4):
+        swarm.now += wait_s + 0.01
+        for name, node in swarm.nodes.items():
+            if node.core.deadline <= swarm.now:
+                swarm.perform(name, node.core.on_timer(swarm.now))
+        swarm.settle()
+    assert swarm.nodes["a"].proceeded == [False, True]
+
+
 @pytest.mark.parametrize("back", [False, True])
 def test_two_without_weight_do_not_ask_each_other_without_end(back: bool) -> None:
     swarm = GossipSwarm(2, 50, "float32", mode="push-sum")
