@@ -107,7 +107,6 @@ class Membership:
         for member in known:
             if member.id != me.id:
                 self._roster.put(member)
-                self._prober.welcome(member.id)
         if self._roster.live:
             self._exchange.company_changed(now)
 
@@ -197,11 +196,13 @@ class Membership:
             return self._ask_wake(now, effects)
         self.counts["tables"] += 1
         self._suspicions.spoke(table.sender, now)
-        differ = False
+        differ, known, revoked = False, self._roster.rows.get, self._roster.revoked
         for record in table.members:
-            if record.id in self._roster.revoked:
+            if known(record.id) is record:
+                continue
+            if record.id in revoked:
                 self.counts["revoked_records"] += 1
-            elif self._roster.rows.get(record.id) is not record:
+            else:
                 if record.id == table.sender:
                     self._hear_own_word(record, dialled, now, effects)
                 differ |= self._hear_told(record, table.sender, now, effects)

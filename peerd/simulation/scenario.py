@@ -175,7 +175,7 @@ class _Run:
         nodes = list(swarm.nodes.values())
         trainers = list(swarm.trainers)
         losses = [trainer.loss for trainer in trainers if trainer.lie is None and not math.isnan(trainer.loss)]
-        models = swarm.honest_models()
+        models = swarm.honest_models(None if self.scenario.scores else DISTANCES)
         scores: dict[str, float] = {}
         if self.scenario.scores and models and self.problem is not None:
             scores = self.problem.look(np.mean(models, axis=0, dtype=np.float64))

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import islice
 
 import numpy as np
 
@@ -340,10 +341,10 @@ class Swarm:
         """Of all nodes that have one."""
         return [trainer.model() for trainer in self.trainers if trainer.mode is not None]
 
-    def honest_models(self) -> list[Vector]:
-        """Of those who do not lie about theirs."""
+    def honest_models(self, count: int | None = None) -> list[Vector]:
+        """Of those who do not lie about theirs, the first so many."""
         honest = (trainer for trainer in self.trainers if trainer.mode is not None and trainer.lie is None)
-        return [trainer.model() for trainer in honest]
+        return [trainer.model() for trainer in islice(honest, count)]
 
     def counts(self) -> Counter[str]:
         """Of all nodes, those that are gone too."""

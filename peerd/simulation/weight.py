@@ -58,15 +58,15 @@ def table_bytes(table: MemberTable) -> int:
 
 def _rows_bytes(records: tuple[Member, ...]) -> int:
     """What they add to a message that has none."""
-    if not records:
-        return 0
-    return sum(map(_record_bytes, records)) + 2 * (len(records) > _ARRAY_SHORT)
+    total = 2 * (len(records) > _ARRAY_SHORT)
+    weighed = _weighed.get
+    for record in records:  # a call for each would take most of the time
+        known = weighed(id(record))
+        total += known[1] if known is not None else _record_bytes(record)
+    return total
 
 
 def _record_bytes(record: Member) -> int:
-    known = _weighed.get(id(record))
-    if known is not None:
-        return known[1]
     with_it, without = (wire.encode(Ack(0, "x", news))[0] for news in ((record,), ()))
     if len(_weighed) >= WEIGHED_MAX:
         _weighed.clear()

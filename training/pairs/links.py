@@ -382,8 +382,8 @@ class PairLinks:
         """Ask strangers for links while there are fewer than wanted."""
         if (lacking := self._wanted() - self._places_taken()) <= 0:
             return []
-        strangers = sorted(self._alive - set(self.held) - set(self.opening) - self._declined)
-        strangers = [peer for peer in strangers if not self.graylist.refuses(peer, now)]
+        refused = {peer for peer, _ in self.graylist.refused(now)}
+        strangers = sorted(self._alive - self.held.keys() - self.opening.keys() - self._declined - refused)
         effects: list[Effect] = []
         for peer in self._rng.sample(strangers, min(lacking, len(strangers))):
             number = self._rng.getrandbits(62)
