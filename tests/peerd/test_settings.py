@@ -148,6 +148,8 @@ def test_who_was_told_another_outer_step_is_refused_by_its_text() -> None:
     [
         (("elastic:pairwise", "elastic:pairwise:0.25", "elastic:pairwise:.250"), "elastic:pairwise"),
         (("elastic:pairwise:0.1", "elastic:pairwise:1e-1"), "elastic:pairwise:0.1"),
+        (("elastic", "elastic:0.9", "elastic:.90"), "elastic"),
+        (("elastic:0.5", "elastic:5e-1"), "elastic:0.5"),
         (("softsync", "softsync:1", "softsync:01:staleness"), "softsync"),
         (("softsync:2", "softsync:02", "softsync:2:staleness"), "softsync:2"),
         (("softsync:1:mean", "softsync:01:mean"), "softsync:1:mean"),
@@ -156,14 +158,13 @@ def test_who_was_told_another_outer_step_is_refused_by_its_text() -> None:
         (("diloco", "diloco:1"), "diloco"),
         (("diloco:4", "diloco:004"), "diloco:4"),
         (("hardsync:batch=8:backup=1", "hardsync:backup=01:batch=08"), "hardsync:backup=1:batch=8"),
-        (("elastic",), "elastic"),
         (("gossip",), "gossip"),
     ],
 )  # fmt: skip
 def test_who_means_the_same_argument_is_told_the_same_mode(modes: tuple[str, ...], form: str) -> None:
     def made(maker: ModeMaker) -> tuple[Any, dict[str, Any]]:
         keywords = getattr(maker, "keywords", {})
-        return getattr(maker, "func", maker), {} if keywords == {"fragments": 1} else keywords
+        return getattr(maker, "func", maker), {} if keywords in ({"fragments": 1}, {"beta": 0.9}) else keywords
 
     told: dict[str, Any] = {"exchange": "gradients"} if form.startswith("hardsync") else {}
     for mode in modes:

@@ -1,6 +1,7 @@
 """How does a swarm hold together through one centre variable? Elastic averaging (EASGD, Zhang et al. 2015; Jin 2016).
 
-When a worker's trigger fires, its model x and the centre C move towards each other by u = a (x - C), a = 0.9 / workers.
+When a worker's trigger fires, its model x and the centre C move towards each other by u = a (x - C), a = BETA / workers.
+BETA is 0.9, the paper's, or the one of `elastic:BETA`. With a script whose SGD has Nesterov momentum this is EAMSGD.
 That is gossip's exchange over paired references (any codec, error feedback) with its gain limited to a, so a node is
 made of one or two gossip cores: its worker, whose only partner is the centre, and on one node, beside its own trainer,
 the centre, whose model is C. There the two talk without a network. The sum of all models and C is conserved. As a falls
@@ -57,6 +58,7 @@ from peerd.transport.messages import (
 )
 
 BETA = 0.9  # the moving rate times the number of workers (Zhang et al. 2015)
+BETA_END = 2.0  # where all workers pull at once, a centre would be thrown beyond them, ever further
 
 
 class _Worker(Gossip):
@@ -99,7 +101,7 @@ class Elastic(LinkedMode):
     """The mode's core for one node."""
 
     NAME = "elastic"
-    ARGUMENT = f"pairwise[:ALPHA] with ALPHA above 0 and up to {GAIN_MAX}"
+    ARGUMENT = f"BETA above 0 and below {BETA_END:g}, or pairwise[:ALPHA] with ALPHA above 0 and up to {GAIN_MAX}"
 
     barrier = 0
 
@@ -110,19 +112,31 @@ class Elastic(LinkedMode):
             return super().of(argument)
         how, colon, text = argument.partition(":")
         try:
+            if how != "pairwise":
+                beta = number(argument)
+                return partial(cls, beta=beta) if 0 < beta < BETA_END else None
             alpha = number(text) if colon else ALPHA
         except ValueError:
             return None
-        return partial(ElasticPairs, alpha=alpha) if how == "pairwise" and 0 < alpha <= GAIN_MAX else None
+        return partial(ElasticPairs, alpha=alpha) if 0 < alpha <= GAIN_MAX else None
 
     @classmethod
     def in_one_form(cls, argument: str) -> str:
         """See `ModeClass`."""
         how, _, text = argument.partition(":")
+        if how and how != "pairwise":
+            return "" if number(argument) == BETA else repr(number(argument))
         return f"{how}:{number(text)!r}" if text and number(text) != ALPHA else how
 
     def __init__(
-        self, me: NodeId, layout: Layout, rng: random.Random, settings: ModeSettings, values: Callable[[], Vector]
+        self,
+        me: NodeId,
+        layout: Layout,
+        rng: random.Random,
+        settings: ModeSettings,
+        values: Callable[[], Vector],
+        *,
+        beta: float = BETA,
     ) -> None:
         self.counts: Counter[str] = Counter()
         self.deadline = math.inf
@@ -131,6 +145,7 @@ class Elastic(LinkedMode):
         self.centre_values: Vector | None = None
         """C, while this node is the centre."""
         self._me = me
+        self._beta = beta
         self._layout = layout
         self._rng = rng
         self._settings = settings
@@ -188,7 +203,7 @@ class Elastic(LinkedMode):
         self._reclaim()
         came, self._alive = alive - self._alive, alive
         for core in self._cores():
-            core.gain_limit = min(GAIN_MAX, BETA / (1 + len(alive)))
+            core.gain_limit = min(GAIN_MAX, self._beta / (1 + len(alive)))
         effects: list[Effect] = []
         if self.centre is None or self.centre not in alive | {self._me}:
             named = self._named if self._named in alive else None

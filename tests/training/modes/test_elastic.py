@@ -16,9 +16,9 @@ from peerd.transport.errors import PeerError
 from peerd.transport.messages import CentreIs, LinkClosed, LinkOpen, LinkSnapshot, PairInvite
 
 
-def elastic_swarm(count: int, size: int, codec: str, **settings: object) -> GossipSwarm:
+def elastic_swarm(count: int, size: int, codec: str, mode: str = "elastic", **settings: object) -> GossipSwarm:
     """All of them alive and linked; what the centre starts from counts as put in."""
-    swarm = GossipSwarm(count, size, codec, mode="elastic", **settings)  # type: ignore[arg-type]
+    swarm = GossipSwarm(count, size, codec, mode=mode, **settings)  # type: ignore[arg-type]
     swarm.everyone_alive()
     swarm.settle()
     swarm.initial_sum = sum(swarm.centres(), swarm.initial_sum)
@@ -102,13 +102,14 @@ def test_any_exchanges_keep_the_sum_and_a_flush_ends_with_one_model(codec: str, 
     assert all(node.proceeded == [False, True] for node in swarm.nodes.values())
 
 
-def test_worker_and_centre_move_by_the_elastic_step() -> None:
-    swarm = elastic_swarm(3, 50, "float32")
+@pytest.mark.parametrize(("mode", "beta"), [("elastic", BETA), ("elastic:0.5", 0.5), ("elastic:1.4", 1.4)])
+def test_worker_and_centre_move_by_the_elastic_step(mode: str, beta: float) -> None:
+    swarm = elastic_swarm(3, 50, "float32", mode)
     (centre,) = swarm.centres()
     model, before = swarm.nodes["b"].x.copy(), centre.copy()
     swarm.step("b")
     swarm.settle()
-    moved = BETA / 3 * (model - before)
+    moved = beta / 3 * (model - before)
     assert np.allclose(swarm.nodes["b"].x, model - moved, atol=1e-5)
     assert np.allclose(centre, before + moved, atol=1e-5)
 
