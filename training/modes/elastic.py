@@ -1,7 +1,7 @@
 """How does a swarm hold together through one centre variable? Elastic averaging (EASGD, Zhang et al. 2015; Jin 2016).
 
 When a worker's trigger fires, its model x and the centre C move towards each other by u = a (x - C), where a is BETA /
-workers. BETA is 0.9, the paper's, or that of `elastic:BETA`. With a script whose SGD has Nesterov momentum it is EAMSGD.
+workers. BETA is 0.9, the paper's, or that of `elastic:BETA`. If the script has Nesterov momentum, this is EAMSGD.
 That is gossip's exchange over paired references (any codec, error feedback) with its gain limited to a, so a node is
 made of one or two gossip cores: its worker, whose only partner is the centre, and on one node, beside its own trainer,
 the centre, whose model is C. There the two talk without a network. The sum of all models and C is conserved. As a falls
