@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 import random
 import signal
@@ -12,6 +13,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -175,6 +177,33 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> list[npt.NDArray[np.uint8]]:
 
     monkeypatch.setattr(Staging, "free", free)
     return filled
+
+
+def in_huge_pages(pages: Any, size: int) -> int:
+    """How many bytes of a mapping the kernel keeps in huge pages, when all of it is in use."""
+
+    def now() -> int:
+        lines = Path("/proc/self/smaps").read_text().splitlines()
+        return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages"))
+
+    before = now()
+    np.frombuffer(pages, np.uint8, size)[:] = 1
+    return now() - before
+
+
+async def test_a_chunk_with_its_seal_lies_in_huge_pages() -> None:
+    plain = mmap.mmap(-1, 4 * MIB, mmap.MAP_PRIVATE)
+    plain.madvise(mmap.MADV_HUGEPAGE)
+    if in_huge_pages(plain, 4 * MIB) < 4 * MIB:
+        pytest.skip("this kernel gives out no huge pages, or has none left")
+    async with fabric_of(TRANSPORTS["tcp"]) as (fabric, _):
+        staging = Staging(fabric.context, lambda: None)
+        slots = [staging.lend(4 * MIB + 16) for _ in range(4)]
+        ffi = fabric.context.library.ffi
+        assert all(in_huge_pages(ffi.buffer(slot.memory, slot.size), slot.size) >= 4 * MIB for slot in slots)
+        for slot in slots:
+            staging.free(slot)
+        staging.close()
 
 
 @over

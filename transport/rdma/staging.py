@@ -109,14 +109,15 @@ class Staging:
         return len(self._slots)
 
     def _registered(self, size: int) -> Slot:
-        try:
-            pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE)
+        huge = size // HUGE_BYTES * HUGE_BYTES
+        try:  # Linux puts a mapping where huge pages fit only if it is a whole number of them
+            pages = mmap.mmap(-1, huge + HUGE_BYTES if 0 < huge < size else size, mmap.MAP_PRIVATE)
             pages.madvise(mmap.MADV_DONTFORK)  # a copy on write would part them from what a device knows
         except OSError as error:
             raise UcxError(f"no memory for chunks: {error.strerror}") from None
-        if size >= HUGE_BYTES:
+        if huge:
             with suppress(OSError):  # a kernel may have no huge pages
-                pages.madvise(mmap.MADV_HUGEPAGE)
+                pages.madvise(mmap.MADV_HUGEPAGE, 0, huge)
         memory = self._context.library.ffi.from_buffer(pages, require_writable=True)
         slot = Slot(size, memory, self._context.map(memory, size))
         self._slots.add(slot)
