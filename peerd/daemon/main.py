@@ -52,7 +52,7 @@ async def run(settings: Settings, mine: identity.Identity, command: list[str]) -
         _announce(settings, address, (daemon.me.host, address[1]), command, issues=issues)
         if daemon.entry is not None:
             ends = shown_time(daemon.entry.trust.certificate.not_valid_after_utc)
-            by = "connections are encrypted; this node is a member by %s, its certificate good until %s"
+            by = "connections are encrypted; this node is a member by %s; its certificate ends %s"
             LOGGER.info(by, daemon.entry.by, ends)
             if daemon.entry.folder is None and not settings.seeds and not kept:  # its swarm began elsewhere
                 alone = "this node was let into a swarm and knows no address there: it begins alone. peerd leave and "
