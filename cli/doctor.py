@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +13,9 @@ import typer
 from peerd.carriers import CARRIERS
 from peerd.cli import interrupts_end_at_once
 from peerd.cli.output import Format, FormatOption, echo, print_json
+
+INDENT = 16  # of what was found, behind its state and the name of its check
+WIDTH = 80
 
 
 def doctor(
@@ -36,8 +40,8 @@ def doctor(
 ) -> None:
     """Check this machine: software, GPU, ports, addresses, network, clock, who may join, peers, UCX and RDMA.
 
-    A node that runs here is looked at by its own settings, but for those that are given. A note harms nothing. What
-    fails is shown with its cure, and the exit code is 1.
+    A node that runs here is looked at by its own settings, but for those that are given; of several say which one with
+    --name. A note harms nothing. What fails is shown with its cure, and the exit code is 1.
     """
     flags = {
         "name": name, "bind": bind, "join": tuple(join) if join else None, "token": token,
@@ -45,18 +49,27 @@ def doctor(
         "rdma_subnets": tuple(rdma_subnet) if rdma_subnet else None, "rdma_allow_fallback": rdma_allow_fallback,
     }  # fmt: skip
     with interrupts_end_at_once():  # it imports torch, and leaves nothing behind
-        from peerd.doctor import check, examine, settings_of_running
+        from peerd.doctor import check, examine, settings_of_running, which_node
         from peerd.settings import load
 
         told = {key: value for key, value in flags.items() if value is not None}
         is_new = bind is not None or token is not None or config is not None
-        running = settings_of_running(name or os.environ.get("PEERD_NAME"), told, only=not is_new)
-        findings = examine(running or load(flags, os.environ, config))
+        whose = name or os.environ.get("PEERD_NAME")
+        running = settings_of_running(whose, told, only=not is_new)
+        unnamed = which_node() if whose is None and not is_new else ()
+        findings = [*unnamed, *examine(running or load(flags, os.environ, config))]
     if format is Format.JSON:
         print_json([asdict(finding) for finding in findings])
     else:
         for finding in findings:
-            echo(f"{finding.state:<5} {finding.check:<9} {finding.found}")
+            _print(f"{finding.state:<5} {finding.check:<9} ", finding.found)
             if finding.cure:
-                echo(f"{'':<16}cure: {finding.cure}")
+                _print(" " * INDENT, f"cure: {finding.cure}")
     check(findings)
+
+
+def _print(begins: str, text: str) -> None:
+    """In lines of the width of a narrow terminal, which would begin the next one at its edge."""
+    lines = textwrap.wrap(text, WIDTH - INDENT, break_long_words=False, break_on_hyphens=False)
+    for before, line in zip([begins, *[" " * INDENT] * len(lines)], lines, strict=False):
+        echo(before + line)

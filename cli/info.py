@@ -9,11 +9,18 @@ from peerd.local.local_socket import find_node, request
 
 
 def info(name: NameOption = None, format: FormatOption = Format.TEXT) -> None:
-    """Show a node's id, the SHA-256 of its key (FINGERPRINT, which begins with the id), address and settings."""
+    """Show a node's id, the SHA-256 of its key (FINGERPRINT, which begins with the id), address and settings.
+
+    \b
+    encrypted    connections are, and each end has proved who it is
+    issuers      the members that make tokens: ask one of them for peerd token
+    epoch        how often this node has been started
+    """
     answer = request(find_node(name), "info")
     if format is Format.JSON:
         print_json(answer)
         return
     settings = answer.pop("settings")
     for key, value in {**answer, **settings}.items():
-        typer.echo(f"{key:<20} {', '.join(value) if isinstance(value, list) else value}")
+        label = "encrypted" if key == "sealed" else key
+        typer.echo(f"{label:<20} {', '.join(value) if isinstance(value, list) else value}")

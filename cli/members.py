@@ -7,24 +7,25 @@ from typing import Any
 from peerd.cli.output import Format, FormatOption, NameOption, print_json, print_table
 from peerd.local.local_socket import find_node, request
 
-ID_SHOWN = 16  # digits that tell members apart; all are in the JSON
+ID_SHOWN = 8  # digits that tell members apart; all are in the JSON
 
 
 def members(name: NameOption = None, format: FormatOption = Format.TEXT) -> None:
-    """List the members of the swarm: alive, suspect, failed or left.
+    """List the members of the swarm as one node sees it: alive, suspect, failed or left. The JSON says more.
 
     "no steps": its trainer has made none for more than ten times its slowest, and ten seconds.
 
     "refused": this node exchanges nothing with it, for broken rules or a model far from all others'; see peerd forgive.
 
-    CARRIER is what large chunks travel over between that member and this node, while they are linked.
+    VIA is how models travel between that member and this node, while they exchange: tcp, shm (memory that nodes of one
+    machine share), rdma, or ucx (for tests: what the library for RDMA has without it).
     """
     rows = request(find_node(name), "members")["members"]
     if format is Format.JSON:
         print_json(rows)
         return
     print_table(
-        ["NAME", "ADDRESS", "STATE", "CARRIER", "MODE", "MODEL", "ID"],
+        ["NAME", "ADDRESS", "STATE", "VIA", "MODE", "ID"],
         [
             [
                 _marked(row),
@@ -32,7 +33,6 @@ def members(name: NameOption = None, format: FormatOption = Format.TEXT) -> None
                 _state(row),
                 row["carrier"] or "-",
                 row["mode"],
-                row["model"] or "-",
                 row["id"][:ID_SHOWN],
             ]
             for row in rows
@@ -47,4 +47,4 @@ def _state(row: dict[str, Any]) -> str:
 
 
 def _marked(row: dict[str, Any]) -> str:
-    return f"{row['name']} (this node)" if row["self"] else row["name"]
+    return f"{row['name']} (this)" if row["self"] else row["name"]

@@ -18,7 +18,11 @@ LOOK_S = 0.1
 TELL_EVERY_S = 2.0
 PATIENCE_S = 120.0  # a member may finish an exchange of a minute first, and a death is known after 65 s in a WAN
 
-mode = typer.Typer(help="Show or change how the swarm combines models, while it trains.", no_args_is_help=True)
+mode = typer.Typer(
+    help="Show or change how the swarm combines models, while it trains. A plan is a mode with its settings, as all "
+    "members work in it: plan 0 is what they were started with, and each change has the next number.",
+    no_args_is_help=True,
+)
 
 
 @mode.command()

@@ -20,6 +20,7 @@ from peerd.cli import interrupts_end_at_once
 from peerd.cli.mode_options import with_mode_options
 from peerd.cli.output import Format, FormatOption, check_report, print_json, progress_bar, size, write_report
 from peerd.simulation.byzantine import ATTACKS
+from peerd.simulation.faults import FAULTS
 from peerd.simulation.laboratory import run_all
 from peerd.simulation.options import LOOK_MIN_S, OPTIMIZERS, SCHEDULES, parse_modes, parse_seeds
 from peerd.simulation.scenario import PROBLEMS, Outcome, Sample, Scenario
@@ -43,18 +44,20 @@ def simulate(
     problem: Annotated[str, typer.Option(help=f"one of {', '.join(PROBLEMS)}; a teacher may have sizes")] = "consensus",
     steps: Annotated[int | None, typer.Option(min=1, help="optimizer steps of each node")] = None,
     parameters: Annotated[int, typer.Option(max=10**13, help="of the model, for --problem bytes")] = 125_000_000,
-    compute: Annotated[str, typer.Option(help="a step, in s: fixed:S, lognormal:MEDIAN:SIGMA, trace:FILE")] = "fixed:2",
+    compute: Annotated[
+        str, typer.Option(help="a step, in s: fixed:S, trace:FILE, lognormal:M:SIGMA (median M)")
+    ] = "fixed:2",
     network: Annotated[str, typer.Option(help="lan, wan, home or a .toml file with sites")] = "lan",
     uplink_mbit: Annotated[
         float | None, typer.Option(min=0.001, max=1e6, help="of each node, instead of the network's")
     ] = None,
     downlink_mbit: Annotated[float | None, typer.Option(min=0.001, max=1e6)] = None,
     mode: Annotated[
-        str, typer.Option(help="several to compare, as 'gossip;codec=int8,diloco;every=50': a run each")
+        str, typer.Option(help="several with commas to compare, a run each; options of one as in 'diloco;every=9'")
     ] = "gossip",
     told: dict[str, Any],
     shard: Annotated[str, typer.Option(help="of a task: iid, sorted or dirichlet:A")] = "iid",
-    faults: Annotated[str, typer.Option(help="none, all, or a list: crash,pause,partition,...")] = "crash",
+    faults: Annotated[str, typer.Option(help=f"none, all, or some with commas: {', '.join(FAULTS)}")] = "crash",
     fault_every: Annotated[float, typer.Option(min=0.1, max=1e6, help="seconds between faults, on average")] = 60.0,
     drop: Annotated[
         float,
@@ -312,7 +315,7 @@ def _summary(result: dict[str, Any]) -> dict[str, str]:
     rows["membership"] = f"{result['probes']:,} probes"
     rows["false deaths"] = f"{result['false_deaths']}"
     if result["crashes"]:
-        rows["crashes"] = f"{result['crashes']} ({result['crashes_detected']} known to 99 %)"
+        rows["crashes"] = f"{result['crashes']} (99 % of the members knew of {result['crashes_detected']})"
     if result["detection_median_s"] is not None:
         rows["known after"] = f"{result['detection_median_s']:.1f} s (median)"
         rows["at most"] = f"{result['detection_p99_s']:.1f} s (p99)"

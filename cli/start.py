@@ -36,7 +36,7 @@ def start(
     told: dict[str, Any],
     wait_for: Annotated[int | None, typer.Option(help="hold the first step until this many members are ready")] = None,
     transport: Annotated[
-        str | None, typer.Option(help=f"what bulk travels over between hosts: {', '.join(CARRIERS)}")
+        str | None, typer.Option(help=f"how models travel between machines: {', '.join(CARRIERS)}")
     ] = None,
     rdma_subnet: Annotated[
         list[str] | None, typer.Option(metavar="CIDR", help="RDMA only with peers in this network; may be given again")

@@ -34,15 +34,17 @@ def status(
     GAIN                the share of it that a correction takes away, at most 0.5
     LAST REASON         why this node last began an exchange: the model's change,
                         silence for a minute, period, always, or its finishing
+    models sent whole   to newcomers and new partners; all else is differences
+    event loop late     by how much the daemon (not the training) was behind
 
     Trigger decisions are those reasons, counted, and what was not sent:
 
     \b
-    quiet               a copy came, not for an exchange, and by an upper bound the
-                        model has not moved enough since the last one
+    quiet               a copy came, not for an exchange, and by an upper bound
+                        the model has not moved enough since the last one
     bound_only          an upper bound had, the exact change then had not
     no_idle_link        there is no partner, or each is in an exchange already
-    light               push-sum: the node has given away all but 0.1 % of a weight
+    light               push-sum: the node has given away nearly all its weight
     """
     answer = request(find_node(name), "status")
     if format is StatusFormat.JSON:
@@ -72,22 +74,23 @@ def _print_text(answer: dict[str, Any]) -> None:
     for peer, seconds in answer["refused"].items():
         echo(f"{peer} is refused for {_seconds(seconds)}; peerd forgive ends it")
     sent, received = size(answer["bytes_sent"]), size(answer["bytes_received"])
-    echo(f"sent {sent}, received {received}, {answer['snapshots']} snapshots")
+    whole = answer["snapshots"]
+    echo(f"sent {sent}, received {received}; {whole} model{'s' * (whole != 1)} sent whole")
     unit = "rounds" if answer["counts"].get("rounds") else "exchanges"  # of a mode that has rounds a link counts those
     echo(f"{answer['counts'].get(unit, 0)} {unit} since this mode began")
     if cut := answer["counts"].get("exchanges_cut", 0):
         echo(f"{cut} exchanges cut: a crash, or too many absent partners, may have taken a part of the models' mean")
     echo(f"event loop late by {answer['loop_latency_p99_s'] * 1e3:.1f} ms (p99)")
     if answer["links"]:
-        print_table(
-            ["PARTNER", unit.upper(), "DISTANCE", "GAIN", "LAST REASON"],
-            [
-                [link["peer"], str(link["exchanges"]), f"{link['distance']:.3g}" if link["exchanges"] else "-",
-                 f"{link['gain']:.2f}",
-                 link["last_reason"] or "-"]
-                for link in answer["links"]
-            ],
-        )  # fmt: skip
+        columns = ["PARTNER", unit.upper(), "DISTANCE", "GAIN", "LAST REASON"]
+        rows = [
+            [link["peer"], str(link["exchanges"]), f"{link['distance']:.3g}" if link["exchanges"] else "-",
+             f"{link['gain']:.2f}",
+             link["last_reason"] or "-"]
+            for link in answer["links"]
+        ]  # fmt: skip
+        shown = len(columns) - (unit == "rounds")  # all take part in a round, for no reason of this node's
+        print_table(columns[:shown], [row[:shown] for row in rows])
     if staleness := {int(steps): count for steps, count in answer["staleness"].items()}:
         pushes, most = sum(staleness.values()), max(staleness)
         echo(f"served {pushes} pushes; staleness {mean_of(staleness):.2f} on average, {most} at most")

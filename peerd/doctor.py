@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
+import ipaddress
 import platform
 import shutil
 import socket
+import struct
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -27,10 +30,10 @@ from peerd.settings import Settings, is_loopback, parse_address
 from peerd.training.kernels import library
 from peerd.transport import speed
 from peerd.transport.connection import ConnectionLost
-from peerd.transport.errors import PeerError, UserError
+from peerd.transport.errors import PeerError, UserError, cause
 from peerd.transport.ids import Address, shown
 from peerd.transport.secure.credentials import Credentials
-from peerd.transport.tcp import TcpTransport, cause
+from peerd.transport.tcp import TcpTransport
 
 CONNECT_S = 3.0
 CONNECTS = 5  # the fastest is shown
@@ -41,23 +44,33 @@ OF_A_NODE = (
     "name", "bind", "swarm", "run", "insecure_plaintext", "transport", "rdma_subnets", "rdma_allow_fallback",
 )  # fmt: skip
 """What a running node's settings say of how it is reached."""
+IPV6 = Path("/proc/net/if_inet6")
+IPV6_OF_ONE_LINE = ipaddress.IPv6Network("fe80::/10")
+_ADDRESS_OF = 0x8915  # SIOCGIFADDR, netdevice(7)
 _TIME_ERROR = 5  # adjtimex(2): nobody keeps the clock
 
 
 def settings_of_running(name: str | None, told: Mapping[str, Any], *, only: bool) -> Settings | None:
     """Of the node of this name where it runs here, with what is `told`; None: it does not run.
 
-    `only`: without a name the only one is meant. Raises UserError where several run then.
+    `only`: without a name the only one is meant, and none where several run.
     """
     if name is None and not only:
         return None
     running = running_nodes()
-    if (name is None and not running) or (name is not None and name not in running):
+    if (name is None and len(running) != 1) or (name is not None and name not in running):
         return None
     info = request(find_node(name), "info")
     own = {key: tuple(value) if isinstance(value, list) else value for key, value in info["settings"].items()}
     kept = {key: own[key] for key in OF_A_NODE if key in own}
     return replace(Settings(), **{**kept, "state_dir": info["state_dir"], **told})
+
+
+def which_node() -> Iterator[Finding]:
+    """For who named none: where several run, none of them is looked at."""
+    if len(running := running_nodes()) > 1:
+        found = f"several run here: {', '.join(running)}; this is the machine, and a node that is new on it"
+        yield Finding("node", "note", found, "--name NAME looks at one of them")
 
 
 def examine(settings: Settings) -> list[Finding]:
@@ -157,7 +170,7 @@ def _network(host: str) -> Iterator[Finding]:
         )
     else:
         yield Finding("address", "ok", f"{address}; a firewall must let TCP and UDP through to the port")
-    for name in sorted(interface.name for interface in NETWORK.glob("*") if interface.name != "lo"):
+    for name in _interfaces(address):
         mtu, mbit = _number(NETWORK / name / "mtu"), _number(NETWORK / name / "speed")
         found = f"{name}: MTU {mtu}" + (f", {mbit} Mbit/s by its own account" if mbit > 0 else "")
         if mtu < MTU_MIN:
@@ -165,6 +178,37 @@ def _network(host: str) -> Iterator[Finding]:
             yield Finding("network", "note", f"{found}: datagrams of membership are cut into pieces", cure)
         else:
             yield Finding("network", "ok", found)
+
+
+def _interfaces(bound: str | None) -> list[str]:
+    """Those that are up and have an address, but for loopback; where one of them has `bound`, that one alone."""
+    names = [interface.name for interface in NETWORK.glob("*") if interface.name != "lo"]
+    addresses = {name: _addresses(name) for name in sorted(names) if _is_up(name)}
+    return [name for name, its in addresses.items() if bound in its] or [name for name, its in addresses.items() if its]
+
+
+def _is_up(name: str) -> bool:
+    try:
+        return (NETWORK / name / "operstate").read_text().strip() != "down"  # a bridge says unknown
+    except OSError:
+        return False
+
+
+def _addresses(name: str) -> set[str]:
+    """Its first IPv4 address, and all of IPv6 but those of its line alone, which peers cannot be told."""
+    found = set()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe, _ADDRESS_OF, struct.pack("256s", name.encode()))
+            found.add(socket.inet_ntoa(answer[20:24]))
+        except OSError:  # it has none
+            pass
+    try:
+        rows = [line.split() for line in IPV6.read_text().splitlines()]
+    except OSError:  # a kernel without IPv6
+        rows = []
+    of_it = {ipaddress.IPv6Address(int(row[0], 16)) for row in rows if row[-1] == name}
+    return found | {str(one) for one in of_it if one not in IPV6_OF_ONE_LINE}
 
 
 def _clock() -> Iterator[Finding]:

@@ -48,7 +48,7 @@ class ModeSettings:
     codec: str = _option(AUTO, "how deltas are compressed; auto: the mode's own")
     trigger: str = _option("change:0.05", "when to send: change:0.05, period:10, always")
     view: int = _option(3, "partners at a time", most=1024)
-    every: int = _option(1, "steps between rounds, of a mode that has rounds", most=10**9)
+    every: int = _option(1, "steps between rounds; 1: the mode's own number", most=10**9)
     overlap: str = _option("delayed", "training during a round: blocking, delayed, hpsgd")
     topology: str = _option(AUTO, "of an all-reduce: auto, ring, tree:K, halving; of servers: adv:K")
     servers: int = _option(1, "members that serve the parameters, each a part", most=128)
@@ -61,7 +61,7 @@ class ModeSettings:
     min_peers: int = _option(1, "a round of fewer members waits for more", most=4096)
     exchange: str = _option(WEIGHTS, "weights after a step, or gradients before it", Scope.START)
     server_optimizer: str = _option(
-        SGD, "of servers that get gradients: sgd or adamw, with :KEY=VALUE,KEY=VALUE", Scope.START
+        SGD, "of servers that get gradients: sgd or adamw, with options as in sgd:momentum=0.9", Scope.START
     )
     robust: bool = _option(True, "bound what one member can do to this node's model", Scope.START)
 

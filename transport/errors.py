@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 
+def cause(error: Exception) -> str:
+    """What went wrong in a few words; what has none of the system's (a name that cannot be one) says it itself."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
 class PeerError(Exception):
     """A peer broke the rules: drop that peer, never the daemon."""
 

@@ -29,8 +29,10 @@ TENSORS_MAX = 48 << 10  # bytes of names, so that the whole stays under the 64 K
 class Refused(PeerError):
     """The two ends cannot train together: `field` is `here` on the acceptor's side and `there` on the dialler's."""
 
-    def __init__(self, text: str, refuse: Refuse) -> None:
+    def __init__(self, text: str, refuse: Refuse, proof: bytes = b"") -> None:
+        """`proof` is by whose word we are put out, where the other end has shown that: nobody has read it yet."""
         self.field, self.here, self.there = refuse.field, refuse.here, refuse.there
+        self.proof = proof
         super().__init__(text)
 
 

@@ -37,8 +37,8 @@ import trio
 from peerd.transport import sealed_file, wire
 from peerd.transport.bulk import UNDER_WAY, ZERO_COPY_CHUNKS_MAX, BulkRefused, nothing, patience_s
 from peerd.transport.connection import ConnectionLost
+from peerd.transport.errors import cause
 from peerd.transport.messages import Chunk
-from peerd.transport.tcp import cause
 
 SLOT_BYTES = wire.CHUNK_MAX
 SLOTS = ZERO_COPY_CHUNKS_MAX + UNDER_WAY  # 64 MiB a direction at most; for what is unread there are always some

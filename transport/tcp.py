@@ -18,7 +18,7 @@ import trio
 from peerd.transport.admission import Admission
 from peerd.transport.bulk import Fabric
 from peerd.transport.connection import Connection, ConnectionLost
-from peerd.transport.errors import UserError
+from peerd.transport.errors import UserError, cause
 from peerd.transport.ids import Address, shown
 from peerd.transport.messages import Chunk
 from peerd.transport.patience import DIAL_TIMEOUT_S
@@ -255,9 +255,11 @@ async def bound_socket(address: Address, kind: socket.SocketKind) -> socket.sock
             family, target = (await resolve(address, kind, flags=socket.AI_PASSIVE))[0]
         sock = socket.socket(family, kind)
     except trio.TooSlowError:
-        raise UserError(f"cannot listen on {shown(address)}: looking the name up takes too long") from None
+        raise UserError(
+            f"cannot listen on {shown(address)}: looking the name up takes too long; --bind with an IP address"
+        ) from None
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot listen on {shown(address)}: {cause(error)}") from None
+        raise UserError(f"cannot listen on {shown(address)}: {cause(error)}; look at --bind") from None
     try:
         sock.setblocking(False)
         if kind == socket.SOCK_STREAM:
@@ -268,7 +270,11 @@ async def bound_socket(address: Address, kind: socket.SocketKind) -> socket.sock
         if error.errno == errno.EADDRINUSE:
             cure = f"--bind {shown((address[0], 0))} picks a free one"
             raise UserError(f"port in use: {shown(address)} ({cure})") from None
-        raise UserError(f"cannot listen on {shown(address)}: {cause(error)}") from None
+        cures = {
+            errno.EADDRNOTAVAIL: "; --bind takes an address of this machine: ip address lists them",
+            errno.EACCES: "; ports below 1024 are root's: --bind with one from 1024 on",
+        }
+        raise UserError(f"cannot listen on {shown(address)}: {cause(error)}{cures.get(error.errno or 0, '')}") from None
     return sock
 
 
@@ -309,8 +315,3 @@ async def _connect(address: Address) -> tuple[socket.socket, str]:
             raise
         sock.close()
     raise failure
-
-
-def cause(error: Exception) -> str:
-    """Return what went wrong in a few words; a name that cannot be one is a ValueError, with nothing but its text."""
-    return (isinstance(error, OSError) and error.strerror) or str(error)

@@ -38,7 +38,7 @@ def demo(
     mode: Annotated[str, typer.Option()] = "gossip",
     told: dict[str, Any],
     transport: Annotated[
-        str | None, typer.Option(help=f"what bulk travels over between hosts: {', '.join(CARRIERS)}")
+        str | None, typer.Option(help=f"how models travel between machines: {', '.join(CARRIERS)}")
     ] = None,
     rdma_allow_fallback: Annotated[
         bool | None, typer.Option("--rdma-allow-fallback", help="without RDMA take whatever UCX has, for tests")

@@ -119,10 +119,10 @@ def print_summary(console: Console, result: dict[str, Any], picture: Path) -> No
         f"accuracy   {result['accuracy_averaged_model']:.2%} averaged model, {result['accuracy_mean']:.2%} mean, "
         f"{result['accuracy_worst']:.2%} worst node\n"
         f"traffic    {size(result['bytes_sent_total'])} sent in {result[unit]} {unit} and "
-        f"{result['snapshots']} snapshots\n"
+        f"{result['snapshots']} models sent whole\n"
         f"           every-step fp32 gossip would send {size(result['bytes_every_step_fp32'])}: "
         f"{result['bytes_saved_fraction']:.1%} saved\n"
-        f"carrier    {', '.join(result['carriers']) or 'none'}, of large chunks\n"
+        f"went over  {', '.join(result['carriers']) or 'nothing'} (shm: memory that nodes of one machine share)\n"
         f"consensus  nodes are {result['consensus_distance']:.3%} from their mean\n"
         f"picture    {picture}"
     )

@@ -20,7 +20,7 @@ class Rdma(Tcp):
     def fabrics(self) -> list[Fabric]:
         """UCX's. Raises UserError where there is none."""
         try:
-            return [over_ucx(self._settings, "bulk")]
+            return [over_ucx(self._settings, "models")]
         except ucx.UcxError as error:
             cure = "peerd doctor says more, --transport auto goes on over TCP"
             raise UserError(f"--transport rdma: {error}; {cure}") from None
@@ -38,9 +38,9 @@ class Auto(Tcp):
         """What is here."""
         fabrics = same_host()
         try:
-            fabrics.append(over_ucx(self._settings, "bulk to other hosts"))
+            fabrics.append(over_ucx(self._settings, "models to other machines"))
         except ucx.UcxError as error:
-            LOGGER.info("bulk to other hosts travels over tcp: %s", error)
+            LOGGER.info("models to other machines travel over tcp: %s", error)
         return fabrics
 
 
@@ -55,5 +55,5 @@ def over_ucx(settings: CarrierSettings, what: str) -> Fabric:
         found = [name for name in found if ucx.is_rdma([name])]
     else:
         raise ucx.UcxError(f"{library} finds no InfiniBand or RoCE device here, only {', '.join(found) or 'nothing'}")
-    LOGGER.info("%s travels over %s where the peer can: %s", what, library, ", ".join(found))
+    LOGGER.info("%s travel over %s where the peer can: %s", what, library, ", ".join(found))
     return fabric

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from peerd.carriers.carrier import CarrierSettings, Finding
+from peerd.transport.errors import cause
 from peerd.transport.rdma import ucx
 from peerd.transport.rdma.staging import SPARE_BYTES
 
@@ -43,7 +44,7 @@ def check_rdma(settings: CarrierSettings, *, chosen: bool) -> Iterator[Finding]:
             cure = "ulimit -l unlimited, LimitMEMLOCK=infinity in a unit, --ulimit memlock=-1 for a container"
             yield Finding("rdma", bad, why_not, cure)
     else:
-        yield Finding("rdma", bad, *_why_no_rdma(library))
+        yield Finding("rdma", bad, *_why_no_rdma(library, chosen=chosen))
 
 
 def _cure_of_loading() -> str:
@@ -54,11 +55,12 @@ def _cure_of_loading() -> str:
     return f"the system's UCX (libucx0, ucx), or {ucx.LIBRARY_VARIABLE}=/path/libucp.so.0; pip has one without RDMA"
 
 
-def _why_no_rdma(library: ucx.Library) -> tuple[str, str]:
+def _why_no_rdma(library: ucx.Library, *, chosen: bool) -> tuple[str, str]:
     """What is missing, the first thing first, and its cure."""
     devices = sorted(device.name for device in INFINIBAND.glob("*"))
     if not devices:
-        return "not usable: the kernel knows no InfiniBand or RoCE device", "--transport tcp; or a driver for the card"
+        cure = "a driver for the card" + (", or --transport tcp" if chosen else "; none is needed without RDMA")
+        return "not usable: the kernel knows no InfiniBand or RoCE device", cure
     nodes = sorted(VERBS.glob("uverbs*"))
     if not nodes:
         return (
@@ -83,5 +85,5 @@ def _registers(library: ucx.Library, size: int) -> str:
         finally:
             context.close()
     except (ucx.UcxError, OSError) as error:
-        return f"{size >> 20} MiB, what its connections may need, cannot be registered: {error}"
+        return f"{size >> 20} MiB, what its connections may need, cannot be registered: {cause(error)}"
     return ""

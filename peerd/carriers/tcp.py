@@ -11,7 +11,7 @@ from peerd.carriers.carrier import CarrierSettings, Finding
 from peerd.process.logs import LOGGER
 from peerd.transport.bulk import Fabric
 from peerd.transport.connection import Datagrams, Transport
-from peerd.transport.errors import UserError
+from peerd.transport.errors import UserError, cause
 from peerd.transport.ids import Address, shown
 from peerd.transport.same_host import SameHost
 from peerd.transport.secure.credentials import Credentials
@@ -90,5 +90,5 @@ def same_host() -> list[Fabric]:
     try:
         return [SameHost()]
     except OSError as error:
-        LOGGER.info("bulk between nodes of this host travels over tcp: %s", error)
+        LOGGER.info("models between nodes of this machine travel over tcp: %s", cause(error))
         return []

@@ -48,10 +48,15 @@ async def run(settings: Settings, mine: identity.Identity, command: list[str]) -
         await daemon.nursery.start(_watch_signals, daemon, supervisor, path)  # first: the script may send one
         verbs = {**Verbs(daemon).table(), "refused": _refusal_hook(supervisor)}
         await daemon.nursery.start(serve, path, verbs, _attach_hook(daemon, supervisor))
-        _announce(settings, address, (daemon.me.host, address[1]), command)
+        issues = daemon.entry is not None and daemon.entry.issuer is not None
+        _announce(settings, address, (daemon.me.host, address[1]), command, issues=issues)
         if daemon.entry is not None:
             ends = shown_time(daemon.entry.trust.certificate.not_valid_after_utc)
-            LOGGER.info("sealed: a member by %s, with a certificate until %s", daemon.entry.by, ends)
+            by = "connections are encrypted; this node is a member by %s; its certificate ends %s"
+            LOGGER.info(by, daemon.entry.by, ends)
+            if daemon.entry.folder is None and not settings.seeds and not kept:  # its swarm began elsewhere
+                alone = "this node was let into a swarm and knows no address there: it begins alone. peerd leave and "
+                LOGGER.warning("%sCtrl-C forget the members; start it again with --join HOST:PORT of one", alone)
         if supervisor is not None:
             start_soon(_supervise, daemon, supervisor)
         start_soon(_watch_failure, daemon)
@@ -182,7 +187,7 @@ async def _watch_signals(
 # ----------------------------------------------------------------------------------------------------------- the log
 
 
-def _announce(settings: Settings, bound: Address, reached: Address, command: list[str]) -> None:
+def _announce(settings: Settings, bound: Address, reached: Address, command: list[str], *, issues: bool) -> None:
     where, local = shown(reached), is_loopback(reached[0])
     if settings.seeds:  # whoever joined through this node before it is a member would wait with it, or found a swarm
         LOGGER.info("listening on %s; joining through %s", shown(bound), ", ".join(map(shown, settings.seeds)))
@@ -194,7 +199,8 @@ def _announce(settings: Settings, bound: Address, reached: Address, command: lis
         options += ["--transport", settings.transport] if settings.transport != Settings().transport else []
         options += ["--rdma-allow-fallback"] if settings.rdma_allow_fallback else []
         words = [*command, *options] if len(command) <= 1 else [*options, "--", *command]
-        cure = "" if "TOKEN" not in options else "; peerd token prints the TOKEN"
+        on = "" if issues else " on the swarm's first node"  # one that was let in, and that asks nobody now
+        cure = "" if "TOKEN" not in options else f"; peerd token{on} prints the TOKEN"
         LOGGER.info("listening on %s; others join with: peerd start %s%s", shown(bound), shlex.join(words), cure)
     if settings.insecure_plaintext and not local:
         LOGGER.warning("connections are neither encrypted nor authenticated: use a network that you trust")

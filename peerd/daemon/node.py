@@ -244,14 +244,20 @@ class Daemon:
             self.fail(f"{why}: the swarm takes its certificate no more; enter again with a new token")
 
     def _on_refused_by_peer(self, peer: NodeId, refusal: Refused) -> None:
+        self._hear_proof(refusal)
         self.model.on_refused(PeerError(cured(refusal)), newcomer=self.model.meta.expects, peer=peer)
 
     def _on_refused_by_seed(self, where: Address, refusal: Refused) -> None:
+        self._hear_proof(refusal)
         if refusal.field in ANOTHER_SWARM and where in self._kept and where not in self.settings.seeds:
             LOGGER.warning("%s; it is no member any more, and is not asked again", refusal)
             self.view.membership.drop_seed(where)
         else:
             self.model.on_refused(PeerError(cured(refusal)), newcomer=len(self.members()) == 1)
+
+    def _hear_proof(self, refusal: Refused) -> None:
+        if refusal.proof and self.secrets is not None:
+            self.secrets.hear_proof(refusal.proof)
 
     async def _say_meta(self, meta: NodeMeta) -> None:
         self.acceptor.raise_payload_limits()  # the first word about a model comes when its size is known
@@ -306,7 +312,7 @@ def _secrets(settings: Settings, identity: Identity, entry: Entry, seal: Datagra
         settings.state_path, where, identity.id, entry.trust, issuer, seal, alone=alone, rng=rng,
         successors=authority_folder.successors(entry.folder) if entry.folder else (),
     )  # fmt: skip
-    entry.trust.revoked = secrets.is_revoked
+    entry.trust.revoked, entry.trust.proof_of = secrets.is_revoked, secrets.proof_of
     return secrets
 
 

@@ -152,7 +152,12 @@ class Peers:
                             raise ConnectionLost(f"{connection.remote}: it broke the rules too often")
                         if (why_not := await connection.upgrade()) and why_not != stays:
                             stays = why_not
-                            LOGGER.info("bulk to %s stays on %s: %s", connection.remote, connection.carrier, why_not)
+                            LOGGER.info(
+                                "models to %s travel over %s: %s",
+                                connection.remote,
+                                connection.carrier,
+                                why_not,
+                            )
                         self._connections[peer] = connection
                         if broken:
                             box.queue.clear()  # a later exchange must not overtake what is said again now

@@ -38,7 +38,7 @@ from peerd.training.codecs.vector import Layout, NotFinite
 from peerd.training.mode_settings import AUTO, GRADIENTS
 from peerd.training.modes import Mode, class_of, parse_mode
 from peerd.training.modes.average import Average
-from peerd.transport.errors import PeerError, UserError
+from peerd.transport.errors import PeerError, UserError, cause
 from peerd.transport.ids import Address, NodeId
 from peerd.transport.messages import Member, ModelEqual, ModelRequest, ModelSnapshot, Plan, State
 from peerd.transport.secure.signing import Signing
@@ -192,7 +192,7 @@ class TrainerService:
         try:
             memory = SharedMemory(connection.fds[0], comes.total, comes.gradients)
         except (OSError, ValueError) as error:
-            await connection.send({"error": f"the daemon cannot map the script's memory: {error}"})
+            await connection.send({"error": f"the daemon cannot map the script's memory: {cause(error)}"})
             return
         connection.close_fds()  # the mapping stays; the connection closes them itself when the memory is refused
         before = self.status or TrainerStatus(0)

@@ -46,7 +46,9 @@ def shown(judged: Judged) -> str:
     if figure.low < figure.high:  # not of what is exact, nor of what is infinite
         one = figure.count == 1
         between = " (one seed: no interval)" if one else f" [{figure.low:.4g}, {figure.high:.4g}]"
-    unsure = "; the interval holds the bound" if between.startswith(" [") and not judged.sure else ""
+    unsure = (
+        "; the interval includes the bound, so this is not sure" if between.startswith(" [") and not judged.sure else ""
+    )
     return f"{figure.mean:.4g}{between}{unsure}"
 
 

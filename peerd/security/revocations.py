@@ -42,6 +42,10 @@ class Revocations:
     def __len__(self) -> int:
         return len(self._kept)
 
+    def of(self, node: NodeId) -> Revocation | None:
+        """The one by which it is out, unless that is of an authority which is in force no more."""
+        return self._kept.get(node)
+
     def all(self) -> list[Revocation]:
         """All of them."""
         return list(self._kept.values())

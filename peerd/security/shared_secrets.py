@@ -28,9 +28,10 @@ from peerd.security.statements import AUTHORITY, Unbelieved
 from peerd.security.succession import SUCCESSORS_MAX
 from peerd.security.trust import Trust
 from peerd.security.wall_clock import shown
+from peerd.transport import wire
 from peerd.transport.errors import PeerError, UserError
 from peerd.transport.ids import NodeId
-from peerd.transport.messages import SecretsHeld, Successor
+from peerd.transport.messages import RevocationList, SecretsHeld, Successor
 from peerd.transport.secure.datagrams import DatagramSeal
 
 LOOK_EVERY_S = 3600.0  # at the wall clock, which may be set
@@ -174,6 +175,25 @@ class SharedSecrets:
             self.unbelieved += 1
         if self.held.successors != before:
             self._follow()
+            self.changed()
+
+    def proof_of(self, node: NodeId) -> bytes:
+        """What convinces a node that it is revoked; nothing where that cannot be shown any more."""
+        said = self.revocations.of(node)
+        return wire.encode(RevocationList((said,)))[0] if said is not None else b""
+
+    def hear_proof(self, proof: bytes) -> None:
+        """Whoever refused this node has shown by whose word; that is believed as from anybody, or not."""
+        try:
+            said = wire.decode(RevocationList.KIND, proof, 0).message()
+            assert isinstance(said, RevocationList)
+            (one,) = said.revocations
+            new = self.revocations.add(one)
+        except (PeerError, ValueError):  # a refusal alone is no reason to end: any member could say it
+            self.unbelieved += 1
+            return
+        if new:
+            self.put_out([one.node])
             self.changed()
 
     def put_out(self, nodes: Iterable[NodeId]) -> None:

@@ -17,10 +17,14 @@ from peerd.security import certificates
 from peerd.security.certificates import Untrusted, der, issuers_of, may_issue, pin_of, public_key, read_der
 from peerd.security.succession import Succession
 from peerd.transport.ids import NodeId
-from peerd.transport.secure.credentials import STRANGER
-from peerd.transport.secure.reasons import REVOKED_ISSUER
+from peerd.transport.secure.credentials import STRANGER, PutOut
+from peerd.transport.secure.reasons import REVOKED, REVOKED_ISSUER
 
 SEEN_MAX = 4096  # nodes; 160 connections are open at most that others have dialled
+
+
+class _Out(Untrusted, PutOut):
+    """Its certificate counts no more."""
 
 
 class Trust:
@@ -36,6 +40,7 @@ class Trust:
         """`chain` is the node's certificate and the issuers above it; who is `revoked` is asked at every handshake."""
         self._key = key
         self.revoked = revoked
+        self.proof_of: Callable[[NodeId], bytes] = lambda node: b""  # by whose word it is revoked, for itself to read
         self.newest: tuple[Certificate, ...] = ()  # under which certificates are given, where that is known
         self._bridges: tuple[bytes, ...] = ()  # from one authority in force to another (DER)
         self._seen: dict[NodeId, frozenset[NodeId]] = {}  # the issuers of each, who came last at the end
@@ -86,10 +91,10 @@ class Trust:
             raise Untrusted("an issuer's, not a node's")
         node, issuers = certificates.id_of(shown), issuers_of(shown)
         if self.revoked(node):
-            raise Untrusted("revoked")
+            raise _Out(REVOKED, self.proof_of(node))
         for issuer in sorted(issuers):
             if self.revoked(issuer):
-                raise Untrusted(f"{REVOKED_ISSUER}, {issuer}")
+                raise _Out(f"{REVOKED_ISSUER}, {issuer}", self.proof_of(issuer))
         self._seen.pop(node, None)
         if len(self._seen) >= SEEN_MAX:
             del self._seen[next(iter(self._seen))]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from peerd.simulation.world import World
-from peerd.transport.errors import UserError
+from peerd.transport.errors import UserError, cause
 from peerd.transport.messages import Message
 
 BYTES_PER_MBIT = 125_000
@@ -228,8 +228,10 @@ def read_topology(path: Path) -> Topology:
     """The topology in a TOML file; see docs/simulation.md for an example. Raises UserError."""
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"cannot read the topology {path}: {error}") from None
+    except OSError as error:
+        raise UserError(f"--network {path}: {cause(error)}; docs/simulation.md has an example of such a file") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"--network {path}: no TOML: {error}") from None
     _only(path, tables, {"site", "between"})
     profiles: list[Profile] = []
     sites: list[str] = []

@@ -257,6 +257,8 @@ def _load(path: Path, signature: str) -> Generation:
             raise Damaged("it was written for another model")
         return Generation(step, signature, load_file(tensors_path), optimizer, extra)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
+        if isinstance(error, OSError) and error.strerror:
+            raise Damaged(f"{Path(error.filename or path).name}: {error.strerror}") from None
         raise Damaged(f"{type(error).__name__}: {error}") from None
 
 

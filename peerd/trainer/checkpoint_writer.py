@@ -11,6 +11,7 @@ from peerd.process.niceness import yield_to_others
 from peerd.trainer import checkpoint
 from peerd.trainer.rest import Rest
 from peerd.trainer.say import say
+from peerd.transport.errors import cause
 
 COST_MAX = 1 / 50
 """Of the time: the copy holds the training up, and what writes it takes a processor's time."""
@@ -69,13 +70,13 @@ def _save(folder: Path, generation: checkpoint.Generation) -> None:
     try:
         checkpoint.save(folder, generation)
     except Exception as error:  # of odd tensors, too: it is no reason to end the training
-        say(f"no checkpoint written at step {generation.step}: {error}; training goes on, the older ones are kept")
+        why = f"no checkpoint written at step {generation.step}: {cause(error)}"
+        say(f"{why}; training goes on, the older ones are kept")
 
 
 def _keep(folder: Path, rest: Rest) -> None:
     try:
         rest.write(folder)
     except Exception as error:  # as above
-        say(
-            f"what the model has beside its trained tensors is not on the disk: {error}; export --complete will miss it"
-        )
+        why = f"what the model has beside its trained tensors is not on the disk: {cause(error)}"
+        say(f"{why}; export --complete will miss it")

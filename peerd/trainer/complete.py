@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from peerd.local.export import replaced
 from peerd.trainer import checkpoint
 from peerd.trainer.rest import Incomplete, read
-from peerd.transport.errors import UserError
+from peerd.transport.errors import UserError, cause
 
 
 def write_complete(path: Path, shared: Path, checkpoints: Path, signature: str) -> tuple[int, list[str]]:
@@ -29,7 +29,7 @@ def write_complete(path: Path, shared: Path, checkpoints: Path, signature: str) 
             f"the model cannot be complete: {error}; without --complete what nodes share is written"
         ) from None
     except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot read {shared}: {error}") from None
+        raise UserError(f"cannot read {shared}: {cause(error)}") from None
     replaced(path, lambda temporary: save_file(found, temporary, metadata={"format": "pt"}))
     return len(found), [
         f"{name} is no tensor and not in the file: load it with strict=False" for name in rest.no_tensors

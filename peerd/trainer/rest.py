@@ -23,6 +23,7 @@ from torch import nn
 
 from peerd.training.model.flat import Piece
 from peerd.training.model.shards import is_sharded
+from peerd.transport.errors import cause
 
 SHARED, REST, UNKNOWN = "shared", "rest", "unknown"
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -153,7 +154,7 @@ def read(folder: Path, signature: str) -> Kept:
     except FileNotFoundError:
         raise Incomplete(f"{path} is missing: frozen tensors and second names stand there alone") from None
     except (OSError, SafetensorError, LookupError, ValueError, TypeError, AttributeError) as error:
-        raise Incomplete(f"{path} cannot be read: {error}") from None
+        raise Incomplete(f"{path} cannot be read: {cause(error)}") from None
 
 
 def _path(folder: Path, signature: str) -> Path:

@@ -49,6 +49,30 @@ def test_what_is_counted_in_all_is_what_the_table_counts(
     (row,) = (line.split() for line in shown.splitlines() if line.startswith("b "))
     assert row[1] == str(of_link)
     assert re.search(rf"^PARTNER +{unit.upper()} ", shown, re.MULTILINE)
+    assert ("LAST REASON" in shown) == (unit == "exchanges"), "a round has no reason of this node's"
+    assert "received 0 B; 0 models sent whole" in shown
+
+
+def test_tables_fit_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of usual names; nobody watches here, so that a table is as wide as it needs to be."""
+    row = {
+        "name": "gpu-node-7", "address": "255.255.255.255:65535", "state": "suspect", "carrier": "tcp", "self": True,
+        "mode": "allreduce", "model": "0" * 16, "id": "0123456789abcdef", "stalled": False, "refused_s": None,
+    }  # fmt: skip
+    monkeypatch.setattr("peerd.cli.members.find_node", lambda name: name)
+    monkeypatch.setattr("peerd.cli.members.request", lambda path, verb: {"members": [row]})
+    shown = CliRunner().invoke(app, ["members"], catch_exceptions=False).stdout
+    assert "gpu-node-7 (this)" in shown
+    assert "01234567" in shown
+    assert max(len(line.rstrip()) for line in shown.splitlines()) <= 80
+
+
+def test_the_help_fits_a_narrow_terminal() -> None:
+    """A row of its table that is cut goes on at the left edge, where a new one would begin."""
+    shown = CliRunner(env={"COLUMNS": "80"}).invoke(app, ["status", "--help"]).stdout
+    own = [line for line in str(status.__doc__).splitlines() if "  " in line.strip()]
+    assert len(own) > 10
+    assert not [line for line in own if line.strip() not in shown]
 
 
 @pytest.mark.parametrize("cut", [0, 3])

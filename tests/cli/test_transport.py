@@ -69,8 +69,8 @@ def test_nodes_over_ucx_beside_one_over_tcp(machine: Machine) -> None:
         node.trains()
 
     a.eventually(lambda: carriers(a)["b"].startswith("ucx tcp") and carriers(a)["c"] == "tcp")
-    c.says("bulk to other hosts travels over tcp: ")
-    a.eventually(lambda: "stays on tcp: it has shm 1, not UCX 1." in a.log + b.log)
+    c.says("models to other machines travel over tcp: ")
+    a.eventually(lambda: "travel over tcp: it has shm 1, not UCX 1." in a.log + b.log)
     assert "ucx tcp" in machine.peerd("members", "--name", "a").stdout
 
     lose_one(machine, b, [a, c])

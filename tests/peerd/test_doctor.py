@@ -47,6 +47,33 @@ def test_every_failure_has_a_cure_and_fails_the_whole() -> None:
         doctor.check(findings)
 
 
+def test_only_interfaces_that_peers_can_reach_are_looked_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    addresses = {"eth0": {"10.0.0.1"}, "eth1": {"10.1.0.1", "fd00::1"}, "ifb0": {"10.2.0.1"}, "veth7": set()}
+    for name in addresses:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "operstate").write_text("down\n" if name == "ifb0" else "up\n")
+        (tmp_path / name / "mtu").write_text("1500\n")
+    monkeypatch.setattr(doctor, "NETWORK", tmp_path)
+    monkeypatch.setattr(doctor, "_addresses", addresses.__getitem__)
+    for bind, seen in (
+        ("127.0.0.1", "eth0 eth1"),
+        ("0.0.0.0", "eth0 eth1"),
+        ("10.1.0.1", "eth1"),
+        ("[fd00::1]", "eth1"),
+    ):
+        shown = [finding.found.split(":")[0] for finding in found(Settings(bind=f"{bind}:0"), "network")]
+        assert shown == seen.split()
+
+
+def test_where_several_nodes_run_and_none_is_named_the_machine_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "running_nodes", lambda: ["alice", "bob"])
+    assert doctor.settings_of_running(None, {}, only=True) is None
+    (said,) = doctor.which_node()
+    assert (said.state, "alice, bob" in said.found, "--name" in said.cure) == ("note", True, True)
+    monkeypatch.setattr(doctor, "running_nodes", lambda: ["alice"])
+    assert not list(doctor.which_node())
+
+
 def test_who_has_no_compiled_arithmetic_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "LIBRARY", None)
     said = found(Settings(bind="127.0.0.1:0"), "software")
@@ -174,7 +201,7 @@ def library(source: str) -> ucx.Library:
 @pytest.mark.parametrize(
     ("files", "source", "said", "cure"),
     [
-        ([], "system", "no InfiniBand", "--transport tcp"),
+        ([], "system", "no InfiniBand", "none is needed without RDMA"),
         (["class/mlx5_0"], "system", "no .*uverbs", "ib_uverbs"),
         (["class/mlx5_0", "dev/uverbs0"], "package", "without RDMA", "the system's UCX"),
         (["class/mlx5_0", "dev/uverbs0"], "system", "makes nothing of mlx5_0", "UCX_TLS"),

@@ -91,8 +91,42 @@ async def test_a_node_that_is_revoked_cannot_come_back(tmp_path: Path, monkeypat
             assert b.entry is not None
             a.entry.trust.revoked = {b.me.id}.__contains__
             async with trio.open_nursery() as nursery:
-                with pytest.raises(Refused, match="our certificate is revoked"):
+                with pytest.raises(Refused, match="our certificate is revoked") as refused:
                     await dial(nursery, b.entry.trust, where)
+                assert not refused.value.proof, "nobody has signed it"
+                nursery.cancel_scope.cancel()
+
+
+async def test_only_the_signed_word_of_a_revocation_ends_its_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with node(tmp_path, "a") as (a, where):
+        line = await token_of(a)
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another"))
+        async with node(tmp_path, "b", token=line) as (b, _), node(tmp_path, "other") as (other, _):
+            assert a.entry is not None
+            assert b.entry is not None
+            assert a.secrets is not None
+            assert b.secrets is not None
+            assert other.secrets is not None
+            b.peers.forget(a.me.id)
+            await other.secrets.revoke(b.me.id)  # an authority of its own, which b has never heard of
+            async with trio.open_nursery() as nursery:
+                a.entry.trust.revoked = {b.me.id}.__contains__
+                for proof in (b"", b"\x00", b"\xff" * 1000, other.secrets.proof_of(b.me.id)):
+                    a.entry.trust.proof_of = lambda node, proof=proof: proof  # type: ignore[misc]
+                    with pytest.raises(Refused) as refused:
+                        await dial(nursery, b.entry.trust, where)
+                    assert refused.value.proof == proof
+                    b._on_refused_by_peer(a.me.id, refused.value)
+                    assert not b.model.failed.is_set()
+                a.entry.trust.revoked, a.entry.trust.proof_of = a.secrets.is_revoked, a.secrets.proof_of
+                await a.secrets.revoke(b.me.id)
+                with pytest.raises(Refused) as refused:
+                    await dial(nursery, b.entry.trust, where)
+                b._on_refused_by_peer(a.me.id, refused.value)
+                assert b.model.failed.is_set()
+                assert "this node was revoked" in str(b.model.fatal)
                 nursery.cancel_scope.cancel()
 
 

@@ -274,8 +274,8 @@ def test_three_sites_are_read(tmp_path: Path) -> None:
 SITE = "[[site]]\npeers = 1\nname = 'a'\n[[site]]\npeers = 1\nname = 'b'\n"
 BETWEEN = SITE + "[[between]]\nlatency_ms = 1\n"
 BAD = {
-    "no TOML": ("[[site", "cannot read"),
-    "no UTF-8": (b"\xff", "cannot read"),
+    "no TOML": ("[[site", "no TOML"),
+    "no UTF-8": (b"\xff", "no TOML"),
     "empty": ("", r"no \[\[site\]\]"),
     "an unknown table": ("[[node]]\npeers = 1", "'node' is not one of between, site"),
     "an unknown key": ("[[site]]\npeers = 1\nlatency = 1", "'latency' is not one of"),

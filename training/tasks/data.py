@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from peerd.transport.errors import UserError
+from peerd.transport.errors import UserError, cause
 
 FASHION_FOLDER = Path("/usr/share/datasets/fashion-mnist")  # where Debian's dataset-fashion-mnist puts its files
 IDX_UNSIGNED_BYTES = 8  # the idx format's code for the only element type these files use
@@ -91,7 +91,7 @@ def read_idx(path: Path, dimensions: int) -> npt.NDArray[np.uint8]:
                 raise UserError(f"{path} is not an idx file of bytes in {dimensions} dimensions")
             body = bytearray(file.read(math.prod(sizes)))  # torch wants writable memory
     except (OSError, EOFError, zlib.error, struct.error) as error:
-        raise UserError(f"cannot read {path}: {error}") from error
+        raise UserError(f"cannot read {path}: {cause(error)}") from error
     if len(body) != math.prod(sizes):
         raise UserError(f"{path} is cut short: {len(body)} bytes of {math.prod(sizes)}")
     return np.frombuffer(body, np.uint8).reshape(sizes)
@@ -132,4 +132,4 @@ def _joined(paths: tuple[Path, ...]) -> str:
     try:
         return "\n\n".join(path.read_text("utf-8", errors="replace") for path in paths)
     except OSError as error:
-        raise UserError(f"cannot read the plays: {error}") from error
+        raise UserError(f"cannot read {error.filename}: {cause(error)}") from error

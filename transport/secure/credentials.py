@@ -8,10 +8,19 @@ from __future__ import annotations
 import ssl
 from typing import Protocol
 
+from peerd.transport.errors import PeerError
 from peerd.transport.ids import NodeId
 
 STRANGER: NodeId = ""
 """The identity of a peer that has shown no certificate: it may enrol, and no more."""
+
+
+class PutOut(PeerError):
+    """Of a peer that is out by a signed word, the `proof`: it is shown that, as it need not believe whoever refuses."""
+
+    def __init__(self, why: str, proof: bytes) -> None:
+        super().__init__(why)
+        self.proof = proof
 
 
 class Credentials(Protocol):
@@ -23,5 +32,6 @@ class Credentials(Protocol):
     def identity(self, certificate: bytes | None) -> NodeId:
         """Return who has shown this certificate (DER), which OpenSSL has verified; STRANGER for None.
 
-        Raises PeerError, with the reason in a few words ("revoked"), for one that we do not take.
+        Raises PeerError, with the reason in a few words ("revoked"), for one that we do not take; PutOut, with what
+        it is told of it, for one that was put out.
         """

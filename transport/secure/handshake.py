@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import ssl
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import NoReturn, TypeVar
 
@@ -22,7 +23,7 @@ from peerd.transport.hello import Refused
 from peerd.transport.messages import Refuse
 from peerd.transport.printable import printable
 from peerd.transport.secure import reasons
-from peerd.transport.secure.credentials import Credentials
+from peerd.transport.secure.credentials import Credentials, PutOut
 from peerd.transport.secure.records import SHARE_BYTES, Secrets
 from peerd.transport.secure.sealed_channel import SealedChannel
 from peerd.transport.secure.sealed_stream import SealedStream
@@ -32,7 +33,8 @@ ALPN = "peerd/1"
 HANDSHAKE_BYTES_MAX = 64 << 10  # received; a chain of certificates is 1 KiB
 READ_BYTES = 4 << 10
 REASON_BYTES_MAX = 200
-_SHARE, _REFUSAL = 1, 2  # what is said inside TLS begins with one of these, and its length
+PIECE_BYTES = 255  # of a proof; a revocation with its issuer's certificate takes three
+_SHARE, _REFUSAL, _PROOF = 1, 2, 3  # what is said inside TLS begins with one of these, and its length
 
 T = TypeVar("T")
 
@@ -53,7 +55,7 @@ async def shake_hands(stream: ByteStream, remote: str, credentials: Credentials,
     try:
         identity = credentials.identity(certificate)
     except PeerError as error:
-        await tls.say(_REFUSAL, str(error).encode()[:REASON_BYTES_MAX])
+        await tls.refuse(error)
         _refuse(remote, str(error))
     ours = os.urandom(SHARE_BYTES)
     if not dialled:
@@ -100,15 +102,35 @@ class _Tls:
         """Send what the other end's `hear_share` understands."""
         await self.run(partial(self.ends.write, bytes((what, len(text))) + text))
 
+    async def refuse(self, error: PeerError) -> None:
+        """Say why, and prove it to who was put out; an empty piece is the last."""
+        await self.say(_REFUSAL, str(error).encode()[:REASON_BYTES_MAX])
+        if isinstance(error, PutOut):
+            for start in range(0, len(error.proof), PIECE_BYTES):
+                await self.say(_PROOF, error.proof[start : start + PIECE_BYTES])
+            await self.say(_PROOF, b"")
+
     async def hear_share(self) -> bytes:
         """Return the other end's share. Raises Refused with its reason if it will not have us."""
         what, length = await self._read(2)
         text = await self._read(length)
         if what == _REFUSAL:
-            _refused(self._remote, printable(text.decode(errors="replace")))
+            why = printable(text.decode(errors="replace"))
+            _refused(self._remote, why, await self._hear_proof() if reasons.is_put_out(why) else b"")
         if what != _SHARE or length != SHARE_BYTES or self.ends.pending():
             raise PeerError(f"{self._remote}: no share of a key in its handshake")
         return text
+
+    async def _hear_proof(self) -> bytes:
+        """Of a refusal, as far as it comes."""
+        proof = b""
+        with suppress(ConnectionLost, PeerError):
+            while True:
+                what, length = await self._read(2)
+                if what != _PROOF or not length:
+                    break
+                proof += await self._read(length)
+        return proof
 
     async def _read(self, count: int) -> bytes:
         read = b""
@@ -167,6 +189,6 @@ def _refuse(remote: str, why: str) -> NoReturn:
     raise Refused(f"refused {remote}: its certificate is {why}", refuse) from None
 
 
-def _refused(remote: str, why: str) -> NoReturn:
+def _refused(remote: str, why: str, proof: bytes = b"") -> NoReturn:
     refuse = Refuse(reasons.field(why), why, "ours")
-    raise Refused(f"{remote} refused this node: our certificate is {why}", refuse) from None
+    raise Refused(f"{remote} refused this node: our certificate is {why}", refuse, proof) from None

@@ -36,6 +36,11 @@ def of_alert(error: ssl.SSLError) -> str | None:
     return _OF_ALERTS.get(name) if alert else None
 
 
+def is_put_out(why: str) -> bool:
+    """Whether somebody said so of the node, or of who let it in."""
+    return why == REVOKED or why.startswith(REVOKED_ISSUER)
+
+
 def field(why: str) -> str:
     """What is to be mended, as a Refuse names it."""
     if why == REVOKED:

@@ -378,7 +378,7 @@ def test_every_truncation_and_every_missing_file_is_refused(pair: tuple[Path, Pa
         path.unlink()
         step, said = step_found(folder)
         assert step == 1
-        assert "FileNotFoundError" in said[0]
+        assert f"refused: {path.name}: No such file or directory;" in said[0]
         path.write_bytes(content)
     assert step_found(folder) == (2, [])
 
