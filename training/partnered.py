@@ -20,6 +20,7 @@ from peerd.training.flush import FLUSH_CODEC, FLUSH_TOLERANCE, WHILE_ONE_TRAINS,
 from peerd.training.mode import LinkedMode, LinkStatus
 from peerd.training.mode_settings import ModeSettings
 from peerd.training.model.quiet import EVERY_STEP, Quiet
+from peerd.training.sample import sample_of
 from peerd.training.scratch import Scratch
 from peerd.training.trigger import SILENCE_MAX_S, WAKE_AFTER_S, parse_trigger
 from peerd.training.trigger_check import PartnerState, TriggerPolicy, distance_from_mean
@@ -50,6 +51,7 @@ class PartneredMode(LinkedMode, Generic[P]):
         self._layout = layout
         self._settings = settings
         self._values = values
+        self._sample = sample_of(layout)
         self._scratch = Scratch()
         self._gains: dict[str, Gain] = {}
         self._lent: list[Vector] = []  # corrections in the effects of this event: applied by the next one

@@ -165,7 +165,7 @@ class OneWay(PartneredMode[Partner]):
         self._came = 0
         if not self._report.finishing:
             self._allowances.exchanged()
-        np.copyto(partner.anchor, values)
+        self._sample.refresh(partner.anchor, values)
         partner.anchor_norm = norm_of_difference(values[: self._layout.parameters])
         partner.moved = 0.0
         partner.last_exchange = now

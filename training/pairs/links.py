@@ -46,6 +46,7 @@ from peerd.training.flush import Progress
 from peerd.training.mode import ENDED_MAX
 from peerd.training.pairs.graylist import Graylist
 from peerd.training.pairs.reference import PairedReference, Unfinished
+from peerd.training.sample import sample_of
 from peerd.training.scratch import Scratch
 from peerd.training.trigger import SILENCE_MAX_S, WAKE_AFTER_S
 from peerd.transport.errors import PeerError
@@ -103,7 +104,7 @@ class PairLink:
 
     peer: NodeId
     reference: PairedReference
-    anchor: Vector  # x after the last exchange
+    anchor: Vector  # what is kept of x after the last exchange (sample.py)
     anchor_norm: float
     last_exchange: float
     sent_at: float  # when something that waits for an answer was last sent
@@ -518,7 +519,7 @@ class PairLinks:
         # a peer may open before its own news has come; one that membership never confirms holds no place of the view
         state = LinkState.OPEN if peer in self._alive else LinkState.DORMANT
         self.held[peer] = PairLink(
-            peer, reference, values.copy(), norm, last_exchange=now, sent_at=now, state=state,
+            peer, reference, sample_of(self._layout).take(values), norm, last_exchange=now, sent_at=now, state=state,
             start_norm=norm_of_difference(values),
         )  # fmt: skip
         self._make_room()
