@@ -84,6 +84,10 @@ class ModeClass:
         """How many steps lie between the end of a round and the next one, whatever `every` says."""
         return 0
 
+    def works_in_place(self, spare: Callable[[], Vector | None]) -> bool:
+        """See `Mode`."""
+        return False
+
     def on_gradient(self, gradient: Vector, samples: float, step: int, now: float, rate: float) -> list[Effect]:
         """See `Mode`."""
         raise AssertionError(f"{self.NAME} exchanges weights")
@@ -119,6 +123,14 @@ class Mode(Protocol):
     counts: Counter[str]
     barrier: int
     """The trainer publishes at each step that is a multiple of this, and waits there for a Resume; 0: never."""
+
+    def works_in_place(self, spare: Callable[[], Vector | None]) -> bool:
+        """Asked once, of a mode just made: whether it never writes to what `values()` gives, and needs it no more once
+        an event is over. Then that is the model's own memory, which may be read only: one copy of it less.
+
+        `spare()` gives memory for the next correction that an Apply may bring, if there is any.
+        """
+        ...
 
     def on_step(self, report: StepReport, now: float) -> list[Effect]:
         """The trainer's optimizer moved, or its run ended. Steps of which `quiet` wants nothing may be left out."""

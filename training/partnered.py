@@ -54,6 +54,7 @@ class PartneredMode(LinkedMode, Generic[P]):
         self._sample = sample_of(layout)
         self._scratch = Scratch()
         self._gains: dict[str, Gain] = {}
+        self._seen: Vector | None = None  # the model with what this event has corrected
         self._lent: list[Vector] = []  # corrections in the effects of this event: applied by the next one
         self._report = StepReport(0, 0.0, 1.0, published=False, finishing=False)
         self._policy: TriggerPolicy[P] = TriggerPolicy(layout, rng, parse_trigger(settings.trigger), self.counts)
@@ -91,6 +92,11 @@ class PartneredMode(LinkedMode, Generic[P]):
     def _flush(self, now: float) -> list[Effect]:
         """At a run's end exchange with whoever does not yet agree; before it nothing."""
         raise NotImplementedError
+
+    def works_in_place(self, spare: Callable[[], Vector | None]) -> bool:
+        """See `Mode`."""
+        self._scratch.spare = spare
+        return True
 
     # ---------------------------------------------------------------- events
 
@@ -185,9 +191,14 @@ class PartneredMode(LinkedMode, Generic[P]):
     def _current(self) -> Vector:
         """With what this event has already corrected."""
         values = self._values()
-        for correction in self._lent:
-            np.add(values, correction, out=values)
-        return values
+        if not self._lent:
+            return values
+        if self._seen is None:
+            self._seen = self._scratch.take(values)
+        np.add(values, self._lent[0], out=self._seen)
+        for correction in self._lent[1:]:
+            np.add(self._seen, correction, out=self._seen)
+        return self._seen
 
     def _lend(self, correction: Vector, but: P | None = None, length: float | None = None) -> None:
         """The correction leaves in an effect: the model then differs more from what all partners but this one know.
@@ -208,6 +219,9 @@ class PartneredMode(LinkedMode, Generic[P]):
         for correction in self._lent:
             self._scratch.give(correction)
         self._lent.clear()
+        if self._seen is not None:
+            self._scratch.give(self._seen)
+            self._seen = None
 
     # ---------------------------------------------------------------- the final flush
 

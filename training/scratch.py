@@ -21,7 +21,17 @@ class Scratch:
     """Arrays of one size and type, lent and returned. Not thread-safe: one thread owns it."""
 
     def __init__(self) -> None:
+        self.spare: Callable[[], Vector | None] = lambda: None
+        """Memory of somebody else's for one correction at a time, if there is any: it need not be copied then."""
         self._free: list[Vector] = []
+        self._borrowed: Vector | None = None
+
+    def take_for_correction(self, like: Vector) -> Vector:
+        """The same as `take`, for what leaves in an Apply and comes back after it."""
+        if self._borrowed is not None or (spare := self.spare()) is None:
+            return self.take(like)
+        self._borrowed = spare
+        return spare
 
     def take(self, like: Vector) -> Vector:
         """An array of the shape and dtype of `like`, with any content."""
@@ -33,7 +43,9 @@ class Scratch:
 
     def give(self, array: Vector) -> None:
         """Return what was taken; the caller keeps no view of it."""
-        if len(self._free) < KEEP:
+        if array is self._borrowed:
+            self._borrowed = None
+        elif len(self._free) < KEEP:
             self._free.append(array)
 
 

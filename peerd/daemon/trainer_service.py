@@ -283,7 +283,7 @@ class TrainerService:
                 return None, step
             await self._runner.move(fresh)
             return 0, self._runner.step
-        fetched = await session.attended(lambda: self._catch_up.fetch(layout, fresh.values()))
+        fetched = await session.attended(lambda: self._catch_up.fetch(layout, fresh.look()))
         self._runner.core.model = fresh
         if fetched is None:
             fresh.step = step

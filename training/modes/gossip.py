@@ -72,6 +72,7 @@ class Gossip(PartneredMode[PairLink]):
 
     def on_step(self, report: StepReport, now: float) -> list[Effect]:
         """See `PartneredMode`."""
+        self._reclaim()
         if report.finishing and not self._report.finishing and self._settings.robust:
             self._allowances.end_run(self._current(), self._compared())
         elif self._report.finishing and not report.finishing:

@@ -39,7 +39,7 @@ from operator import attrgetter
 import numpy as np
 
 from peerd.training.codecs import vector
-from peerd.training.codecs.difference import digest, norm_of_difference
+from peerd.training.codecs.difference import digest, digest_of, norm_of_difference
 from peerd.training.codecs.vector import Layout, NotFinite
 from peerd.training.effects import Effect, Send, Vector
 from peerd.training.flush import Progress
@@ -174,7 +174,7 @@ class PairLinks:
         """Open links until there are `view`, and accept up to twice that; one that does not open accepts all."""
         self.held: dict[NodeId, PairLink] = {}
         self.opening: dict[NodeId, tuple[int, float]] = {}  # link number, when it was last asked for
-        self._offered: tuple[bytes, Vector] | None = None  # of these: a start that needs not travel, and its digest
+        self._offered: tuple[bytes, Chunks] | None = None  # of these: a start that needs not travel, and its digest
         self.remnants: dict[int, Remnant] = {}  # by link number, the oldest first
         self._ended: OrderedDict[int, int] = OrderedDict()  # link number -> version: LinkClosed was, or can be, said
         self.opens = opens
@@ -305,12 +305,13 @@ class PairLinks:
             return [] if known else self.last_word(sender, message.link, now)
         values = self._values()
         if isinstance(message, LinkSnapshot):
-            start = np.empty_like(values)
-            vector.decode(message.codec, self._layout, message.chunks, start)
+            codec, chunks = message.codec, message.chunks
         elif self._offered is not None:
-            _, start = self._offered
+            codec, (_, chunks) = SNAPSHOT_CODEC, self._offered
         else:
             raise PeerError(f"{sender} has a model equal to one that it was not told of")
+        start = np.empty_like(values)
+        vector.decode(codec, self._layout, chunks, start)
         self._asked_no_more(sender)
         self._hold(sender, message.link, start, values, now)
         return []
@@ -444,10 +445,11 @@ class PairLinks:
         answered. Empty: our model holds a value that is not finite."""
         if self._offered is None:
             try:
-                _, start = self._snapshot(self._values())
+                values = self._values()
+                chunks, _ = vector.encode(SNAPSHOT_CODEC, self._layout, values)
             except NotFinite:
                 return b""
-            self._offered = digest(start), start
+            self._offered = digest_of(SNAPSHOT_CODEC, self._layout, chunks, values.dtype), chunks
         return self._offered[0]
 
     def _give_up(self, peer: NodeId) -> None:
