@@ -84,7 +84,7 @@ class ModeClass:
         """How many steps lie between the end of a round and the next one, whatever `every` says."""
         return 0
 
-    def works_in_place(self, spare: Callable[[], Vector | None]) -> bool:
+    def works_in_place(self, spares: Callable[[], list[Vector]]) -> bool:
         """See `Mode`."""
         return False
 
@@ -124,11 +124,11 @@ class Mode(Protocol):
     barrier: int
     """The trainer publishes at each step that is a multiple of this, and waits there for a Resume; 0: never."""
 
-    def works_in_place(self, spare: Callable[[], Vector | None]) -> bool:
+    def works_in_place(self, spares: Callable[[], list[Vector]]) -> bool:
         """Asked once, of a mode just made: whether it never writes to what `values()` gives, and needs it no more once
         an event is over. Then that is the model's own memory, which may be read only: one copy of it less.
 
-        `spare()` gives memory for the next correction that an Apply may bring, if there is any.
+        `spares()` gives what memory there is for whole-model temporaries of an event, best of all its correction.
         """
         ...
 

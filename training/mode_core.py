@@ -48,8 +48,8 @@ class Model(Protocol):
         """The same, to be read only, and only until the model is corrected."""
         ...
 
-    def spare(self) -> Vector | None:
-        """Memory for a correction that `add` then need not copy, if there is any."""
+    def spares(self) -> list[Vector]:
+        """Memory that nobody needs until the end of an event, if there is any: `add` need not copy the first."""
         ...
 
     def add(self, correction: Vector) -> None:
@@ -311,7 +311,7 @@ class ModeCore:
             self.model.add(left)
         self._in_place = False
         self.mode = event.make(self._values)
-        self._in_place = self.mode.works_in_place(self._spare)
+        self._in_place = self.mode.works_in_place(self._spares)
         self.plan = event.plan
         self._ended_at = None
         self._enter(ModePhase.RUNS)
@@ -352,8 +352,8 @@ class ModeCore:
         assert self.model is not None, "a mode runs only on a model"
         return self.model.look() if self._in_place else self.model.values()
 
-    def _spare(self) -> Vector | None:
-        return self.model.spare() if self.model is not None else None
+    def _spares(self) -> list[Vector]:
+        return self.model.spares() if self.model is not None else []
 
 
 def _ended(step: int) -> StepReport:

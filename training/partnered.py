@@ -93,9 +93,9 @@ class PartneredMode(LinkedMode, Generic[P]):
         """At a run's end exchange with whoever does not yet agree; before it nothing."""
         raise NotImplementedError
 
-    def works_in_place(self, spare: Callable[[], Vector | None]) -> bool:
+    def works_in_place(self, spares: Callable[[], list[Vector]]) -> bool:
         """See `Mode`."""
-        self._scratch.spare = spare
+        self._scratch.spares = spares
         return True
 
     # ---------------------------------------------------------------- events
@@ -194,7 +194,7 @@ class PartneredMode(LinkedMode, Generic[P]):
         if not self._lent:
             return values
         if self._seen is None:
-            self._seen = self._scratch.take(values)
+            self._seen = self._scratch.take_for_event(values)
         np.add(values, self._lent[0], out=self._seen)
         for correction in self._lent[1:]:
             np.add(self._seen, correction, out=self._seen)

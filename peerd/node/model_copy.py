@@ -68,9 +68,11 @@ class ModelCopy:
         values.flags.writeable = False
         return values
 
-    def spare(self) -> Vector | None:
-        """Memory for a correction that `add` then need not copy; None where what is there has not been taken."""
-        return None if self._filled else self._memory.corrections[self._filling]
+    def spares(self) -> list[Vector]:
+        """Memory that nobody needs until the end of an event; a correction in the first of it `add` need not copy."""
+        filling = [] if self._filled else [self._filling]
+        free = filling if self._offered is not None else [*filling, 1 - self._filling]
+        return [self._memory.corrections[buffer] for buffer in free]
 
     def add(self, correction: Vector) -> None:
         """Have the model corrected."""

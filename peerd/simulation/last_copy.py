@@ -38,9 +38,9 @@ class LearnersModel:
         values.flags.writeable = False
         return values
 
-    def spare(self) -> Vector | None:
+    def spares(self) -> list[Vector]:
         """See `Model`; nothing is shared."""
-        return None
+        return []
 
     def add(self, correction: Vector) -> None:
         """See `Model`."""

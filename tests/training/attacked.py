@@ -48,8 +48,9 @@ class Inside:
     def add(self, correction: Vector) -> None:
         self._corrections.append(Apply(correction.copy()))
 
-    def spare(self) -> None:
+    def spares(self) -> list[Any]:
         """The harness applies what comes back."""
+        return []
 
     def drain(self) -> None:
         """Whatever was added is with the harness."""

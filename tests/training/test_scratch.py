@@ -28,13 +28,14 @@ def test_memory_of_another_size_or_type_is_another() -> None:
     assert lent.take(np.zeros(9)).dtype == np.float64
 
 
-def test_a_correction_is_made_in_the_memory_that_another_lends_one_at_a_time() -> None:
-    scratch, like, spare = Scratch(), np.zeros(8, np.float32), np.zeros(8, np.float32)
-    scratch.spare = lambda: spare
-    first, second = scratch.take_for_correction(like), scratch.take_for_correction(like)
-    assert first is spare
-    assert second is not spare
-    scratch.give(first)
-    scratch.give(second)
-    assert scratch.take(like) is second, "what is another's is not kept"
-    assert scratch.take_for_correction(like) is spare
+def test_what_another_lends_for_an_event_is_taken_first_and_not_kept() -> None:
+    scratch, like, spares = Scratch(), np.zeros(8, np.float32), [np.zeros(8, np.float32) for _ in range(2)]
+    scratch.spares = lambda: spares
+    taken = [scratch.take_for_event(like) for _ in range(3)]
+    assert taken[0] is spares[0]
+    assert taken[1] is spares[1]
+    assert all(taken[2] is not spare for spare in spares)
+    for array in taken:
+        scratch.give(array)
+    assert scratch.take(like) is taken[2]
+    assert scratch.take_for_event(like) is spares[0]

@@ -47,7 +47,7 @@ def decode_onto(
 
     `corrects`: what is made of it is a correction of the model.
     """
-    incoming = scratch.take_for_correction(known) if corrects else scratch.take(known)
+    incoming = scratch.take_for_event(known) if corrects else scratch.take(known)
     try:
         vector.decode(codec, layout, chunks, incoming, known=known, value_max=value_max)
     except PeerError:

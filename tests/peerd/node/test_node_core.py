@@ -35,7 +35,7 @@ class Asking:
 
     on_message = on_peers = on_timer = on_step
 
-    def works_in_place(self, spare: Any) -> bool:
+    def works_in_place(self, spares: Any) -> bool:
         return False
 
     def end(self) -> None:
