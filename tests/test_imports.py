@@ -24,7 +24,8 @@ CORES = {
     "peerd.transport.secure.signing", "peerd.training.effects",
     "peerd.training.mode", "peerd.training.mode_core", "peerd.training.mode_settings", "peerd.training.early",
     "peerd.training.counts", "peerd.training.plain_numbers",
-    "peerd.training.flush", "peerd.training.refusal", "peerd.training.sample", "peerd.training.scratch",
+    "peerd.training.flush", "peerd.training.refusal", "peerd.training.room",
+    "peerd.training.sample", "peerd.training.scratch",
     "peerd.training.partnered", "peerd.training.trigger", "peerd.training.trigger_check",
     "peerd.training.model.quiet",
     "peerd.training.model.variances", "peerd.protocol.plan", "peerd.security.token",
@@ -69,7 +70,7 @@ ROOMS = {  # each with the rooms that it may look into; from the roof to the cel
     "trainer": {"local", "process", "protocol", "model", "transport"},
     "settings": {"messages", "security", "carriers", "protocol", "modes", "mode", "transport"},
     "carriers": {"process", "transport", "rdma"},
-    "process": {"modes", "transport"},
+    "process": {"mode", "modes", "transport"},
     "node": {"local", "protocol", "model", "mode", "messages", "transport"},  # what daemon and simulation both run
     "protocol": {"messages", "transport"},
     "membership": {"mode", "messages", "transport"},

@@ -46,6 +46,8 @@ class ModeClass:
     """Unless the settings name one."""
     KEEPS_LINKS: ClassVar[bool] = False
     """Whether its nodes keep what each partner knows of their model."""
+    PUSHES: ClassVar[bool] = False
+    """Whether a link goes one way: a node has as many to others as from others."""
     MAY_BE_LOST: ClassVar[tuple[type[Message], ...]] = ()
     """Messages that may each be lost though the connection lives: the mode notices by itself, and says them again."""
     ENDS_THAT_COUNT: ClassVar[int] = 2

@@ -69,7 +69,7 @@ class _Range:
 class Sample:
     """Which values of a model stand for it."""
 
-    def __init__(self, layout: Layout, whole_max: int = WHOLE_MAX) -> None:
+    def __init__(self, layout: Layout, whole_max: int) -> None:
         stops = stops_of(layout)
         rng = random.Random(_SEED)
         self.is_whole = layout.total <= whole_max
@@ -150,7 +150,7 @@ class Sample:
 @lru_cache(maxsize=8)
 def sample_of(layout: Layout) -> Sample:
     """One for all that is kept of a model."""
-    return Sample(layout)
+    return Sample(layout, WHOLE_MAX)
 
 
 def stops_of(layout: Layout) -> npt.NDArray[np.int64]:

@@ -132,7 +132,7 @@ def test_of_a_small_model_all_is_kept(
     compiled: bool, parameters: int, buffers: int, ends: list[int], seed: int
 ) -> None:
     layout = Layout(parameters, parameters + buffers, (), tuple(sorted(ends)))
-    sample = Sample(layout)
+    sample = Sample(layout, WHOLE_MAX)
     assert sample.is_whole
     assert sample.kept == layout.total <= WHOLE_MAX
     rng = np.random.default_rng(seed)

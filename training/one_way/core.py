@@ -42,6 +42,7 @@ ROUNDS_UNHEARD = 4  # of the flush, to partners that send nothing back: then one
 class OneWay(PartneredMode[Partner]):
     """A core without the one thing that differs: what firing, sending and merging mean."""
 
+    PUSHES = True
     MAY_BE_LOST = (Push, Pushed, PushForgotten, Pull)
 
     def __init__(
