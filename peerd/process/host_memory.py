@@ -14,6 +14,7 @@ from peerd.training.room import room
 
 SHARED = 4  # two copies and two halves of corrections, which trainer and daemon share
 WORK = 2  # of encoding and decoding, of what is on its way, and of corrections that come faster than a trainer steps
+PUSHED_WORK = 3  # the same, and what a correction is made of
 A_PUSHED_LINK = 4  # with a push under way: what both ends know of it, and of one back; what is kept of one that went
 A_ROUND = 6  # of a mode without links: what is read, contribution, sum, what all agreed on, what a codec dropped, work
 WORTH_A_LINE = 1 << 30  # bytes
@@ -34,7 +35,7 @@ def copies(mode: str, view: int, values: int) -> tuple[int, int]:
     """How many there are with one link, and at most."""
     its_class, links = class_of(mode), room(view, values)
     if its_class.PUSHES:
-        return SHARED + WORK + A_PUSHED_LINK, SHARED + WORK + A_PUSHED_LINK * links.active
+        return SHARED + PUSHED_WORK + A_PUSHED_LINK, SHARED + PUSHED_WORK + A_PUSHED_LINK * links.active
     if its_class.KEEPS_LINKS:
         return SHARED + WORK + links.of_link, SHARED + WORK + links.models
     return SHARED + WORK + A_ROUND, SHARED + WORK + A_ROUND

@@ -121,3 +121,20 @@ def test_the_trigger_of_a_large_model_never_says_more_than_the_bound() -> None:
             assert link.moved <= bound * (1 + 1e-6)
         swarm.settle()
     assert link.exchanges
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize("mode", ["gossip-push", "gossip-pull", "push-sum"])
+def test_modes_that_push_keep_as_few(mode: str) -> None:
+    swarm = GossipSwarm(10, 5000, "sign", "change:0.05", view=VIEW, seed=3, mode=mode)
+    swarm.everyone_alive()
+    swarm.settle()
+    for _ in range(40):
+        for name in sorted(swarm.nodes):
+            swarm.step(name, 0.05 * swarm.rng.normal(size=5000))
+        swarm.settle()
+        for node in swarm.nodes.values():
+            assert max(len(node.core._copies.outgoing), len(node.core._copies.incoming)) <= VIEW + 1
+    assert swarm.nodes["a"].core.counts["exchanges"] > 10
+    if mode == "push-sum":
+        assert swarm.drift() < 1e-9

@@ -37,6 +37,7 @@ def test_what_fits_is_told(free: Path) -> None:
 def test_at_the_default_view_a_large_model_takes_a_third_of_what_it_did() -> None:
     assert host_memory.copies("gossip", 3, 1_000_000_000) == (8, 17)
     assert host_memory.copies("gossip", 3, 1_000_000) == (9, 51)
+    assert host_memory.copies("push-sum", 3, 1_000_000_000) == (11, 23)
 
 
 def test_where_there_is_less_a_node_looks_for_fewer_partners(free: Path) -> None:
