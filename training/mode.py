@@ -46,6 +46,8 @@ class ModeClass:
     """Unless the settings name one."""
     KEEPS_LINKS: ClassVar[bool] = False
     """Whether its nodes keep what each partner knows of their model."""
+    PUSHES: ClassVar[bool] = False
+    """Whether a link goes one way: a node has as many to others as from others."""
     MAY_BE_LOST: ClassVar[tuple[type[Message], ...]] = ()
     """Messages that may each be lost though the connection lives: the mode notices by itself, and says them again."""
     ENDS_THAT_COUNT: ClassVar[int] = 2
@@ -84,6 +86,10 @@ class ModeClass:
         """How many steps lie between the end of a round and the next one, whatever `every` says."""
         return 0
 
+    def works_in_place(self, spares: Callable[[], list[Vector]]) -> bool:
+        """See `Mode`."""
+        return False
+
     def on_gradient(self, gradient: Vector, samples: float, step: int, now: float, rate: float) -> list[Effect]:
         """See `Mode`."""
         raise AssertionError(f"{self.NAME} exchanges weights")
@@ -119,6 +125,14 @@ class Mode(Protocol):
     counts: Counter[str]
     barrier: int
     """The trainer publishes at each step that is a multiple of this, and waits there for a Resume; 0: never."""
+
+    def works_in_place(self, spares: Callable[[], list[Vector]]) -> bool:
+        """Asked once, of a mode just made: whether it never writes to what `values()` gives, and needs it no more once
+        an event is over. Then that is the model's own memory, which may be read only: one copy of it less.
+
+        `spares()` gives what memory there is for whole-model temporaries of an event, best of all its correction.
+        """
+        ...
 
     def on_step(self, report: StepReport, now: float) -> list[Effect]:
         """The trainer's optimizer moved, or its run ended. Steps of which `quiet` wants nothing may be left out."""

@@ -44,6 +44,14 @@ class Model(Protocol):
         """With every correction so far, shape (total,); the array is used again by the next call."""
         ...
 
+    def look(self) -> Vector:
+        """The same, to be read only, and only until the model is corrected."""
+        ...
+
+    def spares(self) -> list[Vector]:
+        """Memory that nobody needs until the end of an event, if there is any: `add` need not copy the first."""
+        ...
+
     def add(self, correction: Vector) -> None:
         """Have it corrected."""
         ...
@@ -203,6 +211,7 @@ class ModeCore:
         self.model: Model | None = None
         self.plan = AS_STARTED  # what the mode belongs to
         self.phase = ModePhase.RUNS
+        self._in_place = False  # the mode leaves the model that it looks at as it is
         self.untold = 0  # changes of the mode that the trainer does not know of yet
         self.slowest_s = 0.0  # of the exchanges so far that this node began
         self._last_report: StepReport | None = None
@@ -242,10 +251,10 @@ class ModeCore:
             case TrainerLost():
                 self._gradient = None
                 return mode.on_trainer_lost(now) if mode is not None else []
-            case ModelAsked(peer, _, told) if model is not None and told and told == digest(model.values()):
+            case ModelAsked(peer, _, told) if model is not None and told and told == digest(model.look()):
                 return [Send(peer, ModelEqual(model.step))]
             case ModelAsked(peer, layout) if model is not None:
-                chunks = vector.encode(SNAPSHOT_CODEC, layout, model.values())[0]
+                chunks = vector.encode(SNAPSHOT_CODEC, layout, model.look())[0]
                 return [Send(peer, ModelSnapshot(model.step, SNAPSHOT_CODEC, chunks))]
             case PeersChanged(alive):
                 came = [Publish()] if alive - self._partners else []  # what they hear of is the model as it is
@@ -300,7 +309,9 @@ class ModeCore:
         assert self.model is not None, "a mode runs only on a model"
         if self.mode is not None and (left := self.mode.end()) is not None:
             self.model.add(left)
+        self._in_place = False
         self.mode = event.make(self._values)
+        self._in_place = self.mode.works_in_place(self._spares)
         self.plan = event.plan
         self._ended_at = None
         self._enter(ModePhase.RUNS)
@@ -339,7 +350,10 @@ class ModeCore:
     def _values(self) -> Vector:
         """Of the model as it is then: another trainer brings another one."""
         assert self.model is not None, "a mode runs only on a model"
-        return self.model.values()
+        return self.model.look() if self._in_place else self.model.values()
+
+    def _spares(self) -> list[Vector]:
+        return self.model.spares() if self.model is not None else []
 
 
 def _ended(step: int) -> StepReport:

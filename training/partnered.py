@@ -20,6 +20,7 @@ from peerd.training.flush import FLUSH_CODEC, FLUSH_TOLERANCE, WHILE_ONE_TRAINS,
 from peerd.training.mode import LinkedMode, LinkStatus
 from peerd.training.mode_settings import ModeSettings
 from peerd.training.model.quiet import EVERY_STEP, Quiet
+from peerd.training.sample import sample_of
 from peerd.training.scratch import Scratch
 from peerd.training.trigger import SILENCE_MAX_S, WAKE_AFTER_S, parse_trigger
 from peerd.training.trigger_check import PartnerState, TriggerPolicy, distance_from_mean
@@ -50,8 +51,10 @@ class PartneredMode(LinkedMode, Generic[P]):
         self._layout = layout
         self._settings = settings
         self._values = values
+        self._sample = sample_of(layout)
         self._scratch = Scratch()
         self._gains: dict[str, Gain] = {}
+        self._seen: Vector | None = None  # the model with what this event has corrected
         self._lent: list[Vector] = []  # corrections in the effects of this event: applied by the next one
         self._report = StepReport(0, 0.0, 1.0, published=False, finishing=False)
         self._policy: TriggerPolicy[P] = TriggerPolicy(layout, rng, parse_trigger(settings.trigger), self.counts)
@@ -89,6 +92,11 @@ class PartneredMode(LinkedMode, Generic[P]):
     def _flush(self, now: float) -> list[Effect]:
         """At a run's end exchange with whoever does not yet agree; before it nothing."""
         raise NotImplementedError
+
+    def works_in_place(self, spares: Callable[[], list[Vector]]) -> bool:
+        """See `Mode`."""
+        self._scratch.spares = spares
+        return True
 
     # ---------------------------------------------------------------- events
 
@@ -183,9 +191,14 @@ class PartneredMode(LinkedMode, Generic[P]):
     def _current(self) -> Vector:
         """With what this event has already corrected."""
         values = self._values()
-        for correction in self._lent:
-            np.add(values, correction, out=values)
-        return values
+        if not self._lent:
+            return values
+        if self._seen is None:
+            self._seen = self._scratch.take_for_event(values)
+        np.add(values, self._lent[0], out=self._seen)
+        for correction in self._lent[1:]:
+            np.add(self._seen, correction, out=self._seen)
+        return self._seen
 
     def _lend(self, correction: Vector, but: P | None = None, length: float | None = None) -> None:
         """The correction leaves in an effect: the model then differs more from what all partners but this one know.
@@ -206,6 +219,9 @@ class PartneredMode(LinkedMode, Generic[P]):
         for correction in self._lent:
             self._scratch.give(correction)
         self._lent.clear()
+        if self._seen is not None:
+            self._scratch.give(self._seen)
+            self._seen = None
 
     # ---------------------------------------------------------------- the final flush
 

@@ -21,7 +21,18 @@ class Scratch:
     """Arrays of one size and type, lent and returned. Not thread-safe: one thread owns it."""
 
     def __init__(self) -> None:
+        self.spares: Callable[[], list[Vector]] = list
+        """Somebody else's arrays that are free until the end of an event."""
         self._free: list[Vector] = []
+        self._borrowed: list[Vector] = []
+
+    def take_for_event(self, like: Vector) -> Vector:
+        """The same as `take`, for what comes back before the next event: a correction, which leaves in an Apply."""
+        for spare in self.spares():
+            if not any(spare is one for one in self._borrowed):
+                self._borrowed.append(spare)
+                return spare
+        return self.take(like)
 
     def take(self, like: Vector) -> Vector:
         """An array of the shape and dtype of `like`, with any content."""
@@ -33,7 +44,10 @@ class Scratch:
 
     def give(self, array: Vector) -> None:
         """Return what was taken; the caller keeps no view of it."""
-        if len(self._free) < KEEP:
+        borrowed = [one for one in self._borrowed if one is not array]
+        if len(borrowed) < len(self._borrowed):
+            self._borrowed = borrowed
+        elif len(self._free) < KEEP:
             self._free.append(array)
 
 

@@ -14,11 +14,11 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from peerd.training.codecs.difference import norm_of_difference
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import StepReport, Vector
 from peerd.training.flush import Progress
 from peerd.training.model.quiet import Quiet
+from peerd.training.sample import sample_of
 from peerd.training.trigger import LinkChange, Trigger
 from peerd.transport.ids import NodeId
 
@@ -30,7 +30,7 @@ its bound is far above its real change."""
 class PartnerState(Protocol):
     """What a mode notes of a partner."""
 
-    anchor: Vector  # x after the last exchange
+    anchor: Vector  # what is kept of x after the last exchange (sample.py)
     anchor_norm: float
     last_exchange: float
     moved: float  # at most ||x at the last publish - anchor||
@@ -55,7 +55,7 @@ class TriggerPolicy(Generic[P]):
         self.partner: P | None = None
         """Drawn for the next exchange; None: no link is free for an exchange."""
         self._rest_until = 0  # this step
-        self._layout = layout
+        self._sample = sample_of(layout)
         self._rng = rng
         self._trigger = trigger
         self._counts = counts
@@ -89,8 +89,9 @@ class TriggerPolicy(Generic[P]):
 
     def reason(self, partner: P, values: Vector, report: StepReport, now: float) -> str | None:
         """Why `partner` should have the fresh copy `values`; the caller counts it when it is really sent."""
-        parameters = self._layout.parameters
-        partner.moved = norm_of_difference(values[:parameters], partner.anchor[:parameters])
+        measured = self._sample.distance(values, partner.anchor)
+        # of a sample it is an estimate, and never beyond the bound
+        partner.moved = measured if self._sample.is_whole else min(measured, partner.moved)
         reason = self._fires(partner, partner.moved, report, now)
         self._counts["trigger_bound_only"] += reason is None
         return reason

@@ -93,6 +93,7 @@ class TrainerService:
         self._requests = RequestLimit()
         self._giving: set[NodeId] = set()  # members to whom the model is about to be sent
         self._leaving = False
+        self._view_max: int | None = None  # where the host has no memory for more
 
     async def run(self) -> None:
         """Work until cancelled."""
@@ -188,7 +189,8 @@ class TrainerService:
         if not isinstance(comes, Attach) or refusal is not None:
             await connection.send({"error": refusal})
             return
-        self._tell_memory(comes.total)
+        if self.mode is None:  # later what there is to take is taken
+            self._tell_memory(comes.total)
         try:
             memory = SharedMemory(connection.fds[0], comes.total, comes.gradients)
         except (OSError, ValueError) as error:
@@ -216,8 +218,8 @@ class TrainerService:
     def _tell_memory(self, values: int) -> None:
         plan = self.plans.settings
         if (told := host_memory.told(plan.mode, plan.view, values)) is not None:
-            line, warns = told
-            LOGGER.log(logging.WARNING if warns else logging.INFO, "%s", line)
+            LOGGER.log(logging.WARNING if told.warns else logging.INFO, "%s", told.line)
+            self._view_max = told.view if told.view < plan.view else None
 
     def _refuse(self, comes: Said | None, connection: LocalConnection) -> str | None:
         if self._runner.session is not None:
@@ -283,7 +285,7 @@ class TrainerService:
                 return None, step
             await self._runner.move(fresh)
             return 0, self._runner.step
-        fetched = await session.attended(lambda: self._catch_up.fetch(layout, fresh.values()))
+        fetched = await session.attended(lambda: self._catch_up.fetch(layout, fresh.look()))
         self._runner.core.model = fresh
         if fetched is None:
             fresh.step = step
@@ -378,6 +380,8 @@ class TrainerService:
             assert self.layout is not None, "known once a trainer has attached"
             plan, settings = self.plans.plan, self.plans.settings
             used = settings.mode_settings
+            if self._view_max is not None:
+                used = replace(used, view=min(used.view, self._view_max))
             if settings.codec not in (AUTO, used.codec):
                 LOGGER.warning(
                     "mode %s takes codec %s in place of %s, which drops too much",

@@ -139,14 +139,14 @@ class NodeCore(ModeCore):
                     model.owned_here()
                 return self.handle(TrainerLost(), now)
             case ModelMoves(fresh) if model is not None:
-                fresh.load(model.values(), model.step)
+                fresh.load(model.look(), model.step)
                 self.model = fresh
             case ModelComes(fresh, step) if model is not None:
                 fresh.step = step
                 fresh.take_over(model)
                 self.model = fresh
             case ModelWanted() if model is not None:
-                return [ModelIs(model.values().astype(np.float32), model.step)]
+                return [ModelIs(model.look().astype(np.float32), model.step)]
             case Stepped(_, copy) if copy is not None:
                 return [CopyRead(), *self.handle(event, now)]
             case Nothing():

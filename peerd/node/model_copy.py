@@ -31,8 +31,9 @@ class ModelCopy:
         """Of the last published copy: the trainer may be further."""
         self._memory = memory
         self._variances = [slice(start, stop) for start, stop in variances]
-        self._values = np.empty(memory.total, np.float32)
+        self._values: npt.NDArray[np.float32] | None = None  # what `values` gave last
         self._current = 0
+        self._apart = False  # the trainer may read the copy as it is: what it has not yet taken is not added there
         self._offered: int | None = None  # the buffer that the trainer was told to take
         self._filling = 0
         self._filled = False
@@ -51,24 +52,41 @@ class ModelCopy:
 
     def values(self) -> Vector:
         """The model with every correction so far, shape (total,); the array is used again by the next call."""
-        values = self._values
-        np.copyto(values, self._memory.copies[self._current])
-        for buffer in self.waiting:
-            self._correct(values, self._memory.corrections[buffer])
+        if self._values is None:
+            self._values = np.empty(self._memory.total, np.float32)
+        np.copyto(self._values, self._memory.copies[self._current])
+        for buffer in self.waiting if self._apart else ():
+            self._correct(self._values, self._memory.corrections[buffer])
+        return self._values
+
+    def look(self) -> Vector:
+        """The same, to be read only, and only until the model is corrected: mostly no copy."""
+        if self._apart:
+            return self.values()
+        self._values = None
+        values = self._memory.copies[self._current].view()
+        values.flags.writeable = False
         return values
+
+    def spares(self) -> list[Vector]:
+        """Memory that nobody needs until the end of an event; a correction in the first of it `add` need not copy."""
+        filling = [] if self._filled else [self._filling]
+        free = filling if self._offered is not None else [*filling, 1 - self._filling]
+        return [self._memory.corrections[buffer] for buffer in free]
 
     def add(self, correction: Vector) -> None:
         """Have the model corrected."""
+        copy, filling = self._memory.copies[self._current], self._memory.corrections[self._filling]
+        if self._owned_here or not self._apart:
+            self._correct(copy, correction)
         if self._owned_here:
-            self._correct(self._memory.copies[self._current], correction)
             np.add(self._untaken, correction, out=self._untaken)
+        elif self._filled:
+            np.add(filling, correction, out=filling)
         else:
-            filling = self._memory.corrections[self._filling]
-            if self._filled:
-                np.add(filling, correction, out=filling)
-            else:
+            if correction is not filling:
                 np.copyto(filling, correction)
-                self._filled = True
+            self._filled = True
 
     def drain(self) -> int | None:
         """The buffer that the trainer should take now; None when it has one or there is none."""
@@ -81,12 +99,17 @@ class ModelCopy:
         """The trainer has added `buffer`; the last published copy gets it too, to stay the model's past."""
         if buffer != self._offered:
             return
-        self._correct(self._memory.copies[self._current], self._memory.corrections[buffer])
+        if self._apart:
+            self._correct(self._memory.copies[self._current], self._memory.corrections[buffer])
         self._offered = None
+        if not self._filled:
+            self._filling = buffer  # the other one may never be needed, and take no memory
 
     def published(self, copy: int, step: int) -> None:
         """The trainer's model after `step`, with all it has taken, is now in `copy`."""
-        self._current, self.step = copy, step
+        self._current, self.step, self._apart = copy, step, False
+        for buffer in self.waiting:
+            self._correct(self._memory.copies[copy], self._memory.corrections[buffer])
 
     def is_shared_with(self, board: Board) -> bool:
         """Whether the trainer behind this board has the same memory: it may be another's, who has only just come."""
@@ -103,7 +126,8 @@ class ModelCopy:
             return
         self._untaken[:] = 0
         for buffer in self.waiting:
-            self._correct(self._memory.copies[self._current], self._memory.corrections[buffer])
+            if self._apart:
+                self._correct(self._memory.copies[self._current], self._memory.corrections[buffer])
             np.add(self._untaken, self._memory.corrections[buffer], out=self._untaken)
         self._offered, self._filled, self._owned_here = None, False, True
 
@@ -120,7 +144,7 @@ class ModelCopy:
     def load(self, values: Vector, step: int) -> int:
         """Replace the model by `values`, of this step; returns the copy that the trainer must load."""
         np.copyto(self._memory.copies[self._current], values)
-        self.step = step
+        self.step, self._apart = step, True
         return self._current
 
     def _correct(self, model: npt.NDArray[np.float32], correction: Vector) -> None:

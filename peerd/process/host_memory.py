@@ -1,28 +1,43 @@
 """How much of the host's memory will a model take here? Told before it is taken: a node killed for it says nothing.
 
-In copies of the model in float32, 4 bytes a value, in the daemon and what it shares with its trainer.
+In copies of the model in float32, 4 bytes a value, in the daemon and what it shares with its trainer. Where the host
+has less than all links may come to, the node looks for fewer partners.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from peerd.training.modes import class_of
+from peerd.training.room import room
 
-SHARED = 5  # two copies and two halves of corrections, which trainer and daemon share, and one that is read
-WORK = 3  # of encoding and decoding, and of what is on its way
-OWN_WAY = 1  # of a mode with links: where the model was when its own steps were last told from corrections (robust)
-A_LINK = 3  # what each end knows of the other, and where this model was at the last exchange
-A_ROUND = 4  # of a mode without links: contribution, sum, what all agreed on, what a codec dropped
+SHARED = 4  # two copies and two halves of corrections, which trainer and daemon share
+WORK = 2  # of encoding and decoding, of what is on its way, and of corrections that come faster than a trainer steps
+PUSHED_WORK = 3  # the same, and what a correction is made of
+A_PUSHED_LINK = 4  # with a push under way: what both ends know of it, and of one back; what is kept of one that went
+A_ROUND = 6  # of a mode without links: what is read, contribution, sum, what all agreed on, what a codec dropped, work
 WORTH_A_LINE = 1 << 30  # bytes
 MEMINFO = Path("/proc/meminfo")
 
 
-def copies(mode: str, view: int) -> tuple[int, int]:
-    """How many there are with one link; and at most: twice the view, and thrice for what is kept of absent peers."""
-    if class_of(mode).KEEPS_LINKS:
-        least = SHARED + WORK + OWN_WAY
-        return least + A_LINK, least + A_LINK * 5 * view
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What there is to say, and to do."""
+
+    line: str
+    warns: bool
+    view: int
+    """Partners to look for: as many as were wanted, or as the host has memory for."""
+
+
+def copies(mode: str, view: int, values: int) -> tuple[int, int]:
+    """How many there are with one link, and at most."""
+    its_class, links = class_of(mode), room(view, values)
+    if its_class.PUSHES:
+        return SHARED + PUSHED_WORK + A_PUSHED_LINK, SHARED + PUSHED_WORK + A_PUSHED_LINK * links.active
+    if its_class.KEEPS_LINKS:
+        return SHARED + WORK + links.of_link, SHARED + WORK + links.models
     return SHARED + WORK + A_ROUND, SHARED + WORK + A_ROUND
 
 
@@ -36,18 +51,34 @@ def available() -> int | None:
     return 1024 * kib[0] if kib else None
 
 
-def told(mode: str, view: int, values: int) -> tuple[str, bool] | None:
-    """The line to say for a model of so many values, and whether it is a warning; None: not worth one."""
-    least, most = (4 * values * count for count in copies(mode, view))
+def told(mode: str, view: int, values: int) -> Told | None:
+    """Of a model of so many values; None: not worth a line."""
+    least, most = _bytes(mode, view, values)
     if most < WORTH_A_LINE:
         return None
-    span = _shown(most) if least == most else f"{_shown(least)} with one link and {_shown(most)} at most"
-    line = f"this model takes about {span} of the host's memory in mode {mode}, and {_shown(4 * values)} in its script"
-    left = available()
-    if left is None or most + 4 * values <= left:
-        return line, False
-    cure = "; a smaller --view means fewer links" if least < most else ""
-    return f"{line}, and there is {_shown(left)}{cure}", True
+    script, left = 4 * values, available()
+    fits = view
+    while left is not None and fits > 1 and _bytes(mode, fits, values)[1] + script > left:
+        fits -= 1
+    span = _span(*_bytes(mode, fits, values))
+    line = f"this model takes about {span} of the host's memory in mode {mode}, and {_shown(script)} in its script"
+    most_here = _bytes(mode, fits, values)[1]
+    if left is None or (fits == view and most_here + script <= left):
+        return Told(line, warns=False, view=view)
+    line = f"{line}, and there is {_shown(left)}"
+    if least == most:
+        return Told(line, warns=True, view=view)
+    cure = f"a view of {fits} in place of {view}, which could take {_shown(most)}" if fits < view else ""
+    return Told(f"{line}: {cure}" if cure else line, warns=True, view=fits)
+
+
+def _bytes(mode: str, view: int, values: int) -> tuple[int, int]:
+    least, most = copies(mode, view, values)
+    return 4 * values * least, 4 * values * most
+
+
+def _span(least: int, most: int) -> str:
+    return _shown(most) if least == most else f"{_shown(least)} with one link and {_shown(most)} at most"
 
 
 def _shown(count: int) -> str:

@@ -51,10 +51,10 @@ class Lie:
         return replace(settings, robust=False, codec="float32" if chooses_codec else settings.codec)
 
     def shown(self, read: Callable[[], Vector], stop: int) -> Callable[[], Vector]:
-        """What the mode is to read in place of `read`, in the same array: of the model, which ends at `stop`."""
+        """What the mode is to read in place of `read`: of the model, which ends at `stop`."""
 
         def lied() -> Vector:
-            values = read()
+            values = read().copy()  # the model itself stays as it is
             model = values[:stop]
             if self.start is None:
                 self.start = model.copy()

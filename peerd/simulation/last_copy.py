@@ -32,6 +32,16 @@ class LearnersModel:
         np.copyto(self._lent, self.kept)
         return self._lent
 
+    def look(self) -> Vector:
+        """See `Model`."""
+        values = self.kept.view()
+        values.flags.writeable = False
+        return values
+
+    def spares(self) -> list[Vector]:
+        """See `Model`; nothing is shared."""
+        return []
+
     def add(self, correction: Vector) -> None:
         """See `Model`."""
         self.kept += correction

@@ -30,7 +30,7 @@ class Inside:
 
     def __init__(self, mode: str, name: str, layout: Layout, rng: random.Random, chosen: Any, read: Any) -> None:
         self.step = 0
-        self.values = read
+        self.values = self.look = read
         self.core = NodeCore()
         self.core.model = self  # type: ignore[assignment]
         self._corrections: list[Effect] = []
@@ -47,6 +47,10 @@ class Inside:
 
     def add(self, correction: Vector) -> None:
         self._corrections.append(Apply(correction.copy()))
+
+    def spares(self) -> list[Any]:
+        """The harness applies what comes back."""
+        return []
 
     def drain(self) -> None:
         """Whatever was added is with the harness."""

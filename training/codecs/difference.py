@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from typing import Any
 
 import numpy as np
 
@@ -33,10 +34,20 @@ def encode_difference(
 
 
 def decode_onto(
-    codec: str, layout: Layout, chunks: Chunks, known: Vector, scratch: Scratch, value_max: float = VALUE_MAX
+    codec: str,
+    layout: Layout,
+    chunks: Chunks,
+    known: Vector,
+    scratch: Scratch,
+    value_max: float = VALUE_MAX,
+    *,
+    corrects: bool = False,
 ) -> Vector:
-    """known + what `chunks` hold, in scratch. Raises PeerError, also for a sum that no model reaches."""
-    incoming = scratch.take(known)
+    """known + what `chunks` hold, in scratch. Raises PeerError, also for a sum that no model reaches.
+
+    `corrects`: what is made of it is a correction of the model.
+    """
+    incoming = scratch.take_for_event(known) if corrects else scratch.take(known)
     try:
         vector.decode(codec, layout, chunks, incoming, known=known, value_max=value_max)
     except PeerError:
@@ -48,6 +59,14 @@ def decode_onto(
 def digest(start: Vector) -> bytes:
     """Of the bits of a vector that several members may count differences from: SHA-256's first 16 bytes."""
     return hashlib.sha256(np.ascontiguousarray(start).data).digest()[:DIGEST_BYTES]
+
+
+def digest_of(codec: str, layout: Layout, chunks: Chunks, dtype: np.dtype[np.floating[Any]]) -> bytes:
+    """`digest` of what `chunks` hold, of which there is never more than a piece."""
+    sha = hashlib.sha256()
+    for _, piece in vector.decoded_pieces(codec, layout, chunks, dtype):
+        sha.update(piece.data)
+    return sha.digest()[:DIGEST_BYTES]
 
 
 def norm_of_difference(a: Vector, b: Vector | None = None) -> float:

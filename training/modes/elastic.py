@@ -39,7 +39,7 @@ from peerd.training.modes.elastic_pairs import ALPHA, ElasticPairs
 from peerd.training.modes.gossip import Gossip
 from peerd.training.pairs.links import PairLink
 from peerd.training.pairs.reference import PairedReference
-from peerd.training.pairs.robust import CentreAllowances, tensors_of
+from peerd.training.pairs.robust import CentreAllowances
 from peerd.training.plain_numbers import number
 from peerd.training.trigger import ONLY_FINISHING
 from peerd.transport.errors import PeerError
@@ -82,7 +82,7 @@ class _Centre(Gossip):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._allowances = CentreAllowances(tensors_of(self._layout))
+        self._allowances = CentreAllowances(self._layout)
 
     def _round(self, live: list[PairLink]) -> list[PairLink]:
         links = [link for link in live if link.peer_finishing or not link.flushed]

@@ -16,12 +16,9 @@ import random
 from collections import Counter
 from collections.abc import Callable, Collection
 
-import numpy as np
-
 from peerd.training.codecs.vector import VALUE_MAX, Layout, NotFinite
 from peerd.training.effects import Apply, Effect, Log, Send, StepReport, Vector
 from peerd.training.flush import FLUSH_CODEC, ROTATE_AFTER_EXCHANGES
-from peerd.training.kernels.passes import add
 from peerd.training.mode import not_finite
 from peerd.training.mode_settings import ModeSettings
 from peerd.training.pairs.graylist import Graylist
@@ -66,7 +63,7 @@ class Gossip(PartneredMode[PairLink]):
         """The last two are for modes that are made of this one: whether it looks for partners, where it counts."""
         super().__init__(layout, rng, settings, values, counts)
         self._links = PairLinks(me, layout, rng, settings.view, values, self._scratch, self.counts, opens=opens)
-        self._allowances = Allowances(tensors_of(layout), layout.variances)
+        self._allowances = Allowances(layout)
         self._alive: frozenset[NodeId] = frozenset()
         self._looked = False  # at the model that the first steps start from
         self._met = False  # another mode brings members together, and flushes by this one
@@ -75,6 +72,7 @@ class Gossip(PartneredMode[PairLink]):
 
     def on_step(self, report: StepReport, now: float) -> list[Effect]:
         """See `PartneredMode`."""
+        self._reclaim()
         if report.finishing and not self._report.finishing and self._settings.robust:
             self._allowances.end_run(self._current(), self._compared())
         elif self._report.finishing and not report.finishing:
@@ -220,9 +218,8 @@ class Gossip(PartneredMode[PairLink]):
         return effects + self._flush(now)
 
     def _completed(self, link: PairLink, theirs: Delta, values: Vector, both: Exchanged, now: float) -> list[Effect]:
-        correction, parameters = both.correction, self._layout.parameters
-        norm, length = add(values[:parameters], correction[:parameters], link.anchor[:parameters])
-        np.add(values[parameters:], correction[parameters:], out=link.anchor[parameters:])
+        correction = both.correction
+        norm, length = self._sample.refresh_with_sum(link.anchor, values, correction)
         link.anchor_norm = math.sqrt(norm)
         link.distance = link.reference.distance()
         link.moved = link.news = 0.0

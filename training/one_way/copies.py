@@ -1,4 +1,4 @@
-"""Which public copies does a node hold? At most twice its view in either direction; the oldest makes room."""
+"""Which public copies does a node hold? As many in either direction as room.py says; the oldest makes room."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Vector
 from peerd.training.mode import ENDED_MAX
 from peerd.training.one_way.public_copy import Incoming, Outgoing
+from peerd.training.room import room
 from peerd.training.scratch import Scratch
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import Push, PushForgotten
@@ -23,7 +24,7 @@ class Copies:
         self.outgoing: dict[NodeId, Outgoing] = {}
         self.incoming: dict[NodeId, Incoming] = {}
         self._layout = layout
-        self._most = 2 * view
+        self._most = room(view, layout.total).active
         self._scratch = scratch
         self._next_link = rng.getrandbits(42) * LINKS_OF_A_LIFE
         # the last link from a peer that made room, and what was taken: also of a peer that went, for it may be back

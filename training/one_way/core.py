@@ -42,6 +42,7 @@ ROUNDS_UNHEARD = 4  # of the flush, to partners that send nothing back: then one
 class OneWay(PartneredMode[Partner]):
     """A core without the one thing that differs: what firing, sending and merging mean."""
 
+    PUSHES = True
     MAY_BE_LOST = (Push, Pushed, PushForgotten, Pull)
 
     def __init__(
@@ -165,7 +166,7 @@ class OneWay(PartneredMode[Partner]):
         self._came = 0
         if not self._report.finishing:
             self._allowances.exchanged()
-        np.copyto(partner.anchor, values)
+        self._sample.refresh(partner.anchor, values)
         partner.anchor_norm = norm_of_difference(values[: self._layout.parameters])
         partner.moved = 0.0
         partner.last_exchange = now

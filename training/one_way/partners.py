@@ -14,6 +14,7 @@ from peerd.training.codecs.difference import norm_of_difference
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Vector
 from peerd.training.flush import Progress
+from peerd.training.sample import sample_of
 from peerd.transport.ids import NodeId
 
 
@@ -22,7 +23,7 @@ class Partner:
     """One member of the view, with what the trigger and the flush need to know."""
 
     peer: NodeId
-    anchor: Vector  # x at the last push to it (or request)
+    anchor: Vector  # what is kept of x at the last push to it, or request (sample.py)
     anchor_norm: float
     last_exchange: float
     declined_at: float = float("-inf")  # when it was overdue, and the trigger had no reason
@@ -87,4 +88,5 @@ class Partners:
 
     def _add(self, peer: NodeId, now: float) -> None:
         values = self._current()
-        self.held[peer] = Partner(peer, values.copy(), norm_of_difference(values[: self._layout.parameters]), now)
+        norm = norm_of_difference(values[: self._layout.parameters])
+        self.held[peer] = Partner(peer, sample_of(self._layout).take(values), norm, now)

@@ -39,13 +39,15 @@ from operator import attrgetter
 import numpy as np
 
 from peerd.training.codecs import vector
-from peerd.training.codecs.difference import digest, norm_of_difference
+from peerd.training.codecs.difference import digest, digest_of, norm_of_difference
 from peerd.training.codecs.vector import Layout, NotFinite
 from peerd.training.effects import Effect, Send, Vector
 from peerd.training.flush import Progress
 from peerd.training.mode import ENDED_MAX
 from peerd.training.pairs.graylist import Graylist
 from peerd.training.pairs.reference import PairedReference, Unfinished
+from peerd.training.room import room
+from peerd.training.sample import sample_of
 from peerd.training.scratch import Scratch
 from peerd.training.trigger import SILENCE_MAX_S, WAKE_AFTER_S
 from peerd.transport.errors import PeerError
@@ -54,8 +56,6 @@ from peerd.transport.messages import Chunks, Delta, LinkClose, LinkClosed, LinkE
 
 SNAPSHOT_CODEC = "bfloat16"  # any vector may start a pair of references; this one costs half of float32
 UNKNOWN = -1  # the version of a link that this end knows nothing of: it was another life's
-MODELS_OF_A_LINK = 3  # both references and the anchor
-LEFT_OF_LINKS = 2  # views: with one-bit codecs that is what is left of six links for each of a view
 UNFINISHED_MAX = 64
 
 
@@ -103,7 +103,7 @@ class PairLink:
 
     peer: NodeId
     reference: PairedReference
-    anchor: Vector  # x after the last exchange
+    anchor: Vector  # what is kept of x after the last exchange (sample.py)
     anchor_norm: float
     last_exchange: float
     sent_at: float  # when something that waits for an answer was last sent
@@ -170,10 +170,10 @@ class PairLinks:
         *,
         opens: bool,
     ) -> None:
-        """Open links until there are `view`, and accept up to twice that; one that does not open accepts all."""
+        """Open links until there are `view`, and accept as many as room.py says; one that does not open accepts all."""
         self.held: dict[NodeId, PairLink] = {}
         self.opening: dict[NodeId, tuple[int, float]] = {}  # link number, when it was last asked for
-        self._offered: tuple[bytes, Vector] | None = None  # of these: a start that needs not travel, and its digest
+        self._offered: tuple[bytes, Chunks] | None = None  # of these: a start that needs not travel, and its digest
         self.remnants: dict[int, Remnant] = {}  # by link number, the oldest first
         self._ended: OrderedDict[int, int] = OrderedDict()  # link number -> version: LinkClosed was, or can be, said
         self.opens = opens
@@ -181,6 +181,7 @@ class PairLinks:
         self._layout = layout
         self._rng = rng
         self._view = view
+        self._room = room(view, layout.total)
         self._values = values
         self._scratch = scratch
         self._counts = counts
@@ -276,7 +277,7 @@ class PairLinks:
         if sender in self.opening and self._me > sender:
             return []  # both ends asked at once: the smaller id answers, the larger's number stands
         frees = sender in self.opening or (link is not None and link.active)  # the place that it has
-        full = self.opens and self._places_taken() - frees >= 2 * self._view
+        full = self.opens and self._places_taken() - frees >= self._room.active
         declines = full or self.graylist.refuses(sender, now)
         values = self._values()
         snapshot = None if declines else self._snapshot(values)
@@ -304,12 +305,13 @@ class PairLinks:
             return [] if known else self.last_word(sender, message.link, now)
         values = self._values()
         if isinstance(message, LinkSnapshot):
-            start = np.empty_like(values)
-            vector.decode(message.codec, self._layout, message.chunks, start)
+            codec, chunks = message.codec, message.chunks
         elif self._offered is not None:
-            _, start = self._offered
+            codec, (_, chunks) = SNAPSHOT_CODEC, self._offered
         else:
             raise PeerError(f"{sender} has a model equal to one that it was not told of")
+        start = np.empty_like(values)
+        vector.decode(codec, self._layout, chunks, start)
         self._asked_no_more(sender)
         self._hold(sender, message.link, start, values, now)
         return []
@@ -443,10 +445,11 @@ class PairLinks:
         answered. Empty: our model holds a value that is not finite."""
         if self._offered is None:
             try:
-                _, start = self._snapshot(self._values())
+                values = self._values()
+                chunks, _ = vector.encode(SNAPSHOT_CODEC, self._layout, values)
             except NotFinite:
                 return b""
-            self._offered = digest(start), start
+            self._offered = digest_of(SNAPSHOT_CODEC, self._layout, chunks, values.dtype), chunks
         return self._offered[0]
 
     def _give_up(self, peer: NodeId) -> None:
@@ -518,7 +521,7 @@ class PairLinks:
         # a peer may open before its own news has come; one that membership never confirms holds no place of the view
         state = LinkState.OPEN if peer in self._alive else LinkState.DORMANT
         self.held[peer] = PairLink(
-            peer, reference, values.copy(), norm, last_exchange=now, sent_at=now, state=state,
+            peer, reference, sample_of(self._layout).take(values), norm, last_exchange=now, sent_at=now, state=state,
             start_norm=norm_of_difference(values),
         )  # fmt: skip
         self._make_room()
@@ -530,17 +533,17 @@ class PairLinks:
         return len(self.live()) + len(self.opening)
 
     def _make_room(self) -> None:
-        """Keep a view's worth of links to absent peers, those with an exchange to finish first, and what is left of
-        others, as much as twice that takes."""
+        """Keep as many links to absent peers as there is room for, those with an exchange to finish first, and as much
+        of what is left of others."""
         dormant = sorted(
             (link for link in self.held.values() if not link.active),
             key=lambda link: (link.reference.settled, -link.last_exchange, link.peer),
         )
-        for link in dormant[self._view :]:
+        kept = self._room.dormant(self._places_taken()) if self.opens else self._view
+        for link in dormant[kept:]:
             self._counts["links_forgotten"] += 1
             self._let_go(link.peer)
-        room = LEFT_OF_LINKS * MODELS_OF_A_LINK * self._view
-        while len(self.remnants) > UNFINISHED_MAX or sum(one.models for one in self._left()) > room:
+        while len(self.remnants) > UNFINISHED_MAX or sum(one.models for one in self._left()) > self._room.left:
             self._counts["exchanges_cut"] += 1
             del self.remnants[next(iter(self.remnants))]
 

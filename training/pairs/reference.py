@@ -78,14 +78,14 @@ class PairedReference:
     """One end of one link. Not thread-safe: one thread owns it."""
 
     def __init__(self, link: int, start: Vector, layout: Layout, scratch: Scratch) -> None:
-        """Both references begin at `start` (shape (total,)), the same bits on both ends."""
+        """Both references begin at `start` (shape (total,)), the same bits on both ends; it is this one's own now."""
         self._scratch = scratch
         self._tensors = tensors_of(layout)
         self.distances: Norms = np.zeros(len(self._tensors))
         self.link = link
         self.version = 0
         self.layout = layout
-        self.mine = start.copy()
+        self.mine = start
         self.theirs = start.copy()
         self.under_way: Delta | None = None  # our half of exchange version + 1
         self._outgoing: Vector | None = None  # what that one decodes to, of a small model
@@ -121,7 +121,9 @@ class PairedReference:
         if not 0 < theirs.gain <= GAIN_MAX:
             raise PeerError(f"a gain of {theirs.gain} is outside (0, {GAIN_MAX}]")
         limits = unpacked(theirs.limits, len(self._tensors))
-        incoming = decode_onto(theirs.codec, self.layout, theirs.chunks, self.theirs, self._scratch, half.value_max)
+        incoming = decode_onto(
+            theirs.codec, self.layout, theirs.chunks, self.theirs, self._scratch, half.value_max, corrects=True
+        )
         self.confirmed = True  # who goes on to the next has applied the last
         try:
             reply = self._encode(values, half, wants_answer=False) if self.under_way is None else None
@@ -256,7 +258,7 @@ class Unfinished:
             raise PeerError(f"a gain of {theirs.gain} is outside (0, {GAIN_MAX}]")
         tensors = tensors_of(self.layout)
         limits = unpacked(theirs.limits, len(tensors))
-        correction = decode_onto(theirs.codec, self.layout, theirs.chunks, self._apart, self._scratch)
+        correction = decode_onto(theirs.codec, self.layout, theirs.chunks, self._apart, self._scratch, corrects=True)
         gain, ours = min(theirs.gain, self.under_way.gain), unpacked(self.under_way.limits, len(tensors))
         tensors.scale(correction, factors(gain, tensors.norms(correction), ours, limits))
         self.version += 1

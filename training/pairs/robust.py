@@ -30,7 +30,7 @@ import numpy.typing as npt
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Vector
 from peerd.training.kernels.passes import move_references, scale_by, squares_by
-from peerd.training.model.variances import bounded
+from peerd.training.sample import sample_of, stops_of
 from peerd.transport.errors import PeerError
 from peerd.transport.ids import NodeId
 
@@ -42,7 +42,6 @@ COMPARED_MIN = 3  # peers of which one can be told from the others
 FLUSH = 2.0
 """Times the usual distance: what each peer may move a model whose run has ended."""
 USUAL_WEIGHT = 0.25  # of the last distance
-TENSORS_MAX = 128  # limits in a message; of a model of more, neighbours share one
 PEERS_MAX = 4096  # that have an allowance
 _FLOAT32_MAX = np.finfo(np.float32).max
 _LIMIT = np.dtype("<f4")  # as it travels
@@ -55,12 +54,8 @@ class Tensors:
     """Where the tensors of a flat model are; parameters and buffers share none."""
 
     def __init__(self, layout: Layout) -> None:
-        inner = {stop for stop in layout.tensors if 0 < stop < layout.total}
-        stops = sorted(stop for stop in inner | {layout.parameters, layout.total} if stop > 0)
-        step = math.ceil(len(stops) / (TENSORS_MAX - 1))
-        kept = sorted({*stops[step - 1 :: step], layout.parameters, layout.total} - {0})
-        self.stops = np.array(kept, np.int64)
-        self.of_parameters = sum(stop <= layout.parameters for stop in kept)
+        self.stops = stops_of(layout)
+        self.of_parameters = int(np.searchsorted(self.stops, layout.parameters, side="right"))
 
     def __len__(self) -> int:
         return len(self.stops)
@@ -137,34 +132,30 @@ class Allowance:
 class Allowances:
     """What each peer may still move one node's model."""
 
-    def __init__(self, tensors: Tensors, variances: tuple[tuple[int, int], ...] = ()) -> None:
-        """`variances` as in a layout: of a correction that takes more of one than it may, the model takes less."""
-        self._tensors = tensors
-        self._variances = [slice(start, stop) for start, stop in variances]
-        self._base: Vector | None = None  # the model when it was last looked at, and every correction since
-        self._way = np.zeros(len(tensors))  # the sum of the lengths of its own moves
-        self._last = np.zeros(len(tensors))  # the last of them that was one
+    def __init__(self, layout: Layout) -> None:
+        self._tensors = tensors_of(layout)
+        self._sample = sample_of(layout)
+        self._base: Vector | None = None  # of the model when it was last looked at, and of every correction since
+        self._way = np.zeros(len(self._tensors))  # the sum of the lengths of its own moves
+        self._last = np.zeros(len(self._tensors))  # the last of them that was one
         self._peers: dict[NodeId, Allowance] = {}
         self._ended = False
 
     def look(self, values: Vector) -> None:
         """The model as it is now: what no correction explains are the node's own steps."""
         if self._base is None:
-            self._base = values.copy()
+            self._base = self._sample.take(values)
             return
-        moved = self._tensors.norms(values, self._base)
+        moved = np.sqrt(self._sample.squares(values, self._base))
         if 0 < moved.sum() < np.inf:
             self._way += moved
             self._last = moved
-            np.copyto(self._base, values)
+            self._sample.refresh(self._base, values)
 
     def corrected(self, correction: Vector) -> None:
         """The model is moved by this, and not by its own steps."""
         if self._base is not None:
-            before = [self._base[where].copy() for where in self._variances]
-            self._base += correction
-            for where, values in zip(self._variances, before, strict=True):
-                self._base[where] = bounded(values, self._base[where])
+            self._sample.correct(self._base, correction)
 
     def limits(self, peer: NodeId, peers: Collection[NodeId]) -> Norms:
         """How far this peer may move each tensor now, as one of these."""
@@ -262,8 +253,8 @@ class Allowances:
 class CentreAllowances(Allowances):
     """What each worker may move a centre variable, which makes no steps: twice what is usual among the others."""
 
-    def __init__(self, tensors: Tensors) -> None:
-        super().__init__(tensors)
+    def __init__(self, layout: Layout) -> None:
+        super().__init__(layout)
         self._said: dict[NodeId, Norms] = {}
 
     def look(self, values: Vector) -> None:

@@ -71,6 +71,9 @@ class Mode:
         self.left: npt.NDArray[np.float32] | None = None  # that the model has not got
         self.answer: Callable[[Any], list[Effect]] = lambda _: []
 
+    def works_in_place(self, spares: Any) -> bool:
+        return False
+
     def _hear(self, event: Any) -> list[Effect]:
         self.told.append(event)
         return self.answer(event)

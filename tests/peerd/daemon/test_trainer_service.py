@@ -23,6 +23,7 @@ from peerd.process import host_memory
 from peerd.training.codecs import vector
 from peerd.training.codecs.difference import digest
 from peerd.training.codecs.vector import Layout
+from peerd.training.modes.gossip import Gossip
 from peerd.transport.errors import PeerError, UserError
 from peerd.transport.messages import LinkOpen, LinkSnapshot, ModelEqual, ModelRequest, ModelSnapshot
 
@@ -147,11 +148,13 @@ async def test_what_a_large_model_takes_is_said_before_it_is_taken(
     monkeypatch.setattr(host_memory, "WORTH_A_LINE", 500)
     monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "meminfo")
     (tmp_path / "meminfo").write_text(f"MemAvailable: {kilobytes} kB\n")
-    node = Node(tmp_path, view=1)
+    node = Node(tmp_path, view=2)
     with script() as trainer:
         async with running(node) as nursery:
             nursery.start_soon(trainer.serve, node)
             await trainer.trains()
+            assert isinstance(node.side.mode, Gossip)
+            assert node.side.mode._settings.view == (2 if kilobytes else 1)
     about = [record for record in caplog.records if record.message.startswith("this model takes about ")]
     assert [(record.levelno, record is caplog.records[0]) for record in about] == [(level, True)]
     assert any(line.startswith("a trainer attached: ") for line in lines(caplog))

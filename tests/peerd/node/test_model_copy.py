@@ -82,11 +82,16 @@ class Exchange(RuleBasedStateMachine):
         assert self.trainer is not None
         return self.trainer
 
-    @rule(corrections=st.lists(vectors, max_size=2))
-    def the_swarm_corrects(self, corrections: list[Vector]) -> None:
+    @rule(corrections=st.lists(vectors, max_size=2), in_place=st.booleans())
+    def the_swarm_corrects(self, corrections: list[Vector], in_place: bool) -> None:
         """One job of the compute thread, which hands over at its end."""
         for correction in corrections:
-            self.model_copy.add(correction)
+            spares = self.model_copy.spares() if in_place else []
+            made = spares[0] if spares else correction
+            for other in spares:
+                other[:] = 1000  # whoever borrows them may write there
+            made[:] = correction
+            self.model_copy.add(made)
             self.corrected += correction
         half = self.model_copy.drain()
         if half is not None:
@@ -153,6 +158,7 @@ class Exchange(RuleBasedStateMachine):
         if hasattr(self, "model_copy"):
             expected = self.known + (self.corrected - self.in_known)
             np.testing.assert_array_equal(self.model_copy.values(), expected)
+            np.testing.assert_array_equal(self.model_copy.look(), expected)
 
     @invariant()
     def the_trainer_lacks_only_what_waits_for_it(self) -> None:
@@ -194,6 +200,44 @@ def test_a_trainers_own_model_gets_what_came_since_the_last_trainer_took_somethi
     fresh.take_over(model_copy)
     assert fresh.values().tolist() == [1115] * SIZE
     assert fresh.waiting, "the trainer will take them as any others"
+
+
+def test_what_a_trainer_is_to_load_has_no_correction_that_it_will_be_told_to_take() -> None:
+    trainers, daemons = two_mappings(SIZE)
+    model_copy = ModelCopy(daemons)
+    model_copy.add(np.full(SIZE, 1, np.float32))
+    half = model_copy.drain()
+    assert half is not None
+    copy = model_copy.load(np.full(SIZE, 10, np.float32), 5)
+    model_copy.add(np.full(SIZE, 100, np.float32))
+    assert trainers.copies[copy].tolist() == [10] * SIZE, "to the bit, whenever it reads it"
+    assert model_copy.values().tolist() == model_copy.look().tolist() == [111] * SIZE
+    model_copy.taken(half)
+    trainers.copies[1 - copy][:] = 11
+    model_copy.published(1 - copy, 6)
+    assert model_copy.values().tolist() == model_copy.look().tolist() == [111] * SIZE
+
+
+def test_a_trainer_that_takes_each_correction_at_once_costs_one_buffer() -> None:
+    model_copy = ModelCopy(two_mappings(SIZE)[1])
+    for _ in range(3):
+        model_copy.add(np.ones(SIZE, np.float32))
+        assert model_copy.drain() == 0
+        model_copy.taken(0)
+    model_copy.add(np.ones(SIZE, np.float32))
+    assert (model_copy.drain(), len(model_copy.spares())) == (0, 1)
+    model_copy.add(np.ones(SIZE, np.float32))
+    assert not model_copy.spares()
+    assert (model_copy.drain(), model_copy.waiting) == (None, [0, 1])
+
+
+def test_a_look_is_no_copy_and_cannot_be_written() -> None:
+    daemons = two_mappings(SIZE)[1]
+    model_copy = ModelCopy(daemons)
+    seen = model_copy.look()
+    assert np.shares_memory(seen, daemons.copies[0])
+    with pytest.raises(ValueError, match="read-only"):
+        seen += 1
 
 
 def test_values_is_no_view_of_the_memory() -> None:

@@ -1,4 +1,4 @@
-"""A model's memory is told before it is taken."""
+"""A model's memory is told before it is taken, and where there is less, less is taken."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from peerd.process import host_memory
+from peerd.process.host_memory import Told
 
 SEVEN_BILLION = 7_000_000_000
 
@@ -25,25 +26,42 @@ def test_a_small_model_is_not_worth_a_line(free: Path) -> None:
 
 
 def test_what_fits_is_told(free: Path) -> None:
-    line = "this model takes about 1.2 GB with one link and 5.4 GB at most of the host's memory in mode gossip"
-    assert host_memory.told("gossip", 3, 25_000_000) == (f"{line}, and 100 MB in its script", False)
+    line = "this model takes about 800 MB with one link and 4.2 GB at most of the host's memory in mode gossip"
+    assert host_memory.told("gossip", 3, 25_000_000) == Told(f"{line}, and 100 MB in its script", False, 3)
+    line = "this model takes about 3.2 GB with one link and 6.8 GB at most of the host's memory in mode gossip"
+    assert host_memory.told("gossip", 3, 100_000_000) == Told(f"{line}, and 400 MB in its script", False, 3)
     line = "this model takes about 1.2 GB of the host's memory in mode diloco:2, and 100 MB in its script"
-    assert host_memory.told("diloco:2", 3, 25_000_000) == (line, False)
+    assert host_memory.told("diloco:2", 3, 25_000_000) == Told(line, False, 3)
 
 
-def test_what_does_not_fit_is_a_warning_with_a_cure(free: Path) -> None:
+def test_at_the_default_view_a_large_model_takes_a_third_of_what_it_did() -> None:
+    assert host_memory.copies("gossip", 3, 1_000_000_000) == (8, 17)
+    assert host_memory.copies("gossip", 3, 1_000_000) == (9, 51)
+    assert host_memory.copies("push-sum", 3, 1_000_000_000) == (11, 23)
+
+
+def test_where_there_is_less_a_node_looks_for_fewer_partners(free: Path) -> None:
+    told = host_memory.told("gossip", 3, 1_000_000_000)
+    assert told is not None
+    assert (told.warns, told.view) == (True, 2)
+    assert told.line == (
+        "this model takes about 32.0 GB with one link and 60.0 GB at most of the host's memory in mode gossip, and 4.0 "
+        "GB in its script, and there is 64.0 GB: a view of 2 in place of 3, which could take 68.0 GB"
+    )
+
+
+def test_what_does_not_fit_at_all_is_a_warning(free: Path) -> None:
     told = host_memory.told("gossip", 3, SEVEN_BILLION)
     assert told is not None
-    line, warns = told
-    assert warns
-    assert line.endswith("and there is 64.0 GB; a smaller --view means fewer links")
+    assert (told.warns, told.view) == (True, 1)
     told = host_memory.told("allreduce", 3, SEVEN_BILLION)
     assert told is not None
-    assert told[0].endswith("and there is 64.0 GB")
+    assert (told.warns, told.view) == (True, 3)
+    assert told.line.endswith("and there is 64.0 GB")
 
 
 def test_a_host_that_does_not_tell_gets_no_warning(free: Path) -> None:
     free.unlink()
     told = host_memory.told("gossip", 3, SEVEN_BILLION)
     assert told is not None
-    assert not told[1]
+    assert (told.warns, told.view) == (False, 3)

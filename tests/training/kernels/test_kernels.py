@@ -221,7 +221,7 @@ def test_a_node_without_a_compiler_keeps_the_same_references(
     start, x, y = (gaussian(rng, count) for _ in range(3))
     limits = packed(np.full(len(tensors_of(layout)), data.draw(st.sampled_from([np.inf, 0.1, 1e-3]))))
     half = ExchangeHalf(codec, Gain(), 0.5, finishing=False, limits=limits)
-    a, b = (PairedReference(1, start, layout, Scratch()) for _ in range(2))
+    a, b = (PairedReference(1, start.copy(), layout, Scratch()) for _ in range(2))
     for _ in range(rounds):
         asks = a.begin(x, half)
         with by_numpy():
@@ -265,7 +265,7 @@ def test_an_exchange_that_an_error_broke_off_half_way_ends_its_link(monkeypatch:
     layout, rng = Layout(count, count), np.random.default_rng(0)
     start, x, y = (gaussian(rng, count) for _ in range(3))
     half = ExchangeHalf("sign", Gain(), 0.5, finishing=False)
-    a, b = (PairedReference(1, start, layout, Scratch()) for _ in range(2))
+    a, b = (PairedReference(1, start.copy(), layout, Scratch()) for _ in range(2))
     reply = b.receive(a.begin(x, half), y, half).reply
     assert isinstance(reply, Delta)
     looks = count_calls_then_fail(after=3 + 1)  # the three pieces of theirs, the first of ours

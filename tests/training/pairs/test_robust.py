@@ -19,7 +19,6 @@ from peerd.training.pairs.reference import ExchangeHalf, PairedReference
 from peerd.training.pairs.robust import (
     FAR,
     RATE,
-    TENSORS_MAX,
     Allowances,
     CentreAllowances,
     Tensors,
@@ -29,6 +28,7 @@ from peerd.training.pairs.robust import (
     unpacked,
 )
 from peerd.training.refusal import REFUSED_S
+from peerd.training.sample import RANGES_MAX
 from peerd.training.scratch import Scratch
 from peerd.transport.errors import PeerError
 
@@ -79,7 +79,7 @@ def test_tensors_cover_a_model_and_none_has_parameters_and_buffers(
     if not parameters + buffers:
         return
     tensors = Tensors(Layout(parameters, parameters + buffers, (), tuple(sorted(ends))))
-    assert len(tensors) <= TENSORS_MAX
+    assert len(tensors) <= RANGES_MAX
     stops = tensors.stops.tolist()
     assert stops == sorted(set(stops))
     assert stops[-1] == parameters + buffers
@@ -89,7 +89,7 @@ def test_tensors_cover_a_model_and_none_has_parameters_and_buffers(
 
 def test_a_model_of_many_tensors_has_as_many_limits_as_fit_a_message() -> None:
     tensors = Tensors(Layout(5000, 5003, (), tuple(range(1, 5004))))
-    assert len(tensors) <= TENSORS_MAX
+    assert len(tensors) <= RANGES_MAX
     assert len(packed(np.ones(len(tensors)))) <= 512
     assert tensors.stops[tensors.of_parameters - 1] == 5000
 
@@ -107,7 +107,7 @@ def test_what_has_no_distance_is_left_as_it_is() -> None:
     np.testing.assert_array_equal(factors(0.5, zero, zero, zero), [0.5, 0.5])
 
 
-ONE = Tensors(Layout(3, 3))
+ONE = Layout(3, 3)
 
 
 @settings(deadline=None)
@@ -173,7 +173,7 @@ def test_a_run_that_has_ended_can_still_agree() -> None:
 
 def test_a_correction_that_a_variance_does_not_take_is_no_step_of_the_node() -> None:
     layout = Layout(1, 3, ((1, 3),), (1, 3))
-    allowances = Allowances(Tensors(layout), layout.variances)
+    allowances = Allowances(layout)
     values = np.ones(3)
     allowances.look(values)
     allowances.corrected(np.array([0.0, -1e6, -1e6]))
