@@ -16,12 +16,12 @@ from types import MappingProxyType
 
 from peerd.transport.ids import NodeId
 
-UNORDERED_PATIENCES = 4  # with a contribution and no order: an honest leader waits for a member that is silent, then
-# for one whose contribution is not there
-UNCOMMITTED_PATIENCES = 12  # without a result: the search for a culprit among 16 fails seven times (culprits.py)
-DOUBLINGS_MAX = (
-    6  # where no leader can make a round, as too few members are there, the lead goes round ever more slowly
-)
+UNORDERED_PATIENCES = 4
+"""With a contribution and no order: an honest leader waits for who is silent, then for who has no contribution."""
+UNCOMMITTED_PATIENCES = 12
+"""Without a result: the search for a culprit among 16 fails seven times (culprits.py)."""
+DOUBLINGS_MAX = 6
+"""Where no leader can make a round, as too few have a contribution, the lead goes round ever more slowly."""
 ALONE_PATIENCES = UNCOMMITTED_PATIENCES
 COMPLAINT = 2  # counts
 HEARD_MAX = 1024  # leaders that one member speaks of
@@ -39,13 +39,13 @@ class Passing:
         self.counts: dict[NodeId, int] = {}  # by leader, what this member says
         self._me = me
         self._said: dict[NodeId, dict[NodeId, int]] = {}  # by member, what it says
-        self._heeded: dict[
-            NodeId, tuple[int, float]
-        ] = {}  # how often each one's word alone was enough, and from when it is
+        self._heeded: dict[NodeId, tuple[int, float]] = {}  # how often one's word alone was enough, and from when it is
 
     def complain(self, leader: NodeId) -> None:
-        """It has kept this member waiting in vain. Who complains is not the next leader while there is another: it may
-        have been left aside for a reason."""
+        """It has kept this member waiting in vain.
+
+        Who complains does not lead next while another can: it may have been left aside for a reason.
+        """
         self.counts[leader] = self.counts.get(leader, 0) + COMPLAINT
         self.counts[self._me] = self.counts.get(self._me, 0) + 1
 
