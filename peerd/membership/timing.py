@@ -22,6 +22,10 @@ class Timing:
     retransmit_mult: int = 4
     """Each member passes a piece of news on `retransmit_mult * ceil(log10(N + 1))` times (8 at 64, 16 at 1000)."""
 
+    retransmit_min: int = 8
+    """And at least so many times: with the 4 that are the product below 10, one piece of news in 11 missed one of 9
+    members until the next exchange of tables, as each is told to members drawn at random."""
+
     probe_interval_s: float = 1.0
     """One probe per interval * (awareness + 1). Over all members, each is probed once per interval on average
     whatever N is, so a crash is first noticed after Exp(mean 1 interval), 4.6 intervals at the 99th percentile."""
@@ -75,7 +79,7 @@ class Timing:
 
     def retransmissions(self, population: int) -> int:
         """How many times one member passes on one piece of news."""
-        return self.retransmit_mult * math.ceil(math.log10(population + 1))
+        return max(self.retransmit_min, self.retransmit_mult * math.ceil(math.log10(population + 1)))
 
     def stretch(self, population: int) -> int:
         """What the intervals of whole-table work are multiplied by."""

@@ -95,7 +95,8 @@ class GradientAllReduce(ModeClass):
         """To the others this member has just restarted: the model of the furthest comes to it."""
         self._gradient, self._lost, self._basis, self._again_at = None, None, 0, math.inf
         self._offer = Offer()
-        self._rounds = self._make()
+        last, self._rounds = self._rounds, self._make()
+        self._rounds.succeeds(last)
         return self._perform(self._rounds.on_peers(self._alive, now), now)
 
     def on_step(self, report: StepReport, now: float) -> list[Effect]:

@@ -1,8 +1,8 @@
 """When does a round begin, begin anew, or count? The leader's side of the round protocol, decided from reports alone.
 
-How this works. The leader is the member with the smallest id; it keeps nothing that the members' reports would not tell
-its successor, which may be its own next life (one that restarts again and again must not begin to wait anew each
-time), but for whom it waits for no longer.
+How this works. The leader is the member with the smallest id of those that the others have not passed by (passing.py);
+it keeps nothing that the members' reports would not tell its successor, which may be its own next life (one that
+restarts again and again must not begin to wait anew each time), but for whom it waits for no longer.
 It orders one attempt at a time and commits it when all survivors of its roster hold the result. Every rule that a
 change of leader needs follows from two facts:
 
@@ -89,7 +89,7 @@ class Leader:
 
     def set_aside(self, pace: Pace, now: float) -> frozenset[NodeId]:
         """Without whom rounds go on for a while, as no attempt with it ends."""
-        return self._culprits.found(_patience_s(pace), now)
+        return self._culprits.found(patience_s(pace), now)
 
     def heard(self, sender: NodeId, report: RoundReport, now: float) -> None:
         """A member said where it is; said again, what it was told has not reached it."""
@@ -118,13 +118,13 @@ class Leader:
     def decide(self, everyone: frozenset[NodeId], pace: Pace, now: float) -> list[Order]:
         """What to tell whom now."""
         reports = {id: report for id, report in sorted(self._reports.items()) if id in everyone}
-        patience_s = _patience_s(pace)
+        limit_s = patience_s(pace)
         orders = self._late_commits(reports)
         if self.begun is not None:
             survivors = [id for id in self.begun.roster if self._survives(id, reports)]
             if survivors and all(_holds(reports[id], self.begun.attempt) for id in survivors):
                 return orders + self._commit(self.begun, survivors)
-            stuck = self._is_stuck(self.begun, patience_s, now)
+            stuck = self._is_stuck(self.begun, limit_s, now)
             if len(survivors) == len(self.begun.roster) and not stuck:
                 late = [id for id in survivors if reports[id].attempt < self.begun.attempt]
                 return orders + self._tell(late, self.begun)
@@ -133,34 +133,28 @@ class Leader:
             left = len(survivors) < sum(id in reports for id in self.begun.roster)  # it lives
             self._fell_apart += left
             if stuck or (left and self._fell_apart >= MISSES_MAX):
-                self._culprits.failed(self.begun.roster, patience_s, now)
+                self._culprits.failed(self.begun.roster, limit_s, now)
                 self._final_misses += self.begun.final
             self.begun = None
         self._silent = {id: self._silent.get(id, now) for id in everyone - reports.keys()}
         self._owing = {id: self._owing.get(id, now) for id in self._owe(reports)}
         waited = [*self._silent.items(), *self._owing.items()]
-        self._done_without |= {id for id, since in waited if now - since > patience_s}
+        self._done_without |= {id for id, since in waited if now - since > limit_s}
         if self._silent.keys() <= self._done_without:
             commits = self._unfinished_commit(reports)
             orders += self._begin(reports, pace, now) if commits is None else commits
         return orders
 
-    def _is_stuck(self, begun: RoundBegin, patience_s: float, now: float) -> bool:
+    def _is_stuck(self, begun: RoundBegin, limit_s: float, now: float) -> bool:
         """Nobody has come further for so long; or one alone says so, for longer than the last of a chain may lag."""
         assert self._begun_at is not None
         moved = sorted((self._moved.get(id, self._begun_at) for id in begun.roster), reverse=True)
         last, before = moved[0], moved[min(1, len(moved) - 1)]
-        return now - last > patience_s or now - before > patience_s + PATIENCE_SHARE * (before - self._begun_at)
+        return now - last > limit_s or now - before > limit_s + PATIENCE_SHARE * (before - self._begun_at)
 
     def _waits_again_for(self, id: NodeId) -> None:
         self._done_without.discard(id)
         self._missed.pop(id, None)
-
-    def _waits_s(self, pace: Pace) -> float:
-        """For a member without a contribution. Who does not stand meanwhile comes by its own steps, be they slow."""
-        if self._settings.overlap == "blocking" or self._gradients:
-            return _patience_s(pace)
-        return max(_patience_s(pace), PATIENCE_SHARE * pace.usual_period_s)
 
     def _late_commits(self, reports: dict[NodeId, RoundReport]) -> list[Order]:
         """Whoever holds what another has applied missed the word."""
@@ -242,7 +236,7 @@ class Leader:
         self._wanted_at = max(enough_at, min(self._since[id] for id in wanting))
         idle = {id for id, report in reports.items() if _is_waited_for(report, newest)}
         awaited = {id for id in idle - self._done_without if self._missed[id] < MISSES_MAX}
-        if late or (awaited and now - self._wanted_at <= self._waits_s(pace)):
+        if late or (awaited and now - self._wanted_at <= waits_s(pace, self._settings)):
             return []
         self._left_behind = idle
         in_common = {(reports[id].agreed, reports[id].start) for id in roster}
@@ -292,9 +286,9 @@ class Leader:
     ) -> dict[NodeId, RoundReport]:
         """Who may be in the next round. The last one of a run should have all, and is tried with all first."""
         if final and self._final_misses < MISSES_MAX:
-            aside = self._culprits.found(_patience_s(pace), now)
+            aside = self._culprits.found(patience_s(pace), now)
         else:
-            aside = self._culprits.aside(_patience_s(pace), now)
+            aside = self._culprits.aside(patience_s(pace), now)
         kept = {id: report for id, report in reports.items() if id not in aside}
         ended = final and all(report.settled for report in kept.values())
         return reports if ended or len(kept) < self._settings.min_peers else kept
@@ -328,10 +322,18 @@ class Leader:
         return [(id, order) for id in untold]
 
 
-def _patience_s(pace: Pace) -> float:
+def patience_s(pace: Pace) -> float:
+    """For how long a leader waits for what one member alone holds up."""
     if pace.usual_round_s is None:
         return PATIENCE_FIRST_S
     return max(PATIENCE_MIN_S, PATIENCE_SHARE * pace.usual_round_s)
+
+
+def waits_s(pace: Pace, settings: ModeSettings) -> float:
+    """For a member without a contribution. Who does not stand meanwhile comes by its own steps, be they slow."""
+    if settings.overlap == "blocking" or settings.exchange == GRADIENTS:
+        return patience_s(pace)
+    return max(patience_s(pace), PATIENCE_SHARE * pace.usual_period_s)
 
 
 def _is_waited_for(report: RoundReport, newest: int) -> bool:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from peerd.training.codecs import CODECS
@@ -26,8 +26,9 @@ from peerd.training.counts import REPORTED_MAX, within_step
 from peerd.training.effects import Effect, Log, Publish, Send, Vector
 from peerd.training.mode_settings import GRADIENTS, ModeSettings
 from peerd.training.rounds.attempt import EXACT_CODEC, WINDOW, Attempt, Pace, ends_whole
-from peerd.training.rounds.leader import Leader
+from peerd.training.rounds.leader import Leader, waits_s
 from peerd.training.rounds.lengths import GROUPS, Lengths, are_lengths
+from peerd.training.rounds.passing import ALONE_PATIENCES, Passing, Patience
 from peerd.training.rounds.topology import parse_topology
 from peerd.training.rounds.weights import are_weights
 from peerd.training.scratch import Lent
@@ -35,6 +36,7 @@ from peerd.transport.errors import PeerError, UserError
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import (
     Connected,
+    LeaderPassed,
     Message,
     PiecesTaken,
     RoundBegin,
@@ -143,6 +145,8 @@ class Rounds:
         self._start = b""
         self._leads = me
         self._leader = self._leadership()
+        self._passing = Passing(me)
+        self._patience = Patience()
         self._agreed = 0  # the attempt of the last applied round
         self._seen = 0  # the highest attempt begun
         self._attempt: Attempt | None = None
@@ -161,6 +165,7 @@ class Rounds:
         self._offer = offer or self._offer
         self._enter(RoundPhase.READY)
         self._reached_at = self._round_since = now
+        self._waits(now)
         return self.say(now)
 
     def finish(self, finished: bool, now: float, offer: Offer | None = None) -> list[Outcome]:
@@ -170,10 +175,17 @@ class Rounds:
         if offer is not None:
             self._offer = offer
         self.finished, self.given, self.settled = finished, False, False
+        self._patience.ended()
         if finished and self.phase == RoundPhase.IDLE:
             self._enter(RoundPhase.READY)
             self._reached_at = self._round_since = now
+        if self.phase != RoundPhase.IDLE:
+            self._waits(now)
         return self.say(now)
+
+    def succeeds(self, last: Rounds) -> None:
+        """What the rounds of this member's last trainer knew of leaders still holds."""
+        self._passing = last._passing
 
     def copied(self, now: float) -> list[Outcome]:
         """There is a copy of the model as it stands, which Publish has asked for."""
@@ -243,16 +255,56 @@ class Rounds:
             self._leader.forget(peer)
         for peer in sorted(came):
             outcomes += self._repeat(peer, now)
-        before, self._leads = self._leads, min(alive | {self._me})
-        if self._leads != before:
-            self._awaited = None
-            if self.phase == RoundPhase.RUNNING:
-                self._give_up()
-            self._leader = self._leadership()
+        self._passing.forget(gone)
+        outcomes += self._passed(self._passing.counts, came)
+        asked = self._follow(now) or came
         if self._leads == self._me:
-            asked = alive if before != self._me else came
             outcomes += [Send(peer, self._report(now)) for peer in sorted(asked)]
         return outcomes + self.say(now)
+
+    def _follow(self, now: float) -> frozenset[NodeId]:
+        """Who leads now? If it has become this member, whom it must ask where they are."""
+        leads = self._passing.leader(self._alive)
+        if leads == self._leads:
+            return frozenset()
+        self._leads, self._awaited = leads, None
+        if self.phase == RoundPhase.RUNNING:
+            self._give_up()
+        self._leader = self._leadership()
+        self._patience.begins_anew(now)
+        return self._alive if leads == self._me else frozenset()
+
+    def _pass_by(self, now: float) -> list[Outcome]:
+        """Say whom this member has waited for in vain, and follow whom the others do."""
+        limit_s, told = waits_s(self._pace, self._settings), []
+        waits = self._leads != self._me and 1 + len(self._alive) >= self._settings.min_peers
+        if not waits:
+            self._patience.begins_anew(now)
+        elif self._patience.is_over(limit_s, now):
+            self._passing.complain(self._leads)
+            told += [self._leads, self._me]
+        told += self._passing.join(self._alive, ALONE_PATIENCES * limit_s, now)
+        if not told:
+            return self._changed_leader(now)
+        return [*self._passed(told, self._alive), *self._changed_leader(now)]
+
+    def _changed_leader(self, now: float) -> list[Outcome]:
+        before, asked = self._leads, self._follow(now)
+        if self._leads == before:
+            return []
+        self._counts["leaders_passed_by"] += 1
+        why = f"it kept members waiting in vain; {self._leads} leads them"
+        outcomes: list[Outcome] = [Log("warning", f"rounds go on without member {before} as their leader: {why}")]
+        return [*outcomes, *(Send(peer, self._report(now)) for peer in sorted(asked)), *self.say(now)]
+
+    def _waits(self, now: float) -> None:
+        self._patience.comes(now)
+        if self.finished:
+            self._patience.ordered()  # the others may train on, without an order for those who have ended
+
+    def _passed(self, leaders: Iterable[NodeId], to: frozenset[NodeId]) -> list[Outcome]:
+        counts = self._passing.counts
+        return [Send(peer, LeaderPassed(leader, counts[leader])) for leader in sorted(leaders) for peer in sorted(to)]
 
     def on_message(self, sender: NodeId, message: Message | Connected, now: float) -> list[Outcome]:
         """A peer's message. Raises PeerError."""
@@ -271,9 +323,12 @@ class Rounds:
                 if self._attempt is None or message.attempt != self._attempt.begin.attempt:
                     return []
                 return list(self._attempt.on_taken(sender, message, now))
+            case LeaderPassed():
+                self._passing.heard(sender, message.leader, message.times)
+                return self._pass_by(now)
             case Connected():
                 self._leader.untold(sender)
-                outcomes = self._repeat(sender, now)
+                outcomes = [*self._passed(self._passing.counts, frozenset({sender})), *self._repeat(sender, now)]
                 if self._leads == self._me:
                     return [*outcomes, Send(sender, self._report(now)), *self.say(now)]
                 return outcomes + (self.say(now) if sender == self._leads else [])
@@ -285,7 +340,7 @@ class Rounds:
         if now < self.deadline():
             return []
         overdue = self._attempt.repeat_overdue(now) if self._attempt is not None else []
-        return [*overdue, *self.say(now)]
+        return [*overdue, *self._pass_by(now), *self.say(now)]
 
     # ---------------------------------------------------------------- one round
 
@@ -318,6 +373,9 @@ class Rounds:
             self._pace.committed_after(now - self._committed_at)
         self._committed_at = now
         self._reached_at = self._round_since = now
+        self._patience.ended()
+        if self.finished and not self.settled:
+            self._waits(now)
         where, _ = self.summed(attempt.begin)
         return [Committed(attempt.begin, where, attempt.mean(), attempt.lost), *self._answer(now)]
 
@@ -338,6 +396,7 @@ class Rounds:
         if self.phase != RoundPhase.READY:
             self._round_since = now
         self._gives = self.finished
+        self._patience.ordered()
         self._enter(RoundPhase.RUNNING)
         self._counts["attempts"] += 1
         early, self._early = self._early, []

@@ -60,7 +60,15 @@ from peerd.transport.messages.parameter_server import (
     SumTaken,
     Weights,
 )
-from peerd.transport.messages.rounds import PiecesTaken, RoundBegin, RoundCommit, RoundPhase, RoundPieces, RoundReport
+from peerd.transport.messages.rounds import (
+    LeaderPassed,
+    PiecesTaken,
+    RoundBegin,
+    RoundCommit,
+    RoundPhase,
+    RoundPieces,
+    RoundReport,
+)
 from peerd.transport.messages.secrets import (
     Generation,
     Keys,
@@ -99,6 +107,7 @@ __all__ = [
     "Generation",
     "Hello",
     "Keys",
+    "LeaderPassed",
     "LinkClose",
     "LinkClosed",
     "LinkEqual",

@@ -92,3 +92,12 @@ class RoundCommit(Message):
     KIND: ClassVar[int] = 68
     round: int
     attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaderPassed(Message):
+    """This member has kept the sender waiting for rounds, in vain, so often."""
+
+    KIND: ClassVar[int] = 69
+    leader: Name
+    times: int

@@ -621,7 +621,7 @@ def test_the_failed_are_retried_for_ever_and_the_left_never() -> None:
 def test_presets() -> None:
     assert LAN.suspicion_min_s(3) == LAN.suspicion_min_s(999) == 5.0
     assert LAN.suspicion_min_s(10**6) == pytest.approx(10.0, rel=1e-3)
-    assert (LAN.retransmissions(9), LAN.retransmissions(64), LAN.retransmissions(999)) == (4, 8, 12)
+    assert (LAN.retransmissions(9), LAN.retransmissions(64), LAN.retransmissions(999)) == (8, 8, 12)
     assert (LAN.stretch(1), LAN.stretch(32), LAN.stretch(33), LAN.stretch(1000)) == (1, 1, 2, 6)
     assert WAN.suspicion_min_s(10) == 30.0
     assert (LAN.silence_s(2), WAN.silence_s(2)) == (11.0, 65.0)

@@ -1,0 +1,257 @@
+"""A leader that makes no rounds is passed by, after a bounded time and by all; who lies can do little with it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from gradient_swarm import GradientSwarm
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mode_swarm import ModeSwarm
+from round_swarm import Lie, RoundSwarm
+
+from peerd.training.effects import Effect, Send
+from peerd.training.rounds.culprits import MISSES_MAX
+from peerd.training.rounds.leader import PATIENCE_MIN_S
+from peerd.training.rounds.member import REPEAT_S
+from peerd.training.rounds.passing import ALONE_PATIENCES, UNCOMMITTED_PATIENCES, UNORDERED_PATIENCES, Passing
+from peerd.transport.messages import LeaderPassed, Message, RoundBegin, RoundCommit, RoundPhase, RoundReport
+
+STEP_S = 3
+TURNS = 40  # of everybody's messages, in one step's time
+SETTLED_S = (2 + MISSES_MAX) * (PATIENCE_MIN_S + 2 * REPEAT_S + STEP_S)
+"""Until the next leader has done without what the last one keeps back: its word, its contribution, an end of rounds."""
+UNORDERED_S = UNORDERED_PATIENCES * PATIENCE_MIN_S + SETTLED_S
+UNCOMMITTED_S = UNCOMMITTED_PATIENCES * PATIENCE_MIN_S + SETTLED_S
+ALONE_S = (UNORDERED_PATIENCES + ALONE_PATIENCES) * PATIENCE_MIN_S + SETTLED_S
+ALONE_COMMIT_S = (UNCOMMITTED_PATIENCES + ALONE_PATIENCES) * PATIENCE_MIN_S + SETTLED_S
+
+
+def begins_nothing(to: str, message: Message) -> Message | None:
+    return None if isinstance(message, RoundBegin | RoundCommit) else message
+
+
+def commits_nothing(to: str, message: Message) -> Message | None:
+    return None if isinstance(message, RoundCommit) else message
+
+
+def commits_to_all_but_one(to: str, message: Message) -> Message | None:
+    return None if isinstance(message, RoundCommit) and to != "b" else message
+
+
+def begins_with_some(to: str, message: Message) -> Message | None:
+    """With those of even places; its own roster says so, too."""
+    if isinstance(message, RoundBegin | RoundCommit) and to in "ceg":
+        return None
+    return message
+
+
+def says_nothing_of_use(to: str, message: Message) -> Message | None:
+    """It reports, and never more than that it has no contribution."""
+    if isinstance(message, RoundReport):
+        return replace(message, phase=RoundPhase.IDLE, lengths=())
+    return None
+
+
+LIES: list[tuple[Callable[[], Lie], float]] = [
+    (lambda: begins_nothing, UNORDERED_S), (lambda: says_nothing_of_use, UNORDERED_S),
+    (lambda: commits_nothing, UNCOMMITTED_S), (lambda: commits_to_all_but_one, ALONE_COMMIT_S),
+    (lambda: begins_with_some, ALONE_S),
+]  # fmt: skip
+IDS = ["nothing", "idle", "no-commit", "commits-to-some", "begins-with-some"]
+
+
+class Liars(GradientSwarm):
+    """Gradients, where a member may lie as in a RoundSwarm."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        self.lies: dict[str, Lie] = {}
+        super().__init__(*arguments, **more)
+
+    def perform(self, name: str, effects: list[Effect]) -> None:
+        said: list[Effect] = []
+        for effect in effects:
+            if isinstance(effect, Send) and name in self.lies:
+                lie = self.lies[name](effect.peer, effect.message)
+                said += [Send(effect.peer, lie)] if lie is not None else []
+            else:
+                said.append(effect)
+        super().perform(name, said)
+
+
+def deliver(swarm: ModeSwarm) -> None:
+    """All that is on its way, or as much as a line carries of one who begins again and again."""
+    for _ in range(TURNS):
+        for link in swarm.waiting():
+            for _ in range(len(swarm.queues[link])):
+                swarm.deliver(*link)
+
+
+def live_through(swarm: ModeSwarm, seconds: float) -> dict[str, float]:
+    """How long each stood still at most."""
+    began, longest = swarm.now, dict.fromkeys(swarm.nodes, 0.0)
+    steps = {name: (node.steps, swarm.now) for name, node in swarm.nodes.items()}
+    while swarm.now < began + seconds:
+        for name in sorted(swarm.nodes):
+            swarm.step(name, None)  # type: ignore[arg-type]
+        deliver(swarm)
+        swarm.pass_time(STEP_S)
+        deliver(swarm)
+        for name, node in swarm.nodes.items():
+            made, at = steps[name]
+            longest[name] = max(longest[name], swarm.now - at)
+            if node.steps > made:
+                steps[name] = node.steps, swarm.now
+    return longest
+
+
+def leaders(swarm: ModeSwarm, but: str) -> set[str]:
+    return {node.core._rounds._leads for name, node in swarm.nodes.items() if name != but}
+
+
+@pytest.mark.parametrize(
+    ("exchange", "names"),
+    [("diloco", "abcd"), *itertools.product(["weights", "gradients"], ["ab", "abc", "abcdefg"])],
+)
+@pytest.mark.parametrize(("lie", "within_s"), LIES, ids=IDS)
+def test_the_others_go_on_and_follow_one_leader(
+    lie: Callable[[], Lie], within_s: float, names: str, exchange: str
+) -> None:
+    swarm: RoundSwarm | Liars
+    if exchange == "gradients":
+        swarm = Liars(names)
+    else:
+        mode = "diloco" if exchange == "diloco" else "allreduce"
+        swarm = RoundSwarm(names, mode=mode, overlap="blocking", every=2 if exchange == "diloco" else 1)
+        swarm.all_hear()
+    live_through(swarm, 60)
+    swarm.lies["a"] = lie()
+    stood = live_through(swarm, ALONE_COMMIT_S + UNCOMMITTED_S)
+    honest = set(names) - {"a"}
+    print(names, exchange, {name: round(stood[name]) for name in honest})  # noqa: T201
+    assert max(stood[name] for name in honest) <= within_s
+    assert len(leaders(swarm, "a")) == 1
+    last = live_through(swarm, UNCOMMITTED_S)
+    assert max(last[name] for name in honest) <= PATIENCE_MIN_S + 2 * REPEAT_S + 2 * STEP_S, "and it costs little on"
+
+
+class Voices:
+    """Honest members and one that says to each whatever it likes."""
+
+    def __init__(self, count: int) -> None:
+        self.names = "abcdefgh"[:count]
+        self.now = 0.0
+        self.honest = {name: Passing(name) for name in self.names if name != "c"}
+
+    def everyone(self, name: str) -> frozenset[str]:
+        return frozenset(self.names) - {name}
+
+    def say(self, sender: str, to: str, leader: str, times: int) -> None:
+        if to in self.honest:
+            self.honest[to].heard(sender, leader, times)
+            for joined in self.honest[to].join(self.everyone(to), ALONE_PATIENCES, self.now):
+                self.tell(to, joined)
+
+    def tell(self, name: str, leader: str) -> None:
+        for other in self.everyone(name):
+            self.say(name, other, leader, self.honest[name].counts[leader])
+
+    def complain(self, name: str) -> None:
+        leader = self.honest[name].leader(self.everyone(name))
+        if leader != name:
+            self.honest[name].complain(leader)
+            self.tell(name, leader)
+            self.tell(name, name)
+
+    def leaders(self) -> set[str]:
+        return {one.leader(self.everyone(name)) for name, one in self.honest.items()}
+
+
+calls = st.tuples(st.sampled_from("abdefgh"), st.sampled_from("abcdefgh"), st.integers(1, 2**50))
+
+
+@given(st.integers(4, 8), st.lists(st.one_of(calls, st.sampled_from("abdefgh")), max_size=30))
+@settings(deadline=None)
+def test_honest_members_follow_one_leader_whatever_one_says_to_each(count: int, course: list[Any]) -> None:
+    voices = Voices(count)
+    for event in course:
+        if isinstance(event, str):
+            if event in voices.honest:
+                voices.complain(event)
+        elif event[0] in voices.honest and event[1] in voices.names:
+            voices.say("c", *event)
+        assert len(voices.leaders()) == 1
+
+
+@given(st.integers(2, 8), st.lists(calls, max_size=40), st.floats(0, 40 * ALONE_PATIENCES))
+def test_a_liar_alone_changes_the_lead_ever_more_seldom(
+    count: int, course: list[tuple[str, str, int]], seconds: float
+) -> None:
+    voices = Voices(count)
+    for number, (to, leader, times) in enumerate(course):
+        voices.now = seconds * number / len(course)
+        if leader in voices.names and leader != "c":
+            voices.say("c", to, leader, times)
+    most = 1 + math.log2(1 + seconds / ALONE_PATIENCES)
+    for one in voices.honest.values():
+        assert one._heeded.get("c", (0, 0.0))[0] <= most
+
+
+def test_the_word_of_the_leader_alone_keeps_nobody_from_passing_it_by() -> None:
+    for names in ("ab", "abcd"):
+        member = Passing("b")
+        for leader in names:
+            member.heard("a", leader, 2**50)
+        member.complain("a")
+        for other in names[2:]:
+            member.heard(other, "a", 2)
+        member.join(frozenset(names) - {"b"}, ALONE_PATIENCES, 0.0)
+        assert member.leader(frozenset(names) - {"b"}) != "a"
+
+
+def test_a_newcomer_follows_whom_the_others_follow() -> None:
+    swarm = RoundSwarm("abcde", overlap="blocking")
+    swarm.all_hear()
+    live_through(swarm, 30)
+    swarm.lies["a"] = begins_nothing
+    live_through(swarm, UNORDERED_S)
+    (leader,) = leaders(swarm, "a")
+    assert leader != "a"
+    swarm.restart("d", swarm.nodes["c"].x)
+    swarm.all_hear()
+    swarm.settle()
+    assert leaders(swarm, "a") == {leader}
+    swarm.restart("a", swarm.nodes["c"].x)
+    swarm.all_hear()
+    swarm.settle()
+    assert leaders(swarm, "") == {leader}, "another life is the same member"
+
+
+@pytest.mark.parametrize("liar", "ce")
+def test_who_complains_without_end_costs_little(liar: str) -> None:
+    """Of each leader in turn, to some of the others."""
+    swarm = RoundSwarm("abcde", overlap="blocking")
+    swarm.all_hear()
+    live_through(swarm, 30)
+    before = {name: node.steps for name, node in swarm.nodes.items()}
+    for number in range(200):
+        victim = "abcde"[number % 5]
+        if victim != liar:
+            leader = swarm.nodes[victim].core._rounds._leads
+            told = swarm.nodes[victim].core.on_message(liar, LeaderPassed(leader, number + 1), swarm.now)
+            swarm.perform(victim, told)
+        live_through(swarm, STEP_S)
+        assert len(leaders(swarm, liar)) == 1
+    assert all(node.steps - before[name] >= 0.9 * 200 for name, node in swarm.nodes.items())
+
+
+def test_min_peers_that_nobody_meets_passes_nobody_by() -> None:
+    swarm = RoundSwarm("abc", overlap="blocking", min_peers=4)
+    swarm.all_hear()
+    live_through(swarm, 3000)
+    assert leaders(swarm, "") == {"a"}

@@ -1,0 +1,139 @@
+"""Who leads, when the leader makes no round? Members pass it by, and all pass the same by, whoever lies.
+
+How this works. Each member counts how often a leader has kept it waiting in vain (`Patience`), and tells all others
+when that grows. A member adds its own voice where two others have theirs, so that what AGREED voices say, of which one
+may lie, is soon what all honest members say: none of them follows a leader that the others do not. The voice of one
+alone is heeded, too, as it may be the only one that the leader starves, but after ALONE_PATIENCES, and then half as
+often each time: who lies can have the lead change that often, which costs an attempt, and the search for a culprit.
+The leader is the one against whom the fewest such counts speak, the smallest id of those; so an honest one that was
+passed by loses nothing, and nobody is ever without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+from peerd.transport.ids import NodeId
+
+UNORDERED_PATIENCES = 4
+"""With a contribution and no order: an honest leader waits for who is silent, then for who has no contribution."""
+UNCOMMITTED_PATIENCES = 12
+"""Without a result: the search for a culprit among 16 fails seven times (culprits.py)."""
+DOUBLINGS_MAX = 6
+"""Where no leader can make a round, as too few have a contribution, the lead goes round ever more slowly."""
+ALONE_PATIENCES = UNCOMMITTED_PATIENCES
+COMPLAINT = 2  # counts
+HEARD_MAX = 1024  # leaders that one member speaks of
+
+AGREED = 3  # voices: two honest ones at least, and these are heard by all
+JOINED = 2  # voices, of which one is honest
+
+_NONE: Mapping[NodeId, int] = MappingProxyType({})
+
+
+class Passing:
+    """What one member knows of leaders that make no rounds."""
+
+    def __init__(self, me: NodeId) -> None:
+        self.counts: dict[NodeId, int] = {}  # by leader, what this member says
+        self._me = me
+        self._said: dict[NodeId, dict[NodeId, int]] = {}  # by member, what it says
+        self._heeded: dict[NodeId, tuple[int, float]] = {}  # how often one's word alone was enough, and from when it is
+
+    def complain(self, leader: NodeId) -> None:
+        """It has kept this member waiting in vain.
+
+        Who complains does not lead next while another can: it may have been left aside for a reason.
+        """
+        self.counts[leader] = self.counts.get(leader, 0) + COMPLAINT
+        self.counts[self._me] = self.counts.get(self._me, 0) + 1
+
+    def heard(self, sender: NodeId, leader: NodeId, times: int) -> None:
+        """A member says so. What it has once said stands."""
+        said = self._said.setdefault(sender, {})
+        if leader in said or len(said) < HEARD_MAX:
+            said[leader] = max(said.get(leader, 0), times)
+
+    def join(self, alive: frozenset[NodeId], alone_s: float, now: float) -> list[NodeId]:
+        """Say what enough others say, or one alone may; returns of whom."""
+        joined: dict[NodeId, None] = {}
+        leaders = sorted({leader for said in self._said.values() for leader in said})
+        for leader in leaders:
+            voices = self._voices(leader, alive)
+            enough = voices[JOINED - 1] if len(voices) >= JOINED else 0
+            if enough > self.counts.get(leader, 0):
+                self.counts[leader] = enough
+                joined[leader] = None
+        for sender in sorted(alive & self._said.keys()):
+            said = self._said[sender]
+            beyond = {to: times for to, times in said.items() if times > self.counts.get(to, 0)}
+            if beyond.keys() == {sender}:
+                self.counts[sender] = beyond[sender]  # it speaks against itself
+                joined[sender] = None
+            elif beyond:
+                times, from_s = self._heeded.setdefault(sender, (0, now + alone_s))
+                if now >= from_s:
+                    self._heeded[sender] = times + 1, now + alone_s * 2 ** min(times + 1, DOUBLINGS_MAX)
+                    for to, most in beyond.items():
+                        self.counts[to] = min(most, self.counts.get(to, 0) + COMPLAINT)
+                    joined |= dict.fromkeys(beyond)
+        return list(joined)
+
+    def leader(self, alive: frozenset[NodeId]) -> NodeId:
+        """Whom this member follows."""
+        everyone = alive | {self._me}
+        agreed = min(AGREED, len(everyone) - 1)
+
+        def against(leader: NodeId) -> tuple[int, NodeId]:
+            if len(everyone) <= 2:
+                return self.counts.get(leader, 0), leader  # the other one's word may be the liar's
+            return self._voices(leader, alive)[agreed - 1], leader
+
+        return min(everyone, key=against) if self.counts else min(everyone)
+
+    def forget(self, gone: Iterable[NodeId]) -> None:
+        """These are no members now: they say it again when they come back."""
+        for member in gone:
+            self._said.pop(member, None)
+
+    def _voices(self, leader: NodeId, alive: frozenset[NodeId]) -> list[int]:
+        """How often each says to have been kept waiting, the most first."""
+        others = [self._said.get(member, _NONE).get(leader, 0) for member in alive]
+        return sorted([*others, self.counts.get(leader, 0)], reverse=True)
+
+
+class Patience:
+    """For how long this member has come to rounds and had no order, or no result."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None  # its contribution is there, whichever it is
+        self._ordered = False
+        self._in_vain = 0  # leaders, one after the other
+
+    def comes(self, now: float) -> None:
+        """There is a contribution; one that was withdrawn and made anew has waited as long."""
+        self._since = now if self._since is None else self._since
+
+    def ordered(self) -> None:
+        """The leader has begun an attempt with it."""
+        self._ordered = True
+
+    def ended(self) -> None:
+        """There is a result, or there is nothing to wait for."""
+        self._since, self._ordered, self._in_vain = None, False, 0
+
+    def begins_anew(self, now: float) -> None:
+        """With another leader, which has all the time that the last one had."""
+        self._since, self._ordered = None if self._since is None else now, False
+
+    def is_over(self, patience_s: float, now: float) -> bool:
+        """Whether it is; then it begins again, with twice the time."""
+        if self._since is None:
+            return False
+        patiences = UNCOMMITTED_PATIENCES if self._ordered else UNORDERED_PATIENCES
+        if now - self._since <= patiences * patience_s * 2 ** min(self._in_vain, DOUBLINGS_MAX):
+            return False
+        self._in_vain += 1
+        self._since, self._ordered = now, False
+        return True
