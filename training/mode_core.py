@@ -56,8 +56,8 @@ class Model(Protocol):
         """Have it corrected."""
         ...
 
-    def published(self, copy: int, step: int) -> None:
-        """The trainer has written this copy after this step."""
+    def published(self, copy: int, step: int, *, apart: bool) -> None:
+        """The trainer has written this copy after this step; what it has not taken is to be kept `apart`, or added."""
         ...
 
     def load(self, values: Vector, step: int) -> int:
@@ -241,7 +241,7 @@ class ModeCore:
                 return [Publish()]
             case Stepped(report, copy):
                 if copy is not None and model is not None:
-                    model.published(copy, report.step)
+                    model.published(copy, report.step, apart=not self._in_place)
                 self._last_report = report
                 waits = (self.phase is not ModePhase.RUNS or self.untold > 0) and not report.finishing
                 return self._report(mode, report, now) if mode is not None and not waits else []

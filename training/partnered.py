@@ -222,6 +222,7 @@ class PartneredMode(LinkedMode, Generic[P]):
         if self._seen is not None:
             self._scratch.give(self._seen)
             self._seen = None
+        self._scratch.event_over()
 
     # ---------------------------------------------------------------- the final flush
 

@@ -33,7 +33,7 @@ RUN = 16  # values, a cache line of float32: to read fewer of them would cost as
 RATE_MAX = 64
 """One of so many values is kept, at most: 0.06 bytes a value and moment in place of 4."""
 KEPT_MIN = 1 << 16  # values of a range
-RANGES_MAX = 128  # of a model of more tensors, neighbours share one
+RANGES_MAX = 128  # of a model of more tensors, neighbours share one; a message has a limit for each (robust.py)
 _SEED = 0x7065657264  # the same sample in every run: what a figure means does not change
 
 

@@ -34,6 +34,10 @@ class Scratch:
                 return spare
         return self.take(like)
 
+    def event_over(self) -> None:
+        """All that was taken for the last event has come back, or is lost by an error: who lent it has it again."""
+        self._borrowed.clear()
+
     def take(self, like: Vector) -> Vector:
         """An array of the shape and dtype of `like`, with any content."""
         while self._free:

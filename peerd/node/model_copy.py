@@ -77,7 +77,8 @@ class ModelCopy:
     def add(self, correction: Vector) -> None:
         """Have the model corrected."""
         copy, filling = self._memory.copies[self._current], self._memory.corrections[self._filling]
-        if self._owned_here or not self._apart:
+        assert not (self._filled and correction is filling), "what is made there is the first of its event"
+        if not self._apart:
             self._correct(copy, correction)
         if self._owned_here:
             np.add(self._untaken, correction, out=self._untaken)
@@ -105,10 +106,14 @@ class ModelCopy:
         if not self._filled:
             self._filling = buffer  # the other one may never be needed, and take no memory
 
-    def published(self, copy: int, step: int) -> None:
-        """The trainer's model after `step`, with all it has taken, is now in `copy`."""
-        self._current, self.step, self._apart = copy, step, False
-        for buffer in self.waiting:
+    def published(self, copy: int, step: int, *, apart: bool = False) -> None:
+        """The trainer's model after `step`, with all it has taken, is now in `copy`.
+
+        What it has not taken stays `apart` for a mode that must see the trainer's model to the bit: the trainer adds
+        the sum of what came meanwhile, where `look` shows one correction after the other.
+        """
+        self._current, self.step, self._apart = copy, step, apart
+        for buffer in () if apart else self.waiting:
             self._correct(self._memory.copies[copy], self._memory.corrections[buffer])
 
     def is_shared_with(self, board: Board) -> bool:
@@ -129,7 +134,7 @@ class ModelCopy:
             if self._apart:
                 self._correct(self._memory.copies[self._current], self._memory.corrections[buffer])
             np.add(self._untaken, self._memory.corrections[buffer], out=self._untaken)
-        self._offered, self._filled, self._owned_here = None, False, True
+        self._offered, self._filled, self._owned_here, self._apart = None, False, True, False
 
     def take_over(self, before: ModelCopy) -> None:
         """Go on from the trainer's own model, with what came since the last trainer took something."""
@@ -144,7 +149,7 @@ class ModelCopy:
     def load(self, values: Vector, step: int) -> int:
         """Replace the model by `values`, of this step; returns the copy that the trainer must load."""
         np.copyto(self._memory.copies[self._current], values)
-        self.step, self._apart = step, True
+        self.step, self._apart = step, not self._owned_here
         return self._current
 
     def _correct(self, model: npt.NDArray[np.float32], correction: Vector) -> None:

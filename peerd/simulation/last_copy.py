@@ -46,7 +46,7 @@ class LearnersModel:
         """See `Model`."""
         self.kept += correction
 
-    def published(self, copy: int, step: int) -> None:
+    def published(self, copy: int, step: int, *, apart: bool) -> None:
         """See `Model`; there is one copy."""
         self.keep(self._learner.publish(), step)
 

@@ -382,11 +382,15 @@ class Swarm:
 
     def look_at_links(self) -> None:
         """Ask the checkers whether anybody has been silent for too long, whether the models sum up to what was put in,
-        and whether what a few nodes believe only ever grew."""
+        and whether what a few nodes believe only ever grew. Liars are refused, and silence to them is as it should be.
+        """
         training = {
             node.id: node
             for node in self.nodes.values()
-            if node.running and node.trainer is not None and node.trainer.phase is Phase.TRAINING
+            if node.running
+            and (trainer := node.trainer) is not None
+            and trainer.phase is Phase.TRAINING
+            and trainer.lie is None
         }
         trigger = parse_trigger(self.settings.mode_settings.trigger)
         if not isinstance(trigger, PeriodTrigger):  # which may be silent for any time

@@ -7,6 +7,7 @@ work. One that came after a repeat says nothing (Karn's rule): which of the two 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 from peerd.training.trigger import SILENCE_MAX_S
@@ -28,20 +29,23 @@ class AnswerTime:
     """The answers that one node has had.
 
     For the first it waits as long as a link may be silent, for it may be a whole model on a slow line; at the end of a
-    run it hurries, as its partners wait for it.
+    run it hurries, as its partners wait for it: by the quickest answer, while there are few.
     """
 
     def __init__(self) -> None:
         self.hurries = False
         self._measured = 0  # answers
+        self._least_s = math.inf
         self._mean_s: float | None = None
         self._deviation_s = 0.0
         self._repeats: Counter[NodeId] = Counter()
 
     def wait_s(self, peer: NodeId) -> float:
         """How long to wait for this peer; twice as long at each repeat, but for the first of quick answers."""
-        wait_s, by_chance = WAIT_MIN_S, 0
-        if not (self.hurries and self._measured < SURE_AFTER):
+        by_chance = 0
+        if self.hurries and self._measured < SURE_AFTER:
+            wait_s = max(WAIT_MIN_S, 2 * self._least_s) if self._measured else WAIT_MIN_S
+        else:
             if self._mean_s is None:
                 return SILENCE_MAX_S
             estimate_s = self._mean_s + DEVIATIONS * self._deviation_s
@@ -58,6 +62,7 @@ class AnswerTime:
         if self._repeats.pop(peer, 0):
             return
         self._measured += 1
+        self._least_s = min(self._least_s, seconds)
         if self._mean_s is None:
             self._mean_s, self._deviation_s = seconds, seconds / 2
             return

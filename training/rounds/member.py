@@ -26,7 +26,7 @@ from peerd.training.counts import REPORTED_MAX, within_step
 from peerd.training.effects import Effect, Log, Publish, Send, Vector
 from peerd.training.mode_settings import GRADIENTS, ModeSettings
 from peerd.training.rounds.attempt import EXACT_CODEC, WINDOW, Attempt, Pace, ends_whole
-from peerd.training.rounds.leader import Leader, waits_s
+from peerd.training.rounds.leader import PATIENCE_SHARE, Leader, waits_s
 from peerd.training.rounds.lengths import GROUPS, Lengths, are_lengths
 from peerd.training.rounds.passing import ALONE_PATIENCES, Passing, Patience
 from peerd.training.rounds.topology import parse_topology
@@ -147,6 +147,7 @@ class Rounds:
         self._leader = self._leadership()
         self._passing = Passing(me)
         self._patience = Patience()
+        self._asked_by: tuple[NodeId, int, float] = "", 0, float("-inf")  # the leader that was answered last, and when
         self._agreed = 0  # the attempt of the last applied round
         self._seen = 0  # the highest attempt begun
         self._attempt: Attempt | None = None
@@ -165,7 +166,7 @@ class Rounds:
         self._offer = offer or self._offer
         self._enter(RoundPhase.READY)
         self._reached_at = self._round_since = now
-        self._waits(now)
+        self._patience.comes(now)
         return self.say(now)
 
     def finish(self, finished: bool, now: float, offer: Offer | None = None) -> list[Outcome]:
@@ -180,7 +181,7 @@ class Rounds:
             self._enter(RoundPhase.READY)
             self._reached_at = self._round_since = now
         if self.phase != RoundPhase.IDLE:
-            self._waits(now)
+            self._patience.comes(now)
         return self.say(now)
 
     def succeeds(self, last: Rounds) -> None:
@@ -257,6 +258,8 @@ class Rounds:
             outcomes += self._repeat(peer, now)
         self._passing.forget(gone)
         outcomes += self._passed(self._passing.counts, came)
+        limit_s = ALONE_PATIENCES * waits_s(self._pace, self._settings)
+        outcomes += self._passed(self._passing.join(alive, limit_s, now), alive)
         asked = self._follow(now) or came
         if self._leads == self._me:
             outcomes += [Send(peer, self._report(now)) for peer in sorted(asked)]
@@ -276,11 +279,14 @@ class Rounds:
 
     def _pass_by(self, now: float) -> list[Outcome]:
         """Say whom this member has waited for in vain, and follow whom the others do."""
-        limit_s, told = waits_s(self._pace, self._settings), []
+        told: list[NodeId] = []
+        limit_s = waits_s(self._pace, self._settings)
+        if self.finished:  # the others come to a round by their steps, as many as lie between two
+            limit_s = max(limit_s, PATIENCE_SHARE * self._pace.usual_period_s)
         waits = self._leads != self._me and 1 + len(self._alive) >= self._settings.min_peers
         if not waits:
             self._patience.begins_anew(now)
-        elif self._patience.is_over(limit_s, now):
+        elif self._patience.is_over(limit_s, now, finished=self.finished):
             self._passing.complain(self._leads)
             told += [self._leads, self._me]
         told += self._passing.join(self._alive, ALONE_PATIENCES * limit_s, now)
@@ -296,11 +302,6 @@ class Rounds:
         why = f"it kept members waiting in vain; {self._leads} leads them"
         outcomes: list[Outcome] = [Log("warning", f"rounds go on without member {before} as their leader: {why}")]
         return [*outcomes, *(Send(peer, self._report(now)) for peer in sorted(asked)), *self.say(now)]
-
-    def _waits(self, now: float) -> None:
-        self._patience.comes(now)
-        if self.finished:
-            self._patience.ordered()  # the others may train on, without an order for those who have ended
 
     def _passed(self, leaders: Iterable[NodeId], to: frozenset[NodeId]) -> list[Outcome]:
         counts = self._passing.counts
@@ -324,8 +325,7 @@ class Rounds:
                     return []
                 return list(self._attempt.on_taken(sender, message, now))
             case LeaderPassed():
-                self._passing.heard(sender, message.leader, message.times)
-                return self._pass_by(now)
+                return self._pass_by(now) if self._passing.heard(sender, message.leader, message.times) else []
             case Connected():
                 self._leader.untold(sender)
                 outcomes = [*self._passed(self._passing.counts, frozenset({sender})), *self._repeat(sender, now)]
@@ -346,7 +346,7 @@ class Rounds:
 
     def _on_report(self, sender: NodeId, report: RoundReport, now: float) -> list[Outcome]:
         if self._leads != self._me:
-            return [Send(sender, self._report(now))] if sender == self._leads else []
+            return self._answer_leader(sender, report, now)
         for what, told, ours in (
             ("a round", report.round, self.round), ("an agreed attempt", report.agreed, self._seen),
             ("an attempt", report.attempt, self._seen),
@@ -357,6 +357,17 @@ class Rounds:
             self._begun_at = None
         self._leader.heard(sender, report, now)
         return self.say(now)
+
+    def _answer_leader(self, sender: NodeId, report: RoundReport, now: float) -> list[Outcome]:
+        """Where this member is, as it was asked: by one life once in a while.
+
+        Two that take each other for the leader, as each knows of other complaints, would answer each other for ever.
+        """
+        asked, life, at = self._asked_by
+        if sender != self._leads or (asked == sender and life == report.life and now - at < REPEAT_S):
+            return []
+        self._asked_by = sender, report.life, now
+        return [Send(sender, self._report(now))]
 
     def _obey(self, order: RoundBegin | RoundCommit, now: float) -> list[Outcome]:
         if isinstance(order, RoundBegin):
@@ -375,7 +386,7 @@ class Rounds:
         self._reached_at = self._round_since = now
         self._patience.ended()
         if self.finished and not self.settled:
-            self._waits(now)
+            self._patience.comes(now)
         where, _ = self.summed(attempt.begin)
         return [Committed(attempt.begin, where, attempt.mean(), attempt.lost), *self._answer(now)]
 

@@ -49,17 +49,19 @@ class Passing:
         self.counts[leader] = self.counts.get(leader, 0) + COMPLAINT
         self.counts[self._me] = self.counts.get(self._me, 0) + 1
 
-    def heard(self, sender: NodeId, leader: NodeId, times: int) -> None:
-        """A member says so. What it has once said stands."""
+    def heard(self, sender: NodeId, leader: NodeId, times: int) -> bool:
+        """A member says so; whether it has not before. What it has once said stands."""
         said = self._said.setdefault(sender, {})
-        if leader in said or len(said) < HEARD_MAX:
-            said[leader] = max(said.get(leader, 0), times)
+        if times <= said.get(leader, 0) or (leader not in said and len(said) >= HEARD_MAX):
+            return False
+        said[leader] = times
+        return True
 
     def join(self, alive: frozenset[NodeId], alone_s: float, now: float) -> list[NodeId]:
-        """Say what enough others say, or one alone may; returns of whom."""
+        """Say what enough others say, or one alone may; returns of whom. Of who is no member nothing is said on."""
         joined: dict[NodeId, None] = {}
-        leaders = sorted({leader for said in self._said.values() for leader in said})
-        for leader in leaders:
+        everyone = alive | {self._me}
+        for leader in sorted({leader for said in self._said.values() for leader in said} & everyone):
             voices = self._voices(leader, alive)
             enough = voices[JOINED - 1] if len(voices) >= JOINED else 0
             if enough > self.counts.get(leader, 0):
@@ -67,7 +69,7 @@ class Passing:
                 joined[leader] = None
         for sender in sorted(alive & self._said.keys()):
             said = self._said[sender]
-            beyond = {to: times for to, times in said.items() if times > self.counts.get(to, 0)}
+            beyond = {to: times for to, times in said.items() if times > self.counts.get(to, 0) and to in everyone}
             if beyond.keys() == {sender}:
                 self.counts[sender] = beyond[sender]  # it speaks against itself
                 joined[sender] = None
@@ -127,11 +129,11 @@ class Patience:
         """With another leader, which has all the time that the last one had."""
         self._since, self._ordered = None if self._since is None else now, False
 
-    def is_over(self, patience_s: float, now: float) -> bool:
-        """Whether it is; then it begins again, with twice the time."""
+    def is_over(self, patience_s: float, now: float, *, finished: bool) -> bool:
+        """Whether it is; then it begins again, with twice the time. `finished`: no order comes while others train."""
         if self._since is None:
             return False
-        patiences = UNCOMMITTED_PATIENCES if self._ordered else UNORDERED_PATIENCES
+        patiences = UNCOMMITTED_PATIENCES if self._ordered or finished else UNORDERED_PATIENCES
         if now - self._since <= patiences * patience_s * 2 ** min(self._in_vain, DOUBLINGS_MAX):
             return False
         self._in_vain += 1

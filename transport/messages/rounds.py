@@ -96,7 +96,7 @@ class RoundCommit(Message):
 
 @dataclass(frozen=True, slots=True)
 class LeaderPassed(Message):
-    """This member has kept the sender waiting for rounds, in vain, so often."""
+    """`leader` has kept the sender waiting for rounds, in vain, so often."""
 
     KIND: ClassVar[int] = 69
     leader: Name

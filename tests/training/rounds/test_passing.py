@@ -255,3 +255,36 @@ def test_min_peers_that_nobody_meets_passes_nobody_by() -> None:
     swarm.all_hear()
     live_through(swarm, 3000)
     assert leaders(swarm, "") == {"a"}
+
+
+def test_two_that_follow_each_other_do_not_ask_each_other_for_ever() -> None:
+    swarm = RoundSwarm("abcde", mode="allreduce", codec="float32", overlap="delayed", every=2, seed=0)
+    swarm.all_hear()
+    for _ in range(2):
+        swarm.step("c")
+    swarm.settle()
+    swarm.pass_time(400)
+    swarm.pass_time(400)
+    swarm.settle()
+    swarm.die("e")
+    swarm.settle()
+    swarm.finish("c")
+    swarm.settle()
+    swarm.die("a")
+    swarm.settle()
+    swarm.pass_time(400)
+    swarm.settle()
+    swarm.die("b")
+    swarm.all_hear()
+    assert swarm.settle() < 1000
+    assert len(leaders(swarm, "")) == 1
+
+
+@given(st.lists(st.tuples(st.sampled_from("bc"), st.text("xyz", min_size=1, max_size=9)), max_size=30))
+def test_of_made_up_leaders_nothing_is_said_on(heard: list[tuple[str, str]]) -> None:
+    member = Passing("a")
+    for sender, leader in heard:
+        member.heard(sender, leader, 2**40)
+    assert member.join(frozenset("bc"), ALONE_PATIENCES, 0.0) == []
+    assert member.join(frozenset("bc"), ALONE_PATIENCES, 10.0 * ALONE_PATIENCES) == []
+    assert not member.counts
