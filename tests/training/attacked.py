@@ -6,12 +6,22 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from mode_swarm import ModeSwarm, carried
 
 from peerd.node.core import NodeCore
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Apply, Effect, Send, StepReport, Vector
-from peerd.training.mode_core import ModeBegins, ModeEvent, PeersChanged, Received, Reconnected, Stepped, TimerDue
+from peerd.training.mode_core import (
+    ModeBegins,
+    ModeEvent,
+    Model,
+    PeersChanged,
+    Received,
+    Reconnected,
+    Stepped,
+    TimerDue,
+)
 from peerd.training.modes import MODES, parse_mode
 from peerd.transport.errors import PeerError
 from peerd.transport.messages import AS_STARTED, Connected, Message
@@ -32,7 +42,8 @@ class Inside:
         self.step = 0
         self.values = self.look = read
         self.core = NodeCore()
-        self.core.model = self  # type: ignore[assignment]
+        whole: Model = self  # a missing method is found by the type checker
+        self.core.model = whole  # type: ignore[assignment]
         self._corrections: list[Effect] = []
         make = parse_mode(mode)
         begins = ModeBegins(AS_STARTED, frozenset(), lambda values: make(name, layout, rng, chosen, values))
@@ -48,6 +59,10 @@ class Inside:
     def add(self, correction: Vector) -> None:
         self._corrections.append(Apply(correction.copy()))
 
+    @property
+    def gradient(self) -> Vector:
+        return np.empty(0)
+
     def spares(self) -> list[Any]:
         """The harness applies what comes back."""
         return []
@@ -58,8 +73,11 @@ class Inside:
     def be_quiet(self, quiet: Any) -> None:
         """The harness asks the mode."""
 
-    def published(self, copy: int, step: int) -> None:
+    def published(self, copy: int, step: int, *, apart: bool) -> None:
         self.step = step
+
+    def load(self, values: Vector, step: int) -> int:
+        raise AssertionError("nobody replaces a model whose owner is the harness")
 
     def on_step(self, report: StepReport, now: float) -> list[Effect]:
         return self.core.handle(Stepped(report, 0 if report.published else None), now)
