@@ -168,6 +168,22 @@ def test_who_ends_early_holds_nobody_back(row: Row, early: str) -> None:
     assert min(share_of(name, swarm) for name in others) > HEEDED * LONG
 
 
+@pytest.mark.parametrize("order", ["abc", "bca", "cab"])
+@pytest.mark.parametrize("ahead", [0, 1, 2, 3])
+def test_runs_end_one_after_the_other(row: Row, order: str, ahead: int) -> None:
+    """The last to end has heard of all the others; who leads may be the one, and may have made steps of its own."""
+    swarm = swarm_of(row)
+    swarm.train(2 * EVERY, mark)
+    for name in order:
+        for _ in range(ahead):
+            swarm.step(name, mark(name))
+            swarm.settle()
+    for name in order:
+        swarm.finish(name)
+        swarm.settle()
+    end(row, swarm)
+
+
 Event = Callable[[ModeSwarm, str], None]
 
 

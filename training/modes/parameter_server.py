@@ -366,9 +366,12 @@ class ParameterServer(ModeClass):
         shift, self._worker.shift = self._worker.shift, None
         if self._waits and not self._worker.awaiting:
             self._waits = False
+            drains = self._run is RunEnd.FINISHING
+            if drains:
+                self._drain()  # the last to finish may serve, and has the final weights at once
             self._become()
-            if self._run is RunEnd.FINISHING:
-                self._drain()
+            if drains:
+                self._effects.append(Proceed(settled=False))
             elif self._run is RunEnd.TRAINING:
                 self._effects.append(Resume() if self._optimizer is None else Averaged(None))
                 self.counts["exchanges"] += 1
@@ -411,7 +414,6 @@ class ParameterServer(ModeClass):
         self._members.finished.add(self._me)
         for peer in sorted(self._members.alive):
             self._send(peer, Finished())
-        self._effects.append(Proceed(settled=False))
         self._converse()
 
     @property
