@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 import sys
 from typing import Annotated, Any
@@ -11,30 +12,42 @@ import typer
 from typer.core import TyperGroup
 
 from peerd.cli import INTERRUPTED_CODE, interrupts_end_at_once
-from peerd.cli.admittance import forgive, revoke, rotate, token
-from peerd.cli.average import average
-from peerd.cli.demo import demo
-from peerd.cli.doctor import doctor
-from peerd.cli.export import export
-from peerd.cli.info import info
-from peerd.cli.join import join
-from peerd.cli.leave import leave
-from peerd.cli.members import members
-from peerd.cli.mode import mode
 from peerd.cli.number_options import take_plain_numbers
-from peerd.cli.reproduce import reproduce
-from peerd.cli.simulate import simulate
-from peerd.cli.start import START_CONTEXT, start
-from peerd.cli.status import status
-from peerd.cli.version import version
 from peerd.trainer.say import say
 from peerd.transport.errors import UserError
+
+VERBS = {
+    "start": "start", "join": "join", "leave": "leave", "members": "members", "forgive": "admittance",
+    "status": "status", "info": "info", "export": "export", "average": "average", "token": "admittance",
+    "revoke": "admittance", "rotate": "admittance", "doctor": "doctor", "demo": "demo", "simulate": "simulate",
+    "reproduce": "reproduce", "version": "version", "mode": "mode",
+}  # fmt: skip
+"""In which module of this package each is: a node that starts need not import the demo."""
 
 UsageError: Any = typer.BadParameter.__base__  # some versions of typer have a click of their own
 
 
 class Verbs(TyperGroup):
     """All verbs: an interrupt of any of them, and what none takes, is one line, where typer says more or none."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """All of them, in the order in which help shows them."""
+        return list(VERBS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """One of them, imported now; None: there is none of this name."""
+        if cmd_name in VERBS and cmd_name not in self.commands:
+            with interrupts_end_at_once():
+                module = importlib.import_module(f"peerd.cli.{VERBS[cmd_name]}")
+            verb = getattr(module, cmd_name)
+            verbs = typer.Typer()
+            if isinstance(verb, typer.Typer):
+                verbs.add_typer(verb, name=cmd_name)
+            else:
+                verbs.command(context_settings=getattr(module, "CONTEXT", None))(verb)
+            self.commands[cmd_name] = typer.main.get_group(verbs).commands[cmd_name]
+            take_plain_numbers(self.commands[cmd_name])
+        return self.commands.get(cmd_name)
 
     def make_context(self, *arguments: Any, **named: Any) -> Any:
         """Understand what was typed."""
@@ -75,6 +88,8 @@ app = typer.Typer(
 
 def _tell_version(asked: bool) -> None:
     if asked:
+        from peerd.cli.version import version
+
         version()
         raise typer.Exit
 
@@ -88,15 +103,7 @@ def _before_a_verb(
     pass
 
 
-app.command(context_settings=START_CONTEXT)(start)
-for verb in (
-    join, leave, members, forgive, status, info, export, average, token, revoke, rotate, doctor, demo, simulate,
-    reproduce, version,
-):  # fmt: skip
-    app.command()(verb)
-app.add_typer(mode, name="mode")
-command = typer.main.get_command(app)
-take_plain_numbers(command)
+command: Any = typer.main.get_command(app)
 
 
 def run() -> None:

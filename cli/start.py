@@ -13,7 +13,7 @@ from peerd.cli import interrupts_end_at_once
 from peerd.cli.mode_options import with_mode_options
 from peerd.transport.errors import UserError
 
-START_CONTEXT = {"ignore_unknown_options": True, "allow_extra_args": False}
+CONTEXT = {"ignore_unknown_options": True, "allow_extra_args": False}
 
 
 @with_mode_options()

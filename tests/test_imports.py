@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from peerd.cli.main import VERBS
+
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 FOLDERS = {"peerd": ROOT / "peerd", **{f"peerd.{name}": ROOT / name for name in ("transport", "training", "cli")}}
@@ -383,7 +385,9 @@ def unsafe(call: ast.Call) -> bool:
     [
         ("peerd", {"torch", "trio", "numpy"}),
         ("peerd.daemon.main", {"torch", "matplotlib", "peerd.trainer.swarm"}),
-        ("peerd.cli.main", {"torch", "matplotlib"}),
+        ("peerd.cli.main", {"torch", "matplotlib", "numpy", "trio"}),
+        *((f"peerd.cli.{name}", {"torch", "matplotlib"}) for name in sorted(set(VERBS.values()))),
+        ("peerd.cli.start", {"peerd.cli.demo", "peerd.simulation"}),
         ("peerd.trainer.swarm", {"trio", "peerd.transport.connection", "peerd.daemon"}),
     ],
 )

@@ -208,8 +208,10 @@ def main() -> None:
     """Import, serve, and be what is asked for."""
     for name in IMPORTED:
         importlib.import_module(name)
-    from peerd.cli.main import command
+    from peerd.cli.main import VERBS, command
 
+    for verb in VERBS:
+        command.get_command(None, verb)
     command.make_context("peerd", ["version"])  # what typer imports as it reads words
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False  # what torch would undo of itself

@@ -233,7 +233,7 @@ run()
 @pytest.mark.parametrize(
     ("module", "arguments"),
     [
-        ("numpy", ("status",)),
+        ("numpy", ("simulate", "--minutes", "1")),
         ("trio", (*START, "--name", "n")),
         ("torch", ("doctor",)),
         ("torch", ("simulate", "--problem", "digits", "--steps", "1")),

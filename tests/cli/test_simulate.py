@@ -200,7 +200,7 @@ def test_of_several_modes_each_is_told_what_it_takes() -> None:
         (["--minutes", "1", "--target", "speed:3"], "--target speed:3: wanted accuracy:SHARE"),
         (["--minutes", "1", "--problem", "members", "--target", "loss:1"], "--problem members has no accuracy"),
         (["--minutes", "1", "--batch", "8"], "--batch: without effect on --problem consensus, which takes --lr"),
-        (["--minutes", "1", "--lr", "nan"], "--lr nan: wanted a number above 0"),
+        (["--minutes", "1", "--lr", "nan"], "--lr: 'nan' is not a number"),
         (["--minutes", "1", "--optimizer", "magic"], "--optimizer magic: not one of sgd, nesterov, adamw"),
         (
             ["--minutes", "1", "--problem", "teacher", "--optimizer", "adamw", "--momentum", "0.5"],
