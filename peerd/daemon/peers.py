@@ -61,6 +61,7 @@ class Peers:
         self._refused = refused
         self._met = met
         self._boxes: dict[NodeId, _Outgoing] = {}
+        self._ended = False
         self._open: set[Connection] = set()
         self._connections: dict[NodeId, Connection] = {}  # those we dialled that are greeted
         self._closed_sent = 0
@@ -72,11 +73,16 @@ class Peers:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             task_status.started()
-            await trio.sleep_forever()
+            try:
+                await trio.sleep_forever()
+            finally:
+                self._ended = True
 
     def send(self, peer: NodeId, message: Message) -> None:
-        """Queue for `peer`, dialling it if need be."""
+        """Queue for `peer`, dialling it if need be; once this has ended, drop it."""
         assert self._nursery is not None, "send before run"
+        if self._ended:
+            return
         box = self._boxes.get(peer)
         if box is None:
             box = self._boxes[peer] = _Outgoing(trio.CancelScope())

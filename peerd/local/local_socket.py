@@ -60,8 +60,11 @@ def running_nodes() -> list[str]:
     found = []
     for path in sorted(runtime_dir().glob("*.sock")):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.setblocking(False)
             try:
                 probe.connect(str(path))
+            except BlockingIOError:
+                pass  # one that does not answer, as it is stopped: it runs
             except OSError:
                 continue
             found.append(path.stem)
@@ -116,14 +119,16 @@ def take(buffer: bytearray) -> dict[str, Any] | None:
 class LocalSocket:
     """The blocking client side: a trainer's session, or one request of the command line."""
 
-    def __init__(self, path: Path) -> None:
-        """Connect; raises OSError."""
+    def __init__(self, path: Path, *, waits: bool = True) -> None:
+        """Connect; raises OSError. Where too many wait for an answer already, wait with them, or BlockingIOError."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.setblocking(waits)
         try:
             self._socket.connect(str(path))
         except OSError:
             self._socket.close()
             raise
+        self._socket.setblocking(True)
         self._buffer = bytearray()
 
     def send(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
@@ -205,7 +210,9 @@ def _stopped(pid: int) -> bool:
 def conversation(path: Path) -> Iterator[LocalSocket]:
     """A connection of the command line to a daemon. Raises UserError when it is not there or goes away."""
     try:
-        client = LocalSocket(path)
+        client = LocalSocket(path, waits=False)
+    except BlockingIOError:
+        raise UserError(f"the node at {path} answers nobody: if its process is stopped, kill -CONT lets it") from None
     except OSError as error:
         raise UserError(f"the node at {path} does not answer: {error.strerror}") from None
     try:

@@ -44,7 +44,6 @@ from peerd.training.model.flat import FlatModel, pin
 from peerd.training.model.gradients import FlatGradients
 from peerd.training.model.optimizer_state import OptimizerState
 from peerd.training.model.watch import ChangeWatch
-from peerd.transport.errors import UserError
 
 LR_RATIO_MIN = 1e-3  # a schedule that ends at 0 must not make what rounding moves worth an exchange
 ROLLBACKS_MAX = 3  # in a row: a model that is not finite again at once will not mend itself
@@ -440,10 +439,10 @@ class Session:
 
 def _exchange_of(socket: LocalSocket) -> tuple[bool, bool]:
     """Whether members give each other gradients, and whether the optimizer's state belongs to the model then."""
-    try:
-        said = socket.ask("exchange")
-    except UserError:  # a daemon that knows no such question exchanges weights
-        return False, False
+    socket.send({"kind": "exchange"})
+    said = socket.receive()  # of a daemon that is stopped it comes when that goes on
+    assert said is not None, "a receive without a timeout returns a message or raises"
+    # a daemon that knows no such question exchanges weights
     return said.get("exchange") == "gradients", said.get("optimizer") is True
 
 

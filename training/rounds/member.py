@@ -443,9 +443,9 @@ class Rounds:
         if begin.lengths:
             place = GROUPS * begin.roster.index(self._me) if self._me in begin.roster else 0
             said = begin.lengths[place : place + GROUPS]
-            if not are_lengths(begin.lengths, len(begin.roster)) or (
-                self._me in begin.roster and said not in self._lengths
-            ):
+            late = begin.round <= self.round or begin.attempt <= self._seen  # of a leader that stood still meanwhile
+            remembered = late or self._me not in begin.roster or said in self._lengths
+            if not (are_lengths(begin.lengths, len(begin.roster)) and remembered):
                 raise PeerError("a round whose members did not say these lengths")
         if begin.codec not in CODECS:
             raise PeerError(f"codec {begin.codec[:40]!r} is none of {', '.join(CODECS)}")

@@ -118,6 +118,13 @@ async def test_messages_arrive_in_order_over_one_connection() -> None:
         assert there.peers.bytes_sent > 1 << 20
 
 
+async def test_what_is_said_after_the_end_is_dropped() -> None:
+    """The compute thread may be about to say something as the daemon ends."""
+    async with setting() as there:
+        peers = there.peers
+    peers.send("far", LinkOpen(1))
+
+
 async def test_a_queue_is_bounded() -> None:
     async with setting() as there:
         await there.listen(there.far)

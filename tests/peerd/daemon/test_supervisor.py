@@ -81,12 +81,20 @@ async def test_an_end_that_gave_no_last_model_is_told(
 
 
 @pytest.mark.parametrize(
-    ("end", "how"), [("exit 3", "exited with code 3"), ("kill -9 $$", "was killed by SIGKILL")], ids=["exit", "kill"]
+    ("end", "how"), [("exit 3", "exited with code 3"), ("kill -11 $$", "was killed by SIGSEGV")], ids=["exit", "crash"]
 )
 async def test_a_script_that_dies_before_it_attaches_is_not_started_again(folder: Path, end: str, how: str) -> None:
     with pytest.raises(UserError, match=f"^sh {how} before it called peerd.attach; its own output above says why$"):
         await shell(folder, COUNT + end, attached=False).run()
     assert starts(folder) == 1
+
+
+async def test_a_script_that_others_kill_before_it_attaches_is_started_again(folder: Path) -> None:
+    """As by who runs out of memory."""
+    await shell(
+        folder, COUNT + '[ -e "$FOLDER/again" ] && exit 0; touch "$FOLDER/again"; kill -9 $$', attached=False
+    ).run()
+    assert starts(folder) == 2
 
 
 async def test_a_python_script_that_dies_at_import(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

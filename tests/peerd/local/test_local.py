@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import struct
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +162,21 @@ def test_a_node_that_is_stopped_is_told_from_one_that_takes_its_time(runtime: Pa
     finally:
         stopped.kill()
         stopped.communicate()
+
+
+def test_a_node_that_answers_nobody_holds_no_other_up(runtime: Path) -> None:
+    """One that is stopped: whoever looks which nodes run fills its queue."""
+    path = socket_path("one")
+    with listen("one"), ExitStack() as stack:
+        full = 0
+        while not full:
+            waiting = stack.enter_context(socket.socket(socket.AF_UNIX))
+            waiting.setblocking(False)
+            full = waiting.connect_ex(str(path))
+        assert full == errno.EAGAIN
+        assert running_nodes() == ["one"]
+        with pytest.raises(UserError, match="answers nobody: if its process is stopped, kill -CONT lets it"):
+            request(path, "status")
 
 
 async def test_an_answer_may_take_its_time(runtime: Path, monkeypatch: Any) -> None:

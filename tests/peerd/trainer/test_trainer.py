@@ -34,7 +34,11 @@ async def nothing(_: Node) -> None:
 
 
 def with_daemon(
-    path: Path, script: Callable[[], None], beside: Callable[[Node], Awaitable[None]] = nothing, **settings: Any
+    path: Path,
+    script: Callable[[], None],
+    beside: Callable[[Node], Awaitable[None]] = nothing,
+    verbs: dict[str, control.Verb] | None = None,
+    **settings: Any,
 ) -> Node:
     """Run the script in a thread beside the model side of a node; the node, afterwards."""
 
@@ -42,7 +46,7 @@ def with_daemon(
         node = Node(path.parent / "state", **settings)
         async with running(node) as nursery:
             nursery.start_soon(beside, node)
-            await nursery.start(control.serve, path, {}, node.side.attach)
+            await nursery.start(control.serve, path, verbs or {}, node.side.attach)
             await trio.to_thread.run_sync(script)
         return node
 
@@ -53,6 +57,28 @@ def normed() -> tuple[nn.Sequential, torch.optim.Optimizer]:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def test_a_daemon_that_is_stopped_as_its_trainer_comes_is_waited_for(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_socket, "LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(local_socket, "_stopped", lambda pid: True)
+    asked = []
+
+    async def exchange(message: dict[str, Any]) -> dict[str, Any]:
+        asked.append(message)
+        await trio.sleep(0.2)
+        return {"exchange": "weights", "optimizer": False}
+
+    def script() -> None:
+        with peerd.attach(*normed()) as swarm:
+            swarm.step()
+
+    node = with_daemon(path, script, verbs={"exchange": exchange})
+    assert len(asked) == 1
+    assert node.side.status is not None
+    assert node.side.status.step == 1
 
 
 def test_a_run(path: Path) -> None:
@@ -91,7 +117,7 @@ def test_a_trainer_that_waits_at_a_barrier_goes_on_when_the_mode_changes(path: P
         await until(lambda: node.side.status is not None and node.side.status.step == 4)
         node.side.plans.propose("gossip")
 
-    beside_a_wait = {"mode": "allreduce", "overlap": "blocking", "every": 3, "min_peers": 2}
+    beside_a_wait: dict[str, Any] = {"mode": "allreduce", "overlap": "blocking", "every": 3, "min_peers": 2}
     side = with_daemon(path, script, beside, **beside_a_wait).side
     assert reached == [*range(1, 10)]
     assert side.status is not None

@@ -229,6 +229,23 @@ def test_a_leader_that_puts_other_words_in_a_members_mouth_is_refused() -> None:
             core.on_message("a", replace(order, lengths=lie), swarm.now)
 
 
+def test_a_leader_that_stood_still_says_lengths_of_long_ago_and_breaks_no_rule() -> None:
+    """It had made its order of a round that the others have ended with another leader."""
+    swarm = trained("abc", every=2, overlap="blocking")
+    rounds(swarm, 2, "abc")
+    for name in "abcabc":
+        swarm.step(name, 1.0)
+    while not (orders := [each for each in swarm.queues["a", "b"] if isinstance(each, RoundBegin)]):
+        assert any(swarm.deliver(*link) for link in swarm.waiting() if link[1] == "a")
+    swarm.settle()
+    rounds(swarm, 8, "abc")
+    core = swarm.nodes["b"].core
+    before = core.counts["rounds"]
+    lengths = tuple(3 * length for length in orders[0].lengths)  # of a contribution that it has long forgotten
+    core.on_message("a", replace(orders[0], lengths=lengths), swarm.now)
+    assert core.counts["rounds"] == before
+
+
 @pytest.mark.parametrize("topology", ["ring", "tree:2", "halving"])
 def test_who_sends_what_is_not_finite_is_named_and_left_out(topology: str) -> None:
     swarm = trained("abcde", every=2, overlap="blocking", topology=topology)
