@@ -11,6 +11,7 @@ from types import FrameType
 
 INTERRUPTED = "peerd: interrupted\n"
 INTERRUPTED_CODE = 128 + signal.SIGINT
+ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 def run() -> None:
@@ -36,6 +37,23 @@ def interrupts_end_at_once() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def interrupts_wait() -> Iterator[None]:
+    """For imports beside which something has to be undone: what comes meanwhile comes when they are over."""
+    came: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *ENDING)}
+    for number in before:
+        if before[number] is not signal.SIG_IGN:  # as behind nohup
+            signal.signal(number, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in came[:1]:
+            signal.raise_signal(number)
 
 
 def _end(number: int, frame: FrameType | None) -> None:

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from peerd.carriers import CARRIERS
-from peerd.cli import interrupts_end_at_once
+from peerd.cli import ENDING, interrupts_wait
 from peerd.cli.demo.figures import print_summary, show_live, sum_up
 from peerd.cli.demo.local_swarm import LocalSwarm
 from peerd.cli.demo.run import Kill, Watch, follow
@@ -24,8 +24,6 @@ from peerd.training.tasks import TASKS, data_partition
 from peerd.transport.errors import UserError
 
 PACE_S = 0.01  # least time of a step: many trainers on few cores keep level, as nodes with a GPU each would
-
-ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 @with_mode_options()
@@ -71,15 +69,15 @@ def demo(
         "--wait-for": str(peers),
         **dict(_flag(key, value) for key, value in given.items() if value is not None),
     }
-    with interrupts_end_at_once():  # it imports torch; without its data, or enough of it, each node would say so itself
-        TASKS[task].prepare([*command[1:], "--rank", "0", "--peers", str(peers)])
     _clean_up_on_signals()
     with LocalSwarm(peers, options, command) as swarm:
+        with interrupts_wait():  # torch and matplotlib are imported, while the nodes import what they need
+            # without its data, or enough of it, each node would say so itself, in its log
+            TASKS[task].prepare([*command[1:], "--rank", "0", "--peers", str(peers)])
+            from peerd.cli.demo.picture import draw
         watch = Watch(victim)
         show_live(console, f"{task} on {peers} nodes", settings.mode, follow(swarm, watch))
         result = sum_up(swarm, watch, task, seed, settings.mode)
-    from peerd.cli.demo.picture import draw
-
     draw(picture, watch.samples, f"{task}, {peers} nodes, {shard}")
     if format is Format.JSON:
         print_json({**result, "picture": str(picture)})

@@ -6,16 +6,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
+
 from peerd.cli.demo.run import Sample
+
+mpl.use("agg")
+from matplotlib import pyplot
 
 
 def draw(path: Path, samples: Sequence[Sample], title: str) -> None:
     """Write the picture; the ending of `path` says which kind."""
-    import matplotlib as mpl
-
-    mpl.use("agg")
-    from matplotlib import pyplot
-
     panels: list[tuple[str, Callable[[dict[str, Any]], float | None]]] = [
         ("training loss", lambda status: _trainer(status).get("loss")),
         ("test accuracy", lambda status: _trainer(status).get("metrics", {}).get("accuracy")),

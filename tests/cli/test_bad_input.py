@@ -237,6 +237,7 @@ run()
         ("trio", (*START, "--name", "n")),
         ("torch", ("doctor",)),
         ("torch", ("simulate", "--problem", "digits", "--steps", "1")),
+        ("torch", ("demo", "--peers", "1")),
     ],
 )
 def test_an_interrupt_inside_an_import_is_a_line(machine: Machine, module: str, arguments: tuple[str, ...]) -> None:
