@@ -52,8 +52,8 @@ def interrupts_wait() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        for number in came[:1]:
-            signal.raise_signal(number)
+        if came:
+            signal.raise_signal(came[0])
 
 
 def _end(number: int, frame: FrameType | None) -> None:

@@ -79,11 +79,16 @@ START = ("start", "--bind", "127.0.0.1:0")
 
 
 @pytest.mark.parametrize("task", ["fashion-mnist", "shakespeare"])
-def test_a_demo_without_its_data_starts_no_node(
+def test_a_demo_without_its_data_ends_its_nodes(
     terminal: Terminal, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, task: str
 ) -> None:
-    monkeypatch.setattr(LocalSwarm, "_start", lambda *_: pytest.fail("a node was started"))
-    terminal.refuses("or set PEERD_DATA to a", "demo", "--task", task, PEERD_DATA=str(tmp_path))
+    swarms: set[LocalSwarm] = set()
+    start = LocalSwarm._start
+    monkeypatch.setattr(LocalSwarm, "_start", lambda swarm, *rest: (start(swarm, *rest), swarms.add(swarm)))
+    terminal.refuses("or set PEERD_DATA to a", "demo", "--task", task, "--peers", "1", PEERD_DATA=str(tmp_path))
+    (swarm,) = swarms
+    assert len(swarm.ended()) == 1
+    assert not swarm.folder.exists()
 
 
 @pytest.mark.parametrize(
