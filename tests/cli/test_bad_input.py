@@ -82,9 +82,14 @@ START = ("start", "--bind", "127.0.0.1:0")
 def test_a_demo_without_its_data_ends_its_nodes(
     terminal: Terminal, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, task: str
 ) -> None:
-    swarms: set[LocalSwarm] = set()
+    swarms: list[LocalSwarm] = []
     start = LocalSwarm._start
-    monkeypatch.setattr(LocalSwarm, "_start", lambda swarm, *rest: (start(swarm, *rest), swarms.add(swarm)))
+
+    def noted(swarm: LocalSwarm, name: str, join: str | None) -> None:
+        swarms.append(swarm)
+        start(swarm, name, join)
+
+    monkeypatch.setattr(LocalSwarm, "_start", noted)
     terminal.refuses("or set PEERD_DATA to a", "demo", "--task", task, "--peers", "1", PEERD_DATA=str(tmp_path))
     (swarm,) = swarms
     assert len(swarm.ended()) == 1
