@@ -386,7 +386,7 @@ def unsafe(call: ast.Call) -> bool:
         ("peerd", {"torch", "trio", "numpy"}),
         ("peerd.daemon.main", {"torch", "matplotlib", "peerd.trainer.swarm"}),
         ("peerd.cli.main", {"torch", "matplotlib", "numpy", "trio"}),
-        *((f"peerd.cli.{name}", {"torch", "matplotlib"}) for name in sorted(set(VERBS.values()))),
+        (", ".join(f"peerd.cli.{name}" for name in sorted(set(VERBS.values()))), {"torch", "matplotlib"}),
         ("peerd.cli.start", {"peerd.cli.demo", "peerd.simulation"}),
         ("peerd.trainer.swarm", {"trio", "peerd.transport.connection", "peerd.daemon"}),
     ],

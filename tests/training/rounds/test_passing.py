@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +22,7 @@ from peerd.training.rounds.passing import ALONE_PATIENCES, UNCOMMITTED_PATIENCES
 from peerd.transport.messages import LeaderPassed, Message, RoundBegin, RoundCommit, RoundPhase, RoundReport
 
 STEP_S = 3
-TURNS = 40  # of everybody's messages, in one step's time
+TURNS = 12  # of everybody's messages, in one step's time
 SETTLED_S = (2 + MISSES_MAX) * (PATIENCE_MIN_S + 2 * REPEAT_S + STEP_S)
 """Until the next leader has done without what the last one keeps back: its word, its contribution, an end of rounds."""
 UNORDERED_S = UNORDERED_PATIENCES * PATIENCE_MIN_S + SETTLED_S
@@ -116,7 +115,7 @@ def leaders(swarm: ModeSwarm, but: str) -> set[str]:
 
 @pytest.mark.parametrize(
     ("exchange", "names"),
-    [("diloco", "abcd"), *itertools.product(["weights", "gradients"], ["ab", "abc", "abcdefg"])],
+    [("diloco", "abcd"), ("weights", "ab"), ("weights", "abcde"), ("gradients", "abcd")],
 )
 @pytest.mark.parametrize(("lie", "within_s"), LIES, ids=IDS)
 def test_the_others_go_on_and_follow_one_leader(
@@ -129,11 +128,10 @@ def test_the_others_go_on_and_follow_one_leader(
         mode = "diloco" if exchange == "diloco" else "allreduce"
         swarm = RoundSwarm(names, mode=mode, overlap="blocking", every=2 if exchange == "diloco" else 1)
         swarm.all_hear()
-    live_through(swarm, 60)
+    live_through(swarm, 30)
     swarm.lies["a"] = lie()
     stood = live_through(swarm, ALONE_COMMIT_S + UNCOMMITTED_S)
     honest = set(names) - {"a"}
-    print(names, exchange, {name: round(stood[name]) for name in honest})  # noqa: T201
     assert max(stood[name] for name in honest) <= within_s
     assert len(leaders(swarm, "a")) == 1
     last = live_through(swarm, UNCOMMITTED_S)
