@@ -21,7 +21,7 @@ from peerd.training.rounds.member import REPEAT_S
 from peerd.training.rounds.passing import ALONE_PATIENCES, UNCOMMITTED_PATIENCES, UNORDERED_PATIENCES, Passing
 from peerd.transport.messages import LeaderPassed, Message, RoundBegin, RoundCommit, RoundPhase, RoundReport
 
-STEP_S = 3
+STEP_S = 5
 TURNS = 12  # of everybody's messages, in one step's time
 SETTLED_S = (2 + MISSES_MAX) * (PATIENCE_MIN_S + 2 * REPEAT_S + STEP_S)
 """Until the next leader has done without what the last one keeps back: its word, its contribution, an end of rounds."""
