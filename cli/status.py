@@ -32,6 +32,7 @@ def status(
     EXCHANGES, ROUNDS   with that partner since this mode began
     DISTANCE            of the two models at their last exchange, absolute
     GAIN                the share of it that a correction takes away, at most 0.5
+    CODEC               of the next exchange with that partner
     LAST REASON         why this node last began an exchange: the model's change,
                         silence for a minute, period, always, or its finishing
     models sent whole   to newcomers and new partners; all else is differences
@@ -82,14 +83,15 @@ def _print_text(answer: dict[str, Any]) -> None:
         echo(f"{cut} exchanges cut: a crash, or too many absent partners, may have taken a part of the models' mean")
     echo(f"event loop late by {answer['loop_latency_p99_s'] * 1e3:.1f} ms (p99)")
     if answer["links"]:
-        columns = ["PARTNER", unit.upper(), "DISTANCE", "GAIN", "LAST REASON"]
+        columns = ["PARTNER", unit.upper(), "DISTANCE", "GAIN", "CODEC", "LAST REASON"]
         rows = [
             [link["peer"], str(link["exchanges"]), f"{link['distance']:.3g}" if link["exchanges"] else "-",
-             f"{link['gain']:.2f}",
+             f"{link['gain']:.2f}", link["codec"],
              link["last_reason"] or "-"]
             for link in answer["links"]
         ]  # fmt: skip
-        shown = len(columns) - (unit == "rounds")  # all take part in a round, for no reason of this node's
+        # where no link has a codec of its own all take part in rounds, or push to servers, for no reason of this node's
+        shown = len(columns) if any(link["codec"] for link in answer["links"]) else 4
         print_table(columns[:shown], [row[:shown] for row in rows])
     if staleness := {int(steps): count for steps, count in answer["staleness"].items()}:
         pushes, most = sum(staleness.values()), max(staleness)

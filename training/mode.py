@@ -28,6 +28,7 @@ class LinkStatus:
     distance: float
     gain: float
     last_reason: str
+    codec: str = ""  # of the next exchange, where links have codecs of their own
 
 
 OPTIMIZER_VALUES_MAX = {WEIGHTS: 0, GRADIENTS: 2}

@@ -73,6 +73,10 @@ class PartneredMode(LinkedMode, Generic[P]):
         """Partners that may begin an exchange now."""
         raise NotImplementedError
 
+    def _codec(self, partner: P) -> str:
+        """What an exchange with it is encoded by, while this node trains."""
+        return self._settings.codec
+
     def _begin(self, partner: P, values: Vector, reason: str, now: float) -> list[Effect]:
         """The trigger has found a reason for an exchange."""
         raise NotImplementedError
@@ -140,12 +144,12 @@ class PartneredMode(LinkedMode, Generic[P]):
 
     def links(self) -> list[LinkStatus]:
         """One row a live partner."""
-        codec = FLUSH_CODEC if self._report.finishing else self._settings.codec
+        return [self._link_status(partner) for partner in self._live()]
+
+    def _link_status(self, partner: P) -> LinkStatus:
+        codec = FLUSH_CODEC if self._report.finishing else self._codec(partner)
         gain = min(self._gains.get(codec, Gain()).value, self.gain_limit)
-        return [
-            LinkStatus(partner.peer, partner.exchanges, partner.distance, gain, partner.last_reason)
-            for partner in self._live()
-        ]
+        return LinkStatus(partner.peer, partner.exchanges, partner.distance, gain, partner.last_reason, codec)
 
     @property
     def quiet(self) -> Quiet:

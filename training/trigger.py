@@ -28,6 +28,7 @@ class LinkChange:
 
     change: float  # ||x - x at that exchange||: of the difference, for a difference of norms misses rotation
     norm: float  # ||x at that exchange||
+    worth: float  # how many times the threshold this exchange is to wait for
     lr_ratio: float  # learning rate / the largest learning rate so far
     steps: int
     silence_s: float
@@ -45,10 +46,13 @@ class Trigger(Protocol):
     def quiet(self, link: LinkChange) -> tuple[float, int]:
         """How much more change, and how many more steps, there may be before it fires; its silence is not in it."""
 
+    def limit(self, link: LinkChange) -> float:
+        """How much change is reason enough; 0 where change is no reason."""
+
 
 @dataclass(frozen=True, slots=True)
 class ChangeTrigger:
-    """Fires when change > threshold * lr_ratio * norm, or after `max_silence_s`."""
+    """Fires when change > threshold * worth * lr_ratio * norm, or after `max_silence_s`."""
 
     name: ClassVar[str] = "change"
     threshold: float
@@ -60,13 +64,17 @@ class ChangeTrigger:
             return None
         if link.finishing:
             return "finishing"
-        if link.change > self.threshold * link.lr_ratio * link.norm:
+        if link.change > self.limit(link):
             return "change"
         return "silence" if link.silence_s >= self.max_silence_s else None
 
     def quiet(self, link: LinkChange) -> tuple[float, int]:
         """See `Trigger.quiet`."""
-        return self.threshold * link.lr_ratio * link.norm - link.change, NEVER
+        return self.limit(link) - link.change, NEVER
+
+    def limit(self, link: LinkChange) -> float:
+        """See `Trigger.limit`."""
+        return self.threshold * link.worth * link.lr_ratio * link.norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +96,10 @@ class PeriodTrigger:
         """See `Trigger.quiet`."""
         return math.inf, self.period - link.steps
 
+    def limit(self, link: LinkChange) -> float:
+        """See `Trigger.limit`."""
+        return 0.0
+
 
 ONLY_FINISHING = f"{PeriodTrigger.name}:{NEVER}"
 """Of what only answers until its run ends."""
@@ -108,6 +120,10 @@ class AlwaysTrigger:
     def quiet(self, link: LinkChange) -> tuple[float, int]:
         """See `Trigger.quiet`."""
         return -1.0, 0
+
+    def limit(self, link: LinkChange) -> float:
+        """See `Trigger.limit`."""
+        return 0.0
 
 
 def _change(text: str) -> Trigger:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
@@ -42,6 +43,7 @@ class PartnerState(Protocol):
     peer_finishing: bool
     flushed: bool  # it has what this node held when its run ended
     progress: Progress  # since then
+    worth: float  # how many times the trigger's change an exchange waits for, as it takes more bytes than others
 
 
 P = TypeVar("P", bound=PartnerState)
@@ -87,6 +89,11 @@ class TriggerPolicy(Generic[P]):
             return None
         return partner
 
+    def usual_change(self, partner: P, report: StepReport) -> float:
+        """Between two exchanges with it, at least: who is asked for one earlier has moved less."""
+        link = self._link_change(partner, partner.moved, report, 0.0)
+        return max(link.change, self._trigger.limit(replace(link, worth=1.0)))
+
     def reason(self, partner: P, values: Vector, report: StepReport, now: float) -> str | None:
         """Why `partner` should have the fresh copy `values`; the caller counts it when it is really sent."""
         measured = self._sample.distance(values, partner.anchor)
@@ -103,6 +110,7 @@ class TriggerPolicy(Generic[P]):
         return LinkChange(
             change=change,
             norm=partner.anchor_norm,
+            worth=partner.worth,
             lr_ratio=report.lr_ratio,
             steps=report.step - self.began_step,
             silence_s=silence_s,

@@ -40,7 +40,14 @@ ANSWER: dict[str, Any] = {
 def test_what_is_counted_in_all_is_what_the_table_counts(
     monkeypatch: pytest.MonkeyPatch, counts: dict[str, int], of_link: int, unit: str
 ) -> None:
-    link = {"peer": "b", "exchanges": of_link, "distance": 1.0, "gain": 0.5, "last_reason": ""}
+    link = {
+        "peer": "b",
+        "exchanges": of_link,
+        "distance": 1.0,
+        "gain": 0.5,
+        "last_reason": "",
+        "codec": "" if unit == "rounds" else "sign",
+    }
     answer = {**ANSWER, "exchanges": counts.get("exchanges", 0), "counts": counts, "links": [link]}
     monkeypatch.setattr("peerd.cli.status.find_node", lambda name: name)
     monkeypatch.setattr("peerd.cli.status.request", lambda path, verb: json.loads(json.dumps(answer)))

@@ -28,6 +28,7 @@ links = st.builds(
     LinkChange,
     change=amounts,
     norm=amounts,
+    worth=st.floats(1, 10),
     lr_ratio=st.floats(0, 1),
     steps=st.integers(0, 10_000),
     silence_s=st.floats(0, 1e6),
@@ -36,7 +37,7 @@ links = st.builds(
 triggers = st.one_of(
     st.builds(ChangeTrigger, thresholds), st.builds(PeriodTrigger, st.integers(1, 1000)), st.just(AlwaysTrigger())
 )
-QUIET = LinkChange(change=0.0, norm=10.0, lr_ratio=1.0, steps=1, silence_s=0.0, finishing=False)
+QUIET = LinkChange(change=0.0, norm=10.0, worth=1.0, lr_ratio=1.0, steps=1, silence_s=0.0, finishing=False)
 
 
 @given(trigger=triggers, link=links, factor=st.floats(1, 1e6))

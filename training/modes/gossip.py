@@ -19,8 +19,8 @@ from collections.abc import Callable, Collection
 from peerd.training.codecs.vector import VALUE_MAX, Layout, NotFinite
 from peerd.training.effects import Apply, Effect, Log, Send, StepReport, Vector
 from peerd.training.flush import FLUSH_CODEC, ROTATE_AFTER_EXCHANGES
-from peerd.training.mode import not_finite
-from peerd.training.mode_settings import ModeSettings
+from peerd.training.mode import LinkedMode, not_finite
+from peerd.training.mode_settings import AUTO, ModeSettings
 from peerd.training.pairs.graylist import Graylist
 from peerd.training.pairs.links import PairLink, PairLinks
 from peerd.training.pairs.reference import Exchanged, ExchangeHalf, LinkMismatch, PairedReference
@@ -40,6 +40,13 @@ from peerd.transport.messages import (
     Message,
 )
 
+COARSE, FINE = LinkedMode.CODEC, FLUSH_CODEC
+"""What `auto` takes, and what over a link whose models one bit a value has left apart."""
+LEFT_APART = 2.0
+"""Times what a model moves between two exchanges: if the two are further apart after one, most of their difference is
+what earlier ones have lost. Where shards are alike it is 1 to 2 until the learning rate falls (RESULTS.md)."""
+FINE_WORTH = 3.2
+"""Times the change for an exchange by FINE: as many as it takes bytes."""
 VALUE_TIMES = 1e4
 """A value of another's model is at most so many times as large as the norm of ours."""
 
@@ -48,6 +55,7 @@ class Gossip(PartneredMode[PairLink]):
     """The mode's core for one node."""
 
     NAME = "gossip"
+    CODEC = AUTO
 
     def __init__(
         self,
@@ -181,7 +189,7 @@ class Gossip(PartneredMode[PairLink]):
             return [*not_finite(self.counts), Send(sender, LinkClosed(message.link, 0))]
 
     def _begin(self, link: PairLink, values: Vector, reason: str, now: float) -> list[Effect]:
-        half = self._half(link.peer, values, flush=self._report.finishing)
+        half = self._half(link, values, flush=self._report.finishing)
         try:
             message = link.reference.begin(values, half)
         except NotFinite:
@@ -196,7 +204,7 @@ class Gossip(PartneredMode[PairLink]):
         if link is None or link.reference.link != message.link:
             return self._on_late(sender, message, now)
         values = self._current()  # a peer that trains on comes back; one that ends needs it all now
-        half = self._half(sender, values, flush=message.finishing, answers=link.reference.under_way is not None)
+        half = self._half(link, values, flush=message.finishing, answers=link.reference.under_way is not None)
         try:
             outcome = link.reference.receive(message, values, half)
         except LinkMismatch:
@@ -219,9 +227,13 @@ class Gossip(PartneredMode[PairLink]):
 
     def _completed(self, link: PairLink, theirs: Delta, values: Vector, both: Exchanged, now: float) -> list[Effect]:
         correction = both.correction
+        usual = self._policy.usual_change(link, self._report)
         norm, length = self._sample.refresh_with_sum(link.anchor, values, correction)
         link.anchor_norm = math.sqrt(norm)
         link.distance = link.reference.distance()
+        left_apart = self._settings.codec == AUTO and link.distance > LEFT_APART * usual
+        self.counts["left_apart"] += left_apart
+        link.worth = FINE_WORTH if left_apart else 1.0
         link.moved = link.news = 0.0
         link.last_exchange = now
         link.exchanges += 1
@@ -232,7 +244,8 @@ class Gossip(PartneredMode[PairLink]):
         self._allowances.heard(link.peer, both.limits)
         self._allowances.spent(link.peer, both.moved, both.distances)
         self._note_progress(link)
-        link.flushed |= self._report.finishing and ours is not None and ours.codec == FLUSH_CODEC
+        flushed = ours is not None and ours.finishing and ours.codec == FLUSH_CODEC
+        link.flushed |= self._report.finishing and flushed
         self.counts["exchanges"] += 1
         self._lend(correction, link, math.sqrt(length))
         effects: list[Effect] = [Apply(correction)]
@@ -258,8 +271,13 @@ class Gossip(PartneredMode[PairLink]):
         self._lend(correction)
         return [*effects, Apply(correction), *self._flush(now)]
 
-    def _half(self, peer: NodeId, values: Vector, *, flush: bool, answers: bool = False) -> ExchangeHalf:
-        codec = FLUSH_CODEC if flush else self._settings.codec
+    def _codec(self, partner: PairLink) -> str:
+        if self._settings.codec != AUTO:
+            return self._settings.codec
+        return FINE if partner.worth > 1 else COARSE
+
+    def _half(self, link: PairLink, values: Vector, *, flush: bool, answers: bool = False) -> ExchangeHalf:
+        codec = FLUSH_CODEC if flush else self._codec(link)
         if self._report.finishing:
             limit = self._flush_limit()
         else:
@@ -269,7 +287,7 @@ class Gossip(PartneredMode[PairLink]):
         if not self._settings.robust or answers:  # an answer to our half: that one has said its limits
             return ExchangeHalf(codec, gain, limit, self._report.finishing, b"", self._values_max())
         self._allowances.look(values)
-        limits = packed(self._allowances.limits(peer, self._compared()))
+        limits = packed(self._allowances.limits(link.peer, self._compared()))
         return ExchangeHalf(codec, gain, limit, self._report.finishing, limits, self._values_max())
 
     def _values_max(self) -> float:

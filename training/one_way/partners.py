@@ -35,6 +35,7 @@ class Partner:
     flushed: bool = False  # took a push since our own trainer ended
     last_reason: str = ""
     progress: Progress = field(default_factory=Progress)  # since our own trainer ended
+    worth: float = 1.0  # see `PartnerState`
 
 
 class Partners:

@@ -118,6 +118,7 @@ class PairLink:
     last_reason: str = ""
     start_norm: float = 0.0  # of the whole vector, buffers too, when the link was made
     progress: Progress = field(default_factory=Progress)  # since our own trainer ended
+    worth: float = 1.0  # see `PartnerState`
 
     def enter(self, state: LinkState) -> None:
         """The only way from one state to another."""

@@ -73,5 +73,5 @@ def test_a_bad_force_is_the_users_error(argument: str) -> None:
         parse_mode(f"elastic:{argument}")
 
 
-def test_pairs_use_the_codec_of_what_is_paired() -> None:
-    assert class_of("elastic:pairwise:0.1").CODEC == class_of("gossip").CODEC == "sign"
+def test_pairs_that_are_to_stay_apart_use_no_finer_codec_for_it() -> None:
+    assert class_of("elastic:pairwise:0.1").CODEC == "sign"

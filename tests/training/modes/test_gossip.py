@@ -14,19 +14,22 @@ from hypothesis.stateful import initialize, invariant, rule
 from weather import NAMES, Connections, Partings, weather_settings
 
 from peerd.training.codecs import CODECS
+from peerd.training.effects import Vector
+from peerd.training.mode_settings import AUTO
 from peerd.training.modes import gossip
+from peerd.training.modes.gossip import FINE_WORTH
 from peerd.training.pairs.links import CAME, TRANSITIONS, WENT, LinkState
 from peerd.training.trigger import WAKE_AFTER_S
 from peerd.transport.errors import PeerError
 from peerd.transport.messages import Connected, Delta, LinkClosed, LinkOpen, LinkSnapshot
 
+WITH = [*sorted(CODECS), AUTO]
+
 
 class Weather(Connections):
     """Exactness once the weather clears."""
 
-    @initialize(
-        codec=st.sampled_from(sorted(CODECS)), seed=st.integers(0, 2**16), view=st.integers(1, 3), robust=st.booleans()
-    )
+    @initialize(codec=st.sampled_from(WITH), seed=st.integers(0, 2**16), view=st.integers(1, 3), robust=st.booleans())
     def start(self, codec: str, seed: int, view: int, robust: bool) -> None:
         self.swarm: GossipSwarm = GossipSwarm(4, 40, codec, seed=seed, view=view, buffers=7, robust=robust)
         self.rng = np.random.default_rng(seed)
@@ -55,7 +58,7 @@ class Weather(Connections):
 class NarrowView(Partings, Weather):
     """As few links as there can be, and members that lose sight of each other: links are forgotten at any moment."""
 
-    @initialize(codec=st.sampled_from(sorted(CODECS)), seed=st.integers(0, 2**16), robust=st.booleans())
+    @initialize(codec=st.sampled_from(WITH), seed=st.integers(0, 2**16), robust=st.booleans())
     def start(self, codec: str, seed: int, robust: bool) -> None:
         super().start(codec, seed, view=1, robust=robust)
 
@@ -211,7 +214,7 @@ def test_what_is_left_of_links_is_bounded_and_what_makes_room_is_counted() -> No
 
 
 @settings(max_examples=40, deadline=None, print_blob=True)
-@given(codec=st.sampled_from(sorted(CODECS)), count=st.integers(2, 6), seed=st.integers(0, 1000))
+@given(codec=st.sampled_from(WITH), count=st.integers(2, 6), seed=st.integers(0, 1000))
 def test_any_exchanges_keep_the_mean(codec: str, count: int, seed: int) -> None:
     swarm = GossipSwarm(count, 64, codec, seed=seed)
     swarm.everyone_alive()
@@ -238,7 +241,7 @@ def test_an_exchange_that_overtakes_a_lost_answer_keeps_the_mean() -> None:
     assert not swarm.nodes["b"].core.counts["link_mismatches"]
 
 
-@pytest.mark.parametrize("codec", sorted(CODECS))
+@pytest.mark.parametrize("codec", WITH)
 def test_models_meet(codec: str) -> None:
     swarm = GossipSwarm(8, 600, codec, seed=3)
     swarm.everyone_alive()
@@ -249,6 +252,84 @@ def test_models_meet(codec: str) -> None:
             swarm.step(name)
             swarm.settle()
     assert swarm.spread() < 0.5 * before
+    assert swarm.drift() < 1e-12
+
+
+class OneStart(GossipSwarm):
+    """All start from one model, as swarms do."""
+
+    def first_model(self) -> Vector:
+        return self.start
+
+
+def pair(codec: str, swarm: type[GossipSwarm] = GossipSwarm, trigger: str = "always") -> GossipSwarm:
+    made = swarm(2, 600, codec, trigger=trigger, view=1, seed=2)
+    made.everyone_alive()
+    made.settle()
+    return made
+
+
+def codecs(swarm: GossipSwarm) -> set[str]:
+    return {link.codec for node in swarm.nodes.values() for link in node.core.links()}
+
+
+def test_models_that_one_bit_a_value_leaves_apart_are_given_more() -> None:
+    apart = {}
+    for codec in ("sign", AUTO):
+        swarm = pair(codec)
+        assert codecs(swarm) == {"sign"}
+        for number in range(8):
+            swarm.step("ab"[number % 2], 0.0)
+            swarm.settle()
+        assert codecs(swarm) == {"sign" if codec == "sign" else "int4"}
+        assert bool(swarm.nodes["a"].core.counts["left_apart"]) == (codec == AUTO)
+        apart[codec] = swarm.spread()
+    assert apart[AUTO] < 0.1 * apart["sign"]
+
+
+def test_models_that_move_as_far_as_they_are_apart_have_enough_of_one_bit() -> None:
+    swarm = pair(AUTO, OneStart, trigger="change:0.05")
+    for _ in range(90):
+        both = swarm.rng.normal(size=600)
+        for name in "ab":
+            swarm.step(name, both + 0.1 * swarm.rng.normal(size=600))
+            swarm.settle()
+    assert codecs(swarm) == {"sign"}
+    assert swarm.nodes["a"].core.counts["exchanges"] > 9
+    assert not swarm.nodes["a"].core.counts["left_apart"]
+
+
+def test_a_link_by_the_finer_codec_waits_for_more_change() -> None:
+    core = pair(AUTO, trigger="change:0.01").nodes["a"].core
+    (link,) = core._links.held.values()
+    core._policy.partner = link
+    allowed = {}
+    for link.worth in (1.0, FINE_WORTH):
+        allowed[link.worth] = core.quiet.change
+    assert 0 < allowed[FINE_WORTH] == pytest.approx(FINE_WORTH * allowed[1.0])
+
+
+def test_a_fine_exchange_from_before_a_runs_end_is_none_of_its_flush() -> None:
+    """It lacks the last steps."""
+    swarm = pair(AUTO)
+    node = swarm.nodes["a"]
+    (link,) = node.core._links.held.values()
+    link.worth = FINE_WORTH
+    swarm.step("a", 9.0)
+    assert link.reference.under_way is not None
+    assert link.reference.under_way.codec == "int4"
+    swarm.step("a", 9.0, finishing=True)
+    assert link.reference.under_way is not None
+    assert not link.reference.under_way.finishing
+    assert swarm.deliver("a", "b")
+    assert swarm.deliver("b", "a")
+    assert link.reference.version == 1
+    assert not link.flushed
+    swarm.settle()
+    assert link.flushed
+    swarm.step("b", finishing=True)
+    swarm.quiesce()
+    assert swarm.spread() < 0.01
     assert swarm.drift() < 1e-12
 
 
