@@ -178,6 +178,7 @@ RIVALS: dict[str, Callable[[Run, Place], Any]] = {
 ROUNDS_OF_8 = ["--mode", "allreduce", "--every", "8", "--overlap", "blocking"]
 OURS: dict[str, list[str]] = {
     "peerd": [],
+    "peerd --codec sign": ["--codec", "sign"],
     "peerd --trigger change:0.1": ["--trigger", "change:0.1"],
     "peerd --codec top_k_3 --trigger change:0.1": ["--codec", "top_k_3", "--trigger", "change:0.1"],
     "peerd allreduce 32 int8": ["--mode", "allreduce", "--every", "32", "--codec", "int8"],
