@@ -45,13 +45,14 @@ def interrupts_wait() -> Iterator[None]:
     came: list[int] = []
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, *ENDING)}
     for number in before:
-        if before[number] is not signal.SIG_IGN:  # as behind nohup
+        if before[number] not in (signal.SIG_IGN, None):  # as behind nohup; or set by what is not Python
             signal.signal(number, lambda number, _: came.append(number))
     try:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if handler is not None:
+                signal.signal(number, handler)
         if came:
             signal.raise_signal(came[0])
 

@@ -86,12 +86,11 @@ def _print_text(answer: dict[str, Any]) -> None:
         columns = ["PARTNER", unit.upper(), "DISTANCE", "GAIN", "CODEC", "LAST REASON"]
         rows = [
             [link["peer"], str(link["exchanges"]), f"{link['distance']:.3g}" if link["exchanges"] else "-",
-             f"{link['gain']:.2f}", link["codec"],
+             f"{link['gain']:.2f}", link["codec"] or "-",
              link["last_reason"] or "-"]
             for link in answer["links"]
         ]  # fmt: skip
-        # where no link has a codec of its own all take part in rounds, or push to servers, for no reason of this node's
-        shown = len(columns) if any(link["codec"] for link in answer["links"]) else 4
+        shown = len(columns) - (unit == "rounds")  # all take part in a round, for no reason of this node's
         print_table(columns[:shown], [row[:shown] for row in rows])
     if staleness := {int(steps): count for steps, count in answer["staleness"].items()}:
         pushes, most = sum(staleness.values()), max(staleness)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
@@ -90,9 +89,9 @@ class TriggerPolicy(Generic[P]):
         return partner
 
     def usual_change(self, partner: P, report: StepReport) -> float:
-        """Between two exchanges with it, at least: who is asked for one earlier has moved less."""
-        link = self._link_change(partner, partner.moved, report, 0.0)
-        return max(link.change, self._trigger.limit(replace(link, worth=1.0)))
+        """Between two exchanges with it, at least: who is asked for one earlier has moved less. 0: change is no reason."""
+        limit = self._trigger.limit(self._link_change(partner, partner.moved, report, 0.0)) / partner.worth
+        return max(partner.moved, limit) if limit > 0 else 0.0
 
     def reason(self, partner: P, values: Vector, report: StepReport, now: float) -> str | None:
         """Why `partner` should have the fresh copy `values`; the caller counts it when it is really sent."""

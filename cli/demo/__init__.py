@@ -71,11 +71,11 @@ def demo(
     }
     _clean_up_on_signals()
     with LocalSwarm(peers, options, command) as swarm:
+        watch = Watch(victim)
         with interrupts_wait():  # torch and matplotlib are imported, while the nodes import what they need
             # without its data, or enough of it, each node would say so itself, in its log
             TASKS[task].prepare([*command[1:], "--rank", "0", "--peers", str(peers)])
             from peerd.cli.demo.picture import draw
-        watch = Watch(victim)
         show_live(console, f"{task} on {peers} nodes", settings.mode, follow(swarm, watch))
         result = sum_up(swarm, watch, task, seed, settings.mode)
     draw(picture, watch.samples, f"{task}, {peers} nodes, {shard}")

@@ -58,14 +58,15 @@ class Watch:
     latest: Statuses = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    began: float = field(default_factory=time.monotonic)
 
 
 def follow(swarm: LocalSwarm, watch: Watch) -> Iterator[Statuses]:
     """Yield what the living nodes say, each look noted in `watch`, until all have finished. Raises UserError."""
-    began = moved_at = time.monotonic()
+    moved_at = time.monotonic()
     last: Any = None
     for statuses in _looks(swarm, watch):
-        watch.seconds = time.monotonic() - began
+        watch.seconds = time.monotonic() - watch.began
         watch.samples += [Sample(watch.seconds, name, status) for name, status in statuses.items()]
         watch.latest.update(statuses)
         progress = {name: (steps_made(status), status["phase"]) for name, status in statuses.items()}

@@ -55,7 +55,7 @@ def check_private(folder: Path) -> None:
 
 
 def running_nodes() -> list[str]:
-    """Names of the nodes of this user whose socket answers. Raises UserError where another could have made it."""
+    """Names of the nodes of this user that listen, be they stopped. Raises UserError where another could listen."""
     check_private(runtime_dir())
     found = []
     for path in sorted(runtime_dir().glob("*.sock")):

@@ -47,6 +47,7 @@ from peerd.training.model.watch import ChangeWatch
 
 LR_RATIO_MIN = 1e-3  # a schedule that ends at 0 must not make what rounding moves worth an exchange
 ROLLBACKS_MAX = 3  # in a row: a model that is not finite again at once will not mend itself
+SLOW_ANSWER_S = 5.0  # a user who waits wants to know for what
 LISTEN_EVERY_S = 1.0  # to a daemon that says nothing: it may be gone
 RATIO_TOLD = 1.1  # the learning rate changes by this factor before the daemon hears of it
 COPY_EVERY = 200  # times what a copy takes: how old the daemon's may be, as it is all that is left of a killed trainer
@@ -440,8 +441,11 @@ class Session:
 def _exchange_of(socket: LocalSocket) -> tuple[bool, bool]:
     """Whether members give each other gradients, and whether the optimizer's state belongs to the model then."""
     socket.send({"kind": "exchange"})
-    said = socket.receive()  # of a daemon that is stopped it comes when that goes on
-    assert said is not None, "a receive without a timeout returns a message or raises"
+    told = False
+    while (said := socket.receive(SLOW_ANSWER_S)) is None:  # of a daemon that is stopped it comes when that goes on
+        if not told:
+            told = True
+            say("waiting for the daemon's answer; if its process is stopped, kill -CONT lets it go on")
     # a daemon that knows no such question exchanges weights
     return said.get("exchange") == "gradients", said.get("optimizer") is True
 

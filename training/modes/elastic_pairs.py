@@ -18,7 +18,7 @@ from collections.abc import Callable
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Vector
 from peerd.training.mode_settings import ModeSettings
-from peerd.training.modes.gossip import COARSE, Gossip
+from peerd.training.modes.gossip import Gossip
 from peerd.transport.ids import NodeId
 
 ALPHA = 0.25
@@ -27,8 +27,6 @@ ALPHA = 0.25
 
 class ElasticPairs(Gossip):
     """The mode's core for one node."""
-
-    CODEC = COARSE  # such pairs are to stay apart
 
     def __init__(
         self,

@@ -43,8 +43,8 @@ from peerd.transport.messages import (
 COARSE, FINE = LinkedMode.CODEC, FLUSH_CODEC
 """What `auto` takes, and what over a link whose models one bit a value has left apart."""
 LEFT_APART = 2.0
-"""Times what a model moves between two exchanges: if the two are further apart after one, most of their difference is
-what earlier ones have lost. Where shards are alike it is 1 to 2 until the learning rate falls (RESULTS.md)."""
+"""Times what a model moves between two exchanges: if the two are further apart at one, most of their difference is what
+earlier ones have lost. Where shards are alike it is 1 to 2 until the learning rate falls (RESULTS.md)."""
 FINE_WORTH = 3.2
 """Times the change for an exchange by FINE: as many as it takes bytes."""
 VALUE_TIMES = 1e4
@@ -204,7 +204,8 @@ class Gossip(PartneredMode[PairLink]):
         if link is None or link.reference.link != message.link:
             return self._on_late(sender, message, now)
         values = self._current()  # a peer that trains on comes back; one that ends needs it all now
-        half = self._half(link, values, flush=message.finishing, answers=link.reference.under_way is not None)
+        ours_waits = link.reference.under_way is not None
+        half = self._half(link, values, flush=message.finishing, answers=ours_waits, theirs=message.codec)
         try:
             outcome = link.reference.receive(message, values, half)
         except LinkMismatch:
@@ -227,13 +228,13 @@ class Gossip(PartneredMode[PairLink]):
 
     def _completed(self, link: PairLink, theirs: Delta, values: Vector, both: Exchanged, now: float) -> list[Effect]:
         correction = both.correction
-        usual = self._policy.usual_change(link, self._report)
+        if self._settings.codec == AUTO:
+            left_apart = self._left_apart(link)
+            self.counts["left_apart"] += left_apart
+            link.worth = FINE_WORTH if left_apart else 1.0
         norm, length = self._sample.refresh_with_sum(link.anchor, values, correction)
         link.anchor_norm = math.sqrt(norm)
         link.distance = link.reference.distance()
-        left_apart = self._settings.codec == AUTO and link.distance > LEFT_APART * usual
-        self.counts["left_apart"] += left_apart
-        link.worth = FINE_WORTH if left_apart else 1.0
         link.moved = link.news = 0.0
         link.last_exchange = now
         link.exchanges += 1
@@ -276,8 +277,16 @@ class Gossip(PartneredMode[PairLink]):
             return self._settings.codec
         return FINE if partner.worth > 1 else COARSE
 
-    def _half(self, link: PairLink, values: Vector, *, flush: bool, answers: bool = False) -> ExchangeHalf:
+    def _left_apart(self, link: PairLink) -> bool:
+        usual = self._policy.usual_change(link, self._report)
+        return not self._report.finishing and 0 < LEFT_APART * usual < link.reference.distance()
+
+    def _half(
+        self, link: PairLink, values: Vector, *, flush: bool, answers: bool = False, theirs: str = ""
+    ) -> ExchangeHalf:
         codec = FLUSH_CODEC if flush else self._codec(link)
+        if self._settings.codec == AUTO and theirs in (COARSE, FINE):
+            codec = theirs  # what the other end gives no finer than that is mixed no faster
         if self._report.finishing:
             limit = self._flush_limit()
         else:
