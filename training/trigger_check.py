@@ -89,7 +89,7 @@ class TriggerPolicy(Generic[P]):
         return partner
 
     def usual_change(self, partner: P, report: StepReport) -> float:
-        """Between two exchanges with it, at least: who is asked for one earlier has moved less. 0: change is no reason."""
+        """Between two exchanges with it, at least: who is asked earlier has moved less. 0: change is no reason."""
         limit = self._trigger.limit(self._link_change(partner, partner.moved, report, 0.0)) / partner.worth
         return max(partner.moved, limit) if limit > 0 else 0.0
 
