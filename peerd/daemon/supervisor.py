@@ -28,7 +28,7 @@ LAST_WORDS_S = 1.0  # what a script said before its end is read by then
 OOM_SCORE = "500"  # when memory runs out the kernel takes the trainer, not the daemon
 OUTPUT_ABOVE = "its own output above says why"
 KILLED_BY = (signal.SIGKILL, signal.SIGTERM)  # others' doing, as by who runs out of memory: the script may be good
-SHELL_SIGNAL = 128  # what a shell adds to the number of the signal that ended its command
+SIGNALLED = 128  # and the number of the signal: how sh ends when its command was killed
 _PR_SET_PDEATHSIG = 1
 
 
@@ -69,7 +69,7 @@ class Supervisor:
             if after is not None and after.phase is TrainerPhase.FINISHED and not after.at_exit:
                 LOGGER.warning("%s %s after its model was finished: it is not started again", self.name, how)
                 return
-            killed = -code in KILLED_BY or code - SHELL_SIGNAL in KILLED_BY
+            killed = -code in KILLED_BY or code - SIGNALLED in KILLED_BY
             if not self.attached and not killed:
                 raise UserError(f"{self.name} {how} before it called peerd.attach; {OUTPUT_ABOVE}")
             fruitless = code > 0 and (after is None or not after.has_stepped)
