@@ -20,7 +20,7 @@ def test_the_mode_of_a_live_swarm(machine: Machine) -> None:
         node.sees(a="alive", b="alive", c="alive")
     shown = machine.peerd("mode", "show", "--name", "b").stdout.splitlines()
     assert shown[0] == "plan 0: mode gossip, as started"
-    assert shown[1] == "codec sign, trigger change:0.05, view 3"  # what has an effect in this mode, and no more
+    assert shown[1] == "codec auto, trigger change:0.05, view 3"  # what has an effect in this mode, and no more
     assert shown[2] == "3 of 3 members"
 
     refused = machine.peerd("mode", "set", "gosip", "--name", "b")

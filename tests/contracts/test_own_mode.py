@@ -69,7 +69,7 @@ def test_settings_and_processes_call_it_by_its_name(file: Path, row: contract.Ro
     assert row[0] == "bounded:50"
     settings = load({"mode": f"{file}:Bounded:7"}, {}, None)
     assert settings.mode == "bounded:7"
-    assert settings.mode_settings.codec == "sign"
+    assert settings.mode_settings.codec == "auto"
     assert as_told("bounded:7") == f"{file}:Bounded:7"
     assert as_told("gossip") == "gossip"
     with pytest.raises(UserError, match="every: without effect in mode bounded"):
