@@ -313,6 +313,7 @@ def test_an_end_gives_the_last_step_to_the_node_and_is_the_last(machine: Machine
     a.says("training finished at step 25")
     holds_the_scripts_model(a)
     checkpoint = machine.state / "peerd" / "a" / "checkpoints" / "step-00000025" / "model.safetensors"
+    eventually(checkpoint.exists)  # the trainer writes it when it has been told of the end
     kept = {name: value for name, value in load_file(checkpoint).items() if name.startswith("model.")}
     assert {name: value.tolist() for name, value in kept.items()} == {
         f"model.{name}": value.tolist() for name, value in own(machine).items()
