@@ -213,7 +213,8 @@ def test_who_says_little_and_hands_in_much_moves_all_by_the_limit(lie: float, mo
         assert (swarm.nodes[name].core._agreed == swarm.nodes["a"].core._agreed).all()
 
 
-def test_a_leader_that_puts_other_words_in_a_members_mouth_is_refused() -> None:
+def ordered() -> tuple[RoundSwarm, RoundBegin]:
+    """Three members, and the order of their third round that b has not yet heard."""
     swarm = trained("abc", every=2, overlap="blocking")
     rounds(swarm, 2, "abc")
     for name in "abcabc":
@@ -221,6 +222,11 @@ def test_a_leader_that_puts_other_words_in_a_members_mouth_is_refused() -> None:
     while not (orders := [each for each in swarm.queues["a", "b"] if isinstance(each, RoundBegin)]):
         assert any(swarm.deliver(*link) for link in swarm.waiting() if link[1] == "a")
     (order,) = orders
+    return swarm, order
+
+
+def test_a_leader_that_puts_other_words_in_a_members_mouth_is_refused() -> None:
+    swarm, order = ordered()
     assert len(order.lengths) == 6
     forged = tuple(1000 * length for length in order.lengths)
     core = swarm.nodes["b"].core
@@ -231,18 +237,13 @@ def test_a_leader_that_puts_other_words_in_a_members_mouth_is_refused() -> None:
 
 def test_a_leader_that_stood_still_says_lengths_of_long_ago_and_breaks_no_rule() -> None:
     """It had made its order of a round that the others have ended with another leader."""
-    swarm = trained("abc", every=2, overlap="blocking")
-    rounds(swarm, 2, "abc")
-    for name in "abcabc":
-        swarm.step(name, 1.0)
-    while not (orders := [each for each in swarm.queues["a", "b"] if isinstance(each, RoundBegin)]):
-        assert any(swarm.deliver(*link) for link in swarm.waiting() if link[1] == "a")
+    swarm, order = ordered()
     swarm.settle()
     rounds(swarm, 8, "abc")
     core = swarm.nodes["b"].core
     before = core.counts["rounds"]
-    lengths = tuple(3 * length for length in orders[0].lengths)  # of a contribution that it has long forgotten
-    core.on_message("a", replace(orders[0], lengths=lengths), swarm.now)
+    lengths = tuple(3 * length for length in order.lengths)  # of a contribution that it has long forgotten
+    core.on_message("a", replace(order, lengths=lengths), swarm.now)
     assert core.counts["rounds"] == before
 
 
