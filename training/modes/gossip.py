@@ -228,13 +228,13 @@ class Gossip(PartneredMode[PairLink]):
 
     def _completed(self, link: PairLink, theirs: Delta, values: Vector, both: Exchanged, now: float) -> list[Effect]:
         correction = both.correction
+        link.distance = link.reference.distance()
         if self._settings.codec == AUTO:
             left_apart = self._left_apart(link)
             self.counts["left_apart"] += left_apart
             link.worth = FINE_WORTH if left_apart else 1.0
         norm, length = self._sample.refresh_with_sum(link.anchor, values, correction)
         link.anchor_norm = math.sqrt(norm)
-        link.distance = link.reference.distance()
         link.moved = link.news = 0.0
         link.last_exchange = now
         link.exchanges += 1
@@ -279,14 +279,17 @@ class Gossip(PartneredMode[PairLink]):
 
     def _left_apart(self, link: PairLink) -> bool:
         usual = self._policy.usual_change(link, self._report)
-        return not self._report.finishing and 0 < LEFT_APART * usual < link.reference.distance()
+        return not self._report.finishing and 0 < LEFT_APART * usual < link.distance
 
     def _half(
         self, link: PairLink, values: Vector, *, flush: bool, answers: bool = False, theirs: str = ""
     ) -> ExchangeHalf:
-        codec = FLUSH_CODEC if flush else self._codec(link)
-        if self._settings.codec == AUTO and theirs in (COARSE, FINE):
-            codec = theirs  # what the other end gives no finer than that is mixed no faster
+        if flush:
+            codec = FLUSH_CODEC
+        elif self._settings.codec == AUTO and theirs in (COARSE, FINE):
+            codec = theirs  # the coarser half says how fast the two models mix
+        else:
+            codec = self._codec(link)
         if self._report.finishing:
             limit = self._flush_limit()
         else:

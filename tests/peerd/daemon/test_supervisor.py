@@ -89,11 +89,11 @@ async def test_a_script_that_dies_before_it_attaches_is_not_started_again(folder
     assert starts(folder) == 1
 
 
-async def test_a_script_that_others_kill_before_it_attaches_is_started_again(folder: Path) -> None:
+@pytest.mark.parametrize("end", ["kill -9 $$", "kill $$", "exit 137"], ids=["kill", "terminate", "a shell's command"])
+async def test_a_script_that_others_kill_before_it_attaches_is_started_again(folder: Path, end: str) -> None:
     """As by who runs out of memory."""
-    await shell(
-        folder, COUNT + '[ -e "$FOLDER/again" ] && exit 0; touch "$FOLDER/again"; kill -9 $$', attached=False
-    ).run()
+    once = '[ -e "$FOLDER/again" ] && exit 0; touch "$FOLDER/again"; '
+    await shell(folder, COUNT + once + end, attached=False).run()
     assert starts(folder) == 2
 
 
