@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from peerd.reproduce import forgetful
+from peerd.reproduce import forgetful, stale
 from peerd.reproduce.experiment import Cell, Curve, Result, Run
 from peerd.reproduce.statistics import Estimate, estimate
 from peerd.simulation.laboratory import run as simulated
@@ -21,7 +21,9 @@ from peerd.transport.errors import UserError
 Settings = Mapping[str, Any]
 """Of a `Scenario`, without its seed."""
 
-FORGETFUL = "forgetful"  # a cell's word for the control that is no mode of peerd: where its file is, is no setting
+FORGETFUL, STALE = "forgetful", "stale"
+CONTROLS = {FORGETFUL: f"{forgetful.__file__}:Forgetful", STALE: f"{stale.__file__}:Stale"}
+"""Words of cells for controls that are no modes of peerd: where their files are, is no setting."""
 
 KEPT = (
     "accuracy", "accuracy_mean", "accuracy_worst", "loss", "error", "bytes_sent_total", "virtual_seconds", "steps",
@@ -32,8 +34,8 @@ KEPT = (
 def measure(cell: Cell) -> Result:
     """Run the scenario with the cell's seed. Raises UserError, for a broken invariant too."""
     settings = dict(cell.settings)
-    if settings["mode"] == FORGETFUL:
-        settings["mode"] = adopted(f"{forgetful.__file__}:Forgetful")
+    if settings["mode"] in CONTROLS:
+        settings["mode"] = adopted(CONTROLS[settings["mode"]])
     with np.errstate(over="ignore", invalid="ignore"):  # some arms are there to diverge
         outcome = simulated(Scenario(**{"faults": "none", **settings, "seed": cell.seed}))
     if violations := outcome.result["violations"]:

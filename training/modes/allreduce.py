@@ -12,7 +12,10 @@ What training does meanwhile, `overlap`:
               pulled against what differed, and must have lost that momentum before the difference is taken again
     hpsgd     it goes on from the model of a window's beginning. At the window's end x becomes the agreed model, which
               now holds the progress of one window before; that of this window is rolled back and is the next
-              contribution (HPSGD, arXiv:2009.02701). A window ends with a commit: its number is the same for all
+              contribution (HPSGD, arXiv:2009.02701). A window ends with a commit: its number is the same for all.
+              For SGD without momentum, as published: a window that leaves a share r of the way to an optimum adds
+              (1 - r) of it one window late, so x(n+1) = x(n) - (1 - r) x(n-1), which dies out where r > 0 and grows
+              where momentum has carried the window beyond it, r < 0, however momentum itself is rolled back
 
 A lossy codec carries differences from the last agreed model, or from the one that all have begun with, and what a
 member's encoding loses is added to its next contribution (along a ring or a tree that is also what its encoding of a
