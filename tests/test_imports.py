@@ -57,8 +57,8 @@ ROOMS = {  # each with the rooms that it may look into; from the roof to the cel
     },
     "doctor": {"peerd", "settings", "carriers", "security", "local", "kernels", "transport"},
     "reproduce": {
-        "peerd", "simulation", "daemon", "node", "local", "process", "modes", "rounds", "codecs", "mode", "messages",
-        "transport",
+        "peerd", "simulation", "daemon", "node", "local", "process", "modes", "model", "rounds", "codecs", "mode",
+        "messages", "transport",
     },
     "simulation": {
         "node", "membership", "modes", "pairs", "parameter_server", "model", "codecs", "mode", "tasks", "messages",

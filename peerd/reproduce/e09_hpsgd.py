@@ -60,7 +60,7 @@ def study(size: Size, run: Run) -> Findings:
     delayed = ", ".join(f"{sooner['delayed', ratio].mean:.2f}" for ratio in plan["ratios"])
     seen = (
         f"It was sooner here by {said} times the cost of a step for an all-reduce; delayed averaging, which keeps "
-        f"local progress, by {delayed}. Without local progress, gradients as stale as at {last} ended "
+        f"local progress, by {delayed}; without local progress, gradients as stale as at {last} ended "
         f"{100 * lost.mean:.2f} points lower."
     )
     curves = [points(overlap, ratios, [sooner[overlap, ratio] for ratio in plan["ratios"]]) for overlap in OVERLAPS]

@@ -52,7 +52,7 @@ def study(size: Size, run: Run) -> Findings:
         f"Against gossip of float32, one bit a value took {fewer['sign'].mean:.1f} times fewer bytes and lost "
         f"{100 * lost['sign'].mean:.2f} points, the largest 1 % of the values {fewer['top_k'].mean:.1f} times fewer "
         f"and lost {100 * lost['top_k'].mean:.2f}; an all-reduce of one bit a value that forgets what it dropped lost "
-        f"{100 * worse.mean:.2f} points against one that does not. Exchanges of float32, packed without loss, took "
+        f"{100 * worse.mean:.2f} points against one that does not; exchanges of float32, packed without loss, took "
         f"{a_value[exact.tag].mean:.1f} bits a value, of one bit {a_value[sign.tag].mean:.2f}, of the largest 1 % "
         f"{a_value[top_k.tag].mean:.2f}."
     )

@@ -77,7 +77,6 @@ def test_the_page_and_its_json_stand_alone(tiny: Callable[[str], Report]) -> Non
     said = json.loads(json.dumps(finite(as_json(reports)), allow_nan=False))
     by_name = {each["name"]: each for each in said["experiments"]}
     assert list(by_name) == ["E1", "E7", "E9"]
-    assert "not run" in page
     assert "unverified" in " ".join(by_name["E7"]["notes"]).lower()
     assert "unverified" in by_name["E7"]["seen"]
 
@@ -88,6 +87,7 @@ def test_controls_are_in_the_tables(tiny: Callable[[str], Report]) -> None:
 
     assert "period:" in arms("E5b")
     assert "delayed" in arms("E9")
+    assert "no replica" in arms("E9")
     assert "no error feedback" in arms("E10")
 
 
@@ -100,10 +100,11 @@ def test_a_cell_names_no_place_of_this_machine(tmp_path: Path) -> None:
     assert not any(str(Path(e06.__file__).parent) in text for text in kept)
 
 
-def test_one_seed_is_said_of_one_seed_alone() -> None:
-    def said(figure: Estimate) -> str:
+def test_what_one_seed_says_and_what_was_not_run() -> None:
+    def said(figure: Estimate | NotRun) -> str:
         return shown(judge(Criterion("", ""), figure))
 
+    assert said(NotRun("no network")) == "not run: no network"
     assert said(estimate([3.0])) == "3 (one seed: no interval)"
     assert said(exactly(3.0)) == "3"
     with np.errstate(invalid="ignore"):
