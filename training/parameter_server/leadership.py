@@ -136,6 +136,7 @@ class Leadership:
                 for id in gone:
                     shard.server.owed.pop(id, None)
                     shard.server.dropped.discard(id)
+                    shard.server.pulled.discard(id)
                     if shard.server.limits is not None:
                         shard.server.limits.forget(id)
                 for id in sorted(come):

@@ -19,6 +19,8 @@ later is dropped, and answered at once with the weights that the others have mad
 
 Pushes that come as one sum (aggregator.py) are of one clock: each of them is as stale, and counts, as if it came alone.
 A push more than 2n clocks stale (in hardsync: stale at all) is dropped; so is one that was made from no weights.
+How stale it was counts all the same, but for one of a worker that has never had these weights: a newcomer serves itself
+for a moment, until it hears of the others, and the clock there says nothing here.
 
 In hardsync a worker whose push is dropped waits with the others, so that its next one is not stale, and the round does
 not wait for it. With several shards, servers that heard of a newcomer at different times can each close a round
@@ -103,6 +105,7 @@ class ShardServer:
     dropped: set[NodeId] = field(default_factory=set)  # hardsync: those who wait for it all the same,
     passed: set[NodeId] = field(default_factory=set)  # and those for whom it does not wait
     owed: dict[NodeId, None] = field(default_factory=dict)  # who waits for weights, in order
+    pulled: set[NodeId] = field(init=False)  # who has had weights that these follow
     come: dict[NodeId, Applied] = field(init=False)  # the last push of each worker
     _sum: Vector = field(init=False)  # of the pushes of the next update, each times its factor,
     _factors: float = 0.0  # those factors,
@@ -112,6 +115,7 @@ class ShardServer:
     def __post_init__(self) -> None:
         """The pushes that are in the weights have come."""
         self.come = dict(self.applied)
+        self.pulled = set(self.applied)
         self._sum = np.zeros_like(self.weights)
         self._next = np.empty_like(self.held) if self.optimizer is not None else self._sum
 
@@ -130,6 +134,7 @@ class ShardServer:
         """A worker that was restarted counts its pushes from 1 again."""
         if worker in self.come and self.come[worker].life != life:
             del self.come[worker]
+            self.pulled.discard(worker)
 
     def is_next(self, worker: NodeId, life: int, seq: int, oldest: int) -> bool:
         """Whether this push must be taken: none comes twice, and none before those that it follows."""
@@ -151,9 +156,10 @@ class ShardServer:
             if len(self.come) > WORKERS_MAX:
                 del self.come[next(iter(self.come))]
         self.counts["pushes"] += len(marks)
-        if clock >= 0:
-            self.staleness[staleness] += len(marks)
-        if clock < 0 or staleness > self.rule.spread(len(training)):
+        drops = clock < 0 or staleness > self.rule.spread(len(training))
+        if counted := sum(not drops or (clock >= 0 and mark.worker in self.pulled) for mark in marks):
+            self.staleness[staleness] += counted
+        if drops:
             self.dropped |= {mark.worker for mark in marks}
             self.counts["pushes_dropped"] += len(marks)
             if not self.pushers:
@@ -187,6 +193,7 @@ class ShardServer:
             answered = [worker for worker in self.owed if worker not in self.pushers and worker not in self.dropped]
         for worker in answered:
             del self.owed[worker]
+        self.pulled.update(answered)
         return answered
 
     def _update(self, updates: int) -> None:

@@ -44,6 +44,7 @@ def test_softsync_follows_the_plain_rule(n: int, rate: str, pushes: list[tuple[s
     """Each worker pushes what it made of the weights that its push before was answered with."""
     training = frozenset(WORKERS)
     served = server(Rule(n, rate))
+    served.pulled |= training
     pulled, seqs = Counter[str](), Counter[str]()
     weights, clock, waiting = Fraction(0), 0, list[Fraction]()
     stale, dropped = Counter[int](), 0
@@ -68,6 +69,20 @@ def test_softsync_follows_the_plain_rule(n: int, rate: str, pushes: list[tuple[s
         assert abs(served.weights[0] - float(weights)) < 1e-9
     assert served.staleness == stale
     assert served.counts["pushes_dropped"] == dropped
+
+
+def test_how_stale_a_newcomer_was_that_has_served_itself_does_not_count() -> None:
+    """What it pushes until it has these weights is of another clock."""
+    training = frozenset("ab")
+    served = ShardServer(Rule(n=1), np.zeros(1), 300, {"a": Applied("a", 0, 7)}, Counter(), Counter())
+    for seq in (1, 2):
+        served.take([Applied("b", 0, seq)], seq - 1, np.ones(1), training)
+    assert (served.counts["pushes_dropped"], served.staleness) == (2, Counter())
+    served.take([Applied("a", 0, 8)], 290, np.ones(1), training)
+    served.owed["b"] = None
+    served.due(training)
+    served.take([Applied("b", 0, 3)], 295, np.ones(1), training)
+    assert served.staleness == Counter({10: 1, 5: 1}), "of who has had them it does"
 
 
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(1, 5)), max_size=40))

@@ -116,6 +116,7 @@ def test_a_sum_counts_as_its_pushes(n: int | None, arrivals: list[tuple[int, int
     training = frozenset("abcdef")
     rule = Rule(n, "constant")
     served = ShardServer(rule, np.zeros(1), 0, {}, Counter(), Counter())
+    served.pulled |= training
     group, most = rule.group(6), rule.spread(6)
     clock, weights, waiting = 0, 0.0, list[float]()
     staleness, dropped, seqs = Counter[int](), 0, Counter[str]()
