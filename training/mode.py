@@ -41,6 +41,8 @@ class ModeClass:
     NAME: ClassVar[str]
     ARGUMENT: ClassVar[str] = ""
     """What may stand after the name and a colon, as help writes it; `of` reads it."""
+    USUAL: ClassVar[str] = ""
+    """The argument that none stands for, where users are shown it."""
     TAKES: ClassVar[tuple[str, ...]]
     """Which of ModeSettings have an effect."""
     CODEC: ClassVar[str] = "float32"

@@ -25,7 +25,7 @@ from peerd.security import wall_clock
 from peerd.security.certificates import pin_of
 from peerd.security.token import parse_life
 from peerd.settings import parse_address
-from peerd.training.modes import check_given, class_of, shown_settings
+from peerd.training.modes import check_given, class_of, in_full, shown_settings
 from peerd.transport.errors import UserError
 from peerd.transport.ids import Address, NodeId, shown
 from peerd.transport.messages import Member, Plan, State
@@ -322,7 +322,7 @@ class Verbs:
 
     def _mode_under(self, plan: Plan) -> str:
         """What a plan does, in a word."""
-        return "average" if plan.once else parts(plan.text)[0] or self._node.settings.mode
+        return "average" if plan.once else in_full(parts(plan.text)[0] or self._node.settings.mode)
 
 
 def _trainer(status: TrainerStatus) -> dict[str, Any]:

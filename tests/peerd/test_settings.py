@@ -25,6 +25,7 @@ from peerd.training.modes import (
     alike_at_start,
     class_of,
     heeds,
+    in_full,
     in_one_form,
     parse_mode,
     settings_of,
@@ -142,6 +143,11 @@ def test_who_was_told_another_outer_step_is_refused_by_its_text() -> None:
     assert len({*texts}) == 4
     assert texts[2] == "diloco"
     assert texts[3] == texts[4] == "diloco+outer_lr=0.5"
+
+
+def test_a_mode_is_shown_with_the_number_that_none_stands_for() -> None:
+    told = ("softsync", "softsync:4", "softsync:1:mean", "async", "of-another-version", "")
+    assert [in_full(mode) for mode in told] == ["softsync:1", *told[1:]]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from thin import Model, Swarm, simulate
 from peerd.daemon import known_members
 from peerd.daemon.mode_runner import WIND_UP_MIN_S
 from peerd.daemon.plan_follower import ONCE_MAX_S
-from peerd.training.modes import MODES
+from peerd.training.modes import MODES, in_full
 from peerd.training.modes.average import Average
 from peerd.training.rounds.leader import PATIENCE_FIRST_S
 from peerd.transport.errors import UserError
@@ -232,7 +232,7 @@ def test_from_each_mode_to_the_next() -> None:
             assert trio.current_time() - began < 2 * WIND_UP_MIN_S, mode
             await steps(swarm, 12)
             for node in swarm.nodes.values():
-                assert (await node.ask("status"))["mode"] == mode
+                assert (await node.ask("status"))["mode"] == in_full(mode)
                 counts = await node.counts() if mode not in SLOW else {"rounds": 1}
                 assert counts.get("exchanges", 0) + counts.get("rounds", 0) > 0, mode
         return await swarm.finish()

@@ -40,6 +40,7 @@ __all__ = [
     "class_of",
     "exchanges",
     "heeds",
+    "in_full",
     "in_one_form",
     "parse_mode",
     "settings_of",
@@ -90,6 +91,12 @@ def in_one_form(mode: str) -> str:
     name, _, argument = mode.partition(":")
     form = class_of(mode).in_one_form(argument)
     return f"{name}:{form}" if form else name
+
+
+def in_full(mode: str) -> str:
+    """As users are shown it, with the number that none stands for; a name that is no mode's is theirs who said it."""
+    known = MODES.get(mode)
+    return f"{mode}:{known.USUAL}" if known is not None and known.USUAL else mode
 
 
 def settings_of(mode: str, told: ModeSettings) -> ModeSettings:

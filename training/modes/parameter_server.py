@@ -461,6 +461,7 @@ class SoftSync(ParameterServer):
 
     NAME = "softsync"
     RULE = Rule(n=1)
+    USUAL = "1"
     ARGUMENT = f"N[:RATE] with N >= 1 and RATE of {', '.join(RATES)}"
 
     @classmethod
