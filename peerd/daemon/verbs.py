@@ -25,6 +25,7 @@ from peerd.security import wall_clock
 from peerd.security.certificates import pin_of
 from peerd.security.token import parse_life
 from peerd.settings import parse_address
+from peerd.training.mode_settings import WEIGHTS
 from peerd.training.modes import check_given, class_of, in_full, shown_settings
 from peerd.transport.errors import UserError
 from peerd.transport.ids import Address, NodeId, shown
@@ -275,10 +276,14 @@ class Verbs:
         plans, members = self._node.model.plans, self._node.members()
         mode, in_force = plans.settings.mode, plans.settings.mode_settings
         kind = class_of(mode).exchanging(in_force.exchange)
+        exchanged = ("exchange", "server_optimizer") if in_force.exchange != WEIGHTS else ()  # that stays as started
         return {
             "plan": plans.plan.number,
             "mode": self._mode_under(plans.plan),
-            "settings": shown_settings(mode, in_force),
+            "settings": {
+                **shown_settings(mode, in_force),
+                **{name: getattr(in_force, name) for name in exchanged if name in kind.TAKES},
+            },
             "settle_steps": kind.settle_steps(mode.partition(":")[2], in_force),
             "author": plans.plan.author,
             "proposed_by": members[plans.plan.author].name if plans.plan.author in members else plans.plan.author,

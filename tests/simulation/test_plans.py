@@ -340,3 +340,14 @@ def test_what_cannot_be_is_refused_with_a_line() -> None:
         assert swarm.nodes["a"].plan.number == 0
 
     simulate(1, scenario)
+
+
+@pytest.mark.parametrize("mode", ["softsync", "allreduce"])
+def test_where_gradients_are_exchanged_the_mode_says_so(mode: str) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        await swarm.start("a", steps=1, mode=mode, exchange="gradients")
+        settings = (await swarm.nodes["a"].ask("mode"))["settings"]
+        assert settings["exchange"] == "gradients"
+        assert settings.get("server_optimizer") == ("sgd" if mode == "softsync" else None)
+
+    simulate(1, scenario)
