@@ -59,15 +59,28 @@ def set_mode(
     from peerd.protocol.plan import text_of
 
     path, began = find_node(name), time.monotonic()
+    before = request(path, "mode")["settings"]
     plan = request(path, "mode_set", text=text_of(mode, told))
     answer = _wait(path, plan, began)
     seconds = time.monotonic() - began
     if format is Format.JSON:
-        print_json({**answer, "seconds": seconds})
+        print_json({**answer, "settings_before": before, "seconds": seconds})
     else:
         echo(f"plan {answer['plan']}: mode {answer['mode']}; {len(answer['members'])} members, {seconds:.1f} s")
+        echo(_changed(before, answer["settings"]))
+        echo(f"taken over by {', '.join(member['name'] for member in answer['members'])}")
         if answer["failed"]:
             echo(f"not {', '.join(answer['failed'])}: failed; who comes back comes to it")
+
+
+def _changed(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """A mode that was not in force has other settings, too."""
+    changes = [
+        f"{key} {value}" + (f" (was {before[key]})" if key in before else "")
+        for key, value in now.items()
+        if key not in before or before[key] != value
+    ]
+    return f"changed: {', '.join(changes)}" if changes else "no setting changed"
 
 
 def _wait(path: Path, plan: dict[str, Any], began: float) -> dict[str, Any]:
