@@ -11,7 +11,9 @@ ID_SHOWN = 8  # digits that tell members apart; all are in the JSON
 
 
 def members(name: NameOption = None, format: FormatOption = Format.TEXT) -> None:
-    """List the members of the swarm as one node sees it: alive, suspect, failed or left. The JSON says more.
+    """List the members of the swarm as one node sees it: alive, suspect, failed, left or revoked.
+
+    The JSON says more.
 
     "no steps": its trainer has made none for more than ten times its slowest, and ten seconds.
 

@@ -71,6 +71,8 @@ def set_mode(
         echo(f"taken over by {', '.join(member['name'] for member in answer['members'])}")
         if answer["failed"]:
             echo(f"not {', '.join(answer['failed'])}: failed; who comes back comes to it")
+        if answer["revoked"]:
+            echo(f"not {', '.join(answer['revoked'])}: revoked, out for ever")
 
 
 def _changed(before: dict[str, Any], now: dict[str, Any]) -> str:

@@ -69,7 +69,7 @@ class Verbs:
         return {
             "name": member.name,
             "address": shown((member.host, member.port)),
-            "state": member.state.name.lower(),
+            "state": self._state_of(member),
             "id": member.id,
             "epoch": member.epoch,
             "incarnation": member.incarnation,
@@ -82,6 +82,12 @@ class Verbs:
             "met": self._node.acquaintances.counts(member.id),
             "self": member.id == self._node.me.id,
         }
+
+    def _state_of(self, member: Member) -> str:
+        """A revoked one has failed for ever."""
+        secrets = self._node.secrets
+        is_out = member.state == State.FAILED and secrets is not None and secrets.is_revoked(member.id)
+        return "revoked" if is_out else member.state.name.lower()
 
     def _refused(self) -> dict[str, float]:
         """For how many seconds each member is refused: for broken rules, or for a model far from all others'."""
@@ -298,7 +304,10 @@ class Verbs:
                 }
                 for member, meta in sorted(plans.said().items(), key=lambda said: said[0].name)
             ],
-            "failed": sorted(member.name for member in members.values() if member.state == State.FAILED),
+            **{
+                state: sorted(member.name for member in members.values() if self._state_of(member) == state)
+                for state in ("failed", "revoked")
+            },
         }
 
     async def _mode_set(self, message: dict[str, Any]) -> Answer:

@@ -39,11 +39,14 @@ def test_a_node_is_put_out_and_the_others_go_on(machine: Machine) -> None:
     assert ran.returncode == 0, ran.stderr
     assert json.loads(ran.stdout) == {"revoked": node_id, "name": "c", "new": True, "key": 2}
     for node in (a, b):
-        node.sees(a="alive", b="alive", c="failed")
+        node.sees(a="alive", b="alive", c="revoked")
         node.says("was revoked: it is out for ever")
         node.eventually(lambda node=node: counts(node)["datagram_key_number"] == 2)  # type: ignore[misc]
         node.eventually(lambda node=node: kept_private(machine, node))  # type: ignore[misc]
         node.trains(beyond=node.step)
+    changed = machine.peerd("mode", "set", "gossip", "--view", "2", "--name", "b").stdout
+    assert changed.endswith("not c: revoked, out for ever\n")
+    assert "failed" not in changed
     assert "was out already" in machine.peerd("revoke", node_id, "--name", "b").stdout
 
     is_told_why(c)
@@ -53,7 +56,7 @@ def test_a_node_is_put_out_and_the_others_go_on(machine: Machine) -> None:
     assert "Traceback" not in machine.logs()
     for node in (a, b):
         node.says("its certificate is revoked")
-        assert node.members()["c"] == "failed"
+        assert node.members()["c"] == "revoked"
         assert counts(node)["snapshots_given"] == before[node.name], "it gets no model"
         assert counts(node)["unforeseen_errors"] == 0
         assert "failures" not in counts(node), "nobody was accused for want of a key"
