@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +12,7 @@ import typer
 from rich.console import Console
 
 from peerd.carriers import CARRIERS
-from peerd.cli import ENDING, interrupts_wait
+from peerd.cli import ENDING, interrupts_end_at_once, interrupts_wait
 from peerd.cli.demo.figures import print_summary, show_live, sum_up
 from peerd.cli.demo.local_swarm import LocalSwarm
 from peerd.cli.demo.run import Kill, Watch, follow
@@ -55,7 +56,7 @@ def demo(
     if steps is not None:
         command += ["--steps", str(steps)]
     given = {"mode": mode, **told, "transport": transport, "rdma_allow_fallback": rdma_allow_fallback}
-    # refused here: a node would take seconds to start, only to refuse it in its log
+    # refused here, as is what lacks data: a node would take seconds to start, only to refuse it in its log
     data_partition.parse(shard)
     settings = load(given, {}, None)
     check_peers(settings, peers)
@@ -64,6 +65,10 @@ def demo(
     victim = Kill.parse(kill, peers) if kill is not None else None
     if victim is not None and settings.min_peers == peers:
         raise UserError(f"--min-peers {peers}: after --kill {kill} there are {peers - 1}, who would wait for ever")
+    prepare = partial(TASKS[task].prepare, [*command[1:], "--rank", "0", "--peers", str(peers)])
+    if not TASKS[task].brings_data:
+        with interrupts_end_at_once():
+            prepare()
     console = Console(stderr=format is Format.JSON)
     options = {
         "--wait-for": str(peers),
@@ -73,8 +78,7 @@ def demo(
     with LocalSwarm(peers, options, command) as swarm:
         watch = Watch(victim)
         with interrupts_wait():  # torch and matplotlib are imported, while the nodes import what they need
-            # without its data, or enough of it, each node would say so itself, in its log
-            TASKS[task].prepare([*command[1:], "--rank", "0", "--peers", str(peers)])
+            prepare()
             from peerd.cli.demo.picture import draw
         show_live(console, f"{task} on {peers} nodes", settings.mode, follow(swarm, watch))
         result = sum_up(swarm, watch, task, seed, settings.mode)
