@@ -114,15 +114,15 @@ def sum_up(swarm: LocalSwarm, watch: Watch, task: str, seed: int, mode: str) -> 
 def print_summary(console: Console, result: dict[str, Any], picture: Path) -> None:
     """For people."""
     unit = counted_in(result["mode"])
+    shm = " (shm: memory that nodes of one machine share)" if "shm" in result["carriers"] else ""
     console.print(
         f"[bold]{result['task']}[/bold]: {result['peers']} nodes, {result['steps']} steps, {result['seconds']:.1f} s\n"
         f"accuracy   {result['accuracy_averaged_model']:.2%} averaged model, {result['accuracy_mean']:.2%} mean, "
         f"{result['accuracy_worst']:.2%} worst node\n"
         f"traffic    {size(result['bytes_sent_total'])} sent in {result[unit]} {unit} and "
         f"{result['snapshots']} models sent whole\n"
-        f"           every-step fp32 gossip would send {size(result['bytes_every_step_fp32'])}: "
-        f"{result['bytes_saved_fraction']:.1%} saved\n"
-        f"went over  {', '.join(result['carriers']) or 'nothing'} (shm: memory that nodes of one machine share)\n"
+        f"           every-step fp32 gossip would send {size(result['bytes_every_step_fp32'])}: {_saved(result)}\n"
+        f"went over  {', '.join(result['carriers']) or 'nothing'}{shm}\n"
         f"consensus  nodes are {result['consensus_distance']:.3%} from their mean\n"
         f"picture    {picture}"
     )
@@ -130,6 +130,13 @@ def print_summary(console: Console, result: dict[str, Any], picture: Path) -> No
         console.print(f"killed     {result['killed']}; the others stood still for {result['stalled_s']:.1f} s at most")
     for failure in result["failures"]:
         console.print(f"[red]failure[/red]    {escape(printable(failure))}")
+
+
+def _saved(result: dict[str, Any]) -> str:
+    """Less than nothing where a server answers each step with its weights, or few steps follow whole models."""
+    saved = result["bytes_saved_fraction"]
+    more = result["bytes_sent_total"] - result["bytes_every_step_fp32"]
+    return f"{saved:.1%} saved" if saved >= 0 else f"{size(more)} more were sent"
 
 
 def _evaluate(task: str, seed: int, weights: dict[str, Any]) -> dict[str, float]:

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 from machine import Machine, eventually
+from rich.console import Console
 from typer.testing import CliRunner
 
-from peerd.cli.demo.figures import counted_in, table
+from peerd.cli.demo.figures import counted_in, print_summary, table
 from peerd.cli.demo.local_swarm import LocalSwarm
 from peerd.cli.demo.run import Kill
 from peerd.cli.main import app
@@ -96,3 +97,27 @@ def test_the_table_counts_what_the_mode_does(mode: str, counts: dict[str, int], 
 def test_a_kill_that_makes_no_sense_is_refused(text: str) -> None:
     with pytest.raises(UserError, match=rf"^--kill {text}: "):
         Kill.parse(text, peers=3)
+
+
+@pytest.mark.parametrize(
+    ("sent", "carriers", "traffic", "way"),
+    [
+        (250, ["shm", "tcp"], "75.0% saved", "shm, tcp (shm: memory that nodes of one machine share)"),
+        (1000, ["tcp"], "0.0% saved", "tcp"),
+        (1500, [], "500 B more were sent", "nothing"),
+    ],
+)
+def test_the_summary_says_what_was_saved_and_explains_what_was_used(
+    sent: int, carriers: list[str], traffic: str, way: str
+) -> None:
+    result: dict[str, Any] = {
+        **dict.fromkeys(("peers", "steps", "seconds", "exchanges", "snapshots", "consensus_distance"), 1),
+        **dict.fromkeys(("accuracy_averaged_model", "accuracy_mean", "accuracy_worst"), 0.9),
+        "task": "digits", "mode": "gossip", "killed": None, "failures": [], "carriers": carriers,
+        "bytes_sent_total": sent, "bytes_every_step_fp32": 1000, "bytes_saved_fraction": 1 - sent / 1000,
+    }  # fmt: skip
+    console = Console(record=True, width=200)
+    print_summary(console, result, Path("run.png"))
+    lines = console.export_text().splitlines()
+    assert f"           every-step fp32 gossip would send 1.00 kB: {traffic}" in lines
+    assert f"went over  {way}" in lines
