@@ -63,6 +63,8 @@ def settings_of_running(name: str | None, told: Mapping[str, Any], *, only: bool
     info = request(find_node(name), "info")
     own = {key: tuple(value) if isinstance(value, list) else value for key, value in info["settings"].items()}
     kept = {key: own[key] for key in OF_A_NODE if key in own}
+    host, _ = parse_address(info["settings"]["bind"], "bind")
+    kept["bind"] = shown((host, parse_address(info["address"], "address")[1]))  # where it was told any port, 0
     return replace(Settings(), **{**kept, "state_dir": info["state_dir"], **told})
 
 

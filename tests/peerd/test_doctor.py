@@ -105,6 +105,24 @@ def test_a_port_that_a_node_of_this_host_holds_is_no_failure(
     assert tcp.cure
 
 
+@pytest.mark.parametrize("bind", ["127.0.0.1:0", "127.0.0.1:{port}"])
+def test_of_a_node_that_runs_the_port_is_looked_at_that_it_listens_on(
+    monkeypatch: pytest.MonkeyPatch, bind: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        own = {"name": "mine", "bind": bind.format(port=port)}
+        info = {"address": f"127.0.0.1:{port}", "state_dir": "", "settings": own}
+        monkeypatch.setattr(doctor, "running_nodes", lambda: ["mine"])
+        monkeypatch.setattr(doctor, "find_node", lambda name: name)
+        monkeypatch.setattr(doctor, "socket_path", lambda name: name)
+        monkeypatch.setattr(doctor, "request", lambda path, verb: info)
+        settings = doctor.settings_of_running("mine", {}, only=False)
+        assert settings is not None
+        tcp, _ = found(settings, "port")
+    assert tcp.found == f"TCP 127.0.0.1:{port} is that of the node mine, which runs here"
+
+
 def test_what_only_listens_is_timed_and_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "MEASURE_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as there:
