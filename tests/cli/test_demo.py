@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 from machine import Machine, eventually
 from rich.console import Console
-from typer.testing import CliRunner
 
 from peerd.cli.demo.figures import counted_in, print_summary, table
 from peerd.cli.demo.local_swarm import LocalSwarm
 from peerd.cli.demo.run import Kill
-from peerd.cli.main import app
 from peerd.local.local_socket import request
 from peerd.transport.errors import UserError
 
@@ -51,15 +49,6 @@ def test_a_demo_whose_script_fails_says_why(machine: Machine) -> None:
     assert ran.returncode == 1
     assert ran.stdout == ""
     assert f"PEERD_DATA={machine.path} has none" in ran.stderr
-
-
-def test_data_are_looked_for_before_a_node_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("peerd.cli.demo.LocalSwarm", None)
-    monkeypatch.setenv("PEERD_DATA", str(tmp_path))
-    for task in ("fashion-mnist", "shakespeare"):
-        ran = CliRunner().invoke(app, ["demo", "--task", task])
-        assert isinstance(ran.exception, UserError)
-        assert f"PEERD_DATA={tmp_path} has no" in str(ran.exception)
 
 
 def test_a_demo_survives_the_kill_of_a_node(machine: Machine, tmp_path: Path) -> None:
