@@ -73,7 +73,8 @@ async def _end(daemon: Daemon, supervisor: Supervisor | None) -> None:
     """Leave the swarm in good order, and see the script to its end."""
     if supervisor is not None:
         supervisor.stopping = True  # no further start while it hands over
-    LOGGER.info("leaving the swarm")
+    if daemon.model.fatal is None or daemon.model.meta.ready:  # who was refused never was in it
+        LOGGER.info("leaving the swarm")
     if supervisor is not None and _trainer_waits(daemon):
         await supervisor.stop(0)
     await daemon.leave()

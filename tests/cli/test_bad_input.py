@@ -258,6 +258,7 @@ def test_a_start_that_is_refused_leaves_no_folder(machine: Machine, terminal: Te
     another = machine.start("b", "--mode", "diloco", join=a, output=None, **own)
     assert another.end() == 1
     assert "its mode is 'gossip', ours 'diloco'" in another.log
+    assert "leaving the swarm" not in another.log, "it never was in it"
     assert not state.exists()
     assert not list(runtime.iterdir())
 

@@ -41,6 +41,7 @@ def refusal(node: Node) -> str:
     """The last line of one that did not start."""
     assert node.end() == 1
     assert "Traceback" not in node.log
+    assert "leaving the swarm" not in node.log, "it never was in it"
     return node.log.splitlines()[-1]
 
 
