@@ -34,7 +34,9 @@ def status(
     GAIN                the share of it that a correction takes away, at most 0.5
     CODEC               of the next exchange with that partner
     LAST REASON         why this node last began an exchange: the model's change,
-                        silence for a minute, period, always, or its finishing
+                        silence for a minute, period, always, or its finishing;
+                        with parameter servers, how many of the model's shards
+                        that partner serves: "1 of its shards"
     models sent whole   to newcomers and new partners; all else is differences
     event loop late     by how much the daemon (not the training) was behind
 
