@@ -15,7 +15,6 @@ from __future__ import annotations
 import mmap
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +23,11 @@ import numpy as np
 from peerd.transport import wire
 from peerd.transport.bulk import UNDER_WAY, ZERO_COPY_CHUNKS_MAX
 from peerd.transport.rdma.ucx import Context, UcxError
+from peerd.transport.secure.pages import mapped
 
 SPARE_BYTES = (ZERO_COPY_CHUNKS_MAX + 2 * UNDER_WAY) * wire.CHUNK_MAX  # as much as is read and on its way at a time
 LEAST_BYTES = 64 << 10
 ROOM_BYTES = 4 << 10  # beyond a power of two, for the seal of a chunk
-HUGE_BYTES = 2 << 20
 
 
 @dataclass(slots=True, eq=False)
@@ -109,15 +108,11 @@ class Staging:
         return len(self._slots)
 
     def _registered(self, size: int) -> Slot:
-        huge = size // HUGE_BYTES * HUGE_BYTES
-        try:  # Linux puts a mapping where huge pages fit only if it is a whole number of them
-            pages = mmap.mmap(-1, huge + HUGE_BYTES if 0 < huge < size else size, mmap.MAP_PRIVATE)
+        try:
+            pages = mapped(size)
             pages.madvise(mmap.MADV_DONTFORK)  # a copy on write would part them from what a device knows
         except OSError as error:
             raise UcxError(f"no memory for chunks: {error.strerror}") from None
-        if huge:
-            with suppress(OSError):  # a kernel may have no huge pages
-                pages.madvise(mmap.MADV_HUGEPAGE, 0, huge)
         memory = self._context.library.ffi.from_buffer(pages, require_writable=True)
         slot = Slot(size, memory, self._context.map(memory, size))
         self._slots.add(slot)

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from peerd.transport.bulk import BulkChannel
+from peerd.transport.bulk import UNDER_WAY, BulkChannel
 from peerd.transport.connection import ConnectionLost
 from peerd.transport.messages import Chunk
-from peerd.transport.secure.records import OVERHEAD_BYTES, Opener, Sealer, Secrets
+from peerd.transport.secure.pages import HUGE_BYTES, Lender
+from peerd.transport.secure.records import OVERHEAD_BYTES, RECORD_MAX, Opener, Sealer, Secrets
 
 
 class SealedChannel:
@@ -22,6 +23,7 @@ class SealedChannel:
         self.name = channel.name
         self._channel = channel
         self._sealer, self._opener = Sealer(secrets.sending), Opener(secrets.receiving)
+        self._records = Lender(RECORD_MAX + OVERHEAD_BYTES, UNDER_WAY)
 
     @property
     def on_close(self) -> Callable[[ConnectionLost], None]:
@@ -63,7 +65,8 @@ class SealedChannel:
 
     async def send(self, chunk: Chunk) -> None:
         """See `BulkChannel`."""
-        record = np.empty(len(chunk) + OVERHEAD_BYTES, np.uint8).data
+        size = len(chunk) + OVERHEAD_BYTES
+        record = np.empty(size, np.uint8).data if size < HUGE_BYTES else self._records.lend()[:size]
         self._sealer.seal(chunk, record)
         await self._channel.send(record)
 
