@@ -59,16 +59,17 @@ def set_mode(
     from peerd.protocol.plan import text_of
 
     path, began = find_node(name), time.monotonic()
-    before = request(path, "mode")["settings"]
+    before = request(path, "mode")
     plan = request(path, "mode_set", text=text_of(mode, told))
     answer = _wait(path, plan, began)
     seconds = time.monotonic() - began
     if format is Format.JSON:
-        print_json({**answer, "settings_before": before, "seconds": seconds})
+        print_json({**answer, "mode_before": before["mode"], "settings_before": before["settings"], "seconds": seconds})
     else:
-        echo(f"plan {answer['plan']}: mode {answer['mode']}; {len(answer['members'])} members, {seconds:.1f} s")
-        echo(_changed(before, answer["settings"]))
-        echo(f"taken over by {', '.join(member['name'] for member in answer['members'])}")
+        was = f" (was {before['mode']})" if before["mode"] != answer["mode"] else ""
+        echo(f"plan {answer['plan']}: mode {answer['mode']}{was}; {len(answer['members'])} members, {seconds:.1f} s")
+        echo(_changed(before["settings"], answer["settings"]))
+        echo(f"in force on {', '.join(member['name'] for member in answer['members'])}")
         if answer["failed"]:
             echo(f"not {', '.join(answer['failed'])}: failed; who comes back comes to it")
         if answer["revoked"]:
@@ -76,13 +77,11 @@ def set_mode(
 
 
 def _changed(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """A mode that was not in force has other settings, too."""
-    changes = [
-        f"{key} {value}" + (f" (was {before[key]})" if key in before else "")
-        for key, value in now.items()
-        if key not in before or before[key] != value
-    ]
-    return f"changed: {', '.join(changes)}" if changes else "no setting changed"
+    """Another mode has settings of its own, which are new."""
+    changed = [f"{key} {value} (was {before[key]})" for key, value in now.items() if before.get(key, value) != value]
+    new = [f"{key} {value}" for key, value in now.items() if key not in before]
+    said = [f"{word}: {', '.join(some)}" for word, some in (("changed", changed), ("new", new)) if some]
+    return "; ".join(said) or "no setting changed"
 
 
 def _wait(path: Path, plan: dict[str, Any], began: float) -> dict[str, Any]:

@@ -36,6 +36,9 @@ def reproduce(
         from peerd.reproduce.runs import Progress, run_experiment
 
     console = Console(soft_wrap=True, highlight=False)
+    if not experiments and format is Format.JSON:
+        print_json({name: experiment.title for name, experiment in EXPERIMENTS.items()})
+        return
     if not experiments:
         for experiment in EXPERIMENTS.values():
             console.print(f"{experiment.name:<4}{experiment.title}", markup=False)

@@ -78,7 +78,7 @@ def which_node() -> Iterator[Finding]:
 def examine(settings: Settings) -> list[Finding]:
     """Run every check, for a node with these settings."""
     host, port = settings.bind_address
-    findings = [*_software(), *_gpu(), *_port(host, port), *_network(host), *_clock()]
+    findings = [*_software(), *_gpu(), *_port(settings.name, host, port), *_network(host), *_clock()]
     address, token = _resolved(host) or host, settings.invitation
     told = Told(settings.state_path, settings.authority_path, is_loopback(address), token, bool(settings.seeds))
     if settings.insecure_plaintext:
@@ -126,7 +126,7 @@ def _gpu() -> Iterator[Finding]:
         yield Finding("gpu", "note", "none: training runs on the CPU")
 
 
-def _port(host: str, port: int) -> Iterator[Finding]:
+def _port(asked: str, host: str, port: int) -> Iterator[Finding]:
     for kind, name in ((socket.SOCK_STREAM, "TCP"), (socket.SOCK_DGRAM, "UDP")):
         where = f"{name} {shown((host, port))}"
         try:
@@ -138,8 +138,9 @@ def _port(host: str, port: int) -> Iterator[Finding]:
         except (OSError, UnicodeError) as error:
             cure = "--bind HOST:PORT with an address of this machine and a free port (port 0: any)"
             if isinstance(error, OSError) and error.errno == errno.EADDRINUSE and (node := _node_on(host, port)):
-                cure = f"for another node {cure}"
-                yield Finding("port", "note", f"{where} is that of the node {node}, which runs here", cure)
+                said = f"{where} is that of the node {node}, which runs here"
+                its_own = Finding("port", "ok", said)
+                yield its_own if node == asked else Finding("port", "note", said, f"for another node {cure}")
             else:
                 yield Finding("port", "fail", f"cannot listen on {where}: {cause(error)}", cure)
         else:

@@ -92,9 +92,10 @@ EXPERIMENT = Experiment(
     swarms.measure,
     study,
     notes=(
-        "Bytes are all that a peer sends: membership, a snapshot for each link, and the exact flush at the end, which "
-        "no codec makes smaller and which weigh more the shorter a run is.",
-        "Bits a value are those bytes for each exchange and direction. The published factors are against 32.",
+        "Bytes are all that a peer sends: membership, a snapshot for each link, and the flush at the end, which is in "
+        "int4 whatever the codec is; these weigh more the shorter a run is.",
+        "Bits a value are those bytes for each exchange and direction, so more than the codec's own. Published "
+        "factors are against 32.",
         "In gossip the references are the error feedback and cannot be turned off; the control is an all-reduce whose "
         "residual is thrown away (peerd/reproduce/forgetful.py), beside the same with it.",
     ),

@@ -131,6 +131,6 @@ EXPERIMENT = Experiment(
     notes=(
         "Character transformer, 354k parameters, Shakespeare's plays, AdamW at the task's learning rate for all (not "
         "swept: a run takes minutes); at equal tokens, not at convergence.",
-        "Bytes are all that a peer sends: the exact flush at the end weighs as much as two outer steps.",
+        "Bytes are all that a peer sends: the flush at the end weighs as much as two outer steps.",
     ),
 )

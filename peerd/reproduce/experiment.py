@@ -40,6 +40,12 @@ class Criterion:
     least: float = -math.inf
     most: float = math.inf
 
+    @property
+    def bound(self) -> str:
+        """In words."""
+        parts = [("at least", self.least, -math.inf), ("at most", self.most, math.inf)]
+        return ", ".join(f"{word} {value:g}" for word, value, none in parts if value != none)
+
 
 @dataclass(frozen=True, slots=True)
 class NotRun:

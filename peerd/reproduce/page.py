@@ -49,7 +49,8 @@ def shown(judged: Judged) -> str:
     unsure = (
         "; the interval includes the bound, so this is not sure" if between.startswith(" [") and not judged.sure else ""
     )
-    return f"{figure.mean:.4g}{between}{unsure}"
+    wanted = f" (wanted: {judged.criterion.bound})" if judged.criterion.bound else ""
+    return f"{figure.mean:.4g}{between}{wanted}{unsure}"
 
 
 def met(said: bool | None) -> str:

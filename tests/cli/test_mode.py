@@ -34,9 +34,10 @@ def test_the_mode_of_a_live_swarm(machine: Machine) -> None:
     changed = machine.peerd("mode", "set", "allreduce", "--every", "5", "--overlap", "blocking", "--name", "b")
     assert changed.returncode == 0, changed.stderr
     lines = changed.stdout.splitlines()
-    assert lines[0].startswith("plan 1: mode allreduce; 3 members, ")
-    assert lines[1] == "changed: codec float32 (was auto), every 5, overlap blocking, topology auto, min_peers 1"
-    assert lines[2:] == ["taken over by a, b, c"]
+    assert lines[0].startswith("plan 1: mode allreduce (was gossip); 3 members, ")
+    own = "every 5, overlap blocking, topology auto, min_peers 1"
+    assert lines[1] == f"changed: codec float32 (was auto); new: {own}"
+    assert lines[2:] == ["in force on a, b, c"]
     c.eventually(lambda: c.ask("status")["counts"].get("rounds", 0) > 3)
     assert "mode: allreduce" in machine.peerd("status", "--name", "c").stdout
 

@@ -120,6 +120,7 @@ def test_of_a_node_that_runs_the_port_is_looked_at_that_it_listens_on(
         settings = doctor.settings_of_running("mine", {}, only=False)
         assert settings is not None
         tcp, _ = found(settings, "port")
+    assert (tcp.state, tcp.cure) == ("ok", "")
     assert tcp.found == f"TCP 127.0.0.1:{port} is that of the node mine, which runs here"
 
 

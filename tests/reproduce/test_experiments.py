@@ -105,6 +105,8 @@ def test_what_one_seed_says_and_what_was_not_run() -> None:
         return shown(judge(Criterion("", ""), figure))
 
     assert said(NotRun("no network")) == "not run: no network"
+    assert shown(judge(Criterion("", "", least=25), exactly(20.0))) == "20 (wanted: at least 25)"
+    assert Criterion("", "", least=1, most=2.5).bound == "at least 1, at most 2.5"
     assert said(estimate([3.0])) == "3 (one seed: no interval)"
     assert said(exactly(3.0)) == "3"
     with np.errstate(invalid="ignore"):
