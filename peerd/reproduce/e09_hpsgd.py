@@ -15,7 +15,7 @@ PLANS: dict[Size, dict[str, Any]] = {
     Size.QUICK: {"peers": 4, "steps": 200, "ratios": [1, 4, 8, 16], "seeds": 2, "sweep": 1, "lrs": [0.05, 0.2, 0.5]},
     Size.FULL: {
         "peers": 8, "steps": 400, "ratios": [1, 4, 8, 16], "seeds": 5, "sweep": 1,
-        "lrs": [0.02, 0.05, 0.1, 0.2, 0.5, 1.0],
+        "lrs": [0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 4.0],
     },
 }  # fmt: skip
 OVERLAPS = ("blocking", "hpsgd", "delayed")
