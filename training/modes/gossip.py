@@ -242,7 +242,7 @@ class Gossip(PartneredMode[PairLink]):
             self._allowances.peer_ended(link.peer, self._compared())
         link.peer_finishing = theirs.finishing
         ours = link.reference.answered
-        self._allowances.heard(link.peer, both.limits, self._compared(), ended=theirs.finishing)
+        self._allowances.heard(link.peer, both.limits)
         self._allowances.spent(link.peer, both.moved, both.distances)
         self._note_progress(link)
         flushed = ours is not None and ours.finishing and ours.codec == FLUSH_CODEC

@@ -9,15 +9,12 @@ and comes with a later exchange. (With limits of each end's own, as in ClippedGo
 arXiv:2202.01545), an honest pair breaks the mean.)
 
 A limit is an allowance of the peer. It grows with what this node's own steps move the tensor, corrections left out: a
-model that is dragged away does not widen it. Where that is less than what most peers' steps move theirs, as the limits
-of these tell, it grows with the median of those: a node that is slow, or whose data says little of a tensor, follows
-the others, and they hear of it. All peers together have so a multiple of the node's own way, by tensor, whatever they
-say, and if most are honest of the way of an honest one; a budget for the whole model could be spent on one bias. From a
-peer whose tensor is further away than FAR times the median of the others', less is taken the further it is: an honest
-one that has lost touch still comes closer, ever faster, and one that is anywhere at all has next to no say. A run that
-ends makes no more steps, but has to agree: then each peer may move it by what was usual between it and its peers, and
-again when its own run ends. Between fewer than four members nobody can say who is the odd one out, and a run that ends
-has no bounds.
+model that is dragged away does not widen it. All peers together have so a multiple of the node's own way, by tensor,
+whatever they say; a budget for the whole model could be spent on one bias. From a peer whose tensor is further away
+than FAR times the median of the others', less is taken the further it is: an honest one that has lost touch still
+comes closer, ever faster, and one that is anywhere at all has next to no say. A run that ends makes no more steps, but
+has to agree: then each peer may move it by what was usual between it and its peers, and again when its own run ends.
+Between fewer than four members nobody can say who is the odd one out, and a run that ends has no bounds.
 """
 
 from __future__ import annotations
@@ -39,12 +36,8 @@ from peerd.transport.ids import NodeId
 
 RATE = 4.0
 """What all peers together may move the model, for each unit of its own way."""
-SLOWER = 8.0
-"""A node whose peers go up to so many times as far is moved as they are."""
 FAR = 4.0
 """Times the others' median distance: beyond it a peer counts less."""
-UNSPENT = 2.0
-"""What a peer allows is at most so many times what it has gone since the last exchange: it may have left that much."""
 COMPARED_MIN = 3  # peers of which one can be told from the others
 FLUSH = 2.0
 """Times the usual distance: what each peer may move a model whose run has ended."""
@@ -131,8 +124,7 @@ class Allowance:
 
     left: Norms
     refilled: Norms  # since the last exchange with it
-    seen: Norms  # the node's way at the last refill
-    gone: Norms  # by its own word: where that of the node was at first, and on by what it allows
+    seen: Norms  # the node's own way at the last refill
     distances: Norms | None = None  # at the last exchange of the training
     usual: Norms | None = None  # the same, a running mean: two exchanges may follow closely
 
@@ -144,10 +136,8 @@ class Allowances:
         self._tensors = tensors_of(layout)
         self._sample = sample_of(layout)
         self._base: Vector | None = None  # of the model when it was last looked at, and of every correction since
-        self._own = np.zeros(len(self._tensors))  # the sum of the lengths of its own moves
-        self._way = self._own.copy()  # that, or what others have gone meanwhile
+        self._way = np.zeros(len(self._tensors))  # the sum of the lengths of its own moves
         self._last = np.zeros(len(self._tensors))  # the last of them that was one
-        self._stood = True  # since it last kept up with others: who makes no steps follows nobody
         self._peers: dict[NodeId, Allowance] = {}
         self._ended = False
 
@@ -158,10 +148,8 @@ class Allowances:
             return
         moved = np.sqrt(self._sample.squares(values, self._base))
         if 0 < moved.sum() < np.inf:
-            self._own += moved
             self._way += moved
             self._last = moved
-            self._stood = False
             self._sample.refresh(self._base, values)
 
     def corrected(self, correction: Vector) -> None:
@@ -173,7 +161,6 @@ class Allowances:
         """How far this peer may move each tensor now, as one of these."""
         if self._ended and len(peers) < COMPARED_MIN:
             return np.full(len(self._tensors), np.inf)
-        self._keep_up(peers)
         share = RATE / max(1, len(peers))
         one = self._peers.get(peer)
         if one is None:
@@ -224,13 +211,8 @@ class Allowances:
         if self._ended and (one := self._peers.get(peer)) is not None:
             np.maximum(one.left, self._usual(peers) * self._say(peer, peers), out=one.left)
 
-    def heard(self, peer: NodeId, limits: Norms, peers: Collection[NodeId], *, ended: bool) -> None:
-        """How far the peer lets itself be moved, which tells how far it has gone since the last time, unless its run
-        has `ended`."""
-        one = self._peers.get(peer)
-        if one is not None and not ended:
-            share = RATE / max(1, len(peers))
-            one.gone += np.where(np.isfinite(limits), limits, 0.0) / (UNSPENT * share)
+    def heard(self, peer: NodeId, limits: Norms) -> None:
+        """What the peer says of its own; of no concern here."""
 
     def begin_run(self) -> None:
         """Steps are made again."""
@@ -244,14 +226,8 @@ class Allowances:
     def _first(self, peer: NodeId, left: Norms) -> Allowance:
         if len(self._peers) >= PEERS_MAX:
             del self._peers[next(iter(self._peers))]
-        one = self._peers[peer] = Allowance(left, left.copy(), self._way.copy(), self._way.copy())
+        one = self._peers[peer] = Allowance(left, left.copy(), self._way.copy())
         return one
-
-    def _keep_up(self, peers: Collection[NodeId]) -> None:
-        gone = [one.gone for id in peers if (one := self._peers.get(id)) is not None]
-        if len(gone) >= COMPARED_MIN and not (self._stood or self._ended):
-            np.maximum(self._way, np.minimum(_low_median(gone), SLOWER * self._own), out=self._way)
-            self._stood = True
 
     def _say(self, peer: NodeId, peers: Collection[NodeId]) -> Norms:
         distances = self._peers[peer].distances
@@ -284,7 +260,7 @@ class CentreAllowances(Allowances):
     def look(self, values: Vector) -> None:
         """It does not move by itself."""
 
-    def heard(self, peer: NodeId, limits: Norms, peers: Collection[NodeId], *, ended: bool) -> None:
+    def heard(self, peer: NodeId, limits: Norms) -> None:
         """How far the centre may move this worker."""
         self._said[peer] = limits
 
