@@ -1,7 +1,7 @@
 """The control of E9, and nothing to train with: HPSGD without its replica.
 
 Workers go on during an all-reduce, as with hpsgd, but all gradients of a window are taken at the model of its
-beginning, each step being taken out while the next is computed: a worker's own come in with those of all.
+beginning: each step is taken out before the next one, and a worker's own come in with those of all.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from peerd.training.effects import Effect, StepReport, Vector
+from peerd.training.effects import Effect, Resume, StepReport, Vector
 from peerd.training.model.quiet import Quiet
 from peerd.training.modes.allreduce import AllReduce
 from peerd.training.rounds.member import Outcome
@@ -23,6 +23,7 @@ class Stale(AllReduce):
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
+        self.barrier = 1  # the next step waits until this one is out
         self._held = self._values().copy()  # the model without this window's steps
         self._earlier = np.zeros_like(self._held)  # this window's steps but the last, taken out of the model
         self._began = False  # a window, with this step
@@ -40,7 +41,7 @@ class Stale(AllReduce):
             step = self._values() - self._held
             self._earlier += step
             effects.append(self._apply(-step))
-        return effects
+        return [*effects, Resume()]
 
     def end(self) -> Vector | None:
         """See `Mode`."""

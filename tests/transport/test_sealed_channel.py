@@ -12,9 +12,10 @@ from peerd.transport.bulk import nothing
 from peerd.transport.connection import ConnectionLost
 from peerd.transport.errors import PeerError
 from peerd.transport.messages import Chunk
-from peerd.transport.secure.records import OVERHEAD_BYTES, SHARE_BYTES, Secrets
+from peerd.transport.secure.records import OVERHEAD_BYTES, RECORD_MAX, SHARE_BYTES, Secrets
 from peerd.transport.secure.sealed_channel import SealedChannel
 
+SIZES = (65_536, 99_999, 1 << 20, (2 << 20) - 21, (2 << 20) - 20, RECORD_MAX)  # some in records that are lent
 SHARES = b"d" * SHARE_BYTES, b"a" * SHARE_BYTES
 
 
@@ -62,7 +63,7 @@ def both_ends(carried: Carried) -> tuple[SealedChannel, SealedChannel]:
 def test_chunks_come_as_they_were_sent_and_are_seen_by_nobody() -> None:
     carried = Carried()
     near, far = both_ends(carried)
-    sent = [bytes([number]) * size for number, size in enumerate((65_536, 99_999, 1 << 20))]
+    sent = [bytes([number]) * size for number, size in enumerate(SIZES)]
     far.expect([len(chunk) for chunk in sent])
     for chunk in sent:
         trio.run(near.send, chunk)

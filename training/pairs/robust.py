@@ -215,8 +215,10 @@ class Allowances:
         """What the peer says of its own; of no concern here."""
 
     def begin_run(self) -> None:
-        """Steps are made again."""
+        """Steps are made again: what the end of a run allowed is no longer."""
         self._ended = False
+        for one in self._peers.values():
+            np.minimum(one.left, one.refilled, out=one.left)
 
     def forget(self, peers: frozenset[NodeId]) -> None:
         """These are gone."""

@@ -66,7 +66,10 @@ class SealedChannel:
     async def send(self, chunk: Chunk) -> None:
         """See `BulkChannel`."""
         size = len(chunk) + OVERHEAD_BYTES
-        record = np.empty(size, np.uint8).data if size < HUGE_BYTES else self._records.lend()[:size]
+        try:
+            record = np.empty(size, np.uint8).data if size < HUGE_BYTES else self._records.lend()[:size]
+        except OSError as error:
+            raise ConnectionLost(f"no memory for chunks: {error.strerror}") from None
         self._sealer.seal(chunk, record)
         await self._channel.send(record)
 

@@ -169,6 +169,8 @@ def test_a_run_that_has_ended_can_still_agree() -> None:
     allowances.end_run(values, "abcz")
     assert float(allowances.limits("a", "abcz")[0]) >= 1.0
     assert float(allowances.limits("new", "abcz")[0]) >= 1.0
+    allowances.begin_run()
+    assert float(allowances.limits("a", "abcz")[0]) < 1.0
 
 
 def test_a_correction_that_a_variance_does_not_take_is_no_step_of_the_node() -> None:
