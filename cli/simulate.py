@@ -44,7 +44,7 @@ def simulate(
     problem: Annotated[str, typer.Option(help=f"one of {', '.join(PROBLEMS)}; a teacher may have sizes")] = "consensus",
     steps: Annotated[int | None, typer.Option(min=1, help="optimizer steps of each node")] = None,
     parameters: Annotated[int, typer.Option(max=10**13, help="of the model, for --problem bytes")] = 125_000_000,
-    compute: Annotated[str, typer.Option(help="a step, in s: fixed:S, trace:FILE, lognormal:MEDIAN:SIGMA")] = "fixed:2",
+    compute: Annotated[str, typer.Option(help="a step, in s: fixed:S, trace:FILE, lognormal:MED:SIG")] = "fixed:2",
     network: Annotated[str, typer.Option(help="lan, wan, home or a .toml file with sites")] = "lan",
     uplink_mbit: Annotated[
         float | None, typer.Option(min=0.001, max=1e6, help="of each node, instead of the network's")
