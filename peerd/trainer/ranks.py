@@ -8,6 +8,7 @@ which costs a step two and a sum of 16 bytes.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
 
@@ -50,7 +51,11 @@ class Ranks:
         """Rank 0's command and step, on every rank."""
         said = torch.tensor([command, step], dtype=torch.int64, device=self.device)
         distributed.broadcast(said, 0)
-        return RankCommand(int(said[0])), int(said[1])
+        command, step = RankCommand(int(said[0])), int(said[1])
+        if command == RankCommand.STOP:
+            with suppress(RuntimeError):  # of one that is gone already
+                distributed.all_reduce(said)  # nobody ends before all have heard it, or gloo fails theirs
+        return command, step
 
     def share(self, flat: FlatModel) -> None:
         """Give every rank rank 0's model, to the bit."""
