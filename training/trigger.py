@@ -47,7 +47,7 @@ class Trigger(Protocol):
         """How much more change, and how many more steps, there may be before it fires; its silence is not in it."""
 
     def limit(self, link: LinkChange) -> float:
-        """How much change is reason enough; 0 where change is no reason."""
+        """How much change is reason enough for an exchange of worth 1; 0 where change is no reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +64,17 @@ class ChangeTrigger:
             return None
         if link.finishing:
             return "finishing"
-        if link.change > self.limit(link):
+        if link.change > link.worth * self.limit(link):
             return "change"
         return "silence" if link.silence_s >= self.max_silence_s else None
 
     def quiet(self, link: LinkChange) -> tuple[float, int]:
         """See `Trigger.quiet`."""
-        return self.limit(link) - link.change, NEVER
+        return link.worth * self.limit(link) - link.change, NEVER
 
     def limit(self, link: LinkChange) -> float:
         """See `Trigger.limit`."""
-        return self.threshold * link.worth * link.lr_ratio * link.norm
+        return self.threshold * link.lr_ratio * link.norm
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,7 +78,8 @@ def demo(
     with LocalSwarm(peers, options, command) as swarm:
         watch = Watch(victim)
         with interrupts_wait():  # torch and matplotlib are imported, while the nodes import what they need
-            prepare()
+            if TASKS[task].brings_data:
+                prepare()
             from peerd.cli.demo.picture import draw
         show_live(console, f"{task} on {peers} nodes", settings.mode, follow(swarm, watch))
         result = sum_up(swarm, watch, task, seed, settings.mode)

@@ -88,7 +88,7 @@ EXPERIMENT = Experiment(
     swarms.measure,
     study,
     notes=(
-        "Virtual time; an all-reduce of the model after each step when blocking. plain SGD, as in "
+        "Virtual time; an all-reduce of the model after each step when blocking. Plain SGD, as in "
         "the paper: with momentum a window overshoots, and what is added one window late then grows "
         "(training/modes/allreduce.py).",
         "The stale one is no mode of peerd's (peerd/reproduce/stale.py).",

@@ -6,7 +6,7 @@ from typing import Any
 
 from peerd.reproduce import swarms
 from peerd.reproduce.experiment import Criterion, Experiment, Findings, Plot, Result, Run, Size, points
-from peerd.reproduce.swarms import FORGETFUL, Settings, bytes_of, course, differences, ratios, tuned
+from peerd.reproduce.swarms import FORGETFUL, Settings, course, differences, ratios, tuned
 
 PLANS: dict[Size, dict[str, Any]] = {
     Size.TINY: {"task": "teacher:32-64-10", "steps": 6, "seeds": 1, "sweep": 1, "lrs": [0.1]},
@@ -20,7 +20,7 @@ SIGN_MIN, TOP_K_MIN, LOST_MAX, WORSE_MIN = 25, 40, 0.01, 0.01
 
 def bits(result: Result, values: int) -> float:
     """Sent for each value of the model and each direction of an exchange, all that a peer sends being counted."""
-    return 8 * bytes_of(result) * int(result["peers"]) / (2 * int(result["exchanges"]) * values)
+    return 8 * float(result["bytes_sent_total"]) / (2 * int(result["exchanges"]) * values)
 
 
 def study(size: Size, run: Run) -> Findings:

@@ -77,6 +77,7 @@ def test_the_page_and_its_json_stand_alone(tiny: Callable[[str], Report]) -> Non
     said = json.loads(json.dumps(finite(as_json(reports)), allow_nan=False))
     by_name = {each["name"]: each for each in said["experiments"]}
     assert list(by_name) == ["E1", "E7", "E9"]
+    assert "not run: not at this size" in as_html([tiny("E5b")])
     assert "unverified" in " ".join(by_name["E7"]["notes"]).lower()
     assert "unverified" in by_name["E7"]["seen"]
 

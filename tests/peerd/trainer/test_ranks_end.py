@@ -5,10 +5,10 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from machine import eventually
 
 RANK = """
 import os
@@ -29,6 +29,11 @@ os._exit(0)  # at once, as a script may
 """
 
 
+def is_asleep(process: subprocess.Popen[str]) -> bool:
+    """Its main thread."""
+    return Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "S"
+
+
 def test_rank_0_does_not_end_before_the_others_have_heard_it(tmp_path: Path) -> None:
     ranks = [
         subprocess.Popen(
@@ -44,7 +49,7 @@ def test_rank_0_does_not_end_before_the_others_have_heard_it(tmp_path: Path) -> 
         for rank in ranks:
             assert rank.stdout is not None
             assert rank.stdout.readline() == "ready\n"
-        time.sleep(0.3)  # until it reads: what nobody reads yet rank 0 waits for anyway
+        eventually(lambda: is_asleep(second))  # it reads: for what nobody reads yet rank 0 waits anyway
         second.send_signal(signal.SIGSTOP)
         assert first.stdin is not None
         first.stdin.write("\n")
