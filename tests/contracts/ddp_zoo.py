@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 ACCUMULATED = 4
+CLIPPED = 0.05
 OVERFLOWS_AT, OVERFLOWS_ON = 7, 1  # the step and the rank
 SCALED_STEPS = 20
 
@@ -84,23 +85,27 @@ def train(
     step: int,
     no_sync: Callable[[], AbstractContextManager[None]],
 ) -> None:
-    """One step of each; `models` are what is called, the zoo's or what wraps them."""
+    """One step of each of `models`, which are what is called: the zoo's or what wraps them."""
     mean = nn.functional.mse_loss
-    for part in range(1, ACCUMULATED):
-        x, y = batch(rank, step, part)
-        with no_sync():
-            (mean(models["accumulated"](x), y) / ACCUMULATED).backward()  # type: ignore[no-untyped-call]
+    if "accumulated" in models:
+        for part in range(1, ACCUMULATED):
+            x, y = batch(rank, step, part)
+            with no_sync():
+                (mean(models["accumulated"](x), y) / ACCUMULATED).backward()  # type: ignore[no-untyped-call]
     x, y = batch(rank, step)
-    loss = mean(models["accumulated"](x), y) / ACCUMULATED
-    for name in ("sgd", "adamw", "clipped", "normed"):
-        loss = loss + mean(models[name](x), y)
-    loss = loss + mean(models["branches"](x, rank == 0 and step % 2 == 1), y)
+    loss = torch.zeros(())
+    for name, model in models.items():
+        if name == "branches":
+            loss = loss + mean(model(x, rank == 0 and step % 2 == 1), y)
+        elif name != "scaled":
+            loss = loss + mean(model(x), y) / (ACCUMULATED if name == "accumulated" else 1)
     loss.backward()  # type: ignore[no-untyped-call]
-    nn.utils.clip_grad_norm_(zoo.models["clipped"].parameters(), 0.05)
-    for name in ("sgd", "adamw", "clipped", "normed", "branches", "accumulated"):
+    if "clipped" in models:
+        nn.utils.clip_grad_norm_(zoo.models["clipped"].parameters(), CLIPPED)
+    for name in models.keys() - {"scaled"}:
         zoo.optimizers[name].step()
         zoo.optimizers[name].zero_grad()
-    if step >= SCALED_STEPS:
+    if "scaled" not in models or step >= SCALED_STEPS:
         return
     loss = mean(models["scaled"](x), y)
     if (step, rank) == (OVERFLOWS_AT, OVERFLOWS_ON):

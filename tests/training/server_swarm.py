@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -95,12 +96,16 @@ class GradientSwarm(ServerSwarm):
     def first_model(self) -> Vector:
         return self.start
 
-    def push(self, name: str, gradient: Vector | float, rate: float, samples: float = 1.0) -> None:
-        """Its trainer has a gradient, and waits; float buffers are as they are."""
+    def push(
+        self, name: str, gradient: Vector | float, rate: float, samples: float = 1.0,
+        flags: Sequence[float] | None = None,
+    ) -> None:  # fmt: skip
+        """Its trainer has a gradient, and waits; float buffers are as they are. `flags` are 1 unless they are given."""
         node = self.nodes[name]
         assert not node.waits
         cut = self.layout.parameters
-        flat = np.concatenate([np.zeros(cut) + gradient, node.x[cut:], np.ones(1)])
+        said = np.ones(self.layout.gradients.total - self.layout.total) if flags is None else flags
+        flat = np.concatenate([np.zeros(cut) + gradient, node.x[cut:], said])
         node.waits, node.steps = True, node.steps + 1
         self.perform(name, node.core.on_gradient(flat, samples, node.steps, self.now, rate))
 

@@ -99,6 +99,11 @@ class Layout:
                         for first, last in self.variances
                         if first < stop and last > start
                     ),
+                    tuple(
+                        min(end, stop) - start
+                        for begin, end in pairwise((0, *self.tensors))
+                        if start < end and begin < stop
+                    ),
                 ),
             )
             for start, stop in pairwise(cuts)

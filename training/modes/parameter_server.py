@@ -85,7 +85,11 @@ class ParameterServer(ModeClass):
         super().check(argument, told)
         parse_arity(told.topology)
         if told.exchange == GRADIENTS:
-            parse_optimizer(told.server_optimizer)
+            if parse_optimizer(told.server_optimizer).clip and told.servers > 1:
+                raise UserError(
+                    f"server_optimizer: clip is of the whole gradient, and each of {told.servers} servers has a part: "
+                    "leave servers out, or clip"
+                )
         elif told.server_optimizer != SGD:
             raise UserError("server_optimizer: only with exchange gradients, which servers step by; leave it out")
         elif "batch=" in argument:

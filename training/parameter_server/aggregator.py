@@ -22,7 +22,7 @@ from peerd.training.codecs import vector
 from peerd.training.codecs.vector import Layout, NotFinite
 from peerd.training.effects import Vector
 from peerd.training.parameter_server.tree import Tree
-from peerd.training.parameter_server.worker import Ballot
+from peerd.training.parameter_server.worker import Ballot, Part, pushed_values
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import Applied, Chunks, ShardPush, ShardSum, Weights
 
@@ -45,16 +45,15 @@ class Aggregator:
     """One member's place in one shard's tree, but for the root."""
 
     me: NodeId
-    shard: int
+    part: Part
     ballot: Ballot
     tree: Tree
-    layout: Layout
     waits: bool  # for all below: hardsync
     counts: Counter[str]
-    like: Vector  # for its shape and dtype
-    clock: int  # of the last weights that were seen
+    like: Vector  # for its dtype
     passed: set[NodeId] = field(default_factory=set)  # who is not to be waited for in this round,
     hurries: bool = False  # or nobody: a worker below has waited for long
+    clock: int = field(init=False)  # of the last weights that were seen
     _below: set[NodeId] = field(init=False)
     _come: dict[NodeId, int] = field(default_factory=dict)  # the last push of each
     _waiting: set[NodeId] = field(default_factory=set)  # whose push is here or further up, and not answered
@@ -63,6 +62,7 @@ class Aggregator:
     _seq: int = 0
 
     def __post_init__(self) -> None:
+        self.clock = self.part.clock
         self._below = {self.me, *self.tree.below(self.me)}
         self._come = {member.worker: member.seq for member in self.tree.members if member.worker in self._below}
 
@@ -81,8 +81,7 @@ class Aggregator:
 
     def take_sum(self, message: ShardSum) -> None:
         """One from below, which comes once and in order. Raises PeerError."""
-        values = np.empty_like(self.like)
-        vector.decode(message.codec, layout_of(message, self.layout), message.chunks, values)
+        values = pushed_values(self.part, message.codec, message.chunks, self.like, len(message.parts))
         parts, rate = list(message.parts), message.rate
         self._gather(_Sum(message.clock, message.finishing, parts, rate, message.codec, message.chunks, values))
 
@@ -134,8 +133,7 @@ class Aggregator:
 
     def _values(self, held: _Sum) -> Vector:
         if held.values is None:
-            held.values = np.empty_like(self.like)
-            vector.decode(held.codec, self.layout, held.chunks, held.values)  # a push alone
+            held.values = pushed_values(self.part, held.codec, held.chunks, self.like)  # a push alone
         return held.values
 
     def _message(self, held: _Sum) -> ShardSum:
@@ -146,19 +144,14 @@ class Aggregator:
         self._seq += 1
         term, server = self.ballot
         return ShardSum(
-            self.shard, term, server, self._seq, held.clock, codec, held.finishing, tuple(held.parts), held.rate,
+            self.part.number, term, server, self._seq, held.clock, codec, held.finishing, tuple(held.parts), held.rate,
             chunks,
         )  # fmt: skip
 
     def _encoded(self, values: Vector) -> Chunks:
-        layout = Layout(self.layout.total, self.layout.total)
+        layout = Layout(len(values), len(values))
         try:
             return vector.encode(SUM_CODEC, layout, values)[0]
         except NotFinite:  # each part is finite, but a sum of huge ones need not be
             self.counts["updates_not_finite"] += 1
             return vector.encode(SUM_CODEC, layout, np.zeros_like(values))[0]
-
-
-def layout_of(message: ShardSum, layout: Layout) -> Layout:
-    """Of its chunks: a push alone is as its worker made it, a sum is exact, float buffers too."""
-    return layout if len(message.parts) == 1 else Layout(layout.total, layout.total)

@@ -42,7 +42,7 @@ from peerd.training.parameter_server.shard_state import (
 )
 from peerd.training.parameter_server.tree import TREE_MAX, Tree, tree_of
 from peerd.training.parameter_server.tree_node import TreeRelay
-from peerd.training.parameter_server.worker import NEVER, Ballot, Worker
+from peerd.training.parameter_server.worker import NEVER, Ballot, Worker, pushed_values
 from peerd.transport.errors import PeerError
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import (
@@ -220,6 +220,7 @@ class Leadership:
         shard.server = ShardServer(
             self._rule, held.copy(), clock, dict(applied), self._counts, self._staleness, layout.variances,
             PushLimits(self._me, layout) if self._robust else None, self._optimizer, layout.parameters,
+            shard.part.flagged,
         )  # fmt: skip
         shard.tree = self._lay_out(shard, lives, applied)
         shard.encoded = (-1, ())
@@ -405,8 +406,7 @@ class Leadership:
             self._announce(shard, sender)  # it did not know; there must be one way for its pushes
             return
         if server.is_next(sender, message.life, message.seq, message.oldest):
-            update = np.empty_like(server.weights)
-            vector.decode(message.codec, shard.part.layout, message.chunks, update)
+            update = pushed_values(shard.part, message.codec, message.chunks, server.weights)
             self._members.hear(sender, finishing=message.finishing)
             mark, training = Applied(sender, message.life, message.seq), self._members.training
             server.take([mark], message.clock, update, training, message.rate)

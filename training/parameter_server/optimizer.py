@@ -14,10 +14,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from peerd.training.codecs.difference import norm_of_difference
 from peerd.training.effects import Vector
 from peerd.training.plain_numbers import number
 from peerd.transport.errors import PeerError, UserError
 
+CLIP_EPS = 1e-6  # torch's
 RATE_MAX = 1e3
 """Of a learning rate that a peer may say."""
 DIFFERENCE = -1.0
@@ -33,6 +35,7 @@ class Sgd:
     momentum: float = 0.0
     weight_decay: float = 0.0
     nesterov: bool = False
+    clip: float = 0.0
 
     ADAPTIVE: ClassVar[bool] = False
     """Whether a step is as long as the rate says, however long the gradient."""
@@ -41,6 +44,7 @@ class Sgd:
         """Raises UserError."""
         _share("momentum", self.momentum)
         _positive("weight_decay", self.weight_decay)
+        _positive("clip", self.clip)
         if self.nesterov and not self.momentum:
             raise UserError("server_optimizer: nesterov needs a momentum")
 
@@ -72,6 +76,7 @@ class AdamW:
     beta2: float = 0.999
     eps: float = 1e-8
     weight_decay: float = 0.01
+    clip: float = 0.0
 
     ADAPTIVE: ClassVar[bool] = True
 
@@ -81,6 +86,7 @@ class AdamW:
         _share("beta2", self.beta2)
         _positive("eps", self.eps)
         _positive("weight_decay", self.weight_decay)
+        _positive("clip", self.clip)
         if not self.eps:
             raise UserError("server_optimizer: eps=0 makes no number of a weight without a gradient")
         if not self.beta1 * self.beta1 < self.beta2:
@@ -114,6 +120,12 @@ class AdamW:
 
 
 Optimizer = Sgd | AdamW
+
+
+def clip(optimizer: Optimizer, gradient: Vector) -> None:
+    """Shorten `gradient`, shape (n,), to the length `clip` in place, if that is above 0: torch's clip_grad_norm_."""
+    if optimizer.clip:
+        gradient *= min(1.0, optimizer.clip / (norm_of_difference(gradient) + CLIP_EPS))
 
 
 def check_rate(rate: float, optimizer: Optimizer | None) -> None:

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -41,7 +41,7 @@ from peerd.training.effects import Vector
 from peerd.training.kernels.passes import is_finite
 from peerd.training.model.variances import bounded
 from peerd.training.parameter_server.limits import PushLimits
-from peerd.training.parameter_server.optimizer import DIFFERENCE, Optimizer
+from peerd.training.parameter_server.optimizer import DIFFERENCE, Optimizer, clip
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import Applied
 
@@ -101,6 +101,7 @@ class ShardServer:
     limits: PushLimits | None = None  # None: every push is taken as it is
     optimizer: Optimizer | None = None  # None: pushes are by how much steps moved the model
     parameters: int = 0  # of the weights; behind them are float buffers
+    tensors: tuple[int, ...] = ()  # where those of the parameters end for which a gradient has flags
     pushers: list[NodeId] = field(default_factory=list)  # of the next update
     dropped: set[NodeId] = field(default_factory=set)  # hardsync: those who wait for it all the same,
     passed: set[NodeId] = field(default_factory=set)  # and those for whom it does not wait
@@ -116,7 +117,7 @@ class ShardServer:
         """The pushes that are in the weights have come."""
         self.come = dict(self.applied)
         self.pulled = set(self.applied)
-        self._sum = np.zeros_like(self.weights)
+        self._sum = np.zeros(len(self.weights) + len(self.tensors), self.held.dtype)
         self._next = np.empty_like(self.held) if self.optimizer is not None else self._sum
 
     @property
@@ -231,10 +232,24 @@ class ShardServer:
             after += self.held
             return
         np.copyto(after, self.held)
-        total = len(self._sum)
+        total = len(self.weights)
         weights, state = after[:total], after[total:].reshape(self.optimizer.rows, cut)
         gradient = self._sum[:cut] / self._factors
+        clip(self.optimizer, gradient)
         rate = self.rule.rate_of_all(self._rates / pushes, pushes)
         for number in range(updates):
-            self.optimizer.step(weights[:cut], gradient, state, rate, self.clock + number + 1)
-        weights[cut:] += self._sum[cut:] * (updates / pushes)
+            for used in self._used():
+                self.optimizer.step(weights[used], gradient[used], state[:, used], rate, self.clock + number + 1)
+        weights[cut:] += self._sum[cut:total] * (updates / pushes)
+
+    def _used(self) -> Iterator[slice]:
+        """Where the next update has gradients: an optimizer leaves a tensor without one as it is, momentum and all."""
+        start = stop = 0
+        for end, flag in zip(self.tensors, self._sum[len(self.weights) :], strict=True):
+            if flag > 0:
+                stop = end
+                continue
+            if stop > start:
+                yield slice(start, stop)
+            start = stop = end
+        yield slice(start, self.parameters)

@@ -10,13 +10,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-import numpy as np
-
-from peerd.training.codecs import vector
-from peerd.training.parameter_server.aggregator import Aggregator, layout_of
+from peerd.training.parameter_server.aggregator import Aggregator
 from peerd.training.parameter_server.shard_state import Members, ShardState
 from peerd.training.parameter_server.tree import TREE_MAX, Tree
-from peerd.training.parameter_server.worker import Worker
+from peerd.training.parameter_server.worker import Worker, pushed_values
 from peerd.transport.errors import PeerError
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import Applied, Message, ShardSum, SumTaken, Weights
@@ -63,10 +60,7 @@ class TreeRelay:
         shard.tree = tree
         part, worker = shard.part, self._worker
         if shard.leader[1] != self._me and tree.seq(self._me, worker.life) is not None:
-            shard.aggregator = Aggregator(
-                self._me, part.number, shard.leader, tree, part.layout, self._waits, self._counts,
-                worker.base[part.where], part.clock,
-            )  # fmt: skip
+            shard.aggregator = Aggregator(self._me, part, shard.leader, tree, self._waits, self._counts, worker.base)
         early, shard.early = shard.early, []
         for sender, message in early:
             with suppress(PeerError):  # the one to blame is not the server, whom we hear now; it will say it again
@@ -137,8 +131,7 @@ class TreeRelay:
                 self._counts["sums_refused"] += 1  # one of them has another way: only another tree mends that
                 shard.outdated = True
                 return
-            update = np.empty_like(server.weights)
-            vector.decode(message.codec, layout_of(message, shard.part.layout), message.chunks, update)
+            update = pushed_values(shard.part, message.codec, message.chunks, server.weights, len(message.parts))
             server.take(message.parts, message.clock, update, self._members.training, message.rate)
             server.owed |= dict.fromkeys(part.worker for part in message.parts)
 

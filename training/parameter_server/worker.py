@@ -8,6 +8,7 @@ worker has pulled: then no death of a server can lose it. That is at most the pu
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -39,6 +40,8 @@ class Part:
     number: int
     where: slice  # of the flat model
     layout: Layout
+    pushed: Layout  # of a push; behind a gradient is a flag for each tensor
+    flags: slice  # those of its tensors, in a flat gradient
     clock: int = NEVER  # of the weights that were pulled, which the worker's base holds
     applied: dict[NodeId, Applied] = field(default_factory=dict)  # what they hold of each worker
     seq: int = 0  # of the last push
@@ -53,6 +56,11 @@ class Part:
     asked_at: float = 0.0
     repeats: int = 0
     final: bool = False
+
+    @property
+    def flagged(self) -> tuple[int, ...]:
+        """Where the tensors end that have flags."""
+        return self.layout.tensors[: self.flags.stop - self.flags.start]
 
 
 class Worker:
@@ -70,7 +78,7 @@ class Worker:
         self.shift: Vector | None = None  # from `start` to the first weights, if those came between two reports
         self.moved = 0.0  # norm of the last step
         self.norm = 0.0  # of the weights
-        self.parts = parts_of(layout, shards)
+        self.parts = parts_of(layout, shards, gradients=optimizer is not None)
         self._me = me
         self.life = life
         self._codec = codec
@@ -101,8 +109,8 @@ class Worker:
     def differentiate(self, gradient: Vector, rate: float, now: float) -> bool:
         """Make the pushes of a gradient at the weights, of this learning rate; float buffers may have moved beside it.
 
-        Shape (total or more,): the parameters' gradients, then the buffers as they are. Says whether they were finite:
-        if not, the servers know by the clock that there is nothing to count.
+        `gradient` is as `Layout.gradients` has it. Says whether it was finite: if not, the servers know by the clock
+        that there is nothing to count.
         """
         cut = sum(part.layout.parameters for part in self.parts)
         moved = gradient[: len(self.base)].astype(self.base.dtype)
@@ -115,13 +123,15 @@ class Worker:
         self.norm = norm_of_difference(self.base)
         for part in self.parts:
             part.gradient = norm_of_difference(moved[part.where][: part.layout.parameters])
-            self._push(part, moved, part.clock if finite else NEVER, rate, now)
+            self._push(part, moved, part.clock if finite else NEVER, rate, now, gradient[part.flags])
         if waits is not None:
             self._residual = waits
         return finite
 
-    def _push(self, part: Part, moved: Vector, clock: int, rate: float, now: float) -> None:
-        chunks = self._encoded(part, moved[part.where])
+    def _push(
+        self, part: Part, moved: Vector, clock: int, rate: float, now: float, flags: Vector | None = None
+    ) -> None:
+        chunks = self._encoded(part, moved[part.where], flags)
         part.seq += 1
         part.pushes.append(
             ShardPush(part.number, part.seq, self.life, 0, clock, self._codec, False, False, rate, chunks)
@@ -129,10 +139,11 @@ class Worker:
         part.awaiting, part.final, part.repeats = True, False, 0
         part.pushed_at = part.asked_at = now
 
-    def _encoded(self, part: Part, moved: Vector) -> Chunks:
-        arrives = np.empty_like(moved)
-        chunks, _ = vector.encode(self._codec, part.layout, moved, decoded=arrives)
-        np.subtract(moved, arrives, out=self._residual[part.where])
+    def _encoded(self, part: Part, moved: Vector, flags: Vector | None) -> Chunks:
+        pushed = moved if flags is None else np.concatenate([moved, flags], dtype=moved.dtype)
+        arrives = np.empty_like(pushed)
+        chunks, _ = vector.encode(self._codec, part.pushed, pushed, decoded=arrives)
+        np.subtract(moved, arrives[: len(moved)], out=self._residual[part.where])
         return chunks
 
     def to_say(
@@ -196,6 +207,24 @@ def _fits(moved: Vector) -> bool:
         return is_finite(moved.astype(np.float32, copy=False))
 
 
-def parts_of(layout: Layout, shards: int) -> list[Part]:
-    """The flat model in `shards` equal pieces."""
-    return [Part(number, where, piece) for number, (where, piece) in enumerate(layout.cut(shards))]
+def parts_of(layout: Layout, shards: int, *, gradients: bool) -> list[Part]:
+    """The flat model in `shards` equal pieces. A tensor that is cut has its flag in each."""
+    parts = []
+    for number, (where, piece) in enumerate(layout.cut(shards)):
+        pushed = piece.gradients if gradients else piece
+        first = layout.total + bisect_right(layout.tensors, where.start)
+        parts.append(Part(number, where, piece, pushed, slice(first, first + pushed.total - piece.total)))
+    return parts
+
+
+def pushed_values(part: Part, codec: str, chunks: Chunks, like: Vector, pushes: int = 1) -> Vector:
+    """What so many pushes bring together, shape (part.pushed.total,), of the dtype of `like`. Raises PeerError.
+
+    A push is as its worker made it; a sum is exact, float buffers too. A flag is 1 where any worker has a gradient.
+    """
+    total = part.pushed.total
+    values = np.empty(total, like.dtype)
+    vector.decode(codec, part.pushed if pushes == 1 else Layout(total, total), chunks, values)
+    flags = values[part.layout.total :]
+    flags[:] = flags > 0
+    return values

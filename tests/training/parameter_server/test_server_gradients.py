@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,70 @@ def test_hardsync_is_the_optimizers_own_step_of_the_mean_gradient(optimizer: str
             assert not node.waits
             np.testing.assert_allclose(node.x, expected, rtol=WIRE, atol=WIRE)
     assert sum((node.core.staleness for node in swarm.nodes.values()), Counter()).keys() == {0}
+
+
+ENDS = (2, 5, 8)  # of the swarm's tensors
+"""With two servers the second one is cut."""
+tensors_used = st.lists(st.sampled_from(ENDS), unique=True)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    steps=st.lists(st.tuples(*[tensors_used] * 3), min_size=1, max_size=6),
+    how=st.sampled_from([{}, {"servers": 2}, {"topology": "adv:2"}, {"codec": "sign"}]),
+)
+def test_a_tensor_that_nobody_has_a_gradient_for_stays_as_it_is(
+    steps: list[tuple[list[int], ...]], how: dict[str, Any]
+) -> None:
+    """Momentum and weight decay do not move it: torch's optimizers pass by what has no gradient."""
+    optimizer = "sgd:momentum=0.9,weight_decay=0.1"
+    swarm = GradientSwarm("hardsync", "abc", optimizer, size=SIZE, **how)
+    parts = [slice(begin, end) for begin, end in pairwise((0, *ENDS))]
+    parameters = [torch.nn.Parameter(torch.tensor(swarm.start[part])) for part in parts]
+    reference = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
+    for number, of_all in enumerate(steps):
+        before = {name: node.x.copy() for name, node in swarm.nodes.items()}
+        total = np.zeros(SIZE)
+        for place, (name, used) in enumerate(zip("abc", of_all, strict=True)):
+            flags = [float(end in used) for end in ENDS]
+            mine = gradient(10 * number + place) * np.repeat(flags, np.diff((0, *ENDS)))
+            total += mine
+            swarm.push(name, mine, 0.1, flags=flags)
+        swarm.settle()
+        used_by_any = set().union(*of_all)
+        for end, part, parameter in zip(ENDS, parts, parameters, strict=True):
+            parameter.grad = torch.tensor(total[part] / 3) if end in used_by_any else None
+            if end not in used_by_any:
+                assert all(np.allclose(node.x[part], before[name][part]) for name, node in swarm.nodes.items())
+        reference.step()
+        expected = np.concatenate([parameter.detach().numpy() for parameter in parameters])
+        for node in swarm.nodes.values():
+            assert how.get("codec") or np.allclose(node.x, expected, rtol=WIRE, atol=WIRE)
+
+
+@pytest.mark.parametrize("topology", ["auto", "adv:2"])
+def test_no_flag_that_a_liar_says_hides_another_members_gradient(topology: str) -> None:
+    swarm = GradientSwarm("hardsync", "abcd", "sgd", size=SIZE, topology=topology)
+    for name in "abcd":
+        swarm.push(name, float(name != "d"), 0.1, flags=[-3.0, -1e30, 2.0] if name == "d" else None)
+    swarm.settle()
+    for node in swarm.nodes.values():
+        np.testing.assert_allclose(node.x, swarm.start - 0.075, rtol=WIRE, atol=WIRE)
+
+
+def test_a_servers_clip_is_torchs_clip_grad_norm() -> None:
+    swarm = GradientSwarm("hardsync", "ab", "adamw:clip=0.5", size=SIZE)
+    reference = Torch("adamw", swarm.start)
+    for number in range(6):
+        gradients = [(1 if number % 2 else 0.1) * gradient(10 * number + place) for place in range(2)]
+        for name, mine in zip("ab", gradients, strict=True):
+            swarm.push(name, mine, 0.1)
+        swarm.settle()
+        mean = torch.tensor(np.mean(gradients, axis=0))
+        mean *= min(1.0, 0.5 / (float(mean.norm()) + 1e-6))
+        expected = reference.step(mean.numpy(), 0.1)
+        for node in swarm.nodes.values():
+            np.testing.assert_allclose(node.x, expected, rtol=WIRE, atol=WIRE)
 
 
 @pytest.mark.parametrize("messages", range(0, 40, 3))
@@ -265,7 +330,7 @@ def test_mean_staleness_is_that_of_the_law(data: st.DataObject, workers: int, ji
 def test_what_no_learning_rate_is_is_refused() -> None:
     swarm = GradientSwarm("async", "ab", "sgd", size=SIZE)
     (server,) = swarm.serving()
-    chunks, _ = vector.encode("float32", Layout(SIZE, SIZE), np.zeros(SIZE))
+    chunks, _ = vector.encode("float32", swarm.layout.gradients, np.zeros(swarm.layout.gradients.total))
     push = ShardPush(0, 1, 1, 1, 0, "float32", True, False, 0.1, chunks)
     for rate in (math.nan, math.inf, -0.1, 1e9, DIFFERENCE):
         with pytest.raises(PeerError):

@@ -17,7 +17,7 @@ from peerd.training.modes.parameter_server import ParameterServer
 from peerd.training.parameter_server import run_end, shard_state
 from peerd.training.parameter_server.run_end import RunEnd
 from peerd.training.parameter_server.shard_state import Lead, ShardState
-from peerd.training.parameter_server.worker import Part
+from peerd.training.parameter_server.worker import parts_of
 
 LIVES_MAX = 30
 
@@ -126,7 +126,7 @@ def test_every_way_of_the_tables_is_gone(gone: Gone) -> None:
 
 @pytest.mark.parametrize("before", Lead)
 def test_no_other_way_is_there_for_a_lead(before: Lead) -> None:
-    shard = ShardState(Part(0, slice(0, 4), Layout(4, 4)), lead=before)
+    shard = ShardState(*parts_of(Layout(4, 4), 1, gradients=False), lead=before)
     refused(shard.enter, before, shard_state.TRANSITIONS)
 
 

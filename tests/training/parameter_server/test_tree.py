@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from peerd.training.parameter_server.shard_server import Rule, ShardServer
 from peerd.training.parameter_server.shard_state import Lead, Members, ShardState
 from peerd.training.parameter_server.tree import Tree
 from peerd.training.parameter_server.tree_node import TreeRelay
-from peerd.training.parameter_server.worker import Worker
+from peerd.training.parameter_server.worker import Worker, parts_of
 from peerd.transport.errors import UserError
 from peerd.transport.messages import Applied, ShardLeader, ShardPush, ShardSum, SumTaken, Weights
 
@@ -71,7 +72,8 @@ def test_sums_hold_each_push_once_by_clock_and_in_the_workers_order(
     tree = tree_of(15, arity)
     below = sorted(tree.below("n1"))
     layout = Layout(1, 1)
-    core = Aggregator("n1", 0, (1, "n0"), tree, layout, False, Counter(), np.zeros(1), 0)
+    part = replace(parts_of(layout, 1, gradients=False)[0], clock=0)
+    core = Aggregator("n1", part, (1, "n0"), tree, False, Counter(), np.zeros(1))
     seqs, hops = Counter[str](), Counter[str]()
     wanted: dict[int, int] = {}
     sent: list[ShardSum] = []
