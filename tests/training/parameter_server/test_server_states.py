@@ -126,7 +126,8 @@ def test_every_way_of_the_tables_is_gone(gone: Gone) -> None:
 
 @pytest.mark.parametrize("before", Lead)
 def test_no_other_way_is_there_for_a_lead(before: Lead) -> None:
-    shard = ShardState(*parts_of(Layout(4, 4), 1, gradients=False), lead=before)
+    (part,) = parts_of(Layout(4, 4), 1, gradients=False)
+    shard = ShardState(part, lead=before)
     refused(shard.enter, before, shard_state.TRANSITIONS)
 
 

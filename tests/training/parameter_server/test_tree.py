@@ -72,8 +72,8 @@ def test_sums_hold_each_push_once_by_clock_and_in_the_workers_order(
     tree = tree_of(15, arity)
     below = sorted(tree.below("n1"))
     layout = Layout(1, 1)
-    part = replace(parts_of(layout, 1, gradients=False)[0], clock=0)
-    core = Aggregator("n1", part, (1, "n0"), tree, False, Counter(), np.zeros(1))
+    shard = replace(parts_of(layout, 1, gradients=False)[0], clock=0)
+    core = Aggregator("n1", shard, (1, "n0"), tree, False, Counter(), np.zeros(1))
     seqs, hops = Counter[str](), Counter[str]()
     wanted: dict[int, int] = {}
     sent: list[ShardSum] = []
