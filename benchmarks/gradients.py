@@ -6,7 +6,8 @@
 
 Both sides run one script over the same examples: on peerd's each node has a daemon, started as a user starts it, with
 `--mode allreduce --exchange gradients`; on torch's a process is a rank of DDP. A step counts from its end on the
-slowest member to the next one's there. After the last step the models of a side are compared to the bit, and with
+slowest member to the next one's there. With `--device-ms T` the backward pass of each layer stands still for T ms, as one
+whose layers a device computes does for the processor: what travels meanwhile is not waited for. After the last step the models of a side are compared to the bit, and with
 `float32` the two sides' with each other.
 """
 
@@ -41,7 +42,7 @@ PATIENCE_S = 900.0
 # ---------------------------------------------------------------------------------------------------------- one rank
 
 
-def train(side: str, rank: int, peers: int, parameters: int, steps: int, out: Path) -> None:
+def train(side: str, rank: int, peers: int, parameters: int, steps: int, device_ms: float, out: Path) -> None:
     """A perceptron of about so many parameters; the ends of its steps and its model go to `out`."""
     import torch
     from safetensors.torch import save_file
@@ -49,7 +50,14 @@ def train(side: str, rank: int, peers: int, parameters: int, steps: int, out: Pa
     torch.set_num_threads(1)
     torch.manual_seed(0)
     layers = max(1, round(parameters / WIDTH**2) - 1)
-    inner = [part for _ in range(layers) for part in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU())]
+
+    class Stands(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.requires_grad and device_ms:
+                x.register_hook(lambda _: time.sleep(device_ms / 1000))  # type: ignore[no-untyped-call]
+            return x
+
+    inner = [part for _ in range(layers) for part in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU(), Stands())]
     model = torch.nn.Sequential(*inner, torch.nn.Linear(WIDTH, WIDTH))
     for part in model:
         if isinstance(part, torch.nn.Linear):  # or the gradients of a deep one vanish
@@ -147,7 +155,8 @@ class Bench:
     def _start(self, side: str, rank: int, ports: list[int], out: Path) -> subprocess.Popen[bytes]:
         told = self._options
         script = [__file__, "--side", side, "--rank", str(rank), "--peers", str(told.peers), "--parameters",
-                  str(told.parameters), "--steps", str(told.steps), "--out", str(out)]  # fmt: skip
+                  str(told.parameters), "--steps", str(told.steps), "--device-ms", str(told.device_ms),
+                  "--out", str(out)]  # fmt: skip
         runtime = out / str(rank)
         runtime.mkdir(mode=0o700)
         environment = {
@@ -184,7 +193,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     bits = 2 * (options.peers - 1) / options.peers * 32 * options.parameters
     return {
         "peers": options.peers, "parameters": options.parameters, "mbit": options.mbit, "codec": options.codec,
-        "topology": options.topology, "seconds_of_a_step": seconds, "median_s": medians, "models_apart": apart,
+        "device_ms": options.device_ms, "topology": options.topology, "seconds_of_a_step": seconds, "median_s": medians, "models_apart": apart,
         "rate_of_ddp": medians["ddp"] / medians["peerd"],
         "rates_in_turn": [a / b for a, b in zip(seconds["ddp"], seconds["peerd"], strict=True)],
         "line_s": bits / (1e6 * options.mbit) if options.mbit else 0.0,
@@ -200,13 +209,15 @@ def main() -> None:
     parser.add_argument("--topology", default="ring", help="of peerd's side")
     parser.add_argument("--codec", default="float32", help="of peerd's side")
     parser.add_argument("--mbit", type=float, default=0.0, help="of each process's line; 0: loopback")
+    parser.add_argument("--device-ms", type=float, default=0.0, help="for which each layer's backward pass stands")
     parser.add_argument("--format", choices=("text", "json"), default="text")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank is not None:
-        train(options.side, options.rank, options.peers, options.parameters, options.steps, options.out)
+        train(options.side, options.rank, options.peers, options.parameters, options.steps,
+              options.device_ms, options.out)  # fmt: skip
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # namespaces are taken down
     if options.mbit and not (os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc")):

@@ -93,9 +93,17 @@ class ModeClass:
         """See `Mode`."""
         return False
 
-    def on_gradient(self, gradient: Vector, samples: float, step: int, now: float, rate: float) -> list[Effect]:
+    def on_gradient(
+        self, gradient: Vector, samples: float, step: int, now: float, rate: float, *, anew: bool = False
+    ) -> list[Effect]:
         """See `Mode`."""
         raise AssertionError(f"{self.NAME} exchanges weights")
+
+    def on_part(
+        self, gradient: Vector, first: int, samples: float, step: int, now: float, *, anew: bool
+    ) -> list[Effect]:
+        """See `Mode`."""
+        return []
 
     def on_trainer_lost(self, now: float) -> list[Effect]:
         """See `Mode`."""
@@ -158,12 +166,23 @@ class Mode(Protocol):
         """The deadline came."""
         ...
 
-    def on_gradient(self, gradient: Vector, samples: float, step: int, now: float, rate: float) -> list[Effect]:
+    def on_gradient(
+        self, gradient: Vector, samples: float, step: int, now: float, rate: float, *, anew: bool = False
+    ) -> list[Effect]:
         """The trainer waits with the gradient of its step `step`, of so many samples; Averaged lets it go on.
 
         `rate` is the learning rate that its optimizer would make the step with, not negative.
         `gradient`, shape (layout.gradients.total,), is lent until then, and the mean takes its place there.
         Only where `exchange` is gradients. A mode that begins while a trainer waits hears of it at once.
+        """
+        ...
+
+    def on_part(
+        self, gradient: Vector, first: int, samples: float, step: int, now: float, *, anew: bool
+    ) -> list[Effect]:
+        """A backward pass is under way, and its parameters' gradients from `first` > 0 on are there, which stay.
+
+        `anew`: what was said of a gradient before is void; so it is with `on_gradient`, which says the rest.
         """
         ...
 

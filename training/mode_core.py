@@ -101,11 +101,15 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class GradientCame:
-    """The trainer waits with its gradient of this step, of so many samples: it stands in the model's memory."""
+    """The trainer's gradient of this step, of so many samples, stands in the model's memory, from `first` on.
+
+    With all of it, `first` is 0, the trainer waits."""
 
     step: int
     samples: float
     rate: float  # the learning rate of its optimizer's next step
+    first: int = 0
+    anew: bool = False  # what was said of a gradient before is void
     is_superseded: ClassVar[bool] = False
 
 
@@ -221,7 +225,7 @@ class ModeCore:
         self._gone: dict[NodeId, float] = {}  # who was one, and when it went
         self._early = EarlyMessages()
         self._began: dict[NodeId, float] = {}
-        self._gradient: GradientCame | None = None  # with which the trainer waits
+        self._gradient: GradientCame | None = None  # with which the trainer waits, or will
 
     def handle(self, event: ModeEvent, now: float) -> list[Effect]:
         """What follows from it. Raises PeerError for a message that breaks the rules, NotFinite for a model asked."""
@@ -333,7 +337,9 @@ class ModeCore:
         came, mode, model = self._gradient, self.mode, self.model
         if came is None or mode is None or model is None or self.phase is not ModePhase.RUNS:
             return []
-        return mode.on_gradient(model.gradient, came.samples, came.step, now, came.rate)
+        if came.first > 0:
+            return mode.on_part(model.gradient, came.first, came.samples, came.step, now, anew=came.anew)
+        return mode.on_gradient(model.gradient, came.samples, came.step, now, came.rate, anew=came.anew)
 
     def _enter(self, phase: ModePhase) -> None:
         assert phase in TRANSITIONS[self.phase], f"{self.phase.name} -> {phase.name}"

@@ -195,9 +195,9 @@ class ModeRunner:
         """The trainer has added this buffer of corrections."""
         self.compute.post(BufferTaken(buffer))
 
-    def on_gradient(self, step: int, samples: float, rate: float) -> None:
-        """The trainer waits with its gradient."""
-        self.compute.post(GradientCame(step, samples, rate))
+    def on_gradient(self, came: GradientCame) -> None:
+        """The trainer waits with its gradient, or has a part of it."""
+        self.compute.post(came)
 
     def on_rolled_back(self) -> None:
         """The trainer's model is an earlier one of its own."""

@@ -35,6 +35,7 @@ from peerd.protocol.trainer import FROM_TRAINER, Attach, Said, Stepped, decoded
 from peerd.settings import Settings
 from peerd.training.codecs import vector
 from peerd.training.codecs.vector import Layout, NotFinite
+from peerd.training.mode_core import GradientCame
 from peerd.training.mode_settings import AUTO, GRADIENTS
 from peerd.training.modes import Mode, class_of, parse_mode
 from peerd.training.modes.average import Average
@@ -314,8 +315,10 @@ class TrainerService:
                                 nursery.start_soon(self._end_run, session)
                     case protocol.Added(half):
                         self._runner.on_taken(half)
-                    case protocol.GradientReady(step, samples, rate):
-                        self._runner.on_gradient(step, samples, rate)
+                    case protocol.GradientPart(step, samples, first, anew):
+                        self._runner.on_gradient(GradientCame(step, samples, 0.0, first, anew))
+                    case protocol.GradientReady(step, samples, rate, anew):
+                        self._runner.on_gradient(GradientCame(step, samples, rate, 0, anew))
                     case protocol.SpareWanted():
                         await self._runner.say_spare()
                     case protocol.BarrierHeard():

@@ -17,6 +17,7 @@ at a barrier it stands after Stepped  ->
                                       <-      Resume, once it has taken every correction
                                       <-      BarrierIs: the mode has changed, nobody waits at the old one's
 BarrierHeard                          ->
+in a backward pass: GradientPart      ->
 with gradients, after GradientReady   ->
                                       <-      Load: your model is this copy now (it was away)
                                       <-      GradientIs: go on with what stands in the memory, or with none
@@ -131,13 +132,30 @@ class GradientReady(Said):
     step: int
     samples: float
     rate: float  # the optimizer's learning rate
+    anew: bool = True  # what was said of a part of one is void
 
     def check(self) -> None:
         """See `Said`."""
-        if not 0 < self.samples < math.inf:
-            raise ValueError(f"gradient_ready: of {self.samples} samples")
+        _check_samples(self)
         if not 0 <= self.rate < math.inf:
             raise ValueError(f"gradient_ready: at a learning rate of {self.rate}")
+
+
+@dataclass(frozen=True, slots=True)
+class GradientPart(Said):
+    """The gradient of this step, of so many samples, is in the memory from the value `first` on, and will stay so."""
+
+    KIND = "gradient_part"
+    step: int
+    samples: float
+    first: int
+    anew: bool  # what was said of a part of one is void
+
+    def check(self) -> None:
+        """See `Said`."""
+        _check_samples(self)
+        if self.first < 1:
+            raise ValueError(f"gradient_part: from {self.first} on")
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,12 +271,17 @@ class Stop(Said):
 
 
 FROM_TRAINER: dict[str, type[Said]] = {
-    each.KIND: each for each in (Attach, Ready, Stepped, Added, GradientReady, SpareWanted, BarrierHeard)
+    each.KIND: each for each in (Attach, Ready, Stepped, Added, GradientPart, GradientReady, SpareWanted, BarrierHeard)
 }
 FROM_DAEMON: dict[str, type[Said]] = {
     each.KIND: each
     for each in (Welcome, Start, Go, Publish, Spare, Corrections, Resume, Load, GradientIs, BarrierIs, Finished, Stop)
 }
+
+
+def _check_samples(said: GradientPart | GradientReady) -> None:
+    if not 0 < said.samples < math.inf:
+        raise ValueError(f"{said.KIND}: of {said.samples} samples")
 
 
 def encoded(said: Said) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """When are gradients exchanged? At the end of each backward pass, before the script clips, unscales or steps by them.
 
-The first gradient of a pass asks autograd for a call at its end, as torch's DistributedDataParallel does. The exchange
+The first gradient of a pass asks autograd for a call at its end, as torch's DistributedDataParallel does; what is there
+of a large gradient before is told of meanwhile (training/model/gradient_parts.py). The exchange
 is linear in what has accumulated, so several passes before one step are right with an exchange each, and cheaper with
 one: `no_sync`. A script that makes gradients in a way of its own gets its exchange as the optimizer steps.
 """
@@ -22,8 +23,20 @@ from peerd.training.model.flat import FlatModel
 class GradientHooks:
     """On the parameters and the optimizers of one model, until `remove`."""
 
-    def __init__(self, flat: FlatModel, optimizer: Any, exchange: Callable[[], bool]) -> None:
-        """`exchange` puts the mean in place of the gradients; whether it is finite."""
+    def __init__(
+        self,
+        flat: FlatModel,
+        optimizer: Any,
+        exchange: Callable[[], bool],
+        begin: Callable[[], None],
+        came: Callable[[torch.Tensor], None],
+    ) -> None:
+        """`exchange` puts the mean in place of the gradients; whether it is finite.
+
+        Before, a pass is said to `begin`, and of each parameter that its gradient `came`.
+        """
+        self._begin = begin
+        self._came = came
         self._exchange = exchange
         self._flat = flat
         parts = optimizer.parts if isinstance(optimizer, Several) else [optimizer]
@@ -81,11 +94,14 @@ class GradientHooks:
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         self._had_gradient.add(id(parameter))
-        number = torch._C._current_graph_task_id()
-        if self._paused or number == self._pass:
+        if self._paused:
             return
-        self._pass = number
-        Variable._execution_engine.queue_callback(self._at_end)
+        number = torch._C._current_graph_task_id()
+        if number != self._pass:
+            self._pass = number
+            Variable._execution_engine.queue_callback(self._at_end)
+            self._begin()
+        self._came(parameter)
 
     def _at_end(self) -> None:
         self._pass = None

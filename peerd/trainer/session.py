@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -18,6 +19,7 @@ from peerd.protocol.trainer import (
     FROM_DAEMON,
     Attach,
     Corrections,
+    GradientPart,
     GradientReady,
     Load,
     Ready,
@@ -41,6 +43,7 @@ from peerd.trainer.rest import FrozenBase, Rest
 from peerd.trainer.say import say
 from peerd.trainer.sharded import ShardedModel, has_shards
 from peerd.training.model.flat import FlatModel, pin
+from peerd.training.model.gradient_parts import GradientParts
 from peerd.training.model.gradients import FlatGradients
 from peerd.training.model.optimizer_state import OptimizerState
 from peerd.training.model.watch import ChangeWatch
@@ -90,6 +93,7 @@ class Session:
         except (ValueError, RuntimeError, NotImplementedError, TypeError) as error:  # torch's own, of odd tensors
             raise Refused(str(error).splitlines()[0]) from None
         self._frozen = FrozenBase(model)  # before a checkpoint changes what the script made
+        self._parts: GradientParts | None = None
         self._gradients = FlatGradients(self.flat) if self._exchanges and isinstance(self.flat, FlatModel) else None
         gradients = self._gradients.total if self._gradients is not None else 0
         self._memory = SharedMemory.create(self.flat.total, gradients)
@@ -155,7 +159,9 @@ class Session:
         rest = Rest(self._model, flat.pieces, flat.signature)
         self._writer = CheckpointWriter(self._checkpoints, welcome.checkpoint_every_s, rest, self._capture)
         if self._gradients is not None and isinstance(flat, FlatModel):
-            self.hooks = GradientHooks(flat, self._optimizer, self._exchange)
+            parts = GradientParts(flat, self._gradients, torch.from_numpy(self._memory.gradient))
+            self._parts = parts
+            self.hooks = GradientHooks(flat, self._optimizer, self._exchange, parts.begin, self._on_gradient)
 
     def _restore(self) -> tuple[int, bool] | None:
         """Load the newest good checkpoint: its step, and whether it had a state that fits the optimizer."""
@@ -242,9 +248,17 @@ class Session:
         """How many samples the next gradient is of."""
         self._weight = samples
 
-    def _wait_with_gradient(self) -> None:
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        """A parameter has its gradient, in the middle of a backward pass."""
+        assert self._parts is not None, "hooks are set where gradients are exchanged"
+        anew = self._parts.is_first
+        if (first := self._parts.came(parameter)) is not None:
+            with suppress(OSError):  # the daemon is gone: the end of the pass will say so
+                self._say(GradientPart(self.step, self._weight, first, anew))
+
+    def _wait_with_gradient(self, *, anew: bool) -> None:
         self._client.enter(ClientState.WITH_GRADIENT)
-        self._say(GradientReady(self.step, self._weight, self._rates()[0]))
+        self._say(GradientReady(self.step, self._weight, self._rates()[0], anew))
         while self._client.waits:
             if self._client.copy_asked:
                 self._wait_for_spare()
@@ -255,12 +269,15 @@ class Session:
     def _exchange(self) -> bool:
         """Put the swarm's mean in place of the gradients; whether it is finite. The trainer stands until it comes."""
         assert self._gradients is not None, "hooks are set where gradients are exchanged"
+        assert self._parts is not None, "hooks are set where gradients are exchanged"
         try:
-            self._gradients.gather(torch.from_numpy(self._memory.gradient))
+            anew = self._parts.is_first
+            for first in self._parts.rest():
+                self._say(GradientPart(self.step, self._weight, first, anew))
+                anew = False
+            self._wait_with_gradient(anew=self._parts.complete())
         except ValueError as error:
             raise SystemExit(f"peerd: {error}") from None
-        try:
-            self._wait_with_gradient()
         except (OSError, EOFError):  # the daemon is gone: the step is this script's own, and says so
             self.close()
             return True

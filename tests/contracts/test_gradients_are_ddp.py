@@ -18,6 +18,8 @@ from safetensors.torch import load_file
 from script_nodes import Swarm
 
 import peerd
+from peerd.training.model import gradient_parts
+from peerd.training.rounds import collective
 
 STEPS = 100
 WORLD = 3
@@ -53,9 +55,21 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
     assert max(apart.values()) <= CLOSE, apart
 
 
-@pytest.mark.parametrize("topology", ["ring", "tree", "halving"])
-def test_the_model_is_that_of_ddp(topology: str, of_ddp: dict[str, torch.Tensor], tmp_path: Path) -> None:
-    """SGD with momentum, AdamW, clipping, accumulation, BatchNorm, unused and frozen parameters, a scaler."""
+@pytest.mark.parametrize(("topology", "bucket"), [("ring", None), ("tree", None), ("halving", None), ("ring", 24)])
+def test_the_model_is_that_of_ddp(
+    topology: str,
+    bucket: int | None,
+    of_ddp: dict[str, torch.Tensor],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SGD with momentum, AdamW, clipping, accumulation, BatchNorm, unused and frozen parameters, a scaler.
+
+    With small buckets parts of the gradients travel while the backward passes are under way.
+    """
+    if bucket is not None:
+        monkeypatch.setattr(gradient_parts, "BUCKET_VALUES", bucket)
+        monkeypatch.setattr(collective, "PIECE_VALUES", bucket)
     found: dict[int, dict[str, torch.Tensor]] = {}
     skipped: list[int] = []
 

@@ -30,6 +30,10 @@ class GradientLife(Life):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.skipped = 0  # steps that a scaler would have left out
+        self.comes: Vector | None = None  # the gradient of the backward pass that is under way
+        self.memory: Vector = np.empty(0)  # as much of it as has come
+        self.first = 0  # from here on
+        self.late: list[Effect] = []  # what a trainer hears when it looks
 
     def _values(self) -> Vector:
         np.copyto(self._buffer, self.base)
@@ -52,10 +56,14 @@ class GradientSwarm(ModeSwarm):
 
         class Watched(GradientAllReduce):
             def _contribution(self, begin: RoundBegin, where: slice) -> Vector:
-                if not begin.whole and self._gradient is not None:
-                    parameters = self._gradient[: self._layout.parameters]
-                    swarm.given[begin.attempt, self._me] = np.concatenate([parameters, self._tail])
+                self.attempt = begin.attempt
                 return super()._contribution(begin, where)
+
+            def _fill(self) -> None:
+                super()._fill()
+                if self._is_whole and self._summand is not None and self._gradient is not None:
+                    parameters = self._gradient[: self._layout.parameters]
+                    swarm.given[self.attempt, self._me] = np.concatenate([parameters, self._tail])
 
         def made(name: str, layout: Layout, rng: random.Random, values: Callable[[], Vector]) -> GradientAllReduce:
             return Watched(name, layout, rng, self.settings, values)
@@ -81,9 +89,43 @@ class GradientSwarm(ModeSwarm):
 
     def step(self, name: str, move: Vector | float | None = None) -> None:
         """A backward pass with a gradient of 1000 times `move`, in whole numbers; the step comes with the mean."""
-        node, layout = self.nodes[name], self.layout
+        node = self.nodes[name]
         if node.waits or node.finishing:
             return
+        if node.comes is not None:
+            self.part(name, 0)
+            return
+        gradient = self.passed(name, move)
+        node.waits = True
+        self.perform(name, node.core.on_gradient(gradient, self.samples.get(name, 1.0), node.steps, self.now, 0.1))
+
+    def part(self, name: str, first: int, *, anew: bool = False) -> None:
+        """A backward pass begins, or begins `anew`, or comes to the parameter `first`; the trainer waits at 0."""
+        node, parameters = self.nodes[name], self.layout.parameters
+        if node.waits or node.finishing:
+            return
+        if begins := node.comes is None or anew:
+            node.comes, node.first = self.passed(name, None), parameters
+            if not node.memory.size:
+                node.memory = np.full_like(node.comes, 1e9)  # of nobody's gradient
+        assert node.comes is not None
+        part = slice(min(first, node.first), node.first if first else None)
+        node.memory[part], node.first = node.comes[part], min(first, node.first)
+        samples = self.samples.get(name, 1.0)
+        told: Any = (node.memory, samples, node.steps, self.now)
+        if first:
+            effects = node.core.on_part(node.memory, node.first, *told[1:], anew=begins)
+        else:
+            node.waits, node.comes = True, None
+            effects = node.core.on_gradient(*told, 0.1, anew=begins)
+        self.perform(name, effects)
+        if not first:
+            late, node.late = node.late, []
+            self.perform(name, [*late, *([Publish()] if node.asked else [])])
+
+    def passed(self, name: str, move: Vector | float | None) -> Vector:
+        """What a backward pass makes."""
+        node, layout = self.nodes[name], self.layout
         parameters = layout.parameters
         gradient = np.zeros(layout.gradients.total, np.float32)
         drawn = self.integers() if move is None else np.round(1000 * np.asarray(move, np.float32)).reshape(-1)
@@ -97,8 +139,12 @@ class GradientSwarm(ModeSwarm):
         for tensor in self.unused.get(name, ()):
             gradient[starts[tensor] : starts[tensor + 1]] = 0.0
             gradient[self.flags][tensor] = 0.0
-        node.waits = True
-        self.perform(name, node.core.on_gradient(gradient, self.samples.get(name, 1.0), node.steps, self.now, 0.1))
+        return gradient
+
+    def finish(self, name: str) -> None:
+        """In the middle of a backward pass, too."""
+        self.nodes[name].comes = None
+        super().finish(name)
 
     def perform(self, name: str, effects: list[Effect]) -> None:
         node = self.nodes[name]
@@ -108,6 +154,9 @@ class GradientSwarm(ModeSwarm):
                 case Averaged(gradient):
                     assert gradient is not None
                     self._go_on(name, gradient)
+                case Become(values, step) if node.comes is not None:
+                    node.late.append(Become(values.copy(), step))
+                    values.fill(np.nan)
                 case Become(values, step):
                     assert node.waits or node.finishing
                     node.x, node.base, node.steps = values.copy(), values.copy(), step

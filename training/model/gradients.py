@@ -6,6 +6,8 @@ flag for each tensor of parameters, 1 where a gradient came to it. Everything is
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import torch
 
 from peerd.training.model.flat import FlatModel, Piece
@@ -22,13 +24,19 @@ class FlatGradients:
         self.total = flat.total - flat.states + flags
 
     @torch.no_grad()
-    def gather(self, out: torch.Tensor) -> None:
-        """Overwrite `out`, shape (total,), float32. Raises ValueError: a gradient is sparse."""
+    def gather(self, out: torch.Tensor, leave: Container[int] = ()) -> None:
+        """Overwrite `out`, shape (total,), float32; the parts of parameters to `leave`, by their order, are there.
+
+        Raises ValueError: a gradient is sparse.
+        """
         flags = out[self._stop :]
         flags.zero_()
-        for index, piece in enumerate(self._parameters):
+        for index, piece in enumerate(self.parameters):
             part = out[piece.start : piece.stop]
             gradient = piece.held.grad
+            if index in leave:
+                flags[index] = 0.0 if gradient is None else 1.0
+                continue
             if gradient is None:
                 part.zero_()
                 continue
@@ -46,11 +54,11 @@ class FlatGradients:
         None takes every gradient away, so that an optimizer of torch's leaves the parameters as they are.
         """
         if values is None:
-            for piece in self._parameters:
+            for piece in self.parameters:
                 piece.held.grad = None
             return
         used = values[self._stop :].tolist()
-        for index, piece in enumerate(self._parameters):
+        for index, piece in enumerate(self.parameters):
             if not used[index]:  # by anybody whose gradient counts
                 piece.held.grad = None
                 continue
@@ -61,7 +69,8 @@ class FlatGradients:
         self._flat.put_buffers(values)
 
     @property
-    def _parameters(self) -> list[Piece]:
+    def parameters(self) -> list[Piece]:
+        """As they are in the flat vector, in order."""
         return [piece for piece in self._flat.pieces if not piece.is_buffer]
 
     @property

@@ -1,7 +1,8 @@
 """All members step by one gradient, the mean of theirs, and so hold one model: an all-reduce of gradients.
 
-The rounds are all-reduce's. A trainer that has its gradient waits with it; the round's mean, weighted by samples, is
-what every optimizer steps by. Members that were in the same rounds hold the same model and optimizer state, to the bit.
+The rounds are all-reduce's. A round may begin while backward passes are under way: a part of a gradient is summed when
+it is there. A trainer that has all of its gradient waits with it; the round's mean, weighted by samples, is what every
+optimizer steps by. Members that were in the same rounds hold the same model and optimizer state, to the bit.
 Those who were not (a newcomer, one that was away or was restarted, both sides of a healed partition) have no mean to
 take part in: then a round carries the whole model and optimizer state of one of those who hold the same, to which the
 others add zeros, so that it comes to all as the same bits. Who had another model takes these over, and its gradient,
@@ -19,6 +20,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -31,8 +33,8 @@ from peerd.training.mode import LinkStatus, ModeClass, not_finite
 from peerd.training.mode_settings import GRADIENTS, ModeSettings
 from peerd.training.model.quiet import Quiet
 from peerd.training.rounds.attempt import EXACT_CODEC
-from peerd.training.rounds.lengths import longest_mean, shortening
-from peerd.training.rounds.member import Committed, Offer, Outcome, Rounds, Withdrawn
+from peerd.training.rounds.lengths import shortening
+from peerd.training.rounds.member import WHOLE, Committed, Offer, Outcome, Rounds, Withdrawn
 from peerd.training.rounds.weights import scales
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import Connected, Message, RoundBegin, RoundPhase
@@ -65,9 +67,12 @@ class GradientAllReduce(ModeClass):
         )
         self._rounds = self._make()
         self._alive: frozenset[NodeId] = frozenset()
-        self._gradient: Vector | None = None  # the trainer's, lent while it waits with it
-        self._tail: Vector = np.empty(0)  # what follows its parameters, as the trainer has it
-        self._length = 0.0  # of what would be contributed of it
+        self._gradient: Vector | None = None  # the trainer's, lent from its first part on while it waits with it
+        self._first = 0  # from here on its parameters' are there
+        self._is_whole = False  # all is, what follows them, too
+        self._tail: Vector = np.empty(0)  # which is this, as the trainer has it
+        self._squares = 0.0  # of what would be contributed of what is there
+        self._summand: _Summand | None = None  # of the last attempt at a round of gradients
         self._offer = Offer()
         self._basis = 0  # the attempt that we agreed in last
         self._lost: Vector | None = None  # what our encoding dropped, to be contributed
@@ -77,15 +82,46 @@ class GradientAllReduce(ModeClass):
 
     # ---------------------------------------------------------------- events
 
-    def on_gradient(self, gradient: Vector, samples: float, step: int, now: float, rate: float) -> list[Effect]:
+    def on_gradient(
+        self, gradient: Vector, samples: float, step: int, now: float, rate: float, *, anew: bool = False
+    ) -> list[Effect]:
+        """See `Mode`."""
+        return self.on_part(gradient, 0, samples, step, now, anew=anew)
+
+    def on_part(
+        self, gradient: Vector, first: int, samples: float, step: int, now: float, *, anew: bool
+    ) -> list[Effect]:
         """See `Mode`."""
         effects = self._anew(now) if self._rounds.finished else []  # a new run, of whatever model
-        self._gradient, cut = gradient, self._layout.parameters
-        self._tail = gradient[cut:].copy()
-        self._length = norm_of_sum(gradient[:cut], None if self._lost is None else self._lost[:cut])
-        nonfinite = not (math.isfinite(self._length) and is_finite(gradient[cut:]))
-        self._offer = Offer(step, samples if 0 < samples < math.inf else 1.0, nonfinite)
-        return effects + self._perform(self._come(now), now)
+        is_new, cut = anew or self._is_whole or self._gradient is None, self._layout.parameters
+        if is_new:
+            self._gradient, self._first, self._is_whole, self._squares = gradient, cut, False, 0.0
+            self._offer = Offer(step, samples if 0 < samples < math.inf else 1.0)
+        self._see(first)
+        so_far = math.isfinite(self._squares)
+        if first == 0:
+            self._tail, self._is_whole = gradient[cut:].copy(), True
+            so_far = so_far and is_finite(self._tail)
+        spoils = not (so_far or self._offer.nonfinite) and self._offer.weight > 0
+        self._offer = replace(self._offer, nonfinite=spoils or self._offer.nonfinite)
+        if self._rounds.phase == RoundPhase.IDLE:
+            return effects + self._perform(self._come(now), now)
+        self._measure()
+        if is_new or spoils:
+            return effects + self._perform(self._rounds.void(now, self._offer, self._there), now)
+        self._fill()
+        return effects + self._perform(self._rounds.come(self._there, now), now)
+
+    def _see(self, first: int) -> None:
+        """The values from here on are there, too."""
+        assert self._gradient is not None, "there is a part of it"
+        part, self._first = slice(min(first, self._first), self._first), min(first, self._first)
+        length = norm_of_sum(self._gradient[part], None if self._lost is None else self._lost[part])
+        self._squares += length * length
+
+    @property
+    def _there(self) -> tuple[int, int]:
+        return WHOLE if self._is_whole else (self._first, self._layout.parameters)
 
     def on_trainer_lost(self, now: float) -> list[Effect]:
         """See `Mode`. One that has ended is not lost."""
@@ -94,6 +130,7 @@ class GradientAllReduce(ModeClass):
     def _anew(self, now: float) -> list[Effect]:
         """To the others this member has just restarted: the model of the furthest comes to it."""
         self._gradient, self._lost, self._basis, self._again_at = None, None, 0, math.inf
+        self._summand = None
         self._offer = Offer()
         last, self._rounds = self._rounds, self._make()
         self._rounds.succeeds(last)
@@ -156,17 +193,22 @@ class GradientAllReduce(ModeClass):
         self._again_at = math.inf
         if self._gradient is None or self._rounds.phase != RoundPhase.IDLE:
             return []
-        if self._robust:
+        self._measure()
+        return self._rounds.reach(now, self._offer, self._there)
+
+    def _measure(self) -> None:
+        """The report that the result is held says how long our part of it was."""
+        if self._robust and self._is_whole:
             counts = self._offer.weight > 0 and not self._offer.nonfinite
-            self._rounds.measured((self._length if counts else 0.0, 0.0))
-        return self._rounds.reach(now, self._offer)
+            self._rounds.measured((math.sqrt(self._squares) if counts else 0.0, 0.0))
 
     def _contribution(self, begin: RoundBegin, where: slice) -> Vector:
-        """This member's summand. What adds nothing is -0.0, which leaves the sign of every zero as it is.
+        """This member's summand, as far as it is there.
 
         A gradient that counts as it stands is lent: what it would be copied for is a pass through memory, and room.
         Its tail is what the round asks for then, until the mean has come.
         """
+        self._summand = None
         if begin.whole:
             gives = begin.source == self._me and len(begin.roster) > 1
             return self._values().copy() if gives else np.full(self._layout.total, -0.0, self._values().dtype)
@@ -174,21 +216,36 @@ class GradientAllReduce(ModeClass):
         rank, parameters = begin.roster.index(self._me), self._layout.parameters
         scale = 0.0 if begin.nonfinite else scales(begin.weights)[rank]
         lends = scale == 1 and self._lost is None
-        summand = self._gradient.view() if lends else np.empty_like(self._gradient)
-        if scale == 0:
-            summand[:parameters] = -0.0
-        elif not lends:
-            np.multiply(self._gradient[:parameters], self._gradient.dtype.type(scale), out=summand[:parameters])
-        if self._lost is not None and not begin.nonfinite:
-            summand[:parameters] += self._lost[:parameters]
-        buffers, tail = self._layout.total - self._layout.states - parameters, summand[parameters:]
+        values = self._gradient if lends else np.empty_like(self._gradient)
+        gives_buffers = rank == _first(begin.weights) and not begin.nonfinite
+        self._summand = _Summand(
+            values, scale, parameters, lends=lends, counts=not begin.nonfinite, buffers=gives_buffers
+        )
+        self._fill()
+        given = values.view()
+        given.flags.writeable = not lends
+        return given
+
+    def _fill(self) -> None:
+        """Make of what has come what is summed. What adds nothing is -0.0, which leaves the sign of every zero."""
+        summand, gradient, parameters = self._summand, self._gradient, self._layout.parameters
+        if summand is None or gradient is None:
+            return
+        part, summand.first = slice(self._first, summand.first), self._first
+        if summand.scale == 0:
+            summand.values[part] = -0.0
+        elif not summand.lends:
+            np.multiply(gradient[part], gradient.dtype.type(summand.scale), out=summand.values[part])
+        if self._lost is not None and summand.counts:
+            summand.values[part] += self._lost[part]
+        if not self._is_whole:
+            return
+        buffers, tail = self._layout.total - self._layout.states - parameters, summand.values[parameters:]
         tail[:] = -0.0
-        if rank == _first(begin.weights) and not begin.nonfinite:
+        if summand.buffers:
             tail[:buffers] = self._tail[:buffers]
-        if scale > 0:
+        if summand.scale > 0:
             tail[buffers:] = self._tail[buffers:]
-        summand.flags.writeable = not lends
-        return summand
 
     # ---------------------------------------------------------------- what a round brings
 
@@ -236,7 +293,7 @@ class GradientAllReduce(ModeClass):
         """What the trainer goes on with, from the sum, put where its gradient was."""
         begin, summed, gradient = committed.begin, committed.mean, self._gradient
         assert gradient is not None, "nobody is in a round without a gradient"
-        self._gradient = None
+        self._gradient = self._summand = None
         self._offer = Offer()
         parameters = self._layout.parameters
         if begin.nonfinite:
@@ -250,7 +307,7 @@ class GradientAllReduce(ModeClass):
         length, apart = mean(gradient[:parameters], summed[:parameters], sum(shares))
         gradient[parameters:] = summed[parameters:]
         self._distance = math.sqrt(apart)
-        limit = longest_mean(begin.lengths, shares) if self._robust and begin.lengths else math.inf
+        limit = committed.limit or math.inf
         if (length := math.sqrt(length)) > limit:
             gradient[:parameters] *= shortening(limit, length)
             self.counts["rounds_shortened"] += 1
@@ -262,8 +319,21 @@ class GradientAllReduce(ModeClass):
         if order is not None and order.whole:
             self._again_at = now + AGAIN_S
             return [*not_finite(self.counts)]
-        self._offer = Offer(self._offer.step, self._offer.weight, nonfinite=True, copied=self._offer.copied)
+        self._offer = replace(self._offer, nonfinite=True)
         return self._come(now)
+
+
+@dataclass(slots=True, eq=False)
+class _Summand:
+    """What one attempt at a round sums of this member's, made as its gradient comes."""
+
+    values: Vector
+    scale: float
+    first: int  # from here on it is made
+    _: KW_ONLY
+    lends: bool  # it is the gradient itself
+    counts: bool  # what encoding dropped is added
+    buffers: bool  # the float buffers are this member's
 
 
 def _first(weights: tuple[float, ...]) -> int:

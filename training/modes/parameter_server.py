@@ -161,7 +161,9 @@ class ParameterServer(ModeClass):
             self._waits = True
         return self._done()
 
-    def on_gradient(self, gradient: Vector, samples: float, step: int, now: float, rate: float) -> list[Effect]:
+    def on_gradient(
+        self, gradient: Vector, samples: float, step: int, now: float, rate: float, *, anew: bool = False
+    ) -> list[Effect]:
         """Push it. A trainer that came back while an earlier one's gradient waits waits with that."""
         self._now = now
         self._note_run(finishing=False)

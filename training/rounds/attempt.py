@@ -164,7 +164,7 @@ class Attempt:
             vector, room = np.concatenate([vector[: layout.parameters], halved(vector[layout.parameters :])]), None
         self._collective = Collective(
             parse_topology(begin.topology), begin.roster.index(me), len(begin.roster), vector, self._packing,
-            self._packing.cut, room,
+            layout.parameters if begin.weights else self._packing.cut, room,
         )  # fmt: skip
         self._ranks = {peer: rank for rank, peer in enumerate(begin.roster)}
         self._waiting: dict[NodeId, deque[Piece]] = {}
@@ -208,9 +208,9 @@ class Attempt:
         """What this member's own encoding dropped; None: nothing."""
         return self._packing.lost
 
-    def start(self, now: float) -> list[Effect]:
-        """Send what needs no other member. Raises NotFinite."""
-        self._queue(self._collective.begin())
+    def come(self, there: tuple[int, int], now: float) -> list[Effect]:
+        """These of our own values are there, from the first to before the last: see `Collective`. Raises NotFinite."""
+        self._queue(self._collective.come(*there))
         return self._post(now)
 
     def on_pieces(self, sender: NodeId, message: RoundPieces, now: float) -> list[Effect]:

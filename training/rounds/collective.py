@@ -59,6 +59,7 @@ class _Part:
     children: list[int]
     giver: int | None
     takers: list[int]
+    has_own: bool = False  # our own values are there
     added: int = 0  # children whose partial sums are in ours
     early: dict[int, Any] = field(default_factory=dict)  # of children whose turn has not come
     complete: bool = False
@@ -79,7 +80,7 @@ class Collective:
     ) -> None:
         """`own` is this rank's contribution, which becomes the sum, unless there is `room` for that, which is as long.
 
-        No piece has values from both sides of `cut`.
+        What of it is there, `come` says. No piece has values from both sides of `cut`.
         """
         assert 0 <= rank < size
         self.vector = own if room is None else room
@@ -103,9 +104,14 @@ class Collective:
         """Whether the sum is in `vector`."""
         return self._incomplete == 0
 
-    def begin(self) -> list[Piece]:
-        """What needs no other rank."""
-        return [piece for index in range(len(self._parts)) for piece in self._reduce(index)]
+    def come(self, first: int, last: int) -> list[Piece]:
+        """This rank's own values [first, last) are there; each value may come again, and is what it was."""
+        pieces = []
+        for index, part in enumerate(self._parts):
+            if not part.has_own and first <= part.start and part.stop <= last:
+                part.has_own = True
+                pieces += self._reduce(index)
+        return pieces
 
     def receive(self, source: int, tag: int, payload: Any) -> list[Piece]:
         """Take a piece in; one that came before is ignored. Raises PeerError for one that cannot be."""
@@ -126,6 +132,8 @@ class Collective:
     def _reduce(self, index: int) -> list[Piece]:
         """Add the children whose turn it is; if these were the last, send the partial sum on."""
         part = self._parts[index]
+        if not part.has_own:
+            return []
         sums, own = self.vector[part.start : part.stop], self._own[part.start : part.stop]
         before = part.added
         while part.added < len(part.children) and part.children[part.added] in part.early:

@@ -22,6 +22,7 @@ them (culprits.py).
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from typing import Any
@@ -29,9 +30,9 @@ from typing import Any
 from peerd.training.mode_settings import AUTO, GRADIENTS, ModeSettings
 from peerd.training.rounds.attempt import EXACT_CODEC, LAST_CODEC, Pace, ends_whole
 from peerd.training.rounds.culprits import MISSES_MAX, Culprits
-from peerd.training.rounds.lengths import AT_ONCE, GROUPS, FarRounds, far_off
+from peerd.training.rounds.lengths import AT_ONCE, GROUPS, FarRounds, Lengths, far_off, longest_mean
 from peerd.training.rounds.topology import choose
-from peerd.training.rounds.weights import capped
+from peerd.training.rounds.weights import capped, scales
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import RoundBegin, RoundCommit, RoundPhase, RoundReport
 
@@ -40,6 +41,7 @@ ATTEMPT_STEP = 1 << 16  # the low bits are drawn, so that two who both lead for 
 PATIENCE_FIRST_S = 300.0  # before anything was measured
 PATIENCE_MIN_S = 30.0
 PATIENCE_SHARE = 4  # times the usual round
+TINY = 1e-300  # the length of what should have none
 
 Order = tuple[NodeId, RoundBegin | RoundCommit]
 
@@ -74,6 +76,8 @@ class Leader:
         self._fell_apart = 0  # attempts in turn that a living member has left
         self._final_misses = 0  # attempts in turn at the last round of a run that have failed
         self._owing: dict[NodeId, float] = {}  # since when each holds a result that it was told to apply
+        self._said: dict[NodeId, Lengths] = {}  # of the attempt, by who holds its result: how long a gradient was
+        self._committed: RoundCommit | None = None
         self._newest = 0  # the highest attempt begun: of one that died before it reported it, nobody else knows
         self._shuffle = False
         self._wanted_at: float | None = None
@@ -99,6 +103,8 @@ class Leader:
         if changed or sender != self._me:
             self._told.pop(sender, None)
         self._reports[sender] = report
+        if self.begun is not None and _holds(report, self.begun.attempt):
+            self._said.setdefault(sender, report.lengths)
         waits_s = max(0.0, report.waits_s)
         if self._open_since is not None:  # a contribution that was there by then is in that round's result
             waits_s = min(waits_s, now - self._open_since)
@@ -158,11 +164,12 @@ class Leader:
 
     def _late_commits(self, reports: dict[NodeId, RoundReport]) -> list[Order]:
         """Whoever holds what another has applied missed the word."""
-        applied = {report.agreed: report.round for report in reports.values()}
+        applied = {report.agreed: report for report in reports.values()}
         orders: list[Order] = []
         for id, report in reports.items():
             if report.phase == RoundPhase.HELD and report.attempt in applied:
-                orders += self._tell([id], RoundCommit(applied[report.attempt], report.attempt))
+                one = applied[report.attempt]
+                orders += self._tell([id], RoundCommit(one.round, one.agreed, one.limit))
         return orders
 
     def _owe(self, reports: dict[NodeId, RoundReport]) -> set[NodeId]:
@@ -183,11 +190,18 @@ class Leader:
 
         None: there is no such attempt. While there is one, its members have yet to say that they have its result, and
         nothing else begins, be they told or not.
+
+        How long a mean of gradients may be only its own leader knew. If somebody applied it who is away, the others'
+        next attempt is another one, and who is away takes over their model.
         """
         holders = sorted(self._holders(reports))
         if not holders:
             return None
         report = reports[holders[0]]
+        if self._committed is not None and self._committed.attempt == report.attempt:
+            return self._tell(holders, self._committed)
+        if self._bounds_gradients:
+            return None
         return self._tell(holders, RoundCommit(report.round + 1, report.attempt))
 
     def _survives(self, id: NodeId, reports: dict[NodeId, RoundReport]) -> bool:
@@ -197,6 +211,8 @@ class Leader:
         if report is None or (id, report.life) not in zip(self.begun.roster, self.begun.lives, strict=True):
             return False
         if report.attempt < self.begun.attempt:  # it takes none that it has had already
+            if self._gradients and report.finished and not self.begun.whole:
+                return False
             return report.phase != RoundPhase.IDLE and report.round < self.begun.round
         return report.attempt == self.begun.attempt and (
             report.phase in (RoundPhase.RUNNING, RoundPhase.HELD) or report.agreed == report.attempt
@@ -212,7 +228,18 @@ class Leader:
         for id in survivors:
             self._waits_again_for(id)
         self._open_since = self._begun_at
-        return self._tell(survivors, RoundCommit(begun.round, begun.attempt))
+        self._committed = RoundCommit(begun.round, begun.attempt, self._longest_mean(begun))
+        return self._tell(survivors, self._committed)
+
+    @property
+    def _bounds_gradients(self) -> bool:
+        return self._gradients and self._settings.robust
+
+    def _longest_mean(self, begun: RoundBegin) -> float:
+        if not (self._bounds_gradients and begun.weights) or begun.nonfinite:
+            return 0.0
+        said = [self._said.get(id, ()) for id in begun.roster]
+        return longest_mean([lengths[0] if lengths else math.inf for lengths in said], scales(begun.weights)) or TINY
 
     def _begin(self, reports: dict[NodeId, RoundReport], pace: Pace, now: float) -> list[Order]:
         """Begin a round when all have come to it; a newcomer to a swarm that has had rounds comes to the next one."""
@@ -247,7 +274,7 @@ class Leader:
             topology = choose(self._size_bytes, len(roster), pace.latency_s, pace.bytes_per_s)[0]
         if self._shuffle:
             self._rng.shuffle(roster)
-        lengths = [length for id in roster for length in reports[id].lengths] if alike else []
+        lengths = [length for id in roster for length in reports[id].lengths] if alike and not self._gradients else []
         attempts = max(self._newest, *(report.attempt for report in reports.values())) // ATTEMPT_STEP
         self._newest = (attempts + 1) * ATTEMPT_STEP + self._rng.randrange(ATTEMPT_STEP)
         self.begun = RoundBegin(
@@ -264,6 +291,7 @@ class Leader:
         )
         self._begun_at = now
         self._moved.clear()
+        self._said.clear()
         self._far_rounds.note(self._far, roster)
         return self._tell(roster, self.begun)
 

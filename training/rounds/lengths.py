@@ -61,10 +61,10 @@ def longest_mean(lengths: Sequence[float], shares: Sequence[float]) -> float:
 
     Gradients vary from batch to batch: one that is long makes a mean beyond LIMIT medians among few members, and the
     mean must be what it is. A mean that is longer than its parts were said to be, or were worth up to FAR medians, is
-    no mean of them.
+    no mean of them. What is no length was not said: it may be as long as any.
     """
-    said = lengths[::GROUPS]
-    usual = _median(length for length, share in zip(said, shares, strict=True) if share > 0)
+    said = [length if length >= 0 else math.inf for length in lengths]
+    usual = _median(length for length, share in zip(said, shares, strict=True) if share > 0 and length < math.inf)
     worth = sum(share * min(length, FAR * usual) for length, share in zip(said, shares, strict=True))
     return max(LIMIT * usual, (1 + ROUNDING) * worth / (sum(shares) or 1.0))
 

@@ -15,7 +15,9 @@ Every order is repeated until the report that follows from it comes, every repor
 
 from __future__ import annotations
 
+import math
 import random
+import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -60,7 +62,7 @@ TRANSITIONS: dict[RoundPhase, dict[RoundPhase, str]] = {
     RoundPhase.RUNNING: {
         RoundPhase.HELD: "the sum is here: RoundReport",
         RoundPhase.RUNNING: "RoundBegin of a later attempt: a member died",
-        RoundPhase.READY: "another leader, or pieces that cannot be: the attempt is over, the contribution stays",
+        RoundPhase.READY: "another leader, pieces that cannot be, another gradient: the attempt is over",
         RoundPhase.IDLE: "a value was not finite: the contribution is withdrawn",
     },
     RoundPhase.HELD: {
@@ -81,6 +83,7 @@ class Committed:
     where: slice  # of the model: the values that were summed
     mean: Vector
     lost: Vector | None
+    limit: float  # the longest that a mean of gradients may be; 0: of any length
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,9 @@ class Offer:
 
 Outcome = Effect | Committed | Withdrawn
 
+WHOLE = (0, sys.maxsize)
+"""All values of a contribution, from the first to before the last."""
+
 
 class Rounds:
     """One member's part in all rounds."""
@@ -117,7 +123,7 @@ class Rounds:
         fragments: int,
     ) -> None:
         """`contribute(begin, where)` makes this member's summand, which is then the attempt's, or lends it to that read
-        only; only after `reach`."""
+        only; only after `reach`. Of gradients it need only hold what `reach` and `come` have said is there."""
         self.phase = RoundPhase.IDLE
         self.round = 0  # the last one applied
         self.finished = False
@@ -136,6 +142,8 @@ class Rounds:
         of_gradients = layout.gradients
         self._fragments = [(slice(0, of_gradients.total), of_gradients)] if self._gradients else layout.cut(fragments)
         self._offer = Offer()
+        self._there = WHOLE  # of our contribution
+        self._limit = 0.0  # of the mean of the last round
         self._room = Lent()  # for the sum of what is lent
         self._awaited: RoundBegin | None = None  # an order to give our model, until there is a copy as it stands
         self.order: RoundBegin | None = None  # of the last attempt begun
@@ -160,14 +168,36 @@ class Rounds:
 
     # ---------------------------------------------------------------- from the mode
 
-    def reach(self, now: float, offer: Offer | None = None) -> list[Outcome]:
-        """There is a contribution to the next round."""
+    def reach(self, now: float, offer: Offer | None = None, there: tuple[int, int] = WHOLE) -> list[Outcome]:
+        """There is a contribution to the next round, or `there` of it."""
         assert self.phase == RoundPhase.IDLE
-        self._offer = offer or self._offer
+        self._offer, self._there = offer or self._offer, there
         self._enter(RoundPhase.READY)
         self._reached_at = self._round_since = now
         self._patience.comes(now)
         return self.say(now)
+
+    def come(self, there: tuple[int, int], now: float) -> list[Outcome]:
+        """More of the contribution is there."""
+        self._there = there
+        if self._attempt is None or self._attempt.begin.whole:
+            return []
+        try:
+            outcomes: list[Outcome] = [*self._attempt.come(there, now)]
+        except NotFinite:
+            return self._withdraw(now)
+        outcomes += self._advance(now)
+        return outcomes + (self.say(now) if self._leads == self._me and self.phase == RoundPhase.HELD else [])
+
+    def void(self, now: float, offer: Offer, there: tuple[int, int] = WHOLE) -> list[Outcome]:
+        """The contribution is another one: an attempt that has begun with it comes to nothing."""
+        self._offer, self._there = offer, there
+        self._stop_summing()
+        return self.say(now)
+
+    def _stop_summing(self) -> None:
+        if self.phase == RoundPhase.RUNNING and self._attempt is not None and not self._attempt.begin.whole:
+            self._give_up()
 
     def finish(self, finished: bool, now: float, offer: Offer | None = None) -> list[Outcome]:
         """The trainer has ended, or another has come. Who has finished is in every round, so nobody waits for it.
@@ -175,6 +205,9 @@ class Rounds:
         `offer` is what it has at its end, where rounds are of gradients."""
         if offer is not None:
             self._offer = offer
+        if finished and self._there != WHOLE:  # the rest does not come
+            self._stop_summing()
+            self._there = WHOLE
         self.finished, self.given, self.settled = finished, False, False
         self._patience.ended()
         if finished and self.phase == RoundPhase.IDLE:
@@ -284,6 +317,7 @@ class Rounds:
         if self.finished:  # the others come to a round by their steps, as many as lie between two
             limit_s = max(limit_s, PATIENCE_SHARE * self._pace.usual_period_s)
         waits = self._leads != self._me and 1 + len(self._alive) >= self._settings.min_peers
+        waits &= self._there == WHOLE  # else the rest of ours may be what is awaited
         if not waits:
             self._patience.begins_anew(now)
         elif self._patience.is_over(limit_s, now, finished=self.finished):
@@ -374,7 +408,10 @@ class Rounds:
             return self._begin(order, now)
         if self.phase != RoundPhase.HELD or self._attempt is None or self._attempt.begin.attempt != order.attempt:
             return []
+        if not 0 <= order.limit < math.inf:
+            raise PeerError(f"a mean that may be {order.limit} long")
         attempt, self._attempt = self._attempt, None
+        self._limit = order.limit
         self.round, self._agreed = attempt.begin.round, attempt.begin.attempt
         self.given, self.settled = self._gives, attempt.begin.final
         self._enter(RoundPhase.READY if self.finished else RoundPhase.IDLE)
@@ -388,7 +425,7 @@ class Rounds:
         if self.finished and not self.settled:
             self._patience.comes(now)
         where, _ = self.summed(attempt.begin)
-        return [Committed(attempt.begin, where, attempt.mean(), attempt.lost), *self._answer(now)]
+        return [Committed(attempt.begin, where, attempt.mean(), attempt.lost, order.limit), *self._answer(now)]
 
     def _begin(self, begin: RoundBegin, now: float) -> list[Outcome]:
         if self._leads != self._me:  # our own leader goes on from what it has heard, which was checked
@@ -416,7 +453,8 @@ class Rounds:
             summand = self._contribute(begin, where)
             room = None if summand.flags.writeable else self._room.take(summand)
             self._attempt = Attempt(begin, self._me, summand, layout, self._pace, room)
-            outcomes: list[Outcome] = [*self._answer(now), *self._attempt.start(now)]
+            there = WHOLE if begin.whole else self._there
+            outcomes: list[Outcome] = [*self._answer(now), *self._attempt.come(there, now)]
         except NotFinite:
             return self._withdraw(now)
         outcomes += self._advance(now)
@@ -525,4 +563,5 @@ class Rounds:
             self._blames, self._lengths[-1] if self.phase != RoundPhase.IDLE else (),
             now - self._reached_at if self.phase != RoundPhase.IDLE else 0.0,
             self._offer.step, self._offer.weight, self._offer.nonfinite, b"" if self._agreed else self._start,
+            self._limit,
         )  # fmt: skip

@@ -40,6 +40,7 @@ class RoundReport(Message):
     weight: float = 0.0  # in the mean; 0: it is of another model
     nonfinite: bool = False  # not finite
     start: bytes = b""  # before its first round: the digest of the model that its progress counts from
+    limit: float = 0.0  # of the mean of the last round that it applied, as the commit said
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,7 @@ class RoundCommit(Message):
     KIND: ClassVar[int] = 68
     round: int
     attempt: int
+    limit: float = 0.0  # the longest that a mean of gradients may be, by what members say of theirs; 0: of any length
 
 
 @dataclass(frozen=True, slots=True)

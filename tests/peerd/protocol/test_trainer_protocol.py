@@ -14,6 +14,7 @@ from peerd.protocol.trainer import (
     FROM_DAEMON,
     FROM_TRAINER,
     Attach,
+    GradientPart,
     GradientReady,
     Said,
     decoded,
@@ -47,8 +48,11 @@ def of(cls: type[Said]) -> st.SearchStrategy[Said]:
     if cls is Attach:
         drawn |= {"parameters": st.integers(1, 5), "total": st.integers(5, 9), "variances": st.just([[1, 4]])}
         drawn["states"] = st.just(0)
-    if cls is GradientReady:
+    if cls in (GradientPart, GradientReady):
         drawn["samples"] = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
+    if cls is GradientPart:
+        drawn["first"] = st.integers(1, 9)
+    if cls is GradientReady:
         drawn["rate"] = st.floats(min_value=0, allow_infinity=False)
     return st.builds(cls, **drawn)
 

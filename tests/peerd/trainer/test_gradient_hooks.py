@@ -18,6 +18,8 @@ from peerd.training.model.flat import FlatModel
 from peerd.training.model.gradients import FlatGradients
 from peerd.training.model.optimizer_state import OptimizerState
 
+NO_PARTS = (lambda: None, lambda parameter: None)
+
 
 def normed(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
@@ -44,7 +46,7 @@ class Counting:
 def hooked(exchange: Counting, optimizers: int = 1) -> tuple[nn.Module, list[torch.optim.Optimizer], GradientHooks]:
     model = normed()
     parts: list[torch.optim.Optimizer] = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(optimizers)]
-    return model, parts, GradientHooks(FlatModel(model), as_one(parts), exchange)
+    return model, parts, GradientHooks(FlatModel(model), as_one(parts), exchange, *NO_PARTS)
 
 
 def test_each_backward_pass_is_exchanged_once_at_its_end() -> None:
@@ -98,7 +100,7 @@ def test_a_layer_that_is_replaced_by_its_like_is_followed() -> None:
     model = normed()
     flat = FlatModel(model)
     gradients = FlatGradients(flat)
-    hooks = GradientHooks(flat, torch.optim.SGD(model.parameters(), lr=0.1), exchange := Counting())
+    hooks = GradientHooks(flat, torch.optim.SGD(model.parameters(), lr=0.1), exchange := Counting(), *NO_PARTS)
     backward(model)
     expected, found = torch.zeros(gradients.total), torch.zeros(gradients.total)
     gradients.gather(expected)
@@ -130,7 +132,7 @@ def test_a_layer_that_is_replaced_by_its_like_is_followed() -> None:
 def test_what_was_replaced_is_let_go() -> None:
     model = normed()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hooks = GradientHooks(FlatModel(model), optimizer, exchange := Counting())
+    hooks = GradientHooks(FlatModel(model), optimizer, exchange := Counting(), *NO_PARTS)
     for count in (1, 2, 3):
         gone = weakref.ref(model.get_parameter("2.weight"))
         model[2] = copy.deepcopy(model[2])
@@ -147,7 +149,7 @@ def test_what_was_replaced_is_let_go() -> None:
 def test_a_replaced_layer_that_is_used_elsewhere_does_not_pass_for_the_new_one() -> None:
     model = normed()
     flat = FlatModel(model)
-    hooks = GradientHooks(flat, torch.optim.SGD(model.parameters(), lr=0.1), exchange := Counting())
+    hooks = GradientHooks(flat, torch.optim.SGD(model.parameters(), lr=0.1), exchange := Counting(), *NO_PARTS)
     old = model[2]
     model[2] = copy.deepcopy(old)
     flat.change()

@@ -15,6 +15,7 @@ from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Effect, Send, Vector
 from peerd.training.rounds import collective
 from peerd.training.rounds.attempt import AT_ONCE, WINDOW, Attempt, ExactPacking, Pace
+from peerd.training.rounds.member import WHOLE
 from peerd.transport.errors import PeerError
 from peerd.transport.messages import Chunk, PiecesTaken, RoundBegin, RoundPieces
 
@@ -86,7 +87,7 @@ class Ring:
         self.unconfirmed: dict[tuple[str, str], set[int]] = {}
         self.messages = self.confirmations = 0
         for name, member in self.members.items():
-            self.post(name, member.start(0.0))
+            self.post(name, member.come(WHOLE, 0.0))
 
     def post(self, source: str, effects: list[Effect]) -> None:
         for effect in effects:
@@ -174,7 +175,7 @@ def test_a_vector_that_is_lent_stays_as_it_is(topology: str, size: int, monkeypa
     for vector in lent.values():
         vector.flags.writeable = False
     members = {name: Attempt(begin, name, lent[name], layout, Pace(), rooms[name]) for name in names}
-    waiting = [(name, effect) for name in names for effect in members[name].start(0.0)]
+    waiting = [(name, effect) for name in names for effect in members[name].come(WHOLE, 0.0)]
     while waiting:
         source, effect = waiting.pop(0)
         assert isinstance(effect, Send)

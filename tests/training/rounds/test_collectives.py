@@ -59,7 +59,10 @@ class Coded:
 
 
 def run(ranks: list[Collective], seed: int, *, twice: bool = False) -> list[int]:
-    """Deliver in any order across links, in order within one; returns the values each rank sent."""
+    """Deliver in any order across links, in order within one, while each rank's values come from the end on.
+
+    Returns the values each rank sent.
+    """
     rng = random.Random(seed)
     links: dict[tuple[int, int], deque[Any]] = {}
     sent = [0] * len(ranks)
@@ -70,12 +73,21 @@ def run(ranks: list[Collective], seed: int, *, twice: bool = False) -> list[int]
             assert len(piece.payload) <= PIECE_VALUES or isinstance(piece.payload, bytes)
             links.setdefault((source, piece.to), deque()).extend([piece] * (1 + twice))
 
-    for rank, machine in enumerate(ranks):
-        post(rank, machine.begin())
-    while waiting := sorted(link for link, queue in links.items() if queue):
-        source, target = rng.choice(waiting)
-        piece = links[source, target].popleft()
-        post(target, ranks[target].receive(source, piece.tag, piece.payload))
+    missing = {rank: len(machine.vector) for rank, machine in enumerate(ranks)}  # values whose turn has not come
+    later = [machine.vector.copy() for machine in ranks]
+    for machine in ranks:
+        machine.vector[:] = 77
+    while waiting := [*missing, *sorted(link for link, queue in links.items() if queue)]:
+        match rng.choice(waiting):
+            case int(rank):
+                end, missing[rank] = missing[rank], rng.randint(0, missing[rank])
+                ranks[rank].vector[missing[rank] : end] = later[rank][missing[rank] : end]
+                post(rank, ranks[rank].come(missing[rank], len(later[rank])))
+                if not missing[rank]:
+                    del missing[rank]
+            case source, target:
+                piece = links[source, target].popleft()
+                post(target, ranks[target].receive(source, piece.tag, piece.payload))
     return sent
 
 

@@ -11,8 +11,8 @@ import pytest
 from gradient_swarm import GradientSwarm
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, run_state_machine_as_test
-from weather import NAMES, Lives, weather_settings
+from hypothesis.stateful import initialize, rule, run_state_machine_as_test
+from weather import NAMES, Lives, names, weather_settings
 
 from peerd.training.codecs import CODECS
 from peerd.training.effects import Vector
@@ -112,6 +112,71 @@ def test_who_joins_has_the_models_bits_and_its_first_gradient_counts_nothing() -
     assert {node.steps for node in swarm.nodes.values()} == {6}
     swarm.train(1, lambda name: swarm.integers() / 1000)
     assert scales(swarm.nodes["a"].core._rounds.order.weights) == [1.0] * 4
+    swarm.one_model()
+
+
+@pytest.mark.parametrize("codec", ["float32", "int8"])
+@given(
+    topologies, st.integers(0, 2**16), st.lists(st.floats(0.1, 1e6), min_size=3, max_size=3),
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 9), st.integers(0, 9), st.booleans()), max_size=40),
+)  # fmt: skip
+@settings(deadline=None, max_examples=40)
+def test_gradients_come_in_parts_while_rounds_are_under_way(
+    codec: str, topology: str, seed: int, samples: list[float], parts: list[tuple[str, int, int, bool]]
+) -> None:
+    """A pass that fails is followed by another; what comes after a part of the sum is there counts, to the bit."""
+    swarm = GradientSwarm("abc", topology=topology, codec=codec, seed=seed)
+    swarm.samples = dict(zip("abc", samples, strict=True))
+    for name, first, deliveries, fails in parts:
+        swarm.part(name, first, anew=fails and first < 4)
+        for _ in range(deliveries):
+            if links := swarm.waiting():
+                swarm.deliver(*links[int(swarm.rng.integers(len(links)))])
+    swarm.train(2, drawn(swarm))
+    swarm.one_model()
+    swarm.end()
+    swarm.one_model()
+
+
+def test_a_part_is_summed_while_the_backward_passes_are_under_way() -> None:
+    swarm = GradientSwarm("abc")
+    swarm.train(2, drawn(swarm))
+    for name in "abc":
+        swarm.part(name, 5)
+    swarm.settle()
+    size = len(swarm.nodes["a"].memory)
+    done = [[part.complete for part in node.core._rounds._attempt._collective._parts] for node in swarm.nodes.values()]
+    starts = [part.start for part in swarm.nodes["a"].core._rounds._attempt._collective._parts]
+    assert size > 9
+    assert done[0] == done[1] == done[2]
+    assert [is_done for start, is_done in zip(starts, done[0], strict=True) if 5 <= start < 9] == [True]
+    assert sum(done[0]) == 1
+    swarm.train(1, drawn(swarm))
+    swarm.one_model()
+    assert swarm.nodes["a"].core.counts["attempts"] == 4, "the first one gave the model of one to all"
+
+
+def test_a_value_that_is_not_finite_late_makes_all_skip_and_who_ends_within_a_pass_holds_up_nobody() -> None:
+    swarm = GradientSwarm("abc")
+    swarm.train(2, drawn(swarm))
+    swarm.spoils = {"b"}
+    for name in "abc":
+        swarm.part(name, 4)
+    swarm.settle()
+    swarm.train(1, drawn(swarm))
+    assert [node.skipped for node in swarm.nodes.values()] == [1, 1, 1]
+    swarm.spoils = set()
+    for name in "abc":
+        swarm.part(name, 4)
+    swarm.settle()
+    swarm.finish("b")
+    swarm.settle()
+    for _ in range(2):
+        for name in "ac":
+            swarm.step(name)
+        swarm.settle()
+    assert [swarm.nodes[name].steps for name in "ac"] == [5, 5]
+    swarm.end()
     swarm.one_model()
 
 
@@ -246,6 +311,11 @@ class AnyWeather(Lives):
     def start(self, seed: int, topology: str, codec: str) -> None:
         self.swarm = GradientSwarm(NAMES, seed=seed, topology=topology, codec=codec)
         self.rng = np.random.default_rng(seed)
+
+    @rule(name=names, first=st.integers(1, 9), anew=st.booleans())
+    def part_of_a_pass(self, name: str, first: int, anew: bool) -> None:
+        if name in self.swarm.nodes:
+            self.swarm.part(name, first, anew=anew)
 
     def teardown(self) -> None:
         if not hasattr(self, "swarm"):

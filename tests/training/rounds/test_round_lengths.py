@@ -61,8 +61,8 @@ def test_who_lies_about_its_length_moves_no_limit_beyond_the_honest(
 def test_no_mean_of_gradients_is_longer_than_can_be_and_no_honest_one_is_shortened(
     said: list[tuple[float, float]], of_nine: list[float]
 ) -> None:
-    shares, told = of_nine[: len(said)], [length for pair in said for length in pair]
-    most, usual = longest_mean(told, shares), limits_of(told)[0] / LIMIT
+    shares, told = of_nine[: len(said)], [length for length, _ in said]
+    most, usual = longest_mean(told, shares), limits_of([length for pair in said for length in pair])[0] / LIMIT
     worth = [share * min(length, FAR * usual) for (length, _), share in zip(said, shares, strict=True)]
     assert most >= sum(worth) / sum(shares) * (1 - 1e-12)
     assert most <= max(LIMIT, FAR) * usual * (1 + 1e-5)
