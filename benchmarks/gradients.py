@@ -50,18 +50,12 @@ def train(side: str, rank: int, peers: int, parameters: int, steps: int, device_
     torch.set_num_threads(1)
     torch.manual_seed(0)
     layers = max(1, round(parameters / WIDTH**2) - 1)
-
-    class Stands(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if x.requires_grad and device_ms:
-                x.register_hook(lambda _: time.sleep(device_ms / 1000))  # type: ignore[no-untyped-call]
-            return x
-
-    inner = [part for _ in range(layers) for part in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU(), Stands())]
+    inner = [part for _ in range(layers) for part in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU())]
     model = torch.nn.Sequential(*inner, torch.nn.Linear(WIDTH, WIDTH))
     for part in model:
         if isinstance(part, torch.nn.Linear):  # or the gradients of a deep one vanish
             torch.nn.init.kaiming_normal_(part.weight, nonlinearity="relu")
+            part.register_forward_hook(lambda _, __, out: out.register_hook(lambda _: time.sleep(device_ms / 1000)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
     ends: list[float] = []
 

@@ -78,16 +78,17 @@ def run(ranks: list[Collective], seed: int, *, twice: bool = False) -> list[int]
     for machine in ranks:
         machine.vector[:] = 77
     while waiting := [*missing, *sorted(link for link, queue in links.items() if queue)]:
-        match rng.choice(waiting):
-            case int(rank):
-                end, missing[rank] = missing[rank], rng.randint(0, missing[rank])
-                ranks[rank].vector[missing[rank] : end] = later[rank][missing[rank] : end]
-                post(rank, ranks[rank].come(missing[rank], len(later[rank])))
-                if not missing[rank]:
-                    del missing[rank]
-            case source, target:
-                piece = links[source, target].popleft()
-                post(target, ranks[target].receive(source, piece.tag, piece.payload))
+        chosen = rng.choice(waiting)
+        if isinstance(chosen, tuple):
+            piece = links[chosen].popleft()
+            post(chosen[1], ranks[chosen[1]].receive(chosen[0], piece.tag, piece.payload))
+            continue
+        end = missing.pop(chosen)
+        first = rng.randint(0, end)
+        ranks[chosen].vector[first:end] = later[chosen][first:end]
+        post(chosen, ranks[chosen].come(first, len(later[chosen])))
+        if first:
+            missing[chosen] = first
     return sent
 
 
