@@ -6,9 +6,9 @@
 
 Both sides run one script over the same examples: on peerd's each node has a daemon, started as a user starts it, with
 `--mode allreduce --exchange gradients`; on torch's a process is a rank of DDP. A step counts from its end on the
-slowest member to the next one's there. With `--device-ms T` the backward pass of each layer stands still for T ms, as one
-whose layers a device computes does for the processor: what travels meanwhile is not waited for. After the last step the models of a side are compared to the bit, and with
-`float32` the two sides' with each other.
+slowest member to the next one's there. With `--device-ms T` the backward pass of each layer stands still for T ms, as
+one does for the processor whose layers a device computes: what travels meanwhile is not waited for. After the last step
+the models of a side are compared to the bit, and with `float32` the two sides' with each other.
 """
 
 from __future__ import annotations
@@ -50,12 +50,16 @@ def train(side: str, rank: int, peers: int, parameters: int, steps: int, device_
     torch.set_num_threads(1)
     torch.manual_seed(0)
     layers = max(1, round(parameters / WIDTH**2) - 1)
+
+    def stand(_: torch.nn.Module, __: object, out: torch.Tensor) -> None:
+        out.register_hook(lambda _: time.sleep(device_ms / 1000))  # type: ignore[no-untyped-call]
+
     inner = [part for _ in range(layers) for part in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU())]
     model = torch.nn.Sequential(*inner, torch.nn.Linear(WIDTH, WIDTH))
     for part in model:
         if isinstance(part, torch.nn.Linear):  # or the gradients of a deep one vanish
             torch.nn.init.kaiming_normal_(part.weight, nonlinearity="relu")
-            part.register_forward_hook(lambda _, __, out: out.register_hook(lambda _: time.sleep(device_ms / 1000)))
+            part.register_forward_hook(stand)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
     ends: list[float] = []
 
@@ -187,7 +191,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     bits = 2 * (options.peers - 1) / options.peers * 32 * options.parameters
     return {
         "peers": options.peers, "parameters": options.parameters, "mbit": options.mbit, "codec": options.codec,
-        "device_ms": options.device_ms, "topology": options.topology, "seconds_of_a_step": seconds, "median_s": medians, "models_apart": apart,
+        "device_ms": options.device_ms, "topology": options.topology, "seconds_of_a_step": seconds,
+        "median_s": medians, "models_apart": apart,
         "rate_of_ddp": medians["ddp"] / medians["peerd"],
         "rates_in_turn": [a / b for a, b in zip(seconds["ddp"], seconds["peerd"], strict=True)],
         "line_s": bits / (1e6 * options.mbit) if options.mbit else 0.0,

@@ -19,8 +19,8 @@ from peerd.training.codecs.vector import PIECE_VALUES
 from peerd.training.model.flat import FlatModel, Piece
 from peerd.training.model.gradients import FlatGradients
 
-BUCKET_VALUES = PIECE_VALUES
-"""That are told of together: the least that a round of them would send."""
+BUCKET_VALUES = 6 * PIECE_VALUES
+"""That are told of together: 25 MB, as in DDP. Smaller ones are more messages, which are most of what a round costs."""
 
 
 class GradientParts:
@@ -131,7 +131,8 @@ class GradientParts:
     def _copy_on(self, device: torch.device, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> list[Any]:
         if device.type != "cuda":
             for part, gradient in pairs:
-                part.copy_(gradient)
+                if part.data_ptr() != gradient.data_ptr():
+                    part.copy_(gradient)
             return []
         stream = self._streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))

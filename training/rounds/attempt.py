@@ -27,8 +27,8 @@ from peerd.transport.errors import PeerError
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import Chunk, PiecesTaken, RoundBegin, RoundPieces
 
-WINDOW = 4
-AT_ONCE = 2  # pieces in a message
+WINDOW = 8
+AT_ONCE = 4  # pieces in a message
 REPEAT_MIN_S = 60.0  # breaks are told by Connected; this is for what was dropped without one
 REPEAT_SHARE = 4  # times the slowest confirmation so far
 ROUND_WEIGHT = 0.2  # of the last round's duration in the running mean

@@ -8,6 +8,7 @@ bytes and unpack them, as the root does itself, so the result is the same to the
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -158,10 +159,15 @@ class Collective:
 
 
 def _pieces(length: int, segments: int, cut: int) -> Iterator[tuple[int, int, int]]:
-    """Segment, start and stop of every piece, the same on all ranks."""
-    for segment in range(segments):
-        first, last = length * segment // segments, length * (segment + 1) // segments
-        bounds = [first, cut, last] if first < cut < last else [first, last]
-        for begin, end in itertools.pairwise(bounds):
-            for start in range(begin, end, PIECE_VALUES):
-                yield segment, start, min(start + PIECE_VALUES, end)
+    """Segment, start and stop of every piece, the same on all ranks.
+
+    Segments take turns, so that any part of the vector keeps all ranks busy: it may come a part at a time.
+    """
+    for begin, end in ((0, min(cut, length)), (min(cut, length), length)):
+        count = math.ceil((end - begin) / PIECE_VALUES)
+        if 2 * (end - begin) >= length:  # of this side of the cut each segment gets as much
+            count = math.ceil(count / segments) * segments
+        bounds = [begin + (end - begin) * index // max(1, count) for index in range(count + 1)]
+        for index, (start, stop) in enumerate(itertools.pairwise(bounds)):
+            if stop > start:
+                yield index % segments, start, stop
