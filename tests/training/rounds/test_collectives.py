@@ -77,18 +77,20 @@ def run(ranks: list[Collective], seed: int, *, twice: bool = False) -> list[int]
     later = [machine.vector.copy() for machine in ranks]
     for machine in ranks:
         machine.vector[:] = 77
-    while waiting := [*missing, *sorted(link for link, queue in links.items() if queue)]:
-        chosen = rng.choice(waiting)
-        if isinstance(chosen, tuple):
-            piece = links[chosen].popleft()
-            post(chosen[1], ranks[chosen[1]].receive(chosen[0], piece.tag, piece.payload))
+    while missing or any(links.values()):
+        waiting = sorted(link for link, queue in links.items() if queue)
+        if (place := rng.randrange(len(missing) + len(waiting))) >= len(missing):
+            source, target = waiting[place - len(missing)]
+            piece = links[source, target].popleft()
+            post(target, ranks[target].receive(source, piece.tag, piece.payload))
             continue
-        end = missing.pop(chosen)
+        rank = sorted(missing)[place]
+        end = missing.pop(rank)
         first = rng.randint(0, end)
-        ranks[chosen].vector[first:end] = later[chosen][first:end]
-        post(chosen, ranks[chosen].come(first, len(later[chosen])))
+        ranks[rank].vector[first:end] = later[rank][first:end]
+        post(rank, ranks[rank].come(first, len(later[rank])))
         if first:
-            missing[chosen] = first
+            missing[rank] = first
     return sent
 
 
