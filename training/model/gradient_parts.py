@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 
-from peerd.training.codecs.vector import PIECE_VALUES
 from peerd.training.model.flat import FlatModel, Piece
 from peerd.training.model.gradients import FlatGradients
 
-BUCKET_VALUES = 6 * PIECE_VALUES
+BUCKET_VALUES = 6 << 20
 """That are told of together: 25 MB, as in DDP. Smaller ones are more messages, which are most of what a round costs."""
 
 
