@@ -248,7 +248,7 @@ OUT_OF_RANGE = {
     "a name that ends a line": (at([3, 0, 1], "a\n"), Ping),
     "no id": (at([1], ""), Ping),
     "a host with a blank": (at([3, 0, 2], "a b"), Ping),
-    "a round that no sum holds": ([2**53, 1], RoundCommit),
+    "a round that no sum holds": ([2**53, 1, 0.0], RoundCommit),
     "the number of a later plan than people make": ([2**32 + 1, "a", True, "gossip", b""], Plan),
     "a plan of control characters": ([1, "a", True, "gossip\x1b[2J", b""], Plan),
     "a negative step": ([[], -1, "sign"], ModelSnapshot),

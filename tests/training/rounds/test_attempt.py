@@ -147,11 +147,11 @@ def test_every_member_has_the_exact_mean_whatever_breaks(
 
 def test_pieces_that_are_ready_together_go_and_are_confirmed_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collective, "PIECE_VALUES", 10)
-    ring = Ring(4, 4 * 60, "ring")  # six pieces a segment
+    ring = Ring(4, 4 * 80, "ring")  # eight pieces a segment
     while waiting := sorted(link for link, queue in ring.queues.items() if queue):
         for link in waiting:
             ring.deliver(*link, 0.0)
-    pieces = 4 * 6 * 6
+    pieces = 4 * 8 * 6
     assert all(member.done for member in ring.members.values())
     assert ring.messages == ring.confirmations == pieces // AT_ONCE
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from gradient_swarm import GradientSwarm
+from gradient_swarm import MOMENTUM, GradientSwarm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule, run_state_machine_as_test
@@ -18,9 +19,10 @@ from peerd.training.codecs import CODECS
 from peerd.training.effects import Vector
 from peerd.training.mode_settings import ModeSettings
 from peerd.training.modes import check_given, check_options
-from peerd.training.rounds.lengths import FAR
+from peerd.training.rounds.lengths import FAR, LIMIT
 from peerd.training.rounds.weights import CAP, are_weights, capped, scales
 from peerd.transport.errors import PeerError, UserError
+from peerd.transport.messages import RoundCommit, RoundPhase
 
 topologies = st.sampled_from(["auto", "ring", "tree", "halving"])
 
@@ -60,6 +62,35 @@ def test_the_mean_is_exact_where_gradients_are_as_long_as_they_vary(times: list[
     swarm.train(3, lambda name: long[name] * np.ones(9, np.float32))  # of one direction: no mean is longer
     swarm.one_model()
     assert swarm.nodes["a"].core.counts["rounds_shortened"] == 0
+
+
+def test_who_says_a_small_length_of_a_huge_gradient_makes_no_mean_longer_than_the_others_allow() -> None:
+    swarm = GradientSwarm("abcd", codec="bfloat16", robust=True)
+    swarm.train(2, drawn(swarm))
+    liar, victim = swarm.nodes["d"].core._rounds, swarm.nodes["b"]
+    measured = liar.measured
+    liar.measured = lambda lengths: measured((1.0, 0.0))
+    momentum = victim.x[-9:].copy()
+    for name in "abcd":
+        swarm.step(name, (1e6 if name == "d" else 0.1) * np.ones(9, np.float32))
+    swarm.settle()
+    mean = victim.x[-9:] - MOMENTUM * momentum
+    assert np.linalg.norm(mean) <= LIMIT * 100 * 3 * (1 + 1e-6)
+    assert [node.core.counts["rounds_shortened"] for node in swarm.nodes.values()] == [1] * 4
+    swarm.one_model()
+
+
+@pytest.mark.parametrize("limit", [-1.0, math.nan, math.inf])
+def test_no_leader_says_that_a_mean_has_a_length_that_is_none(limit: float) -> None:
+    swarm = GradientSwarm("ab")
+    swarm.train(1, drawn(swarm))
+    for name in "ab":
+        swarm.step(name)
+    core = swarm.nodes["b"].core
+    while core._rounds.phase != RoundPhase.HELD:
+        swarm.deliver(*swarm.waiting()[0])
+    with pytest.raises(PeerError, match="long"):
+        core.on_message("a", RoundCommit(core._rounds.order.round, core._rounds.order.attempt, limit), 0.0)
 
 
 @given(st.lists(st.floats(), max_size=8))
@@ -125,7 +156,7 @@ def test_gradients_come_in_parts_while_rounds_are_under_way(
     codec: str, topology: str, seed: int, samples: list[float], parts: list[tuple[str, int, int, bool]]
 ) -> None:
     """A pass that fails is followed by another; what comes after a part of the sum is there counts, to the bit."""
-    swarm = GradientSwarm("abc", topology=topology, codec=codec, seed=seed)
+    swarm = GradientSwarm("abc", topology=topology, codec=codec, seed=seed, robust=bool(seed % 2))
     swarm.samples = dict(zip("abc", samples, strict=True))
     for name, first, deliveries, fails in parts:
         swarm.part(name, first, anew=fails and first < 4)
@@ -187,7 +218,7 @@ def drawn(swarm: GradientSwarm) -> Callable[[str], Vector]:
 def at_messages(event: str) -> None:
     """A step of all in whose middle something happens to one: before the first message, a later one, ..."""
     for boundary in itertools.count(0, 4):
-        swarm = GradientSwarm("abc", seed=boundary)
+        swarm = GradientSwarm("abc", seed=boundary, robust=True)
         swarm.train(2, drawn(swarm))
         victim = "abc"[boundary // 4 % 3]
         for name in "abc":
@@ -307,9 +338,14 @@ class AnyWeather(Lives):
 
     swarm: GradientSwarm
 
-    @initialize(seed=st.integers(0, 2**16), topology=topologies, codec=st.sampled_from(["float32", "int8"]))
-    def start(self, seed: int, topology: str, codec: str) -> None:
-        self.swarm = GradientSwarm(NAMES, seed=seed, topology=topology, codec=codec)
+    @initialize(
+        seed=st.integers(0, 2**16),
+        topology=topologies,
+        codec=st.sampled_from(["float32", "int8"]),
+        robust=st.booleans(),
+    )
+    def start(self, seed: int, topology: str, codec: str, robust: bool = False) -> None:
+        self.swarm = GradientSwarm(NAMES, seed=seed, topology=topology, codec=codec, robust=robust)
         self.rng = np.random.default_rng(seed)
 
     @rule(name=names, first=st.integers(1, 9), anew=st.booleans())
