@@ -12,9 +12,10 @@ def info(name: NameOption = None, format: FormatOption = Format.TEXT) -> None:
     """Show a node's id, the SHA-256 of its key (FINGERPRINT, which begins with the id), address and settings.
 
     \b
-    encrypted    connections are, and each end has proved who it is
-    issuers      the members that make tokens: ask one of them for peerd token
-    epoch        how often this node has been started
+    encrypted       connections are, and each end has proved who it is
+    issuers         the members that make tokens: ask one of them for peerd token
+    epoch           how often this node has been started
+    mode_in_force   what the swarm does now; the settings below it are as started
     """
     answer = request(find_node(name), "info")
     if format is Format.JSON:

@@ -25,7 +25,7 @@ from peerd.security import wall_clock
 from peerd.security.certificates import pin_of
 from peerd.security.token import parse_life
 from peerd.settings import parse_address
-from peerd.training.mode_settings import WEIGHTS
+from peerd.training.mode_settings import PLANNED, WEIGHTS
 from peerd.training.modes import check_given, class_of, in_full, shown_settings
 from peerd.transport.errors import UserError
 from peerd.transport.ids import Address, NodeId, shown
@@ -117,6 +117,7 @@ class Verbs:
             "version": __version__,
             "pid": os.getpid(),
             "state_dir": str(node.settings.state_path),
+            "mode_in_force": self._mode_under(node.model.plans.plan),
             "settings": {
                 key: value for key, value in asdict(node.settings).items() if key not in ("state_dir", "token")
             },
@@ -312,7 +313,8 @@ class Verbs:
 
     async def _mode_set(self, message: dict[str, Any]) -> Answer:
         mode, given = parts(text := str(message["text"]))
-        check_given(mode, given, self._node.settings.exchange)  # here alone: what a member proposed is followed anyway
+        # here alone: what a member proposed is followed anyway
+        check_given(mode, given, self._node.settings.exchange, among=PLANNED)
         plan = self._node.model.plans.propose(text)
         return {"plan": plan.number, "author": plan.author}
 

@@ -30,6 +30,9 @@ def test_the_mode_of_a_live_swarm(machine: Machine) -> None:
     assert refused.stderr.count("\n") == 1
     refused = machine.peerd("mode", "set", "allreduce", "--overlap", "never", "--name", "b")
     assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
+    refused = machine.peerd("mode", "set", "hardsync", "--every", "5", "--name", "b")
+    takes = "which takes codec, topology, servers; leave it out"  # and what may be said only as nodes start
+    assert refused.stderr == f"peerd: every: without effect in mode hardsync, {takes}\n"
 
     changed = machine.peerd("mode", "set", "allreduce", "--every", "5", "--overlap", "blocking", "--name", "b")
     assert changed.returncode == 0, changed.stderr
@@ -40,6 +43,7 @@ def test_the_mode_of_a_live_swarm(machine: Machine) -> None:
     assert lines[2:] == ["in force on a, b, c"]
     c.eventually(lambda: c.ask("status")["counts"].get("rounds", 0) > 3)
     assert "mode: allreduce" in machine.peerd("status", "--name", "c").stdout
+    assert "mode_in_force        allreduce" in machine.peerd("info", "--name", "c").stdout
 
     def shows() -> str:
         return machine.peerd("mode", "show", "--name", "a").stdout.splitlines()[1]

@@ -145,10 +145,10 @@ def heeds(mode: str, setting: str, exchange: str = WEIGHTS) -> bool:
     return setting in known.exchanging(exchange).TAKES
 
 
-def check_given(mode: str, given: Iterable[str], exchange: str = WEIGHTS) -> None:
-    """What a user gives, defaults aside, must have an effect in the mode. Raises UserError."""
+def check_given(mode: str, given: Iterable[str], exchange: str = WEIGHTS, among: Iterable[str] = OPTIONS) -> None:
+    """What a user gives, defaults aside, must have an effect in the mode; it may be `among` these. Raises UserError."""
     if idle := [setting for setting in given if not heeds(mode, setting, exchange)]:
-        takes = ", ".join(class_of(mode).exchanging(exchange).TAKES)
+        takes = ", ".join(name for name in class_of(mode).exchanging(exchange).TAKES if name in among)
         told = f"{mode} with gradients" if exchange != WEIGHTS else mode
         raise UserError(f"{', '.join(idle)}: without effect in mode {told}, which takes {takes}; leave it out")
 
