@@ -21,6 +21,9 @@ from peerd.training.model.gradients import FlatGradients
 BUCKET_VALUES = 6 << 20
 """That are told of together: 25 MB, as in DDP. Smaller ones are more messages, which are most of what a round costs."""
 
+STALE_MAX = 3
+"""Passes in turn that voided what was said of them: of none is anything said before its end then."""
+
 
 class GradientParts:
     """One gradient after the other, in `out`, shape (FlatGradients.total,), float32."""
@@ -31,6 +34,7 @@ class GradientParts:
         self._out = out
         self._streams: dict[torch.device, Any] = {}
         self._used: set[int] | None = None  # parameters that had a gradient in the last pass, by their order
+        self._stale_passes = 0  # in turn
         self._begin_nothing()
 
     def _begin_nothing(self) -> None:
@@ -91,7 +95,12 @@ class GradientParts:
         stale = {place for place in kept if not self._is_as_copied(place, now)}
         self._is_stale |= bool(stale)
         self._gradients.gather(self._out, leave=frozenset(kept) - stale)
-        is_first, self._used = self.is_first, {place for place, piece in enumerate(now) if piece.held.grad is not None}
+        if (is_first := self.is_first) and self._told is not None:
+            self._stale_passes += 1
+        elif not is_first:
+            self._stale_passes = 0
+        used = {place for place, piece in enumerate(now) if piece.held.grad is not None}
+        self._used = used if self._stale_passes < STALE_MAX else None
         self._begin_nothing()
         return is_first
 

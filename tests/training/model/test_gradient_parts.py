@@ -127,6 +127,16 @@ def test_who_had_no_gradient_is_not_waited_for_and_who_has_one_after_all_makes_i
     assert trainer.parts.complete()
 
 
+def test_where_each_pass_voids_what_was_said_nothing_is_said_any_more() -> None:
+    trainer = Trainer([4, 4, 4], bucket=1)
+    told = []
+    for _ in range(6):
+        trainer.begin()
+        told.append(sum(trainer.came(place, 1.0) is not None for place in (2, 1, 2, 0)))
+        trainer.complete()
+    assert told == [0, 2, 2, 2, 0, 0]
+
+
 class Event:
     """As CUDA's."""
 
