@@ -30,6 +30,7 @@ class GradientLife(Life):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.skipped = 0  # steps that a scaler would have left out
+        self.shortened = 0  # rounds whose mean was longer than it may be
         self.comes: Vector | None = None  # the gradient of the backward pass that is under way
         self.memory: Vector = np.empty(0)  # as much of it as has come
         self.first = 0  # from here on
@@ -182,7 +183,9 @@ class GradientSwarm(ModeSwarm):
             assert np.isnan(mean[:parameters]).all()
             node.skipped += 1
             return
-        self._check(order, mean)
+        shortened, node.shortened = node.shortened, node.core.counts["rounds_shortened"]
+        if node.shortened == shortened:
+            self._check(order, mean)
         used = np.repeat(mean[self.flags] > 0, np.diff([0, *[end for end in layout.tensors if end <= parameters]]))
         used = np.concatenate([used, np.ones(parameters - used.size, bool)])
         momentum, x = node.x[states:], node.x[:parameters]
