@@ -107,7 +107,7 @@ class GradientAllReduce(ModeClass):
         if self._rounds.phase == RoundPhase.IDLE:
             return effects + self._perform(self._come(now), now)
         self._measure()
-        if is_new or spoils:
+        if is_new or (spoils and not self._rounds.skips):
             return effects + self._perform(self._rounds.void(now, self._offer, self._there), now)
         self._fill()
         return effects + self._perform(self._rounds.come(self._there, now), now)

@@ -189,6 +189,11 @@ class Rounds:
         outcomes += self._advance(now)
         return outcomes + (self.say(now) if self._leads == self._me and self.phase == RoundPhase.HELD else [])
 
+    @property
+    def skips(self) -> bool:
+        """Whether the attempt that is under way knows that no mean comes of it."""
+        return self._attempt is not None and self._attempt.begin.nonfinite
+
     def void(self, now: float, offer: Offer, there: tuple[int, int] = WHOLE) -> list[Outcome]:
         """The contribution is another one: an attempt that has begun with it comes to nothing."""
         self._offer, self._there = offer, there

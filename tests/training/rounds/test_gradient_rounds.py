@@ -196,6 +196,16 @@ def test_a_value_that_is_not_finite_late_makes_all_skip_and_who_ends_within_a_pa
     swarm.settle()
     swarm.train(1, drawn(swarm))
     assert [node.skipped for node in swarm.nodes.values()] == [1, 1, 1]
+    attempts = swarm.nodes["a"].core.counts["attempts"]
+    swarm.spoils = set("abc")
+    for name in "abc":
+        swarm.part(name, 4)
+    swarm.settle()
+    for name in "abc":
+        swarm.step(name)
+        swarm.settle()
+    assert [node.skipped for node in swarm.nodes.values()] == [2, 2, 2]
+    assert swarm.nodes["a"].core.counts["attempts"] == attempts + 2, "the first to find it says it for all"
     swarm.spoils = set()
     for name in "abc":
         swarm.part(name, 4)
@@ -206,7 +216,7 @@ def test_a_value_that_is_not_finite_late_makes_all_skip_and_who_ends_within_a_pa
         for name in "ac":
             swarm.step(name)
         swarm.settle()
-    assert [swarm.nodes[name].steps for name in "ac"] == [5, 5]
+    assert [swarm.nodes[name].steps for name in "ac"] == [6, 6]
     swarm.end()
     swarm.one_model()
 
