@@ -109,7 +109,7 @@ class GradientCame:
     samples: float
     rate: float  # the learning rate of its optimizer's next step
     first: int = 0
-    anew: bool = False  # what was said of a gradient before is void
+    anew: bool = True  # what was said of a gradient before is void
     is_superseded: ClassVar[bool] = False
 
 
@@ -333,9 +333,10 @@ class ModeCore:
         return mode.on_step(report, now)
 
     def _give_gradient(self, now: float) -> list[Effect]:
-        """To the mode in force; to the next one where this one begins nothing new."""
+        """To the mode in force; to the next one where this one begins nothing new, but ends what it has begun."""
         came, mode, model = self._gradient, self.mode, self.model
-        if came is None or mode is None or model is None or self.phase is not ModePhase.RUNS:
+        goes_on = came is not None and not came.anew and self.phase is ModePhase.ENDS
+        if came is None or mode is None or model is None or not (goes_on or self.phase is ModePhase.RUNS):
             return []
         if came.first > 0:
             return mode.on_part(model.gradient, came.first, came.samples, came.step, now, anew=came.anew)

@@ -179,7 +179,7 @@ class GradientSwarm(ModeSwarm):
         order = node.core._rounds.order
         assert order.attempt == node.core._basis
         parameters, states = layout.parameters, layout.total - layout.states
-        if order.nonfinite:
+        if np.isnan(mean[0]):
             assert np.isnan(mean[:parameters]).all()
             node.skipped += 1
             return

@@ -22,7 +22,9 @@ BUCKET_VALUES = 6 << 20
 """That are told of together: 25 MB, as in DDP. Smaller ones are more messages, which are most of what a round costs."""
 
 STALE_MAX = 3
-"""Passes in turn that voided what was said of them: of none is anything said before its end then."""
+"""Passes that voided what was said of them: of none is anything said before its end then."""
+FORGIVEN = 1 / 8
+"""Of one, by each that did not."""
 
 
 class GradientParts:
@@ -34,7 +36,7 @@ class GradientParts:
         self._out = out
         self._streams: dict[torch.device, Any] = {}
         self._used: set[int] | None = None  # parameters that had a gradient in the last pass, by their order
-        self._stale_passes = 0  # in turn
+        self._stale_passes = 0.0
         self._begin_nothing()
 
     def _begin_nothing(self) -> None:
@@ -71,7 +73,7 @@ class GradientParts:
             return None
         while self._low and (self._low - 1 in self._seen or self._low - 1 not in self._used):
             self._low -= 1
-        if self._low and self._start(self._copied) - self._start(self._low) >= BUCKET_VALUES:
+        if 0 < self._start(self._low) <= self._start(self._copied) - BUCKET_VALUES:
             self._under_way.append((self._start(self._low), self._copy(range(self._low, self._copied))))
             self._copied = self._low
         return self._arrived()
@@ -95,10 +97,9 @@ class GradientParts:
         stale = {place for place in kept if not self._is_as_copied(place, now)}
         self._is_stale |= bool(stale)
         self._gradients.gather(self._out, leave=frozenset(kept) - stale)
-        if (is_first := self.is_first) and self._told is not None:
-            self._stale_passes += 1
-        elif not is_first:
-            self._stale_passes = 0
+        is_first = self.is_first
+        if self._told is not None:
+            self._stale_passes = self._stale_passes + 1 if is_first else max(0.0, self._stale_passes - FORGIVEN)
         used = {place for place, piece in enumerate(now) if piece.held.grad is not None}
         self._used = used if self._stale_passes < STALE_MAX else None
         self._begin_nothing()

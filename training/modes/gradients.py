@@ -37,7 +37,7 @@ from peerd.training.rounds.lengths import shortening
 from peerd.training.rounds.member import WHOLE, Committed, Offer, Outcome, Rounds, Withdrawn
 from peerd.training.rounds.weights import scales
 from peerd.transport.ids import NodeId
-from peerd.transport.messages import Connected, Message, RoundBegin, RoundPhase
+from peerd.transport.messages import NO_MEAN, Connected, Message, RoundBegin, RoundPhase
 
 AGAIN_S = 1.0  # after a model could not be given, for it is not finite
 WITHOUT_FEEDBACK = (EXACT_CODEC, "bfloat16")
@@ -74,6 +74,7 @@ class GradientAllReduce(ModeClass):
         self._squares = 0.0  # of what would be contributed of what is there
         self._summand: _Summand | None = None  # of the last attempt at a round of gradients
         self._offer = Offer()
+        self._outdated: int | None = None  # the trainer may not have the model yet that it took over, as of this step
         self._basis = 0  # the attempt that we agreed in last
         self._lost: Vector | None = None  # what our encoding dropped, to be contributed
         self._again_at = math.inf  # when to come to a round again, after we had to withdraw
@@ -97,6 +98,8 @@ class GradientAllReduce(ModeClass):
         if is_new:
             self._gradient, self._first, self._is_whole, self._squares = gradient, cut, False, 0.0
             self._offer = Offer(step, samples if 0 < samples < math.inf else 1.0)
+            if self._outdated is not None:
+                self._offer = Offer(self._outdated, weight=0.0)
         self._see(first)
         so_far = math.isfinite(self._squares)
         if first == 0:
@@ -107,10 +110,10 @@ class GradientAllReduce(ModeClass):
         if self._rounds.phase == RoundPhase.IDLE:
             return effects + self._perform(self._come(now), now)
         self._measure()
-        if is_new or (spoils and not self._rounds.skips):
-            return effects + self._perform(self._rounds.void(now, self._offer, self._there), now)
         self._fill()
-        return effects + self._perform(self._rounds.come(self._there, now), now)
+        if is_new:
+            return effects + self._perform(self._rounds.void(now, self._offer, self._there), now)
+        return effects + self._perform(self._rounds.come(self._there, now, self._offer), now)
 
     def _see(self, first: int) -> None:
         """The values from here on are there, too."""
@@ -130,7 +133,7 @@ class GradientAllReduce(ModeClass):
     def _anew(self, now: float) -> list[Effect]:
         """To the others this member has just restarted: the model of the furthest comes to it."""
         self._gradient, self._lost, self._basis, self._again_at = None, None, 0, math.inf
-        self._summand = None
+        self._summand = self._outdated = None
         self._offer = Offer()
         last, self._rounds = self._rounds, self._make()
         self._rounds.succeeds(last)
@@ -232,17 +235,17 @@ class GradientAllReduce(ModeClass):
         if summand is None or gradient is None:
             return
         part, summand.first = slice(self._first, summand.first), self._first
-        if summand.scale == 0:
+        if summand.scale == 0 or self._offer.nonfinite:  # no mean comes of what is not, which would stop the sum
             summand.values[part] = -0.0
         elif not summand.lends:
             np.multiply(gradient[part], gradient.dtype.type(summand.scale), out=summand.values[part])
-        if self._lost is not None and summand.counts:
+        if self._lost is not None and summand.counts and not self._offer.nonfinite:
             summand.values[part] += self._lost[part]
         if not self._is_whole:
             return
         buffers, tail = self._layout.total - self._layout.states - parameters, summand.values[parameters:]
         tail[:] = -0.0
-        if summand.buffers:
+        if summand.buffers and not self._offer.nonfinite:
             tail[:buffers] = self._tail[:buffers]
         if summand.scale > 0:
             tail[buffers:] = self._tail[buffers:]
@@ -272,8 +275,8 @@ class GradientAllReduce(ModeClass):
             effects += self._take_over(committed.mean, begin.step)
         self._basis = begin.attempt
         self._partners = [peer for peer in begin.roster if peer != self._me]
-        if not begin.whole:
-            return [Averaged(self._mean(committed))], []
+        if not begin.whole:  # a trainer that was told to end waits for no mean
+            return ([Averaged(self._mean(committed))] if self._gradient is not None else []), []
         if begin.final and self._rounds.finished:
             effects.append(Proceed(settled=True))
         return effects, self._come(now)
@@ -285,7 +288,7 @@ class GradientAllReduce(ModeClass):
         if same and self._basis == 0 and not self._rounds.finished:
             return []
         self._lost = None
-        self._offer = Offer(step, weight=0.0)
+        self._offer, self._outdated = Offer(step, weight=0.0), step
         self.counts["models_taken_over"] += 1
         return [Become(model, step)]
 
@@ -293,10 +296,10 @@ class GradientAllReduce(ModeClass):
         """What the trainer goes on with, from the sum, put where its gradient was."""
         begin, summed, gradient = committed.begin, committed.mean, self._gradient
         assert gradient is not None, "nobody is in a round without a gradient"
-        self._gradient = self._summand = None
+        self._gradient = self._summand = self._outdated = None
         self._offer = Offer()
         parameters = self._layout.parameters
-        if begin.nonfinite:
+        if committed.limit == NO_MEAN:
             self.counts["gradients_not_finite"] += 1
             gradient[:parameters] = np.nan  # where it has any: the flags are its own
             gradient[parameters:] = self._tail

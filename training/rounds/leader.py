@@ -30,11 +30,11 @@ from typing import Any
 from peerd.training.mode_settings import AUTO, GRADIENTS, ModeSettings
 from peerd.training.rounds.attempt import EXACT_CODEC, LAST_CODEC, Pace, ends_whole
 from peerd.training.rounds.culprits import MISSES_MAX, Culprits
-from peerd.training.rounds.lengths import AT_ONCE, GROUPS, FarRounds, Lengths, far_off, longest_mean
+from peerd.training.rounds.lengths import AT_ONCE, GROUPS, FarRounds, far_off, longest_mean
 from peerd.training.rounds.topology import choose
 from peerd.training.rounds.weights import capped, scales
 from peerd.transport.ids import NodeId
-from peerd.transport.messages import RoundBegin, RoundCommit, RoundPhase, RoundReport
+from peerd.transport.messages import NO_MEAN, RoundBegin, RoundCommit, RoundPhase, RoundReport
 
 ROSTER_MAX = 1024  # of a message's array
 ATTEMPT_STEP = 1 << 16  # the low bits are drawn, so that two who both lead for a while do not number alike
@@ -76,7 +76,7 @@ class Leader:
         self._fell_apart = 0  # attempts in turn that a living member has left
         self._final_misses = 0  # attempts in turn at the last round of a run that have failed
         self._owing: dict[NodeId, float] = {}  # since when each holds a result that it was told to apply
-        self._said: dict[NodeId, Lengths] = {}  # of the attempt, by who holds its result: how long a gradient was
+        self._said: dict[NodeId, RoundReport] = {}  # of the attempt, by who holds its result, be it alive or not
         self._committed: RoundCommit | None = None
         self._newest = 0  # the highest attempt begun: of one that died before it reported it, nobody else knows
         self._shuffle = False
@@ -104,7 +104,7 @@ class Leader:
             self._told.pop(sender, None)
         self._reports[sender] = report
         if self.begun is not None and _holds(report, self.begun.attempt):
-            self._said.setdefault(sender, report.lengths)
+            self._said.setdefault(sender, report)
         waits_s = max(0.0, report.waits_s)
         if self._open_since is not None:  # a contribution that was there by then is in that round's result
             waits_s = min(waits_s, now - self._open_since)
@@ -128,15 +128,17 @@ class Leader:
         orders = self._late_commits(reports)
         if self.begun is not None:
             survivors = [id for id in self.begun.roster if self._survives(id, reports)]
-            if survivors and all(_holds(reports[id], self.begun.attempt) for id in survivors):
+            held = bool(survivors) and all(_holds(reports[id], self.begun.attempt) for id in survivors)
+            spoilt = held and any(report.spoilt for report in self._said.values())
+            if held and not spoilt:
                 return orders + self._commit(self.begun, survivors)
             stuck = self._is_stuck(self.begun, limit_s, now)
-            if len(survivors) == len(self.begun.roster) and not stuck:
+            if not spoilt and len(survivors) == len(self.begun.roster) and not stuck:
                 late = [id for id in survivors if reports[id].attempt < self.begun.attempt]
                 return orders + self._tell(late, self.begun)
             self.abandoned += 1
             self._shuffle = stuck  # other neighbours may reach each other
-            left = len(survivors) < sum(id in reports for id in self.begun.roster)  # it lives
+            left = spoilt or len(survivors) < sum(id in reports for id in self.begun.roster)  # it lives
             self._fell_apart += left
             if stuck or (left and self._fell_apart >= MISSES_MAX):
                 self._culprits.failed(self.begun.roster, limit_s, now)
@@ -164,12 +166,17 @@ class Leader:
 
     def _late_commits(self, reports: dict[NodeId, RoundReport]) -> list[Order]:
         """Whoever holds what another has applied missed the word."""
-        applied = {report.agreed: report for report in reports.values()}
         orders: list[Order] = []
         for id, report in reports.items():
-            if report.phase == RoundPhase.HELD and report.attempt in applied:
-                one = applied[report.attempt]
-                orders += self._tell([id], RoundCommit(one.round, one.agreed, one.limit))
+            said = [(one.round, one.limit) for one in reports.values() if one.agreed == report.attempt]
+            is_under_way = self.begun is not None and self.begun.attempt == report.attempt  # nobody can have applied it
+            if report.phase != RoundPhase.HELD or not said or is_under_way:
+                continue
+            commit = self._committed
+            if commit is None or commit.attempt != report.attempt:
+                (number, limit), _ = Counter(sorted(said)).most_common(1)[0]  # one alone may say anything
+                commit = RoundCommit(number, report.attempt, limit)
+            orders += self._tell([id], commit)
         return orders
 
     def _owe(self, reports: dict[NodeId, RoundReport]) -> set[NodeId]:
@@ -191,8 +198,8 @@ class Leader:
         None: there is no such attempt. While there is one, its members have yet to say that they have its result, and
         nothing else begins, be they told or not.
 
-        How long a mean of gradients may be only its own leader knew. If somebody applied it who is away, the others'
-        next attempt is another one, and who is away takes over their model.
+        How long a mean of gradients may be, and whether there is one, only its own leader knew. If somebody applied it
+        who is away, the others' next attempt is another one, and who is away takes over their model.
         """
         holders = sorted(self._holders(reports))
         if not holders:
@@ -200,7 +207,7 @@ class Leader:
         report = reports[holders[0]]
         if self._committed is not None and self._committed.attempt == report.attempt:
             return self._tell(holders, self._committed)
-        if self._bounds_gradients:
+        if self._gradients:
             return None
         return self._tell(holders, RoundCommit(report.round + 1, report.attempt))
 
@@ -231,14 +238,13 @@ class Leader:
         self._committed = RoundCommit(begun.round, begun.attempt, self._longest_mean(begun))
         return self._tell(survivors, self._committed)
 
-    @property
-    def _bounds_gradients(self) -> bool:
-        return self._gradients and self._settings.robust
-
     def _longest_mean(self, begun: RoundBegin) -> float:
-        if not (self._bounds_gradients and begun.weights) or begun.nonfinite:
+        """As a commit says it."""
+        if begun.nonfinite or any(report.nonfinite for report in self._said.values()):
+            return NO_MEAN
+        if not (self._gradients and self._settings.robust and begun.weights):
             return 0.0
-        said = [self._said.get(id, ()) for id in begun.roster]
+        said = [self._said[id].lengths if id in self._said else () for id in begun.roster]
         return longest_mean([lengths[0] if lengths else math.inf for lengths in said], scales(begun.weights)) or TINY
 
     def _begin(self, reports: dict[NodeId, RoundReport], pace: Pace, now: float) -> list[Order]:

@@ -37,6 +37,7 @@ from peerd.training.scratch import Lent
 from peerd.transport.errors import PeerError, UserError
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import (
+    NO_MEAN,
     Connected,
     LeaderPassed,
     Message,
@@ -62,7 +63,7 @@ TRANSITIONS: dict[RoundPhase, dict[RoundPhase, str]] = {
     RoundPhase.RUNNING: {
         RoundPhase.HELD: "the sum is here: RoundReport",
         RoundPhase.RUNNING: "RoundBegin of a later attempt: a member died",
-        RoundPhase.READY: "another leader, pieces that cannot be, another gradient: the attempt is over",
+        RoundPhase.READY: "another leader, pieces that cannot be, a run's end in a gradient: the attempt is over",
         RoundPhase.IDLE: "a value was not finite: the contribution is withdrawn",
     },
     RoundPhase.HELD: {
@@ -83,7 +84,7 @@ class Committed:
     where: slice  # of the model: the values that were summed
     mean: Vector
     lost: Vector | None
-    limit: float  # the longest that a mean of gradients may be; 0: of any length
+    limit: float  # the longest that a mean of gradients may be; 0: of any length; NO_MEAN
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +144,7 @@ class Rounds:
         self._fragments = [(slice(0, of_gradients.total), of_gradients)] if self._gradients else layout.cut(fragments)
         self._offer = Offer()
         self._there = WHOLE  # of our contribution
+        self._spoilt = False  # what an attempt has of it is another one's
         self._limit = 0.0  # of the mean of the last round
         self._room = Lent()  # for the sum of what is lent
         self._awaited: RoundBegin | None = None  # an order to give our model, until there is a copy as it stands
@@ -177,9 +179,9 @@ class Rounds:
         self._patience.comes(now)
         return self.say(now)
 
-    def come(self, there: tuple[int, int], now: float) -> list[Outcome]:
+    def come(self, there: tuple[int, int], now: float, offer: Offer | None = None) -> list[Outcome]:
         """More of the contribution is there."""
-        self._there = there
+        self._there, self._offer = there, offer or self._offer
         if self._attempt is None or self._attempt.begin.whole:
             return []
         try:
@@ -189,20 +191,11 @@ class Rounds:
         outcomes += self._advance(now)
         return outcomes + (self.say(now) if self._leads == self._me and self.phase == RoundPhase.HELD else [])
 
-    @property
-    def skips(self) -> bool:
-        """Whether the attempt that is under way knows that no mean comes of it."""
-        return self._attempt is not None and self._attempt.begin.nonfinite
-
-    def void(self, now: float, offer: Offer, there: tuple[int, int] = WHOLE) -> list[Outcome]:
-        """The contribution is another one: an attempt that has begun with it comes to nothing."""
-        self._offer, self._there = offer, there
-        self._stop_summing()
-        return self.say(now)
-
-    def _stop_summing(self) -> None:
-        if self.phase == RoundPhase.RUNNING and self._attempt is not None and not self._attempt.begin.whole:
-            self._give_up()
+    def void(self, now: float, offer: Offer, there: tuple[int, int]) -> list[Outcome]:
+        """The contribution is another one. An attempt that has begun goes on, so that nobody waits, to no mean."""
+        self._offer = offer
+        self._spoilt = self._attempt is not None and not self._attempt.begin.whole
+        return [*self.come(there, now), *self.say(now)]
 
     def finish(self, finished: bool, now: float, offer: Offer | None = None) -> list[Outcome]:
         """The trainer has ended, or another has come. Who has finished is in every round, so nobody waits for it.
@@ -211,8 +204,9 @@ class Rounds:
         if offer is not None:
             self._offer = offer
         if finished and self._there != WHOLE:  # the rest does not come
-            self._stop_summing()
             self._there = WHOLE
+            if self.phase == RoundPhase.RUNNING and self._attempt is not None and not self._attempt.begin.whole:
+                self._give_up()
         self.finished, self.given, self.settled = finished, False, False
         self._patience.ended()
         if finished and self.phase == RoundPhase.IDLE:
@@ -391,6 +385,7 @@ class Rounds:
             ("an attempt", report.attempt, self._seen),
         ):  # fmt: skip
             within_step(what, told, ours, first=REPORTED_MAX)
+        _check_limit(report.limit)
         if self._begun_at is not None and report.phase == RoundPhase.RUNNING:
             self._pace.answered(now - self._begun_at)  # the first answer to a RoundBegin
             self._begun_at = None
@@ -413,8 +408,7 @@ class Rounds:
             return self._begin(order, now)
         if self.phase != RoundPhase.HELD or self._attempt is None or self._attempt.begin.attempt != order.attempt:
             return []
-        if not 0 <= order.limit < math.inf:
-            raise PeerError(f"a mean that may be {order.limit} long")
+        _check_limit(order.limit)
         attempt, self._attempt = self._attempt, None
         self._limit = order.limit
         self.round, self._agreed = attempt.begin.round, attempt.begin.attempt
@@ -445,7 +439,7 @@ class Rounds:
             self._awaited = begin
             return [Publish()]  # pieces that come meanwhile are kept
         self._awaited, self.order = None, begin
-        self._seen = begin.attempt
+        self._seen, self._spoilt = begin.attempt, False
         if self.phase != RoundPhase.READY:
             self._round_since = now
         self._gives = self.finished
@@ -568,5 +562,11 @@ class Rounds:
             self._blames, self._lengths[-1] if self.phase != RoundPhase.IDLE else (),
             now - self._reached_at if self.phase != RoundPhase.IDLE else 0.0,
             self._offer.step, self._offer.weight, self._offer.nonfinite, b"" if self._agreed else self._start,
-            self._limit,
+            self._limit, self._spoilt,
         )  # fmt: skip
+
+
+def _check_limit(limit: float) -> None:
+    """Of a mean. Raises PeerError."""
+    if not (limit == NO_MEAN or 0 <= limit < math.inf):
+        raise PeerError(f"a mean that may be {limit} long")

@@ -61,6 +61,7 @@ from peerd.transport.messages.parameter_server import (
     Weights,
 )
 from peerd.transport.messages.rounds import (
+    NO_MEAN,
     LeaderPassed,
     PiecesTaken,
     RoundBegin,
@@ -86,6 +87,7 @@ __all__ = [
     "COUNT",
     "MESSAGES",
     "NAME",
+    "NO_MEAN",
     "NO_TLS",
     "PLAN_NUMBER_MAX",
     "Ack",

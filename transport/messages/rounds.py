@@ -41,6 +41,7 @@ class RoundReport(Message):
     nonfinite: bool = False  # not finite
     start: bytes = b""  # before its first round: the digest of the model that its progress counts from
     limit: float = 0.0  # of the mean of the last round that it applied, as the commit said
+    spoilt: bool = False  # what it gave to the attempt is not its gradient: no mean may come of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,9 @@ class RoundBegin(Message):
     source: NameOrNone = ""  # whose whole model all take over; "": they take their mean
     basis: int = 0  # the attempt that the source agreed in last: who did so, too, has its model
     step: int = 0  # of the source's trainer
+
+
+NO_MEAN = -1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +97,8 @@ class RoundCommit(Message):
     KIND: ClassVar[int] = 68
     round: int
     attempt: int
-    limit: float = 0.0  # the longest that a mean of gradients may be, by what members say of theirs; 0: of any length
+    limit: float = 0.0  # the longest that a mean of gradients may be, by what members say of theirs; 0: of any length,
+    # NO_MEAN: there is none, for some are not finite
 
 
 @dataclass(frozen=True, slots=True)
