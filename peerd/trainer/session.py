@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -94,6 +95,7 @@ class Session:
             raise Refused(str(error).splitlines()[0]) from None
         self._frozen = FrozenBase(model)  # before a checkpoint changes what the script made
         self._parts: GradientParts | None = None
+        self._telling = threading.Lock()
         self._gradients = FlatGradients(self.flat) if self._exchanges and isinstance(self.flat, FlatModel) else None
         gradients = self._gradients.total if self._gradients is not None else 0
         self._memory = SharedMemory.create(self.flat.total, gradients)
@@ -249,12 +251,13 @@ class Session:
         self._weight = samples
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
-        """A parameter has its gradient, in the middle of a backward pass."""
+        """A parameter has its gradient, in the middle of a backward pass; each device has a thread for it."""
         assert self._parts is not None, "hooks are set where gradients are exchanged"
-        anew = self._parts.is_first
-        if (first := self._parts.came(parameter)) is not None:
-            with suppress(OSError):  # the daemon is gone: the end of the pass will say so
-                self._say(GradientPart(self.step, self._weight, first, anew))
+        with self._telling:
+            anew = self._parts.is_first
+            if (first := self._parts.came(parameter)) is not None:
+                with suppress(OSError):  # the daemon is gone: the end of the pass will say so
+                    self._say(GradientPart(self.step, self._weight, first, anew))
 
     def _wait_with_gradient(self, *, anew: bool) -> None:
         self._client.enter(ClientState.WITH_GRADIENT)

@@ -43,8 +43,7 @@ class FlatGradients:
             if gradient.layout != torch.strided:
                 raise ValueError(f"the gradient of {piece.name} is sparse: make it with sparse=False")
             flags[index] = 1.0
-            if gradient.data_ptr() != part.data_ptr():
-                part.view(gradient.shape).copy_(gradient)
+            part.view(gradient.shape).copy_(gradient)
         for piece in self._buffers:
             out[piece.start : piece.stop].copy_(piece.source.reshape(-1))
 
@@ -52,7 +51,6 @@ class FlatGradients:
     def scatter(self, values: torch.Tensor | None) -> None:
         """Give each parameter its part of `values`, shape (total,), where its flag is not 0, and the buffers theirs.
 
-        A float32 parameter's gradient is that part of the memory then, until another pass makes it a gradient.
         None takes every gradient away, so that an optimizer of torch's leaves the parameters as they are.
         """
         if values is None:
@@ -65,9 +63,6 @@ class FlatGradients:
                 piece.held.grad = None
                 continue
             part = values[piece.start : piece.stop].view(piece.held.shape)
-            if _may_be_lent(piece.held):
-                piece.held.grad = part
-                continue
             if piece.held.grad is None:
                 piece.held.grad = torch.empty_like(piece.held)
             piece.held.grad.copy_(part)
@@ -81,8 +76,3 @@ class FlatGradients:
     @property
     def _buffers(self) -> list[Piece]:
         return [piece for piece in self._flat.pieces if piece.is_buffer and piece.stop <= self._stop]
-
-
-def _may_be_lent(parameter: torch.Tensor) -> bool:
-    """Whether a gradient of it may be a part of a flat vector on the host, as it stands."""
-    return parameter.dtype == torch.float32 and parameter.device.type == "cpu" and parameter.is_contiguous()

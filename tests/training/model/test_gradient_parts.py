@@ -127,6 +127,15 @@ def test_who_had_no_gradient_is_not_waited_for_and_who_has_one_after_all_makes_i
     assert trainer.parts.complete()
 
 
+def test_of_a_first_parameter_without_values_nothing_is_said_before_the_end() -> None:
+    trainer = Trainer([0, 4, 4], bucket=1)
+    for _ in range(2):
+        trainer.begin()
+        told = [trainer.came(place, 1.0) for place in (2, 1, 0)]
+        trainer.complete()
+    assert told == [4, None, None]
+
+
 def test_where_each_pass_voids_what_was_said_nothing_is_said_any_more() -> None:
     trainer = Trainer([4, 4, 4], bucket=1)
     told = []

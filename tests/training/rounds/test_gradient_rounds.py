@@ -16,7 +16,7 @@ from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 from weather import NAMES, Lives, names, weather_settings
 
 from peerd.training.codecs import CODECS
-from peerd.training.effects import Vector
+from peerd.training.effects import Become, Vector
 from peerd.training.mode_settings import ModeSettings
 from peerd.training.modes import check_given, check_options
 from peerd.training.rounds.lengths import FAR, LIMIT
@@ -219,6 +219,70 @@ def test_a_value_that_is_not_finite_late_makes_all_skip_and_who_ends_within_a_pa
     assert [swarm.nodes[name].steps for name in "ac"] == [6, 6]
     swarm.end()
     swarm.one_model()
+
+
+@pytest.mark.parametrize("names", ["abc", "abcde"])
+@pytest.mark.parametrize("tries", [1, 4])
+def test_passes_that_fail_on_all_cost_one_more_attempt_and_leave_nobody_out(names: str, tries: int) -> None:
+    """Each after the others have heard of the last, as backward passes end at different times."""
+    swarm = GradientSwarm(names, robust=True)
+    swarm.train(2, drawn(swarm))
+    attempts = swarm.nodes["a"].core.counts["attempts"]
+    for name in names:
+        swarm.part(name, 4)
+    swarm.settle()
+    for _ in range(tries):
+        for name in names:
+            swarm.part(name, 6, anew=True)
+            swarm.settle()
+    for name in names:
+        swarm.step(name)
+        swarm.settle()
+    order = swarm.nodes["a"].core._rounds.order
+    assert sorted(order.roster) == sorted(names)
+    assert [node.steps for node in swarm.nodes.values()] == [3] * len(names)
+    assert swarm.nodes["a"].core.counts["attempts"] == attempts + 2
+    assert not any(node.core.counts["members_set_aside"] for node in swarm.nodes.values())
+    swarm.one_model()
+
+
+def test_who_takes_over_a_model_within_a_pass_that_fails_has_no_gradient_of_it_in_the_next_one_either() -> None:
+    swarm = GradientSwarm("abc")
+    swarm.train(2, drawn(swarm))
+    swarm.live("d", swarm.first_model())
+    swarm.all_hear()
+    for name in "dabc":
+        swarm.part(name, 4)
+    swarm.settle()
+    for name in "abc":
+        swarm.step(name)
+    swarm.settle()
+    assert [type(effect) for effect in swarm.nodes["d"].late] == [Become]
+    swarm.part("d", 4, anew=True)
+    swarm.step("d")
+    swarm.settle()
+    order = swarm.nodes["a"].core._rounds.order
+    assert dict(zip(order.roster, order.weights, strict=True)) == {"a": 1.0, "b": 1.0, "c": 1.0, "d": 0.0}
+    swarm.one_model()
+
+
+@pytest.mark.parametrize("limit", [0.0, 1e-9, 1e9])
+def test_who_says_that_it_has_applied_what_nobody_can_have_sets_no_limit(limit: float) -> None:
+    swarm = GradientSwarm("abc", robust=True)
+    swarm.train(2, drawn(swarm))
+    for name in "abc":
+        swarm.step(name)
+    leader, liar = swarm.nodes["a"].core, swarm.nodes["c"].core
+    while leader._rounds.phase != RoundPhase.HELD:
+        swarm.deliver(*swarm.waiting()[0])
+    attempt = leader._rounds.order.attempt
+    said = replace(liar._rounds._report(0.0), agreed=attempt, limit=limit, phase=RoundPhase.IDLE)
+    swarm.perform("a", leader.on_message("c", said, swarm.now))
+    swarm.settle()
+    assert leader._rounds._limit == swarm.nodes["b"].core._rounds._limit != limit
+    assert [node.core.counts["rounds_shortened"] for node in swarm.nodes.values()] == [0] * 3
+    with pytest.raises(PeerError, match="long"):
+        leader.on_message("c", replace(said, limit=-3.0), swarm.now)
 
 
 def drawn(swarm: GradientSwarm) -> Callable[[str], Vector]:
