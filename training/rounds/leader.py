@@ -129,16 +129,16 @@ class Leader:
         if self.begun is not None:
             survivors = [id for id in self.begun.roster if self._survives(id, reports)]
             held = bool(survivors) and all(_holds(reports[id], self.begun.attempt) for id in survivors)
-            spoilt = held and any(report.spoilt for report in self._said.values())
-            if held and not spoilt:
+            is_void = held and any(report.is_void for report in self._said.values())
+            if held and not is_void:
                 return orders + self._commit(self.begun, survivors)
             stuck = self._is_stuck(self.begun, limit_s, now)
-            if not spoilt and len(survivors) == len(self.begun.roster) and not stuck:
+            if not is_void and len(survivors) == len(self.begun.roster) and not stuck:
                 late = [id for id in survivors if reports[id].attempt < self.begun.attempt]
                 return orders + self._tell(late, self.begun)
             self.abandoned += 1
             self._shuffle = stuck  # other neighbours may reach each other
-            left = spoilt or len(survivors) < sum(id in reports for id in self.begun.roster)  # it lives
+            left = is_void or len(survivors) < sum(id in reports for id in self.begun.roster)  # it lives
             self._fell_apart += left
             if stuck or (left and self._fell_apart >= MISSES_MAX):
                 self._culprits.failed(self.begun.roster, limit_s, now)

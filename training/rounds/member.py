@@ -144,7 +144,7 @@ class Rounds:
         self._fragments = [(slice(0, of_gradients.total), of_gradients)] if self._gradients else layout.cut(fragments)
         self._offer = Offer()
         self._there = WHOLE  # of our contribution
-        self._spoilt = False  # what an attempt has of it is another one's
+        self._is_void = False  # what an attempt has of it is another one's
         self._limit = 0.0  # of the mean of the last round
         self._room = Lent()  # for the sum of what is lent
         self._awaited: RoundBegin | None = None  # an order to give our model, until there is a copy as it stands
@@ -194,7 +194,7 @@ class Rounds:
     def void(self, now: float, offer: Offer, there: tuple[int, int]) -> list[Outcome]:
         """The contribution is another one. An attempt that has begun goes on, so that nobody waits, to no mean."""
         self._offer = offer
-        self._spoilt = self._attempt is not None and not self._attempt.begin.whole
+        self._is_void = self._attempt is not None and not self._attempt.begin.whole
         return [*self.come(there, now), *self.say(now)]
 
     def finish(self, finished: bool, now: float, offer: Offer | None = None) -> list[Outcome]:
@@ -439,7 +439,7 @@ class Rounds:
             self._awaited = begin
             return [Publish()]  # pieces that come meanwhile are kept
         self._awaited, self.order = None, begin
-        self._seen, self._spoilt = begin.attempt, False
+        self._seen, self._is_void = begin.attempt, False
         if self.phase != RoundPhase.READY:
             self._round_since = now
         self._gives = self.finished
@@ -562,7 +562,7 @@ class Rounds:
             self._blames, self._lengths[-1] if self.phase != RoundPhase.IDLE else (),
             now - self._reached_at if self.phase != RoundPhase.IDLE else 0.0,
             self._offer.step, self._offer.weight, self._offer.nonfinite, b"" if self._agreed else self._start,
-            self._limit, self._spoilt,
+            self._limit, self._is_void,
         )  # fmt: skip
 
 

@@ -249,20 +249,23 @@ def test_passes_that_fail_on_all_cost_one_more_attempt_and_leave_nobody_out(name
 def test_who_takes_over_a_model_within_a_pass_that_fails_has_no_gradient_of_it_in_the_next_one_either() -> None:
     swarm = GradientSwarm("abc")
     swarm.train(2, drawn(swarm))
-    swarm.live("d", swarm.first_model())
-    swarm.all_hear()
-    for name in "dabc":
-        swarm.part(name, 4)
+    for name, side in (("a", "ab"), ("b", "ab"), ("c", "c")):
+        swarm.peers(name, set(side))
     swarm.settle()
     for name in "abc":
         swarm.step(name)
     swarm.settle()
-    assert [type(effect) for effect in swarm.nodes["d"].late] == [Become]
-    swarm.part("d", 4, anew=True)
-    swarm.step("d")
+    swarm.heal()
+    for name in "ab":
+        swarm.step(name)
+    swarm.part("c", 5)
     swarm.settle()
-    order = swarm.nodes["a"].core._rounds.order
-    assert dict(zip(order.roster, order.weights, strict=True)) == {"a": 1.0, "b": 1.0, "c": 1.0, "d": 0.0}
+    assert [type(effect) for effect in swarm.nodes["c"].late] == [Become]
+    swarm.part("c", 5, anew=True)
+    swarm.step("c")
+    swarm.settle()
+    order = swarm.nodes["c"].core._rounds.order
+    assert dict(zip(order.roster, order.weights, strict=True)) == {"a": 1.0, "b": 1.0, "c": 0.0}
     swarm.one_model()
 
 
