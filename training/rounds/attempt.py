@@ -28,7 +28,7 @@ from peerd.transport.ids import NodeId
 from peerd.transport.messages import Chunk, PiecesTaken, RoundBegin, RoundPieces
 
 WINDOW = 8
-AT_ONCE = 4  # pieces in a message
+AT_ONCE = 4  # pieces in a message; of trees half as many, and half the window: their levels wait for each other
 REPEAT_MIN_S = 60.0  # breaks are told by Connected; this is for what was dropped without one
 REPEAT_SHARE = 4  # times the slowest confirmation so far
 ROUND_WEIGHT = 0.2  # of the last round's duration in the running mean
@@ -162,8 +162,10 @@ class Attempt:
         self._packing = ExactPacking() if begin.codec == EXACT_CODEC else CodecPacking(begin.codec, layout)
         if self._in_halves:
             vector, room = np.concatenate([vector[: layout.parameters], halved(vector[layout.parameters :])]), None
+        topology = parse_topology(begin.topology)
+        self._at_once = AT_ONCE if topology.name == "ring" else AT_ONCE // 2
         self._collective = Collective(
-            parse_topology(begin.topology), begin.roster.index(me), len(begin.roster), vector, self._packing,
+            topology, begin.roster.index(me), len(begin.roster), vector, self._packing,
             layout.parameters if begin.weights else self._packing.cut, room,
         )  # fmt: skip
         self._ranks = {peer: rank for rank, peer in enumerate(begin.roster)}
@@ -243,7 +245,7 @@ class Attempt:
         self._sent[peer] = {seq: (piece, now) for seq, (piece, _) in sent.items()}
         pieces = [piece for piece, _ in sent.values()]
         effects: list[Effect] = [
-            self._message(peer, pieces[at : at + AT_ONCE]) for at in range(0, len(pieces), AT_ONCE)
+            self._message(peer, pieces[at : at + self._at_once]) for at in range(0, len(pieces), self._at_once)
         ]
         confirmed = self._confirmed.get(peer)
         return [*effects, self._taken(peer, confirmed)] if confirmed else effects
@@ -268,8 +270,9 @@ class Attempt:
     def _fill(self, peer: NodeId, now: float) -> list[Effect]:
         waiting, sent = self._waiting.get(peer, deque()), self._sent.setdefault(peer, {})
         effects: list[Effect] = []
-        while waiting and len(sent) < WINDOW:
-            pieces = [waiting.popleft() for _ in range(min(AT_ONCE, WINDOW - len(sent), len(waiting)))]
+        window = WINDOW // AT_ONCE * self._at_once
+        while waiting and len(sent) < window:
+            pieces = [waiting.popleft() for _ in range(min(self._at_once, window - len(sent), len(waiting)))]
             sent |= {piece.tag: (piece, now) for piece in pieces}
             effects.append(self._message(peer, pieces))
         return effects
