@@ -45,7 +45,7 @@ class GradientParts:
         self._seen: dict[int, tuple[torch.Tensor, int]] = {}  # the gradient that has come, and its version
         self._copied = self._low = 0  # from this parameter on all are copied, and all have come
         self._under_way: deque[tuple[int, list[Any]]] = deque()  # copies: from which value on, and CUDA's events
-        self._told: int | None = None  # from which value on it was said that all is there
+        self._has_told = False  # of some value that from it on all is there,
         self._is_stale = False  # and that is not so
 
     def begin(self) -> None:
@@ -58,7 +58,7 @@ class GradientParts:
     @property
     def is_first(self) -> bool:
         """Whether nothing was said of this pass that holds."""
-        return self._told is None or self._is_stale
+        return not self._has_told or self._is_stale
 
     def came(self, parameter: torch.Tensor) -> int | None:
         """A parameter has its gradient of this pass: from which value on all are there, if that is worth saying."""
@@ -98,7 +98,7 @@ class GradientParts:
         self._is_stale |= bool(stale)
         self._gradients.gather(self._out, leave=frozenset(kept) - stale)
         is_first = self.is_first
-        if self._told is not None:
+        if self._has_told:
             self._stale_passes = self._stale_passes + 1 if is_first else max(0.0, self._stale_passes - FORGIVEN)
         used = {place for place, piece in enumerate(now) if piece.held.grad is not None}
         self._used = used if self._stale_passes < STALE_MAX else None
@@ -120,7 +120,7 @@ class GradientParts:
     def _arrived(self) -> int | None:
         first = None
         while self._under_way and all(event.query() for event in self._under_way[0][1]):
-            first = self._told = self._under_way.popleft()[0]
+            first, self._has_told = self._under_way.popleft()[0], True
         return first
 
     def _copy(self, places: range) -> list[Any]:
@@ -142,7 +142,9 @@ class GradientParts:
             for part, gradient in pairs:
                 part.copy_(gradient)
             return []
-        stream = self._streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream = self._streams[device]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for part, gradient in pairs:

@@ -101,12 +101,11 @@ class GradientAllReduce(ModeClass):
             if self._outdated is not None:
                 self._offer = Offer(self._outdated, weight=0.0)
         self._see(first)
-        so_far = math.isfinite(self._squares)
         if first == 0:
             self._tail, self._is_whole = gradient[cut:].copy(), True
-            so_far = so_far and is_finite(self._tail)
-        spoils = not (so_far or self._offer.nonfinite) and self._offer.weight > 0
-        self._offer = replace(self._offer, nonfinite=spoils or self._offer.nonfinite)
+        fits = math.isfinite(self._squares) and (first > 0 or is_finite(self._tail))
+        if not fits and self._offer.weight > 0:
+            self._offer = replace(self._offer, nonfinite=True)
         if self._rounds.phase == RoundPhase.IDLE:
             return effects + self._perform(self._come(now), now)
         self._measure()

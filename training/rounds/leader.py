@@ -166,15 +166,18 @@ class Leader:
 
     def _late_commits(self, reports: dict[NodeId, RoundReport]) -> list[Order]:
         """Whoever holds what another has applied missed the word."""
+        applied: dict[int, list[tuple[int, float]]] = {}
+        for report in reports.values():
+            applied.setdefault(report.agreed, []).append((report.round, report.limit))
+        if self.begun is not None:
+            applied.pop(self.begun.attempt, None)  # nobody can have that
         orders: list[Order] = []
         for id, report in reports.items():
-            said = [(one.round, one.limit) for one in reports.values() if one.agreed == report.attempt]
-            is_under_way = self.begun is not None and self.begun.attempt == report.attempt  # nobody can have applied it
-            if report.phase != RoundPhase.HELD or not said or is_under_way:
+            if report.phase != RoundPhase.HELD or report.attempt not in applied:
                 continue
             commit = self._committed
             if commit is None or commit.attempt != report.attempt:
-                (number, limit), _ = Counter(sorted(said)).most_common(1)[0]  # one alone may say anything
+                (number, limit), _ = Counter(sorted(applied[report.attempt])).most_common(1)[0]  # one may say anything
                 commit = RoundCommit(number, report.attempt, limit)
             orders += self._tell([id], commit)
         return orders

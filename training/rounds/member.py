@@ -182,7 +182,7 @@ class Rounds:
     def come(self, there: tuple[int, int], now: float, offer: Offer | None = None) -> list[Outcome]:
         """More of the contribution is there."""
         self._there, self._offer = there, offer or self._offer
-        if self._attempt is None or self._attempt.begin.whole:
+        if self._attempt is None or not self._takes_ours:
             return []
         try:
             outcomes: list[Outcome] = [*self._attempt.come(there, now)]
@@ -193,9 +193,13 @@ class Rounds:
 
     def void(self, now: float, offer: Offer, there: tuple[int, int]) -> list[Outcome]:
         """The contribution is another one. An attempt that has begun goes on, so that nobody waits, to no mean."""
-        self._offer = offer
-        self._is_void = self._attempt is not None and not self._attempt.begin.whole
-        return [*self.come(there, now), *self.say(now)]
+        self._is_void = self._takes_ours
+        return [*self.come(there, now, offer), *self.say(now)]
+
+    @property
+    def _takes_ours(self) -> bool:
+        """Whether there is an attempt to which the contribution goes: one of whole models has a copy."""
+        return self._attempt is not None and not self._attempt.begin.whole
 
     def finish(self, finished: bool, now: float, offer: Offer | None = None) -> list[Outcome]:
         """The trainer has ended, or another has come. Who has finished is in every round, so nobody waits for it.
@@ -205,7 +209,7 @@ class Rounds:
             self._offer = offer
         if finished and self._there != WHOLE:  # the rest does not come
             self._there = WHOLE
-            if self.phase == RoundPhase.RUNNING and self._attempt is not None and not self._attempt.begin.whole:
+            if self.phase == RoundPhase.RUNNING and self._takes_ours:
                 self._give_up()
         self.finished, self.given, self.settled = finished, False, False
         self._patience.ended()
