@@ -57,8 +57,8 @@ ROOMS = {  # each with the rooms that it may look into; from the roof to the cel
     },
     "doctor": {"peerd", "settings", "carriers", "security", "local", "kernels", "transport"},
     "reproduce": {
-        "peerd", "simulation", "daemon", "node", "local", "process", "modes", "model", "rounds", "codecs", "mode",
-        "messages", "transport",
+        "peerd", "simulation", "daemon", "node", "local", "process", "modes", "model", "pairs", "rounds", "codecs",
+        "mode", "messages", "transport",
     },
     "simulation": {
         "node", "membership", "modes", "pairs", "parameter_server", "model", "codecs", "mode", "tasks", "messages",
@@ -239,7 +239,7 @@ OLD_WORDS: dict[str, tuple[str, ...]] = dict.fromkeys(
     "link": (  # what two partners remember, and what is told of it
         "peerd.training", "peerd.transport.messages.pairs", "peerd.transport.messages.one_way", "peerd.simulation",
         "peerd.process.host_memory", "peerd.daemon.verbs", "peerd.daemon.plan_follower", "peerd.reproduce.sockets.rank",
-        "peerd.cli.status", "peerd.cli.demo.figures",
+        "peerd.reproduce.controls.unpacked", "peerd.cli.status", "peerd.cli.demo.figures",
     ),
     "shard": (
         "peerd.training.parameter_server", "peerd.training.modes.parameter_server",

@@ -1,11 +1,10 @@
-"""How do modes with links end a run, and how often do they change partners?"""
+"""How do modes with links end a run?"""
 
 from __future__ import annotations
 
 FLUSH_CODEC = "int4"  # an eighth of a difference's length is left after one exchange, a sixtieth after two
 FLUSH_TOLERANCE = 1e-2  # relative distance at which two models count as one; a test accuracy does not resolve it
 WHILE_ONE_TRAINS = 3.0  # tolerances: its end moves all once more, and they agree then
-ROTATE_AFTER_EXCHANGES = 64  # a new link costs a bfloat16 snapshot, about 16 one-bit deltas: a quarter on top at most
 WINDOW = 32  # exchanges of a flush within which two that do not agree come closer, or never will
 CLOSER = 0.98  # of the distance before: what an honest member's exchanges come to even where they are clipped
 

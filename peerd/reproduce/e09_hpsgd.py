@@ -91,7 +91,7 @@ EXPERIMENT = Experiment(
         "Virtual time; an all-reduce of the model after each step when blocking. Plain SGD, as in "
         "the paper: with momentum a window overshoots, and what is added one window late then grows "
         "(training/modes/allreduce.py).",
-        "The stale one is no mode of peerd's (peerd/reproduce/stale.py).",
+        "The stale one is no mode of peerd's (peerd/reproduce/controls/stale.py).",
         "Sooner is when 95 % is first reached: with the dearest all-reduce hpsgd falls back from there, and ends below "
         "blocking, which makes its steps in up to seven times the time.",
     ),

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from peerd.reproduce import forgetful, stale
+from peerd.reproduce.controls import forgetful, stale, unpacked
 from peerd.reproduce.experiment import Cell, Curve, Result, Run
 from peerd.reproduce.statistics import Estimate, estimate
 from peerd.simulation.laboratory import run as simulated
@@ -21,8 +21,11 @@ from peerd.transport.errors import UserError
 Settings = Mapping[str, Any]
 """Of a `Scenario`, without its seed."""
 
-FORGETFUL, STALE = "forgetful", "stale"
-CONTROLS = {FORGETFUL: f"{forgetful.__file__}:Forgetful", STALE: f"{stale.__file__}:Stale"}
+FORGETFUL, STALE, UNPACKED = "forgetful", "stale", "unpacked"
+CONTROLS = {
+    FORGETFUL: f"{forgetful.__file__}:Forgetful", STALE: f"{stale.__file__}:Stale",
+    UNPACKED: f"{unpacked.__file__}:Unpacked",
+}  # fmt: skip
 """Words of cells for controls that are no modes of peerd: where their files are, is no setting."""
 
 KEPT = (

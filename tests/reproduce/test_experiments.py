@@ -90,6 +90,7 @@ def test_controls_are_in_the_tables(tiny: Callable[[str], Report]) -> None:
     assert "delayed" in arms("E9")
     assert "no replica" in arms("E9")
     assert "no error feedback" in arms("E10")
+    assert "not packed" in arms("E10")
 
 
 def test_a_cell_names_no_place_of_this_machine(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ TINY = 1e-11  # of one correction: below EXACT, or many that a crash took would 
 ROUNDING = 1e-12  # of a node's total, when its own two sides exchange
 SIZE, BUFFERS = 5, 1  # values of a model, of them buffers
 EVENTS = 60
-ROTATE_AFTER = 6  # exchanges, instead of 64
+ROTATE_AFTER = 6  # exchanges, instead of 64 and more
 EXACT_CODECS = ("float32", "bfloat16")  # of which no decoded value lies outside the range of the models
 
 End = tuple[NodeId, int, int]  # a life of a node, and a centre's reign there; 0: its model's side

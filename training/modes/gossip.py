@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection
 
 from peerd.training.codecs.vector import VALUE_MAX, Layout, NotFinite
 from peerd.training.effects import Apply, Effect, Log, Send, StepReport, Vector
-from peerd.training.flush import FLUSH_CODEC, ROTATE_AFTER_EXCHANGES
+from peerd.training.flush import FLUSH_CODEC
 from peerd.training.mode import LinkedMode, not_finite
 from peerd.training.mode_settings import AUTO, ModeSettings
 from peerd.training.pairs.graylist import Graylist
@@ -47,6 +47,11 @@ LEFT_APART = 2.0
 earlier ones have lost. Where shards are alike it is 1 to 2 until the learning rate falls (RESULTS.md)."""
 FINE_WORTH = 3.2
 """Times the change for an exchange by FINE: as many as it takes bytes."""
+ROTATE_AFTER_EXCHANGES = 192
+"""Of a node, before it changes a partner. A new link costs a bfloat16 snapshot, as much as 6 of its exchanges by one
+bit, and as 16 by the largest 1 %. After 64, snapshots were a seventh of the former's bytes, a quarter of the latter's,
+and models were no closer; after many more, what the largest 1 % leaves out is never made good (RESULTS.md).
+"""
 VALUE_TIMES = 1e4
 """A value of another's model is at most so many times as large as the norm of ours."""
 

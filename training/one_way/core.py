@@ -17,7 +17,7 @@ import numpy as np
 from peerd.training.codecs.difference import norm_of_difference
 from peerd.training.codecs.vector import Layout, NotFinite
 from peerd.training.effects import Apply, Effect, Send, StepReport, Vector
-from peerd.training.flush import FLUSH_CODEC, FLUSH_TOLERANCE, ROTATE_AFTER_EXCHANGES
+from peerd.training.flush import FLUSH_CODEC, FLUSH_TOLERANCE
 from peerd.training.mode import not_finite
 from peerd.training.mode_settings import ModeSettings
 from peerd.training.model.quiet import Quiet
@@ -36,6 +36,7 @@ STILL_AFTER = 4  # pushes that came, or were asked for, since the last own excha
 DISTANCE_MAX = 1e100  # what is said of one; its square is a float
 TELL_AGAIN_S = 1.0  # of the end of our run, then twice as long each time
 TELL_AGAIN_MAX = 5  # where three of ten messages are lost, all six are with one in 1400
+ROTATE_AFTER_EXCHANGES = 64  # a snapshot for 3 to 9 % of the bytes; fewer cost unlike shards 4 points (RESULTS.md)
 ROUNDS_UNHEARD = 4  # of the flush, to partners that send nothing back: then one such in SILENCE_MAX_S
 
 
