@@ -71,7 +71,7 @@ class TrainerClient:
         self.heard = 0  # messages
         self.barrier = 0
         self.copy_asked = False
-        self.mean = False  # whether the last gradient that came is the swarm's
+        self.mean: bool | None = None  # whether what stands for the last gradient is the swarm's; None: it has not come
         self.published_to = 0  # the copy that was written last
 
     @property
@@ -102,6 +102,8 @@ class TrainerClient:
         if not self.leaves:
             assert state in TRANSITIONS[self.state], f"{self.state.name} -> {state.name}"
             self.state = state
+            if state is ClientState.WITH_GRADIENT:
+                self.mean = None
 
     def hear(self, said: Said) -> Said | None:
         """Note it; returns what to answer, to `Corrections` once they have been added."""

@@ -117,6 +117,7 @@ class Session:
         self._unsaid: Stepped | None = None  # of the step whose copy is under way
         self.step = 0
         self.hooks: GradientHooks | None = None  # where gradients are exchanged
+        self._is_given = False  # a gradient, whose mean has not been put in its place
         self._weight = 1.0  # of a gradient in the mean: samples of the last step, if they were said
         self.restored_from: Path | None = None
         self._command = RankCommand.GO_ON
@@ -253,16 +254,27 @@ class Session:
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         """A parameter has its gradient, in the middle of a backward pass; each device has a thread for it."""
         assert self._parts is not None, "hooks are set where gradients are exchanged"
+        if self._is_given:
+            return
         with self._telling:
             anew = self._parts.is_first
             if (first := self._parts.came(parameter)) is not None:
                 with suppress(OSError):  # the daemon is gone: the end of the pass will say so
                     self._say(GradientPart(self.step, self._weight, first, anew))
 
-    def _wait_with_gradient(self, *, anew: bool) -> None:
+    def _give_gradient(self) -> None:
+        assert self._parts is not None, "hooks are set where gradients are exchanged"
+        anew = self._parts.is_first
+        for first in self._parts.rest():
+            self._say(GradientPart(self.step, self._weight, first, anew))
+            anew = False
+        anew = self._parts.complete()
         self._client.enter(ClientState.WITH_GRADIENT)
+        self._is_given = True
         self._say(GradientReady(self.step, self._weight, self._rates()[0], anew))
-        while self._client.waits:
+
+    def _wait_for_mean(self) -> None:
+        while self._client.mean is None and not self._client.leaves:
             if self._client.copy_asked:
                 self._wait_for_spare()
                 self._report(self.step, self._rates()[1], copies=True, rolled_back=False)
@@ -270,15 +282,17 @@ class Session:
                 self._poll(timeout_s=None)
 
     def _exchange(self) -> bool:
-        """Put the swarm's mean in place of the gradients; whether it is finite. The trainer stands until it comes."""
+        """Put the swarm's mean in place of the gradients; whether it is finite. The trainer stands until it comes.
+
+        Where the script has caught what interrupted that (Ctrl-C in a notebook), the others have stepped by the mean
+        that it waited for: this one's next pass is for nothing, and its step is by that mean, too.
+        """
         assert self._gradients is not None, "hooks are set where gradients are exchanged"
-        assert self._parts is not None, "hooks are set where gradients are exchanged"
         try:
-            anew = self._parts.is_first
-            for first in self._parts.rest():
-                self._say(GradientPart(self.step, self._weight, first, anew))
-                anew = False
-            self._wait_with_gradient(anew=self._parts.complete())
+            if not self._is_given:
+                self._give_gradient()
+            self._wait_for_mean()
+            self._is_given = False
         except ValueError as error:
             raise SystemExit(f"peerd: {error}") from None
         except (OSError, EOFError):  # the daemon is gone: the step is this script's own, and says so
@@ -300,6 +314,7 @@ class Session:
         `at_exit`: the interpreter ends, and only its exit code will say whether the script did well.
         """
         self._poll(timeout_s=0)
+        self._is_given = False
         _, ratio = self._rates()
         rolled_back = not self._look(step)
         self._client.enter(ClientState.FINISHING)

@@ -6,6 +6,7 @@ import copy
 import subprocess
 import sys
 import threading
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from safetensors.torch import load_file
 from script_nodes import Swarm
 
 import peerd
+from peerd.protocol.trainer_client import ClientState
+from peerd.trainer.session import Session
 from peerd.training.model import gradient_parts
 from peerd.training.rounds import collective
 
@@ -181,6 +184,61 @@ def are_close(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 def bits(state: list[torch.Tensor]) -> bytes:
     return b"".join(tensor.numpy().tobytes() for tensor in state)
+
+
+@pytest.mark.parametrize("answered_s", [0.0, 0.5])
+@pytest.mark.parametrize("bucket", [None, 24])
+def test_a_script_that_catches_what_interrupts_its_wait_takes_that_mean_with_its_next_pass(
+    bucket: int | None, answered_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a cell of a notebook that is stopped and run again: the others have made this step with its gradient."""
+    if bucket is not None:
+        monkeypatch.setattr(gradient_parts, "BUCKET_VALUES", bucket)
+    at, steps = 4, 9
+    caught: list[Session] = []
+    poll = Session._poll
+
+    def interrupted(session: Session, timeout_s: float | None) -> None:
+        waits = session._client.state is ClientState.WITH_GRADIENT
+        if waits and not caught and session.step == at and session is sessions.get(0):
+            caught.append(session)
+            raise KeyboardInterrupt
+        poll(session, timeout_s)
+
+    monkeypatch.setattr(Session, "_poll", interrupted)
+    lines = [Line() for _ in range(WORLD)]
+    sessions: dict[int, Session] = {}
+    again = [0] * WORLD
+
+    def script(rank: int) -> None:
+        line = lines[rank]
+        with peerd.attach(line.model, line.optimizer) as swarm:
+            assert swarm._session is not None
+            sessions[rank] = swarm._session
+            while swarm.step_count < steps:
+                try:
+                    line.backward(rank, swarm.step_count + 100 * again[rank])
+                except KeyboardInterrupt:
+                    line.optimizer.zero_grad()
+                    again[rank] = 1
+                    time.sleep(answered_s)
+                    continue
+                again[rank] = 0
+                line.step()
+                swarm.step()
+
+    async def scenario(swarm: Swarm) -> None:
+        for rank, name in enumerate("abc"):
+            await swarm.start(name, partial(script, rank), wait_for=WORLD)
+        await swarm.ended("abc")
+
+    script_nodes.run(tmp_path, scenario)
+    start = Line()
+    for step in range(steps):
+        wanted = after_one_more(start, [0, 1, 2], step)
+    assert len(caught) == 1
+    assert all(are_close(wanted, line.state()) for line in lines)
+    assert len({bits(line.state()) for line in lines}) == 1
 
 
 @pytest.mark.parametrize(
