@@ -38,6 +38,10 @@ def start(
     transport: Annotated[
         str | None, typer.Option(help=f"how models travel between machines: {', '.join(CARRIERS)}")
     ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(metavar="RATE", help="send no more than this over TCP and UDP, as 2Mbit (default: no limit)"),
+    ] = None,
     rdma_subnet: Annotated[
         list[str] | None, typer.Option(metavar="CIDR", help="RDMA only with peers in this network; may be given again")
     ] = None,
@@ -64,7 +68,7 @@ def start(
     flags = {
         "name": name, "bind": bind, "join": tuple(join) if join else None, "token": token,
         "insecure_plaintext": insecure_plaintext, "swarm": swarm, "mode": mode, **told, "wait_for": wait_for,
-        "transport": transport,
+        "transport": transport, "budget": budget,
         "rdma_subnets": tuple(rdma_subnet) if rdma_subnet else None, "rdma_allow_fallback": rdma_allow_fallback,
         "log": log,
     }  # fmt: skip

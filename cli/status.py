@@ -79,6 +79,8 @@ def _print_text(answer: dict[str, Any]) -> None:
     sent, received = size(answer["bytes_sent"]), size(answer["bytes_received"])
     whole = answer["snapshots"]
     echo(f"sent {sent}, received {received}; {whole} model{'s' * (whole != 1)} sent whole")
+    if rate := answer["budget_bytes_s"]:
+        echo(f"budget {8 * rate / 1e6:g} Mbit/s; sends waited {_seconds(answer['budget_waited_s'])} for it, together")
     unit = "rounds" if answer["counts"].get("rounds") else "exchanges"  # of a mode that has rounds a link counts those
     echo(f"{answer['counts'].get(unit, 0)} {unit} since this mode began")
     if cut := answer["counts"].get("exchanges_cut", 0):

@@ -24,6 +24,7 @@ from peerd.training.plain_numbers import number, whole
 from peerd.transport.errors import UserError
 from peerd.transport.ids import Address
 from peerd.transport.messages import NAME
+from peerd.transport.sending.budget import Budget, parse_rate
 
 DEFAULT_PORT = 7946
 OTHER_VARIABLES = ("CONFIG", "DATA", "PEERS", "RANK", "SOCKET", "UCX_LIBRARY")  # PEERD_ variables that are no settings
@@ -52,6 +53,7 @@ class Settings(ModeSettings):
     wait_for: int = 1  # the first step waits until this many members hold the model, so that all start together
     network: str = "lan"
     transport: str = "tcp"  # what connections are made of: one of CARRIERS
+    budget: str = ""  # a rate such as 2Mbit: no more is sent over TCP and UDP; none: whatever the line takes
     rdma_subnets: tuple[str, ...] = ()  # peers in these alone may have RDMA to this node's buffers; none: all may
     rdma_allow_fallback: bool = False  # take whatever UCX has where there is no RDMA: for tests
     checkpoint_every_s: float = 60.0
@@ -85,6 +87,11 @@ class Settings(ModeSettings):
                 ipaddress.ip_network(subnet)
             except ValueError as error:
                 raise UserError(f"rdma_subnets: {error}; an example is 10.1.0.0/16") from None
+        if self.budget:
+            try:
+                parse_rate(self.budget)
+            except ValueError as error:
+                raise UserError(f"budget: {error}") from None
         check_choice("log", self.log, ["auto", "human", "json"])
         check_count("wait_for", self.wait_for, MEMBERS_MAX)
         if not self.checkpoint_every_s > 0:
@@ -113,7 +120,8 @@ class Settings(ModeSettings):
     @property
     def carrier_settings(self) -> CarrierSettings:
         """What the carrier is told."""
-        return CarrierSettings(self.swarm, self.run, self.view, self.rdma_subnets, self.rdma_allow_fallback)
+        budget = Budget(parse_rate(self.budget)) if self.budget else None
+        return CarrierSettings(self.swarm, self.run, self.view, self.rdma_subnets, self.rdma_allow_fallback, budget)
 
     @property
     def bind_address(self) -> Address:

@@ -26,7 +26,8 @@ from peerd.transport.framing import FrameReader, frames
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import NO_TLS, BulkAnswer, BulkOffer, Chunk, Message
 from peerd.transport.patience import GREETING_DEADLINE_S, PATIENCE_S, SLOWEST_RATE
-from peerd.transport.send_queue import OutOfBand, Piece, SendQueue
+from peerd.transport.sending.budget import Budget
+from peerd.transport.sending.send_queue import OutOfBand, Piece, SendQueue
 
 YIELD_BYTES = 1 << 20  # moved without waiting before other tasks get a turn: with its checksum about 1 ms
 YIELD_SEALED = 4 << 20  # the same where records are sealed or opened: below 2 ms, and a turn finds a cold cache
@@ -104,10 +105,12 @@ class StreamConnection:
         admitted: Callable[[], None] = lambda: None,
         fabrics: Sequence[Fabric] = (),
         shake_hands: ShakeHands | None = None,
+        budget: Budget | None = None,
     ) -> None:
         """`fabrics`, the best first, may carry large chunks once the connection is upgraded.
 
-        Where it is to `shake_hands`, nothing is sent or received before that.
+        Where it is to `shake_hands`, nothing is sent or received before that. What goes over the stream waits for the
+        `budget`.
         """
         self.identity: NodeId | None = None
         self.remote = remote
@@ -123,7 +126,10 @@ class StreamConnection:
         self._fabrics = fabrics
         self._channel: BulkChannel | None = None
         self._stream = stream
-        self._send_queue = SendQueue()
+        self._send_queue = SendQueue(budget)
+        self._budget = budget
+        self._granted = 0  # bytes that the budget has let go, and that have not gone
+        self._patience = trio.CancelScope()  # with the peer, while something is sent
         self._reader = FrameReader()
         self._lost: ConnectionLost | None = None
         self._waited_frame, self._waited_s = -1, 0.0  # how long was waited for the frame under way
@@ -279,7 +285,7 @@ class StreamConnection:
         """Send what is queued, until the connection is closed or lost. The carrier's business."""
         try:
             while pieces := await self._send_queue.take():
-                with trio.fail_after(_patience_s(sum(map(len, pieces)))):
+                with trio.fail_after(_patience_s(sum(map(len, pieces)))) as self._patience:
                     await self._write(pieces)
         except trio.TooSlowError:
             self.drop(ConnectionLost(f"{self.remote}: closed, it takes in less than {SLOWEST_RATE} bytes a second"))
@@ -326,17 +332,32 @@ class StreamConnection:
     async def _write_stream(self, pieces: list[Chunk]) -> None:
         first = unyielded = 0
         while first < len(pieces):
+            batch = pieces[first : first + PIECES_MAX]
+            if self._budget is not None:
+                batch = await self._afford(self._budget, batch)
             try:
-                sent = self._stream.send_some(pieces[first : first + PIECES_MAX])
+                sent = self._stream.send_some(batch)
             except BlockingIOError:
                 await self._stream.wait_sendable()
                 unyielded = 0
                 continue
             unyielded += sent
+            self._granted = max(0, self._granted - sent)
             first = _advance(pieces, first, sent)
             if unyielded >= self._yield_bytes:
                 await trio.lowlevel.checkpoint()
                 unyielded = 0
+
+    async def _afford(self, budget: Budget, pieces: list[Chunk]) -> list[Chunk]:
+        """The beginning of `pieces` that may go now, waiting for it; the peer is not blamed for that."""
+        wanted = min(budget.piece, sum(map(len, pieces)))
+        if self._granted < wanted:
+            wait_s = budget.take(wanted - self._granted, trio.current_time())
+            self._granted = wanted
+            if wait_s:
+                self._patience.deadline += wait_s
+                await trio.sleep(wait_s)
+        return _beginning(pieces, self._granted)
 
     async def _fill(self) -> None:
         """Receive some bytes; a wait within a message is limited, one between messages is not."""
@@ -450,6 +471,17 @@ async def _not_refused() -> str:
 
 def _patience_s(size: int) -> float:
     return PATIENCE_S + size / SLOWEST_RATE
+
+
+def _beginning(pieces: list[Chunk], count: int) -> list[Chunk]:
+    """The first so many bytes of them."""
+    beginning: list[Chunk] = []
+    for piece in pieces:
+        if count <= 0:
+            break
+        beginning.append(piece if len(piece) <= count else memoryview(piece)[:count])
+        count -= len(piece)
+    return beginning
 
 
 def _advance(pieces: list[Chunk], first: int, sent: int) -> int:

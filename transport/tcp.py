@@ -24,6 +24,7 @@ from peerd.transport.messages import Chunk
 from peerd.transport.patience import DIAL_TIMEOUT_S
 from peerd.transport.secure.credentials import Credentials
 from peerd.transport.secure.handshake import shake_hands
+from peerd.transport.sending.budget import Budget
 from peerd.transport.stream import ShakeHands, StreamConnection, serve
 
 BACKLOG = 128
@@ -123,12 +124,17 @@ class TcpTransport:
         *fabrics: Fabric,
         credentials: Credentials | None = None,
         stream: type[TcpStream] = TcpStream,
+        budget: Budget | None = None,
     ) -> None:
-        """`stream` is what moves the bytes: one that is slower on purpose stands for a slow line."""
+        """`stream` is what moves the bytes: one that is slower on purpose stands for a slow line.
+
+        All connections together send no more than the `budget`; what goes over fabrics is not counted.
+        """
         self._nursery = nursery
         self._fabrics = fabrics
         self._credentials = credentials
         self._stream = stream
+        self._budget = budget
 
     async def dial(self, address: Address) -> Connection:
         """Connect; see `Transport.dial`."""
@@ -142,7 +148,9 @@ class TcpTransport:
                     sock.close()
                     raise
                 hands = hands_of(self._credentials, remote, dialled=True)
-                connection = StreamConnection(stream, remote, fabrics=self._fabrics, shake_hands=hands)
+                connection = StreamConnection(
+                    stream, remote, fabrics=self._fabrics, shake_hands=hands, budget=self._budget
+                )
                 await connection.shake_hands()
         except trio.TooSlowError:
             raise ConnectionLost(f"cannot reach {remote}: no answer within {DIAL_TIMEOUT_S:g} s") from None
@@ -162,7 +170,9 @@ class TcpTransport:
             sock.listen(BACKLOG)
             host, port = sock.getsockname()[:2]
             async with trio.open_nursery() as nursery:
-                listener = _Listener(sock, accepted, nursery, self._fabrics, self._credentials, self._stream)
+                listener = _Listener(
+                    sock, accepted, nursery, self._fabrics, self._credentials, self._stream, self._budget
+                )
                 task_status.started((host, port))
                 await listener.run()
 
@@ -178,7 +188,9 @@ class _Listener:
         fabrics: Sequence[Fabric],
         credentials: Credentials | None,
         stream: type[TcpStream],
+        budget: Budget | None,
     ) -> None:
+        self._budget = budget
         self._credentials = credentials
         self._stream = stream
         self._sock = sock
@@ -233,7 +245,7 @@ class _Listener:
                 sock.close()
                 return
             hands = hands_of(self._credentials, remote, dialled=False)
-            self._connections[number] = StreamConnection(stream, remote, admitted, self._fabrics, hands)
+            self._connections[number] = StreamConnection(stream, remote, admitted, self._fabrics, hands, self._budget)
             await serve(self._connections[number], self._accepted)
         finally:
             self._connections.pop(number, None)

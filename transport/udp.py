@@ -13,13 +13,14 @@ from peerd.transport.errors import PeerError
 from peerd.transport.ids import Address
 from peerd.transport.messages import Message
 from peerd.transport.secure.datagrams import OVERHEAD, DatagramSeal
+from peerd.transport.sending.budget import Budget
 from peerd.transport.tcp import bound_socket, unmapped
 
 
 class UdpDatagrams:
     """`Datagrams` over a bound non-blocking socket; made by `bind_udp`."""
 
-    def __init__(self, sock: socket.socket, tag: bytes, seal: DatagramSeal | None) -> None:
+    def __init__(self, sock: socket.socket, tag: bytes, seal: DatagramSeal | None, budget: Budget | None) -> None:
         host, port = sock.getsockname()[:2]
         self.address: Address = (host, port)
         self.malformed = 0
@@ -29,6 +30,7 @@ class UdpDatagrams:
         self._sock = sock
         self._tag = tag
         self._seal = seal
+        self._budget = budget
 
     async def send(self, address: Address, message: Message) -> None:
         """Send to an IP address, or drop and count."""
@@ -39,7 +41,10 @@ class UdpDatagrams:
             self.unsendable += 1
             return
         try:
-            self.bytes_sent += self._sock.sendto(self._tag + datagram, self._target(address))
+            sent = self._sock.sendto(self._tag + datagram, self._target(address))
+            self.bytes_sent += sent
+            if self._budget is not None:  # it waits for nothing: who is silent is taken for dead
+                self._budget.take(sent, trio.current_time())
         except (OSError, ValueError):  # also a full buffer: a datagram may be lost
             self.unsendable += 1
 
@@ -91,9 +96,11 @@ def tag_of(swarm: str, run: str) -> bytes:
     return b"" if (swarm, run) == ("peerd", "") else b"\xff" + hashlib.sha256(f"{swarm}\0{run}".encode()).digest()[:3]
 
 
-async def bind_udp(address: Address, tag: bytes = b"", seal: DatagramSeal | None = None) -> UdpDatagrams:
+async def bind_udp(
+    address: Address, tag: bytes = b"", seal: DatagramSeal | None = None, budget: Budget | None = None
+) -> UdpDatagrams:
     """Return datagrams bound to `address`, for those with this tag; raises UserError when that cannot be.
 
-    Without a `seal` they are plain, and sealed ones are malformed.
+    Without a `seal` they are plain, and sealed ones are malformed. What they take is missing from the `budget`.
     """
-    return UdpDatagrams(await bound_socket(address, socket.SOCK_DGRAM), tag, seal)
+    return UdpDatagrams(await bound_socket(address, socket.SOCK_DGRAM), tag, seal, budget)

@@ -12,6 +12,7 @@ from peerd.transport.connection import Datagrams, Transport
 from peerd.transport.ids import Address
 from peerd.transport.secure.credentials import Credentials
 from peerd.transport.secure.datagrams import DatagramSeal
+from peerd.transport.sending.budget import Budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,7 @@ class CarrierSettings:
     view: int = 3
     rdma_subnets: tuple[str, ...] = ()
     rdma_allow_fallback: bool = False
+    budget: Budget | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,12 +42,12 @@ class Tcp:
         host, port = address
         tag = tag_of(self._settings.swarm, self._settings.run)
         if port != 0:
-            return await bind_udp(address, tag, seal)
+            return await bind_udp(address, tag, seal, self._settings.budget)
         for _ in range(FREE_PORT_TRIES):
             with await bound_socket((host, 0), socket.SOCK_STREAM) as probe:
                 free = int(probe.getsockname()[1])
             try:
-                return await bind_udp((host, free), tag, seal)
+                return await bind_udp((host, free), tag, seal, self._settings.budget)
             except UserError:
                 continue
         raise UserError(f"no free port on {host} for both TCP and UDP")
@@ -73,7 +73,7 @@ class Tcp:
 
     def transport(self, nursery: trio.Nursery, credentials: Credentials | None = None) -> Transport:
         """See `Carrier.transport`."""
-        return TcpTransport(nursery, *self._fabrics, credentials=credentials)
+        return TcpTransport(nursery, *self._fabrics, credentials=credentials, budget=self._settings.budget)
 
     def fabrics(self) -> list[Fabric]:
         """What connections are upgraded to, the best first."""

@@ -44,6 +44,7 @@ from peerd.transport.ids import Address, NodeId, shown
 from peerd.transport.messages import Hello, Member, State
 from peerd.transport.secure.datagrams import DatagramSeal
 from peerd.transport.secure.signing import Signing
+from peerd.transport.sending.budget import Budget
 from peerd.transport.tcp import TcpTransport
 
 PROTOCOL = 8
@@ -88,6 +89,7 @@ class Daemon:
         self.secrets = secrets
         self.nursery = nursery
         self.datagrams = datagrams
+        self.budget: Budget | None = None
         self.latency = LoopLatency()
         self.leaving = trio.Event()
         self.began = trio.current_time()
@@ -277,7 +279,8 @@ async def running(
     Its tasks are in its `nursery`, whose errors end the block. A trainer is on its way where it `expects` one.
     """
     trio.socket.set_custom_hostname_resolver(LookUps())
-    carrier = CARRIERS[settings.transport](settings.carrier_settings)
+    told = settings.carrier_settings
+    carrier = CARRIERS[settings.transport](told)
     host, port = await carrier.resolve(settings.bind_address)
     for seed in settings.seeds:
         await carrier.resolve(seed)
@@ -299,6 +302,7 @@ async def running(
         daemon = Daemon(
             settings, me, identity.key, bound, nursery, transport, datagrams, kept, None, entry, signing, secrets
         )
+        daemon.budget = told.budget
         daemon.model.plans.keep(daemon.leaving)
         yield daemon, await daemon.start()
         nursery.cancel_scope.cancel()

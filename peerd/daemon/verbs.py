@@ -171,6 +171,8 @@ class Verbs:
             "no_partner_s": node.no_partner_s(),
             "bytes_sent": node.peers.bytes_sent + node.datagrams.bytes_sent,
             "bytes_received": node.peers.bytes_received + node.datagrams.bytes_received,
+            "budget_bytes_s": node.budget.rate if node.budget else None,
+            "budget_waited_s": node.budget.waited_s if node.budget else 0.0,
             "exchanges": mode.counts["exchanges"] if mode else 0,
             "staleness": {str(steps): count for steps, count in sorted(getattr(mode, "staleness", {}).items())},
             "snapshots": (mode.counts["snapshots"] if mode else 0) + model.snapshots,

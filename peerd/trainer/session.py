@@ -117,7 +117,7 @@ class Session:
         self._unsaid: Stepped | None = None  # of the step whose copy is under way
         self.step = 0
         self.hooks: GradientHooks | None = None  # where gradients are exchanged
-        self._is_given = False  # a gradient, whose mean has not been put in its place
+        self._is_owed = False  # the mean of a gradient that was given
         self._weight = 1.0  # of a gradient in the mean: samples of the last step, if they were said
         self.restored_from: Path | None = None
         self._command = RankCommand.GO_ON
@@ -254,8 +254,8 @@ class Session:
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         """A parameter has its gradient, in the middle of a backward pass; each device has a thread for it."""
         assert self._parts is not None, "hooks are set where gradients are exchanged"
-        if self._is_given:
-            return
+        if self._is_owed:
+            return  # the memory is the mean's
         with self._telling:
             anew = self._parts.is_first
             if (first := self._parts.came(parameter)) is not None:
@@ -270,8 +270,8 @@ class Session:
             anew = False
         anew = self._parts.complete()
         self._client.enter(ClientState.WITH_GRADIENT)
-        self._is_given = True
         self._say(GradientReady(self.step, self._weight, self._rates()[0], anew))
+        self._is_owed = True  # since it was said: interrupted before, the next pass gives its own
 
     def _wait_for_mean(self) -> None:
         while self._client.mean is None and not self._client.leaves:
@@ -285,14 +285,14 @@ class Session:
         """Put the swarm's mean in place of the gradients; whether it is finite. The trainer stands until it comes.
 
         Where the script has caught what interrupted that (Ctrl-C in a notebook), the others have stepped by the mean
-        that it waited for: this one's next pass is for nothing, and its step is by that mean, too.
+        that it waited for: this one's next pass is for nothing, and its step is by that mean, too. With several
+        exchanges before a step (accumulation without `no_sync`) it is one of them behind from then on.
         """
         assert self._gradients is not None, "hooks are set where gradients are exchanged"
         try:
-            if not self._is_given:
+            if not self._is_owed:
                 self._give_gradient()
             self._wait_for_mean()
-            self._is_given = False
         except ValueError as error:
             raise SystemExit(f"peerd: {error}") from None
         except (OSError, EOFError):  # the daemon is gone: the step is this script's own, and says so
@@ -301,12 +301,10 @@ class Session:
         if self._client.leaves:
             self._report_last(self.step, self._rates()[1], rolled_back=False)
             self._end(self.step)
-        if not self._client.mean:
-            self._gradients.scatter(None)
-            return True
-        mean = torch.from_numpy(self._memory.gradient)
+        mean = torch.from_numpy(self._memory.gradient) if self._client.mean else None
         self._gradients.scatter(mean)
-        return math.isfinite(float(mean[0]))  # a mean that is not finite is NaN in each value
+        self._is_owed = False  # now: scattered halfway, it is there to be scattered again
+        return mean is None or math.isfinite(float(mean[0]))  # a mean that is not finite is NaN in each value
 
     def finish(self, step: int, *, at_exit: bool = False) -> None:
         """Publish the last model, take what comes until the daemon says that the flush is done.
@@ -314,7 +312,7 @@ class Session:
         `at_exit`: the interpreter ends, and only its exit code will say whether the script did well.
         """
         self._poll(timeout_s=0)
-        self._is_given = False
+        self._is_owed = False  # and is not given any more: the daemon drops a gradient of a run that ends
         _, ratio = self._rates()
         rolled_back = not self._look(step)
         self._client.enter(ClientState.FINISHING)
@@ -456,6 +454,7 @@ class Session:
 
     def _roll_back(self, step: int) -> None:
         self._rollbacks += 1
+        self._is_owed = False  # the daemon drops a gradient of a model that was not finite
         if self._rollbacks > ROLLBACKS_MAX:
             raise SystemExit(
                 f"peerd: the model is not finite at step {step}, again after {ROLLBACKS_MAX} returns to its last "

@@ -22,6 +22,7 @@ import peerd
 from peerd.protocol.trainer_client import ClientState
 from peerd.trainer.session import Session
 from peerd.training.model import gradient_parts
+from peerd.training.model.gradients import FlatGradients
 from peerd.training.rounds import collective
 
 STEPS = 100
@@ -186,29 +187,47 @@ def bits(state: list[torch.Tensor]) -> bytes:
     return b"".join(tensor.numpy().tobytes() for tensor in state)
 
 
-@pytest.mark.parametrize("answered_s", [0.0, 0.5])
+@pytest.mark.parametrize(
+    ("where", "given", "answered_s"),
+    [
+        ((Session, "_poll"), True, 0.0),
+        ((Session, "_poll"), True, 0.5),
+        ((FlatGradients, "scatter"), True, 0.0),
+        ((Session, "_rates"), False, 0.2),
+    ],
+    ids=["wait", "answered", "scatter", "say"],
+)
 @pytest.mark.parametrize("bucket", [None, 24])
 def test_a_script_that_catches_what_interrupts_its_wait_takes_that_mean_with_its_next_pass(
-    bucket: int | None, answered_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bucket: int | None,
+    where: tuple[type, str],
+    given: bool,
+    answered_s: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As a cell of a notebook that is stopped and run again: the others have made this step with its gradient."""
     if bucket is not None:
         monkeypatch.setattr(gradient_parts, "BUCKET_VALUES", bucket)
     at, steps = 4, 9
     caught: list[Session] = []
-    poll = Session._poll
+    owner, name = where
+    uninterrupted = getattr(owner, name)
 
-    def interrupted(session: Session, timeout_s: float | None) -> None:
-        waits = session._client.state is ClientState.WITH_GRADIENT
-        if waits and not caught and session.step == at and session is sessions.get(0):
+    def interrupted(self: object, *arguments: object, **more: object) -> object:
+        session = sessions.get(0)
+        mine = session is not None and self in (session, session._gradients)
+        if session is None or caught or not mine or session.step != at:
+            return uninterrupted(self, *arguments, **more)
+        if name == "scatter" or session._client.state is ClientState.WITH_GRADIENT:
             caught.append(session)
             raise KeyboardInterrupt
-        poll(session, timeout_s)
+        return uninterrupted(self, *arguments, **more)
 
-    monkeypatch.setattr(Session, "_poll", interrupted)
+    monkeypatch.setattr(owner, name, interrupted)
     lines = [Line() for _ in range(WORLD)]
     sessions: dict[int, Session] = {}
-    again = [0] * WORLD
+    again = [False] * WORLD
 
     def script(rank: int) -> None:
         line = lines[rank]
@@ -220,16 +239,16 @@ def test_a_script_that_catches_what_interrupts_its_wait_takes_that_mean_with_its
                     line.backward(rank, swarm.step_count + 100 * again[rank])
                 except KeyboardInterrupt:
                     line.optimizer.zero_grad()
-                    again[rank] = 1
+                    again[rank] = given  # then whatever this pass makes counts for nothing
                     time.sleep(answered_s)
                     continue
-                again[rank] = 0
+                again[rank] = False
                 line.step()
                 swarm.step()
 
     async def scenario(swarm: Swarm) -> None:
-        for rank, name in enumerate("abc"):
-            await swarm.start(name, partial(script, rank), wait_for=WORLD)
+        for rank, node in enumerate("abc"):
+            await swarm.start(node, partial(script, rank), wait_for=WORLD)
         await swarm.ended("abc")
 
     script_nodes.run(tmp_path, scenario)

@@ -77,6 +77,7 @@ GOOD: dict[str, tuple[Any, Any, Any]] = {
     "wait_for": (1, 2, 9),
     "network": ("lan", "wan", "lan"),
     "transport": ("rdma", "auto", "rdma"),  # with tcp, what is RDMA's is refused
+    "budget": ("2Mbit", "1500kbit/s", ""),
     "rdma_subnets": (("10.1.0.0/16",), ("fd00::/8", "10.0.0.1"), ()),
     "rdma_allow_fallback": (True, False, True),
     "checkpoint_every_s": (1.0, 0.5, 3600.0),

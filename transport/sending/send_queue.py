@@ -10,6 +10,7 @@ import trio
 from peerd.transport import framing, wire
 from peerd.transport.connection import ConnectionLost
 from peerd.transport.messages import Chunk, Chunks, Message
+from peerd.transport.sending.budget import Budget, BulkTurn
 
 QUEUE_MESSAGES = 64
 QUEUE_BULK = 1  # bulk messages waiting behind the one being sent
@@ -46,7 +47,8 @@ class _Queue:
 class SendQueue:
     """The queue between `send` and the sender task; it holds references to chunks, never copies."""
 
-    def __init__(self) -> None:
+    def __init__(self, budget: Budget | None = None) -> None:
+        """With a `budget` bulk waits for a turn of those that it is for."""
         self.checked = True  # whether chunks in the stream have checksums
         self.out_of_band = False  # whether large chunks of what is put from now on travel beside the stream
         self.out_of_band_checked = True  # whether they have checksums there
@@ -57,6 +59,8 @@ class SendQueue:
         self._work = trio.lowlevel.ParkingLot()  # the sender task, waiting for messages
         self._flushed = trio.lowlevel.ParkingLot()
         self._idle = True  # the sender task has sent all that was here
+        self._turn = None if budget is None else BulkTurn(budget, self._work.unpark_all)
+        self._in_bulk = self._bulk_ends = False  # it is used; all that it was for has been taken
 
     async def put(self, message: Message) -> None:
         """Queue a message, waiting for room; raises ConnectionLost once closed."""
@@ -74,11 +78,17 @@ class SendQueue:
     async def take(self) -> list[Piece]:
         """Return the pieces of the next frames, waiting for some; empty once closed. For the sender task only."""
         while self._lost is None:
+            if self._turn is not None and self._bulk_ends:  # and sent
+                self._turn.give()
+                self._in_bulk = self._bulk_ends = False
             pieces = self._gather()
             if pieces:
                 return pieces
-            self._idle = True
-            self._flushed.unpark_all()
+            if self._bulk_ends:
+                continue
+            if not self._ordered.messages:  # else one waits for its turn
+                self._idle = True
+                self._flushed.unpark_all()
             await self._work.park()
         return []
 
@@ -91,6 +101,8 @@ class SendQueue:
         """Drop what waits; whoever waits is told `lost`. The first call decides the text."""
         self._lost = self._lost or lost
         self._chunks = iter(())
+        if self._turn is not None:
+            self._turn.give()
         for queue in (self._urgent, self._ordered):
             queue.messages.clear()
             queue.room.unpark_all()
@@ -126,7 +138,14 @@ class SendQueue:
         if chunk is not None:
             frame = framing.chunk_frame(chunk, checked=self.checked)
             return (frame, chunk) if len(chunk) else (frame,)
+        if self._in_bulk:
+            self._bulk_ends = True
+            return ()
         if self._ordered.messages:
+            if self._turn is not None and self._ordered.messages[0][2]:
+                if not self._turn.take():
+                    return ()
+                self._in_bulk = True
             head, chunks, _, self._is_out_of_band = self._pop(self._ordered)
             self._chunks = iter(chunks)
             return (head,)

@@ -1,0 +1,1 @@
+"""What leaves a node, and in which order."""
