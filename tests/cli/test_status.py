@@ -28,7 +28,7 @@ def test_the_help_explains_every_trigger_decision() -> None:
 ANSWER: dict[str, Any] = {
     "name": "a", "phase": "training", "mode": "allreduce", "members": {"alive": 2}, "trainer": None,
     "no_partner_s": None, "refused": {}, "consensus_distance": 0.0, "bytes_sent": 0, "bytes_received": 0,
-    "snapshots": 0,
+    "snapshots": 0, "budget_bytes_s": None, "budget_waited_s": 0.0,
     "loop_latency_p99_s": 0.0, "staleness": {},
 }  # fmt: skip
 
@@ -58,6 +58,15 @@ def test_what_is_counted_in_all_is_what_the_table_counts(
     assert re.search(rf"^PARTNER +{unit.upper()} ", shown, re.MULTILINE)
     assert ("LAST REASON" in shown) == (unit == "exchanges"), "a round has no reason of this node's"
     assert "received 0 B; 0 models sent whole" in shown
+    assert "budget" not in shown
+
+
+def test_what_a_budget_has_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = {**ANSWER, "budget_bytes_s": 250_000.0, "budget_waited_s": 32.4, "exchanges": 0, "counts": {}, "links": []}
+    monkeypatch.setattr("peerd.cli.status.find_node", lambda name: name)
+    monkeypatch.setattr("peerd.cli.status.request", lambda path, verb: answer)
+    shown = CliRunner().invoke(app, ["status"], catch_exceptions=False).stdout
+    assert "budget 2 Mbit/s; sends waited 32 s for it, together\n" in shown
 
 
 def test_tables_fit_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
