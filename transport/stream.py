@@ -35,6 +35,7 @@ YIELD_UNCHECKED = 16 << 20  # the same of chunks without a checksum, even if all
 FLUSH_S = 1.0  # given to what is queued when a connection is closed
 NEAR_S = 0.02  # a chunk beside the stream that comes so soon is waited for alone: 7 % less processor time over UCX
 LATE_S = 0.5  # given to a chunk beside the stream when the stream has ended
+STALLED_S = 1.0  # a peer that takes in nothing for so long has no turn of the budget's
 PIECES_MAX = 64  # buffers in one call to the socket
 
 
@@ -338,7 +339,7 @@ class StreamConnection:
             try:
                 sent = self._stream.send_some(batch)
             except BlockingIOError:
-                await self._stream.wait_sendable()
+                await self._wait_sendable()
                 unyielded = 0
                 continue
             unyielded += sent
@@ -348,6 +349,14 @@ class StreamConnection:
                 await trio.lowlevel.checkpoint()
                 unyielded = 0
 
+    async def _wait_sendable(self) -> None:
+        if self._budget is not None:
+            with trio.move_on_after(STALLED_S):
+                await self._stream.wait_sendable()
+                return
+            self._send_queue.give_turn()
+        await self._stream.wait_sendable()
+
     async def _afford(self, budget: Budget, pieces: list[Chunk]) -> list[Chunk]:
         """The beginning of `pieces` that may go now, waiting for it; the peer is not blamed for that."""
         wanted = min(budget.piece, sum(map(len, pieces)))
@@ -355,6 +364,7 @@ class StreamConnection:
             wait_s = budget.take(wanted - self._granted, trio.current_time())
             self._granted = wanted
             if wait_s:
+                budget.waited_s += wait_s
                 self._patience.deadline += wait_s
                 await trio.sleep(wait_s)
         return _beginning(pieces, self._granted)

@@ -11,10 +11,11 @@ from hypothesis import given, note
 from hypothesis import strategies as st
 
 from peerd.transport.connection import ConnectionLost
-from peerd.transport.memory_stream import MemoryPipe, MemoryStream
-from peerd.transport.messages import Delta, Message, Ping
+from peerd.transport.memory_stream import PIPE_BYTES, MemoryPipe, MemoryStream
+from peerd.transport.messages import Delta, Message, Ping, SpeedSample
 from peerd.transport.patience import PATIENCE_S, SLOWEST_RATE
 from peerd.transport.sending.budget import BURST_S, PIECE_MAX, PIECE_MIN, Budget, BulkTurn, parse_rate
+from peerd.transport.sending.send_queue import SendQueue
 from peerd.transport.stream import StreamConnection
 
 MBIT = 125_000.0  # bytes a second
@@ -151,6 +152,40 @@ async def test_turns_go_round_and_small_messages_do_not_wait_for_them() -> None:
         assert sorted(seconds) == [[1, 3, 5], [2, 4, 6]]
         for sender in ends.senders:
             await sender.aclose()
+
+
+@pytest.mark.trio(clock="autojump")
+async def test_who_takes_in_nothing_holds_up_nobody() -> None:
+    async with trio.open_nursery() as nursery:
+        budget = Budget(MBIT)
+        ends = Ends(nursery, budget, 1)
+        pipe = MemoryPipe(frozenset(("a", "stopped")))
+        stopped = StreamConnection(MemoryStream(pipe, 0, "far"), "far", budget=budget)
+        nursery.start_soon(stopped.run_sender)
+        await stopped.send(bulk(3 << 20))
+        await trio.sleep(0.1)
+        began = trio.current_time()
+        await ends.senders[0].send(bulk(MBIT_SECOND))
+        await ends.senders[0].flushed()
+        took_s = trio.current_time() - began
+        assert took_s <= PIPE_BYTES / MBIT + 1 + 1.5, "its buffers fill, it stands, then comes our second"
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.trio(clock="autojump")
+@pytest.mark.parametrize("beside", [False, True])
+async def test_what_is_measured_and_what_travels_beside_take_no_turn(beside: bool) -> None:
+    budget = Budget(MBIT)
+    other = BulkTurn(budget, lambda: None)
+    assert other.take()
+    queue = SendQueue(budget)
+    queue.out_of_band = beside
+    await queue.put(bulk(1 << 20) if beside else SpeedSample((bytes(1 << 20),)))
+    with trio.fail_after(1):
+        assert await queue.take()
+    queue.close(ConnectionLost("over"))
+    other.give()
+    assert other.take(), "nothing was held that was not taken"
 
 
 @pytest.mark.trio(clock="autojump")

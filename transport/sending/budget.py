@@ -5,7 +5,8 @@ it is full again (the generic cell rate algorithm, ITU-T I.371). Datagrams and w
 wait for nothing; what comes after them waits longer.
 
 Bulk messages take turns, too. A receiver gives up a connection that is slower than SLOWEST_RATE in the middle of one
-(patience.py), so no more are begun than the rate has twice that for.
+(patience.py), so no more are begun than the rate has twice that for. What is limited by something else has no turn: it
+travels beside the stream, or its peer takes in nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Budget:
         assert rate > 0
         self.rate = rate
         self.piece = round(min(PIECE_MAX, max(PIECE_MIN, rate * BURST_S)))  # bytes that are asked for at once, at most
-        self.waited_s = 0.0  # all that asked, together
+        self.waited_s = 0.0  # all connections together, turns not counted
         self.turns_max = max(1, int(rate / (2 * SLOWEST_RATE)))
         self._paid_at = float("-inf")  # when all that was taken is paid for
         self._held = 0  # turns
@@ -53,9 +54,7 @@ class Budget:
         """Seconds until these bytes may go. In any T seconds go rate * (T + BURST_S) bytes and one piece at most."""
         may_go = max(self._paid_at, now - BURST_S)
         self._paid_at = may_go + count / self.rate
-        wait_s = max(0.0, may_go - now)
-        self.waited_s += wait_s
-        return wait_s
+        return max(0.0, may_go - now)
 
     def _take_turn(self, turn: BulkTurn) -> bool:
         if self._held < self.turns_max and not self._waiting:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import trio
 
 from peerd.transport import framing, wire
 from peerd.transport.connection import ConnectionLost
-from peerd.transport.messages import Chunk, Chunks, Message
+from peerd.transport.messages import Chunk, Chunks, Message, SpeedSample
 from peerd.transport.sending.budget import Budget, BulkTurn
 
 QUEUE_MESSAGES = 64
@@ -31,11 +32,19 @@ class OutOfBand:
 Piece = Chunk | OutOfBand
 
 
+class _Waiting(NamedTuple):
+    head: bytes
+    chunks: Chunks
+    bulk: bool
+    out_of_band: bool
+    takes_turn: bool  # of the budget's
+
+
 class _Queue:
     """Encoded messages in the order of their `send` calls."""
 
     def __init__(self) -> None:
-        self.messages: deque[tuple[bytes, Chunks, bool, bool]] = deque()  # head frame, chunks, bulk, beside
+        self.messages: deque[_Waiting] = deque()
         self.bulk = 0
         self.turn = trio.Lock()  # first come, first served, also among those who wait for room
         self.room = trio.lowlevel.ParkingLot()
@@ -97,12 +106,16 @@ class SendQueue:
         while self._lost is None and not self._idle:
             await self._flushed.park()
 
+    def give_turn(self) -> None:
+        """The peer takes in nothing: what is left of the message waits for it alone, and holds up nobody's."""
+        if self._turn is not None:
+            self._turn.give()
+
     def close(self, lost: ConnectionLost) -> None:
         """Drop what waits; whoever waits is told `lost`. The first call decides the text."""
         self._lost = self._lost or lost
         self._chunks = iter(())
-        if self._turn is not None:
-            self._turn.give()
+        self.give_turn()
         for queue in (self._urgent, self._ordered):
             queue.messages.clear()
             queue.room.unpark_all()
@@ -113,7 +126,10 @@ class SendQueue:
         if self._lost is not None:
             raise ConnectionLost(*self._lost.args)
         out_of_band = self.out_of_band and any(len(chunk) >= framing.OUT_OF_BAND_MIN for chunk in chunks)
-        queue.messages.append((framing.head_frame(kind, header, out_of_band), chunks, bulk, out_of_band))
+        counted = bulk and not out_of_band and kind != SpeedSample.KIND  # what is measured must come at once
+        takes_turn = counted and self._turn is not None
+        head = framing.head_frame(kind, header, out_of_band)
+        queue.messages.append(_Waiting(head, chunks, bulk, out_of_band, takes_turn))
         queue.bulk += bulk
         self._idle = False
         self._work.unpark_all()
@@ -131,7 +147,7 @@ class SendQueue:
 
     def _next_frame(self) -> tuple[Piece, ...]:
         if self._urgent.messages:
-            return (self._pop(self._urgent)[0],)
+            return (self._pop(self._urgent).head,)
         chunk = next(self._chunks, None)
         if chunk is not None and self._is_out_of_band and len(chunk) >= framing.OUT_OF_BAND_MIN:
             return (OutOfBand(chunk), framing.chunk_frame(chunk, out_of_band=True, checked=self.out_of_band_checked))
@@ -142,17 +158,17 @@ class SendQueue:
             self._bulk_ends = True
             return ()
         if self._ordered.messages:
-            if self._turn is not None and self._ordered.messages[0][2]:
+            if self._turn is not None and self._ordered.messages[0].takes_turn:
                 if not self._turn.take():
                     return ()
                 self._in_bulk = True
-            head, chunks, _, self._is_out_of_band = self._pop(self._ordered)
-            self._chunks = iter(chunks)
-            return (head,)
+            message = self._pop(self._ordered)
+            self._chunks, self._is_out_of_band = iter(message.chunks), message.out_of_band
+            return (message.head,)
         return ()
 
-    def _pop(self, queue: _Queue) -> tuple[bytes, Chunks, bool, bool]:
+    def _pop(self, queue: _Queue) -> _Waiting:
         message = queue.messages.popleft()
-        queue.bulk -= message[2]
+        queue.bulk -= message.bulk
         queue.room.unpark_all()
         return message
