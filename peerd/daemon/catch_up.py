@@ -58,7 +58,7 @@ class CatchUp:
 
     def on_model(self, sender: NodeId, model: ModelSnapshot | ModelEqual) -> None:
         """A model came, or the word that ours is the same; one that was not asked for is dropped."""
-        if sender == self._choice.donor:
+        if sender in self._choice.asked:
             self._came = sender, model
             self._news.set()
             self._news = trio.Event()
@@ -66,8 +66,7 @@ class CatchUp:
     def others_after(self, refusing: NodeId) -> bool:
         """Whether somebody else has a model to give, who has not refused us either; it is asked then."""
         self._refused.add(refusing)
-        if self._choice.donor == refusing:
-            self._choice.pass_over()
+        self._choice.reject(refusing)
         return not self._refused.issuperset(donors(self._acquaintances.of(self._members()), self._me))
 
     async def enough_members(self, count: int, model: str) -> None:
@@ -138,7 +137,8 @@ class CatchUp:
             self._peers.offences.unforeseen(error, f"dropped the model from {donor}")
         else:
             how = "came from" if isinstance(model, ModelSnapshot) else "is that of"
-            LOGGER.info("the model of step %d %s %s", model.step, how, self._members()[donor].name)
+            giver = self._members().get(donor)  # a slow donor may be gone by now
+            LOGGER.info("the model of step %d %s %s", model.step, how, giver.name if giver is not None else donor)
             return values, model.step
-        self._choice.pass_over()
+        self._choice.reject(donor)
         return None

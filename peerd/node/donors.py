@@ -34,7 +34,8 @@ class DonorChoice:
     """The requests of one newcomer, from the first until it has a model."""
 
     def __init__(self) -> None:
-        self.donor: NodeId | None = None  # who was asked last: a model of anybody else was not asked for
+        self.donor: NodeId | None = None  # who was asked last
+        self.asked: set[NodeId] = set()  # a model of anybody else was not asked for; a slow donor's comes after all
         self._silent: set[NodeId] = set()  # those passed over in this turn
         self._asks = 0  # of this donor
         self._looked_at, self._received = 0.0, 0  # when it was last asked, or seen to send, and the bytes by then
@@ -59,10 +60,18 @@ class DonorChoice:
             self.donor, self._asks = next(giver for giver in givers if giver not in self._silent), 0
         self._asks += 1
         self._looked_at, self._received = now, received
+        self.asked.add(self.donor)
         return self.donor
 
     def pass_over(self) -> None:
-        """Ask another one next: this one is silent or gone, or what it sent was no model."""
+        """Ask another one next: this one is silent or gone."""
         if self.donor is not None:
             self._silent.add(self.donor)
         self.donor = None
+
+    def reject(self, donor: NodeId) -> None:
+        """What it sent was no model, or it refuses: nothing more of it counts in this turn."""
+        self.asked.discard(donor)
+        self._silent.add(donor)
+        if self.donor == donor:
+            self.donor = None

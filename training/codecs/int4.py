@@ -8,14 +8,27 @@ import numpy as np
 
 from peerd.training.codecs.bfloat16 import from_bits, scales_from_bits, to_bits
 from peerd.training.codecs.blocks import BLOCK, as_blocks, block_count, deliver, room_for_blocks
-from peerd.training.codecs.codec import BATCH, Float32s, batches, field, finite_float32, require_length
+from peerd.training.codecs.codec import (
+    BATCH,
+    Encoded,
+    Float32s,
+    batches,
+    field,
+    finite_float32,
+    require_length,
+)
 from peerd.training.codecs.nibbles import pack_nibbles, require_end, unpack_nibbles
+from peerd.training.codecs.one_pass import encode_by
 from peerd.training.effects import Vector
+from peerd.training.kernels import library
+from peerd.training.kernels.passes import address, is_plain
 from peerd.transport.errors import PeerError
 
 LEVELS = 7
+BEYOND = "int4: a value of -8 where -7 is the least"
 LARGEST_SCALE_BITS = int((np.finfo(np.float32).max / np.float32(LEVELS)).view(np.uint32) >> 16)
 """Of the largest bfloat16 of which 7 times is finite."""
+LARGEST_SCALE = float(from_bits(np.array([LARGEST_SCALE_BITS], np.uint16))[0])
 _EVERY_BYTE = np.arange(256, dtype=np.uint8)
 _NIBBLES = unpack_nibbles(_EVERY_BYTE, 512, "int4").reshape(256, 2)
 MULTIPLES: Float32s = ((_NIBBLES ^ np.uint8(8)).astype(np.float32) - np.float32(8)).astype(np.float32)
@@ -36,6 +49,8 @@ class Int4:
     def encode(self, values: Vector) -> memoryview:
         """See `Codec.encode`."""
         exact = finite_float32(values)
+        if (encoded := self.encode_in_one_pass(exact, None, None)) is not None:
+            return encoded.body
         blocks = as_blocks(exact)
         body = np.zeros(self.body_limit(blocks.size), np.uint8)
         scales = body[: 2 * len(blocks)].view("<u2")
@@ -51,6 +66,11 @@ class Int4:
             packed[batch] = pack_nibbles(nibbles.reshape(-1)).reshape(-1, BLOCK // 2)
         return body[: self.body_limit(exact.size)].data
 
+    def encode_in_one_pass(self, values: Vector, known: Vector | None, decoded: Vector | None) -> Encoded | None:
+        """See `OnePassCodec.encode_in_one_pass`."""
+        room = 2 * block_count(values.size), self.body_limit(values.size)
+        return encode_by("peerd_int4_encode", values, known, decoded, room, LARGEST_SCALE)
+
     def decode(self, body: bytes | bytearray | memoryview, out: Vector) -> None:
         """See `Codec.decode`."""
         require_length(body, self.body_limit(out.size), self.name)
@@ -60,8 +80,13 @@ class Int4:
             raise PeerError("int4: a scale is negative, too large or not a number")
         scales = scales_from_bits(halves, self.name)
         packed = field(body, "u1", 2 * count, -(-out.size // 2))
+        if (kernels := library.LIBRARY) is not None and is_plain(out):
+            if kernels.peerd_int4_decode(address(halves), address(packed), out.size, address(out)):
+                raise PeerError(BEYOND)
+            require_end(packed, out.size, self.name)
+            return
         if IS_BEYOND.take(packed, mode="clip").any():
-            raise PeerError("int4: a value of -8 where -7 is the least")
+            raise PeerError(BEYOND)
         require_end(packed, out.size, self.name)
         blocks = room_for_blocks(out)
         if out.size % BLOCK:

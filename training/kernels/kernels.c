@@ -20,7 +20,7 @@
 #endif
 #define INLINE static inline __attribute__((always_inline))
 
-const int32_t peerd_kernels_version = 3; /* VERSION in library.py: of the functions' names and arguments */
+const int32_t peerd_kernels_version = 4; /* VERSION in library.py: of the functions' names and arguments */
 
 enum { BLOCK = 256, LANES = 16 };
 
@@ -31,7 +31,7 @@ typedef uint32_t words __attribute__((vector_size(64)));
 
 static const uint32_t SIGN_BIT = 0x80000000u, MAGNITUDE = 0x7fffffffu, LARGEST_FINITE = 0x7f7fffffu;
 static const float ROUNDING = 12582912.0f; /* 1.5 * 2**23: adding and taking it away rounds to even */
-static const float LEVELS = 127.0f;
+static const float LEVELS = 127.0f, INT4_LEVELS = 7.0f;
 
 /* The sum of squares of a block: in float32, which is exact enough, unless it leaves the range where that is so. */
 INLINE double squares_of(const float *block, int count)
@@ -259,6 +259,72 @@ EACH_PROCESSOR int peerd_int8_decode(const uint8_t *scales, const int8_t *multip
             beyond |= multiple == -128;
             out[start + i] = (float)multiple * scale;
         }
+    }
+    return beyond;
+}
+
+EACH_PROCESSOR int peerd_int4_encode(const float *values, const float *known, int64_t count, uint16_t *scales,
+                                     uint8_t *packed, float *decoded, double *sums, float largest)
+{
+    float apart[BLOCK], arrives[BLOCK];
+    uint8_t nibbles[BLOCK];
+    for (int64_t start = 0; start < count; start += BLOCK) {
+        int size = smaller(count - start);
+        subtract(apart, values + start, known ? known + start : 0, size);
+        uint32_t bits = largest_of(apart, size);
+        if (bits > LARGEST_FINITE)
+            return 1;
+        float scale;
+        memcpy(&scale, &bits, sizeof scale);
+        scale /= INT4_LEVELS;
+        memcpy(&bits, &scale, sizeof bits);
+        bits = (bits + 0x8000u) & 0xffff0000u; /* to bfloat16, ties away from zero */
+        memcpy(&scale, &bits, sizeof scale);
+        scale = scale > largest ? largest : scale;
+        memcpy(&bits, &scale, sizeof bits);
+        *scales++ = (uint16_t)(bits >> 16);
+        const float unit = scale > 0.0f ? scale : __builtin_inff(); /* no digits are left */
+        for (int i = 0; i < size; i++) { /* where a scale lost digits, a quotient may be beyond 7 */
+            float quotient = apart[i] / unit;
+            quotient = quotient < INT4_LEVELS ? quotient : INT4_LEVELS;
+            quotient = quotient > -INT4_LEVELS ? quotient : -INT4_LEVELS;
+            quotient = (quotient + ROUNDING) - ROUNDING;
+            nibbles[i] = (uint8_t)((int32_t)quotient & 15);
+            arrives[i] = quotient * scale;
+        }
+        memset(nibbles + size, 0, (size_t)(BLOCK - size));
+        for (int i = 0; 2 * i < size; i++) {
+            uint16_t pair;
+            memcpy(&pair, nibbles + 2 * i, sizeof pair);
+            packed[i] = (uint8_t)(pair | pair >> 4);
+        }
+        packed += BLOCK / 2;
+        account(apart, arrives, decoded ? decoded + start : 0, size, sums);
+    }
+    return 0;
+}
+
+/* Returns 1 for a multiple of -8; `scales` have been checked. */
+EACH_PROCESSOR int peerd_int4_decode(const uint8_t *scales, const uint8_t *packed, int64_t count, float *out)
+{
+    int beyond = 0;
+    for (int64_t start = 0; start < count; start += BLOCK) {
+        int size = smaller(count - start);
+        uint8_t nibbles[BLOCK];
+        uint16_t half;
+        memcpy(&half, scales, sizeof half); /* bodies lie at any byte */
+        scales += sizeof half;
+        const uint32_t bits = (uint32_t)half << 16;
+        float scale;
+        memcpy(&scale, &bits, sizeof scale);
+        for (int i = 0; 2 * i < size; i++) {
+            const uint16_t pair = (uint16_t)((packed[i] & 15) | packed[i] >> 4 << 8);
+            memcpy(nibbles + 2 * i, &pair, sizeof pair);
+            beyond |= (packed[i] & 15) == 8 || packed[i] >> 4 == 8;
+        }
+        packed += BLOCK / 2;
+        for (int i = 0; i < size; i++)
+            out[start + i] = (float)((nibbles[i] ^ 8) - 8) * scale;
     }
     return beyond;
 }

@@ -223,6 +223,37 @@ async def test_a_donor_whose_model_is_on_its_way_is_left_in_peace() -> None:
         assert there.asked == [donor]
 
 
+async def test_a_slow_donors_model_is_taken_when_another_one_was_asked_meanwhile() -> None:
+    async with swarm() as there:
+        for donor in "ab":
+            there.member(donor, ready=True)
+        there.nursery.start_soon(there.fetched)
+        await trio.sleep(ASKS_MAX * ASK_AGAIN_S)
+        first, last = there.asked[0], there.asked[-1]
+        assert first != last
+        del there.members[first]
+        there.catch_up.on_model(first, SNAPSHOT)
+        await there.done.wait()
+
+
+async def test_a_bad_model_of_a_slow_donor_takes_no_turn_of_who_was_asked_since() -> None:
+    async with swarm() as there:
+        for donor in "ab":
+            there.member(donor, ready=True)
+        there.nursery.start_soon(there.fetched)
+        while len(set(there.asked)) < 2:
+            await trio.sleep(1)
+        first, second = there.asked[0], there.asked[-1]
+        there.catch_up.on_model(first, ModelSnapshot(1, "zip", CHUNKS))
+        await trio.sleep(2)
+        there.catch_up.on_model(first, SNAPSHOT)  # it has had its turn
+        await trio.sleep(2)
+        assert set(there.asked[ASKS_MAX:]) == {second}
+        assert not there.done.is_set()
+        there.catch_up.on_model(second, SNAPSHOT)
+        await there.done.wait()
+
+
 @pytest.mark.parametrize(
     "bad", [ModelSnapshot(1, "float32", ()), ModelSnapshot(1, "zip", CHUNKS), ModelSnapshot(1, "float32", (b"x",))]
 )
