@@ -16,7 +16,8 @@ from peerd.training.modes.own_mode import as_told
 from peerd.training.plain_numbers import number, whole
 from peerd.transport.errors import UserError
 
-OPTIMIZERS = ("sgd", "nesterov", "adamw")
+QUASI_GLOBAL = "quasi-global"
+OPTIMIZERS = ("sgd", "nesterov", QUASI_GLOBAL, "adamw")
 SCHEDULES = ("constant", "cosine")
 LOOK_MIN_S = 0.001  # between looks: each is kept until the run's end
 
@@ -48,8 +49,8 @@ class Learning:
             raise UserError(f"--weight-decay {self.weight_decay:g}: wanted a number from 0 to below 1")
         if self.batch is not None and self.batch < 1:
             raise UserError(f"--batch {self.batch}: wanted at least 1 sample")
-        if self.optimizer == "nesterov" and self.momentum == 0:
-            raise UserError("--optimizer nesterov: needs a momentum above 0")
+        if self.optimizer in ("nesterov", QUASI_GLOBAL) and self.momentum == 0:
+            raise UserError(f"--optimizer {self.optimizer}: needs a momentum above 0")
         if self.optimizer == "adamw" and self.momentum is not None:
             raise UserError("--momentum: without effect with --optimizer adamw, whose betas are fixed; leave it out")
 
@@ -118,6 +119,8 @@ class Scenario(ModeSettings):
 
     def _check_optimizer(self) -> None:
         given = [name for name in ("optimizer", "momentum", "weight_decay") if getattr(self, name) is not None]
+        if self.optimizer == QUASI_GLOBAL and self.exchange == GRADIENTS:
+            raise UserError(f"--optimizer {QUASI_GLOBAL}: with gradients there is one momentum for all already")
         if given and self.exchange == GRADIENTS and not self.shares_optimizer:
             options = ", ".join("--" + name.replace("_", "-") for name in given)
             raise UserError(

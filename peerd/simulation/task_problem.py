@@ -9,13 +9,14 @@ import numpy as np
 import torch
 from torch.optim import SGD, AdamW
 
-from peerd.simulation.options import Learning
+from peerd.simulation.options import QUASI_GLOBAL, Learning
 from peerd.simulation.problems import Learner, Moved, scores_of
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Vector
 from peerd.training.model.flat import FlatModel
 from peerd.training.model.gradients import FlatGradients
 from peerd.training.model.optimizer_state import OptimizerState
+from peerd.training.model.quasi_global import QuasiGlobalMomentum
 from peerd.training.tasks import TASKS
 from peerd.training.tasks.run import Run
 from peerd.transport.errors import UserError
@@ -74,6 +75,8 @@ def _tune(run: Run, learning: Learning) -> None:
     elif learning.optimizer is not None:
         given = {"momentum": 0.9, **given}
         run.optimizer = SGD(group["params"], lr=group["lr"], **given, nesterov=learning.optimizer == "nesterov")
+        if learning.optimizer == QUASI_GLOBAL:
+            QuasiGlobalMomentum(run.optimizer)
     elif idle := given.keys() - group.keys():
         option = idle.pop()
         raise UserError(f"--{option}: the task trains with {type(run.optimizer).__name__}, which has none")

@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from peerd.simulation.options import Learning
+from peerd.simulation.options import QUASI_GLOBAL, Learning
 from peerd.simulation.perceptron import Examples, Gradient, Inputs, initial, layers, logits, score, tensors
 from peerd.simulation.problems import FlatLearner, Learner, Moved, scores_of
 from peerd.training.effects import Vector
 from peerd.training.parameter_server.optimizer import AdamW, Optimizer, Sgd
 from peerd.training.plain_numbers import number, whole
-from peerd.training.tasks import data_partition
+from peerd.training.tasks import TASKS, data_partition
 from peerd.transport.errors import UserError
 
 NAME = "teacher"
@@ -149,6 +149,8 @@ def _optimizer(learning: Learning) -> tuple[Optimizer, float]:
     if learning.optimizer == "adamw":
         decay = WEIGHT_DECAY_ADAMW if learning.weight_decay is None else learning.weight_decay
         return AdamW(weight_decay=decay), learning.lr or LR_ADAMW
+    if learning.optimizer == QUASI_GLOBAL:
+        raise UserError(f"--optimizer {QUASI_GLOBAL}: only a task has torch's, --problem {', '.join(TASKS)}")
     momentum = MOMENTUM if learning.momentum is None else learning.momentum
     return Sgd(momentum, learning.weight_decay or 0.0, learning.optimizer == "nesterov"), learning.lr or LR
 

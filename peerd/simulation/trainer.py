@@ -344,7 +344,7 @@ class SimulatedTrainer:
             self._handle(ModelAsked(peer, self.learner.layout, digest))
 
     def _take_model(self, source: NodeId, message: ModelSnapshot | ModelEqual) -> None:
-        if self.phase is not Phase.JOINING or self._choice.donor != source:
+        if self.phase is not Phase.JOINING or source not in self._choice.asked:
             return
         if isinstance(message, ModelSnapshot):
             values = np.empty(self.learner.layout.total, self.learner.values().dtype)

@@ -75,6 +75,8 @@ class Session:
         optimizer: torch.optim.Optimizer,
         ranks: Ranks | None,
         exclude: Sequence[str] = (),
+        *,
+        needs_weights: bool = False,
     ) -> None:
         self._socket = socket
         self._model = model
@@ -83,6 +85,8 @@ class Session:
         self._exchanges, shares_optimizer = _exchange_of(socket)
         if self._exchanges and ranks is not None:
             raise Refused("gradients are exchanged by one process a node: start this job as one, or with weights")
+        if self._exchanges and needs_weights:
+            raise Refused("with gradients there is one momentum for all already: leave quasi_global_momentum out")
         try:
             if has_shards(model) and ranks is not None:
                 ranks.say(RankCommand.COMES)

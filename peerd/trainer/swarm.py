@@ -36,11 +36,14 @@ from peerd.trainer.say import say
 from peerd.trainer.session import Refused, Session
 from peerd.training.model.flat import FlatModel
 from peerd.training.model.names import patterns_of
+from peerd.training.model.quasi_global import QuasiGlobalMomentum
 from peerd.training.model.together import Models, one_model
 from peerd.transport.errors import UserError
 
 
-def attach(model: Models, optimizer: Optimizers, *, exclude: Sequence[str] = ()) -> Swarm:
+def attach(
+    model: Models, optimizer: Optimizers, *, exclude: Sequence[str] = (), quasi_global_momentum: bool = False
+) -> Swarm:
     """Join `model` to the swarm of the daemon that started this script, or of the node that runs here.
 
     Several models, optimizers or both, in a list or by name, are shared as one: attach([g, d], [og, od]). Tensors that
@@ -50,19 +53,23 @@ def attach(model: Models, optimizer: Optimizers, *, exclude: Sequence[str] = ())
     script trains alone. Ends the script with one line when the daemon refuses the model. Several optimizers come as a
     list; a wrapper that has an `optimizer` or `param_groups`, and so a learning rate scheduler, is as good as what it
     wraps.
+
+    With `quasi_global_momentum` the momentum of SGD follows how the model moves with the swarm, not this node's own
+    gradients (arXiv:2102.04761): where nodes see different classes, `gossip` ends nearer to training on all data.
     """
     ranks = of_this_job()
     try:
         model, optimizer, exclude = one_model(model), as_one(optimizer), patterns_of(exclude)
+        momentum = QuasiGlobalMomentum(optimizer) if quasi_global_momentum else None
     except ValueError as error:  # on every rank
         if (ranks is None or ranks.leads) and (socket := _connect()) is not None:
             _give_up(socket)
         raise SystemExit(f"peerd: {error}") from None
     if ranks is not None and not ranks.leads:
-        return Swarm(None, ranks, Follower(ranks, model, optimizer, exclude))
+        return Swarm(None, ranks, Follower(ranks, model, optimizer, exclude), momentum)
     session = None
     try:
-        session = _open(model, optimizer, ranks, exclude)
+        session = _open(model, optimizer, ranks, exclude, needs_weights=quasi_global_momentum)
     except Refused as refusal:
         if ranks is not None:
             ranks.say(RankCommand.STOP)
@@ -74,17 +81,22 @@ def attach(model: Models, optimizer: Optimizers, *, exclude: Sequence[str] = ())
         if session is not None and isinstance(session.flat, FlatModel):
             ranks.share_path(session.restored_from)
             ranks.share(session.flat)
-    return Swarm(session, ranks)
+    return Swarm(session, ranks, momentum=momentum)
 
 
 def _open(
-    model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks | None, exclude: Sequence[str]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ranks: Ranks | None,
+    exclude: Sequence[str],
+    *,
+    needs_weights: bool,
 ) -> Session | None:
     socket = _connect()
     if socket is None:
         return None
     try:
-        session = Session(socket, model, optimizer, ranks, exclude)
+        session = Session(socket, model, optimizer, ranks, exclude, needs_weights=needs_weights)
         for line in checkpoint.not_kept(model):
             say(line)
         return session
@@ -124,9 +136,11 @@ class Swarm:
         session: Session | None,
         ranks: Ranks | None = None,
         follower: Follower | None = None,
+        momentum: QuasiGlobalMomentum | None = None,
     ) -> None:
         """Use `attach`."""
         self._session = session
+        self._momentum = momentum
         self._ranks = ranks if session is not None else None
         self._follower = follower
         self._named: set[str] = set()  # figures that were no numbers
@@ -135,6 +149,8 @@ class Swarm:
             atexit.register(self._at_exit)
         self.step_count = session.step if session else follower.step if follower else 0
         """Steps done, those before a resume or before joining included."""
+        if self.alone:
+            self._part()
 
     @property
     def alone(self) -> bool:
@@ -150,6 +166,8 @@ class Swarm:
         self.step_count = (self.step_count if self._session is None else self._session.step) + 1
         if self._follower is not None:
             self._follower.follow()
+            if self._follower.alone:
+                self._part()
         if self._session is None:
             return
         figures = clean(loss, samples, metrics)
@@ -193,6 +211,7 @@ class Swarm:
     def _finish(self, *, at_exit: bool) -> None:
         if self._follower is not None:
             self._follower.finish()
+            self._part()
         if self._session is None:
             return
         session = self._session
@@ -260,7 +279,13 @@ class Swarm:
                 self._ranks.share(self._session.flat)
         self._close()
 
+    def _part(self) -> None:
+        """From here on the script trains alone, as it would without peerd."""
+        if self._momentum is not None:
+            self._momentum.remove()
+
     def _close(self) -> None:
+        self._part()
         atexit.unregister(self._at_exit)
         if self._session is not None:
             self._session.close()

@@ -201,7 +201,15 @@ def test_of_several_modes_each_is_told_what_it_takes() -> None:
         (["--minutes", "1", "--problem", "members", "--target", "loss:1"], "--problem members has no accuracy"),
         (["--minutes", "1", "--batch", "8"], "--batch: without effect on --problem consensus, which takes --lr"),
         (["--minutes", "1", "--lr", "nan"], "--lr: 'nan' is not a number"),
-        (["--minutes", "1", "--optimizer", "magic"], "--optimizer magic: not one of sgd, nesterov, adamw"),
+        (["--minutes", "1", "--optimizer", "magic"], "--optimizer magic: not one of sgd, nesterov, quasi-global"),
+        (
+            ["--minutes", "1", "--problem", "teacher", "--optimizer", "quasi-global"],
+            "--optimizer quasi-global: only a task has torch's, --problem digits",
+        ),
+        (
+            ["--minutes", "1", "--mode", "allreduce", "--exchange", "gradients", "--optimizer", "quasi-global"],
+            "--optimizer quasi-global: with gradients there is one momentum for all already",
+        ),
         (
             ["--minutes", "1", "--problem", "teacher", "--optimizer", "adamw", "--momentum", "0.5"],
             "without effect with",

@@ -258,3 +258,52 @@ def test_a_buffer_that_is_another_ones_bytes_is_refused(path: Path) -> None:
             peerd.attach(model, optimizer)
 
     with_daemon(path, script)
+
+
+def linear() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(3, 1)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def test_quasi_global_momentum_is_for_as_long_as_there_is_a_swarm(path: Path) -> None:
+    hooks: list[int] = []
+
+    def script() -> None:
+        model, optimizer = linear()
+        with peerd.attach(model, optimizer, quasi_global_momentum=True) as swarm:
+            for _ in range(3):
+                model(torch.ones(2, 3)).sum().backward()
+                optimizer.step()
+                swarm.step()
+            hooks.append(len(optimizer._optimizer_step_pre_hooks))
+        hooks.append(len(optimizer._optimizer_step_pre_hooks))
+
+    with_daemon(path, script)
+    assert hooks == [1, 0]
+
+
+def test_without_a_daemon_momentum_is_the_scripts_own(path: Path) -> None:
+    model, optimizer = linear()
+    assert peerd.attach(model, optimizer, quasi_global_momentum=True).alone
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+@pytest.mark.parametrize(
+    ("make", "exchange", "line"),
+    [
+        (normed, "weights", "peerd: quasi-global momentum is of torch's SGD, not of Adam"),
+        (linear, "gradients", "peerd: with gradients there is one momentum for all already"),
+    ],
+)
+def test_quasi_global_momentum_where_it_cannot_be(path: Path, make: Any, exchange: str, line: str) -> None:
+    async def asked(_: dict[str, Any]) -> dict[str, Any]:
+        return {"exchange": exchange, "optimizer": True}
+
+    def script() -> None:
+        with pytest.raises(SystemExit, match=line):
+            peerd.attach(*make(), quasi_global_momentum=True)
+
+    async def refused(_: dict[str, Any]) -> dict[str, Any]:
+        return {}
+
+    with_daemon(path, script, verbs={"exchange": asked, "refused": refused})
