@@ -176,8 +176,10 @@ RIVALS: dict[str, Callable[[Run, Place], Any]] = {
     "torchft DiLoCo 32": with_torchft,
 }
 ROUNDS_OF_8 = ["--mode", "allreduce", "--every", "8", "--overlap", "blocking"]
+QUASI_GLOBAL = "peerd, quasi-global momentum"
 OURS: dict[str, list[str]] = {
     "peerd": [],
+    QUASI_GLOBAL: [],  # the script says so
     "peerd --codec sign": ["--codec", "sign"],
     "peerd --trigger change:0.1": ["--trigger", "change:0.1"],
     "peerd --codec top_k_3 --trigger change:0.1": ["--codec", "top_k_3", "--trigger", "change:0.1"],

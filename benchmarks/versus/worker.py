@@ -15,7 +15,7 @@ import torch
 
 import peerd
 from benchmarks.versus.place import Place
-from benchmarks.versus.rivals import RIVALS
+from benchmarks.versus.rivals import QUASI_GLOBAL, RIVALS
 from peerd.training.tasks import TASKS
 from peerd.training.tasks.run import Run
 from peerd.training.tasks.script import Pace
@@ -53,9 +53,9 @@ def against(run: Run, row: str, steps: int, place: Place, pace: Pace, late_s: fl
     snapshots.write()
 
 
-def ours(run: Run, steps: int, pace: Pace, late_s: float, snapshots: Snapshots) -> None:
+def ours(run: Run, row: str, steps: int, pace: Pace, late_s: float, snapshots: Snapshots) -> None:
     """peerd's training, as README shows it."""
-    with peerd.attach(run.model, run.optimizer) as swarm:
+    with peerd.attach(run.model, run.optimizer, quasi_global_momentum=row == QUASI_GLOBAL) as swarm:
         snapshots.write()
         while swarm.step_count < steps:
             pace.wait()
@@ -83,7 +83,7 @@ def main() -> None:
         place = Place(told.rank, told.peers, told.host, told.port, told.out, bool(told.joins))
         against(run, told.row, told.steps, place, pace, told.late, snapshots)
     else:
-        ours(run, told.steps, pace, told.late, snapshots)
+        ours(run, told.row, told.steps, pace, told.late, snapshots)
     (told.out / f"{told.rank}.done").touch()
     if told.row in RIVALS:
         signal.pause()  # others may need what it holds; who started it ends it
