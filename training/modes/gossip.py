@@ -87,7 +87,8 @@ class Gossip(PartneredMode[PairLink]):
         """See `PartneredMode`."""
         self._reclaim()
         if report.finishing and not self._report.finishing and self._settings.robust:
-            self._allowances.end_run(self._current(), self._compared())
+            self._look(self._current(), report)
+            self._allowances.end_run(self._compared())
         elif self._report.finishing and not report.finishing:
             self._allowances.begin_run()
             self._tell_news()
@@ -120,7 +121,7 @@ class Gossip(PartneredMode[PairLink]):
         """Peers came or went."""
         self._reclaim()
         if self._settings.robust and not self._looked:
-            self._allowances.look(self._values())
+            self._look(self._values(), self._report)
             self._looked = True
         self._allowances.forget(self._alive - alive)
         self._alive = alive
@@ -303,9 +304,12 @@ class Gossip(PartneredMode[PairLink]):
         gain = self._gain(codec)
         if not self._settings.robust or answers:  # an answer to our half: that one has said its limits
             return ExchangeHalf(codec, gain, limit, self._report.finishing, b"", self._values_max())
-        self._allowances.look(values)
+        self._look(values, self._report)
         limits = packed(self._allowances.limits(link.peer, self._compared()))
         return ExchangeHalf(codec, gain, limit, self._report.finishing, limits, self._values_max())
+
+    def _look(self, values: Vector, report: StepReport) -> None:
+        self._allowances.look(values, report.step, report.lr_ratio)
 
     def _values_max(self) -> float:
         """What no honest peer's weight is beyond: that of a model this many times as long as ours."""

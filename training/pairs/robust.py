@@ -9,7 +9,8 @@ and comes with a later exchange. (With limits of each end's own, as in ClippedGo
 arXiv:2202.01545), an honest pair breaks the mean.)
 
 A limit is an allowance of the peer. It grows with what this node's own steps move the tensor, corrections left out: a
-model that is dragged away does not widen it. All peers together have so a multiple of the node's own way, by tensor,
+model that is dragged away does not widen it. A step counts as half of a usual one at least: where a node's own data is
+learnt, as one class alone soon is, steps hardly move anything, and nobody could bring such a node back. All peers together have so a multiple of the node's own way, by tensor,
 whatever they say; a budget for the whole model could be spent on one bias. From a peer whose tensor is further away
 than FAR times the median of the others', less is taken the further it is: an honest one that has lost touch still
 comes closer, ever faster, and one that is anywhere at all has next to no say. A run that ends makes no more steps, but
@@ -36,6 +37,8 @@ from peerd.transport.ids import NodeId
 
 RATE = 4.0
 """What all peers together may move the model, for each unit of its own way."""
+STEP_LEAST = 0.5
+"""Of what a step has moved on the mean, for the learning rate that it has: what one is counted as at the least."""
 FAR = 4.0
 """Times the others' median distance: beyond it a peer counts less."""
 COMPARED_MIN = 3  # peers of which one can be told from the others
@@ -138,18 +141,29 @@ class Allowances:
         self._base: Vector | None = None  # of the model when it was last looked at, and of every correction since
         self._way = np.zeros(len(self._tensors))  # the sum of the lengths of its own moves
         self._last = np.zeros(len(self._tensors))  # the last of them that was one
+        self._step = 0  # when the model was last looked at
+        self._walked = np.zeros(len(self._tensors))  # as `_way`, nothing counted for more than it was
+        self._steps = 0.0  # in which it was, each by the share of the largest learning rate
         self._peers: dict[NodeId, Allowance] = {}
         self._ended = False
 
-    def look(self, values: Vector) -> None:
-        """The model as it is now: what no correction explains are the node's own steps."""
+    def look(self, values: Vector, step: int, lr_ratio: float) -> None:
+        """The model as it is now, after `step` steps: what no correction explains are the node's own.
+
+        `lr_ratio` is their learning rate, as a share of the largest.
+        """
+        made = lr_ratio * max(0, step - self._step)
+        self._step = step
         if self._base is None:
             self._base = self._sample.take(values)
             return
         moved = np.sqrt(self._sample.squares(values, self._base))
-        if 0 < moved.sum() < np.inf:
-            self._way += moved
-            self._last = moved
+        least = STEP_LEAST * made * self._walked / self._steps if self._steps else np.zeros(len(moved))
+        if 0 < moved.sum() + least.sum() < np.inf:
+            self._walked += moved
+            self._steps += made
+            self._last = np.maximum(moved, least)
+            self._way += self._last
             self._sample.refresh(self._base, values)
 
     def corrected(self, correction: Vector) -> None:
@@ -198,9 +212,8 @@ class Allowances:
         others = sorted(self._tensors.whole(norms) for norms in self._others(peer, peers))
         return len(others) > 1 and self._tensors.whole(one.distances) > FAR * others[(len(others) - 1) // 2]
 
-    def end_run(self, values: Vector, peers: Collection[NodeId]) -> None:
+    def end_run(self, peers: Collection[NodeId]) -> None:
         """No more steps are made: what is usual is what each peer may move the model until all agree."""
-        self.look(values)
         self._ended = True
         usual = self._usual(peers)
         for peer, one in self._peers.items():
@@ -259,7 +272,7 @@ class CentreAllowances(Allowances):
         super().__init__(layout)
         self._said: dict[NodeId, Norms] = {}
 
-    def look(self, values: Vector) -> None:
+    def look(self, values: Vector, step: int, lr_ratio: float) -> None:
         """It does not move by itself."""
 
     def heard(self, peer: NodeId, limits: Norms) -> None:
@@ -271,7 +284,7 @@ class CentreAllowances(Allowances):
         others = [said for id in peers if id != peer and (said := self._said.get(id)) is not None]
         return 2 * _low_median(others) if len(others) > 1 else np.full(len(self._tensors), np.inf)
 
-    def end_run(self, values: Vector, peers: Collection[NodeId]) -> None:
+    def end_run(self, peers: Collection[NodeId]) -> None:
         """The workers say what is usual."""
 
     def forget(self, peers: frozenset[NodeId]) -> None:

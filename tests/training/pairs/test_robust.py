@@ -19,6 +19,7 @@ from peerd.training.pairs.reference import ExchangeHalf, PairedReference
 from peerd.training.pairs.robust import (
     FAR,
     RATE,
+    STEP_LEAST,
     Allowances,
     CentreAllowances,
     Tensors,
@@ -110,25 +111,27 @@ def test_what_has_no_distance_is_left_as_it_is() -> None:
 ONE = Layout(3, 3)
 
 
+rates = st.floats(0.001, 1.0)
+far = st.floats(0, 1e9)
+
+
 @settings(deadline=None)
-@given(
-    st.lists(
-        st.tuples(st.sampled_from("abcd"), st.floats(0, 5), st.floats(0, 1e9), st.floats(0, 1e9)),
-        min_size=1,
-        max_size=60,
-    )
-)
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.floats(0, 5), rates, far, far), min_size=1, max_size=60))
 def test_whatever_peers_say_they_move_a_model_by_no_more_than_a_multiple_of_its_own_way(
-    events: list[tuple[str, float, float, float]],
+    events: list[tuple[str, float, float, float, float]],
 ) -> None:
     """Each takes all that it is allowed, of exchanges at any distance; corrections widen nobody's limit."""
     allowances = Allowances(ONE)
     values, dragged, way, longest = np.zeros(3), 0.0, 0.0, 0.0
-    allowances.look(values)
-    for peer, step, distance, wanted in events:
+    walked = steps = 0.0
+    allowances.look(values, 0, 1.0)
+    for number, (peer, step, rate, distance, wanted) in enumerate(events, 1):
         values = values + np.array([step, 0.0, 0.0])
-        way, longest = way + step, max(longest, step)
-        allowances.look(values)
+        allowances.look(values, number, rate)
+        counted = max(step, STEP_LEAST * rate * walked / steps if steps else 0.0)
+        if counted:
+            way, longest = way + counted, max(longest, counted)
+            walked, steps = walked + step, steps + rate
         limit = float(allowances.limits(peer, "abcd")[0])
         moved = min(limit, wanted)
         correction = np.array([0.0, moved, 0.0])
@@ -139,10 +142,26 @@ def test_whatever_peers_say_they_move_a_model_by_no_more_than_a_multiple_of_its_
     assert dragged <= (RATE * way + RATE * longest) * (1 + 1e-6) + 1e-9
 
 
+def test_a_node_whose_steps_move_nothing_any_more_can_still_be_brought_back() -> None:
+    allowances, values = Allowances(ONE), np.zeros(3)
+    for number in range(11):
+        allowances.look(values, number, 1.0)
+        values = values + [1.0, 0.0, 0.0]
+    allowances.look(values, 11, 1.0)
+    before = float(allowances.limits("a", "abcd")[0])
+    allowances.look(values, 11, 1.0)
+    assert float(allowances.limits("a", "abcd")[0]) == before, "no step was made"
+    allowances.look(values, 31, 1.0)
+    half = float(allowances.limits("a", "abcd")[0]) - before
+    assert half == pytest.approx(RATE / 4 * STEP_LEAST * 20)
+    allowances.look(values, 41, 0.1)
+    assert 0 < float(allowances.limits("a", "abcd")[0]) - before - half < 0.1 * half, "its rate has fallen"
+
+
 def near(allowances: Allowances, values: Vector, rounds: int, far: float) -> None:
-    for _ in range(rounds):
+    for number in range(rounds):
         values += [1.0, 0.0, 0.0]
-        allowances.look(values)
+        allowances.look(values, number, 1.0)
         for peer in "abcz":
             allowances.limits(peer, "abcz")
             allowances.spent(peer, np.zeros(1), np.array([far if peer == "z" else 1.0]))
@@ -154,7 +173,7 @@ def test_who_is_far_from_the_others_has_less_to_say_the_further_it_is() -> None:
         allowances, values = Allowances(ONE), np.zeros(3)
         near(allowances, values, 3, far)
         values += [1.0, 0.0, 0.0]
-        allowances.look(values)
+        allowances.look(values, 3, 1.0)
         found.append(float(allowances.limits("z", "abcz")[0]))
         assert allowances.is_far("z", "abcz") == (far > FAR)
         assert not allowances.is_far("a", "abcz")
@@ -166,7 +185,7 @@ def test_who_is_far_from_the_others_has_less_to_say_the_further_it_is() -> None:
 def test_a_run_that_has_ended_can_still_agree() -> None:
     allowances, values = Allowances(ONE), np.zeros(3)
     near(allowances, values, 3, 1.0)
-    allowances.end_run(values, "abcz")
+    allowances.end_run("abcz")
     assert float(allowances.limits("a", "abcz")[0]) >= 1.0
     assert float(allowances.limits("new", "abcz")[0]) >= 1.0
     allowances.begin_run()
@@ -177,9 +196,9 @@ def test_a_correction_that_a_variance_does_not_take_is_no_step_of_the_node() -> 
     layout = Layout(1, 3, ((1, 3),), (1, 3))
     allowances = Allowances(layout)
     values = np.ones(3)
-    allowances.look(values)
+    allowances.look(values, 0, 1.0)
     allowances.corrected(np.array([0.0, -1e6, -1e6]))
-    allowances.look(np.array([1.0, 0.1, 0.1]))
+    allowances.look(np.array([1.0, 0.1, 0.1]), 1, 1.0)
     assert not allowances.limits("a", "a").any()
 
 
