@@ -75,6 +75,10 @@ class End(Protocol[Carried]):
         """A whole message arrived. Raises PeerError when it is damaged."""
         ...
 
+    def hears(self, source: NodeId) -> bool:
+        """Whether it takes a connection of this node."""
+        ...
+
 
 class Connection(Generic[Item]):
     """From one process to another. What a message is to its ends, is theirs to know."""
@@ -149,7 +153,7 @@ class Connection(Generic[Item]):
 
     def _answered(self, line: int) -> None:
         target = self._target()
-        if target is None or not target.up:
+        if target is None or not target.up or not target.hears(self._source_id):
             self._break()
             return
         if not target.running or self._cut():

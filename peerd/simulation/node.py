@@ -22,6 +22,7 @@ from peerd.membership.effects import (
     SendDatagram,
 )
 from peerd.membership.table_exchange import PUSH_PULL_DEADLINE_S, TABLE_PART
+from peerd.node.strikes import Strikes
 from peerd.simulation.byzantine import Lie
 from peerd.simulation.checkers import Checkers
 from peerd.simulation.connections import Connection
@@ -35,7 +36,7 @@ from peerd.training.effects import Effect, Send
 from peerd.training.mode import OPTIMIZER_VALUES_MAX
 from peerd.training.pairs.reference import PairedReference
 from peerd.transport import wire
-from peerd.transport.errors import PeerError
+from peerd.transport.errors import Blameless, PeerError
 from peerd.transport.framing import FIXED_SIZE, FrameReader, framed
 from peerd.transport.ids import Address, NodeId
 from peerd.transport.messages import Chunks, Member, MemberTable, Message, State
@@ -135,6 +136,7 @@ class Node:
             me, seeds, rng, self.now, swarm.settings.timing, known, signing=signing, handshakes=swarm.handshakes
         )
         self._connections: dict[NodeId, Connection[Letter]] = {}
+        self._strikes = Strikes()
         self._reader = FrameReader()
         self._inbox: list[tuple[Message, Address]] = []
         self._missed: list[Callable[[], None]] = []  # what would have happened while it stood still
@@ -343,7 +345,7 @@ class Node:
     def send(self, peer: NodeId, message: Message) -> None:
         """See `Shell`."""
         member = self.membership.members.get(peer)
-        if member is None or member.state > State.SUSPECT:
+        if member is None or member.state > State.SUSPECT or not self.hears(peer):
             return
         connection = self._connections.get(peer)
         if connection is None:
@@ -394,7 +396,16 @@ class Node:
             return
         self._world.note(Kind.MESSAGE, self.index, letter.kind, letter.length)
         if self.trainer is not None:
-            self.trainer.receive(source, message)
+            try:
+                self.trainer.receive(source, message)
+            except PeerError as error:
+                if not isinstance(error, Blameless):
+                    self._strikes.strike(source, self.now)
+                raise
+
+    def hears(self, source: NodeId) -> bool:
+        """See `End`: not who broke the rules again and again."""
+        return not self._strikes.refused_s(source, self.now)
 
     def _opened(self, letter: Letter) -> Message:
         network = self._swarm.network

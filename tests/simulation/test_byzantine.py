@@ -25,6 +25,12 @@ def test_a_run_with_liars_is_the_same_again_and_breaks_no_invariant(attack: str)
     assert f"--byzantine {attack}:1" in first["replay"]
 
 
+@pytest.mark.parametrize("attack", ["huge", "nan"])
+def test_who_breaks_the_rules_is_not_heard_for_long(attack: str) -> None:
+    honest, attacked = (simulate(replace(SMALL, byzantine=how)).result for how in ("none", f"{attack}:1"))
+    assert attacked["bytes_sent_total"] < 2 * honest["bytes_sent_total"], "it says the same again and again"
+
+
 def test_without_the_robust_merge_a_huge_value_ruins_the_honest_models() -> None:
     result = simulate(replace(SMALL, byzantine="huge:1", robust=False)).result
     assert result["error"] > 100 > result["clean_error"]

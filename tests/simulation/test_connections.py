@@ -28,6 +28,10 @@ class Process:
         self.up = self.running = True
         self.bytes_sent = 0
         self.received: list[bytes] = []
+        self.refuses = False
+
+    def hears(self, source: NodeId) -> bool:
+        return not self.refuses
 
     def receive(self, source: NodeId, frame: bytes) -> None:
         if frame.startswith(b"bad"):
@@ -180,6 +184,19 @@ def test_a_damaged_message_breaks_the_connection_and_those_behind_it_are_lost() 
     pair.send(b"4")
     pair.run(5.0)
     assert pair.target.received == [b"1", b"4"]
+
+
+def test_who_is_not_heard_tries_again_until_it_is() -> None:
+    pair = Pair()
+    pair.target.refuses = True
+    pair.send(b"1", b"bad")
+    pair.run(60.0)
+    assert pair.target.received == []
+    pair.target.refuses = False
+    pair.run(AGAIN_S)
+    pair.send(b"2")
+    pair.run(5.0)
+    assert pair.target.received == [b"2"]
 
 
 @pytest.mark.parametrize("kind", ["stopped", "cut"])

@@ -146,7 +146,7 @@ def test_a_node_whose_steps_move_nothing_any_more_can_still_be_brought_back() ->
     allowances, values = Allowances(ONE), np.zeros(3)
     for number in range(11):
         allowances.look(values, number, 1.0)
-        values = values + [1.0, 0.0, 0.0]
+        values = values + np.array([1.0, 0.0, 0.0])
     allowances.look(values, 11, 1.0)
     before = float(allowances.limits("a", "abcd")[0])
     allowances.look(values, 11, 1.0)
