@@ -38,7 +38,7 @@ from peerd.transport.ids import NodeId
 
 RATE = 4.0
 """What all peers together may move the model, for each unit of its own way."""
-STEP_LEAST = 0.5
+STEP_MIN = 0.5
 """Of what a step has moved on the mean, for the learning rate that it has: what one is counted as at the least."""
 FAR = 4.0
 """Times the others' median distance: beyond it a peer counts less."""
@@ -159,7 +159,7 @@ class Allowances:
             self._base = self._sample.take(values)
             return
         moved = np.sqrt(self._sample.squares(values, self._base))
-        least = STEP_LEAST * made * self._walked / self._steps if self._steps else np.zeros(len(moved))
+        least = STEP_MIN * made * self._walked / self._steps if self._steps else np.zeros(len(moved))
         if 0 < moved.sum() + least.sum() < np.inf:
             self._walked += moved
             self._steps += made

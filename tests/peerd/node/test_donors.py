@@ -44,10 +44,15 @@ def test_a_donor_that_is_gone_or_sent_no_model_is_left_for_another() -> None:
     choice.pass_over()
     assert choice.donor is None
     assert choice.ask("ab", 0, 0.3) == "a", "all were passed over: the next turn"
-    choice.reject("b")
-    assert choice.donor == "a", "who was asked since keeps its turn"
-    assert choice.asked == {"a"}
+
+
+def test_who_sent_no_model_has_had_its_turn_and_takes_nobody_elses() -> None:
+    choice = DonorChoice()
+    for now in looks(TURN_S):
+        choice.ask("ab", 0, now)
     choice.reject("a")
+    assert (choice.donor, choice.asked) == ("b", {"b"})
+    choice.reject("b")
     assert not choice.asked
 
 

@@ -19,7 +19,7 @@ from peerd.training.pairs.reference import ExchangeHalf, PairedReference
 from peerd.training.pairs.robust import (
     FAR,
     RATE,
-    STEP_LEAST,
+    STEP_MIN,
     Allowances,
     CentreAllowances,
     Tensors,
@@ -128,7 +128,7 @@ def test_whatever_peers_say_they_move_a_model_by_no_more_than_a_multiple_of_its_
     for number, (peer, step, rate, distance, wanted) in enumerate(events, 1):
         values = values + np.array([step, 0.0, 0.0])
         allowances.look(values, number, rate)
-        counted = max(step, STEP_LEAST * rate * walked / steps if steps else 0.0)
+        counted = max(step, STEP_MIN * rate * walked / steps if steps else 0.0)
         if counted:
             way, longest = way + counted, max(longest, counted)
             walked, steps = walked + step, steps + rate
@@ -153,7 +153,7 @@ def test_a_node_whose_steps_move_nothing_any_more_can_still_be_brought_back() ->
     assert float(allowances.limits("a", "abcd")[0]) == before, "no step was made"
     allowances.look(values, 31, 1.0)
     half = float(allowances.limits("a", "abcd")[0]) - before
-    assert half == pytest.approx(RATE / 4 * STEP_LEAST * 20)
+    assert half == pytest.approx(RATE / 4 * STEP_MIN * 20)
     allowances.look(values, 41, 0.1)
     assert 0 < float(allowances.limits("a", "abcd")[0]) - before - half < 0.1 * half, "its rate has fallen"
 
