@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 import traceback
 from collections import Counter
+from collections.abc import Callable
 
 import trio
 
@@ -25,6 +26,7 @@ class Offences:
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter(strikes=0, peers_refused=0, unforeseen_errors=0)
+        self.on_refused: Callable[[NodeId, float], None] = lambda node, seconds: None
         self._strikes = Strikes()
         self._told: set[tuple[type[Exception], str, int]] = set()
 
@@ -39,6 +41,7 @@ class Offences:
             self.counts["peers_refused"] += 1
             who = " at ".join(filter(None, (node, host)))
             LOGGER.warning("%s has broken the rules again and again: refused for %.0f min", who, refused_s / 60)
+            self.on_refused(node, refused_s)
 
     def refused_s(self, node: NodeId, host: str) -> float:
         """For how many seconds a peer is not heard; 0: it is."""

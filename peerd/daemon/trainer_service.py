@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -85,6 +85,7 @@ class TrainerService:
         self._say_meta = say_meta
         self._rng = rng
         self._peers = peers
+        peers.offences.on_refused = self._on_refused
         self._runner = ModeRunner(peers)
         self._catch_up = CatchUp(
             me, peers, members, known, has_seeds=bool(settings.seeds), awaited=awaited, awaited_until=awaited_until
@@ -127,8 +128,23 @@ class TrainerService:
         self._catch_up.on_members()
         self.plans.on_members()
         if self.mode is not None:
-            plan = self._runner.core.plan
-            self._runner.on_partners(partners(self._members(), self._me, self.signature, plan))
+            self._runner.on_partners(self._partners(self._members(), self._runner.core.plan, type(self.mode)))
+
+    def _partners(self, known: Mapping[NodeId, Member], plan: Plan, mode: type[Mode]) -> frozenset[NodeId]:
+        """Who can exchange. Who is refused has no link: its place is another's, and no run's end waits for it."""
+        found = partners(known, self._me, self.signature, plan)
+        if not mode.KEEPS_LINKS:
+            return found
+        return frozenset(id for id in found if not self._peers.offences.refused_s(id, known[id].host))
+
+    def _on_refused(self, node: NodeId, seconds: float) -> None:
+        if self._nursery is not None and node in self._members():
+            self.on_members()
+            self._nursery.start_soon(self._hear_again, seconds)
+
+    async def _hear_again(self, after_s: float) -> None:
+        await trio.sleep(after_s)
+        self.on_members()
 
     def on_reconnected(self, peer: NodeId) -> None:
         """Messages to this peer flow again."""
@@ -394,7 +410,7 @@ class TrainerService:
                 )
             make = Average if plan.once else parse_mode(settings.mode, settings.exchange)
             known = self._members() if self.meta.ready else {}  # a newcomer hears of the others once it may exchange
-            alive = partners(known, self._me, self.signature, plan)
+            alive = self._partners(known, plan, class_of(settings.mode))
             await self._runner.begin(plan, alive, make, self._me, self.layout, self._rng, used)
 
     async def _change_plan(self, plan: Plan) -> None:

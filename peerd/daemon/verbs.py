@@ -207,6 +207,7 @@ class Verbs:
         node.peers.offences.forgive(id)
         if graylist is not None:
             graylist.forgive(id)
+        node.model.on_members()
         return {"forgiven": found[0].name, "id": id, "was_refused": was_refused}
 
     async def _exchange(self, _: dict[str, Any]) -> Answer:

@@ -400,8 +400,18 @@ class Node:
                 self.trainer.receive(source, message)
             except PeerError as error:
                 if not isinstance(error, Blameless):
-                    self._strikes.strike(source, self.now)
+                    self._strike(source)
                 raise
+
+    def _strike(self, peer: NodeId) -> None:
+        was_heard = self.hears(peer)
+        if (refused_s := self._strikes.strike(peer, self.now)) and was_heard:
+            self._look_at(peer)
+            self.later(refused_s, lambda: self._look_at(peer))
+
+    def _look_at(self, peer: NodeId) -> None:
+        if self.trainer is not None and (member := self.membership.members.get(peer)) is not None:
+            self.trainer.member_changed(member)
 
     def hears(self, source: NodeId) -> bool:
         """See `End`: not who broke the rules again and again."""

@@ -119,6 +119,10 @@ class Shell(Watched, Protocol):
         """To a member that lives."""
         ...
 
+    def hears(self, source: NodeId) -> bool:
+        """Whether it is not refused for broken rules."""
+        ...
+
     def arriving(self, peer: NodeId) -> bool:
         """Whether bytes come from there."""
         ...
@@ -250,7 +254,9 @@ class SimulatedTrainer:
 
     def member_changed(self, member: Member) -> None:
         """A member may have become a partner, or is none any more."""
-        if is_partner(member, SIGNATURE) != (member.id in self._partners):
+        links = class_of(self._settings.mode).KEEPS_LINKS
+        heard = not links or self._node.hears(member.id)
+        if (heard and is_partner(member, SIGNATURE)) != (member.id in self._partners):
             self._partners ^= {member.id}
             if not self._partners_due:
                 self._partners_due = True

@@ -15,6 +15,7 @@ from typing import Any
 import trio
 
 from peerd.daemon.control import LocalConnection
+from peerd.daemon.offences import Offences
 from peerd.daemon.trainer_service import TrainerService
 from peerd.local.shared_memory import SharedMemory
 from peerd.node.meta import NodeMeta
@@ -31,6 +32,7 @@ class Node:
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.bytes_received = 0
+        self.offences = Offences()
         self.sent: list[tuple[NodeId, Message]] = []
         self.members: dict[NodeId, Member] = {}
         told = Settings(**{"name": "me", "state_dir": str(folder), "codec": "float32", "trigger": "always", **settings})

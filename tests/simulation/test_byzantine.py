@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from peerd.simulation.byzantine import ATTACKS, parse_byzantine
-from peerd.simulation.scenario import Scenario, simulate
+from peerd.simulation.scenario import Scenario, _Run, simulate
 from peerd.transport.errors import UserError
 
 SMALL = Scenario(peers=5, problem="consensus", steps=60, compute="fixed:1", faults="none", seed=3)
@@ -29,6 +29,15 @@ def test_a_run_with_liars_is_the_same_again_and_breaks_no_invariant(attack: str)
 def test_who_breaks_the_rules_is_not_heard_for_long(attack: str) -> None:
     honest, attacked = (simulate(replace(SMALL, byzantine=how)).result for how in ("none", f"{attack}:1"))
     assert attacked["bytes_sent_total"] < 2 * honest["bytes_sent_total"], "it says the same again and again"
+
+
+@pytest.mark.parametrize("attack", ["huge", "nan"])
+def test_no_end_waits_for_who_is_not_heard(attack: str) -> None:
+    run = _Run(replace(SMALL, byzantine=f"{attack}:1"), None)
+    run.go(lambda share, look: None)
+    trainers = [node.trainer for index, node in run.swarm.nodes.items() if index not in run.swarm.liars]
+    assert len(trainers) == SMALL.peers - 1
+    assert all(trainer is not None and trainer.trained_until < 60 + 1 for trainer in trainers)
 
 
 def test_without_the_robust_merge_a_huge_value_ruins_the_honest_models() -> None:

@@ -19,7 +19,9 @@ from model_node import SIGNATURE, TENSORS, Node, Script, running, until
 from peerd.daemon import trainer_service, trainer_session
 from peerd.daemon.trainer_session import TRANSITIONS, TrainerPhase, TrainerStatus
 from peerd.node.meta import NodeMeta
+from peerd.node.strikes import STRIKES_MAX
 from peerd.process import host_memory
+from peerd.training import refusal
 from peerd.training.codecs import vector
 from peerd.training.codecs.difference import digest
 from peerd.training.codecs.vector import Layout
@@ -104,6 +106,27 @@ async def test_a_run_from_the_attach_to_the_end(tmp_path: Path) -> None:
             await until(lambda: not node.attached)
             assert status.phase == "finished"
             assert (await node.side.model_values())[0].tolist() == (2 * MODEL).tolist()
+
+
+@pytest.mark.parametrize(("mode", "stays"), [("gossip", False), ("allreduce", True)])
+async def test_who_is_refused_has_no_link_until_it_is_heard_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, stays: bool
+) -> None:
+    """With rounds all must name the same members."""
+    monkeypatch.setattr(refusal, "REFUSED_S", 0.1)
+    told: list[frozenset[str]] = []
+    node = Node(tmp_path, mode=mode)
+    async with running(node) as nursery:
+        with script() as trainer:
+            nursery.start_soon(trainer.serve, node)
+            await trainer.trains()
+            node.member("other", READY)
+            monkeypatch.setattr(node.side._runner, "on_partners", told.append)
+            for _ in range(STRIKES_MAX):
+                node.offences.strike("other", "h", PeerError("garbage"))
+            assert node.offences.counts["peers_refused"] == 1
+            await until(lambda: len(told) == 2)
+    assert told == [frozenset({"other"} if stays else ()), frozenset({"other"})]
 
 
 @pytest.mark.parametrize(("kept", "load", "goes_on_at"), [(4, 0, 9), (9, 0, 9), (11, None, 11)])
