@@ -35,6 +35,7 @@ from peerd.protocol.trainer import FROM_TRAINER, Attach, Said, Stepped, decoded
 from peerd.settings import Settings
 from peerd.training.codecs import vector
 from peerd.training.codecs.vector import Layout, NotFinite
+from peerd.training.mode import LinkedMode
 from peerd.training.mode_core import GradientCame
 from peerd.training.mode_settings import AUTO, GRADIENTS
 from peerd.training.modes import Mode, class_of, parse_mode
@@ -128,12 +129,16 @@ class TrainerService:
         self._catch_up.on_members()
         self.plans.on_members()
         if self.mode is not None:
-            self._runner.on_partners(self._partners(self._members(), self._runner.core.plan, type(self.mode)))
+            links = isinstance(self.mode, LinkedMode)
+            self._runner.on_partners(self._partners(self._members(), self._runner.core.plan, links=links))
 
-    def _partners(self, known: Mapping[NodeId, Member], plan: Plan, mode: type[Mode]) -> frozenset[NodeId]:
-        """Who can exchange. Who is refused has no link: its place is another's, and no run's end waits for it."""
+    def _partners(self, known: Mapping[NodeId, Member], plan: Plan, *, links: bool) -> frozenset[NodeId]:
+        """Who can exchange. Who is refused has no link: its place is another's, and no run's end waits for it.
+
+        Without `links` all members must name the same ones.
+        """
         found = partners(known, self._me, self.signature, plan)
-        if not mode.KEEPS_LINKS:
+        if not links:
             return found
         return frozenset(id for id in found if not self._peers.offences.refused_s(id, known[id].host))
 
@@ -410,7 +415,8 @@ class TrainerService:
                 )
             make = Average if plan.once else parse_mode(settings.mode, settings.exchange)
             known = self._members() if self.meta.ready else {}  # a newcomer hears of the others once it may exchange
-            alive = self._partners(known, plan, class_of(settings.mode))
+            links = not plan.once and class_of(settings.mode).KEEPS_LINKS
+            alive = self._partners(known, plan, links=links)
             await self._runner.begin(plan, alive, make, self._me, self.layout, self._rng, used)
 
     async def _change_plan(self, plan: Plan) -> None:
