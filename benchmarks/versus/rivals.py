@@ -179,7 +179,7 @@ ROUNDS_OF_8 = ["--mode", "allreduce", "--every", "8", "--overlap", "blocking"]
 QUASI_GLOBAL = "peerd, quasi-global momentum"
 OURS: dict[str, list[str]] = {
     "peerd": [],
-    QUASI_GLOBAL: [],  # the script says so
+    QUASI_GLOBAL: [],  # an option of attach, in worker.py
     "peerd --codec sign": ["--codec", "sign"],
     "peerd --trigger change:0.1": ["--trigger", "change:0.1"],
     "peerd --codec top_k_3 --trigger change:0.1": ["--codec", "top_k_3", "--trigger", "change:0.1"],

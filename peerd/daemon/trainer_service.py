@@ -129,16 +129,16 @@ class TrainerService:
         self._catch_up.on_members()
         self.plans.on_members()
         if self.mode is not None:
-            links = isinstance(self.mode, LinkedMode)
-            self._runner.on_partners(self._partners(self._members(), self._runner.core.plan, links=links))
+            paired = isinstance(self.mode, LinkedMode)
+            self._runner.on_partners(self._partners(self._members(), self._runner.core.plan, paired=paired))
 
-    def _partners(self, known: Mapping[NodeId, Member], plan: Plan, *, links: bool) -> frozenset[NodeId]:
+    def _partners(self, known: Mapping[NodeId, Member], plan: Plan, *, paired: bool) -> frozenset[NodeId]:
         """Who can exchange. Who is refused has no link: its place is another's, and no run's end waits for it.
 
-        Without `links` all members must name the same ones.
+        Unless members are `paired`, all must name the same ones.
         """
         found = partners(known, self._me, self.signature, plan)
-        if not links:
+        if not paired:
             return found
         return frozenset(id for id in found if not self._peers.offences.refused_s(id, known[id].host))
 
@@ -415,8 +415,8 @@ class TrainerService:
                 )
             make = Average if plan.once else parse_mode(settings.mode, settings.exchange)
             known = self._members() if self.meta.ready else {}  # a newcomer hears of the others once it may exchange
-            links = not plan.once and class_of(settings.mode).KEEPS_LINKS
-            alive = self._partners(known, plan, links=links)
+            paired = not plan.once and class_of(settings.mode).KEEPS_LINKS
+            alive = self._partners(known, plan, paired=paired)
             await self._runner.begin(plan, alive, make, self._me, self.layout, self._rng, used)
 
     async def _change_plan(self, plan: Plan) -> None:

@@ -399,7 +399,7 @@ class Node:
             try:
                 self.trainer.receive(source, message)
             except PeerError as error:
-                if not isinstance(error, Blameless):
+                if not isinstance(error, Blameless):  # nor is a line that damages what it carries the peer's fault
                     self._strike(source)
                 raise
 

@@ -120,7 +120,9 @@ class Scenario(ModeSettings):
     def _check_optimizer(self) -> None:
         given = [name for name in ("optimizer", "momentum", "weight_decay") if getattr(self, name) is not None]
         if self.optimizer == QUASI_GLOBAL and self.exchange == GRADIENTS:
-            raise UserError(f"--optimizer {QUASI_GLOBAL}: with gradients there is one momentum for all already")
+            raise UserError(
+                f"--optimizer {QUASI_GLOBAL}: nodes that exchange gradients have one momentum already; leave it out"
+            )
         if given and self.exchange == GRADIENTS and not self.shares_optimizer:
             options = ", ".join("--" + name.replace("_", "-") for name in given)
             raise UserError(

@@ -150,7 +150,7 @@ def _optimizer(learning: Learning) -> tuple[Optimizer, float]:
         decay = WEIGHT_DECAY_ADAMW if learning.weight_decay is None else learning.weight_decay
         return AdamW(weight_decay=decay), learning.lr or LR_ADAMW
     if learning.optimizer == QUASI_GLOBAL:
-        raise UserError(f"--optimizer {QUASI_GLOBAL}: only a task has torch's, --problem {', '.join(TASKS)}")
+        raise UserError(f"--optimizer {QUASI_GLOBAL}: needs a task of torch: --problem {', '.join(TASKS)}")
     momentum = MOMENTUM if learning.momentum is None else learning.momentum
     return Sgd(momentum, learning.weight_decay or 0.0, learning.optimizer == "nesterov"), learning.lr or LR
 

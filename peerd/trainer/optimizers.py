@@ -26,7 +26,7 @@ def as_one(given: Any) -> Optimizer:
     if isinstance(given, list | tuple):
         if not given:
             raise ValueError("the list of optimizers is empty: give those that update the model")
-        parts = [as_one(each) for each in given]
+        parts = [part for each in map(as_one, given) for part in getattr(each, "parts", [each])]
         return parts[0] if len(parts) == 1 else cast(Optimizer, Several(parts))
     inner = given
     for _ in range(WRAPPERS_MAX):

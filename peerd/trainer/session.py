@@ -76,7 +76,7 @@ class Session:
         ranks: Ranks | None,
         exclude: Sequence[str] = (),
         *,
-        needs_weights: bool = False,
+        quasi_global_momentum: bool = False,
     ) -> None:
         self._socket = socket
         self._model = model
@@ -85,8 +85,10 @@ class Session:
         self._exchanges, shares_optimizer = _exchange_of(socket)
         if self._exchanges and ranks is not None:
             raise Refused("gradients are exchanged by one process a node: start this job as one, or with weights")
-        if self._exchanges and needs_weights:
-            raise Refused("with gradients there is one momentum for all already: leave quasi_global_momentum out")
+        if self._exchanges and quasi_global_momentum:
+            raise Refused(
+                "quasi_global_momentum: nodes that exchange gradients have one momentum already; leave it out"
+            )
         try:
             if has_shards(model) and ranks is not None:
                 ranks.say(RankCommand.COMES)

@@ -54,8 +54,10 @@ def attach(
     list; a wrapper that has an `optimizer` or `param_groups`, and so a learning rate scheduler, is as good as what it
     wraps.
 
-    With `quasi_global_momentum` the momentum of SGD follows how the model moves with the swarm, not this node's own
-    gradients (arXiv:2102.04761): where nodes see different classes, `gossip` ends nearer to training on all data.
+    With `quasi_global_momentum`, the same on all nodes, the momentum of torch's SGD follows how the model moves with the
+    swarm, not this node's own gradients alone (arXiv:2102.04761): where nodes see different classes, `gossip` ends nearer
+    to training on all data. It needs parameters in float32, nodes that exchange weights, and memory for two more tensors
+    of each parameter's size; for another optimizer the script ends with one line.
     """
     ranks = of_this_job()
     try:
@@ -69,7 +71,7 @@ def attach(
         return Swarm(None, ranks, Follower(ranks, model, optimizer, exclude), momentum)
     session = None
     try:
-        session = _open(model, optimizer, ranks, exclude, needs_weights=quasi_global_momentum)
+        session = _open(model, optimizer, ranks, exclude, quasi_global_momentum=quasi_global_momentum)
     except Refused as refusal:
         if ranks is not None:
             ranks.say(RankCommand.STOP)
@@ -90,13 +92,13 @@ def _open(
     ranks: Ranks | None,
     exclude: Sequence[str],
     *,
-    needs_weights: bool,
+    quasi_global_momentum: bool,
 ) -> Session | None:
     socket = _connect()
     if socket is None:
         return None
     try:
-        session = Session(socket, model, optimizer, ranks, exclude, needs_weights=needs_weights)
+        session = Session(socket, model, optimizer, ranks, exclude, quasi_global_momentum=quasi_global_momentum)
         for line in checkpoint.not_kept(model):
             say(line)
         return session
@@ -149,8 +151,7 @@ class Swarm:
             atexit.register(self._at_exit)
         self.step_count = session.step if session else follower.step if follower else 0
         """Steps done, those before a resume or before joining included."""
-        if self.alone:
-            self._part()
+        self._drop_momentum()
 
     @property
     def alone(self) -> bool:
@@ -166,9 +167,8 @@ class Swarm:
         self.step_count = (self.step_count if self._session is None else self._session.step) + 1
         if self._follower is not None:
             self._follower.follow()
-            if self._follower.alone:
-                self._part()
         if self._session is None:
+            self._drop_momentum()
             return
         figures = clean(loss, samples, metrics)
         for name in figures.left_out.keys() - self._named:
@@ -211,8 +211,8 @@ class Swarm:
     def _finish(self, *, at_exit: bool) -> None:
         if self._follower is not None:
             self._follower.finish()
-            self._part()
         if self._session is None:
+            self._drop_momentum()
             return
         session = self._session
         if self._daemon_outlives(lambda: session.finish(self.step_count, at_exit=at_exit)):
@@ -279,17 +279,17 @@ class Swarm:
                 self._ranks.share(self._session.flat)
         self._close()
 
-    def _part(self) -> None:
-        """From here on the script trains alone, as it would without peerd."""
-        if self._momentum is not None:
+    def _drop_momentum(self) -> None:
+        """A script that trains alone does so as it would without peerd."""
+        if self._momentum is not None and self.alone:
             self._momentum.remove()
 
     def _close(self) -> None:
-        self._part()
         atexit.unregister(self._at_exit)
         if self._session is not None:
             self._session.close()
             self._session = None
+        self._drop_momentum()
 
 
 def _connect() -> LocalSocket | None:

@@ -204,11 +204,11 @@ def test_of_several_modes_each_is_told_what_it_takes() -> None:
         (["--minutes", "1", "--optimizer", "magic"], "--optimizer magic: not one of sgd, nesterov, quasi-global"),
         (
             ["--minutes", "1", "--problem", "teacher", "--optimizer", "quasi-global"],
-            "--optimizer quasi-global: only a task has torch's, --problem digits",
+            "--optimizer quasi-global: needs a task of torch: --problem digits",
         ),
         (
             ["--minutes", "1", "--mode", "allreduce", "--exchange", "gradients", "--optimizer", "quasi-global"],
-            "--optimizer quasi-global: with gradients there is one momentum for all already",
+            "--optimizer quasi-global: nodes that exchange gradients have one momentum already",
         ),
         (
             ["--minutes", "1", "--problem", "teacher", "--optimizer", "adamw", "--momentum", "0.5"],

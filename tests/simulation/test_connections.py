@@ -186,10 +186,10 @@ def test_a_damaged_message_breaks_the_connection_and_those_behind_it_are_lost() 
     assert pair.target.received == [b"1", b"4"]
 
 
-def test_who_is_not_heard_tries_again_until_it_is() -> None:
+def test_who_is_not_heard_dials_again_until_it_is() -> None:
     pair = Pair()
     pair.target.refuses = True
-    pair.send(b"1", b"bad")
+    pair.send(b"1")
     pair.run(60.0)
     assert pair.target.received == []
     pair.target.refuses = False

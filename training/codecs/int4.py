@@ -29,6 +29,7 @@ BEYOND = "int4: a value of -8 where -7 is the least"
 LARGEST_SCALE_BITS = int((np.finfo(np.float32).max / np.float32(LEVELS)).view(np.uint32) >> 16)
 """Of the largest bfloat16 of which 7 times is finite."""
 LARGEST_SCALE = float(from_bits(np.array([LARGEST_SCALE_BITS], np.uint16))[0])
+"""That bfloat16, for the kernel."""
 _EVERY_BYTE = np.arange(256, dtype=np.uint8)
 _NIBBLES = unpack_nibbles(_EVERY_BYTE, 512, "int4").reshape(256, 2)
 MULTIPLES: Float32s = ((_NIBBLES ^ np.uint8(8)).astype(np.float32) - np.float32(8)).astype(np.float32)

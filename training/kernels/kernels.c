@@ -213,6 +213,14 @@ EACH_PROCESSOR void peerd_sign_decode(const uint8_t *scales, const uint8_t *pack
     }
 }
 
+/* The nearest whole number within [-levels, levels], ties to even. */
+INLINE float rounded(float quotient, float levels)
+{
+    quotient = quotient < levels ? quotient : levels;
+    quotient = quotient > -levels ? quotient : -levels;
+    return (quotient + ROUNDING) - ROUNDING;
+}
+
 EACH_PROCESSOR int peerd_int8_encode(const float *values, const float *known, int64_t count, float *scales,
                                      int8_t *multiples, float *decoded, double *sums, float smallest, float largest)
 {
@@ -228,10 +236,7 @@ EACH_PROCESSOR int peerd_int8_encode(const float *values, const float *known, in
         float scale = most / LEVELS;
         scale = scale < smallest ? smallest : scale > largest ? largest : scale;
         for (int i = 0; i < size; i++) { /* where a scale was held within its range, a quotient may be beyond 127 */
-            float quotient = apart[i] / scale;
-            quotient = quotient < LEVELS ? quotient : LEVELS;
-            quotient = quotient > -LEVELS ? quotient : -LEVELS;
-            quotient = (quotient + ROUNDING) - ROUNDING;
+            const float quotient = rounded(apart[i] / scale, LEVELS);
             multiples[start + i] = (int8_t)(int32_t)quotient;
             arrives[i] = quotient;
         }
@@ -285,10 +290,7 @@ EACH_PROCESSOR int peerd_int4_encode(const float *values, const float *known, in
         *scales++ = (uint16_t)(bits >> 16);
         const float unit = scale > 0.0f ? scale : __builtin_inff(); /* no digits are left */
         for (int i = 0; i < size; i++) { /* where a scale lost digits, a quotient may be beyond 7 */
-            float quotient = apart[i] / unit;
-            quotient = quotient < INT4_LEVELS ? quotient : INT4_LEVELS;
-            quotient = quotient > -INT4_LEVELS ? quotient : -INT4_LEVELS;
-            quotient = (quotient + ROUNDING) - ROUNDING;
+            const float quotient = rounded(apart[i] / unit, INT4_LEVELS);
             nibbles[i] = (uint8_t)((int32_t)quotient & 15);
             arrives[i] = quotient * scale;
         }

@@ -39,7 +39,7 @@ from peerd.transport.ids import NodeId
 RATE = 4.0
 """What all peers together may move the model, for each unit of its own way."""
 STEP_MIN = 0.5
-"""Of what a step has moved on the mean, for the learning rate that it has: what one is counted as at the least."""
+"""A step counts as at least this share of the mean step at its learning rate."""
 FAR = 4.0
 """Times the others' median distance: beyond it a peer counts less."""
 COMPARED_MIN = 3  # peers of which one can be told from the others
@@ -142,9 +142,9 @@ class Allowances:
         self._base: Vector | None = None  # of the model when it was last looked at, and of every correction since
         self._way = np.zeros(len(self._tensors))  # the sum of the lengths of its own moves
         self._last = np.zeros(len(self._tensors))  # the last of them that was one
-        self._step = 0  # when the model was last looked at
-        self._walked = np.zeros(len(self._tensors))  # as `_way`, nothing counted for more than it was
-        self._steps = 0.0  # in which it was, each by the share of the largest learning rate
+        self._looked_at = 0  # the step of the last look
+        self._walked = np.zeros(len(self._tensors))  # as `_way`, with no step counted for more than it was
+        self._weighted_steps = 0.0  # made on that way, each weighted by `lr_ratio`
         self._peers: dict[NodeId, Allowance] = {}
         self._ended = False
 
@@ -153,16 +153,18 @@ class Allowances:
 
         `lr_ratio` is their learning rate, as a share of the largest.
         """
-        made = lr_ratio * max(0, step - self._step)
-        self._step = step
+        made = lr_ratio * max(0, step - self._looked_at)
+        self._looked_at = step
         if self._base is None:
             self._base = self._sample.take(values)
             return
         moved = np.sqrt(self._sample.squares(values, self._base))
-        least = STEP_MIN * made * self._walked / self._steps if self._steps else np.zeros(len(moved))
-        if 0 < moved.sum() + least.sum() < np.inf:
+        least = np.zeros(len(moved))
+        if self._weighted_steps:
+            least = STEP_MIN * made * self._walked / self._weighted_steps
+        if 0 < moved.sum() + least.sum() < np.inf:  # what stood from the start on has no usual step
             self._walked += moved
-            self._steps += made
+            self._weighted_steps += made
             self._last = np.maximum(moved, least)
             self._way += self._last
             self._sample.refresh(self._base, values)

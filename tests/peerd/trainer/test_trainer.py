@@ -265,34 +265,48 @@ def linear() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def test_quasi_global_momentum_is_for_as_long_as_there_is_a_swarm(path: Path) -> None:
-    hooks: list[int] = []
+def weights_after(path: Path | None, *, quasi_global: bool) -> list[float]:
+    """Of three steps in a swarm of one, or alone, and three more behind them."""
+    found: list[float] = []
 
     def script() -> None:
+        torch.manual_seed(1)
         model, optimizer = linear()
-        with peerd.attach(model, optimizer, quasi_global_momentum=True) as swarm:
+
+        def three() -> None:
             for _ in range(3):
+                optimizer.zero_grad()
                 model(torch.ones(2, 3)).sum().backward()
                 optimizer.step()
                 swarm.step()
-            hooks.append(len(optimizer._optimizer_step_pre_hooks))
-        hooks.append(len(optimizer._optimizer_step_pre_hooks))
+            found.extend(model.weight.detach().reshape(-1).tolist())
 
-    with_daemon(path, script)
-    assert hooks == [1, 0]
+        with peerd.attach(model, optimizer, quasi_global_momentum=quasi_global) as swarm:
+            three()
+        assert swarm.alone
+        optimizer.state.clear()
+        three()
+
+    script() if path is None else with_daemon(path, script)
+    return found
 
 
-def test_without_a_daemon_momentum_is_the_scripts_own(path: Path) -> None:
-    model, optimizer = linear()
-    assert peerd.attach(model, optimizer, quasi_global_momentum=True).alone
-    assert not optimizer._optimizer_step_pre_hooks
+def test_quasi_global_momentum_is_for_as_long_as_there_is_a_swarm(path: Path) -> None:
+    without = weights_after(None, quasi_global=False)
+    assert weights_after(None, quasi_global=True) == without
+    with_it = weights_after(path, quasi_global=True)
+    first, then = slice(0, 3), slice(3, 6)
+    assert with_it[first] != without[first]
+    moved = [b - a for a, b in zip(with_it[first], with_it[then], strict=True)]
+    usual = [b - a for a, b in zip(without[first], without[then], strict=True)]
+    assert moved == pytest.approx(usual)
 
 
 @pytest.mark.parametrize(
     ("make", "exchange", "line"),
     [
-        (normed, "weights", "peerd: quasi-global momentum is of torch's SGD, not of Adam"),
-        (linear, "gradients", "peerd: with gradients there is one momentum for all already"),
+        (normed, "weights", "peerd: quasi_global_momentum needs torch.optim.SGD, not Adam"),
+        (linear, "gradients", "peerd: quasi_global_momentum: nodes that exchange gradients have one"),
     ],
 )
 def test_quasi_global_momentum_where_it_cannot_be(path: Path, make: Any, exchange: str, line: str) -> None:

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import SGD
 
+from peerd.trainer.optimizers import as_one
 from peerd.training.model.quasi_global import QuasiGlobalMomentum
 
 Doubles = npt.NDArray[np.float64]
@@ -32,12 +33,13 @@ def mixing(nodes: int, rng: np.random.Generator) -> Doubles:
 def by_the_paper(
     start: Doubles, gradients: Doubles, mixes: list[Doubles], rates: list[float], beta: float, decay: float
 ) -> Doubles:
-    """Shapes (nodes, values), (steps, nodes, values); the models after the last step."""
+    """Shapes (nodes, values), (steps, nodes, values); the models after the last step. A rate that rises divides."""
     x, m_hat = start.copy(), np.zeros_like(start)
-    for gradient, mix, lr in zip(gradients, mixes, rates, strict=True):
+    for gradient, mix, lr, following in zip(gradients, mixes, rates, [*rates[1:], 0.0], strict=True):
         m = beta * m_hat + gradient + decay * x
-        after = mix @ (x - lr * m)
-        m_hat = beta * m_hat + (1 - beta) * (x - after) / lr
+        stepped = x - lr * m
+        after = mix @ stepped
+        m_hat = beta * m_hat + (1 - beta) * ((x - stepped) / lr + (stepped - after) / max(lr, following))
         x = after
     return x
 
@@ -106,7 +108,71 @@ def test_a_step_at_rate_zero_tells_nothing_of_the_way() -> None:
     QuasiGlobalMomentum(optimizer)
     assert stepped(model, optimizer) == 0.0
     optimizer.param_groups[0]["lr"] = 1.0
-    assert stepped(model, optimizer) == -1.5, "torch's own momentum of a warm-up's first step"
+    assert stepped(model, optimizer) == -1.25, "its gradient counts all the same"
+
+
+def test_what_was_corrected_at_a_tiny_rate_is_not_repeated_as_many_times_as_large() -> None:
+    model, optimizer = one(lr=1e-5)
+    QuasiGlobalMomentum(optimizer)
+    stepped(model, optimizer, 0.0)
+    model.data.add_(1e-3)
+    optimizer.param_groups[0]["lr"] = 0.1  # a warm restart
+    for _ in range(100):
+        stepped(model, optimizer, 0.0)
+    assert 0 < float(model.detach()[0]) < 3e-3
+
+
+def test_a_resumed_run_goes_on_with_the_momentum_that_was_kept() -> None:
+    model, optimizer = one()
+    QuasiGlobalMomentum(optimizer)
+    for _ in range(5):
+        stepped(model, optimizer)
+    other, resumed = one()
+    other.data.copy_(model.data)
+    resumed.load_state_dict(optimizer.state_dict())
+    QuasiGlobalMomentum(resumed)
+    assert stepped(other, resumed) == pytest.approx(stepped(model, optimizer), abs=0.5)
+
+
+@pytest.mark.parametrize("options", [{}, {"nesterov": True}, {"maximize": True}, {"foreach": True}])
+def test_a_closure_is_as_good_as_a_gradient_before(options: dict[str, bool]) -> None:
+    found = []
+    for has_closure in (False, True):
+        model = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+        optimizer = SGD([model], lr=0.1, momentum=0.5, **options)
+        QuasiGlobalMomentum(optimizer)
+
+        def closure(model: torch.nn.Parameter = model, optimizer: SGD = optimizer) -> float:
+            optimizer.zero_grad()
+            loss = (model - 1).square().sum()
+            loss.backward()
+            return float(loss.detach())
+
+        for _ in range(5):
+            if has_closure:
+                optimizer.step(closure)
+                optimizer.zero_grad()
+            else:
+                closure()
+                optimizer.step()
+            model.data.mul_(0.9)
+        found.append(model.detach().clone())
+    assert torch.equal(*found)
+
+
+def test_several_optimizers_and_groups() -> None:
+    models = [torch.nn.Parameter(torch.zeros(1, dtype=torch.float64)) for _ in range(3)]
+    groups = [{"params": [models[0]]}, {"params": [models[1]], "momentum": 0.9, "lr": 0.5}]
+    parts = [SGD(groups, lr=1.0, momentum=0.5), SGD([models[2]], lr=1.0, momentum=0.5)]
+    QuasiGlobalMomentum(as_one([[parts[0]], parts[1]]))
+    for _ in range(2):
+        for model in models:
+            model.grad = torch.ones_like(model)
+        for part in parts:
+            part.step()
+    first, second, third = (float(model.detach()[0]) for model in models)
+    assert first == third == -2.25
+    assert second == pytest.approx(-0.5 - 0.5 * 1.09)
 
 
 def test_a_parameter_without_a_gradient_waits() -> None:
@@ -128,12 +194,12 @@ def test_once_removed_the_momentum_is_torchs() -> None:
 @pytest.mark.parametrize(
     ("optimizer", "line"),
     [
-        (lambda p: torch.optim.Adam([p]), "is of torch's SGD, not of Adam"),
-        (lambda p: SGD([p], lr=1.0), "needs SGD with a momentum"),
-        (lambda p: SGD([p], lr=1.0, momentum=0.9, dampening=0.1), "without dampening"),
-        (lambda p: SGD([p.to(torch.bfloat16)], lr=1.0, momentum=0.9), "in float32, which bfloat16 loses"),
+        (lambda p: torch.optim.Adam([p]), "needs torch.optim.SGD, not Adam: leave it out"),
+        (lambda p: SGD([p], lr=1.0), "a momentum above 0"),
+        (lambda p: SGD([p], lr=1.0, momentum=0.9, dampening=0.1), "dampening 0, in every group"),
+        (lambda p: SGD([p.to(torch.bfloat16)], lr=1.0, momentum=0.9), "one of these is bfloat16"),
     ],
 )
 def test_another_optimizer_is_refused(optimizer: Any, line: str) -> None:
     with pytest.raises(ValueError, match=line):
-        QuasiGlobalMomentum(optimizer(torch.zeros(1, requires_grad=True).detach()))
+        QuasiGlobalMomentum(optimizer(torch.zeros(1)))
