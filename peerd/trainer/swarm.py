@@ -54,10 +54,10 @@ def attach(
     list; a wrapper that has an `optimizer` or `param_groups`, and so a learning rate scheduler, is as good as what it
     wraps.
 
-    With `quasi_global_momentum`, the same on all nodes, the momentum of torch's SGD follows how the model moves with the
-    swarm, not this node's own gradients alone (arXiv:2102.04761): where nodes see different classes, `gossip` ends nearer
-    to training on all data. It needs parameters in float32, nodes that exchange weights, and memory for two more tensors
-    of each parameter's size; for another optimizer the script ends with one line.
+    With `quasi_global_momentum`, the same on all nodes, the momentum of torch's SGD follows how the model moves with
+    the swarm, not this node's own gradients alone (arXiv:2102.04761): where nodes see different classes, `gossip` ends
+    nearer to training on all data. It needs parameters in float32, nodes that exchange weights, and memory for two more
+    tensors of each parameter's size; for another optimizer the script ends with one line.
     """
     ranks = of_this_job()
     try:

@@ -1,8 +1,8 @@
 """Momentum along the way that the swarm goes: quasi-global momentum (Lin et al. 2021, arXiv:2102.04761, QG-DSGDm).
 
 A node's own momentum sums up about 1 / (1 - beta) of its gradients, and so what is peculiar to its data; each exchange
-undoes what that has done to the model, not what it will do. Here the momentum is the mean of how the model really moved,
-corrections from others included. A step of node i, with w_ij what its exchanges take of node j's model:
+undoes what that has done to the model, not what it will do. Here the momentum is the mean of how the model really
+moved, corrections from others included. A step of node i, with w_ij what its exchanges take of node j's model:
 
     m = beta * m_hat + g                                  g with the weight decay in it
     x_after = sum_j w_ij (x_j - lr_j * m_j)
