@@ -260,7 +260,7 @@ def test_a_buffer_that_is_another_ones_bytes_is_refused(path: Path) -> None:
     with_daemon(path, script)
 
 
-def linear() -> tuple[nn.Module, torch.optim.Optimizer]:
+def linear() -> tuple[nn.Linear, torch.optim.Optimizer]:
     model = nn.Linear(3, 1)
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 

@@ -145,7 +145,7 @@ def test_a_closure_is_as_good_as_a_gradient_before(options: dict[str, bool]) -> 
         def closure(model: torch.nn.Parameter = model, optimizer: SGD = optimizer) -> float:
             optimizer.zero_grad()
             loss = (model - 1).square().sum()
-            loss.backward()
+            (model.grad,) = torch.autograd.grad(loss, model)
             return float(loss.detach())
 
         for _ in range(5):
@@ -162,7 +162,7 @@ def test_a_closure_is_as_good_as_a_gradient_before(options: dict[str, bool]) -> 
 
 def test_several_optimizers_and_groups() -> None:
     models = [torch.nn.Parameter(torch.zeros(1, dtype=torch.float64)) for _ in range(3)]
-    groups = [{"params": [models[0]]}, {"params": [models[1]], "momentum": 0.9, "lr": 0.5}]
+    groups: list[dict[str, Any]] = [{"params": [models[0]]}, {"params": [models[1]], "momentum": 0.9, "lr": 0.5}]
     parts = [SGD(groups, lr=1.0, momentum=0.5), SGD([models[2]], lr=1.0, momentum=0.5)]
     QuasiGlobalMomentum(as_one([[parts[0]], parts[1]]))
     for _ in range(2):
