@@ -121,7 +121,7 @@ class Gossip(PartneredMode[PairLink]):
         """Peers came or went."""
         self._reclaim()
         if self._settings.robust and not self._looked:
-            self._look(self._values(), self._report)
+            self._allowances.look(self._values())
             self._looked = True
         self._allowances.forget(self._alive - alive)
         self._alive = alive

@@ -142,18 +142,22 @@ class Allowances:
         self._base: Vector | None = None  # of the model when it was last looked at, and of every correction since
         self._way = np.zeros(len(self._tensors))  # the sum of the lengths of its own moves
         self._last = np.zeros(len(self._tensors))  # the last of them that was one
-        self._looked_at = 0  # the step of the last look
+        self._looked_at: int | None = None  # the step of the last look at which one was known
         self._walked = np.zeros(len(self._tensors))  # as `_way`, with no step counted for more than it was
         self._weighted_steps = 0.0  # made on that way, each weighted by `lr_ratio`
         self._peers: dict[NodeId, Allowance] = {}
         self._ended = False
 
-    def look(self, values: Vector, step: int, lr_ratio: float) -> None:
+    def look(self, values: Vector, step: int | None = None, lr_ratio: float = 1.0) -> None:
         """The model as it is now, after `step` steps: what no correction explains are the node's own.
 
-        `lr_ratio` is their learning rate, as a share of the largest.
+        `lr_ratio` is their learning rate, as a share of the largest. Before the first report no step is known.
         """
-        made = lr_ratio * max(0, step - self._looked_at)
+        made = 0.0
+        if step is not None and self._looked_at is not None:
+            made = lr_ratio * max(0, step - self._looked_at)
+        if self._weighted_steps:  # a script that comes back may have jumped
+            made = min(made, self._weighted_steps)
         self._looked_at = step
         if self._base is None:
             self._base = self._sample.take(values)
@@ -275,7 +279,7 @@ class CentreAllowances(Allowances):
         super().__init__(layout)
         self._said: dict[NodeId, Norms] = {}
 
-    def look(self, values: Vector, step: int, lr_ratio: float) -> None:
+    def look(self, values: Vector, step: int | None = None, lr_ratio: float = 1.0) -> None:
         """It does not move by itself."""
 
     def heard(self, peer: NodeId, limits: Norms) -> None:

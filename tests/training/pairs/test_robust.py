@@ -129,10 +129,11 @@ def test_whatever_peers_say_they_move_a_model_by_no_more_than_a_multiple_of_its_
     for number, (peer, step, rate, distance, wanted) in enumerate(events, 1):
         values = values + np.array([step, 0.0, 0.0])
         allowances.look(values, number, rate)
-        counted = max(step, STEP_MIN * rate * walked / steps if steps else 0.0)
+        made = min(rate, steps) if steps else rate
+        counted = max(step, STEP_MIN * made * walked / steps if steps else 0.0)
         if counted:
             way, longest = way + counted, max(longest, counted)
-            walked, steps = walked + step, steps + rate
+            walked, steps = walked + step, steps + made
         limit = float(allowances.limits(peer, "abcd")[0])
         moved = min(limit, wanted)
         correction = np.array([0.0, moved, 0.0])
@@ -152,11 +153,35 @@ def test_a_node_whose_steps_move_nothing_any_more_can_still_be_brought_back() ->
     before = float(allowances.limits("a", "abcd")[0])
     allowances.look(values, 11, 1.0)
     assert float(allowances.limits("a", "abcd")[0]) == before, "no step was made"
-    allowances.look(values, 31, 1.0)
+    allowances.look(values, 21, 1.0)
     half = float(allowances.limits("a", "abcd")[0]) - before
-    assert half == pytest.approx(RATE / 4 * STEP_MIN * 20)
-    allowances.look(values, 41, 0.1)
+    assert half == pytest.approx(RATE / 4 * STEP_MIN * 10)
+    allowances.look(values, 31, 0.1)
     assert 0 < float(allowances.limits("a", "abcd")[0]) - before - half < 0.1 * half, "its rate has fallen"
+
+
+@pytest.mark.parametrize("begins_at", [0, 100_000])
+def test_a_newcomers_steps_count_from_its_first_report_on(begins_at: int) -> None:
+    allowances, values = Allowances(ONE), np.zeros(3)
+    allowances.look(values)  # before any report
+    for number in range(11):
+        values = values + np.array([1.0, 0.0, 0.0])
+        allowances.look(values, begins_at + number, 1.0)
+    before = float(allowances.limits("a", "abcd")[0])
+    allowances.look(values, begins_at + 15, 1.0)
+    widened = float(allowances.limits("a", "abcd")[0]) - before
+    assert widened == pytest.approx(RATE / 4 * STEP_MIN * 5, rel=0.11)
+
+
+def test_a_jump_of_the_step_number_is_no_way() -> None:
+    allowances, values = Allowances(ONE), np.zeros(3)
+    for number in range(11):
+        allowances.look(values, number, 1.0)
+        values = values + np.array([1.0, 0.0, 0.0])
+    allowances.look(values, 11, 1.0)
+    before = float(allowances.limits("a", "abcd")[0])
+    allowances.look(values, 1_000_000, 1.0)
+    assert float(allowances.limits("a", "abcd")[0]) <= before + RATE / 4 * STEP_MIN * 11
 
 
 def near(allowances: Allowances, values: Vector, rounds: int, far: float) -> None:
