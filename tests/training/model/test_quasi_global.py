@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim import SGD
 
@@ -147,6 +147,7 @@ def test_rates_that_rise_again_and_again_repeat_nothing() -> None:
     assert largest < 5
 
 
+@settings(max_examples=25)
 @given(st.integers(1, 100), st.sampled_from([0.5, 0.9]), st.integers(0, 2**32 - 1))
 def test_nodes_that_seldom_exchange_do_not_fly_apart(every: int, beta: float, seed: int) -> None:
     rng = np.random.default_rng(seed)
