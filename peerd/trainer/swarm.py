@@ -56,8 +56,8 @@ def attach(
 
     With `quasi_global_momentum`, the same on all nodes, the momentum of torch's SGD follows how the model moves with
     the swarm, not this node's own gradients alone (arXiv:2102.04761): where nodes see different classes, `gossip` ends
-    nearer to training on all data. It needs parameters in float32, nodes that exchange weights, and memory for two more
-    tensors of each parameter's size; for another optimizer the script ends with one line.
+    nearer to training on all data. It needs a momentum above 0 and dampening 0, parameters in float32 or float64, nodes
+    that exchange weights, and memory for two more tensors of each parameter's size; else the script ends with a line.
     """
     ranks = of_this_job()
     try:
