@@ -154,6 +154,15 @@ INLINE void account(const float *apart, const float *arrives, float *decoded, in
         memcpy(decoded, arrives, sizeof(float) * (size_t)size);
 }
 
+/* The bits of the nearest bfloat16 of a value that is not negative, ties away from zero; finite. */
+INLINE uint32_t bfloat16_of(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    bits = bits < 0x7f7f0000u ? bits + 0x8000u : 0x7f7f0000u;
+    return bits & 0xffff0000u;
+}
+
 EACH_PROCESSOR int peerd_sign_encode(const float *values, const float *known, int64_t count, uint16_t *scales,
                                      uint8_t *packed, float *decoded, double *sums)
 {
@@ -164,11 +173,7 @@ EACH_PROCESSOR int peerd_sign_encode(const float *values, const float *known, in
         subtract(apart, values + start, known ? known + start : 0, size);
         if (largest_of(apart, size) > LARGEST_FINITE)
             return 1;
-        float mean = (float)(magnitudes_of(apart, size) / size);
-        uint32_t bits;
-        memcpy(&bits, &mean, sizeof bits);
-        bits = bits < 0x7f7f0000u ? bits + 0x8000u : 0x7f7f0000u; /* to bfloat16, ties away from zero */
-        bits &= 0xffff0000u;
+        const uint32_t bits = bfloat16_of((float)(magnitudes_of(apart, size) / size));
         *scales++ = (uint16_t)(bits >> 16);
         for (int i = 0; i < size; i++) {
             uint32_t value;
@@ -281,9 +286,7 @@ EACH_PROCESSOR int peerd_int4_encode(const float *values, const float *known, in
             return 1;
         float scale;
         memcpy(&scale, &bits, sizeof scale);
-        scale /= INT4_LEVELS;
-        memcpy(&bits, &scale, sizeof bits);
-        bits = (bits + 0x8000u) & 0xffff0000u; /* to bfloat16, ties away from zero */
+        bits = bfloat16_of(scale / INT4_LEVELS);
         memcpy(&scale, &bits, sizeof scale);
         scale = scale > largest ? largest : scale;
         memcpy(&bits, &scale, sizeof bits);

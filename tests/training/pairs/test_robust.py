@@ -144,13 +144,19 @@ def test_whatever_peers_say_they_move_a_model_by_no_more_than_a_multiple_of_its_
     assert dragged <= (RATE * way + RATE * longest) * (1 + 1e-6) + 1e-9
 
 
-def test_a_node_whose_steps_move_nothing_any_more_can_still_be_brought_back() -> None:
+def after_eleven_steps() -> tuple[Allowances, Vector, float]:
+    """Of length 1 each, with the model that they made, and what a peer is allowed."""
     allowances, values = Allowances(ONE), np.zeros(3)
     for number in range(11):
         allowances.look(values, number, 1.0)
         values = values + np.array([1.0, 0.0, 0.0])
     allowances.look(values, 11, 1.0)
     before = float(allowances.limits("a", "abcd")[0])
+    return allowances, values, before
+
+
+def test_a_node_whose_steps_move_nothing_any_more_can_still_be_brought_back() -> None:
+    allowances, values, before = after_eleven_steps()
     allowances.look(values, 11, 1.0)
     assert float(allowances.limits("a", "abcd")[0]) == before, "no step was made"
     allowances.look(values, 21, 1.0)
@@ -174,12 +180,7 @@ def test_a_newcomers_steps_count_from_its_first_report_on(begins_at: int) -> Non
 
 
 def test_a_jump_of_the_step_number_is_no_way() -> None:
-    allowances, values = Allowances(ONE), np.zeros(3)
-    for number in range(11):
-        allowances.look(values, number, 1.0)
-        values = values + np.array([1.0, 0.0, 0.0])
-    allowances.look(values, 11, 1.0)
-    before = float(allowances.limits("a", "abcd")[0])
+    allowances, values, before = after_eleven_steps()
     allowances.look(values, 1_000_000, 1.0)
     assert float(allowances.limits("a", "abcd")[0]) <= before + RATE / 4 * STEP_MIN * 11
 
