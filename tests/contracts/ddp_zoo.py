@@ -5,6 +5,7 @@ As a script it is one rank of DDP over gloo: ddp_zoo.py RANK WORLD STEPS FILE-OF
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -144,6 +145,7 @@ def as_ddp(rank: int, world: int, steps: int, group: Path, out: Path) -> None:
         save_file(zoo.state(), out)
     distributed.barrier()
     distributed.destroy_process_group()
+    os._exit(0)  # torch's threads, taken apart at the interpreter's end, aborted one process in a hundred
 
 
 if __name__ == "__main__":
