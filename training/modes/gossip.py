@@ -45,6 +45,8 @@ COARSE, FINE = LinkedMode.CODEC, FLUSH_CODEC
 LEFT_APART = 2.0
 """Times what a model moves between two exchanges: if the two are further apart at one, most of their difference is what
 earlier ones have lost. Where shards are alike it is 1 to 2 until the learning rate falls (RESULTS.md)."""
+HELD_BACK = 0.9
+"""Unless less than this share of the exchange was within its bounds, which keep two apart whatever the codec."""
 FINE_WORTH = 3.2
 """Times the change for an exchange by FINE: as many as it takes bytes."""
 ROTATE_AFTER_EXCHANGES = 192
@@ -236,7 +238,7 @@ class Gossip(PartneredMode[PairLink]):
         correction = both.correction
         link.distance = link.reference.distance()
         if self._settings.codec == AUTO:
-            left_apart = self._left_apart(link)
+            left_apart = self._left_apart(link, both)
             self.counts["left_apart"] += left_apart
             link.worth = FINE_WORTH if left_apart else 1.0
         norm, length = self._sample.refresh_with_sum(link.anchor, values, correction)
@@ -283,9 +285,10 @@ class Gossip(PartneredMode[PairLink]):
             return self._settings.codec
         return FINE if partner.worth > 1 else COARSE
 
-    def _left_apart(self, link: PairLink) -> bool:
+    def _left_apart(self, link: PairLink, both: Exchanged) -> bool:
         usual = self._policy.usual_change(link, self._report)
-        return not self._report.finishing and 0 < LEFT_APART * usual < link.distance
+        held_back = tensors_of(self._layout).whole(both.moved) < HELD_BACK * both.gain * link.distance
+        return not (self._report.finishing or held_back) and 0 < LEFT_APART * usual < link.distance
 
     def _half(
         self, link: PairLink, values: Vector, *, flush: bool, answers: bool = False, theirs: str = ""

@@ -63,6 +63,7 @@ class Exchanged:
     correction: Vector  # of x; scratch: the caller gives it back
     distances: Norms  # ||theirs - mine||, of each tensor
     moved: Norms  # and how much of it the correction is
+    gain: float  # and would be without limits
     limits: Norms  # what the peer said of its own
 
 
@@ -196,7 +197,7 @@ class PairedReference:
         self.answered = self.under_way
         self.confirmed = not theirs.wants_answer  # who answers has applied it; who began waits for our half
         self.cancel()
-        return Exchanged(theirs_next, self.distances, scale * self.distances, limits)
+        return Exchanged(theirs_next, self.distances, scale * self.distances, gain, limits)
 
 
 class Unfinished:
