@@ -23,6 +23,7 @@ from peerd.training.mode import LinkedMode, not_finite
 from peerd.training.mode_settings import AUTO, ModeSettings
 from peerd.training.pairs.graylist import Graylist
 from peerd.training.pairs.links import PairLink, PairLinks
+from peerd.training.pairs.load import Load
 from peerd.training.pairs.reference import Exchanged, ExchangeHalf, LinkMismatch, PairedReference
 from peerd.training.pairs.robust import Allowances, packed, tensors_of
 from peerd.training.partnered import PartneredMode
@@ -48,7 +49,11 @@ earlier ones have lost. Where shards are alike it is 1 to 2 until the learning r
 HELD_BACK = 0.9
 """Unless less than this share of the exchange was within its bounds, which keep two apart whatever the codec."""
 FINE_WORTH = 3.2
-"""Times the change for an exchange by FINE: as many as it takes bytes."""
+"""Times the change for an exchange by FINE: as many as it takes bytes. Where there is room for them it is 1."""
+ROOM = 0.1
+"""If a node waits for its exchanges for less than this share of its time, it has room for more bytes."""
+FINE_KEPT = 8
+"""Exchanges by FINE, then, of a link that was left apart: 4 are half as good, 16 take a sixth more bytes."""
 ROTATE_AFTER_EXCHANGES = 192
 """Of a node, before it changes a partner. A new link costs a bfloat16 snapshot, as much as 6 of its exchanges by one
 bit, and as 16 by the largest 1 %. After 64, snapshots were a seventh of the former's bytes, a quarter of the latter's,
@@ -81,6 +86,7 @@ class Gossip(PartneredMode[PairLink]):
         self._allowances = Allowances(layout)
         self._alive: frozenset[NodeId] = frozenset()
         self._looked = False  # at the model that the first steps start from
+        self._load = Load()
         self._met = False  # another mode brings members together, and flushes by this one
 
     # ---------------------------------------------------------------- events
@@ -212,7 +218,7 @@ class Gossip(PartneredMode[PairLink]):
         if link is None or link.reference.link != message.link:
             return self._on_late(sender, message, now)
         values = self._current()  # a peer that trains on comes back; one that ends needs it all now
-        ours_waits = link.reference.under_way is not None
+        ours_waits, began_at = link.reference.under_way is not None, link.sent_at
         half = self._half(link, values, flush=message.finishing, answers=ours_waits, theirs=message.codec)
         try:
             outcome = link.reference.receive(message, values, half)
@@ -229,6 +235,8 @@ class Gossip(PartneredMode[PairLink]):
         if message.seq == link.reference.version and message.wants_answer and under_way is not None:
             effects.append(Send(sender, under_way))  # it came too early for a peer that lacked our last half
         if outcome.exchanged is not None:
+            if ours_waits:
+                self._load.note(began_at, now)
             effects += self._completed(link, message, values, outcome.exchanged, now)
         if link.closing:
             effects.append(Send(sender, LinkClose(link.reference.link, link.reference.version)))
@@ -238,9 +246,7 @@ class Gossip(PartneredMode[PairLink]):
         correction = both.correction
         link.distance = link.reference.distance()
         if self._settings.codec == AUTO:
-            left_apart = self._left_apart(link, both)
-            self.counts["left_apart"] += left_apart
-            link.worth = FINE_WORTH if left_apart else 1.0
+            self._choose_codec(link, left_apart=self._left_apart(link, both))
         norm, length = self._sample.refresh_with_sum(link.anchor, values, correction)
         link.anchor_norm = math.sqrt(norm)
         link.moved = link.news = 0.0
@@ -283,7 +289,18 @@ class Gossip(PartneredMode[PairLink]):
     def _codec(self, partner: PairLink) -> str:
         if self._settings.codec != AUTO:
             return self._settings.codec
-        return FINE if partner.worth > 1 else COARSE
+        return FINE if partner.fine_for else COARSE
+
+    def _choose_codec(self, link: PairLink, *, left_apart: bool) -> None:
+        """Of the next exchanges: a finer one where the last has left two apart."""
+        has_room = self._load.share < ROOM
+        self.counts["left_apart"] += left_apart
+        self.counts["fine_with_room"] += left_apart and has_room
+        if left_apart:
+            link.fine_for = FINE_KEPT if has_room else 1
+        else:
+            link.fine_for = max(0, link.fine_for - 1) if has_room else 0
+        link.worth = FINE_WORTH if link.fine_for and not has_room else 1.0
 
     def _left_apart(self, link: PairLink, both: Exchanged) -> bool:
         usual = self._policy.usual_change(link, self._report)

@@ -17,8 +17,9 @@ from peerd.training.codecs import CODECS
 from peerd.training.effects import Vector
 from peerd.training.mode_settings import AUTO
 from peerd.training.modes import gossip
-from peerd.training.modes.gossip import FINE_WORTH
+from peerd.training.modes.gossip import FINE_KEPT, FINE_WORTH
 from peerd.training.pairs.links import CAME, TRANSITIONS, WENT, LinkState
+from peerd.training.pairs.reference import Exchanged
 from peerd.training.trigger import WAKE_AFTER_S
 from peerd.transport.errors import PeerError
 from peerd.transport.messages import Connected, Delta, LinkClosed, LinkOpen, LinkSnapshot
@@ -286,6 +287,46 @@ def test_models_that_one_bit_a_value_leaves_apart_are_given_more() -> None:
     assert apart[AUTO] < 0.5 * apart["sign"]
 
 
+def test_a_link_that_was_left_apart_stays_by_the_finer_codec_while_there_is_room() -> None:
+    swarm = pair(AUTO)
+    a = swarm.nodes["a"].core
+    (link,) = a._links.held.values()
+
+    def exchange(seconds: float, of: float) -> None:
+        """One that takes `seconds`, `of` so many from one to the next."""
+        swarm.now += of - seconds
+        swarm.step("a", 9.0)
+        assert link.reference.under_way is not None
+        swarm.now += seconds
+        swarm.settle()
+
+    for _ in range(3):
+        exchange(0.05, 1.0)
+    a._choose_codec(link, left_apart=True)
+    for _ in range(FINE_KEPT):
+        assert (link.worth, a._codec(link)) == (1.0, "int4")
+        a._choose_codec(link, left_apart=False)
+    assert (link.worth, a._codec(link)) == (1.0, "sign")
+    assert a.counts["fine_with_room"] == 1
+    for _ in range(9):
+        exchange(0.5, 1.0)
+    a._choose_codec(link, left_apart=True)
+    assert (link.worth, a._codec(link)) == (FINE_WORTH, "int4")
+    a._choose_codec(link, left_apart=False)
+    assert (link.worth, a._codec(link)) == (1.0, "sign")
+    assert a.counts["fine_with_room"] == 1
+
+
+def test_two_whose_bounds_hold_them_apart_are_given_no_finer_codec() -> None:
+    swarm = pair(AUTO, trigger="change:0.01")
+    a = swarm.nodes["a"].core
+    (link,) = a._links.held.values()
+    link.distance, far = 1e6, np.full(1, 1e6)
+    for moved, left_apart in ((0.49, True), (0.44, False)):
+        both = Exchanged(np.zeros(0, np.float32), far, moved * far, 0.5, far)
+        assert a._left_apart(link, both) == left_apart
+
+
 @pytest.mark.parametrize("trigger", ["always", "period:2"])
 def test_who_does_not_go_by_change_has_no_measure_of_being_left_apart(trigger: str) -> None:
     swarm = pair(AUTO, trigger=trigger)
@@ -298,10 +339,10 @@ def test_who_does_not_go_by_change_has_no_measure_of_being_left_apart(trigger: s
 
 def test_an_answer_is_as_fine_as_what_it_answers() -> None:
     swarm = pair(AUTO)
-    for worth, codec in ((FINE_WORTH, "int4"), (1.0, "sign")):
+    for fine_for, codec in ((1, "int4"), (0, "sign")):
         for node in swarm.nodes.values():
             (link,) = node.core._links.held.values()
-            link.worth = worth if node is swarm.nodes["a"] else 1 + FINE_WORTH - worth
+            link.fine_for = fine_for if node is swarm.nodes["a"] else 1 - fine_for
         swarm.step("a", 1.0)
         assert swarm.deliver("a", "b")
         (answer,) = [each for each in swarm.queues["b", "a"] if isinstance(each, Delta)]
@@ -335,7 +376,7 @@ def test_a_fine_exchange_from_before_a_runs_end_is_none_of_its_flush() -> None:
     swarm = pair(AUTO)
     node = swarm.nodes["a"]
     (link,) = node.core._links.held.values()
-    link.worth = FINE_WORTH
+    link.fine_for = 1
     swarm.step("a", 9.0)
     assert link.reference.under_way is not None
     assert link.reference.under_way.codec == "int4"
