@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from peerd.process.ending import ENDING
+
 INTERRUPTED = "peerd: interrupted\n"
 INTERRUPTED_CODE = 128 + signal.SIGINT
-ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 def run() -> None:

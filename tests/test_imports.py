@@ -52,7 +52,7 @@ SHELLS = {f"peerd.daemon.{name}" for name in (
 SHELL_PACKAGES = ("peerd.carriers", "peerd.transport", "peerd.cli")
 ROOMS = {  # each with the rooms that it may look into; from the roof to the cellar
     "cli": {
-        "peerd", "doctor", "settings", "carriers", "daemon", "reproduce", "simulation", "trainer", "local",
+        "peerd", "doctor", "settings", "carriers", "daemon", "reproduce", "simulation", "trainer", "local", "process",
         "protocol", "tasks", "modes", "mode", "security", "transport",
     },
     "doctor": {"peerd", "settings", "carriers", "security", "local", "kernels", "transport"},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from functools import partial
 from pathlib import Path
@@ -12,12 +11,13 @@ import typer
 from rich.console import Console
 
 from peerd.carriers import CARRIERS
-from peerd.cli import ENDING, interrupts_end_at_once, interrupts_wait
+from peerd.cli import interrupts_end_at_once, interrupts_wait
 from peerd.cli.demo.figures import print_summary, show_live, sum_up
 from peerd.cli.demo.local_swarm import LocalSwarm
 from peerd.cli.demo.run import Kill, Watch, follow
 from peerd.cli.mode_options import with_mode_options
 from peerd.cli.output import Format, FormatOption, print_json
+from peerd.process.ending import kill_cleans_up
 from peerd.settings import load
 from peerd.training.modes import check_peers
 from peerd.training.modes.own_mode import as_told
@@ -74,8 +74,7 @@ def demo(
         "--wait-for": str(peers),
         **dict(_flag(key, value) for key, value in given.items() if value is not None),
     }
-    _clean_up_on_signals()
-    with LocalSwarm(peers, options, command) as swarm:
+    with kill_cleans_up(), LocalSwarm(peers, options, command) as swarm:
         watch = Watch(victim)
         with interrupts_wait():  # torch and matplotlib are imported, while the nodes import what they need
             if TASKS[task].brings_data:
@@ -104,16 +103,3 @@ def _check_picture(picture: Path) -> None:
         raise UserError(f"--picture {picture}: the name must end in .png, .svg or .pdf")
     if not picture.absolute().parent.is_dir():
         raise UserError(f"--picture {picture}: no such folder: {picture.absolute().parent}")
-
-
-def _clean_up_on_signals() -> None:
-    """Let `kill` and a closed terminal end the demo as Ctrl-C does: nodes stopped, folder removed, exit not 0."""
-
-    def end(number: int, _: object) -> None:
-        for known in ENDING:
-            signal.signal(known, signal.SIG_IGN)  # once is enough: a second one would cut the cleaning up short
-        raise SystemExit(128 + number)
-
-    for known in ENDING:
-        if signal.getsignal(known) is signal.SIG_DFL:  # nohup ignores SIGHUP on purpose
-            signal.signal(known, end)

@@ -118,9 +118,11 @@ class _Rank:
     def __enter__(self) -> _Rank:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         assert self._process.stdin is not None, "it was asked for"
         assert self._process.stdout is not None, "it was asked for"
+        if error is not None:  # it may wait for one that is gone
+            self.kill()
         try:
             self._process.stdin.close()
             self._process.wait(5)

@@ -41,7 +41,7 @@ def shown(judged: Judged) -> str:
     """The figure of a criterion, in a line."""
     figure = judged.figure
     if isinstance(figure, NotRun):
-        return f"not run: {figure.reason}"
+        return figure.reason
     between = ""
     if figure.low < figure.high:  # not of what is exact, nor of what is infinite
         one = figure.count == 1
@@ -100,6 +100,12 @@ def _draw(axis: Any, plot: Plot) -> None:
         axis.legend(fontsize=7)
 
 
+def _seeds(seeds: Sequence[int]) -> str:
+    if len(seeds) == 1:
+        return f"seed {seeds[0]}"
+    return f"seeds {', '.join(map(str, seeds))}" if seeds else "no seed"
+
+
 def _finite(length: float) -> float:
     return max(0.0, length) if math.isfinite(length) else 0.0
 
@@ -122,7 +128,7 @@ def _section(report: Report) -> str:
         f"<span{_mark(report.verdict)}>{report.verdict}</span></h2>"
         f"<p>{html.escape(experiment.claim)} {html.escape(findings.seen)}</p>"
         f"<p><code>{html.escape(command(report))}</code> {report.date}, {report.cells} cells, "
-        f"seeds {', '.join(map(str, report.seeds)) or 'none'}; {html.escape(experiment.paper)}</p>"
+        f"{_seeds(report.seeds)}; {html.escape(experiment.paper)}</p>"
         f"<table><tr><th>criterion, fixed before the run<th>mean [{CONFIDENCE:.0%} interval]<th>{judged}</table>"
         f"{drawn(findings.plots) if findings.plots else ''}{table}<ul>{notes}</ul>"
     )

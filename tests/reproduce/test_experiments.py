@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -24,7 +27,7 @@ from peerd.reproduce.e07_speedup import predicted
 from peerd.reproduce.experiment import Cell, Criterion, NotRun, Size, Verdict, judge
 from peerd.reproduce.page import as_html, as_json, shown
 from peerd.reproduce.runs import Report, run_experiment
-from peerd.reproduce.sockets.lines import namespaces
+from peerd.reproduce.sockets.lines import can_make_namespaces, namespaces
 from peerd.reproduce.statistics import Estimate, estimate, exactly
 from peerd.training.modes import MODES, own_mode
 from peerd.transport.errors import UserError
@@ -77,7 +80,7 @@ def test_the_page_and_its_json_stand_alone(tiny: Callable[[str], Report]) -> Non
     said = json.loads(json.dumps(finite(as_json(reports)), allow_nan=False))
     by_name = {each["name"]: each for each in said["experiments"]}
     assert list(by_name) == ["E1", "E7", "E9"]
-    assert "not run: not at this size" in as_html([tiny("E5b")])
+    assert "<td>not at this size<td>not run" in as_html([tiny("E5b")])
     assert "unverified" in " ".join(by_name["E7"]["notes"]).lower()
     assert "unverified" in by_name["E7"]["seen"]
 
@@ -106,7 +109,7 @@ def test_what_one_seed_says_and_what_was_not_run() -> None:
     def said(figure: Estimate | NotRun) -> str:
         return shown(judge(Criterion("", ""), figure))
 
-    assert said(NotRun("no network")) == "not run: no network"
+    assert said(NotRun("no network")) == "no network"
     assert shown(judge(Criterion("", "", least=25), exactly(20.0))) == "20 (wanted: at least 25)"
     assert Criterion("", "", least=1, most=2.5).bound == "at least 1, at most 2.5"
     assert said(estimate([3.0])) == "3 (one seed: no interval)"
@@ -181,13 +184,32 @@ def test_nobody_waits_for_ever_for_a_process_that_is_gone(monkeypatch: pytest.Mo
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 def test_nothing_is_left_of_namespaces() -> None:
-    from peerd.reproduce.sockets.lines import can_make_namespaces
-
     if not can_make_namespaces():
         pytest.skip("this kernel or container makes none")
     with namespaces(2, 10.0) as within:
         names = [words[-1] for words in within]
         assert all(Path("/run/netns", name).exists() for name in names)
+    assert not any(Path("/run/netns", name).exists() for name in names)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_nothing_is_left_of_namespaces_when_they_are_ended_by_kill() -> None:
+    if not can_make_namespaces():
+        pytest.skip("this kernel or container makes none")
+    program = (
+        "import time\n"
+        "from peerd.reproduce.sockets.lines import namespaces\n"
+        "with namespaces(2, 10.0) as within:\n"
+        "    print(*(words[-1] for words in within), flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        names = process.stdout.readline().split()
+        assert len(names) == 2
+        assert all(Path("/run/netns", name).exists() for name in names)
+        process.terminate()
+    assert process.returncode == 128 + signal.SIGTERM
     assert not any(Path("/run/netns", name).exists() for name in names)
 
 

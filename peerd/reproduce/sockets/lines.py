@@ -10,6 +10,8 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+from peerd.process.ending import kill_cleans_up
+
 _NUMBERS = itertools.count()  # a name of an interface has 15 characters
 
 
@@ -37,7 +39,7 @@ def namespaces(count: int, mbit: float) -> Iterator[list[list[str]]]:
     def ip(line: str) -> None:
         subprocess.run(["ip", *line.split()], check=True, capture_output=True)
 
-    with ExitStack() as stack:
+    with kill_cleans_up(), ExitStack() as stack:
         ip(f"link add {switch} type bridge")
         stack.callback(ip, f"link del {switch}")
         ip(f"link set {switch} up")
