@@ -16,7 +16,7 @@ from typing import Any
 
 from peerd.reproduce import EXPERIMENTS
 from peerd.reproduce.experiment import Curve, Plot
-from peerd.reproduce.page import drawn, met, rows_of
+from peerd.reproduce.page import drawn, met, rows_of, seeds_of
 
 HERE = Path(__file__).parent
 
@@ -55,9 +55,11 @@ def section(experiment: dict[str, Any], figures: Path) -> str:
     if rows:
         lines += ["", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
         lines += [f"| {' | '.join(row)} |" for row in rows]
-    seeds = ", ".join(map(str, experiment["seeds"]))
     lines += ["", *(f"- {note}" for note in experiment["notes"])]
-    lines += [f"- `{experiment['command']}`, {experiment['date']}, seeds {seeds}; {experiment['paper']}", ""]
+    lines += [
+        f"- `{experiment['command']}`, {experiment['date']}, {seeds_of(experiment['seeds'])}; {experiment['paper']}",
+        "",
+    ]
     return "\n".join(lines)
 
 

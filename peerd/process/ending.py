@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,19 +11,17 @@ ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def kill_cleans_up() -> Iterator[None]:
-    """Meanwhile both raise SystemExit, as Ctrl-C raises KeyboardInterrupt; its code is 128 and the signal's number.
+    """Meanwhile each of ENDING that would end the process raises SystemExit (128 and its number) in the main thread.
 
-    In another thread than the first, which gets no signals, nothing changes.
+    What is ignored, as SIGHUP behind nohup, or somebody's already stays so. Call it in the main thread.
     """
+    ours = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
 
     def end(number: int, _: object) -> None:
-        for known in ENDING:
+        for known in ours:
             signal.signal(known, signal.SIG_IGN)  # once is enough: a second one would cut the cleaning up short
         raise SystemExit(128 + number)
 
-    ours = []
-    if threading.current_thread() is threading.main_thread():
-        ours = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]  # nohup ignores SIGHUP
     for number in ours:
         signal.signal(number, end)
     try:

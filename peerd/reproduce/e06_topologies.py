@@ -127,7 +127,7 @@ class _Rank:
             self._process.stdin.close()
             self._process.wait(5)
         except (OSError, subprocess.TimeoutExpired):
-            self._process.kill()
+            self.kill()
             self._process.wait()
         self._process.stdout.close()
 

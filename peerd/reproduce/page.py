@@ -38,7 +38,7 @@ def command(report: Report) -> str:
 
 
 def shown(judged: Judged) -> str:
-    """The figure of a criterion, in a line."""
+    """The figure of a criterion, in a line, or why there is none."""
     figure = judged.figure
     if isinstance(figure, NotRun):
         return figure.reason
@@ -100,14 +100,15 @@ def _draw(axis: Any, plot: Plot) -> None:
         axis.legend(fontsize=7)
 
 
-def _seeds(seeds: Sequence[int]) -> str:
+def _finite(length: float) -> float:
+    return max(0.0, length) if math.isfinite(length) else 0.0
+
+
+def seeds_of(seeds: Sequence[int]) -> str:
+    """In words, of a report or the JSON."""
     if len(seeds) == 1:
         return f"seed {seeds[0]}"
     return f"seeds {', '.join(map(str, seeds))}" if seeds else "no seed"
-
-
-def _finite(length: float) -> float:
-    return max(0.0, length) if math.isfinite(length) else 0.0
 
 
 def _section(report: Report) -> str:
@@ -128,7 +129,7 @@ def _section(report: Report) -> str:
         f"<span{_mark(report.verdict)}>{report.verdict}</span></h2>"
         f"<p>{html.escape(experiment.claim)} {html.escape(findings.seen)}</p>"
         f"<p><code>{html.escape(command(report))}</code> {report.date}, {report.cells} cells, "
-        f"{_seeds(report.seeds)}; {html.escape(experiment.paper)}</p>"
+        f"{seeds_of(report.seeds)}; {html.escape(experiment.paper)}</p>"
         f"<table><tr><th>criterion, fixed before the run<th>mean [{CONFIDENCE:.0%} interval]<th>{judged}</table>"
         f"{drawn(findings.plots) if findings.plots else ''}{table}<ul>{notes}</ul>"
     )

@@ -211,6 +211,8 @@ def test_nothing_is_left_of_namespaces_when_they_are_ended_by_kill() -> None:
         process.terminate()
     assert process.returncode == 128 + signal.SIGTERM
     assert not any(Path("/run/netns", name).exists() for name in names)
+    switch = names[0].removesuffix(".0")
+    assert not Path("/sys/class/net", switch).exists()
 
 
 def run(*words: str) -> Any:

@@ -23,9 +23,9 @@ from peerd.training.mode import LinkedMode, not_finite
 from peerd.training.mode_settings import AUTO, ModeSettings
 from peerd.training.pairs.graylist import Graylist
 from peerd.training.pairs.links import PairLink, PairLinks
-from peerd.training.pairs.load import Load
 from peerd.training.pairs.reference import Exchanged, ExchangeHalf, LinkMismatch, PairedReference
 from peerd.training.pairs.robust import Allowances, packed, tensors_of
+from peerd.training.pairs.waiting import Waiting
 from peerd.training.partnered import PartneredMode
 from peerd.transport.errors import PeerError
 from peerd.transport.ids import NodeId
@@ -47,13 +47,15 @@ LEFT_APART = 2.0
 """Times what a model moves between two exchanges: if the two are further apart at one, most of their difference is what
 earlier ones have lost. Where shards are alike it is 1 to 2 until the learning rate falls (RESULTS.md)."""
 HELD_BACK = 0.9
-"""Unless less than this share of the exchange was within its bounds, which keep two apart whatever the codec."""
+"""Share of an exchange: where its bounds let less of it through, those keep the two apart, and not the codec."""
 FINE_WORTH = 3.2
-"""Times the change for an exchange by FINE: as many as it takes bytes. Where there is room for them it is 1."""
-ROOM = 0.1
-"""If a node waits for its exchanges for less than this share of its time, it has room for more bytes."""
-FINE_KEPT = 8
-"""Exchanges by FINE, then, of a link that was left apart: 4 are half as good, 16 take a sixth more bytes."""
+"""Times the change for an exchange by FINE: as many as it takes bytes. Not of a node that has room for those."""
+WAITS_LITTLE = 0.1
+"""A node that waits for its exchanges for less than this share of its time has."""
+FINE_EXCHANGES = 8
+"""How many follow by FINE, there: with 4 averaged models are half as much better, with 16 they take a sixth more."""
+RATE_MIN = 0.3
+"""Of the largest learning rate. Below it models come together by themselves, and more bytes improve nothing."""
 ROTATE_AFTER_EXCHANGES = 192
 """Of a node, before it changes a partner. A new link costs a bfloat16 snapshot, as much as 6 of its exchanges by one
 bit, and as 16 by the largest 1 %. After 64, snapshots were a seventh of the former's bytes, a quarter of the latter's,
@@ -86,7 +88,7 @@ class Gossip(PartneredMode[PairLink]):
         self._allowances = Allowances(layout)
         self._alive: frozenset[NodeId] = frozenset()
         self._looked = False  # at the model that the first steps start from
-        self._load = Load()
+        self._waiting = Waiting()
         self._met = False  # another mode brings members together, and flushes by this one
 
     # ---------------------------------------------------------------- events
@@ -218,7 +220,7 @@ class Gossip(PartneredMode[PairLink]):
         if link is None or link.reference.link != message.link:
             return self._on_late(sender, message, now)
         values = self._current()  # a peer that trains on comes back; one that ends needs it all now
-        ours_waits, began_at = link.reference.under_way is not None, link.sent_at
+        ours_waits, said_at = link.reference.under_way is not None, link.sent_at
         half = self._half(link, values, flush=message.finishing, answers=ours_waits, theirs=message.codec)
         try:
             outcome = link.reference.receive(message, values, half)
@@ -235,8 +237,8 @@ class Gossip(PartneredMode[PairLink]):
         if message.seq == link.reference.version and message.wants_answer and under_way is not None:
             effects.append(Send(sender, under_way))  # it came too early for a peer that lacked our last half
         if outcome.exchanged is not None:
-            if ours_waits:
-                self._load.note(began_at, now)
+            if ours_waits and self._settings.codec == AUTO:
+                self._waiting.ended(said_at, now)
             effects += self._completed(link, message, values, outcome.exchanged, now)
         if link.closing:
             effects.append(Send(sender, LinkClose(link.reference.link, link.reference.version)))
@@ -289,18 +291,16 @@ class Gossip(PartneredMode[PairLink]):
     def _codec(self, partner: PairLink) -> str:
         if self._settings.codec != AUTO:
             return self._settings.codec
-        return FINE if partner.fine_for else COARSE
+        return FINE if partner.fine_left else COARSE
 
     def _choose_codec(self, link: PairLink, *, left_apart: bool) -> None:
-        """Of the next exchanges: a finer one where the last has left two apart."""
-        has_room = self._load.share < ROOM
+        """Of what follows an exchange: a finer one if that has left the two apart."""
+        keeps = self._waiting.share < WAITS_LITTLE and self._report.lr_ratio > RATE_MIN
         self.counts["left_apart"] += left_apart
-        self.counts["fine_with_room"] += left_apart and has_room
-        if left_apart:
-            link.fine_for = FINE_KEPT if has_room else 1
-        else:
-            link.fine_for = max(0, link.fine_for - 1) if has_room else 0
-        link.worth = FINE_WORTH if link.fine_for and not has_room else 1.0
+        self.counts["fine_kept"] += left_apart and keeps
+        left = FINE_EXCHANGES if left_apart else max(0, link.fine_left - 1)
+        link.fine_left = left if keeps else int(left_apart)
+        link.worth = FINE_WORTH if link.fine_left and not keeps else 1.0
 
     def _left_apart(self, link: PairLink, both: Exchanged) -> bool:
         usual = self._policy.usual_change(link, self._report)

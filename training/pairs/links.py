@@ -119,7 +119,7 @@ class PairLink:
     start_norm: float = 0.0  # of the whole vector, buffers too, when the link was made
     progress: Progress = field(default_factory=Progress)  # since our own trainer ended
     worth: float = 1.0  # see `PartnerState`
-    fine_for: int = 0  # exchanges from now on, where there is a coarse codec and a fine one
+    fine_left: int = 0  # of the next exchanges so many are by the finer of two codecs, where there are two
 
     def enter(self, state: LinkState) -> None:
         """The only way from one state to another."""

@@ -62,8 +62,8 @@ class Exchanged:
 
     correction: Vector  # of x; scratch: the caller gives it back
     distances: Norms  # ||theirs - mine||, of each tensor
-    moved: Norms  # and how much of it the correction is
-    gain: float  # and would be without limits
+    gain: float  # what share of them the correction is, but for limits
+    moved: Norms  # and as it is
     limits: Norms  # what the peer said of its own
 
 
@@ -197,7 +197,7 @@ class PairedReference:
         self.answered = self.under_way
         self.confirmed = not theirs.wants_answer  # who answers has applied it; who began waits for our half
         self.cancel()
-        return Exchanged(theirs_next, self.distances, scale * self.distances, gain, limits)
+        return Exchanged(theirs_next, self.distances, gain, scale * self.distances, limits)
 
 
 class Unfinished:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -17,7 +18,7 @@ from peerd.training.codecs import CODECS
 from peerd.training.effects import Vector
 from peerd.training.mode_settings import AUTO
 from peerd.training.modes import gossip
-from peerd.training.modes.gossip import FINE_KEPT, FINE_WORTH
+from peerd.training.modes.gossip import FINE_EXCHANGES, FINE_WORTH
 from peerd.training.pairs.links import CAME, TRANSITIONS, WENT, LinkState
 from peerd.training.pairs.reference import Exchanged
 from peerd.training.trigger import WAKE_AFTER_S
@@ -287,34 +288,39 @@ def test_models_that_one_bit_a_value_leaves_apart_are_given_more() -> None:
     assert apart[AUTO] < 0.5 * apart["sign"]
 
 
-def test_a_link_that_was_left_apart_stays_by_the_finer_codec_while_there_is_room() -> None:
+def test_a_link_that_was_left_apart_has_more_by_the_finer_codec_where_its_node_waits_little() -> None:
     swarm = pair(AUTO)
     a = swarm.nodes["a"].core
     (link,) = a._links.held.values()
 
-    def exchange(seconds: float, of: float) -> None:
-        """One that takes `seconds`, `of` so many from one to the next."""
-        swarm.now += of - seconds
+    def exchange(seconds: float) -> str:
+        """One that takes so many of a second, and by what."""
+        swarm.now += 1.0 - seconds
         swarm.step("a", 9.0)
         assert link.reference.under_way is not None
+        codec: str = link.reference.under_way.codec
         swarm.now += seconds
         swarm.settle()
+        return codec
 
-    for _ in range(3):
-        exchange(0.05, 1.0)
+    for _ in range(20):
+        assert exchange(0.05) == "sign"  # and its trigger does not go by change: nothing is left apart by itself
     a._choose_codec(link, left_apart=True)
-    for _ in range(FINE_KEPT):
-        assert (link.worth, a._codec(link)) == (1.0, "int4")
-        a._choose_codec(link, left_apart=False)
-    assert (link.worth, a._codec(link)) == (1.0, "sign")
-    assert a.counts["fine_with_room"] == 1
-    for _ in range(9):
-        exchange(0.5, 1.0)
+    assert link.worth == 1.0
+    assert [exchange(0.05) for _ in range(10)] == ["int4"] * FINE_EXCHANGES + ["sign"] * 2
+    assert a.counts["fine_kept"] == 1
     a._choose_codec(link, left_apart=True)
-    assert (link.worth, a._codec(link)) == (FINE_WORTH, "int4")
-    a._choose_codec(link, left_apart=False)
-    assert (link.worth, a._codec(link)) == (1.0, "sign")
-    assert a.counts["fine_with_room"] == 1
+    assert [exchange(0.9) for _ in range(3)] == ["int4", "sign", "sign"]  # it begins to wait
+    a._choose_codec(link, left_apart=True)
+    assert link.worth == FINE_WORTH
+    assert [exchange(0.5) for _ in range(2)] == ["int4", "sign"]
+    assert link.worth == 1.0
+    for _ in range(60):
+        exchange(0.01)
+    a._report = replace(a._report, lr_ratio=0.2)
+    a._choose_codec(link, left_apart=True)
+    assert link.worth == FINE_WORTH
+    assert a.counts["fine_kept"] == 2
 
 
 def test_two_whose_bounds_hold_them_apart_are_given_no_finer_codec() -> None:
@@ -323,7 +329,7 @@ def test_two_whose_bounds_hold_them_apart_are_given_no_finer_codec() -> None:
     (link,) = a._links.held.values()
     link.distance, far = 1e6, np.full(1, 1e6)
     for moved, left_apart in ((0.49, True), (0.44, False)):
-        both = Exchanged(np.zeros(0, np.float32), far, moved * far, 0.5, far)
+        both = Exchanged(np.zeros(0, np.float32), far, 0.5, moved * far, far)
         assert a._left_apart(link, both) == left_apart
 
 
@@ -339,10 +345,10 @@ def test_who_does_not_go_by_change_has_no_measure_of_being_left_apart(trigger: s
 
 def test_an_answer_is_as_fine_as_what_it_answers() -> None:
     swarm = pair(AUTO)
-    for fine_for, codec in ((1, "int4"), (0, "sign")):
+    for fine_left, codec in ((1, "int4"), (0, "sign")):
         for node in swarm.nodes.values():
             (link,) = node.core._links.held.values()
-            link.fine_for = fine_for if node is swarm.nodes["a"] else 1 - fine_for
+            link.fine_left = fine_left if node is swarm.nodes["a"] else 1 - fine_left
         swarm.step("a", 1.0)
         assert swarm.deliver("a", "b")
         (answer,) = [each for each in swarm.queues["b", "a"] if isinstance(each, Delta)]
@@ -376,7 +382,7 @@ def test_a_fine_exchange_from_before_a_runs_end_is_none_of_its_flush() -> None:
     swarm = pair(AUTO)
     node = swarm.nodes["a"]
     (link,) = node.core._links.held.values()
-    link.fine_for = 1
+    link.fine_left = 1
     swarm.step("a", 9.0)
     assert link.reference.under_way is not None
     assert link.reference.under_way.codec == "int4"
