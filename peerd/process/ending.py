@@ -15,17 +15,19 @@ def kill_cleans_up() -> Iterator[None]:
 
     What is ignored, as SIGHUP behind nohup, or somebody's already stays so. Call it in the main thread.
     """
-    ours = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
+    before = {number: signal.getsignal(number) for number in ENDING}
 
     def end(number: int, _: object) -> None:
-        for known in ours:
+        for known in ENDING:
             signal.signal(known, signal.SIG_IGN)  # once is enough: a second one would cut the cleaning up short
         raise SystemExit(128 + number)
 
-    for number in ours:
-        signal.signal(number, end)
+    for number, handler in before.items():
+        if handler is signal.SIG_DFL:
+            signal.signal(number, end)
     try:
         yield
     finally:
-        for number in ours:
-            signal.signal(number, signal.SIG_DFL)
+        for number, handler in before.items():
+            if handler is not None:  # set by what is not Python
+                signal.signal(number, handler)

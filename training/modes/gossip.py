@@ -211,7 +211,7 @@ class Gossip(PartneredMode[PairLink]):
         except NotFinite:
             return not_finite(self.counts)
         self._policy.began_step = self._report.step
-        link.sent_at = now
+        link.began_at = link.sent_at = now
         link.last_reason = reason
         return [Send(link.peer, message)]
 
@@ -220,7 +220,7 @@ class Gossip(PartneredMode[PairLink]):
         if link is None or link.reference.link != message.link:
             return self._on_late(sender, message, now)
         values = self._current()  # a peer that trains on comes back; one that ends needs it all now
-        ours_waits, said_at = link.reference.under_way is not None, link.sent_at
+        ours_waits = link.reference.under_way is not None
         half = self._half(link, values, flush=message.finishing, answers=ours_waits, theirs=message.codec)
         try:
             outcome = link.reference.receive(message, values, half)
@@ -238,7 +238,7 @@ class Gossip(PartneredMode[PairLink]):
             effects.append(Send(sender, under_way))  # it came too early for a peer that lacked our last half
         if outcome.exchanged is not None:
             if ours_waits and self._settings.codec == AUTO:
-                self._waiting.ended(said_at, now)
+                self._waiting.ended(link.began_at, now)
             effects += self._completed(link, message, values, outcome.exchanged, now)
         if link.closing:
             effects.append(Send(sender, LinkClose(link.reference.link, link.reference.version)))

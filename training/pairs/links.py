@@ -108,6 +108,7 @@ class PairLink:
     last_exchange: float
     sent_at: float  # when something that waits for an answer was last sent
     state: LinkState
+    began_at: float = 0.0  # the last exchange that this end began
     declined_at: float = float("-inf")  # when it was overdue, and the trigger had no reason
     moved: float = 0.0  # at most ||x at the last publish - anchor||
     news: float = 0.0  # the same, of partners that train on, since our own trainer ended

@@ -6,6 +6,8 @@ whatever they would be held up by.
 
 from __future__ import annotations
 
+from peerd.training.trigger import SILENCE_MAX_S
+
 KEPT = 0.9  # of what was, at each exchange: some ten count
 
 
@@ -16,12 +18,15 @@ class Waiting:
         self._waited_s = self._passed_s = 0.0
         self._last_end: float | None = None
 
-    def ended(self, said_at: float, now: float) -> None:
-        """An exchange that this node had begun, or last said again, at `said_at` is over."""
+    def ended(self, began_at: float, now: float) -> None:
+        """An exchange that this node had begun then is over."""
         if self._last_end is not None:
-            kept = KEPT if now > self._last_end else 1.0  # several that end at once are one moment
-            self._waited_s = kept * self._waited_s + max(0.0, now - said_at)
-            self._passed_s = kept * self._passed_s + max(0.0, now - self._last_end)
+            waited_s = max(0.0, now - began_at)
+            # a node that trains is never silent for longer: the rest was a pause, and says nothing of the line
+            passed_s = min(max(0.0, now - self._last_end), SILENCE_MAX_S + waited_s)
+            kept = KEPT if passed_s else 1.0  # several that end at once are one moment
+            self._waited_s = kept * self._waited_s + waited_s
+            self._passed_s = kept * self._passed_s + passed_s
         self._last_end = now
 
     @property

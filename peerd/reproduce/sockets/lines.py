@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import signal
 import socket
 import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
-from peerd.process.ending import kill_cleans_up
+from peerd.process.ending import ENDING, kill_cleans_up
 
 _NUMBERS = itertools.count()  # a name of an interface has 15 characters
 
@@ -39,13 +40,18 @@ def namespaces(count: int, mbit: float) -> Iterator[list[list[str]]]:
     def ip(line: str) -> None:
         subprocess.run(["ip", *line.split()], check=True, capture_output=True)
 
+    def take_down(line: str) -> None:
+        with suppress(subprocess.CalledProcessError):  # the end came before it was there
+            ip(line)
+
     with kill_cleans_up(), ExitStack() as stack:
+        stack.callback(signal.pthread_sigmask, signal.SIG_UNBLOCK, ENDING)
+        stack.callback(take_down, f"link del {switch}")
         ip(f"link add {switch} type bridge")
-        stack.callback(ip, f"link del {switch}")
         ip(f"link set {switch} up")
         for rank, name in enumerate(names):
+            stack.callback(take_down, f"netns del {name}")
             ip(f"netns add {name}")
-            stack.callback(ip, f"netns del {name}")
             ip(f"link add {name} type veth peer name eth0 netns {name}")
             ip(f"link set {name} master {switch} up")
             ip(f"-n {name} addr add 10.77.0.{rank + 1}/24 dev eth0")
@@ -54,6 +60,7 @@ def namespaces(count: int, mbit: float) -> Iterator[list[list[str]]]:
             shape = f"root tbf rate {mbit}mbit burst 256kb latency 100ms".split()
             subprocess.run(["tc", "-n", name, "qdisc", "add", "dev", "eth0", *shape], check=True)
             subprocess.run(["tc", "qdisc", "add", "dev", name, *shape], check=True)
+        stack.callback(signal.pthread_sigmask, signal.SIG_BLOCK, ENDING)  # not while this is taken down
         yield [["ip", "netns", "exec", name] for name in names]
 
 

@@ -21,7 +21,7 @@ from peerd.training.modes import gossip
 from peerd.training.modes.gossip import FINE_EXCHANGES, FINE_WORTH
 from peerd.training.pairs.links import CAME, TRANSITIONS, WENT, LinkState
 from peerd.training.pairs.reference import Exchanged
-from peerd.training.trigger import WAKE_AFTER_S
+from peerd.training.trigger import SILENCE_MAX_S, WAKE_AFTER_S
 from peerd.transport.errors import PeerError
 from peerd.transport.messages import Connected, Delta, LinkClosed, LinkOpen, LinkSnapshot
 
@@ -321,6 +321,21 @@ def test_a_link_that_was_left_apart_has_more_by_the_finer_codec_where_its_node_w
     a._choose_codec(link, left_apart=True)
     assert link.worth == FINE_WORTH
     assert a.counts["fine_kept"] == 2
+
+
+def test_what_is_said_again_has_been_waited_for_since_it_was_begun() -> None:
+    swarm = pair(AUTO)
+    a = swarm.nodes["a"].core
+    (link,) = a._links.held.values()
+    for _ in range(3):
+        swarm.step("a", 9.0)
+        swarm.lose("a", "b")
+        swarm.now += SILENCE_MAX_S + 1
+        swarm.perform("a", a.on_timer(swarm.now))
+        assert link.sent_at == swarm.now
+        swarm.settle()
+        swarm.now += 1
+    assert a._waiting.share > 0.9
 
 
 def test_two_whose_bounds_hold_them_apart_are_given_no_finer_codec() -> None:
