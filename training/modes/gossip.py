@@ -88,7 +88,7 @@ class Gossip(PartneredMode[PairLink]):
         self._allowances = Allowances(layout)
         self._alive: frozenset[NodeId] = frozenset()
         self._looked = False  # at the model that the first steps start from
-        self._waiting = Waiting()
+        self._waits = Waiting()
         self._met = False  # another mode brings members together, and flushes by this one
 
     # ---------------------------------------------------------------- events
@@ -238,7 +238,7 @@ class Gossip(PartneredMode[PairLink]):
             effects.append(Send(sender, under_way))  # it came too early for a peer that lacked our last half
         if outcome.exchanged is not None:
             if ours_waits and self._settings.codec == AUTO:
-                self._waiting.ended(link.began_at, now)
+                self._waits.ended(link.began_at, now)
             effects += self._completed(link, message, values, outcome.exchanged, now)
         if link.closing:
             effects.append(Send(sender, LinkClose(link.reference.link, link.reference.version)))
@@ -295,7 +295,7 @@ class Gossip(PartneredMode[PairLink]):
 
     def _choose_codec(self, link: PairLink, *, left_apart: bool) -> None:
         """Of what follows an exchange: a finer one if that has left the two apart."""
-        keeps = self._waiting.share < WAITS_LITTLE and self._report.lr_ratio > RATE_MIN
+        keeps = self._waits.share < WAITS_LITTLE and self._report.lr_ratio > RATE_MIN
         self.counts["left_apart"] += left_apart
         self.counts["fine_kept"] += left_apart and keeps
         left = FINE_EXCHANGES if left_apart else max(0, link.fine_left - 1)

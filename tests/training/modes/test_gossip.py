@@ -335,7 +335,7 @@ def test_what_is_said_again_has_been_waited_for_since_it_was_begun() -> None:
         assert link.sent_at == swarm.now
         swarm.settle()
         swarm.now += 1
-    assert a._waiting.share > 0.9
+    assert a._waits.share > 0.9
 
 
 def test_two_whose_bounds_hold_them_apart_are_given_no_finer_codec() -> None:
