@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
@@ -213,7 +214,7 @@ def show(how: str, title: str, found: dict[str, list[Result]]) -> None:
     else:
         shown = Table(*COLUMNS, title=title)
         for line in table:
-            shown.add_row(*line)
+            shown.add_row(*map(escape, line))  # what a rival said as it ended is in it
         Console().print(shown)
 
 
