@@ -88,7 +88,7 @@ def test_ranks_whose_daemon_leaves_end_together(machine: Machine) -> None:
 
 
 def test_ranks_that_end_without_finish_are_told_once_what_is_missing(machine: Machine) -> None:
-    # the last at exit, and without taking torch apart: of two ranks over gloo one in five aborts there, without peerd, too
+    # so that torch is not taken apart: two ranks over gloo abort there in one run of five, without peerd, too
     text = "import atexit, os\natexit.register(os._exit, 0)\n" + DDP.replace(
         "with peerd.attach(model, optimizer) as swarm:", "swarm = peerd.attach(model, optimizer)\nif 1:"
     )
