@@ -17,7 +17,6 @@ import math
 import os
 import random
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -33,6 +32,7 @@ import numpy.typing as npt
 import trio
 
 from peerd.process.allocator import keep_freed_chunks
+from peerd.process.ending import kill_cleans_up
 from peerd.reproduce.sockets.lines import free_ports, namespaces
 from peerd.reproduce.sockets.without_trainer import name_of, without_trainer
 from peerd.training.codecs.vector import Layout
@@ -289,10 +289,10 @@ def main() -> None:
             keep_freed_chunks()  # as a daemon does
             trio.run(peerd, options.rank, addresses, options.values, options.topology, options.carrier == "shm")
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # namespaces are taken down
     if options.mbit and not (os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc")):
         parser.error("--mbit: needs root, ip and tc")
-    result = measure(options)
+    with kill_cleans_up():
+        result = measure(options)
     if options.format == "json":
         print(json.dumps(result))
         return

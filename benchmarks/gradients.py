@@ -28,6 +28,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from peerd.process.ending import kill_cleans_up
 from peerd.reproduce.sockets.lines import free_ports, namespaces
 
 SIDES = ("ddp", "peerd")
@@ -218,12 +219,12 @@ def main() -> None:
         train(options.side, options.rank, options.peers, options.parameters, options.steps,
               options.device_ms, options.out)  # fmt: skip
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # namespaces are taken down
     if options.mbit and not (os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc")):
         parser.error("--mbit: needs root, ip and tc")
     if options.steps <= WARM:
         parser.error(f"--steps {options.steps}: wanted more than {WARM}")
-    result = measure(options)
+    with kill_cleans_up():
+        result = measure(options)
     if options.format == "json":
         print(json.dumps(result))
         return

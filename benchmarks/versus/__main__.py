@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -31,6 +30,7 @@ from rich.table import Table
 
 from benchmarks.versus.cell import DISTURBANCES, Cell, run
 from benchmarks.versus.rivals import OURS, RIVALS
+from peerd.process.ending import kill_cleans_up
 from peerd.reproduce.experiment import Curve, Plot
 from peerd.reproduce.page import drawn
 from peerd.reproduce.sockets.lines import can_make_namespaces
@@ -147,7 +147,6 @@ def in_a_folder(text: str) -> Path:
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that workers and namespaces go with it
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the usual rows, one seed")
     parser.add_argument("--rows", help=f"names, with ; between them, of: {'; '.join([*RIVALS, *OURS])}")
@@ -184,7 +183,7 @@ def main() -> None:
                  options.disturb)  # fmt: skip
     found: dict[str, list[Result]] = {}
     console = Console(stderr=True)
-    with Progress(console=console, transient=True) as progress:
+    with kill_cleans_up(), Progress(console=console, transient=True) as progress:
         rates = RATES[options.task] if options.tune else []
         bar = progress.add_task("", total=len(rows) * (len(rates) + len(options.seeds)))
 

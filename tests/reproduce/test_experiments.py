@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
 import socket
 import subprocess
@@ -182,20 +181,22 @@ def test_nobody_waits_for_ever_for_a_process_that_is_gone(monkeypatch: pytest.Mo
     assert len(ordered) == 2
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-def test_nothing_is_left_of_namespaces() -> None:
+@pytest.fixture(scope="module")
+def makes_namespaces() -> None:
     if not can_make_namespaces():
-        pytest.skip("this kernel or container makes none")
+        pytest.skip("needs root, ip and tc, and a kernel or a container that gives namespaces")
+
+
+@pytest.mark.usefixtures("makes_namespaces")
+def test_nothing_is_left_of_namespaces() -> None:
     with namespaces(2, 10.0) as within:
         names = [words[-1] for words in within]
         assert all(Path("/run/netns", name).exists() for name in names)
     assert not any(Path("/run/netns", name).exists() for name in names)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+@pytest.mark.usefixtures("makes_namespaces")
 def test_nothing_is_left_of_namespaces_when_they_are_ended_by_kill() -> None:
-    if not can_make_namespaces():
-        pytest.skip("this kernel or container makes none")
     program = (
         "import time\n"
         "from peerd.reproduce.sockets.lines import namespaces\n"
