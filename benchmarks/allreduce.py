@@ -194,6 +194,7 @@ class Ranks:
         interface: str,
         topology: str,
         carrier: str,
+        stack: ExitStack,
     ) -> None:
         self._all = [
             subprocess.Popen(
@@ -204,6 +205,8 @@ class Ranks:
             )
             for rank in range(len(addresses))
         ]  # fmt: skip
+        for process in self._all:
+            stack.callback(process.kill)  # one that has ended does not mind
         assert self._heard() == ["ready"] * len(addresses)
 
     def add_up(self) -> tuple[float, float]:
@@ -242,7 +245,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             places = {side: [("127.0.0.1", port) for port in free_ports(options.peers)] for side in SIDES}
             interface = "lo"
         sides = {
-            side: Ranks(side, options.values, places[side], within, interface, options.topology, options.carrier)
+            side: Ranks(side, options.values, places[side], within, interface, options.topology, options.carrier, stack)
             for side in SIDES
         }
         seconds: dict[str, list[float]] = {side: [] for side in SIDES}
