@@ -41,7 +41,7 @@ from peerd.training.parameter_server.shard_server import RATES, Rule, ShardServe
 from peerd.training.parameter_server.shard_state import Members, ShardState
 from peerd.training.parameter_server.tree import parse_arity
 from peerd.training.parameter_server.tree_node import TreeRelay
-from peerd.training.parameter_server.worker import Part, Worker
+from peerd.training.parameter_server.worker import NEVER, Part, Worker
 from peerd.training.plain_numbers import count
 from peerd.transport.errors import PeerError, UserError
 from peerd.transport.ids import NodeId
@@ -240,13 +240,17 @@ class ParameterServer(ModeClass):
             # that, and rounds that closed without two of them at each other's servers would hold both up
             late += [shard for shard in self._leadership.shards if not shard.part.awaiting]
         for shard in late:
-            part = shard.part
-            leader = shard.leader[1] if shard.announced else self._leadership.owner(shard)
-            pull = ShardPull(part.number, part.seq, self._worker.life, not part.awaiting, shard.announced)
-            for peer in [leader, *self._relay.above(shard)]:
-                self._send(peer, pull)
+            self._pull(shard)
         self._leadership.on_timer(now, self._repeat_s)
         return self._done()
+
+    def _pull(self, shard: ShardState) -> None:
+        """Ask its server for an answer; or, if there has been one, not to wait for our next push."""
+        part = shard.part
+        leader = shard.leader[1] if shard.announced else self._leadership.owner(shard)
+        pull = ShardPull(part.number, part.seq, self._worker.life, not part.awaiting, shard.announced)
+        for peer in [leader, *self._relay.above(shard)]:
+            self._send(peer, pull)
 
     def _receive(self, sender: NodeId, message: Message | Connected) -> None:
         leadership, now = self._leadership, self._now
@@ -349,7 +353,7 @@ class ParameterServer(ModeClass):
         self, shard: ShardState, clock: int, seq: int, applied: Iterable[Applied], held: Vector, final: bool
     ) -> None:
         part = shard.part
-        awaited = part.awaiting
+        awaited, before = part.awaiting, part.clock
         taken = self._worker.take(part, clock, seq, applied, held, final and self._finishing)
         if taken is False:
             self._tell(shard, after=seq)
@@ -357,6 +361,34 @@ class ParameterServer(ModeClass):
             self._pulled |= final
             if awaited:
                 self._slowest_s = max(SLOWEST_KEPT * self._slowest_s, self._now - part.pushed_at)
+                if self._rule.n == 0:
+                    self._keep_step(shard, skipped=before == NEVER or clock > before + 1)
+
+    def _keep_step(self, shard: ShardState, *, skipped: bool) -> None:
+        """Where rounds of several servers begin to count on this worker at different times, skip those that are behind.
+
+        A server whose round this worker came too late for (`skipped`) counts on it for the next one, which cannot come
+        before the others have answered; and those may wait for workers whom this server holds up. Once all have
+        answered, those whose weights lack pushes of all other workers that another's have are one round behind.
+        """
+        if self._worker.awaiting:
+            behind = [shard] if skipped else []
+        else:
+            behind = [each for each in self._leadership.shards if self._is_behind(each.part)]
+        for each in behind:
+            self.counts["rounds_skipped"] += 1
+            self._pull(each)
+
+    def _is_behind(self, part: Part) -> bool:
+        def lacks(other: Part) -> bool:
+            pairs = [
+                (mark.seq, other.applied[worker].seq)
+                for worker, mark in part.applied.items()
+                if worker != self._me and worker in other.applied and mark.life == other.applied[worker].life
+            ]
+            return bool(pairs) and all(mine < its for mine, its in pairs)
+
+        return any(lacks(other) for other in self._worker.parts)
 
     # ---------------------------------------------------------------- the end of every event
 
@@ -370,9 +402,9 @@ class ParameterServer(ModeClass):
         """Let this node's own servers and worker finish with each other, then say what came of it."""
         self._converse()
         shift, self._worker.shift = self._worker.shift, None
-        if self._waits and not self._worker.awaiting:
+        drains = self._run is RunEnd.FINISHING  # a trainer that is gone waits no more, but what it pushed still counts
+        if (self._waits or drains) and not self._worker.awaiting:
             self._waits = False
-            drains = self._run is RunEnd.FINISHING
             if drains:
                 self._drain()  # the last to finish may serve, and has the final weights at once
             self._become()

@@ -51,8 +51,8 @@ class Aggregator:
     waits: bool  # for all below: hardsync
     counts: Counter[str]
     like: Vector  # for its dtype
-    passed: set[NodeId] = field(default_factory=set)  # who is not to be waited for in this round,
-    hurries: bool = False  # or nobody: a worker below has waited for long
+    passed: set[NodeId] = field(default_factory=set)  # whose next push is not to be waited for,
+    hurries: bool = False  # or nobody's in this round: a worker below has waited for long
     clock: int = field(init=False)  # of the last weights that were seen
     _below: set[NodeId] = field(init=False)
     _come: dict[NodeId, int] = field(default_factory=dict)  # the last push of each
@@ -108,7 +108,6 @@ class Aggregator:
         """From above; the workers that it is for go on."""
         if weights.clock > self.clock:  # not what was asked for in between
             self.clock = weights.clock
-            self.passed.clear()
             self.hurries = False
         self._waiting -= {mark.worker for mark in weights.answers if mark.seq >= self._come.get(mark.worker, 0)}
 
@@ -117,6 +116,7 @@ class Aggregator:
         workers = {part.worker for part in new.parts}
         self._come |= {part.worker: part.seq for part in new.parts}
         self._waiting |= workers
+        self.passed -= workers
         for held in reversed(self._gathered):
             if (held.clock, held.finishing) == (new.clock, new.finishing):
                 with np.errstate(over="ignore"):

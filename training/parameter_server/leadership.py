@@ -137,6 +137,7 @@ class Leadership:
                     shard.server.owed.pop(id, None)
                     shard.server.dropped.discard(id)
                     shard.server.pulled.discard(id)
+                    shard.server.passed.discard(id)
                     if shard.server.limits is not None:
                         shard.server.limits.forget(id)
                 for id in sorted(come):
@@ -429,11 +430,12 @@ class Leadership:
             self._relay.note_incarnation(shard, sender, message.life)
             if not message.knows:
                 self._announce(shard, sender)
+            if message.passes:
+                shard.server.passed.add(sender)
+                return
             shard.final_to.discard(sender)
             shard.server.owed[sender] = None
             shard.asked.add(sender)
-            if message.passes:
-                shard.server.passed.add(sender)
 
     def _redirect(self, shard: ShardState, sender: NodeId) -> None:
         if shard.announced and shard.leader[1] not in (self._me, sender):

@@ -104,7 +104,7 @@ class ShardServer:
     tensors: tuple[int, ...] = ()  # where those of the parameters end for which a gradient has flags
     pushers: list[NodeId] = field(default_factory=list)  # of the next update
     dropped: set[NodeId] = field(default_factory=set)  # hardsync: those who wait for it all the same,
-    passed: set[NodeId] = field(default_factory=set)  # and those for whom it does not wait
+    passed: set[NodeId] = field(default_factory=set)  # and those for whose next push it does not wait
     owed: dict[NodeId, None] = field(default_factory=dict)  # who waits for weights, in order
     pulled: set[NodeId] = field(init=False)  # who has had weights that these follow
     come: dict[NodeId, Applied] = field(init=False)  # the last push of each worker
@@ -136,6 +136,7 @@ class ShardServer:
         if worker in self.come and self.come[worker].life != life:
             del self.come[worker]
             self.pulled.discard(worker)
+            self.passed.discard(worker)
 
     def is_next(self, worker: NodeId, life: int, seq: int, oldest: int) -> bool:
         """Whether this push must be taken: none comes twice, and none before those that it follows."""
@@ -156,6 +157,7 @@ class ShardServer:
             self.come[mark.worker] = mark
             if len(self.come) > WORKERS_MAX:
                 del self.come[next(iter(self.come))]
+        self.passed -= {mark.worker for mark in marks}
         self.counts["pushes"] += len(marks)
         drops = clock < 0 or staleness > self.rule.spread(len(training))
         if counted := sum(not drops or (clock >= 0 and mark.worker in self.pulled) for mark in marks):
@@ -203,7 +205,6 @@ class ShardServer:
         Pushes that overlap could each take most of a variance away: a tenth of it stays.
         """
         self.dropped.clear()
-        self.passed.clear()
         if not self.pushers:
             return
         after = self._next
