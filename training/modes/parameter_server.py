@@ -60,8 +60,9 @@ from peerd.transport.messages import (
     Weights,
 )
 
-REPEAT_MIN_S = 10.0  # a connection that breaks is told of; this is for what else may be lost
-REPEAT_SHARE = 4  # times the slowest answer of late: how long one may take
+REPEAT_FIRST_S = 10.0  # how long an answer may take; a break is told of: this is for what else may be lost
+REPEAT_MIN_S = 2.0  # and so once there has been one:
+REPEAT_SHARE = 4  # times the slowest of late
 SLOWEST_KEPT = 0.9  # of the slowest, at each answer that came sooner
 
 
@@ -456,7 +457,7 @@ class ParameterServer(ModeClass):
 
     @property
     def _repeat_s(self) -> float:
-        return max(REPEAT_MIN_S, REPEAT_SHARE * self._slowest_s)
+        return max(REPEAT_MIN_S, REPEAT_SHARE * self._slowest_s) if self._slowest_s else REPEAT_FIRST_S
 
     def _repeat_at(self, part: Part) -> float:
         return part.asked_at + self._repeat_s * float(1 << min(part.repeats, 10))

@@ -79,6 +79,11 @@ class Aggregator:
         )  # fmt: skip
         return True
 
+    def take_pass(self, worker: NodeId, seq: int) -> None:
+        """Its push after this one is not to be waited for."""
+        if seq >= self._come.get(worker, 0):
+            self.passed.add(worker)
+
     def take_sum(self, message: ShardSum) -> None:
         """One from below, which comes once and in order. Raises PeerError."""
         values = pushed_values(self.part, message.codec, message.chunks, self.like, len(message.parts))

@@ -421,7 +421,7 @@ class Leadership:
             if shard.aggregator is None:
                 self._redirect(shard, sender)
             elif message.passes:
-                shard.aggregator.passed.add(sender)
+                shard.aggregator.take_pass(sender, message.seq)
             else:
                 shard.aggregator.hurries = True
                 self._relay.send_up(shard, shard.aggregator.repeat())  # that they were taken may be what was lost
@@ -431,7 +431,8 @@ class Leadership:
             if not message.knows:
                 self._announce(shard, sender)
             if message.passes:
-                shard.server.passed.add(sender)
+                if message.seq >= shard.server.last_of(sender, message.life):  # by a tree a push has a way of its own
+                    shard.server.passed.add(sender)
                 return
             shard.final_to.discard(sender)
             shard.server.owed[sender] = None

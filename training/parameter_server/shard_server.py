@@ -24,8 +24,9 @@ for a moment, until it hears of the others, and the clock there says nothing her
 
 In hardsync a worker whose push is dropped waits with the others, so that its next one is not stale, and the round does
 not wait for it. With several shards, servers that heard of a newcomer at different times can each close a round
-without a worker that the other one waits for. Such a worker waits long, and then says to those that have answered it
-already that they shall not wait for it (a ShardPull).
+without a worker that the other one waits for. Such a worker says to those that have answered it already that they
+shall not wait for its next push (a ShardPull), and so again, where that left it a round apart, until its pushes are in
+the same rounds everywhere.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -25,6 +27,12 @@ NAMES = "abcd"
 PUSHES = 32
 MARKS = (1.0, 2.0, 4.0)
 MODES = ["hardsync", "softsync:1:constant", "softsync:2:constant", "softsync:99:constant"]
+
+
+def served(swarm: ServerSwarm, shard: int) -> ShardServer:
+    (name,) = swarm.serving(shard)
+    server: ShardServer = swarm.nodes[name].core._leadership.shards[shard].server
+    return server
 
 
 class Storm(RuleBasedStateMachine):
@@ -349,6 +357,18 @@ def test_who_has_finished_is_not_waited_for() -> None:
     assert swarm.nodes["b"].x[0] == 6.0
 
 
+def test_a_trainer_that_goes_after_its_last_step_holds_nobody_up() -> None:
+    swarm = ServerSwarm("hardsync", "abc")
+    swarm.step("b", 3.0, finishing=True)
+    swarm.perform("b", swarm.nodes["b"].core.on_trainer_lost(swarm.now))
+    for _ in range(3):
+        for name in "ac":
+            swarm.step(name, 1.0)
+        swarm.settle()
+    assert swarm.nodes["b"].proceeded == [False]
+    assert not swarm.nodes["a"].waits
+
+
 def test_a_server_that_is_back_before_it_is_missed_serves_again() -> None:
     """Its next life first prepares a term below the one that it served by."""
     swarm = ServerSwarm("hardsync", "abcd")
@@ -465,3 +485,31 @@ def test_weights_that_a_worker_does_not_take_take_no_push_of_its_with_them() -> 
     worker.step(2 * np.ones(2, np.float32), 1.0)
     assert worker.take(part, 1, said.seq + 1, mine, np.ones(2, np.float32), False) is True
     assert [push.seq for push in worker.to_say(part, (3, "u"), finishing=False)] == [said.seq + 1]
+
+
+@given(seed=st.integers(0, 2**32), topology=st.sampled_from(["auto", "adv:2"]), servers=st.sampled_from([1, 2, 3]))
+@settings(max_examples=40)
+def test_who_comes_is_taken_in_by_all_servers_without_a_timer(seed: int, topology: str, servers: int) -> None:
+    """No worker may wait for a server that waits for a worker of another server, whoever hears first of whom."""
+    swarm, rng = ServerSwarm("hardsync", "abc", size=12, servers=servers, topology=topology), random.Random(seed)
+    hear_at, speeds = {name: rng.randrange(41, 400) for name in "abcd"}, dict[tuple[str, str], float]()
+    for turn in range(1500):
+        if turn == 40:
+            swarm.live("d", swarm.nodes["a"].x)
+            swarm.peers("d", set())  # it serves itself until it hears of the others
+        for name in [name for name, at in hear_at.items() if at == turn]:
+            swarm.hear(name)
+        free = [name for name, node in sorted(swarm.nodes.items()) if node.heard and not node.waits]
+        links = [(source, target) for source, target in swarm.waiting() if source in swarm.nodes[target].heard]
+        assert free or links or turn < 400, (
+            f"nobody moves: {[(name, node.steps) for name, node in swarm.nodes.items()]}"
+        )
+        if links and (not free or rng.random() < 0.9):
+            speed = [speeds.setdefault(link, rng.choice([0.03, 1.0])) for link in links]
+            swarm.deliver(*rng.choices(links, speed)[0])
+        elif free:
+            swarm.step(rng.choice(free), 1.0)
+    swarm.settle()
+    marks = [served(swarm, shard).applied for shard in range(servers)]
+    assert all(marks[0][name].seq == mark.seq for each in marks for name, mark in each.items()), "rounds apart"
+    assert marks[0]["d"].seq > 9
