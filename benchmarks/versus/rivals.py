@@ -35,7 +35,8 @@ class Ddp:
 
     def __init__(self, run: Run, rank: int = 0) -> None:
         self._run, self._plain = run, run.model
-        model = DistributedDataParallel(run.model)
+        # by default a model above 1 MB has two buckets, whose sums come in another order on each worker over gloo
+        model = DistributedDataParallel(run.model, bucket_cap_mb=25 if rank else None)
         if rank:
             state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
             model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
