@@ -43,6 +43,10 @@ class Damaged(Exception):
     """This generation is not what was written."""
 
 
+class OfAnotherModel(Damaged):
+    """The checkpoint is whole, as far as was looked, and of no use to this one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Generation:
     """A copy of everything a run needs to go on, taken between two steps."""
@@ -218,7 +222,7 @@ def save(folder: Path, generation: Generation) -> Path:
 
 
 def newest(folder: Path, signature: str, warn: Callable[[str], None]) -> Generation | None:
-    """The newest whole generation of this model; `warn` gets one line for each that is refused.
+    """The newest whole generation of this model; `warn` gets one line for each that is damaged, and one for all others.
 
     For the trainer, which writes in this folder: what a crash has left half written goes.
     """
@@ -229,12 +233,20 @@ def newest(folder: Path, signature: str, warn: Callable[[str], None]) -> Generat
 
 def read_newest(folder: Path, signature: str, warn: Callable[[str], None]) -> Generation | None:
     """The same for one that only reads, while a trainer may write."""
+    others = []
+    found = None
     for path in _generations(folder):
         try:
-            return _load(path, signature)
+            found = _load(path, signature)
+            break
+        except OfAnotherModel:
+            others.append(path.name)
         except Damaged as error:
             warn(f"checkpoint {path} refused: {error}; trying the one before it")
-    return None
+    if others:
+        which = others[0] if len(others) == 1 else f"{others[0]} and {len(others) - 1} more"
+        warn(f"checkpoints in {folder} that were written for another model are not read: {which}")
+    return found
 
 
 def _load(path: Path, signature: str) -> Generation:
@@ -245,16 +257,16 @@ def _load(path: Path, signature: str) -> Generation:
         manifest = json.loads((path / _MANIFEST).read_text())
         if manifest.pop("sha256") != _digest(manifest):
             raise Damaged(f"{_MANIFEST} does not match its own SHA-256")
+        if manifest["signature"] != signature:
+            raise OfAnotherModel("it was written for another model")
         entry = manifest["files"][_TENSORS]
-        step, optimizer, written_for = int(manifest["step"]), manifest["optimizer"], manifest["signature"]
+        step, optimizer = int(manifest["step"]), manifest["optimizer"]
         extra = dict(manifest.get("extra", {}))
         size = tensors_path.stat().st_size
         if size != entry["bytes"]:
             raise Damaged(f"{_TENSORS} has {size} bytes, its manifest says {entry['bytes']}")
         if _sha256(tensors_path) != entry["sha256"]:
             raise Damaged(f"{_TENSORS} does not match the SHA-256 of its manifest")
-        if written_for != signature:
-            raise Damaged("it was written for another model")
         return Generation(step, signature, load_file(tensors_path), optimizer, extra)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         if isinstance(error, OSError) and error.strerror:
