@@ -50,6 +50,7 @@ from peerd.transport.messages import (
     Connected,
     Finished,
     Message,
+    Pass,
     Prepare,
     Promise,
     ShardLeader,
@@ -60,9 +61,8 @@ from peerd.transport.messages import (
     Weights,
 )
 
-REPEAT_FIRST_S = 10.0  # how long an answer may take; a break is told of: this is for what else may be lost
-REPEAT_MIN_S = 2.0  # and so once there has been one:
-REPEAT_SHARE = 4  # times the slowest of late
+REPEAT_MIN_S = 10.0  # a connection that breaks is told of; this is for what else may be lost
+REPEAT_SHARE = 4  # times the slowest answer of late: how long one may take
 SLOWEST_KEPT = 0.9  # of the slowest, at each answer that came sooner
 
 
@@ -141,6 +141,7 @@ class ParameterServer(ModeClass):
         self._landing = False  # it may have become them in part, as a variance does (variances.py): look again
         self._land_at = 0.0
         self._bounds = bool(layout.variances)
+        self._was_late = False  # for a round of some server, with the push that waits
         self._pushed_step = -1
         self._cut = layout.parameters
         self._buffers: Vector | None = None  # float buffers as they are with a trainer that waits with its gradient
@@ -248,8 +249,12 @@ class ParameterServer(ModeClass):
     def _pull(self, shard: ShardState) -> None:
         """Ask its server for an answer; or, if there has been one, not to wait for our next push."""
         part = shard.part
+        passes = Pass.NONE
+        if not part.awaiting:
+            passes = Pass.UNTIL_PUSHED if self._worker.awaiting else Pass.ROUND
+            part.skips = True
         leader = shard.leader[1] if shard.announced else self._leadership.owner(shard)
-        pull = ShardPull(part.number, part.seq, self._worker.life, not part.awaiting, shard.announced)
+        pull = ShardPull(part.number, part.seq, self._worker.life, passes, shard.announced)
         for peer in [leader, *self._relay.above(shard)]:
             self._send(peer, pull)
 
@@ -362,34 +367,39 @@ class ParameterServer(ModeClass):
             self._pulled |= final
             if awaited:
                 self._slowest_s = max(SLOWEST_KEPT * self._slowest_s, self._now - part.pushed_at)
-                if self._rule.n == 0:
-                    self._keep_step(shard, skipped=before == NEVER or clock > before + 1)
+                due = before + 1 + part.skips
+                part.skips = False
+                if self._rule.n == 0 and not self._rule.backup:
+                    self._keep_step(late=before == NEVER or clock > due)
 
-    def _keep_step(self, shard: ShardState, *, skipped: bool) -> None:
+    def _keep_step(self, *, late: bool) -> None:
         """Where rounds of several servers begin to count on this worker at different times, skip those that are behind.
 
-        A server whose round this worker came too late for (`skipped`) counts on it for the next one, which cannot come
-        before the others have answered; and those may wait for workers whom this server holds up. Once all have
-        answered, those whose weights lack pushes of all other workers that another's have are one round behind.
+        A server whose round this worker came too late for counts on it for the next one, as do those that have answered
+        before; no such round can end before all others have answered, and those may wait for workers whom it holds up.
+        Once all have answered, those whose weights lack pushes that another's have are one round behind.
         """
+        self._was_late |= late
+        shards = self._leadership.shards
         if self._worker.awaiting:
-            behind = [shard] if skipped else []
+            skips = [shard for shard in shards if self._was_late and not shard.part.awaiting]
         else:
-            behind = [each for each in self._leadership.shards if self._is_behind(each.part)]
-        for each in behind:
-            self.counts["rounds_skipped"] += 1
-            self._pull(each)
+            self._was_late = False
+            skips = [shard for shard in shards if any(self._is_behind(shard.part, other.part) for other in shards)]
+        for shard in skips:
+            if not shard.part.skips:
+                self.counts["rounds_skipped"] += 1
+                self._pull(shard)
 
-    def _is_behind(self, part: Part) -> bool:
-        def lacks(other: Part) -> bool:
-            pairs = [
-                (mark.seq, other.applied[worker].seq)
-                for worker, mark in part.applied.items()
-                if worker != self._me and worker in other.applied and mark.life == other.applied[worker].life
-            ]
-            return bool(pairs) and all(mine < its for mine, its in pairs)
-
-        return any(lacks(other) for other in self._worker.parts)
+    def _is_behind(self, part: Part, other: Part) -> bool:
+        """Whether one has earlier pushes of most workers: of half of them, if that half has the first of all."""
+        trains = self._members.training
+        ahead: set[NodeId] = set()
+        rest = {self._me}
+        for worker in trains & part.applied.keys() & other.applied.keys() - rest:
+            mark, its = part.applied[worker], other.applied[worker]
+            (ahead if mark.life == its.life and mark.seq < its.seq else rest).add(worker)
+        return len(ahead) > len(rest) or (len(ahead) == len(rest) and min(ahead) < min(rest))
 
     # ---------------------------------------------------------------- the end of every event
 
@@ -457,7 +467,7 @@ class ParameterServer(ModeClass):
 
     @property
     def _repeat_s(self) -> float:
-        return max(REPEAT_MIN_S, REPEAT_SHARE * self._slowest_s) if self._slowest_s else REPEAT_FIRST_S
+        return max(REPEAT_MIN_S, REPEAT_SHARE * self._slowest_s)
 
     def _repeat_at(self, part: Part) -> float:
         return part.asked_at + self._repeat_s * float(1 << min(part.repeats, 10))

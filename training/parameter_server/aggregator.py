@@ -21,10 +21,11 @@ import numpy as np
 from peerd.training.codecs import vector
 from peerd.training.codecs.vector import Layout, NotFinite
 from peerd.training.effects import Vector
+from peerd.training.parameter_server.shard_server import still_passed
 from peerd.training.parameter_server.tree import Tree
 from peerd.training.parameter_server.worker import Ballot, Part, pushed_values
 from peerd.transport.ids import NodeId
-from peerd.transport.messages import Applied, Chunks, ShardPush, ShardSum, Weights
+from peerd.transport.messages import Applied, Chunks, Pass, ShardPush, ShardSum, Weights
 
 SUM_CODEC = "float32"
 
@@ -51,7 +52,7 @@ class Aggregator:
     waits: bool  # for all below: hardsync
     counts: Counter[str]
     like: Vector  # for its dtype
-    passed: set[NodeId] = field(default_factory=set)  # whose next push is not to be waited for,
+    passed: dict[NodeId, Pass] = field(default_factory=dict)  # who is not to be waited for,
     hurries: bool = False  # or nobody's in this round: a worker below has waited for long
     clock: int = field(init=False)  # of the last weights that were seen
     _below: set[NodeId] = field(init=False)
@@ -79,10 +80,10 @@ class Aggregator:
         )  # fmt: skip
         return True
 
-    def take_pass(self, worker: NodeId, seq: int) -> None:
-        """Its push after this one is not to be waited for."""
-        if seq >= self._come.get(worker, 0):
-            self.passed.add(worker)
+    def take_pass(self, worker: NodeId, seq: int, passes: Pass) -> None:
+        """For so long its push after this one is not to be waited for."""
+        if worker in self._below and seq >= self._come.get(worker, 0):
+            self.passed[worker] = passes
 
     def take_sum(self, message: ShardSum) -> None:
         """One from below, which comes once and in order. Raises PeerError."""
@@ -93,7 +94,7 @@ class Aggregator:
     def due(self, training: frozenset[NodeId]) -> list[ShardSum]:
         """What to send on now."""
         waits = self.waits and not self.hurries
-        missing = (self._below & training) - self._waiting - self.passed if waits else set()
+        missing = (self._below & training) - self._waiting - self.passed.keys() if waits else set()
         if not self._gathered or missing or (self._under_way and not self.waits):
             return []
         sums = [self._message(gathered) for gathered in self._gathered]
@@ -113,6 +114,7 @@ class Aggregator:
         """From above; the workers that it is for go on."""
         if weights.clock > self.clock:  # not what was asked for in between
             self.clock = weights.clock
+            self.passed = still_passed(self.passed)
             self.hurries = False
         self._waiting -= {mark.worker for mark in weights.answers if mark.seq >= self._come.get(mark.worker, 0)}
 
@@ -121,7 +123,8 @@ class Aggregator:
         workers = {part.worker for part in new.parts}
         self._come |= {part.worker: part.seq for part in new.parts}
         self._waiting |= workers
-        self.passed -= workers
+        for worker in workers:
+            self.passed.pop(worker, None)
         for held in reversed(self._gathered):
             if (held.clock, held.finishing) == (new.clock, new.finishing):
                 with np.errstate(over="ignore"):

@@ -137,7 +137,7 @@ class Leadership:
                     shard.server.owed.pop(id, None)
                     shard.server.dropped.discard(id)
                     shard.server.pulled.discard(id)
-                    shard.server.passed.discard(id)
+                    shard.server.passed.pop(id, None)
                     if shard.server.limits is not None:
                         shard.server.limits.forget(id)
                 for id in sorted(come):
@@ -421,7 +421,7 @@ class Leadership:
             if shard.aggregator is None:
                 self._redirect(shard, sender)
             elif message.passes:
-                shard.aggregator.take_pass(sender, message.seq)
+                shard.aggregator.take_pass(sender, message.seq, message.passes)
             else:
                 shard.aggregator.hurries = True
                 self._relay.send_up(shard, shard.aggregator.repeat())  # that they were taken may be what was lost
@@ -431,8 +431,9 @@ class Leadership:
             if not message.knows:
                 self._announce(shard, sender)
             if message.passes:
-                if message.seq >= shard.server.last_of(sender, message.life):  # by a tree a push has a way of its own
-                    shard.server.passed.add(sender)
+                last = shard.server.last_of(sender, message.life)  # by a tree it may have overtaken this
+                if sender in self._members.everyone and message.seq >= last:
+                    shard.server.passed[sender] = message.passes
                 return
             shard.final_to.discard(sender)
             shard.server.owed[sender] = None

@@ -24,9 +24,9 @@ for a moment, until it hears of the others, and the clock there says nothing her
 
 In hardsync a worker whose push is dropped waits with the others, so that its next one is not stale, and the round does
 not wait for it. With several shards, servers that heard of a newcomer at different times can each close a round
-without a worker that the other one waits for. Such a worker says to those that have answered it already that they
-shall not wait for its next push (a ShardPull), and so again, where that left it a round apart, until its pushes are in
-the same rounds everywhere.
+without a worker that the other one waits for. While such a worker waits for one server it tells those that have
+answered not to wait for its next push; once all have, those that are a round behind not to wait for it in that one (a
+ShardPull that passes). Then its pushes are in the same rounds everywhere.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from peerd.training.model.variances import bounded
 from peerd.training.parameter_server.limits import PushLimits
 from peerd.training.parameter_server.optimizer import DIFFERENCE, Optimizer, clip
 from peerd.transport.ids import NodeId
-from peerd.transport.messages import Applied
+from peerd.transport.messages import Applied, Pass
 
 WORKERS_MAX = 1000
 """Workers whose last push is remembered, the latest; what a message can hold (64 KiB) at 50 bytes each."""
@@ -88,6 +88,11 @@ class Rule:
         return max(1, workers) if self.n is None else self.n
 
 
+def still_passed(passed: dict[NodeId, Pass]) -> dict[NodeId, Pass]:
+    """Who need not be waited for, now that a round is over."""
+    return {worker: until for worker, until in passed.items() if until is Pass.UNTIL_PUSHED}
+
+
 @dataclass(slots=True, eq=False)
 class ShardServer:
     """The weights of one shard and what is to be added to them."""
@@ -105,7 +110,7 @@ class ShardServer:
     tensors: tuple[int, ...] = ()  # where those of the parameters end for which a gradient has flags
     pushers: list[NodeId] = field(default_factory=list)  # of the next update
     dropped: set[NodeId] = field(default_factory=set)  # hardsync: those who wait for it all the same,
-    passed: set[NodeId] = field(default_factory=set)  # and those for whose next push it does not wait
+    passed: dict[NodeId, Pass] = field(default_factory=dict)  # and those for whom it does not wait
     owed: dict[NodeId, None] = field(default_factory=dict)  # who waits for weights, in order
     pulled: set[NodeId] = field(init=False)  # who has had weights that these follow
     come: dict[NodeId, Applied] = field(init=False)  # the last push of each worker
@@ -137,7 +142,7 @@ class ShardServer:
         if worker in self.come and self.come[worker].life != life:
             del self.come[worker]
             self.pulled.discard(worker)
-            self.passed.discard(worker)
+            self.passed.pop(worker, None)
 
     def is_next(self, worker: NodeId, life: int, seq: int, oldest: int) -> bool:
         """Whether this push must be taken: none comes twice, and none before those that it follows."""
@@ -158,7 +163,8 @@ class ShardServer:
             self.come[mark.worker] = mark
             if len(self.come) > WORKERS_MAX:
                 del self.come[next(iter(self.come))]
-        self.passed -= {mark.worker for mark in marks}
+        for mark in marks:
+            self.passed.pop(mark.worker, None)
         self.counts["pushes"] += len(marks)
         drops = clock < 0 or staleness > self.rule.spread(len(training))
         if counted := sum(not drops or (clock >= 0 and mark.worker in self.pulled) for mark in marks):
@@ -192,7 +198,7 @@ class ShardServer:
             if self.rule.backup:  # what is dropped came late: its worker shall be in this round
                 self.dropped.clear()
             waiting = {*self.pushers, *self.dropped}
-            if waiting and len(training - waiting - self.passed) <= self.rule.backup:
+            if waiting and len(training - waiting - self.passed.keys()) <= self.rule.backup:
                 self._update(1)
             answered = [worker for worker in self.owed if worker not in self.pushers and worker not in self.dropped]
         for worker in answered:
@@ -206,6 +212,7 @@ class ShardServer:
         Pushes that overlap could each take most of a variance away: a tenth of it stays.
         """
         self.dropped.clear()
+        self.passed = still_passed(self.passed)
         if not self.pushers:
             return
         after = self._next

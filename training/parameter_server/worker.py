@@ -22,7 +22,7 @@ from peerd.training.effects import Vector
 from peerd.training.kernels.passes import is_finite
 from peerd.training.parameter_server.optimizer import DIFFERENCE, Optimizer
 from peerd.transport.ids import NodeId
-from peerd.transport.messages import Applied, Chunks, ShardPull, ShardPush
+from peerd.transport.messages import Applied, Chunks, Pass, ShardPull, ShardPush
 
 Ballot = tuple[int, NodeId]
 """Who serves a shard: the term and the member; the higher ballot wins."""
@@ -52,6 +52,7 @@ class Part:
     told: Ballot = NOBODY  # who was told of them,
     said: int = 0  # up to this one
     awaiting: bool = False
+    skips: bool = False  # the server need not wait for the next push
     pushed_at: float = 0.0
     asked_at: float = 0.0
     repeats: int = 0
@@ -165,7 +166,7 @@ class Worker:
             for push in said
         ]
         wants = part.awaiting or part.clock == NEVER or (finishing and not part.final)
-        return pushes or ([ShardPull(part.number, part.seq, self.life, False, True)] if wants else [])
+        return pushes or ([ShardPull(part.number, part.seq, self.life, Pass.NONE, True)] if wants else [])
 
     def held(self, part: Part) -> Vector:
         """The weights of the last pull, and behind them what the optimizer remembers."""

@@ -51,6 +51,7 @@ from peerd.transport.messages.pairs import (
 from peerd.transport.messages.parameter_server import (
     Applied,
     Finished,
+    Pass,
     Prepare,
     Promise,
     ShardLeader,
@@ -125,6 +126,7 @@ __all__ = [
     "PairAnswer",
     "PairHalf",
     "PairInvite",
+    "Pass",
     "PiecesTaken",
     "Ping",
     "PingRequest",

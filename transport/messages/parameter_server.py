@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Annotated, ClassVar
 
 from peerd.transport.messages.base import COUNT, Chunks, Drawn, Message, Name, NameOrNone, Within
@@ -40,15 +41,23 @@ class ShardPush(Message):
     chunks: Chunks
 
 
+class Pass(IntEnum):
+    """For how long a server need not wait for a worker that has its answer."""
+
+    NONE = 0
+    ROUND = 1  # this round: the worker is one ahead elsewhere
+    UNTIL_PUSHED = 2  # its next push: it waits for another shard's server
+
+
 @dataclass(frozen=True, slots=True)
 class ShardPull(Message):
-    """Send me the shard's weights, unless push `seq` has come and must wait for others."""
+    """Send me the shard's weights, unless push `seq` has come and must wait for others; or close rounds without me."""
 
     KIND: ClassVar[int] = 81
     shard: int
     seq: int
     life: Drawn
-    passes: bool  # another shard's server keeps me waiting: close this round without me
+    passes: Pass
     knows: bool  # who serves the shard, and by which tree
 
 
