@@ -385,7 +385,10 @@ class ParameterServer(ModeClass):
             skips = [shard for shard in shards if self._was_late and not shard.part.awaiting]
         else:
             self._was_late = False
-            skips = [shard for shard in shards if any(self._is_behind(shard.part, other.part) for other in shards)]
+            parts = [shard.part for shard in shards]
+            if all(part.applied == parts[0].applied for part in parts):  # as nearly always
+                return
+            skips = [shard for shard in shards if any(self._is_behind(shard.part, other) for other in parts)]
         for shard in skips:
             if not shard.part.skips:
                 self.counts["rounds_skipped"] += 1
