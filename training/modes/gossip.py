@@ -61,6 +61,12 @@ ROTATE_AFTER_EXCHANGES = 192
 bit, and as 16 by the largest 1 %. After 64, snapshots were a seventh of the former's bytes, a quarter of the latter's,
 and models were no closer; after many more, what the largest 1 % leaves out is never made good (RESULTS.md).
 """
+ALONE_TIMES = 1.1
+"""The steps of a run whose partners had ended: then it is long alone."""
+ALONE = (
+    "all partners' runs have ended: this node trains on alone, on its own data, and their models follow (nodes of "
+    "unequal speed end together where scripts count time, not steps)"
+)
 VALUE_TIMES = 1e4
 """A value of another's model is at most so many times as large as the norm of ours."""
 
@@ -89,6 +95,7 @@ class Gossip(PartneredMode[PairLink]):
         self._alive: frozenset[NodeId] = frozenset()
         self._looked = False  # at the model that the first steps start from
         self._waits = Waiting()
+        self._alone_from: float | None = None  # the step at which the runs of all partners had ended; told of: infinity
         self._met = False  # another mode brings members together, and flushes by this one
 
     # ---------------------------------------------------------------- events
@@ -268,9 +275,22 @@ class Gossip(PartneredMode[PairLink]):
         effects: list[Effect] = [Apply(correction)]
         if self._settings.robust:
             effects += self._judge(link, now, stood=not both.moved.any())
+        effects += self._look_around()
         if self.counts["exchanges"] % ROTATE_AFTER_EXCHANGES == 0 and not self._ends_around():
             effects += self._links.rotate(now)
         return effects
+
+    def _look_around(self) -> list[Effect]:
+        """Say once that this node trains on alone; not of one that ends a few steps after the others."""
+        step = self._report.step
+        if self._report.finishing or not self._ends_around():
+            self._alone_from = None
+        elif self._alone_from is None:
+            self._alone_from = step
+        elif step > ALONE_TIMES * self._alone_from:
+            self._alone_from = math.inf
+            return [Log("warning", ALONE)]
+        return []
 
     def _ends_around(self) -> bool:
         """Whether this node's run has ended, or those of all its partners: one that is left then has all to tell.
