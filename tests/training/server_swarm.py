@@ -9,6 +9,7 @@ import numpy as np
 from mode_swarm import ModeSwarm
 
 from peerd.training.effects import Averaged, Effect, Vector
+from peerd.training.parameter_server.shard_server import ShardServer
 
 CALM_S = 600.0  # until timers have reminded of what was lost
 
@@ -77,13 +78,15 @@ class ServerSwarm(ModeSwarm):
     def serving(self, shard: int = 0) -> list[str]:
         return [name for name, node in self.nodes.items() if node.core._leadership.shards[shard].server is not None]
 
+    def server(self, shard: int = 0) -> ShardServer:
+        """The only one of a shard."""
+        (name,) = self.serving(shard)
+        server: ShardServer = self.nodes[name].core._leadership.shards[shard].server
+        return server
+
     def weights(self) -> Vector:
         """Of all shards, as served."""
-        pieces = []
-        for shard in range(self.settings.servers):
-            (name,) = self.serving(shard)
-            pieces.append(self.nodes[name].core._leadership.shards[shard].server.weights)
-        return np.concatenate(pieces)
+        return np.concatenate([self.server(shard).weights for shard in range(self.settings.servers)])
 
 
 class GradientSwarm(ServerSwarm):

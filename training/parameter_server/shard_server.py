@@ -159,12 +159,11 @@ class ShardServer:
         """
         staleness = max(0, self.clock - max(0, clock))
         for mark in marks:
+            self.passed.pop(mark.worker, None)
             self.come.pop(mark.worker, None)
             self.come[mark.worker] = mark
             if len(self.come) > WORKERS_MAX:
                 del self.come[next(iter(self.come))]
-        for mark in marks:
-            self.passed.pop(mark.worker, None)
         self.counts["pushes"] += len(marks)
         drops = clock < 0 or staleness > self.rule.spread(len(training))
         if counted := sum(not drops or (clock >= 0 and mark.worker in self.pulled) for mark in marks):

@@ -29,12 +29,6 @@ MARKS = (1.0, 2.0, 4.0)
 MODES = ["hardsync", "softsync:1:constant", "softsync:2:constant", "softsync:99:constant"]
 
 
-def served(swarm: ServerSwarm, shard: int) -> ShardServer:
-    (name,) = swarm.serving(shard)
-    server: ShardServer = swarm.nodes[name].core._leadership.shards[shard].server
-    return server
-
-
 class Storm(RuleBasedStateMachine):
     """Steps, deliveries, cuts, deaths and joins in any order.
 
@@ -521,6 +515,6 @@ def test_who_comes_is_taken_in_by_all_servers(seed: int, topology: str, servers:
             swarm.pass_time(min(node.core.deadline for node in swarm.nodes.values()) - swarm.now)
     assert reminders <= 2, [(name, node.steps) for name, node in swarm.nodes.items()]
     swarm.settle()
-    marks = [served(swarm, shard).applied for shard in range(servers)]
+    marks = [swarm.server(shard).applied for shard in range(servers)]
     assert all(marks[0][name].seq == mark.seq for each in marks for name, mark in each.items()), "rounds apart"
     assert min(marks[0][name].seq for name in who) > 3

@@ -173,10 +173,10 @@ def gradient(number: int) -> Vector:
 
 def check_that_clock_state_and_weights_go_together(swarm: GradientSwarm, optimizer: str) -> None:
     """One more step of the server's is one of torch's that knows its weights and state, and nothing is zeros again."""
-    (name,) = swarm.serving()
-    served = swarm.nodes[name].core._leadership.shards[0].server
+    served = swarm.server()
     state = served.held[SIZE:].reshape(-1, SIZE)
     assert served.clock >= 3 * 3
+    assert served.optimizer is not None
     assert served.optimizer.is_possible(state)
     assert (np.abs(state) > 0).all()
 
