@@ -14,6 +14,10 @@ from scripts import DDP, FSDP
 STEPS = 150
 
 
+ENDS_AT_ONCE = "import atexit, os\natexit.register(os._exit, 0)\n"
+"""Torch is not taken apart: two ranks over gloo abort there now and then, without peerd, too."""
+
+
 def torchrun(
     machine: Machine,
     name: str,
@@ -77,8 +81,8 @@ def test_ranks_beside_a_plain_script_train_one_model(machine: Machine) -> None:
 
 
 def test_ranks_whose_daemon_leaves_end_together(machine: Machine) -> None:
-    a = torchrun(machine, "a", seed=1, steps=10**6)
-    b = torchrun(machine, "b", seed=2, join=a, steps=10**6)
+    a = torchrun(machine, "a", seed=1, steps=10**6, text=ENDS_AT_ONCE + DDP)
+    b = torchrun(machine, "b", seed=2, join=a, steps=10**6, text=ENDS_AT_ONCE + DDP)
     for node in (a, b):
         node.eventually(lambda node=node: len(said(node)[1]) > 3)  # type: ignore[misc]
     left = machine.peerd("leave", "--name", "b")
@@ -88,8 +92,7 @@ def test_ranks_whose_daemon_leaves_end_together(machine: Machine) -> None:
 
 
 def test_ranks_that_end_without_finish_are_told_once_what_is_missing(machine: Machine) -> None:
-    # so that torch is not taken apart: two ranks over gloo abort there in one run of five, without peerd, too
-    text = "import atexit, os\natexit.register(os._exit, 0)\n" + DDP.replace(
+    text = ENDS_AT_ONCE + DDP.replace(
         "with peerd.attach(model, optimizer) as swarm:", "swarm = peerd.attach(model, optimizer)\nif 1:"
     )
     a = torchrun(machine, "a", seed=1, steps=25, text=text, members=1)
