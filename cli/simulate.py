@@ -71,6 +71,9 @@ def simulate(
     slow_node: Annotated[
         float, typer.Option(min=0.01, max=1000, help="how many times as long the first node's steps take")
     ] = 1.0,
+    ends_together: Annotated[
+        bool, typer.Option("--ends-together", help="who is slower than most ends with them, as by swarm.steps")
+    ] = False,
     optimizer: Annotated[str | None, typer.Option(help=f"of each node: {', '.join(OPTIMIZERS)}")] = None,
     lr: Annotated[float | None, typer.Option(help="learning rate; default: the problem's")] = None,
     momentum: Annotated[float | None, typer.Option(help="of SGD")] = None,
@@ -102,7 +105,7 @@ def simulate(
         "peers": peers, "minutes": minutes, "problem": problem, "steps": steps, "parameters": parameters,
         "compute": compute, "network": network, "uplink_mbit": uplink_mbit, "downlink_mbit": downlink_mbit,
         "shard": shard, "faults": faults, "fault_every": fault_every, "join_over": join_over, "byzantine": byzantine,
-        "slow_node": slow_node, "optimizer": optimizer, "lr": lr, "momentum": momentum,
+        "slow_node": slow_node, "ends_together": ends_together, "optimizer": optimizer, "lr": lr, "momentum": momentum,
         "weight_decay": weight_decay, "batch": batch, "schedule": schedule, "target": target, "look_every": look_every,
         "drop": drop,
     }  # fmt: skip

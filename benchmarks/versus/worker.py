@@ -57,10 +57,10 @@ def ours(run: Run, row: str, steps: int, pace: Pace, late_s: float, snapshots: S
     """peerd's training, as README shows it."""
     with peerd.attach(run.model, run.optimizer, quasi_global_momentum=row == QUASI_GLOBAL) as swarm:
         snapshots.write()
-        while swarm.step_count < steps:
+        for step in swarm.steps(steps):
             pace.wait()
             time.sleep(late_s)
-            loss, samples = run.step(swarm.step_count)
+            loss, samples = run.step(step)
             swarm.step(loss=loss, samples=samples)
             snapshots.after(swarm.step_count)
     snapshots.write()

@@ -26,7 +26,7 @@ from peerd.daemon.trainer_session import TrainerGone, TrainerPhase, TrainerSessi
 from peerd.local.shared_memory import SharedMemory
 from peerd.node.acquaintances import Acquaintances
 from peerd.node.donors import RequestLimit
-from peerd.node.meta import NodeMeta, partners
+from peerd.node.meta import NodeMeta, partners, partners_said
 from peerd.node.model_copy import ModelCopy
 from peerd.process import host_memory
 from peerd.process.logs import LOGGER
@@ -131,6 +131,8 @@ class TrainerService:
         if self.mode is not None:
             paired = isinstance(self.mode, LinkedMode)
             self._runner.on_partners(self._partners(self._members(), self._runner.core.plan, paired=paired))
+        if (session := self._runner.session) is not None:
+            session.on_partners(partners_said(self._members(), self._me, self.signature))
 
     def _partners(self, known: Mapping[NodeId, Member], plan: Plan, *, paired: bool) -> frozenset[NodeId]:
         """Who can exchange. Who is refused has no link: its place is another's, and no run's end waits for it.
@@ -271,7 +273,7 @@ class TrainerService:
         self.signature, self.tensors = comes.signature, list(comes.tensors)
         variances = tuple((start, stop) for start, stop in comes.variances)
         self.layout = _layout_of(comes)
-        await self._tell(model=self.signature, expects=True)
+        await self._tell(model=self.signature, expects=True, ended=False)
         await session.tell(protocol.Welcome(str(settings.state_path / "checkpoints"), settings.checkpoint_every_s))
         ready = await session.receive()
         if not isinstance(ready, protocol.Ready):
@@ -332,6 +334,7 @@ class TrainerService:
                             self._runner.on_rolled_back()
                         if said.finishing:
                             session.ended.set()
+                            await self._tell(ended=True)
                             if ends and not self._leaving:
                                 nursery.start_soon(self._end_run, session)
                     case protocol.Added(half):

@@ -3,7 +3,8 @@
 Each field has one writer. A number of 8 bytes is written at once; the trainer's figures, which belong together, have a
 version that is odd while they change, and are for those who look: nothing is decided by them.
 
-    the daemon writes   which steps it wants to hear of; how many messages it has sent; which copy it reads
+    the daemon writes   which steps it wants to hear of; how many messages it has sent; which copy it reads;
+                        whether most others' runs have ended
     the trainer writes  its figures: step, when, loss, learning rate, samples, metrics
 """
 
@@ -19,7 +20,7 @@ import msgpack
 from peerd.training.model.quiet import Quiet
 
 PAGE_BYTES = 4096
-_CHANGE, _REST, _COPY_STEP, _STEP, _SENT, _CURRENT = range(6)  # of the daemon's numbers of 8 bytes
+_CHANGE, _REST, _COPY_STEP, _STEP, _SENT, _CURRENT, _ENDED = range(7)  # of the daemon's numbers of 8 bytes
 _VERSION = 8  # in the trainer's half, in another cache line
 _FIGURES_AT = (_VERSION + 1) * 8
 _FIGURES = struct.Struct("@qqddddI")
@@ -84,6 +85,15 @@ class Board:
     def reads(self, copy: int) -> None:
         """The daemon goes on with this copy."""
         self._numbers[_CURRENT] = copy
+
+    @property
+    def most_ended(self) -> bool:
+        """Whether most other nodes' runs have ended."""
+        return self._numbers[_ENDED] != 0
+
+    def have_ended(self, most: bool) -> None:
+        """Whether they have."""
+        self._numbers[_ENDED] = most
 
     # ---------------------------------------------------------------- the trainer's
 

@@ -28,13 +28,16 @@ class NodeMeta:
     stands: bool = False  # its model is in that average: it waits for the others'
     stalled: bool = False  # its trainer has made no step for long
     issuer: bool = False  # it gives certificates to those who have a token, and renews them
+    ended: bool = False  # its trainer's run has
 
     def pack(self) -> bytes:
         """At most 64 bytes while each node works as it was started, else at most 500."""
         later = [*plans.pack(self.plan), self.averaged, self.stands, self.stalled, self.issuer]
-        changed: list[object] = [] if later == _NOTHING_LATER else [*later]
-        if self.plan.proof:
+        changed: list[object] = [] if later == _NOTHING_LATER and not self.ended else [*later]
+        if self.plan.proof or self.ended:
             changed.append(self.plan.proof)
+        if self.ended:
+            changed.append(True)
         packed: bytes = msgpack.packb([self.model[:16], self.ready, self.expects, self.founder, *changed])
         return packed
 
@@ -49,9 +52,10 @@ class NodeMeta:
         if not isinstance(said, list) or len(said) < 4 or not isinstance(said[0], str):
             return cls()
         model, ready, expects, founder = said[:4]
-        averaged, stands, stalled, issuer = (said[at : at + 1] == [True] for at in (8, 9, 10, 11))
+        averaged, stands, stalled, issuer, ended = (said[at : at + 1] == [True] for at in (8, 9, 10, 11, 13))
         plan = plans.unpack(said[4:8], *said[12:13])
-        return cls(model, ready is True, expects is True, founder is True, plan, averaged, stands, stalled, issuer)
+        known = model, ready is True, expects is True, founder is True
+        return cls(*known, plan, averaged, stands, stalled, issuer, ended)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,11 @@ class WaitFor:
 def partners(members: Mapping[NodeId, Member], me: NodeId, model: str, plan: Plan | None = None) -> frozenset[NodeId]:
     """Live members that hold the same model and can exchange: under `plan`, where one is given."""
     return frozenset(id for id, member in members.items() if id != me and is_partner(member, model, plan))
+
+
+def partners_said(members: Mapping[NodeId, Member], me: NodeId, model: str) -> dict[NodeId, NodeMeta]:
+    """What the partners under any plan say."""
+    return {id: NodeMeta.unpack(members[id].meta) for id in partners(members, me, model)}
 
 
 def is_partner(member: Member, model: str, plan: Plan | None = None) -> bool:

@@ -87,6 +87,7 @@ class Scenario(ModeSettings):
     join_over: float | None = None
     byzantine: str = "none"
     slow_node: float = 1.0
+    ends_together: bool = False
     optimizer: str | None = None
     lr: float | None = None
     momentum: float | None = None
@@ -169,7 +170,7 @@ class Scenario(ModeSettings):
                 words += [] if self.robust else ["--no-robust"]
             elif self._says(setting) or setting.name == "seed":
                 value = as_told(self.mode) if setting.name == "mode" else str(getattr(self, setting.name))
-                words += ["--" + setting.name.replace("_", "-"), value]
+                words += ["--" + setting.name.replace("_", "-"), *([] if setting.name == "ends_together" else [value])]
         return shlex.join(words)
 
     def _says(self, setting: Field[Any]) -> bool:
@@ -187,7 +188,7 @@ OF_A_MODE: dict[str, Callable[[str], Any]] = {
 }  # fmt: skip
 """What can be said for one of several modes that are compared, by how its text is read."""
 
-OF_TRAINING = {*OF_A_MODE, "mode", "steps", "compute", "slow_node", "byzantine"}
+OF_TRAINING = {*OF_A_MODE, "mode", "steps", "compute", "slow_node", "ends_together", "byzantine"}
 
 
 def parse_modes(text: str) -> list[tuple[str, dict[str, Any]]]:

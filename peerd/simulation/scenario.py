@@ -71,6 +71,7 @@ class _Run:
             steps=steps,
             byzantine=scenario.byzantine,
             slow_node=scenario.slow_node,
+            ends_together=scenario.ends_together,
             drop=scenario.drop,
             replay=scenario.command,
         )

@@ -73,6 +73,7 @@ class Swarm:
         signed: bool = True,
         byzantine: str = "none",
         slow_node: float = 1.0,
+        ends_together: bool = False,
         drop: float = 0.0,
         replay: Callable[[], str] = lambda: "run this test with this seed",
     ) -> None:
@@ -95,7 +96,7 @@ class Swarm:
         self.crashed = 0
         self.settings = NodeSettings(
             mode, settings_of(mode, told or ModeSettings()), timing, Compute(compute), steps,
-            problem.size_scale if problem is not None else 1.0, slow_node,
+            problem.size_scale if problem is not None else 1.0, slow_node, ends_together,
         )  # fmt: skip
         self._problem = problem
         self._referee = Referee(world.seed) if signed else None

@@ -19,7 +19,8 @@ import numpy as np
 from peerd.membership.effects import MembershipEffect
 from peerd.membership.timing import Timing
 from peerd.node.donors import SLOWEST_DONOR, DonorChoice
-from peerd.node.meta import FetchFrom, NodeMeta, OwnModel, is_partner, whose_model
+from peerd.node.meta import FetchFrom, NodeMeta, OwnModel, is_partner, partners_said, whose_model
+from peerd.node.run_ends import RunEnds
 from peerd.simulation.byzantine import Lie
 from peerd.simulation.checkers import Checkers, Watched
 from peerd.simulation.last_copy import LearnersModel
@@ -51,6 +52,7 @@ from peerd.training.mode_core import (
     TimerDue,
 )
 from peerd.training.mode_settings import GRADIENTS
+from peerd.training.model.over import is_over
 from peerd.training.modes import Mode, ModeSettings, class_of, parse_mode
 from peerd.training.modes.gossip import Gossip
 from peerd.training.pairs.reference import PairedReference
@@ -95,6 +97,7 @@ class NodeSettings:
     steps: int | None  # of a run; None trains for ever
     size_scale: float
     slow_node: float = 1.0  # how many times as long the first node's steps take
+    ends_together: bool = False  # runs, where some nodes are slower
 
 
 class Shell(Watched, Protocol):
@@ -175,6 +178,8 @@ class SimulatedTrainer:
         self._choice = DonorChoice()  # of our first model
         self._arrived = 0  # bytes of it: a second in which it is on its way counts as fast enough
         self._began: dict[NodeId, int] = {}
+        self._ends = RunEnds()
+        self._most_ended = False
 
     def begin(self) -> None:
         """Look for a model, if there may be one elsewhere."""
@@ -254,6 +259,9 @@ class SimulatedTrainer:
 
     def member_changed(self, member: Member) -> None:
         """A member may have become a partner, or is none any more."""
+        if self._settings.ends_together:
+            said = partners_said(self._node.membership.members, self._node.id, SIGNATURE)
+            self._most_ended = self._ends.have_most(said)
         links = class_of(self._settings.mode).KEEPS_LINKS
         heard = not links or self._node.hears(member.id)
         if (heard and is_partner(member, SIGNATURE)) != (member.id in self._partners):
@@ -433,7 +441,8 @@ class SimulatedTrainer:
         self.loss = moved.loss
         self._take_corrections()
         change = learner.change()
-        ended = self._settings.steps is not None and self.steps >= self._settings.steps
+        total = self._settings.steps
+        ended = total is not None and is_over(self.steps, total, most_ended=self._most_ended)
         barrier = self.mode.barrier if self.mode is not None else 0
         self._at_barrier = not ended and barrier > 0 and self.steps % barrier == 0
         published = self._asked_publish or ended or self._at_barrier or self._wants_copy(change)
@@ -443,6 +452,8 @@ class SimulatedTrainer:
         report = StepReport(self.steps, change, moved.lr_ratio, published, finishing=ended)
         if ended:
             self._enter(Phase.FINISHING)
+            if self._settings.ends_together:
+                self._say_about(ended=True)
             self._node.later(SETTLE_S, self._finish)
         waits = self._at_barrier  # Resume, which may come at once, makes the next step
         self._handle(Stepped(report, 0 if published else None))

@@ -40,6 +40,11 @@ class Follower:
                 self._flat.loaded()
         ranks.share(self._flat)
 
+    @property
+    def most_ended(self) -> bool:
+        """Whether most other nodes' runs have ended, as rank 0 knows it."""
+        return self._ranks.most_ended and not self.alone
+
     def finish(self) -> None:
         """Go through the final flush; nothing is said after it."""
         self.follow()

@@ -2,7 +2,7 @@
 
 Rank 0 does, and the others follow it. DDP keeps them equal from step to step; whatever the swarm changes, rank 0
 broadcasts over the same process group at the end of its `swarm.step`, so all go on from the same bits. A step in which
-the swarm changed nothing costs one broadcast of 16 bytes. Of a sharded model all do each part together (sharded.py),
+the swarm changed nothing costs one broadcast of 24 bytes. Of a sharded model all do each part together (sharded.py),
 which costs a step two and a sum of 16 bytes.
 """
 
@@ -46,12 +46,13 @@ class Ranks:
         cuda = distributed.get_backend() == "nccl"
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self.leads = distributed.get_rank() == 0
+        self.most_ended = False  # as rank 0 said it last
 
     def say(self, command: RankCommand, step: int = 0) -> tuple[RankCommand, int]:
-        """Rank 0's command and step, on every rank."""
-        said = torch.tensor([command, step], dtype=torch.int64, device=self.device)
+        """Rank 0's command and step, and `most_ended`, on every rank."""
+        said = torch.tensor([command, step, self.most_ended], dtype=torch.int64, device=self.device)
         distributed.broadcast(said, 0)
-        command, step = RankCommand(int(said[0])), int(said[1])
+        command, step, self.most_ended = RankCommand(int(said[0])), int(said[1]), bool(said[2])
         if command == RankCommand.STOP:
             with suppress(RuntimeError):  # of one that is gone already
                 distributed.all_reduce(said)  # nobody ends before all have heard it, or gloo fails theirs

@@ -332,6 +332,11 @@ class Session:
         self._writer.write_last(step)
         raise SystemExit(0)
 
+    @property
+    def most_ended(self) -> bool:
+        """Whether most other nodes' runs have ended."""
+        return self._board.most_ended
+
     def take_command(self) -> RankCommand:
         """What happened to the model since this was asked last."""
         command, self._command = self._command, RankCommand.GO_ON

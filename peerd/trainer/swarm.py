@@ -36,6 +36,7 @@ from peerd.trainer.say import say
 from peerd.trainer.session import Refused, Session
 from peerd.training.model.flat import FlatModel
 from peerd.training.model.names import patterns_of
+from peerd.training.model.over import is_over
 from peerd.training.model.quasi_global import QuasiGlobalMomentum
 from peerd.training.model.together import Models, one_model
 from peerd.transport.errors import UserError
@@ -151,6 +152,8 @@ class Swarm:
             atexit.register(self._at_exit)
         self.step_count = session.step if session else follower.step if follower else 0
         """Steps done, those before a resume or before joining included."""
+        self.most_ended = False
+        """Whether most other nodes' runs have ended; the same on all ranks."""
         self._drop_momentum()
 
     @property
@@ -167,6 +170,7 @@ class Swarm:
         self.step_count = (self.step_count if self._session is None else self._session.step) + 1
         if self._follower is not None:
             self._follower.follow()
+            self.most_ended = self._follower.most_ended
         if self._session is None:
             self._drop_momentum()
             return
@@ -178,7 +182,20 @@ class Swarm:
         if self._daemon_outlives(
             lambda: session.on_step(self.step_count, figures.loss, figures.samples, figures.metrics)
         ):
+            self.most_ended = session.most_ended
             self._lead(session.take_command())
+
+    def steps(self, total: int) -> Iterator[int]:
+        """The steps of a run of `total`, from `step_count` on: `for step in swarm.steps(1000): ...; swarm.step()`.
+
+        A node that is slower than most others ends its run with them, and says so: what it learnt alone from there on
+        would be of its own data, and their models would follow it. `total` is then what the fast ones make.
+        """
+        while not is_over(self.step_count, total, most_ended=self.most_ended):
+            yield self.step_count
+        if self.step_count < total and self._follower is None:
+            made = f"{self.step_count:,} of {total:,}"
+            say(f"most other nodes' runs have ended: this one ends with them, after {made} steps")
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -265,6 +282,7 @@ class Swarm:
     def _lead(self, command: RankCommand) -> None:
         if self._ranks is None:
             return
+        self._ranks.most_ended = self.most_ended
         self._ranks.say(command, self.step_count)
         flat = self._session.flat if self._session is not None else None
         if command in (RankCommand.CHANGED, RankCommand.ROLLED_BACK) and isinstance(flat, FlatModel):
@@ -272,6 +290,7 @@ class Swarm:
 
     def _lose_daemon(self) -> None:
         say("the daemon went away; training goes on alone")
+        self.most_ended = False
         if self._ranks is not None and self._session is not None:
             before = self._session.take_command()  # what came before it went is everybody's
             self._ranks.say(RankCommand.ALONE, before)

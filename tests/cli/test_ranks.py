@@ -91,6 +91,27 @@ def test_ranks_whose_daemon_leaves_end_together(machine: Machine) -> None:
     assert "Traceback" not in b.log
 
 
+def test_slow_ranks_end_in_the_same_step_when_most_others_have_ended(machine: Machine) -> None:
+    endless = 'while swarm.step_count < int(os.environ["STEPS"]):'
+    bounded = DDP.replace(endless, 'for _ in swarm.steps(int(os.environ["STEPS"])):')
+    slow = bounded.replace("        optimizer.step()\n", "        optimizer.step()\n        time.sleep(0.05)\n")
+    slow = slow.replace("import hashlib", "import time, hashlib").replace(
+        "ends with", "ends at {swarm.step_count} with"
+    )
+    assert bounded.count("swarm.steps") == slow.count("time.sleep") == 1
+    quick = re.sub(r"DistributedDataParallel\((nn.*)\)$", r"\1", bounded, flags=re.MULTILINE)
+    quick = re.sub(r"^distributed.*$", "", quick.replace("distributed.get_rank()", "0"), flags=re.MULTILINE)
+    a = torchrun(machine, "a", seed=1, steps=10**4, text=ENDS_AT_ONCE + slow, members=3)
+    script = machine.script("quick.py", quick)
+    others = [machine.start(name, "--wait-for", "3", script, join=a, SEED=name, STEPS="300") for name in ("2", "3")]
+    a.eventually(lambda: len(re.findall(r"rank \d ends at \d+ with", a.log)) == 2)
+    assert len(set(re.findall(r"rank \d (ends at \d+ with .*)", a.log))) == 1, a.log
+    assert a.log.count("peerd: most other nodes' runs have ended: this one ends with them, after ") == 1, a.log
+    for node in (a, *others):
+        node.eventually(lambda node=node: node.ask("status")["phase"] == "finished")  # type: ignore[misc]
+    assert all("most other nodes" not in node.log for node in others)
+
+
 def test_ranks_that_end_without_finish_are_told_once_what_is_missing(machine: Machine) -> None:
     text = ENDS_AT_ONCE + DDP.replace(
         "with peerd.attach(model, optimizer) as swarm:", "swarm = peerd.attach(model, optimizer)\nif 1:"

@@ -77,6 +77,11 @@ def test_newcomers_and_the_slow_agree_with_the_others_at_the_end() -> None:
     assert result["graylisted"] == 0
 
 
+def test_a_slow_node_ends_with_the_others() -> None:
+    ends = [simulate(replace(SMALL, slow_node=4.0, ends_together=together)).result for together in (False, True)]
+    assert [result["steps_least"] < 0.5 * result["steps"] for result in ends] == [False, True]
+
+
 def test_a_slow_node_makes_fewer_steps() -> None:
     result = simulate(replace(SMALL, steps=None, minutes=1, slow_node=4.0)).result
     assert result["steps_least"] == pytest.approx(result["steps"] / 4, abs=1)

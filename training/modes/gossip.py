@@ -65,7 +65,7 @@ ALONE_TIMES = 1.1
 """The steps of a run whose partners had ended: then it is long alone."""
 ALONE = (
     "all partners' runs have ended: this node trains on alone, on its own data, and their models follow (nodes of "
-    "unequal speed end together where scripts count time, not steps)"
+    "unequal speed end together where scripts loop over swarm.steps(N))"
 )
 VALUE_TIMES = 1e4
 """A value of another's model is at most so many times as large as the norm of ours."""

@@ -63,12 +63,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     pace = script.Pace(options.pace)
 
     with peerd.attach(run.model, run.optimizer) as swarm:
-        while swarm.step_count < options.steps:
+        for step in swarm.steps(options.steps):
             pace.wait()
-            loss, samples = run.step(swarm.step_count)
-            due = swarm.step_count % EVALUATE_EVERY == 0
+            loss, samples = run.step(step)
+            due = step % EVALUATE_EVERY == 0
             extra = {"accuracy": evaluate(run.model, EVALUATE_IMAGES)["accuracy"]} if due else {}
-            done = (swarm.step_count + 1) / options.steps
+            done = (step + 1) / options.steps
             swarm.step(loss=loss, samples=samples, progress=done, **extra)
 
     print(f"fashion-mnist: step {swarm.step_count}, test accuracy {evaluate(run.model)['accuracy']:.4f}")

@@ -127,12 +127,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     pace = script.Pace(options.pace)
 
     with peerd.attach(run.model, run.optimizer) as swarm:
-        while swarm.step_count < options.steps:
+        for step in swarm.steps(options.steps):
             pace.wait()
-            loss, samples = run.step(swarm.step_count)
-            due = swarm.step_count % EVALUATE_EVERY == 0
+            loss, samples = run.step(step)
+            due = step % EVALUATE_EVERY == 0
             extra = {"validation_loss": evaluate(run.model, EVALUATE_BLOCKS)["loss"]} if due else {}
-            done = (swarm.step_count + 1) / options.steps
+            done = (step + 1) / options.steps
             swarm.step(loss=loss, samples=samples, progress=done, **extra)
 
     print(f"shakespeare: step {swarm.step_count}, validation loss {evaluate(run.model)['loss']:.4f}")

@@ -46,13 +46,15 @@ def test_figures_are_read_as_they_were_noted(
     assert daemons.last_step() == LastStep(step + 1, samples, at, loss, lr, 2 * lr, metrics), "what was not said stays"
 
 
-@given(quiet=st.builds(Quiet, numbers, steps, steps, steps), copy=st.integers(0, 1))
-def test_what_the_daemon_says_is_read_as_it_was_said(quiet: Quiet, copy: int) -> None:
+@given(quiet=st.builds(Quiet, numbers, steps, steps, steps), copy=st.integers(0, 1), ended=st.booleans())
+def test_what_the_daemon_says_is_read_as_it_was_said(quiet: Quiet, copy: int, ended: bool) -> None:
     trainers, daemons = two_views()
+    assert not trainers.most_ended
+    daemons.have_ended(ended)
     daemons.be_quiet(quiet)
     daemons.reads(copy)
     daemons.sends()
-    assert (trainers.quiet, trainers.current, trainers.sent) == (quiet, copy, 1)
+    assert (trainers.quiet, trainers.current, trainers.sent, trainers.most_ended) == (quiet, copy, 1, ended)
 
 
 def test_figures_that_are_being_written_are_not_read() -> None:

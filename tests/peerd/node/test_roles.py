@@ -135,11 +135,13 @@ def test_a_ready_member_of_another_model_is_asked_and_is_no_partner() -> None:
 
 
 @PRINTED
-@given(st.text("0123456789abcdef", max_size=64), st.booleans(), st.booleans(), st.booleans(), st.booleans())
-def test_about_round_trip(model: str, ready: bool, expects: bool, founder: bool, stalled: bool) -> None:
-    packed = NodeMeta(model, ready, expects, founder, stalled=stalled).pack()
+@given(
+    st.text("0123456789abcdef", max_size=64), st.booleans(), st.booleans(), st.booleans(), st.booleans(), st.booleans()
+)
+def test_about_round_trip(model: str, ready: bool, expects: bool, founder: bool, stalled: bool, ended: bool) -> None:
+    packed = NodeMeta(model, ready, expects, founder, stalled=stalled, ended=ended).pack()
     assert len(packed) <= 64 <= BYTES_MAX
-    assert NodeMeta.unpack(packed) == NodeMeta(model[:16], ready, expects, founder, stalled=stalled)
+    assert NodeMeta.unpack(packed) == NodeMeta(model[:16], ready, expects, founder, stalled=stalled, ended=ended)
 
 
 @PRINTED

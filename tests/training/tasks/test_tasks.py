@@ -42,6 +42,10 @@ class LoneSwarm:
         self.step_count = step_count
         self.reports: list[dict[str, float]] = []
 
+    def steps(self, total: int) -> Iterator[int]:
+        while self.step_count < total:
+            yield self.step_count
+
     def step(self, loss: float, samples: int, **metrics: float) -> None:
         self.step_count += 1
         self.reports.append({"loss": loss, "samples": samples, **metrics})
