@@ -324,7 +324,7 @@ class Rounds:
         if not waits:
             self._patience.begins_anew(now)
         elif self._patience.is_over(limit_s, now, finished=self.finished):
-            self._passing.complain(self._leads)
+            self._passing.complain(self._leads, self._alive)
             told += [self._leads, self._me]
         told += self._passing.join(self._alive, ALONE_PATIENCES * limit_s, now)
         if not told:

@@ -7,6 +7,9 @@ alone is heeded, too, as it may be the only one that the leader starves, but aft
 often each time: who lies can have the lead change that often, which costs an attempt, and the search for a culprit.
 The leader is the one against whom the fewest such counts speak, the smallest id of those; so an honest one that was
 passed by loses nothing, and nobody is ever without one.
+
+Of two members, one may have passed the other by while it could not be heard; then each would lead itself. So the first
+words of either are heeded at once, and as they are: both count alike.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ DOUBLINGS_MAX = 6
 ALONE_PATIENCES = UNCOMMITTED_PATIENCES
 COMPLAINT = 2  # counts
 HEARD_MAX = 1024  # leaders that one member speaks of
+AT_ONCE = 4  # times that the only other member is heeded at once
+BEYOND_MAX = 64  # our own counts: of what it says
 
 AGREED = 3  # voices: two honest ones at least, and these are heard by all
 JOINED = 2  # voices, of which one is honest
@@ -41,12 +46,13 @@ class Passing:
         self._said: dict[NodeId, dict[NodeId, int]] = {}  # by member, what it says
         self._heeded: dict[NodeId, tuple[int, float]] = {}  # how often one's word alone was enough, and from when it is
 
-    def complain(self, leader: NodeId) -> None:
+    def complain(self, leader: NodeId, alive: frozenset[NodeId]) -> None:
         """It has kept this member waiting in vain.
 
         Who complains does not lead next while another can: it may have been left aside for a reason.
         """
-        self.counts[leader] = self.counts.get(leader, 0) + COMPLAINT
+        before = max(self.counts.values(), default=0) if len(alive) == 1 else self.counts.get(leader, 0)
+        self.counts[leader] = before + COMPLAINT
         self.counts[self._me] = self.counts.get(self._me, 0) + 1
 
     def heard(self, sender: NodeId, leader: NodeId, times: int) -> bool:
@@ -75,10 +81,13 @@ class Passing:
                 joined[sender] = None
             elif beyond:
                 times, from_s = self._heeded.setdefault(sender, (0, now + alone_s))
-                if now >= from_s:
+                pair = len(everyone) == 2
+                if now >= from_s or (pair and times < AT_ONCE):
                     self._heeded[sender] = times + 1, now + alone_s * 2 ** min(times + 1, DOUBLINGS_MAX)
+                    most_of_ours = max(self.counts.values(), default=0)
                     for to, most in beyond.items():
-                        self.counts[to] = min(most, self.counts.get(to, 0) + COMPLAINT)
+                        reach = most_of_ours + BEYOND_MAX if pair else self.counts.get(to, 0) + COMPLAINT
+                        self.counts[to] = min(most, reach)
                     joined |= dict.fromkeys(beyond)
         return list(joined)
 

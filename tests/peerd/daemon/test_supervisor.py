@@ -301,7 +301,7 @@ def test_a_script_dies_with_its_daemon(folder: Path, parent: str) -> None:
 async def test_a_script_starts_as_if_the_daemon_had_run_it(folder: Path) -> None:
     """Nothing of the program between is left: no signal that is ignored, no descriptor, no name."""
     script = "grep SigIgn /proc/self/status; ls /proc/self/fd | wc -w; tr '\\0' ' ' < /proc/$$/cmdline; "
-    script += 'ps -o sess= -p $$ 2>/dev/null | grep -cx " *$$"'
+    script += 'cut -d" " -f6 /proc/$$/stat | grep -cx $$'
     await shell(folder, f'({script}) > "$FOLDER/here"').run()
     told = script.join(("(", ') > "$FOLDER/there"'))
     subprocess.run(["sh", "-c", told], env={**os.environ, "FOLDER": str(folder)}, start_new_session=True, check=False)

@@ -162,7 +162,7 @@ class Voices:
     def complain(self, name: str) -> None:
         leader = self.honest[name].leader(self.everyone(name))
         if leader != name:
-            self.honest[name].complain(leader)
+            self.honest[name].complain(leader, self.everyone(name))
             self.tell(name, leader)
             self.tell(name, name)
 
@@ -202,14 +202,46 @@ def test_a_liar_alone_changes_the_lead_ever_more_seldom(
 
 def test_the_word_of_the_leader_alone_keeps_nobody_from_passing_it_by() -> None:
     for names in ("ab", "abcd"):
-        member = Passing("b")
+        member, others = Passing("b"), frozenset(names) - {"b"}
         for leader in names:
             member.heard("a", leader, 2**50)
-        member.complain("a")
+            member.join(others, ALONE_PATIENCES, 0.0)
+        member.complain("a", others)
         for other in names[2:]:
             member.heard(other, "a", 2)
-        member.join(frozenset(names) - {"b"}, ALONE_PATIENCES, 0.0)
-        assert member.leader(frozenset(names) - {"b"}) != "a"
+        member.join(others, ALONE_PATIENCES, 0.0)
+        assert member.leader(others) != "a"
+
+
+@given(
+    st.lists(st.sampled_from("ab"), max_size=6),
+    st.lists(st.sampled_from("ab"), max_size=2),
+    st.sampled_from(["ab", "ba"]),
+)
+def test_of_two_that_could_not_hear_each_other_one_leads_once_they_can(
+    apart: list[str], later: list[str], order: str
+) -> None:
+    members = {name: Passing(name) for name in "ab"}
+    alive = {"a": frozenset("b"), "b": frozenset("a")}
+
+    def complain(name: str) -> None:
+        if (leader := members[name].leader(alive[name])) != name:
+            members[name].complain(leader, alive[name])
+
+    def hear(now: float) -> set[str]:
+        for name in order * 2:
+            (other,) = alive[name]
+            for leader, times in members[other].counts.items():
+                members[name].heard(other, leader, times)
+            members[name].join(alive[name], ALONE_PATIENCES, now)
+        return {member.leader(alive[name]) for name, member in members.items()}
+
+    for name in apart:
+        complain(name)
+    assert len(hear(0.0)) == 1, "at once"
+    for name in later:
+        complain(name)
+    assert len(hear(2.0 * ALONE_PATIENCES)) == 1
 
 
 def test_a_newcomer_follows_whom_the_others_follow() -> None:

@@ -163,6 +163,24 @@ def test_two_leaders_that_waited_in_vain_for_reports_agree_again() -> None:
     end(swarm)
 
 
+def test_two_that_are_left_of_which_one_has_passed_the_other_by_agree_again() -> None:
+    """e waits for a for 400 s, in which nothing arrives; then each would lead itself."""
+    swarm = RoundSwarm(NAMES, every=2)
+    swarm.all_hear()
+    for _ in range(3):
+        for name in NAMES:
+            swarm.step(name)
+    swarm.settle()
+    for name in NAMES:
+        swarm.step(name)
+    for name in "bcd":
+        swarm.die(name)
+    swarm.pass_time(400.0)
+    assert swarm.nodes["e"].core._rounds._passing.counts["a"] > 0
+    end(swarm)
+    assert len({node.core._rounds._leads for node in swarm.nodes.values()}) == 1
+
+
 def test_two_leaders_of_which_one_waited_in_vain_for_a_contribution_agree_again() -> None:
     """b has not heard of a, and goes on alone; a has heard where b was before, and waits for it for 300 s."""
     swarm = RoundSwarm("b", every=2)
