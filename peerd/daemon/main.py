@@ -98,6 +98,8 @@ def _attach_hook(
         if supervisor is not None:
             supervisor.attached = True
         await daemon.model.attach(connection, message)
+        if supervisor is None:  # nobody starts that script again
+            await daemon.model.expect_none()
 
     return attach
 

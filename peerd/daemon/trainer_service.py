@@ -28,6 +28,7 @@ from peerd.node.acquaintances import Acquaintances
 from peerd.node.donors import RequestLimit
 from peerd.node.meta import NodeMeta, partners, partners_said
 from peerd.node.model_copy import ModelCopy
+from peerd.node.run_ends import RunEnds
 from peerd.process import host_memory
 from peerd.process.logs import LOGGER
 from peerd.protocol import trainer as protocol
@@ -94,6 +95,7 @@ class TrainerService:
         self.plans = PlanFollower(me, settings, self._runner, self._members, self._change_plan, self._tell, signing)
         self._nursery: trio.Nursery | None = None  # while it runs
         self._requests = RequestLimit()
+        self._ends = RunEnds()
         self._giving: set[NodeId] = set()  # members to whom the model is about to be sent
         self._leaving = False
         self._view_max: int | None = None  # where the host has no memory for more
@@ -131,8 +133,9 @@ class TrainerService:
         if self.mode is not None:
             paired = isinstance(self.mode, LinkedMode)
             self._runner.on_partners(self._partners(self._members(), self._runner.core.plan, paired=paired))
+        most_ended = self._ends.heard(partners_said(self._members(), self._me, self.signature))
         if (session := self._runner.session) is not None:
-            session.on_partners(partners_said(self._members(), self._me, self.signature))
+            session.board.say_most_ended(most_ended)
 
     def _partners(self, known: Mapping[NodeId, Member], plan: Plan, *, paired: bool) -> frozenset[NodeId]:
         """Who can exchange. Who is refused has no link: its place is another's, and no run's end waits for it.
@@ -222,6 +225,8 @@ class TrainerService:
             return
         connection.close_fds()  # the mapping stays; the connection closes them itself when the memory is refused
         before = self.status or TrainerStatus(0)
+        if before.phase is TrainerPhase.FINISHED:  # another run: one that died goes on with its own
+            self._ends = RunEnds()
         status = self._status = TrainerStatus(pid=comes.pid, step=before.step, lr_max=before.lr_max)
         session = self._runner.session = TrainerSession(connection, status, memory.board)
         self.attaches += 1
@@ -334,9 +339,9 @@ class TrainerService:
                             self._runner.on_rolled_back()
                         if said.finishing:
                             session.ended.set()
-                            await self._tell(ended=True)
                             if ends and not self._leaving:
                                 nursery.start_soon(self._end_run, session)
+                                await self._tell(ended=True)
                     case protocol.Added(half):
                         self._runner.on_taken(half)
                     case protocol.GradientPart(step, samples, first, anew):

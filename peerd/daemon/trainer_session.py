@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -15,8 +15,6 @@ import trio
 
 from peerd.daemon.control import LocalConnection
 from peerd.local.board import Board, LastStep
-from peerd.node.meta import NodeMeta
-from peerd.node.run_ends import RunEnds
 from peerd.process.logs import LOGGER
 from peerd.protocol.trainer import (
     FROM_TRAINER,
@@ -33,7 +31,6 @@ from peerd.protocol.trainer import (
     encoded,
 )
 from peerd.training.effects import StepReport
-from peerd.transport.ids import NodeId
 
 PATIENCE_STEPS = 10
 PATIENCE_MIN_S = 3.0
@@ -132,7 +129,6 @@ class TrainerSession:
         self.facts = facts
         self.started = False  # it has been told what to start from: it knows the mode's barrier
         self.ended = trio.Event()  # its last step has been said, or it is gone
-        self._ends = RunEnds()
         self._connection = connection
         self._stepped_at = 0.0  # on the machine's clock, which the trainer reads
         self._barrier = 0  # as the trainer knows it
@@ -147,10 +143,6 @@ class TrainerSession:
         if last.at > self._stepped_at:
             self._stepped_at = last.at
             self.facts.last_step_at = trio.current_time() - (time.monotonic() - last.at)
-
-    def on_partners(self, said: Mapping[NodeId, NodeMeta]) -> None:
-        """What partners say of themselves has changed."""
-        self.board.have_ended(self._ends.have_most(said))
 
     @property
     def patience_s(self) -> float:

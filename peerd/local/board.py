@@ -91,9 +91,9 @@ class Board:
         """Whether most other nodes' runs have ended."""
         return self._numbers[_ENDED] != 0
 
-    def have_ended(self, most: bool) -> None:
-        """Whether they have."""
-        self._numbers[_ENDED] = most
+    def say_most_ended(self, most_ended: bool) -> None:
+        """Tell the trainer so."""
+        self._numbers[_ENDED] = most_ended
 
     # ---------------------------------------------------------------- the trainer's
 

@@ -12,7 +12,7 @@ from peerd.protocol import plan as plans
 from peerd.transport.ids import Address, NodeId
 from peerd.transport.messages import AS_STARTED, Member, Plan, State
 
-_NOTHING_LATER = [*plans.pack(AS_STARTED), False, False, False, False]
+_NOTHING_LATER = [*plans.pack(AS_STARTED), False, False, False, False, b"", False]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,17 +28,15 @@ class NodeMeta:
     stands: bool = False  # its model is in that average: it waits for the others'
     stalled: bool = False  # its trainer has made no step for long
     issuer: bool = False  # it gives certificates to those who have a token, and renews them
-    ended: bool = False  # its trainer's run has
+    ended: bool = False  # its trainer's run: the last step is made, and it was not broken off
 
     def pack(self) -> bytes:
         """At most 64 bytes while each node works as it was started, else at most 500."""
-        later = [*plans.pack(self.plan), self.averaged, self.stands, self.stalled, self.issuer]
-        changed: list[object] = [] if later == _NOTHING_LATER and not self.ended else [*later]
-        if self.plan.proof or self.ended:
-            changed.append(self.plan.proof)
-        if self.ended:
-            changed.append(True)
-        packed: bytes = msgpack.packb([self.model[:16], self.ready, self.expects, self.founder, *changed])
+        flags = [self.averaged, self.stands, self.stalled, self.issuer]
+        later = [*plans.pack(self.plan), *flags, self.plan.proof, self.ended]
+        if later == _NOTHING_LATER:
+            later = []
+        packed: bytes = msgpack.packb([self.model[:16], self.ready, self.expects, self.founder, *later])
         return packed
 
     @classmethod

@@ -1,6 +1,6 @@
 """When is a run over, of which each node makes its part at its own speed? When most others have ended theirs.
 
-What that does is in training/model/over.py.
+What that does is in training/model/over.py. Nodes say it of themselves in their meta: no mode has a word with everyone.
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ from peerd.transport.ids import NodeId
 
 
 class RunEnds:
-    """The others that have trained while this node's trainer did, and which of them have ended."""
+    """The others that have trained while this node's run was on, and which of them have ended theirs."""
 
     def __init__(self) -> None:
         self._ended: dict[NodeId, bool] = {}
 
-    def have_most(self, partners: Mapping[NodeId, NodeMeta]) -> bool:
-        """Whether most have ended, from what those who live now say.
+    def heard(self, partners: Mapping[NodeId, NodeMeta]) -> bool:
+        """Take in what those who live say now; whether most have ended.
 
-        Who had ended before says nothing of this run, nor does who died in it; who ended and left has ended.
+        Who had ended before says nothing of this run, nor does who trains no more without an end: its script died or
+        hangs, or it left. Who ended and left has ended.
         """
-        train = {id for id, meta in partners.items() if meta.expects and not meta.ended}
-        here = {id: partners[id].ended for id in (self._ended.keys() & partners.keys()) | train}
-        self._ended = {id: True for id, ended in self._ended.items() if ended} | here
-        return 2 * sum(self._ended.values()) > len(self._ended)
+        ended = {id for id in self._ended if id not in partners and self._ended[id]}
+        ended |= {id for id in self._ended.keys() & partners.keys() if partners[id].ended}
+        trains = {id for id, meta in partners.items() if meta.expects and not (meta.ended or meta.stalled)}
+        self._ended = dict.fromkeys(ended, True) | dict.fromkeys(trains, False)
+        return len(ended) > len(trains)

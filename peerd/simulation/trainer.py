@@ -261,7 +261,7 @@ class SimulatedTrainer:
         """A member may have become a partner, or is none any more."""
         if self._settings.ends_together:
             said = partners_said(self._node.membership.members, self._node.id, SIGNATURE)
-            self._most_ended = self._ends.have_most(said)
+            self._most_ended = self._ends.heard(said)
         links = class_of(self._settings.mode).KEEPS_LINKS
         heard = not links or self._node.hears(member.id)
         if (heard and is_partner(member, SIGNATURE)) != (member.id in self._partners):

@@ -549,3 +549,42 @@ def test_heads_of_their_own_on_a_body_that_is_shared(machine: Machine) -> None:
     resumed = own(machine, "H3-at60.safetensors")
     for name in ("head.weight", "head.bias"):
         assert torch.equal(resumed[name], ended[name]), name
+
+
+LOOP = """
+print("runs as", os.getpid(), flush=True)
+with peerd.attach(model, optimizer) as swarm:
+    for step in swarm.steps(int(os.environ["STEPS"])):
+        train(swarm, model, [optimizer])
+        time.sleep(float(os.environ.get("SLOW", "0")))
+"""
+
+
+def test_who_leaves_in_the_middle_ends_nobodys_run(machine: Machine) -> None:
+    script = machine.script("train.py", HEAD + PLAIN + LOOP)
+    a = machine.start("a", "--wait-for", "4", script, STEPS="100000")
+    others = [machine.start(name, "--wait-for", "4", script, join=a, STEPS="100000") for name in "bcd"]
+    for node in (a, *others):
+        node.trains(beyond=20)
+    for node in others[:2]:
+        machine.peerd("leave", "--name", node.name)
+    others[2].signal(signal.SIGINT)
+    for node in others:
+        node.end()
+    a.trains(beyond=a.step + 100)
+    assert "most other nodes' runs" not in a.log
+
+
+def test_a_slow_script_that_dies_after_the_others_ends_ends_with_them(machine: Machine) -> None:
+    script = machine.script("train.py", HEAD + PLAIN + LOOP)
+    slow = machine.start("slow", "--wait-for", "3", script, STEPS="3000", SLOW="0.1")
+    others = [machine.start(name, "--wait-for", "3", script, join=slow, STEPS="100") for name in "bc"]
+    slow.trains(beyond=5)
+    pid = int(slow.log.partition("runs as ")[2].split()[0])
+    os.kill(pid, signal.SIGSTOP)
+    for node in others:
+        node.eventually(lambda node=node: node.ask("status")["phase"] in ("finishing", "finished"))  # type: ignore[misc]
+    os.kill(pid, signal.SIGKILL)
+    slow.says("this one ends with them, after ")
+    slow.eventually(lambda: slow.ask("status")["phase"] == "finished")
+    assert slow.step < 1000

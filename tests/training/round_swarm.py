@@ -73,7 +73,7 @@ class RoundSwarm(ModeSwarm):
         super().__init__(of, names, size, buffers=size // 4, seed=seed, codec=codec, make=made, **settings)
 
     def first_model(self) -> Vector:
-        return np.round(1000 * self.start)
+        return np.round(1000 * self.start) + 0.0  # no -0.0, which a sum makes 0.0
 
     def integers(self) -> Vector:
         return self.rng.integers(-1000, 1000, self.layout.total).astype(np.float64)

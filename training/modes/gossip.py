@@ -61,11 +61,11 @@ ROTATE_AFTER_EXCHANGES = 192
 bit, and as 16 by the largest 1 %. After 64, snapshots were a seventh of the former's bytes, a quarter of the latter's,
 and models were no closer; after many more, what the largest 1 % leaves out is never made good (RESULTS.md).
 """
-ALONE_TIMES = 1.1
+ALONE_TIMES = 1.2
 """The steps of a run whose partners had ended: then it is long alone."""
 ALONE = (
-    "all partners' runs have ended: this node trains on alone, on its own data, and their models follow (nodes of "
-    "unequal speed end together where scripts loop over swarm.steps(N))"
+    "all partners' runs have ended: this node trains on alone, on its own data, and their models follow (a loop over "
+    "swarm.steps(N) ends with theirs)"
 )
 VALUE_TIMES = 1e4
 """A value of another's model is at most so many times as large as the norm of ours."""

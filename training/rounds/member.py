@@ -331,6 +331,14 @@ class Rounds:
             return self._changed_leader(now)
         return [*self._passed(told, self._alive), *self._changed_leader(now)]
 
+    def _on_passed(self, sender: NodeId, word: LeaderPassed, now: float) -> list[Outcome]:
+        """Heed it, or say that this member has no such count: it may have had one in its last life."""
+        if not self._passing.heard(sender, word.leader, word.times):
+            return []
+        outcomes = self._pass_by(now)
+        ours = self._passing.counts.get(word.leader, 0)
+        return outcomes if ours >= word.times else [*outcomes, Send(sender, LeaderPassed(word.leader, ours))]
+
     def _changed_leader(self, now: float) -> list[Outcome]:
         before, asked = self._leads, self._follow(now)
         if self._leads == before:
@@ -362,7 +370,7 @@ class Rounds:
                     return []
                 return list(self._attempt.on_taken(sender, message, now))
             case LeaderPassed():
-                return self._pass_by(now) if self._passing.heard(sender, message.leader, message.times) else []
+                return self._on_passed(sender, message, now)
             case Connected():
                 self._leader.untold(sender)
                 outcomes = [*self._passed(self._passing.counts, frozenset({sender})), *self._repeat(sender, now)]

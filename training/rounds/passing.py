@@ -56,9 +56,9 @@ class Passing:
         self.counts[self._me] = self.counts.get(self._me, 0) + 1
 
     def heard(self, sender: NodeId, leader: NodeId, times: int) -> bool:
-        """A member says so; whether it has not before. What it has once said stands."""
+        """A member says so; whether it has not before. Less than it said is its next life's word."""
         said = self._said.setdefault(sender, {})
-        if times <= said.get(leader, 0) or (leader not in said and len(said) >= HEARD_MAX):
+        if times == said.get(leader, 0) or (leader not in said and len(said) >= HEARD_MAX):
             return False
         said[leader] = times
         return True

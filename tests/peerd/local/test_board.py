@@ -50,7 +50,7 @@ def test_figures_are_read_as_they_were_noted(
 def test_what_the_daemon_says_is_read_as_it_was_said(quiet: Quiet, copy: int, ended: bool) -> None:
     trainers, daemons = two_views()
     assert not trainers.most_ended
-    daemons.have_ended(ended)
+    daemons.say_most_ended(ended)
     daemons.be_quiet(quiet)
     daemons.reads(copy)
     daemons.sends()
