@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
+
+needs_fsdp = pytest.mark.skipif(
+    not hasattr(torch.cpu.Stream, "record_event"), reason=f"fully_shard of torch {torch.__version__} runs on GPUs alone"
+)
+
 TRAIN = """\
 import os, time
 import torch

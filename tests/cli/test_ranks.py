@@ -9,7 +9,7 @@ import pytest
 import torch
 from machine import Machine, Node, eventually
 from safetensors.torch import load_file
-from scripts import DDP, FSDP
+from scripts import DDP, FSDP, needs_fsdp
 
 STEPS = 150
 
@@ -41,7 +41,7 @@ def said(node: Node) -> dict[int, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("text", [DDP, FSDP], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize("text", [pytest.param(DDP, id="ddp"), pytest.param(FSDP, id="fsdp", marks=needs_fsdp)])
 def test_two_nodes_of_two_ranks_train_one_model(machine: Machine, text: str) -> None:
     a = torchrun(machine, "a", seed=1, text=text)
     b = torchrun(machine, "b", seed=2, join=a, text=text)

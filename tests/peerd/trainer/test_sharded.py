@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from machine import Machine
+from scripts import needs_fsdp
 from torch import nn
 
 from peerd.trainer.sharded import has_shards
@@ -134,6 +135,7 @@ os._exit(0)  # when both cores are busy gloo's threads may abort a process that 
 """
 
 
+@needs_fsdp
 def test_shards_act_as_the_whole(machine: Machine) -> None:
     script = str(machine.script("ranks.py", PROGRAM))
     about: dict[str, Any] = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(machine.free_port())}
