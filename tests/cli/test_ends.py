@@ -240,7 +240,8 @@ if libc.fork() == 0:
 """,
     "loader": """
 dataset = torch.utils.data.TensorDataset(torch.zeros(64))
-loader = iter(torch.utils.data.DataLoader(dataset, batch_size=2, num_workers=2, persistent_workers=True))
+options = {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": "fork"}
+loader = iter(torch.utils.data.DataLoader(dataset, batch_size=2, **options))
 next(loader)
 """,
 }
@@ -552,7 +553,6 @@ def test_heads_of_their_own_on_a_body_that_is_shared(machine: Machine) -> None:
 
 
 LOOP = """
-print("runs as", os.getpid(), flush=True)
 with peerd.attach(model, optimizer) as swarm:
     for step in swarm.steps(int(os.environ["STEPS"])):
         train(swarm, model, [optimizer])
@@ -580,7 +580,7 @@ def test_a_slow_script_that_dies_after_the_others_ends_ends_with_them(machine: M
     slow = machine.start("slow", "--wait-for", "3", script, STEPS="3000", SLOW="0.1")
     others = [machine.start(name, "--wait-for", "3", script, join=slow, STEPS="100") for name in "bc"]
     slow.trains(beyond=5)
-    pid = int(slow.log.partition("runs as ")[2].split()[0])
+    pid = slow.trainer_pid
     os.kill(pid, signal.SIGSTOP)
     for node in others:
         node.eventually(lambda node=node: node.ask("status")["phase"] in ("finishing", "finished"))  # type: ignore[misc]

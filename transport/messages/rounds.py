@@ -103,7 +103,7 @@ class RoundCommit(Message):
 
 @dataclass(frozen=True, slots=True)
 class LeaderPassed(Message):
-    """`leader` has kept the sender waiting for rounds, in vain, so often."""
+    """`leader` has kept the sender waiting for rounds, in vain, so often; less than before: its last life said that."""
 
     KIND: ClassVar[int] = 69
     leader: Name
