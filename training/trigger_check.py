@@ -89,9 +89,8 @@ class TriggerPolicy(Generic[P]):
         return partner
 
     def usual_change(self, partner: P, report: StepReport) -> float:
-        """Between two exchanges with it, at least: who is asked earlier has moved less. 0: change is no reason."""
-        limit = self._trigger.limit(self._link_change(partner, partner.moved, report, 0.0))
-        return max(partner.moved, limit) if limit > 0 else 0.0
+        """Between two exchanges with it, at least: who is asked earlier has moved less, where change is a reason."""
+        return max(partner.moved, self._trigger.limit(self._link_change(partner, partner.moved, report, 0.0)))
 
     def reason(self, partner: P, values: Vector, report: StepReport, now: float) -> str | None:
         """Why `partner` should have the fresh copy `values`; the caller counts it when it is really sent."""

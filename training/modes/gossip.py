@@ -254,8 +254,8 @@ class Gossip(PartneredMode[PairLink]):
     def _completed(self, link: PairLink, theirs: Delta, values: Vector, both: Exchanged, now: float) -> list[Effect]:
         correction = both.correction
         link.distance = link.reference.distance()
-        if self._settings.codec == AUTO:
-            self._choose_codec(link, left_apart=self._left_apart(link, both))
+        if self._settings.codec == AUTO and (usual := self._policy.usual_change(link, self._report)) > 0:
+            self._choose_codec(link, left_apart=self._left_apart(link, both, usual))
         norm, length = self._sample.refresh_with_sum(link.anchor, values, correction)
         link.anchor_norm = math.sqrt(norm)
         link.moved = link.news = 0.0
@@ -322,10 +322,9 @@ class Gossip(PartneredMode[PairLink]):
         link.fine_left = left if keeps else int(left_apart)
         link.worth = FINE_WORTH if link.fine_left and not keeps else 1.0
 
-    def _left_apart(self, link: PairLink, both: Exchanged) -> bool:
-        usual = self._policy.usual_change(link, self._report)
+    def _left_apart(self, link: PairLink, both: Exchanged, usual: float) -> bool:
         held_back = tensors_of(self._layout).whole(both.moved) < HELD_BACK * both.gain * link.distance
-        return not (self._report.finishing or held_back) and 0 < LEFT_APART * usual < link.distance
+        return not (self._report.finishing or held_back) and LEFT_APART * usual < link.distance
 
     def _half(
         self, link: PairLink, values: Vector, *, flush: bool, answers: bool = False, theirs: str = ""

@@ -304,7 +304,7 @@ def test_a_link_that_was_left_apart_has_more_by_the_finer_codec_where_its_node_w
         return codec
 
     for _ in range(20):
-        assert exchange(0.05) == "sign"  # and its trigger does not go by change: nothing is left apart by itself
+        assert exchange(0.05) == "sign"  # and the model moves so far that nothing is left apart by itself
     a._choose_codec(link, left_apart=True)
     assert link.worth == 1.0
     assert [exchange(0.05) for _ in range(10)] == ["int4"] * FINE_EXCHANGES + ["sign"] * 2
@@ -345,17 +345,21 @@ def test_two_whose_bounds_hold_them_apart_are_given_no_finer_codec() -> None:
     link.distance, far = 1e6, np.full(1, 1e6)
     for moved, left_apart in ((0.49, True), (0.44, False)):
         both = Exchanged(np.zeros(0, np.float32), far, 0.5, moved * far, far)
-        assert a._left_apart(link, both) == left_apart
+        assert a._left_apart(link, both, 1.0) == left_apart
 
 
 @pytest.mark.parametrize("trigger", ["always", "period:2"])
-def test_who_does_not_go_by_change_has_no_measure_of_being_left_apart(trigger: str) -> None:
-    swarm = pair(AUTO, trigger=trigger)
+def test_who_does_not_go_by_change_is_left_apart_by_what_it_has_moved(trigger: str) -> None:
+    swarm, used = pair(AUTO, trigger=trigger), set[str]()
     for number in range(24):
-        swarm.step("ab"[number % 2], 0.05)
+        swarm.step("ab"[number % 2], 0.05)  # who answers has not moved, and leaves the choice as it is
+        used |= {delta.codec for queue in swarm.queues.values() for delta in queue if isinstance(delta, Delta)}
         swarm.settle()
-    assert swarm.nodes["a"].core.counts["exchanges"]
-    assert codecs(swarm) == {"sign"}
+    assert used == {"sign", "int4"}
+    for number in range(24):
+        swarm.step("ab"[number % 2], 9.0)
+        swarm.settle()
+    assert codecs(swarm) == {"sign"}, "so far that little of their difference is left over"
 
 
 def test_an_answer_is_as_fine_as_what_it_answers() -> None:
