@@ -97,9 +97,7 @@ def _attach_hook(
     async def attach(connection: LocalConnection, message: dict[str, Any]) -> None:
         if supervisor is not None:
             supervisor.attached = True
-        await daemon.model.attach(connection, message)
-        if supervisor is None:  # nobody starts that script again
-            await daemon.model.expect_none()
+        await daemon.model.attach(connection, message, comes_again=supervisor is not None)
 
     return attach
 

@@ -202,8 +202,8 @@ class TrainerService:
 
     # ---------------------------------------------------------------- a trainer comes
 
-    async def attach(self, connection: LocalConnection, message: dict[str, Any]) -> None:
-        """Serve one trainer until it is gone."""
+    async def attach(self, connection: LocalConnection, message: dict[str, Any], *, comes_again: bool = False) -> None:
+        """Serve one trainer until it is gone; one that dies `comes_again` where somebody starts it."""
         earlier = self._runner.session
         if earlier is not None and earlier.cut_if_dead():
             while self._runner.session is earlier:
@@ -243,6 +243,8 @@ class TrainerService:
             if status.phase is not TrainerPhase.FINISHED:
                 status.enter(TrainerPhase.GONE)
             self._join_average()
+        if not comes_again:
+            await self.expect_none()
 
     def _tell_memory(self, values: int) -> None:
         plan = self.plans.settings

@@ -424,6 +424,7 @@ async def test_a_second_trainer_is_refused_while_there_is_one(tmp_path: Path, ag
                 assert refusal.startswith("this script is attached already: give all models in one attach(")
             else:
                 assert refusal == "a trainer (pid 1234) is attached to this node already"
+            assert node.side.meta.expects
             await first.say("ready", step=0)
             await first.hear("go")
 
@@ -434,8 +435,10 @@ async def test_another_model_than_before_is_refused_with_the_tensor(tmp_path: Pa
         with script() as first:
             nursery.start_soon(first.serve, node)
             await first.trains()
+            assert node.side.meta.expects
             first.leave()
             await until(lambda: not node.attached)
+            await until(lambda: not node.side.meta.expects)
         for tensors, differing, cure in (
             ([TENSORS[0], "bias float32 3"], "bias float32 2 here, bias float32 3 in the script", "the same sizes"),
             ([*TENSORS, "more float32 1"], "nothing here, more float32 1 in the script", "the same exclude="),
