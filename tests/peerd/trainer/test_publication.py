@@ -93,7 +93,7 @@ def test_what_the_daemon_reads_is_a_whole_copy_of_the_step_that_is_said(
     assert status.phase == "finished"
     assert all(values == {float(step)} for step, values in found)
     assert [step for step, _ in found] == sorted(step for step, _ in found)
-    assert made[0].begun > 10
+    assert min(made[0].begun, len({step for step, _ in found})) > 2
 
 
 def test_corrections_wait_for_the_copy(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
