@@ -130,10 +130,11 @@ class TrainerService:
         """The membership changed: the mode's partners may have."""
         self._catch_up.on_members()
         self.plans.on_members()
+        known = self._members()
         if self.mode is not None:
             paired = isinstance(self.mode, LinkedMode)
-            self._runner.on_partners(self._partners(self._members(), self._runner.core.plan, paired=paired))
-        most_ended = self._ends.heard(partners_said(self._members(), self._me, self.signature))
+            self._runner.on_partners(self._partners(known, self._runner.core.plan, paired=paired))
+        most_ended = self._ends.heard(partners_said(known, self._me, self.signature))
         if (session := self._runner.session) is not None:
             session.board.say_most_ended(most_ended)
 

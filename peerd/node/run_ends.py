@@ -23,8 +23,7 @@ class RunEnds:
         Who had ended before says nothing of this run, nor does who trains no more without an end: its script died or
         hangs, or it left. Who ended and left has ended.
         """
-        ended = {id for id in self._ended if id not in partners and self._ended[id]}
-        ended |= {id for id in self._ended.keys() & partners.keys() if partners[id].ended}
+        ended = {id for id, had in self._ended.items() if (partners[id].ended if id in partners else had)}
         trains = {id for id, meta in partners.items() if meta.expects and not (meta.ended or meta.stalled)}
         self._ended = dict.fromkeys(ended, True) | dict.fromkeys(trains, False)
         return len(ended) > len(trains)

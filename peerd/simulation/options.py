@@ -166,11 +166,13 @@ class Scenario(ModeSettings):
         """The command line that runs this again."""
         words = ["peerd", "simulate"]
         for setting in fields(self):
-            if setting.name == "robust":
-                words += [] if self.robust else ["--no-robust"]
-            elif self._says(setting) or setting.name == "seed":
-                value = as_told(self.mode) if setting.name == "mode" else str(getattr(self, setting.name))
-                words += ["--" + setting.name.replace("_", "-"), *([] if setting.name == "ends_together" else [value])]
+            value, option = getattr(self, setting.name), setting.name.replace("_", "-")
+            if not self._says(setting) and setting.name != "seed":
+                continue
+            if isinstance(value, bool):
+                words.append(f"--{option}" if value else f"--no-{option}")
+            else:
+                words += [f"--{option}", as_told(self.mode) if setting.name == "mode" else str(value)]
         return shlex.join(words)
 
     def _says(self, setting: Field[Any]) -> bool:

@@ -33,6 +33,14 @@ def torchrun(
     return machine.start(name, "--wait-for", str(members), *map(str, job), join=join, SEED=str(seed), STEPS=str(steps))
 
 
+def in_one_process(text: str) -> str:
+    """The script of two ranks, without the ranks."""
+    plain = re.sub(r"DistributedDataParallel\((nn.*)\)$", r"\1", text, flags=re.MULTILINE)
+    plain = re.sub(r"^distributed.*$", "", plain.replace("distributed.get_rank()", "0"), flags=re.MULTILINE)
+    assert "(nn.Sequential" not in plain
+    return plain
+
+
 def said(node: Node) -> dict[int, list[str]]:
     """What each rank said, in its order."""
     found: dict[int, list[str]] = {0: [], 1: []}
@@ -62,11 +70,10 @@ def test_two_nodes_of_two_ranks_train_one_model(machine: Machine, text: str) -> 
 
 
 def test_ranks_beside_a_plain_script_train_one_model(machine: Machine) -> None:
-    plain = re.sub(r"DistributedDataParallel\((nn.*)\)$", r"\1", DDP, flags=re.MULTILINE)
-    plain = re.sub(r"^distributed.*$", "", plain.replace("distributed.get_rank()", "0"), flags=re.MULTILINE)
-    assert "(nn.Sequential" not in plain
     a = torchrun(machine, "a", seed=1, steps=50)
-    b = machine.start("b", "--wait-for", "2", machine.script("plain.py", plain), join=a, SEED="2", STEPS="50")
+    b = machine.start(
+        "b", "--wait-for", "2", machine.script("plain.py", in_one_process(DDP)), join=a, SEED="2", STEPS="50"
+    )
     exported = []
     for node in (a, b):
         node.eventually(lambda node=node: node.ask("status")["phase"] == "finished")  # type: ignore[misc]
@@ -99,10 +106,8 @@ def test_slow_ranks_end_in_the_same_step_when_most_others_have_ended(machine: Ma
         "ends with", "ends at {swarm.step_count} with"
     )
     assert bounded.count("swarm.steps") == slow.count("time.sleep") == 1
-    quick = re.sub(r"DistributedDataParallel\((nn.*)\)$", r"\1", bounded, flags=re.MULTILINE)
-    quick = re.sub(r"^distributed.*$", "", quick.replace("distributed.get_rank()", "0"), flags=re.MULTILINE)
     a = torchrun(machine, "a", seed=1, steps=10**4, text=ENDS_AT_ONCE + slow, members=3)
-    script = machine.script("quick.py", quick)
+    script = machine.script("quick.py", in_one_process(bounded))
     others = [machine.start(name, "--wait-for", "3", script, join=a, SEED=name, STEPS="300") for name in ("2", "3")]
     a.eventually(lambda: len(re.findall(r"rank \d ends at \d+ with", a.log)) == 2)
     assert len(set(re.findall(r"rank \d (ends at \d+ with .*)", a.log))) == 1, a.log
