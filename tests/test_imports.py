@@ -29,7 +29,7 @@ CORES = {
     "peerd.training.flush", "peerd.training.refusal", "peerd.training.room",
     "peerd.training.sample", "peerd.training.scratch",
     "peerd.training.partnered", "peerd.training.trigger", "peerd.training.trigger_check",
-    "peerd.training.model.quiet",
+    "peerd.training.model.over", "peerd.training.model.quiet",
     "peerd.training.model.variances", "peerd.protocol.plan", "peerd.security.token",
     "peerd.security.keyring", "peerd.security.revocations", "peerd.security.statements",
     "peerd.security.succession",

@@ -124,7 +124,7 @@ async def _supervise(daemon: Daemon, supervisor: Supervisor) -> None:
 
 
 async def _watch_trainer(daemon: Daemon) -> None:
-    """Say, here and to the others, when the trainer makes no step for long."""
+    """Say, here and to the others, when the trainer makes no step for long; to the others, how far it is."""
     watch: TrainerWatch | None = None
     told = False
     while True:
@@ -134,6 +134,7 @@ async def _watch_trainer(daemon: Daemon) -> None:
         if watch is None or watch.status is not status:
             watch = TrainerWatch(status)
         watch.look(trio.current_time())
+        await daemon.model.tell_made()
         if watch.stalled == told:
             continue
         told = watch.stalled

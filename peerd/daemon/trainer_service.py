@@ -134,9 +134,9 @@ class TrainerService:
         if self.mode is not None:
             paired = isinstance(self.mode, LinkedMode)
             self._runner.on_partners(self._partners(known, self._runner.core.plan, paired=paired))
-        most_ended = self._ends.heard(partners_said(known, self._me, self.signature))
+        others = self._ends.heard(partners_said(known, self._me, self.signature))
         if (session := self._runner.session) is not None:
-            session.board.say_most_ended(most_ended)
+            session.board.say_others(others)
 
     def _partners(self, known: Mapping[NodeId, Member], plan: Plan, *, paired: bool) -> frozenset[NodeId]:
         """Who can exchange. Who is refused has no link: its place is another's, and no run's end waits for it.
@@ -281,7 +281,7 @@ class TrainerService:
         self.signature, self.tensors = comes.signature, list(comes.tensors)
         variances = tuple((start, stop) for start, stop in comes.variances)
         self.layout = _layout_of(comes)
-        await self._tell(model=self.signature, expects=True, ended=False)
+        await self._tell(model=self.signature, expects=True, ended=False, made=0)
         await session.tell(protocol.Welcome(str(settings.state_path / "checkpoints"), settings.checkpoint_every_s))
         ready = await session.receive()
         if not isinstance(ready, protocol.Ready):
@@ -402,6 +402,11 @@ class TrainerService:
     async def tell_stalled(self, stalled: bool) -> None:
         """Whether the trainer has made no step for long."""
         await self._tell(stalled=stalled)
+
+    async def tell_made(self) -> None:
+        """How far the trainer is in its run, if that has changed."""
+        if (session := self._runner.session) is not None and (made := session.board.made) != self.meta.made:
+            await self._tell(made=made)
 
     async def _tell(self, **changes: Any) -> None:
         self.meta = replace(self.meta, **changes)

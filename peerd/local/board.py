@@ -4,8 +4,8 @@ Each field has one writer. A number of 8 bytes is written at once; the trainer's
 version that is odd while they change, and are for those who look: nothing is decided by them.
 
     the daemon writes   which steps it wants to hear of; how many messages it has sent; which copy it reads;
-                        whether most others' runs have ended
-    the trainer writes  its figures: step, when, loss, learning rate, samples, metrics
+                        how far most others are in their runs
+    the trainer writes  its figures: step, when, loss, learning rate, samples, metrics; how long its run is
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from dataclasses import dataclass
 
 import msgpack
 
+from peerd.training.model.over import parts_of
 from peerd.training.model.quiet import Quiet
 
 PAGE_BYTES = 4096
-_CHANGE, _REST, _COPY_STEP, _STEP, _SENT, _CURRENT, _ENDED = range(7)  # of the daemon's numbers of 8 bytes
-_VERSION = 8  # in the trainer's half, in another cache line
-_FIGURES_AT = (_VERSION + 1) * 8
+_CHANGE, _REST, _COPY_STEP, _STEP, _SENT, _CURRENT, _OTHERS = range(7)  # of the daemon's numbers of 8 bytes
+_VERSION, _TOTAL = 8, 9  # in the trainer's half, in another cache line
+_FIGURES_AT = (_TOTAL + 1) * 8
 _FIGURES = struct.Struct("@qqddddI")
 METRICS_BYTES_MAX = PAGE_BYTES - _FIGURES_AT - _FIGURES.size
 STEP_MAX = 1 << 62  # a number has 8 bytes
@@ -87,15 +88,25 @@ class Board:
         self._numbers[_CURRENT] = copy
 
     @property
-    def most_ended(self) -> bool:
-        """Whether most other nodes' runs have ended."""
-        return self._numbers[_ENDED] != 0
+    def others(self) -> int:
+        """How many parts of their runs most other nodes have made, or that these are over (training/model/over.py)."""
+        return self._numbers[_OTHERS]
 
-    def say_most_ended(self, most_ended: bool) -> None:
+    def say_others(self, parts: int) -> None:
         """Tell the trainer so."""
-        self._numbers[_ENDED] = most_ended
+        self._numbers[_OTHERS] = parts
 
     # ---------------------------------------------------------------- the trainer's
+
+    @property
+    def made(self) -> int:
+        """Parts of its run that the trainer has made (training/model/over.py); 0: it has not said how long that is."""
+        last = self.last_step()
+        return 0 if last is None else parts_of(last.step, self._numbers[_TOTAL])
+
+    def say_total(self, total: int) -> None:
+        """Tell the daemon so."""
+        self._numbers[_TOTAL] = min(total, STEP_MAX)
 
     def note(
         self, step: int, samples: int, at: float, loss: float, lr: float, lr_max: float, metrics: Mapping[str, float]

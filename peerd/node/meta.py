@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import msgpack
 
 from peerd.protocol import plan as plans
+from peerd.training.model.over import PARTS
 from peerd.transport.ids import Address, NodeId
 from peerd.transport.messages import AS_STARTED, Member, Plan, State
 
-_NOTHING_LATER = [*plans.pack(AS_STARTED), False, False, False, False, b"", False]
+_NOTHING_LATER = [*plans.pack(AS_STARTED), False, False, False, False, b"", False, 0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +30,12 @@ class NodeMeta:
     stalled: bool = False  # its trainer has made no step for long
     issuer: bool = False  # it gives certificates to those who have a token, and renews them
     ended: bool = False  # its trainer's run: the last step is made, and it was not broken off
+    made: int = 0  # parts of that run, where the trainer has said how long it is (training/model/over.py)
 
     def pack(self) -> bytes:
         """At most 64 bytes while each node works as it was started, else at most 500."""
         flags = [self.averaged, self.stands, self.stalled, self.issuer]
-        later = [*plans.pack(self.plan), *flags, self.plan.proof, self.ended]
+        later = [*plans.pack(self.plan), *flags, self.plan.proof, self.ended, self.made]
         if later == _NOTHING_LATER:
             later = []
         packed: bytes = msgpack.packb([self.model[:16], self.ready, self.expects, self.founder, *later])
@@ -53,7 +55,8 @@ class NodeMeta:
         averaged, stands, stalled, issuer, ended = (said[at : at + 1] == [True] for at in (8, 9, 10, 11, 13))
         plan = plans.unpack(said[4:8], *said[12:13])
         known = model, ready is True, expects is True, founder is True
-        return cls(*known, plan, averaged, stands, stalled, issuer, ended)
+        made = next((parts for parts in said[14:15] if type(parts) is int and 0 <= parts <= PARTS), 0)
+        return cls(*known, plan, averaged, stands, stalled, issuer, ended, made)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""When is a run over, of which each node makes its part at its own speed? When most others have ended theirs.
+"""How far are most others in a run, of which each node makes its part at its own speed?
 
 What that does is in training/model/over.py. Nodes say it of themselves in their meta: no mode has a word with everyone.
 """
@@ -6,8 +6,10 @@ What that does is in training/model/over.py. Nodes say it of themselves in their
 from __future__ import annotations
 
 from collections.abc import Mapping
+from statistics import median_low
 
 from peerd.node.meta import NodeMeta
+from peerd.training.model.over import OVER, PARTS
 from peerd.transport.ids import NodeId
 
 
@@ -17,8 +19,8 @@ class RunEnds:
     def __init__(self) -> None:
         self._ended: dict[NodeId, bool] = {}
 
-    def heard(self, partners: Mapping[NodeId, NodeMeta]) -> bool:
-        """Take in what those who live say now; whether most have ended.
+    def heard(self, partners: Mapping[NodeId, NodeMeta]) -> int:
+        """Take in what those who live say now: so many parts of their runs have most made, or OVER.
 
         Who had ended before says nothing of this run, nor does who trains no more without an end: its script died or
         hangs, or it left. Who ended and left has ended.
@@ -26,4 +28,7 @@ class RunEnds:
         ended = {id for id, had in self._ended.items() if (partners[id].ended if id in partners else had)}
         trains = {id for id, meta in partners.items() if meta.expects and not (meta.ended or meta.stalled)}
         self._ended = dict.fromkeys(ended, True) | dict.fromkeys(trains, False)
-        return len(ended) > len(trains)
+        if len(ended) > len(trains):
+            return OVER
+        made = [PARTS] * len(ended) + [partners[id].made for id in trains]
+        return median_low(made) if made else 0

@@ -52,7 +52,7 @@ from peerd.training.mode_core import (
     TimerDue,
 )
 from peerd.training.mode_settings import GRADIENTS
-from peerd.training.model.over import is_over
+from peerd.training.model.over import is_over, number_of, parts_of
 from peerd.training.modes import Mode, ModeSettings, class_of, parse_mode
 from peerd.training.modes.gossip import Gossip
 from peerd.training.pairs.reference import PairedReference
@@ -179,7 +179,8 @@ class SimulatedTrainer:
         self._arrived = 0  # bytes of it: a second in which it is on its way counts as fast enough
         self._began: dict[NodeId, int] = {}
         self._ends = RunEnds()
-        self._most_ended = False
+        self._others = 0  # how far they are in their runs
+        self._number = -1  # of the last step
 
     def begin(self) -> None:
         """Look for a model, if there may be one elsewhere."""
@@ -261,7 +262,7 @@ class SimulatedTrainer:
         """A member may have become a partner, or is none any more."""
         if self._settings.ends_together:
             said = partners_said(self._node.membership.members, self._node.id, SIGNATURE)
-            self._most_ended = self._ends.heard(said)
+            self._others = self._ends.heard(said)
         links = class_of(self._settings.mode).KEEPS_LINKS
         heard = not links or self._node.hears(member.id)
         if (heard and is_partner(member, SIGNATURE)) != (member.id in self._partners):
@@ -420,7 +421,16 @@ class SimulatedTrainer:
         if self._settings.mode_settings.exchange == GRADIENTS:
             self._node.later(seconds, lambda: self._wait_with_gradient(seconds))
         else:
-            self._node.later(seconds, lambda: self._stepped(seconds, lambda: self.learner.step(self.steps)))
+            self._node.later(seconds, lambda: self._stepped(seconds, lambda: self.learner.step(self._next_number())))
+
+    def _next_number(self) -> int:
+        """Of the step that comes now, as its script has it."""
+        if self._settings.ends_together and self._settings.steps is not None:
+            following = max(self.steps, self._number + 1)
+            self._number = number_of(following, self._settings.steps, self._others)
+        else:
+            self._number = self.steps
+        return self._number
 
     def _wait_with_gradient(self, seconds: float) -> None:
         assert self._kept is not None, "a mode runs only on a model"
@@ -442,7 +452,7 @@ class SimulatedTrainer:
         self._take_corrections()
         change = learner.change()
         total = self._settings.steps
-        ended = total is not None and is_over(self.steps, total, most_ended=self._most_ended)
+        ended = total is not None and is_over(self.steps, total, self._others)
         barrier = self.mode.barrier if self.mode is not None else 0
         self._at_barrier = not ended and barrier > 0 and self.steps % barrier == 0
         published = self._asked_publish or ended or self._at_barrier or self._wants_copy(change)
@@ -456,6 +466,10 @@ class SimulatedTrainer:
                 self._say_about(ended=True)
             self._node.later(SETTLE_S, self._finish)
         waits = self._at_barrier  # Resume, which may come at once, makes the next step
+        if self._settings.ends_together and total is not None:
+            made = parts_of(self.steps, total)
+            if made != self._about.made:
+                self._say_about(made=made)
         self._handle(Stepped(report, 0 if published else None))
         if not ended and not waits:
             self._next_step()

@@ -41,9 +41,9 @@ class Follower:
         ranks.share(self._flat)
 
     @property
-    def most_ended(self) -> bool:
-        """Whether most other nodes' runs have ended, as rank 0 knows it."""
-        return self._ranks.most_ended and not self.alone
+    def others(self) -> int:
+        """How far most other nodes are in their runs, as rank 0 knows it."""
+        return 0 if self.alone else self._ranks.others
 
     def finish(self) -> None:
         """Go through the final flush; nothing is said after it."""

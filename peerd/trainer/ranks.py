@@ -46,13 +46,13 @@ class Ranks:
         cuda = distributed.get_backend() == "nccl"
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self.leads = distributed.get_rank() == 0
-        self.most_ended = False  # as rank 0 said it last
+        self.others = 0  # how far they are in their runs, as rank 0 said it last
 
     def say(self, command: RankCommand, step: int = 0) -> tuple[RankCommand, int]:
-        """Rank 0's command and step, and `most_ended`, on every rank."""
-        said = torch.tensor([command, step, self.most_ended], dtype=torch.int64, device=self.device)
+        """Rank 0's command and step, and `others`, on every rank."""
+        said = torch.tensor([command, step, self.others], dtype=torch.int64, device=self.device)
         distributed.broadcast(said, 0)
-        command, step, self.most_ended = RankCommand(int(said[0])), int(said[1]), bool(said[2])
+        command, step, self.others = RankCommand(int(said[0])), int(said[1]), int(said[2])
         if command == RankCommand.STOP:
             with suppress(RuntimeError):  # of one that is gone already
                 distributed.all_reduce(said)  # nobody ends before all have heard it, or gloo fails theirs

@@ -333,9 +333,13 @@ class Session:
         raise SystemExit(0)
 
     @property
-    def most_ended(self) -> bool:
-        """Whether most other nodes' runs have ended."""
-        return self._board.most_ended
+    def others(self) -> int:
+        """How far most other nodes are in their runs (training/model/over.py)."""
+        return self._board.others
+
+    def say_total(self, total: int) -> None:
+        """The run is so many steps long."""
+        self._board.say_total(total)
 
     def take_command(self) -> RankCommand:
         """What happened to the model since this was asked last."""

@@ -36,7 +36,7 @@ from peerd.trainer.say import say
 from peerd.trainer.session import Refused, Session
 from peerd.training.model.flat import FlatModel
 from peerd.training.model.names import patterns_of
-from peerd.training.model.over import is_over
+from peerd.training.model.over import is_over, number_of
 from peerd.training.model.quasi_global import QuasiGlobalMomentum
 from peerd.training.model.together import Models, one_model
 from peerd.transport.errors import UserError
@@ -152,7 +152,7 @@ class Swarm:
             atexit.register(self._at_exit)
         self.step_count = session.step if session else follower.step if follower else 0
         """Steps done, those before a resume or before joining included."""
-        self._most_ended = False  # of the other nodes' runs; the same on all ranks
+        self._others = 0  # how far they are in their runs (over.py); the same on all ranks
         self._drop_momentum()
 
     @property
@@ -169,7 +169,7 @@ class Swarm:
         self.step_count = (self.step_count if self._session is None else self._session.step) + 1
         if self._follower is not None:
             self._follower.follow()
-            self._most_ended = self._follower.most_ended
+            self._others = self._follower.others
         if self._session is None:
             self._drop_momentum()
             return
@@ -181,24 +181,30 @@ class Swarm:
         if self._daemon_outlives(
             lambda: session.on_step(self.step_count, figures.loss, figures.samples, figures.metrics)
         ):
-            self._most_ended = session.most_ended
+            self._others = session.others
             self._lead(session.take_command())
 
     def steps(self, total: int) -> Iterator[int]:
         """The steps of a run of `total`, from `step_count` on: `for step in swarm.steps(1000): ...; swarm.step()`.
 
-        A node that is slower than most others ends its run with theirs, and says so: what it learnt alone from there on
-        would be of its own data, and their models would follow it. Who has made nine tenths of `total` makes them all.
+        A node that is slower than most others goes by their count: it leaves out the steps that it comes too late for,
+        so its learning rate falls when theirs does, and ends its run with theirs, and says so. What it learnt alone
+        from there on would be of its own data, and their models would follow it. Who has made nine tenths of `total`
+        makes them all. `step_count` is of the steps that this node makes itself.
         """
+        if self._session is not None:
+            self._session.say_total(total)
+        number = self.step_count - 1
         while not self.is_over(total):
-            yield self.step_count
+            number = number_of(max(self.step_count, number + 1), total, self._others)
+            yield number
         if self.step_count < total and self._follower is None:
             made = f"{self.step_count:,} of {total:,}"
             say(f"most other nodes' runs have ended: this one ends with them, after {made} steps")
 
     def is_over(self, total: int) -> bool:
         """Whether a run of `total` steps ends here, for a loop that is not over `steps`; the same on all ranks."""
-        return is_over(self.step_count, total, most_ended=self._most_ended)
+        return is_over(self.step_count, total, self._others)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -285,7 +291,7 @@ class Swarm:
     def _lead(self, command: RankCommand) -> None:
         if self._ranks is None:
             return
-        self._ranks.most_ended = self._most_ended
+        self._ranks.others = self._others
         self._ranks.say(command, self.step_count)
         flat = self._session.flat if self._session is not None else None
         if command in (RankCommand.CHANGED, RankCommand.ROLLED_BACK) and isinstance(flat, FlatModel):
@@ -293,7 +299,7 @@ class Swarm:
 
     def _lose_daemon(self) -> None:
         say("the daemon went away; training goes on alone")
-        self._most_ended = False
+        self._others = 0
         if self._ranks is not None and self._session is not None:
             before = self._session.take_command()  # what came before it went is everybody's
             self._ranks.say(RankCommand.ALONE, before)

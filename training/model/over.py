@@ -1,14 +1,33 @@
-"""When does a slow node's run end before its last step? With most others' runs.
+"""How far is a run, of which each node makes its part at its own speed? As far as most others are.
 
-What it learnt alone from there on would be of its own data, and gossip would have the others' models follow it.
+What a slow node learnt alone after the others' last steps would be of its own data, and gossip would have their models
+follow it: its run ends with theirs. And by its own count it would be far behind until then, at a learning rate that the
+others left long ago: so its steps bear the swarm's numbers, and it leaves out those that it comes too late for.
 """
 
 from __future__ import annotations
 
+PARTS = 16
+"""Of a run: a node says how many it has made. Finer ones gain nothing (RESULTS.md)."""
+OVER = PARTS + 1
+"""Said of the others when most of them have ended."""
 NEARLY = 0.9
 """Of its steps: from there on a run is made to its end, for equal nodes do not end in the same moment."""
 
 
-def is_over(step: int, total: int, *, most_ended: bool) -> bool:
-    """Whether a run of `total` steps ends after this one."""
-    return step >= total or (most_ended and step < NEARLY * total)
+def parts_of(step: int, total: int) -> int:
+    """How many parts of a run of `total` steps are made after this one; 0 where there is no total."""
+    return min(PARTS, PARTS * step // total) if total > 0 else 0
+
+
+def number_of(following: int, total: int, others: int) -> int:
+    """Which of `total` steps a node makes next, where most others have made these parts of their runs.
+
+    `following` is the one after its last: no step is made twice, but where it is late for the very last.
+    """
+    return min(total - 1, max(following, total * min(others, PARTS) // PARTS))
+
+
+def is_over(made: int, total: int, others: int) -> bool:
+    """Whether a run of `total` steps ends for a node that has `made` so many."""
+    return made >= total or (others >= OVER and made < NEARLY * total)

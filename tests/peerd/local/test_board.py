@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.local.board import METRICS_BYTES_MAX, PAGE_BYTES, Board, LastStep
+from peerd.local.board import METRICS_BYTES_MAX, PAGE_BYTES, STEP_MAX, Board, LastStep
+from peerd.training.model.over import OVER, parts_of
 from peerd.training.model.quiet import Quiet
 
 numbers = st.floats(allow_nan=False)
@@ -46,15 +47,27 @@ def test_figures_are_read_as_they_were_noted(
     assert daemons.last_step() == LastStep(step + 1, samples, at, loss, lr, 2 * lr, metrics), "what was not said stays"
 
 
-@given(quiet=st.builds(Quiet, numbers, steps, steps, steps), copy=st.integers(0, 1), ended=st.booleans())
-def test_what_the_daemon_says_is_read_as_it_was_said(quiet: Quiet, copy: int, ended: bool) -> None:
+@given(quiet=st.builds(Quiet, numbers, steps, steps, steps), copy=st.integers(0, 1), others=st.integers(0, OVER))
+def test_what_the_daemon_says_is_read_as_it_was_said(quiet: Quiet, copy: int, others: int) -> None:
     trainers, daemons = two_views()
-    assert not trainers.most_ended
-    daemons.say_most_ended(ended)
+    assert trainers.others == 0
+    daemons.say_others(others)
     daemons.be_quiet(quiet)
     daemons.reads(copy)
     daemons.sends()
-    assert (trainers.quiet, trainers.current, trainers.sent, trainers.most_ended) == (quiet, copy, 1, ended)
+    assert (trainers.quiet, trainers.current, trainers.sent, trainers.others) == (quiet, copy, 1, others)
+
+
+@given(total=st.integers(1, 1 << 70), step=st.integers(0, STEP_MAX))
+def test_a_daemon_sees_how_far_a_run_is(total: int, step: int) -> None:
+    trainers, daemons = two_views()
+    trainers.say_total(total)
+    assert daemons.made == 0
+    trainers.note(step, 0, 0.0, 0.5, 0.0, 0.0, {"accuracy": 0.5})
+    assert daemons.made == parts_of(step, min(total, STEP_MAX))
+    figures = daemons.last_step()
+    assert figures is not None
+    assert figures.metrics == {"accuracy": 0.5}, "the number stands beside them"
 
 
 def test_figures_that_are_being_written_are_not_read() -> None:

@@ -1,6 +1,8 @@
-"""When have most others ended their runs? Whoever comes, trains, ends, dies and leaves in whatever order."""
+"""How far are most others in their runs? Whoever comes, trains, ends, dies and leaves in whatever order."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 
 from peerd.node.meta import NodeMeta
 from peerd.node.run_ends import RunEnds
-from peerd.training.model.over import NEARLY, is_over
+from peerd.training.model.over import NEARLY, OVER, PARTS, is_over, number_of, parts_of
 
 IDLE = NodeMeta("m", ready=True)  # it gives its model, and trains not
 TRAINS = NodeMeta("m", ready=True, expects=True)
@@ -39,22 +41,42 @@ def test_most_have_ended_of_those_who_trained_beside(histories: dict[str, list[N
                     del known[id]  # it died, or its script did, or hangs
         said = {id: meta for id, history in histories.items() if (meta := history[now]) is not None}
         words = list(known.values())
-        assert ends.heard(said) == (words.count("ended") > words.count("trains"))
+        assert (ends.heard(said) == OVER) == (words.count("ended") > words.count("trains"))
 
 
 def test_who_ended_before_this_run_does_not_end_it() -> None:
     ends = RunEnds()
-    assert not ends.heard({"a": ENDED, "b": GONE})
-    assert not ends.heard({"a": ENDED, "b": TRAINS})
-    assert ends.heard({"a": ENDED, "b": GONE}), "b was there"
-    assert ends.heard({}), "and has left since"
-    assert not ends.heard({"b": TRAINS})
+    assert ends.heard({"a": ENDED, "b": GONE}) == 0
+    assert ends.heard({"a": ENDED, "b": TRAINS}) == 0
+    assert ends.heard({"a": ENDED, "b": GONE}) == OVER, "b was there"
+    assert ends.heard({}) == OVER, "and has left since"
+    assert ends.heard({"b": TRAINS}) == 0
+
+
+@given(st.lists(st.integers(0, PARTS), min_size=1, max_size=6), st.integers(0, PARTS))
+def test_most_others_have_made_what_is_said(made: list[int], told: int) -> None:
+    ends = RunEnds()
+    heard = ends.heard({str(at): replace(TRAINS, made=parts) for at, parts in enumerate(made)})
+    assert 2 * sum(parts >= heard for parts in made) > len(made)
+    among = {str(at): replace(TRAINS, made=parts) for at, parts in enumerate([*made, told])}
+    assert ends.heard(among) <= max(made), "one alone hurries nobody, where there is another"
+
+
+@given(following=st.integers(0, 1000), total=st.integers(1, 1000), others=st.integers(0, OVER))
+def test_a_slow_node_goes_by_the_others_count(following: int, total: int, others: int) -> None:
+    number = number_of(following, total, others)
+    assert 0 <= number < total
+    if following < total:
+        assert following <= number
+        assert number == following or parts_of(number, total) <= others, "no further than they are"
+        assert number_of(following, total, parts_of(following, total)) == following, "who is as far leaves none out"
+    assert parts_of(following, 0) == 0
 
 
 @pytest.mark.parametrize(
-    ("step", "most_ended", "over"),
-    [(99, False, False), (100, False, True), (89, True, True), (90, True, False), (0, True, True), (100, True, True)],
+    ("made", "others", "over"),
+    [(99, PARTS, False), (100, 0, True), (89, OVER, True), (90, OVER, False), (0, OVER, True), (100, OVER, True)],
 )
-def test_a_run_that_is_nearly_done_is_made_to_its_end(step: int, most_ended: bool, over: bool) -> None:
+def test_a_run_that_is_nearly_done_is_made_to_its_end(made: int, others: int, over: bool) -> None:
     assert round(100 * NEARLY) == 90
-    assert is_over(step, 100, most_ended=most_ended) == over
+    assert is_over(made, 100, others) == over
