@@ -18,7 +18,9 @@ from peerd.transport.errors import UserError
 AUTO = "auto"
 """Left to the mode."""
 
-OVERLAPS = ("blocking", "delayed", "hpsgd")
+OVERLAPS = ("blocking", "quorum", "delayed", "hpsgd")
+STANDING = ("blocking", "quorum")
+"""Of these the ones where a trainer stands still from its contribution until the round is over."""
 WEIGHTS, GRADIENTS = EXCHANGES = ("weights", "gradients")
 """What the members of a swarm give each other: models after their steps, or gradients before them."""
 SGD = "sgd"
@@ -49,7 +51,7 @@ class ModeSettings:
     trigger: str = _option("change:0.05", "when to send: change:0.05, period:10, always")
     view: int = _option(3, "partners at a time", most=1024)
     every: int = _option(1, "steps between rounds; 1: the mode's own number", most=10**9)
-    overlap: str = _option("delayed", "training during a round: blocking, delayed, hpsgd")
+    overlap: str = _option("delayed", "training during a round: blocking, quorum, delayed, hpsgd")
     topology: str = _option(AUTO, "of an all-reduce: auto, ring, tree:K, halving; of servers: adv:K")
     servers: int = _option(1, "members that serve the parameters, each a part", most=128)
     outer_lr: str = _option(

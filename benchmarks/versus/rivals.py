@@ -185,9 +185,12 @@ OURS: dict[str, list[str]] = {
     "peerd --trigger change:0.1": ["--trigger", "change:0.1"],
     "peerd --codec top_k_3 --trigger change:0.1": ["--codec", "top_k_3", "--trigger", "change:0.1"],
     "peerd allreduce 32 int8": ["--mode", "allreduce", "--every", "32", "--codec", "int8"],
+    "peerd allreduce 2 top_k_2bit": [
+        "--mode", "allreduce", "--every", "2", "--overlap", "quorum", "--codec", "top_k_2bit",
+    ],
     "peerd allreduce 8 top_k_2bit": [*ROUNDS_OF_8, "--codec", "top_k_2bit"],
     "peerd allreduce 8 top_k_3": [*ROUNDS_OF_8, "--codec", "top_k_3"],
     "peerd allreduce 8 int4": [*ROUNDS_OF_8, "--codec", "int4"],
     "peerd diloco int8": ["--mode", "diloco", "--codec", "int8"],
-}
+}  # fmt: skip
 """Options of `peerd start`."""

@@ -66,7 +66,8 @@ WAITING_MAX = 1024  # events for the compute thread
 MAY_SURFACE = (  # at which an error may be what a peer said earlier
     PeersChanged, Reconnected, TimerDue, Stepped, GradientCame, TrainerLost, RunStands, NodeLeaves, BarrierKnown,
 )  # fmt: skip
-LOOK_MIN_S, LOOK_MAX_S = 0.05, 0.5  # how often the mode's deadline is looked at, which every event may move
+REST_S = 0.005  # between two looks at the mode's deadline, at least
+LOOK_MAX_S = 0.5  # of a mode that has moved it with no event
 
 
 class ModeRunner:
@@ -82,6 +83,8 @@ class ModeRunner:
         self.session: TrainerSession | None = None
         self.settled = trio.Event()  # all models agree
         self._told_plan = AS_STARTED
+        self._sooner = trio.Event()  # the mode wants to be woken before it is looked at next
+        self._looks_at = math.inf
         self._drained = trio.Event()  # every partner has what this node had not yet sent
         self._peers = peers
         self._late: dict[NodeId, PeersChanged | Reconnected] = {}  # the last of each kind that there was no room for
@@ -95,8 +98,13 @@ class ModeRunner:
             nursery.start_soon(self.compute.run)
             while True:
                 mode = self.core.mode
-                deadline = mode.deadline if mode is not None else math.inf
-                await trio.sleep(min(LOOK_MAX_S, max(LOOK_MIN_S, deadline - trio.current_time())))
+                self._sooner = trio.Event()
+                self._looks_at = trio.current_time() + LOOK_MAX_S
+                if mode is not None:
+                    self._looks_at = min(self._looks_at, mode.deadline)
+                await trio.sleep(REST_S)
+                with trio.move_on_at(self._looks_at):
+                    await self._sooner.wait()
                 self._post_late()
                 if mode is not None and trio.current_time() >= mode.deadline:
                     self.compute.post(TimerDue())
@@ -271,6 +279,8 @@ class ModeRunner:
     async def _perform(self, effects: list[NodeEffect]) -> None:
         if self.core.plan != self._told_plan:
             await self._tell_change()
+        if self.core.mode is not None and self.core.mode.deadline < self._looks_at:
+            self._sooner.set()
         session = self.session
         for effect in effects:
             match effect:

@@ -65,7 +65,7 @@ GOOD: dict[str, tuple[Any, Any, Any]] = {
     "trigger": ("change:0.1", "period:3", "always"),
     "view": (1, 2, 9),
     "every": (1, 2, 50),
-    "overlap": ("blocking", "delayed", "hpsgd"),
+    "overlap": ("blocking", "quorum", "delayed"),
     "topology": ("auto", "ring", "tree:3"),
     "servers": (1, 2, 9),
     "min_peers": (1, 2, 9),

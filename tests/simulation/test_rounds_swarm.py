@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ from peerd.simulation.swarm import Swarm
 from peerd.simulation.task_problem import TaskProblem
 from peerd.simulation.teacher import Teacher
 from peerd.simulation.world import World
-from peerd.training.mode_settings import ModeSettings
+from peerd.training.mode_settings import OVERLAPS, ModeSettings
+from peerd.training.rounds.quorum import GRACE
 
 MBIT = 100.0
 PARAMETERS = 10_000_000
@@ -53,7 +55,7 @@ def test_a_trees_time_grows_with_the_logarithm_of_the_peers() -> None:
 
 @pytest.mark.parametrize(
     ("overlap", "steps", "least", "most"),
-    [("blocking", 60, 0.0, 0.12), ("delayed", 500, 0.95, 1.0), ("hpsgd", 500, 0.95, 1.0)],
+    [("blocking", 60, 0.0, 0.12), ("quorum", 60, 0.0, 0.12), ("delayed", 500, 0.95, 1.0), ("hpsgd", 500, 0.95, 1.0)],
 )
 def test_trainers_compute_while_a_round_takes_eight_steps(overlap: str, steps: int, least: float, most: float) -> None:
     """A ring of 40 MB among 4 takes 4.8 s on 100 Mbit/s; a step takes 0.6 s. The last rounds of the run count, too."""
@@ -66,7 +68,7 @@ def test_trainers_compute_while_a_round_takes_eight_steps(overlap: str, steps: i
     assert least <= result["computing_share"] <= most
 
 
-@pytest.mark.parametrize("overlap", ["blocking", "delayed", "hpsgd"])
+@pytest.mark.parametrize("overlap", OVERLAPS)
 def test_digits_train_and_end_as_one_model(overlap: str) -> None:
     scenario = Scenario(
         peers=8, problem="digits", steps=120, mode="allreduce", codec="float32", every=6, overlap=overlap,
@@ -80,7 +82,7 @@ def test_digits_train_and_end_as_one_model(overlap: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["allreduce", "diloco"])
-@pytest.mark.parametrize("overlap", ["blocking", "delayed", "hpsgd"])
+@pytest.mark.parametrize("overlap", OVERLAPS)
 def test_members_crash_and_come_back_and_the_run_ends(mode: str, overlap: str) -> None:
     scenario = Scenario(
         peers=6, seed=2, problem="consensus", steps=100, mode=mode, codec="int8", every=2, overlap=overlap,
@@ -91,6 +93,33 @@ def test_members_crash_and_come_back_and_the_run_ends(mode: str, overlap: str) -
     assert result["virtual_seconds"] < 1200
     assert result["rounds"] > 20
     assert result["error"] < 0.5  # of the optimum, from 1.0; outer momentum one window late still rings, calm or not
+
+
+def unequal(overlap: str, **told: Any) -> dict[str, Any]:
+    scenario = Scenario(
+        peers=4, problem="digits", steps=200, mode="allreduce", codec="top_k_2bit", every=2, overlap=overlap,
+        compute="fixed:0.1", faults="none", **told,
+    )  # fmt: skip
+    result = simulate(scenario).result
+    assert result["violations"] == []
+    assert result["consensus_distance"] == 0.0
+    return result
+
+
+def test_a_quorum_does_not_wait_for_one_that_is_slower() -> None:
+    """Its rounds come at the pace of the others, by GRACE at most, and what it learns is in them, too."""
+    waiting, going = (unequal(overlap, slow_node=6.0, ends_together=True) for overlap in ("blocking", "quorum"))
+    equal = unequal("blocking")
+    assert waiting["virtual_seconds"] > 5 * equal["virtual_seconds"]
+    assert going["virtual_seconds"] < 1.1 * GRACE * equal["virtual_seconds"]
+    assert going["rounds"] == pytest.approx(waiting["rounds"], rel=0.05)
+    assert going["accuracy"] > waiting["accuracy"] - 0.02
+
+
+def test_a_quorum_of_members_alike_is_a_round_of_all() -> None:
+    blocking, quorum = (unequal(overlap) for overlap in ("blocking", "quorum"))
+    same = ("accuracy", "bytes_sent_total", "rounds", "virtual_seconds")
+    assert [quorum[key] for key in same] == [blocking[key] for key in same]
 
 
 def test_gradients_make_one_model_of_all_whatever_crashes_and_parts() -> None:

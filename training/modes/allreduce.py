@@ -7,6 +7,8 @@ that differ are averaged by the same linear rule, and the models never see anyth
 What training does meanwhile, `overlap`:
 
     blocking  the trainer waits at its step; then x += average - x
+    quorum    the same, but nobody waits for a member that is slower than most: that one gives what it has, between two
+              of its steps, and its trainer goes on (training/rounds/quorum.py)
     delayed   it goes on: x += average - contribution, its progress since then stays; one round at most is under way,
               and unless `every` says otherwise 20 steps lie between one and the next: meanwhile each optimizer has
               pulled against what differed, and must have lost that momentum before the difference is taken again
@@ -40,12 +42,13 @@ from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Apply, Effect, Proceed, Resume, StepReport, Vector
 from peerd.training.kernels.passes import is_finite
 from peerd.training.mode import LAND_AGAIN_S, LinkStatus, ModeClass, not_finite
-from peerd.training.mode_settings import AUTO, EXCHANGES, GRADIENTS, ModeSettings
+from peerd.training.mode_settings import AUTO, EXCHANGES, GRADIENTS, STANDING, ModeSettings
 from peerd.training.model.quiet import EVERY_STEP, NEVER, Quiet
 from peerd.training.modes.gradients import GradientAllReduce
 from peerd.training.rounds.attempt import EXACT_CODEC
 from peerd.training.rounds.lengths import lengths_of, limits_of, shorten
 from peerd.training.rounds.member import Committed, Outcome, Rounds, Withdrawn
+from peerd.training.rounds.quorum import Quorum
 from peerd.training.rounds.topology import parse_topology
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import Connected, Message, RoundBegin, RoundPhase
@@ -86,7 +89,8 @@ class AllReduce(ModeClass):
         self._every = max(1, settings.every // fragments)
         self._overlap = settings.overlap
         self._settles = self.settle_steps(str(fragments), settings) > 0
-        self.barrier = self._every if settings.overlap == "blocking" else 0
+        self.barrier = self._every if settings.overlap in STANDING else 0
+        self._quorum = Quorum() if settings.overlap == "quorum" else None
         self._layout = layout
         self._values = values
         self._lossy = settings.codec != EXACT_CODEC
@@ -147,6 +151,7 @@ class AllReduce(ModeClass):
         if report.finishing:
             return self._end_run(now)
         outcomes: list[Outcome] = []
+        effects: list[Effect] = []
         if self._rounds.finished:  # a new run
             outcomes += self._rounds.finish(False, now)
             self._landing = None
@@ -160,7 +165,9 @@ class AllReduce(ModeClass):
         self._due |= report.step % self._every == 0
         if report.published and self._due and self._free_in() <= 0:
             outcomes += self._take(now)
-        return self._perform(outcomes, now)
+        elif self._quorum is not None:  # it came to the round without this step
+            effects += self._resume()
+        return [*effects, *self._perform(outcomes, now)]
 
     def on_message(self, sender: NodeId, message: Message | Connected, now: float) -> list[Effect]:
         """One message of a round."""
@@ -175,7 +182,13 @@ class AllReduce(ModeClass):
     def on_timer(self, now: float) -> list[Effect]:
         """Repeat what waits, and see whether the final correction has landed."""
         self._unapplied = None
-        return self._perform([*self._land(), *self._rounds.on_timer(now)], now)
+        outcomes: list[Outcome] = []
+        if self._quorum is not None and now >= self._quorum.due_at:
+            self._quorum.reached(now)
+            if self._rounds.phase == RoundPhase.IDLE:
+                self.counts["rounds_early"] += 1
+                outcomes += self._take(now)
+        return self._perform([*self._land(), *outcomes, *self._rounds.on_timer(now)], now)
 
     # ---------------------------------------------------------------- what there is to see
 
@@ -249,6 +262,8 @@ class AllReduce(ModeClass):
         if self._start is not None and self._keeps_agreed and self._rounds.round == 0:
             self._rounds.starts_from(digest(self._start))
         self._measure(values)
+        if self._quorum is not None:
+            self._quorum.reached(now)
         return outcomes + self._rounds.reach(now)
 
     def _measure(self, values: Vector) -> None:
@@ -306,11 +321,15 @@ class AllReduce(ModeClass):
             match outcome:
                 case Committed():
                     effects += self._on_committed(outcome)
+                    if self._quorum is not None:
+                        self._quorum.committed(outcome.begin, self._me, now)
                 case Withdrawn():
                     effects += [*not_finite(self.counts), *self._resume()]
                 case _:
                     effects.append(outcome)
         self.deadline = max(now, self._rounds.deadline())
+        if self._quorum is not None and self._rounds.phase == RoundPhase.IDLE:
+            self.deadline = min(self.deadline, max(now, self._quorum.due_at))
         if self._landing is not None:
             self.deadline = min(self.deadline, now + LAND_AGAIN_S)
         return effects

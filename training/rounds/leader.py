@@ -27,7 +27,7 @@ import random
 from collections import Counter
 from typing import Any
 
-from peerd.training.mode_settings import AUTO, GRADIENTS, ModeSettings
+from peerd.training.mode_settings import AUTO, GRADIENTS, STANDING, ModeSettings
 from peerd.training.rounds.attempt import EXACT_CODEC, LAST_CODEC, Pace, ends_whole
 from peerd.training.rounds.culprits import MISSES_MAX, Culprits
 from peerd.training.rounds.lengths import AT_ONCE, GROUPS, FarRounds, far_off, longest_mean
@@ -296,6 +296,7 @@ class Leader:
             tuple(roster),
             tuple(reports[id].life for id in roster),
             tuple(lengths) if len(lengths) == GROUPS * len(roster) else (),
+            waited=tuple(max(0.0, now - self._since[id]) for id in roster),
             **(self._of_gradients(roster, reports, whole=whole) if self._gradients else {}),
         )
         self._begun_at = now
@@ -368,7 +369,7 @@ def patience_s(pace: Pace) -> float:
 
 def waits_s(pace: Pace, settings: ModeSettings) -> float:
     """For a member without a contribution. Who does not stand meanwhile comes by its own steps, be they slow."""
-    if settings.overlap == "blocking" or settings.exchange == GRADIENTS:
+    if settings.overlap in STANDING or settings.exchange == GRADIENTS:
         return patience_s(pace)
     return max(patience_s(pace), PATIENCE_SHARE * pace.usual_period_s)
 

@@ -496,6 +496,8 @@ class Rounds:
             remembered = late or self._me not in begin.roster or said in self._lengths
             if not (are_lengths(begin.lengths, len(begin.roster)) and remembered):
                 raise PeerError("a round whose members did not say these lengths")
+        if len(begin.waited) != len(begin.roster) or not all(0 <= waited < math.inf for waited in begin.waited):
+            raise PeerError("a round whose members have not waited so long")
         if begin.codec not in CODECS:
             raise PeerError(f"codec {begin.codec[:40]!r} is none of {', '.join(CODECS)}")
         try:

@@ -63,6 +63,7 @@ class RoundBegin(Message):
     source: NameOrNone = ""  # whose whole model all take over; "": they take their mean
     basis: int = 0  # the attempt that the source agreed in last: who did so, too, has its model
     step: int = 0  # of the source's trainer
+    waited: tuple[float, ...] = ()  # seconds, of the roster's members: for how long each one's contribution was there
 
 
 NO_MEAN = -1.0

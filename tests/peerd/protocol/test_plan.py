@@ -29,7 +29,7 @@ from peerd.protocol.plan import (
 from peerd.settings import Settings, planned
 from peerd.simulation.referee import Referee
 from peerd.training.codecs import CODECS
-from peerd.training.mode_settings import PLANNED
+from peerd.training.mode_settings import OVERLAPS, PLANNED
 from peerd.training.modes import MODES, class_of
 from peerd.training.modes.parameter_server import ParameterServer
 from peerd.transport.errors import UserError
@@ -183,7 +183,7 @@ changes = st.fixed_dictionaries(
         "codec": st.none() | st.sampled_from(["auto", *CODECS]),
         "trigger": st.sampled_from([None, "always", "period:10", "change:0.125"]),
         "every": st.none() | st.integers(1, 10**6),
-        "overlap": st.sampled_from([None, "blocking", "delayed", "hpsgd"]),
+        "overlap": st.sampled_from([None, *OVERLAPS]),
         "topology": st.sampled_from([None, "auto", "ring", "tree:4", "halving"]),
         "servers": st.none() | st.integers(1, 128),
         "min_peers": st.none() | st.integers(1, 1000),

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from round_swarm import RoundSwarm
 from weather import weather_settings
 
+from peerd.training.mode_settings import OVERLAPS, STANDING
 from peerd.training.modes.allreduce import LANDS_WITHIN, SETTLE_STEPS
 from peerd.training.rounds.attempt import LAST_CODEC, WINDOW
 from peerd.training.rounds.culprits import MISSES_MAX
@@ -23,7 +24,7 @@ from peerd.transport.messages import LinkClosed, RoundBegin, RoundCommit, RoundP
 
 NAMES = "abcde"
 names = st.sampled_from(NAMES)
-overlaps = st.sampled_from(["delayed", "blocking", "hpsgd"])
+overlaps = st.sampled_from(OVERLAPS)
 topologies = st.sampled_from(["auto", "ring", "tree", "halving"])
 
 
@@ -239,7 +240,7 @@ def test_without_faults_every_round_has_everybody(
         swarm.settle()
     applied = [node.rounds for node in swarm.nodes.values()]
     assert all(each == applied[0] for each in applied)
-    assert len(applied[0]) >= (4 if overlap == "blocking" else 3)
+    assert len(applied[0]) >= (4 if overlap in STANDING else 3)
     end(swarm)
 
 
