@@ -67,6 +67,7 @@ MAY_SURFACE = (  # at which an error may be what a peer said earlier
     PeersChanged, Reconnected, TimerDue, Stepped, GradientCame, TrainerLost, RunStands, NodeLeaves, BarrierKnown,
 )  # fmt: skip
 REST_S = 0.005  # between two looks at the mode's deadline, at least
+IGNORED_S = 0.05  # where nothing has come of one
 LOOK_MAX_S = 0.5  # of a mode that has moved it with no event
 
 
@@ -107,8 +108,11 @@ class ModeRunner:
                     await self._sooner.wait()
                 self._post_late()
                 if mode is not None and trio.current_time() >= mode.deadline:
+                    due = mode.deadline
                     self.compute.post(TimerDue())
                     await self.compute.call(Nothing())
+                    if mode.deadline == due:  # it hears nothing any more, or failed
+                        await trio.sleep(IGNORED_S)
 
     async def begin(
         self,

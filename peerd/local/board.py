@@ -21,11 +21,13 @@ from peerd.training.model.over import parts_of
 from peerd.training.model.quiet import Quiet
 
 PAGE_BYTES = 4096
-_CHANGE, _REST, _COPY_STEP, _STEP, _SENT, _CURRENT, _OTHERS = range(7)  # of the daemon's numbers of 8 bytes
-_VERSION, _TOTAL = 8, 9  # in the trainer's half, in another cache line
-_FIGURES_AT = (_TOTAL + 1) * 8
+_CHANGE, _REST, _COPY_STEP, _STEP, _SENT, _CURRENT = range(6)  # of the daemon's numbers of 8 bytes
+_OTHERS = 7  # 6 was a flag: a script may still be of an older peerd
+_VERSION = 8  # in the trainer's half, in another cache line
+_TOTAL = PAGE_BYTES // 8 - 1
+_FIGURES_AT = (_VERSION + 1) * 8
 _FIGURES = struct.Struct("@qqddddI")
-METRICS_BYTES_MAX = PAGE_BYTES - _FIGURES_AT - _FIGURES.size
+METRICS_BYTES_MAX = 8 * _TOTAL - _FIGURES_AT - _FIGURES.size
 STEP_MAX = 1 << 62  # a number has 8 bytes
 LOOKS_MAX = 10  # at figures that change meanwhile
 

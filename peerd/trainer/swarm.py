@@ -152,7 +152,8 @@ class Swarm:
             atexit.register(self._at_exit)
         self.step_count = session.step if session else follower.step if follower else 0
         """Steps done, those before a resume or before joining included."""
-        self._others = 0  # how far they are in their runs (over.py); the same on all ranks
+        self._others = session.others if session else 0
+        """How far they are in their runs (over.py); the same on all ranks, from the first step on."""
         self._drop_momentum()
 
     @property
@@ -193,7 +194,7 @@ class Swarm:
         makes them all. `step_count` is of the steps that this node makes itself.
         """
         if self._session is not None:
-            self._session.say_total(total)
+            self._session.say_total(int(total))
         number = self.step_count - 1
         while not self.is_over(total):
             number = number_of(max(self.step_count, number + 1), total, self._others)

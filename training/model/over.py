@@ -23,9 +23,9 @@ def parts_of(step: int, total: int) -> int:
 def number_of(following: int, total: int, others: int) -> int:
     """Which of `total` steps a node makes next, where most others have made these parts of their runs.
 
-    `following` is the one after its last: no step is made twice, but where it is late for the very last.
+    `following` is the one after its last: no step is made twice, but the very last, where a run goes on beyond it.
     """
-    return min(total - 1, max(following, total * min(others, PARTS) // PARTS))
+    return min(total - 1, max(following, total * min(others, PARTS - 1) // PARTS))
 
 
 def is_over(made: int, total: int, others: int) -> bool:

@@ -46,7 +46,7 @@ from peerd.training.mode_settings import AUTO, EXCHANGES, GRADIENTS, STANDING, M
 from peerd.training.model.quiet import EVERY_STEP, NEVER, Quiet
 from peerd.training.modes.gradients import GradientAllReduce
 from peerd.training.rounds.attempt import EXACT_CODEC
-from peerd.training.rounds.lengths import lengths_of, limits_of, shorten
+from peerd.training.rounds.lengths import GROUPS, lengths_of, limits_of, shorten
 from peerd.training.rounds.member import Committed, Outcome, Rounds, Withdrawn
 from peerd.training.rounds.quorum import Quorum
 from peerd.training.rounds.topology import parse_topology
@@ -165,7 +165,10 @@ class AllReduce(ModeClass):
         self._due |= report.step % self._every == 0
         if report.published and self._due and self._free_in() <= 0:
             outcomes += self._take(now)
-        elif self._quorum is not None:  # it came to the round without this step
+        elif self._quorum is not None and self._rounds.phase == RoundPhase.READY and self._rounds.early:
+            if report.published and self._due:
+                outcomes += self._take(now)
+        elif self._quorum is not None and self._rounds.phase != RoundPhase.READY:  # a round without this step
             effects += self._resume()
         return [*effects, *self._perform(outcomes, now)]
 
@@ -187,7 +190,7 @@ class AllReduce(ModeClass):
             self._quorum.reached(now)
             if self._rounds.phase == RoundPhase.IDLE:
                 self.counts["rounds_early"] += 1
-                outcomes += self._take(now)
+                outcomes += self._take(now, early=True)
         return self._perform([*self._land(), *outcomes, *self._rounds.on_timer(now)], now)
 
     # ---------------------------------------------------------------- what there is to see
@@ -245,11 +248,11 @@ class AllReduce(ModeClass):
             return self._taken_at + self._every - self._step
         return math.inf if self._lands else max(0, self._settled_at - self._step)
 
-    def _take(self, now: float) -> list[Outcome]:
+    def _take(self, now: float, *, early: bool = False) -> list[Outcome]:
         values = self._current()
         if not is_finite(values):
             return [Withdrawn()]
-        self._due, self._taken_at = self._overlap == "hpsgd", self._step
+        self._due, self._taken_at = self._overlap == "hpsgd" or (early and self._due), self._step
         outcomes: list[Outcome] = []
         if self._merge is not None:
             assert self._origin is not None, "set with the first contribution"
@@ -261,10 +264,14 @@ class AllReduce(ModeClass):
         self._taken = values
         if self._start is not None and self._keeps_agreed and self._rounds.round == 0:
             self._rounds.starts_from(digest(self._start))
-        self._measure(values)
         if self._quorum is not None:
             self._quorum.reached(now)
-        return outcomes + self._rounds.reach(now)
+        if early:
+            self._rounds.measured((0.0,) * GROUPS)  # which says nothing of how far members come
+            return outcomes + self._rounds.reach(now, early=True)
+        self._measure(values)
+        came = self._rounds.phase == RoundPhase.READY
+        return outcomes + (self._rounds.made_steps(now) if came else self._rounds.reach(now))
 
     def _measure(self, values: Vector) -> None:
         """Say how far our contribution is from what all had last; of a finished run what encoding dropped is no way."""

@@ -264,7 +264,11 @@ class Leader:
             for id, report in reports.items()
             if report.phase != RoundPhase.IDLE and (final or not (self._gradients and report.finished))
         ][:ROSTER_MAX]
-        wanting = [id for id in roster if not reports[id].given or (final and not reports[id].settled)]
+        wanting = [
+            id
+            for id in roster
+            if (not reports[id].given and not reports[id].early) or (final and not reports[id].settled)
+        ]
         if not wanting or len(roster) < self._settings.min_peers:
             self._wanted_at = None
             return []

@@ -1,10 +1,11 @@
 """How long do the others wait for a member that is slower than most? Until it gives what it has.
 
 A round of `quorum` begins as one of `blocking`, when all have come to it. But a member that is later than most by GRACE
-does not make its steps first: its contribution is its progress so far, be that none, and what it learns meanwhile
-counts from there. So all hold the same agreed model, rounds follow each other at the pace of most, and each member's
-data counts for as many steps as it makes. It is the quorum and grace window of decoupled DiLoCo (arXiv:2604.21428),
-without its synchroniser: each order of a round says how long its members had waited, and each member acts on that.
+does not make its steps first: its contribution is what its last copy has of them, be that nothing, and what it learns
+meanwhile counts from there. It says that it came early, and a round to which all came so does not begin. So all hold
+the same agreed model, rounds follow each other at the pace of most, and each member's data counts for as many steps as
+it makes. It is the quorum and grace window of decoupled DiLoCo (arXiv:2604.21428), without its synchroniser: each order
+of a round says how long its members had waited, and each member acts on that.
 
 What most of the others take, from one round's end until they come to the next, each member measures on its own clock.
 """

@@ -41,6 +41,7 @@ class RoundReport(Message):
     nonfinite: bool = False  # not finite
     start: bytes = b""  # before its first round: the digest of the model that its progress counts from
     limit: float = 0.0  # of the mean of the last round that it applied, as the commit said
+    early: bool = False  # it has come without having made its steps, so that nobody waits for it
     is_void: bool = False  # what it gave to the attempt is not its gradient: no mean may come of it
 
 

@@ -48,8 +48,8 @@ class Stale(AllReduce):
         left = super().end()
         return self._earlier if left is None else left + self._earlier
 
-    def _take(self, now: float) -> list[Outcome]:
-        outcomes = super()._take(now)
+    def _take(self, now: float, *, early: bool = False) -> list[Outcome]:
+        outcomes = super()._take(now, early=early)
         if self._origin is not None:
             self._began = True
             outcomes.append(self._put_back())

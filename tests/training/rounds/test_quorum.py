@@ -1,12 +1,17 @@
-"""When is a member late? What most of the others take, whatever their clocks say and one of them tells."""
+"""When is a member late? What most of the others take, whatever their clocks say and one of them tells.
+
+And swarms of members of unequal speed, on a clock of their own: who gives what when, and who waits for whom.
+"""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mode_swarm import ModeSwarm
 
 from peerd.training.rounds.quorum import GRACE, ROUNDS, Quorum
 from peerd.transport.messages import RoundBegin
@@ -63,3 +68,92 @@ def test_where_all_are_slower_at_once_they_come_by_their_own_steps_again() -> No
         at = round_of(quorum, came, [came] * 3, at)
         early += 1
     assert 0 < early < 40
+
+
+# ---------------------------------------------------------------- swarms
+
+TICK_S = 0.005
+FAST_S, SLOW_S = 0.05, 0.3
+
+
+class Paced:
+    """Members that take so long for a step, and learn the same but for some noise."""
+
+    def __init__(self, step_s: dict[str, float], mode: str = "allreduce", **settings: Any) -> None:
+        self.step_s = step_s
+        told = {"overlap": "quorum", "every": 2, "codec": "int8", "robust": True, **settings}
+        self.swarm = ModeSwarm(mode, "".join(step_s), 400, **told)
+        self.swarm.all_hear()
+        self.swarm.settle()
+        self._ends_at = {name: step_s[name] for name in step_s}  # of the step that each is in
+
+    def run(self, seconds: float, pause: frozenset[str] = frozenset()) -> None:
+        """Members of `pause` make no step meanwhile."""
+        swarm, until = self.swarm, self.swarm.now + seconds
+        while swarm.now < until:
+            for name in sorted(swarm.nodes.keys() - pause):
+                node = swarm.nodes[name]
+                if node.waits or node.finishing:
+                    self._ends_at[name] = swarm.now + self.step_s[name]
+                elif swarm.now >= self._ends_at[name]:
+                    swarm.step(name, 0.02 + 0.01 * swarm.rng.normal(size=swarm.layout.total))
+                    self._ends_at[name] = swarm.now + self.step_s[name]
+            swarm.settle()
+            swarm.pass_time(TICK_S)
+        for name in pause:
+            self._ends_at[name] = swarm.now + self.step_s[name]
+
+    def counted(self, what: str) -> dict[str, int]:
+        return {name: node.core.counts[what] for name, node in self.swarm.nodes.items()}
+
+
+@pytest.mark.parametrize("codec", ["float32", "bfloat16", "int8", "sign"])
+@pytest.mark.parametrize("mode", ["allreduce", "diloco"])
+def test_as_many_slow_as_fast_members_hold_nobody_up_and_lose_nobody(mode: str, codec: str) -> None:
+    paced = Paced({"a": FAST_S, "b": SLOW_S, "c": SLOW_S, "d": FAST_S}, mode, codec=codec)
+    paced.run(6.0)
+    steps = {name: node.steps for name, node in paced.swarm.nodes.items()}
+    assert set(paced.counted("members_left_out").values()) == {0}
+    assert min(steps["a"], steps["d"]) > 0.5 * 6.0 / FAST_S
+    assert min(steps["b"], steps["c"]) > 0.8 * 6.0 / SLOW_S
+    assert max(paced.counted("rounds_early")["a"], paced.counted("rounds_early")["d"]) < 5
+    paced.swarm.end()
+    models = [node.x for node in paced.swarm.nodes.values()]
+    assert all((model == models[0]).all() for model in models)
+
+
+def test_a_round_to_which_all_came_early_does_not_begin() -> None:
+    """As where all evaluate their models at once."""
+    paced = Paced({"a": FAST_S, "b": FAST_S, "c": FAST_S})
+    paced.run(2.0)
+    before, early = paced.counted("rounds"), paced.counted("rounds_early")
+    paced.run(3.0, pause=frozenset("abc"))
+    assert max(count - before[name] for name, count in paced.counted("rounds").items()) <= 1
+    assert all(count > early[name] for name, count in paced.counted("rounds_early").items()), "or this tries nothing"
+    paced.run(2.0)
+    assert min(count - before[name] for name, count in paced.counted("rounds").items()) > 0.5 * 2.0 / (2 * FAST_S)
+
+
+@pytest.mark.parametrize("slow", "abc")
+def test_rounds_are_at_the_pace_of_who_still_trains(slow: str) -> None:
+    """Who has ended is in every round, and begins none."""
+    paced = Paced({name: SLOW_S if name == slow else FAST_S for name in "abc"})
+    paced.run(2.0)
+    for name in set("abc") - {slow}:
+        paced.swarm.finish(name)
+    paced.run(0.5)
+    before = paced.counted("rounds")[slow]
+    paced.run(6.0)
+    assert paced.counted("rounds")[slow] - before <= 6.0 / (2 * SLOW_S) + 2
+
+
+def test_too_few_members_wait_for_more() -> None:
+    paced = Paced({"a": FAST_S, "b": SLOW_S}, min_peers=2)
+    paced.run(3.0)
+    paced.swarm.die("a")
+    paced.swarm.all_hear()
+    paced.run(1.0)
+    before = paced.swarm.nodes["b"].steps
+    paced.run(3.0)
+    assert paced.swarm.nodes["b"].steps == before
+    assert paced.swarm.nodes["b"].waits
