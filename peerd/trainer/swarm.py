@@ -152,8 +152,8 @@ class Swarm:
             atexit.register(self._at_exit)
         self.step_count = session.step if session else follower.step if follower else 0
         """Steps done, those before a resume or before joining included."""
-        self._others = session.others if session else 0
-        """How far they are in their runs (over.py); the same on all ranks, from the first step on."""
+        self._others = session.others if session is not None and ranks is None else 0
+        """How far other nodes are in their runs (over.py); the same on all ranks, which hear it after each step."""
         self._drop_momentum()
 
     @property
@@ -193,8 +193,9 @@ class Swarm:
         from there on would be of its own data, and their models would follow it. Who has made nine tenths of `total`
         makes them all. `step_count` is of the steps that this node makes itself.
         """
+        total = int(total)
         if self._session is not None:
-            self._session.say_total(int(total))
+            self._session.say_total(total)
         number = self.step_count - 1
         while not self.is_over(total):
             number = number_of(max(self.step_count, number + 1), total, self._others)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -588,3 +589,23 @@ def test_a_slow_script_that_dies_after_the_others_ends_ends_with_them(machine: M
     slow.says("this one ends with them, after ")
     slow.eventually(lambda: slow.ask("status")["phase"] == "finished")
     assert slow.step < 1000
+
+
+def test_a_slow_script_goes_by_the_others_count(machine: Machine) -> None:
+    """And they, which are as fast as each other, by their own."""
+    loop = LOOP.replace("        train(", "        print('number', step, flush=True)\n        train(")
+    assert loop != LOOP
+    script = machine.script("train.py", HEAD + PLAIN + loop)
+    a = machine.start("a", "--wait-for", "3", script, STEPS="400", SLOW="0.015")
+    b = machine.start("b", "--wait-for", "3", script, join=a, STEPS="400", SLOW="0.015")
+    slow = machine.start("slow", "--wait-for", "3", script, join=a, STEPS="400", SLOW="0.15")
+    for node in (a, b, slow):
+        node.eventually(lambda node=node: node.ask("status")["phase"] == "finished")  # type: ignore[misc]
+    numbers = {node.name: [int(found) for found in re.findall(r"number (\d+)", node.log)] for node in (a, b, slow)}
+    for made in numbers.values():
+        assert made == sorted(set(made)), "none is made twice"
+        assert made[-1] < 400
+    assert len(numbers["slow"]) == slow.step < 150
+    assert numbers["slow"][-1] > 250, "it is where they are"
+    for name in "ab":
+        assert len(numbers[name]) > 380, "each may come late for some, beside other work"
