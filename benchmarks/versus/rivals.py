@@ -176,6 +176,7 @@ RIVALS: dict[str, Callable[[Run, Place], Any]] = {
     "hivemind 32": with_hivemind,
     "torchft DiLoCo 32": with_torchft,
 }
+ROUNDS_OF_2 = ["--mode", "allreduce", "--every", "2", "--overlap", "quorum"]
 ROUNDS_OF_8 = ["--mode", "allreduce", "--every", "8", "--overlap", "blocking"]
 QUASI_GLOBAL = "peerd, quasi-global momentum"
 OURS: dict[str, list[str]] = {
@@ -185,12 +186,10 @@ OURS: dict[str, list[str]] = {
     "peerd --trigger change:0.1": ["--trigger", "change:0.1"],
     "peerd --codec top_k_3 --trigger change:0.1": ["--codec", "top_k_3", "--trigger", "change:0.1"],
     "peerd allreduce 32 int8": ["--mode", "allreduce", "--every", "32", "--codec", "int8"],
-    "peerd allreduce 2 top_k_2bit": [
-        "--mode", "allreduce", "--every", "2", "--overlap", "quorum", "--codec", "top_k_2bit",
-    ],
+    "peerd allreduce 2 top_k_2bit": [*ROUNDS_OF_2, "--codec", "top_k_2bit"],
     "peerd allreduce 8 top_k_2bit": [*ROUNDS_OF_8, "--codec", "top_k_2bit"],
     "peerd allreduce 8 top_k_3": [*ROUNDS_OF_8, "--codec", "top_k_3"],
     "peerd allreduce 8 int4": [*ROUNDS_OF_8, "--codec", "int4"],
     "peerd diloco int8": ["--mode", "diloco", "--codec", "int8"],
-}  # fmt: skip
+}
 """Options of `peerd start`."""

@@ -425,11 +425,10 @@ class SimulatedTrainer:
 
     def _next_number(self) -> int:
         """Of the step that comes now, as its script has it."""
-        if self._settings.ends_together and self._settings.steps is not None:
-            following = max(self.steps, self._number + 1)
-            self._number = number_of(following, self._settings.steps, self._others)
-        else:
-            self._number = self.steps
+        total = self._settings.steps
+        if not self._settings.ends_together or total is None:
+            return self.steps
+        self._number = number_of(self._number, self.steps, total, self._others)
         return self._number
 
     def _wait_with_gradient(self, seconds: float) -> None:

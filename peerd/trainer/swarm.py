@@ -196,9 +196,9 @@ class Swarm:
         total = int(total)
         if self._session is not None:
             self._session.say_total(total)
-        number = self.step_count - 1
+        number = -1
         while not self.is_over(total):
-            number = number_of(max(self.step_count, number + 1), total, self._others)
+            number = number_of(number, self.step_count, total, self._others)
             yield number
         if self.step_count < total and self._follower is None:
             made = f"{self.step_count:,} of {total:,}"

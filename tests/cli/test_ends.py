@@ -53,6 +53,11 @@ def machine(machine: Machine) -> Iterator[Machine]:
     machine.end()
 
 
+def comes_to(node: Node, *phases: str) -> None:
+    """Its training is in one of these, in the end."""
+    node.eventually(lambda: node.ask("status")["phase"] in phases)
+
+
 def exported(node: Node, *options: str) -> dict[str, torch.Tensor]:
     """The node's model, as its user gets it."""
     done = node.machine.peerd("export", "--name", node.name, "model.safetensors", *options)
@@ -584,10 +589,10 @@ def test_a_slow_script_that_dies_after_the_others_ends_ends_with_them(machine: M
     pid = slow.trainer_pid
     os.kill(pid, signal.SIGSTOP)
     for node in others:
-        node.eventually(lambda node=node: node.ask("status")["phase"] in ("finishing", "finished"))  # type: ignore[misc]
+        comes_to(node, "finishing", "finished")
     os.kill(pid, signal.SIGKILL)
     slow.says("this one ends with them, after ")
-    slow.eventually(lambda: slow.ask("status")["phase"] == "finished")
+    comes_to(slow, "finished")
     assert slow.step < 1000
 
 
@@ -600,7 +605,7 @@ def test_a_slow_script_goes_by_the_others_count(machine: Machine) -> None:
     b = machine.start("b", "--wait-for", "3", script, join=a, STEPS="400", SLOW="0.015")
     slow = machine.start("slow", "--wait-for", "3", script, join=a, STEPS="400", SLOW="0.15")
     for node in (a, b, slow):
-        node.eventually(lambda node=node: node.ask("status")["phase"] == "finished")  # type: ignore[misc]
+        comes_to(node, "finished")
     numbers = {node.name: [int(found) for found in re.findall(r"number (\d+)", node.log)] for node in (a, b, slow)}
     for made in numbers.values():
         assert made == sorted(set(made)), "none is made twice"

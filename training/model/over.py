@@ -20,12 +20,13 @@ def parts_of(step: int, total: int) -> int:
     return min(PARTS, PARTS * step // total) if total > 0 else 0
 
 
-def number_of(following: int, total: int, others: int) -> int:
-    """Which of `total` steps a node makes next, where most others have made these parts of their runs.
+def number_of(last: int, made: int, total: int, others: int) -> int:
+    """Which of `total` steps a node makes next, that has `made` so many, the `last` of which bore this number.
 
-    `following` is the one after its last: no step is made twice, but the very last, where a run goes on beyond it.
+    Most others have made these parts of their runs. No step is made twice, but the very last, where a run goes on
+    beyond it.
     """
-    return min(total - 1, max(following, total * min(others, PARTS - 1) // PARTS))
+    return min(total - 1, max(last + 1, made, total * min(others, PARTS - 1) // PARTS))
 
 
 def is_over(made: int, total: int, others: int) -> bool:

@@ -163,11 +163,8 @@ class AllReduce(ModeClass):
         if self._lands:
             self._lands, self._settled_at = False, report.step + LANDS_WITHIN + SETTLE_STEPS
         self._due |= report.step % self._every == 0
-        if report.published and self._due and self._free_in() <= 0:
+        if report.published and self._due and (self._free_in() <= 0 or self._rounds.came_early):
             outcomes += self._take(now)
-        elif self._quorum is not None and self._rounds.phase == RoundPhase.READY and self._rounds.early:
-            if report.published and self._due:
-                outcomes += self._take(now)
         elif self._quorum is not None and self._rounds.phase != RoundPhase.READY:  # a round without this step
             effects += self._resume()
         return [*effects, *self._perform(outcomes, now)]
@@ -186,11 +183,9 @@ class AllReduce(ModeClass):
         """Repeat what waits, and see whether the final correction has landed."""
         self._unapplied = None
         outcomes: list[Outcome] = []
-        if self._quorum is not None and now >= self._quorum.due_at:
-            self._quorum.reached(now)
-            if self._rounds.phase == RoundPhase.IDLE:
-                self.counts["rounds_early"] += 1
-                outcomes += self._take(now, early=True)
+        if self._quorum is not None and self._rounds.phase == RoundPhase.IDLE and now >= self._quorum.due_at:
+            self.counts["rounds_early"] += 1
+            outcomes += self._take(now, early=True)
         return self._perform([*self._land(), *outcomes, *self._rounds.on_timer(now)], now)
 
     # ---------------------------------------------------------------- what there is to see
@@ -249,6 +244,8 @@ class AllReduce(ModeClass):
         return math.inf if self._lands else max(0, self._settled_at - self._step)
 
     def _take(self, now: float, *, early: bool = False) -> list[Outcome]:
+        if self._quorum is not None:
+            self._quorum.reached(now)
         values = self._current()
         if not is_finite(values):
             return [Withdrawn()]
@@ -264,14 +261,12 @@ class AllReduce(ModeClass):
         self._taken = values
         if self._start is not None and self._keeps_agreed and self._rounds.round == 0:
             self._rounds.starts_from(digest(self._start))
-        if self._quorum is not None:
-            self._quorum.reached(now)
         if early:
             self._rounds.measured((0.0,) * GROUPS)  # which says nothing of how far members come
             return outcomes + self._rounds.reach(now, early=True)
         self._measure(values)
-        came = self._rounds.phase == RoundPhase.READY
-        return outcomes + (self._rounds.made_steps(now) if came else self._rounds.reach(now))
+        reach = self._rounds.made_steps if self._rounds.came_early else self._rounds.reach
+        return outcomes + reach(now)
 
     def _measure(self, values: Vector) -> None:
         """Say how far our contribution is from what all had last; of a finished run what encoding dropped is no way."""

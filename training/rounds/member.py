@@ -130,7 +130,7 @@ class Rounds:
         self.finished = False
         self.given = False  # a round has had what this member's finished run had to give
         self.settled = False  # and the final round has been applied
-        self.early = False  # it came to the next round without having made its steps
+        self._is_early = False  # what is contributed to the next round
         self._lengths: deque[Lengths] = deque([()], maxlen=4)  # of our contribution, the last last
         self._blames: NodeId = ""
         self._me = me
@@ -179,7 +179,7 @@ class Rounds:
         `early`: nobody is to wait for it, nor for a round that all have come to so.
         """
         assert self.phase == RoundPhase.IDLE
-        self._offer, self._there, self.early = offer or self._offer, there, early
+        self._offer, self._there, self._is_early = offer or self._offer, there, early
         self._enter(RoundPhase.READY)
         self._reached_at = self._round_since = now
         self._patience.comes(now)
@@ -187,11 +187,15 @@ class Rounds:
 
     def made_steps(self, now: float) -> list[Outcome]:
         """This member had come early, and its contribution is one of its own steps now."""
-        assert self.phase == RoundPhase.READY
-        assert self.early
-        self.early = False
+        assert self.came_early
+        self._is_early = False
         self._reached_at = now
         return self.say(now)
+
+    @property
+    def came_early(self) -> bool:
+        """Whether this member is at the next round without having made its steps."""
+        return self._is_early and self.phase == RoundPhase.READY and not self.finished
 
     def come(self, there: tuple[int, int], now: float, offer: Offer | None = None) -> list[Outcome]:
         """More of the contribution is there."""
@@ -590,7 +594,7 @@ class Rounds:
             self._blames, self._lengths[-1] if self.phase != RoundPhase.IDLE else (),
             now - self._reached_at if self.phase != RoundPhase.IDLE else 0.0,
             self._offer.step, self._offer.weight, self._offer.nonfinite, b"" if self._agreed else self._start,
-            self._limit, self.early and self.phase == RoundPhase.READY and not self.finished, self._is_void,
+            self._limit, self.came_early, self._is_void,
         )  # fmt: skip
 
 

@@ -62,14 +62,14 @@ def test_most_others_have_made_what_is_said(made: list[int], told: int) -> None:
     assert ends.heard(among) <= max(made), "one alone hurries nobody, where there is another"
 
 
-@given(following=st.integers(0, 1000), total=st.integers(1, 1000), others=st.integers(0, OVER))
-def test_a_slow_node_goes_by_the_others_count(following: int, total: int, others: int) -> None:
-    number = number_of(following, total, others)
+@given(last=st.integers(-1, 1000), made=st.integers(0, 1000), total=st.integers(1, 1000), others=st.integers(0, OVER))
+def test_a_slow_node_goes_by_the_others_count(last: int, made: int, total: int, others: int) -> None:
+    number, following = number_of(last, made, total, others), max(last + 1, made)
     assert 0 <= number < total
     if following < total:
         assert following <= number
         assert number == following or parts_of(number, total) <= others, "no further than they are"
-        assert number_of(following, total, parts_of(following, total)) == following, "who is as far leaves none out"
+        assert number_of(last, made, total, parts_of(following, total)) == following, "who is as far leaves none out"
     assert parts_of(following, 0) == 0
 
 
