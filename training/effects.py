@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,35 @@ from peerd.transport.messages import Message
 
 Vector = npt.NDArray[np.floating[Any]]
 """A flat model or model difference: one dimension, float32 in production, float64 in exactness tests."""
+
+
+class Sliced(Protocol):
+    """A vector that is read and written in slices: an array, or one that takes less memory (pairs/block_floats.py)."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(total,)."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of its slices."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, where: slice, /) -> Vector:
+        """The values there: a view, or to be written back."""
+
+    def __setitem__(self, where: slice, values: Vector, /) -> None: ...
+
+    def copy(self) -> Self:
+        """Another of the same values."""
+
+    def tobytes(self) -> bytes:
+        """All its bits."""
 
 
 @dataclass(frozen=True, slots=True)

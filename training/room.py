@@ -1,4 +1,5 @@
-"""How many links does a node keep at once, and how much of those that went? Each is memory: two models, for ever.
+"""How many links does a node keep at once, and how much of those that went? Each is memory for ever: two models, of a
+large one in half their bytes (pairs/block_floats.py).
 
 Of a small model it accepts as many again as it looks for, keeps a view's worth of links to absent peers, and what is
 left of twice as many. A swarm has places to spare then.
@@ -17,9 +18,14 @@ from dataclasses import dataclass
 from peerd.training.sample import WHOLE_MAX
 
 LARGE = 1 << 25
-"""Values: each link to such a model takes 256 MB and more."""
+"""Values: each link to such a model takes 128 MB and more."""
 LEFT_OF_LINKS = 2  # views: with one-bit codecs that is what is left of six links for each of a view
-LEFT_OF_LARGE = 3  # models: two links that each wait for a half, encoded halves included
+LEFT_OF_LARGE = 2  # models: two links that each wait for a half, encoded halves included
+
+
+def is_large(values: int) -> bool:
+    """Whether a model of so many values is."""
+    return values >= LARGE
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +53,7 @@ class Room:
 
 def room(view: int, values: int) -> Room:
     """Of a node that looks for so many partners, for a model of so many values."""
+    if is_large(values):
+        return Room(1, view + 1, LEFT_OF_LARGE, None)
     of_link = 3 if values <= WHOLE_MAX else 2  # both references, and where a small model was at the last exchange
-    if values < LARGE:
-        return Room(of_link, 2 * view, LEFT_OF_LINKS * 3 * view, view)
-    return Room(of_link, view + 1, LEFT_OF_LARGE, None)
+    return Room(of_link, 2 * view, LEFT_OF_LINKS * 3 * view, view)

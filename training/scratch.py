@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from peerd.training.effects import Vector
+from peerd.training.effects import Sliced, Vector
 
 KEEP = 2  # corrections on their way, or a push and what becomes of it
 
@@ -26,7 +26,7 @@ class Scratch:
         self._free: list[Vector] = []
         self._borrowed: list[Vector] = []
 
-    def take_for_event(self, like: Vector) -> Vector:
+    def take_for_event(self, like: Sliced) -> Vector:
         """The same as `take`, for what comes back before the next event: a correction, which leaves in an Apply."""
         for spare in self.spares():
             if not any(spare is one for one in self._borrowed):
@@ -38,13 +38,13 @@ class Scratch:
         """All that was taken for the last event has come back, or is lost by an error: who lent it has it again."""
         self._borrowed.clear()
 
-    def take(self, like: Vector) -> Vector:
+    def take(self, like: Sliced) -> Vector:
         """An array of the shape and dtype of `like`, with any content."""
         while self._free:
             array = self._free.pop()
             if array.shape == like.shape and array.dtype == like.dtype:
                 return array
-        return np.empty_like(like)
+        return np.empty(like.shape, like.dtype)
 
     def give(self, array: Vector) -> None:
         """Return what was taken; the caller keeps no view of it."""

@@ -50,7 +50,7 @@ def test_a_large_model_has_a_view_and_one(view: int, data: st.DataObject) -> Non
     few = room(view, LARGE)
     active = data.draw(st.integers(0, few.active))
     assert active + few.dormant(active) == few.active == view + 1
-    assert few.models == 2 * (view + 1) + few.left < room(view, LARGE - 1).models
+    assert few.models == view + 1 + few.left < room(view, LARGE - 1).models
 
 
 @pytest.mark.usefixtures("large")
@@ -83,8 +83,9 @@ def test_absent_peers_have_the_places_that_the_living_leave() -> None:
 
 @pytest.mark.usefixtures("large")
 @pytest.mark.parametrize("codec", ["sign", "int8"])
-def test_a_large_model_is_conserved_and_agreed_upon(codec: str) -> None:
-    swarm = GossipSwarm(8, 5000, codec, "change:0.05", view=VIEW, seed=3, buffers=5)
+@pytest.mark.parametrize(("dtype", "drift"), [("float64", 1e-9), ("float32", 1e-5)])
+def test_a_large_model_is_conserved_and_agreed_upon(codec: str, dtype: str, drift: float) -> None:
+    swarm = GossipSwarm(8, 5000, codec, "change:0.05", view=VIEW, seed=3, buffers=5, dtype=dtype)
     assert not swarm.nodes["a"].core._sample.is_whole
     assert swarm.nodes["a"].core._sample.kept < 3000
     swarm.everyone_alive()
@@ -94,7 +95,7 @@ def test_a_large_model_is_conserved_and_agreed_upon(codec: str) -> None:
             swarm.step(name, 0.05 * swarm.rng.normal(size=5000))
         swarm.settle()
     assert swarm.nodes["a"].core.counts["exchanges"] > 10
-    assert swarm.drift() < 1e-9
+    assert swarm.drift() < drift
     for name in sorted(swarm.nodes):
         swarm.step(name, finishing=True)
     for _ in range(6):
@@ -102,7 +103,7 @@ def test_a_large_model_is_conserved_and_agreed_upon(codec: str) -> None:
     models = np.array([node.x for node in swarm.nodes.values()])
     mean = models.mean(axis=0)
     assert np.linalg.norm(models - mean, axis=1).max() < 0.02 * np.linalg.norm(mean)
-    assert swarm.drift() < 1e-9
+    assert swarm.drift() < drift
     assert_references_agree(swarm)
 
 

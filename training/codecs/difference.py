@@ -10,7 +10,7 @@ import numpy as np
 
 from peerd.training.codecs import vector
 from peerd.training.codecs.vector import VALUE_MAX, Gain, Layout, NotFinite
-from peerd.training.effects import Vector
+from peerd.training.effects import Sliced, Vector
 from peerd.training.kernels.passes import parts, squares
 from peerd.training.scratch import Scratch
 from peerd.transport.errors import PeerError
@@ -37,7 +37,7 @@ def decode_onto(
     codec: str,
     layout: Layout,
     chunks: Chunks,
-    known: Vector,
+    known: Sliced,
     scratch: Scratch,
     value_max: float = VALUE_MAX,
     *,

@@ -19,7 +19,7 @@ from peerd.training.codecs import CODECS, ONE_PASS, Codec, NotFinite
 from peerd.training.codecs.blocks import BLOCK
 from peerd.training.codecs.codec import Encoded, finite_float32
 from peerd.training.codecs.compress import Compressor, unpack
-from peerd.training.effects import Vector
+from peerd.training.effects import Sliced, Vector
 from peerd.training.kernels.passes import add_within, squares
 from peerd.transport.errors import PeerError
 from peerd.transport.messages import CHUNK_VALUES, Chunk, Chunks
@@ -161,7 +161,7 @@ class Gain:
 
 
 def encode(
-    codec_name: str, layout: Layout, values: Vector, *, known: Vector | None = None, decoded: Vector | None = None
+    codec_name: str, layout: Layout, values: Sliced, *, known: Sliced | None = None, decoded: Vector | None = None
 ) -> tuple[Chunks, Contraction]:
     """The chunks for `values`, or for values - known, all of shape (layout.total,), and what they lose.
 
@@ -212,9 +212,9 @@ def decode(
     codec_name: str,
     layout: Layout,
     chunks: Chunks,
-    out: Vector,
+    out: Sliced,
     *,
-    known: Vector | None = None,
+    known: Sliced | None = None,
     value_max: float = VALUE_MAX,
 ) -> None:
     """Overwrite `out`, shape (layout.total,), float32 or float64, with what `chunks` hold: finite, or an error.
@@ -229,9 +229,11 @@ def decode(
     """
     assert out.shape == (layout.total,)
     for where, codec, body in _bodies(codec_name, layout, chunks):
-        codec.decode(body, out[where])
-        if known is not None and not add_within(out[where], known[where], value_max, out[where]):
+        piece = out[where]
+        codec.decode(body, piece)
+        if known is not None and not add_within(piece, known[where], value_max, piece):
             raise PeerError(f"a value beyond {value_max:g}")
+        out[where] = piece
 
 
 def decoded_pieces(

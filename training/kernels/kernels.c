@@ -20,7 +20,7 @@
 #endif
 #define INLINE static inline __attribute__((always_inline))
 
-const int32_t peerd_kernels_version = 4; /* VERSION in library.py: of the functions' names and arguments */
+const int32_t peerd_kernels_version = 5; /* VERSION in library.py: of the functions' names and arguments */
 
 enum { BLOCK = 256, LANES = 16 };
 
@@ -395,6 +395,80 @@ EACH_PROCESSOR void peerd_mean(float *gradient, const float *summed, int64_t cou
         memcpy(gradient + start, mean, size * sizeof *mean);
         totals[0] += squares_of(mean, size);
         totals[1] += squares_of(apart, size);
+    }
+}
+
+INLINE float power_of_two(uint32_t biased)
+{
+    uint32_t bits = biased << 23;
+    float power;
+    memcpy(&power, &bits, sizeof power);
+    return power;
+}
+
+/* Whole multiples of a power of two, one for each block: exponents are those of the block's largest value, as float32
+ * stores them, 15 at least; the unit is 2^-15 of the next power. See pairs/block_floats.py. */
+INLINE uint8_t pack_block(const float *values, int size, int16_t *multiples)
+{
+    uint32_t exponent = largest_of(values, size) >> 23;
+    exponent = exponent < 15 ? 15 : exponent;
+    const float each = power_of_two(268 - exponent);
+    for (int i = 0; i < size; i++) {
+        float scaled = values[i] * each;
+        scaled = scaled < 32767.0f ? scaled : 32767.0f;
+        scaled = scaled > -32767.0f ? scaled : -32767.0f;
+        scaled += ROUNDING; /* whose last bits are the whole number now */
+        uint32_t bits;
+        memcpy(&bits, &scaled, sizeof bits);
+        multiples[i] = (int16_t)bits;
+    }
+    return (uint8_t)exponent;
+}
+
+INLINE void unpack_block(const int16_t *multiples, uint8_t exponent, int size, float *values)
+{
+    const float unit = power_of_two(exponent - 14u);
+    for (int i = 0; i < size; i++)
+        values[i] = (float)multiples[i] * unit;
+}
+
+EACH_PROCESSOR void peerd_blocks_pack(const float *values, int64_t count, int16_t *multiples, uint8_t *exponents)
+{
+    for (int64_t start = 0; start < count; start += BLOCK)
+        exponents[start / BLOCK] = pack_block(values + start, smaller(count - start), multiples + start);
+}
+
+EACH_PROCESSOR void peerd_blocks_unpack(const int16_t *multiples, const uint8_t *exponents, int64_t count, float *out)
+{
+    for (int64_t start = 0; start < count; start += BLOCK)
+        unpack_block(multiples + start, exponents[start / BLOCK], smaller(count - start), out + start);
+}
+
+INLINE void move_block(int16_t *mine, uint8_t *of_mine, const float *outgoing, int16_t *theirs, uint8_t *of_theirs,
+                       float *next, int size)
+{
+    float moved[BLOCK];
+    unpack_block(mine, *of_mine, size, moved);
+    for (int i = 0; i < size; i++)
+        moved[i] += outgoing[i];
+    *of_mine = pack_block(moved, size, mine);
+    *of_theirs = pack_block(next, size, theirs);
+    for (int i = 0; i < size; i++)
+        next[i] -= moved[i];
+}
+
+/* peerd_move_references of two references in such blocks, without the squares. */
+EACH_PROCESSOR void peerd_blocks_move(int16_t *mine, uint8_t *of_mine, const float *outgoing, int16_t *theirs,
+                                      uint8_t *of_theirs, float *next, int64_t count)
+{
+    for (int64_t start = 0; start < count; start += BLOCK) {
+        int64_t block = start / BLOCK;
+        if (count - start >= BLOCK) /* whose length the compiler knows */
+            move_block(mine + start, of_mine + block, outgoing + start, theirs + start, of_theirs + block, next + start,
+                       BLOCK);
+        else
+            move_block(mine + start, of_mine + block, outgoing + start, theirs + start, of_theirs + block, next + start,
+                       (int)(count - start));
     }
 }
 

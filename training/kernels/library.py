@@ -11,7 +11,7 @@ import ctypes
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-VERSION = 4  # of the signatures: what an earlier peerd left here must not be called by today's
+VERSION = 5  # of the signatures: what an earlier peerd left here must not be called by today's
 ARRAY, COUNT, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES = {
     "peerd_squares": (None, [ARRAY, ARRAY, ARRAY, COUNT, ARRAY]),
@@ -26,6 +26,9 @@ _SIGNATURES = {
     "peerd_move_references": (None, [ARRAY, ARRAY, ARRAY, ARRAY, ARRAY, COUNT, ARRAY]),
     "peerd_add": (None, [ARRAY, ARRAY, ARRAY, COUNT, ARRAY]),
     "peerd_mean": (None, [ARRAY, ARRAY, COUNT, REAL, ARRAY]),
+    "peerd_blocks_pack": (None, [ARRAY, COUNT, ARRAY, ARRAY]),
+    "peerd_blocks_unpack": (None, [ARRAY, ARRAY, COUNT, ARRAY]),
+    "peerd_blocks_move": (None, [ARRAY, ARRAY, ARRAY, ARRAY, ARRAY, ARRAY, COUNT]),
     "peerd_is_finite": (ctypes.c_int, [ARRAY, COUNT]),
 }
 

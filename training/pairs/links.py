@@ -39,11 +39,12 @@ from operator import attrgetter
 import numpy as np
 
 from peerd.training.codecs import vector
-from peerd.training.codecs.difference import digest, digest_of, norm_of_difference
+from peerd.training.codecs.difference import digest_of, norm_of_difference
 from peerd.training.codecs.vector import Layout, NotFinite
-from peerd.training.effects import Effect, Send, Vector
+from peerd.training.effects import Effect, Send, Sliced, Vector
 from peerd.training.flush import Progress
 from peerd.training.mode import ENDED_MAX
+from peerd.training.pairs.block_floats import known_vector
 from peerd.training.pairs.graylist import Graylist
 from peerd.training.pairs.reference import PairedReference, Unfinished
 from peerd.training.room import room
@@ -294,7 +295,7 @@ class PairLinks:
         if sender not in self.held:  # membership does not know it yet, and there is no room for another such
             self._counts["links_declined"] += 1
             return [*effects, Send(sender, LinkClosed(number, 0))]
-        if message.digest and message.digest == digest(start):
+        if message.digest and message.digest == digest_of(SNAPSHOT_CODEC, self._layout, chunks, values.dtype):
             self._counts["links_equal"] += 1
             return [*effects, Send(sender, LinkEqual(number))]
         self._counts["snapshots"] += 1
@@ -313,7 +314,7 @@ class PairLinks:
             codec, (_, chunks) = SNAPSHOT_CODEC, self._offered
         else:
             raise PeerError(f"{sender} has a model equal to one that it was not told of")
-        start = np.empty_like(values)
+        start = known_vector(self._layout, values.dtype)
         vector.decode(codec, self._layout, chunks, start)
         self._asked_no_more(sender)
         self._hold(sender, message.link, start, values, now)
@@ -436,10 +437,10 @@ class PairLinks:
             effects.append(Send(peer, LinkClose(reference.link, reference.version)))
         return effects
 
-    def _snapshot(self, values: Vector) -> tuple[Chunks, Vector]:
+    def _snapshot(self, values: Vector) -> tuple[Chunks, Sliced]:
         """What a link starts from, as it travels and as it arrives. Raises NotFinite."""
         chunks, _ = vector.encode(SNAPSHOT_CODEC, self._layout, values)
-        start = np.empty_like(values)
+        start = known_vector(self._layout, values.dtype)
         vector.decode(SNAPSHOT_CODEC, self._layout, chunks, start)
         return chunks, start
 
@@ -518,7 +519,7 @@ class PairLinks:
         if len(self._ended) > ENDED_MAX:
             self._ended.popitem(last=False)
 
-    def _hold(self, peer: NodeId, number: int, start: Vector, values: Vector, now: float) -> None:
+    def _hold(self, peer: NodeId, number: int, start: Sliced, values: Vector, now: float) -> None:
         reference = PairedReference(number, start, self._layout, self._scratch)
         norm = norm_of_difference(values[: self._layout.parameters])
         # a peer may open before its own news has come; one that membership never confirms holds no place of the view

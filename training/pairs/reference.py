@@ -31,7 +31,7 @@ import numpy as np
 from peerd.training.codecs import vector
 from peerd.training.codecs.difference import decode_onto
 from peerd.training.codecs.vector import GAIN_MAX, VALUE_MAX, Gain, Layout, NotFinite
-from peerd.training.effects import Vector
+from peerd.training.effects import Sliced, Vector
 from peerd.training.pairs.robust import Norms, factors, tensors_of, unpacked
 from peerd.training.scratch import Scratch
 from peerd.transport.errors import PeerError
@@ -78,7 +78,7 @@ class Outcome:
 class PairedReference:
     """One end of one link. Not thread-safe: one thread owns it."""
 
-    def __init__(self, link: int, start: Vector, layout: Layout, scratch: Scratch) -> None:
+    def __init__(self, link: int, start: Sliced, layout: Layout, scratch: Scratch) -> None:
         """Both references begin at `start` (shape (total,)), the same bits on both ends; it is this one's own now."""
         self._scratch = scratch
         self._tensors = tensors_of(layout)
@@ -143,11 +143,11 @@ class PairedReference:
         if self.settled or self._torn:
             self.cancel()
             return None
-        apart: Vector | None = None
+        apart: Sliced | None = None
         if self.under_way is not None:
             apart = self.theirs
             for where, ours in self._pieces(self.under_way):
-                apart[where] -= self.mine[where] + ours
+                apart[where] = apart[where] - (self.mine[where] + ours)
         answered = None if self.confirmed else self.answered
         unfinished = Unfinished(self.link, self.version, answered, self.under_way, apart, self.layout, self._scratch)
         self.cancel()
@@ -162,7 +162,7 @@ class PairedReference:
         return self._tensors.whole(self.distances)
 
     def _encode(self, values: Vector, half: ExchangeHalf, *, wants_answer: bool) -> Delta:
-        outgoing = np.empty_like(self.mine) if len(self.mine) <= KEPT_MAX else None
+        outgoing = np.empty(self.mine.shape, self.mine.dtype) if len(self.mine) <= KEPT_MAX else None
         chunks, contraction = vector.encode(half.codec, self.layout, values, known=self.mine, decoded=outgoing)
         self._outgoing = outgoing
         half.gain.observe(contraction)
@@ -213,7 +213,7 @@ class Unfinished:
         version: int,
         answered: Delta | None,
         under_way: Delta | None,
-        apart: Vector | None,
+        apart: Sliced | None,
         layout: Layout,
         scratch: Scratch,
     ) -> None:
@@ -235,8 +235,9 @@ class Unfinished:
     def models(self) -> float:
         """How much memory it takes, in whole models of float32."""
         whole = 4 * self.layout.total
+        apart = 0 if self._apart is None else self._apart.nbytes
         halves = (self.answered, self.under_way)
-        return (self._apart is not None) + sum(sum(map(len, half.chunks)) / whole for half in halves if half)
+        return (apart + sum(sum(map(len, half.chunks)) for half in halves if half)) / whole
 
     def said(self) -> list[Delta | LinkClosed]:
         """What the peer may lack, and what it owes us; once it owes us nothing, that no exchange will follow."""

@@ -30,8 +30,9 @@ import numpy as np
 import numpy.typing as npt
 
 from peerd.training.codecs.vector import Layout
-from peerd.training.effects import Vector
-from peerd.training.kernels.passes import move_references, scale_by, squares_by
+from peerd.training.effects import Sliced, Vector
+from peerd.training.kernels.passes import Stops, Sums, move_references, scale_by, squares_by
+from peerd.training.pairs.block_floats import BlockFloats
 from peerd.training.sample import sample_of, stops_of
 from peerd.transport.errors import PeerError
 from peerd.transport.ids import NodeId
@@ -68,7 +69,7 @@ class Tensors:
         """||values - known|| of each."""
         return np.sqrt(squares_by(values, known, self.stops))
 
-    def move(self, mine: Vector, outgoing: Iterable[tuple[slice, Vector]], theirs: Vector, following: Vector) -> Norms:
+    def move(self, mine: Sliced, outgoing: Iterable[tuple[slice, Vector]], theirs: Sliced, following: Vector) -> Norms:
         """Move two references (kernels/passes.py): returns how far apart they are then, which is in `following`.
 
         `outgoing` comes in pieces that follow each other; a tensor may end within one.
@@ -76,10 +77,10 @@ class Tensors:
         found = np.zeros(len(self))
         for where, piece in outgoing:
             if len(piece) == len(mine):
-                return np.sqrt(move_references(mine, piece, theirs, following, self.stops))
+                return np.sqrt(_moved(mine, where, piece, theirs, following, self.stops))
             first, last = np.searchsorted(self.stops, [where.start, where.stop - 1], side="right")
             stops = np.minimum(self.stops[first : last + 1], where.stop) - where.start
-            found[first : last + 1] += move_references(mine[where], piece, theirs[where], following[where], stops)
+            found[first : last + 1] += _moved(mine, where, piece, theirs, following[where], stops)
         return np.sqrt(found)
 
     def scale(self, values: Vector, factors: Norms) -> None:
@@ -298,6 +299,16 @@ class CentreAllowances(Allowances):
         """See `Allowances`."""
         for peer in peers & self._said.keys():
             del self._said[peer]
+
+
+def _moved(mine: Sliced, where: slice, outgoing: Vector, theirs: Sliced, following: Vector, stops: Stops) -> Sums:
+    if isinstance(mine, BlockFloats) and isinstance(theirs, BlockFloats):
+        if mine.move(where, outgoing, theirs, following):
+            return squares_by(following, None, stops)
+    ours, other = mine[where], theirs[where]
+    found = move_references(ours, outgoing, other, following, stops)
+    mine[where], theirs[where] = ours, other
+    return found
 
 
 def _note(one: Allowance, distances: Norms) -> None:
