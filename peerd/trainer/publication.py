@@ -1,10 +1,12 @@
 """How does a copy of the model come into the shared memory? On a GPU beside the training, which goes on meanwhile.
 
-The flat copy stays on the device until the next one is made, so nothing writes what is being copied: the session says
-nothing to the daemon, and takes nothing from it that changes the model, before the copy is whole.
+What is copied stays on the device until the next copy is made, so nothing writes it meanwhile: the session says nothing
+to the daemon, and takes nothing from it that changes the model, before the copy is whole.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 
@@ -16,17 +18,20 @@ class Publication:
         self._stream: torch.cuda.Stream | None = None
         self._whole: torch.cuda.Event | None = None
 
-    def begin(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy `source`, shape (total,), on any device, to `target`, pinned host memory; at most one is under way."""
+    def begin(self, parts: Iterable[tuple[slice, torch.Tensor]], target: torch.Tensor, device: torch.device) -> None:
+        """Copy `parts`, each made on `device` as it is asked for, to `target`, shape (total,), pinned host memory.
+
+        At most one copy is under way.
+        """
         assert not self.under_way, "one copy at a time"
-        if not source.is_cuda:
-            target.copy_(source)
+        if device.type != "cuda":
+            _copy(parts, target)
             return
         if self._stream is None:
-            self._stream = torch.cuda.Stream(source.device)  # type: ignore[no-untyped-call]
-        self._stream.wait_stream(torch.cuda.current_stream(source.device))  # which has just made it
-        with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(device))  # which has just made what they are made of
+        with torch.cuda.stream(self._stream):  # so that their memory is this stream's, too
+            _copy(parts, target)
             self._whole = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._whole.record(self._stream)
 
@@ -40,3 +45,8 @@ class Publication:
         if self._whole is not None:
             self._whole.synchronize()
             self._whole = None
+
+
+def _copy(parts: Iterable[tuple[slice, torch.Tensor]], target: torch.Tensor) -> None:
+    for where, values in parts:
+        target[where].copy_(values, non_blocking=True)

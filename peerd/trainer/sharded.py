@@ -8,7 +8,8 @@ not travel stays sharded: the base, the carries, and the change since.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +45,7 @@ def _reshard(model: nn.Module) -> None:
 class ShardedModel:
     """One rank's part of a model; on rank 0 the whole, seen as a `FlatModel`."""
 
-    on_cuda = False  # its flat vectors are in host memory
+    device = torch.device("cpu")  # where its flat vectors are
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, ranks: Ranks, exclude: Sequence[str] = ()) -> None:
         """To be called on all ranks at once, by rank 0 after `Word.COMES`. Raises ValueError as `FlatModel` does."""
@@ -65,8 +66,8 @@ class ShardedModel:
 
     # ---------------------------------------------------------------- on rank 0
 
-    def gather(self) -> torch.Tensor:
-        """See `FlatModel.gather`."""
+    def snapshot(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """See `FlatModel.snapshot`; each part is one tensor, put together as it is asked for, which all must be."""
         self._ranks.say(RankCommand.GATHER)
         return self._gather()
 
@@ -117,7 +118,7 @@ class ShardedModel:
         """Do what rank 0 has begun. Ends the script when this rank cannot."""
         match command:
             case RankCommand.GATHER:
-                self._gather()
+                deque(self._gather(), maxlen=0)
             case RankCommand.MEASURE:
                 self._measure()
             case RankCommand.ADD:
@@ -140,15 +141,14 @@ class ShardedModel:
             self.loaded()
 
     @torch.no_grad()
-    def _gather(self) -> torch.Tensor:
+    def _gather(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Nothing of it is on other ranks than the first."""
         _reshard(self._model)
         shards = self._shards.gather()
-        flat = torch.empty(self.total if self._ranks.leads else 0)
         for piece, own in zip(self.pieces, self._shards.pieces, strict=True):
             values = put_together(shards[own.start : own.stop], piece.held)
             if self._ranks.leads:
-                flat[piece.start : piece.stop] = values.reshape(-1)
-        return flat
+                yield slice(piece.start, piece.stop), values.reshape(-1)
 
     @torch.no_grad()
     def _measure(self) -> torch.Tensor:

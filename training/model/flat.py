@@ -6,8 +6,9 @@ parameters appear once. Buffers in one memory are all there, for a copy of the m
 largest is written. Frozen parameters never travel: they take part in the signature only, so peers with another
 frozen base are refused. Private ones (`exclude`) do neither. Names are names.py's.
 
-Everything is float32 on the way. Parameters of lower precision keep what a correction could not yet move in a float32
-carry, or small corrections would be rounded away for ever; those with a float32 master (masters.py) are its rounding.
+Everything is float32 on the way. Parameters of lower precision keep what a correction could not yet move in a carry, or
+small corrections would be rounded away for ever (carries.py); those with a float32 master (masters.py) are its
+rounding. What the model was when it was last published is kept in its own type: its own steps move no carry.
 A tensor whose float32 rounding is what it should become is left alone, so a buffer that nobody changes stays the bits
 that it is, in float64 too.
 """
@@ -15,7 +16,8 @@ that it is, in float64 too.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +28,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from peerd.training.model.apart import distinct, overlapping, runs_within
+from peerd.training.model.carries import joined, no_carry, part
 from peerd.training.model.masters import EXACT, StateMasters, masters_of, strangers_of
 from peerd.training.model.names import buffers_of, matching, parameters_of
 from peerd.training.model.shards import is_sharded, shard_of
@@ -34,6 +37,7 @@ from peerd.training.model.variances import bounded, is_variance
 
 Flat = npt.NDArray[np.float32]
 
+RUN = 1 << 22  # values: what is computed of more is computed in parts, or its temporaries are as large as a model
 _NAMED_MAX = 3  # tensors in one line
 
 
@@ -58,6 +62,11 @@ class Piece:
     def source(self) -> torch.Tensor:
         """What the optimizer steps: the tensor, or its master."""
         return shard_of(self.held if self.master is None else self.master)
+
+    @property
+    def has_carry(self) -> bool:
+        """Whether it is a parameter that a small correction cannot move."""
+        return not self.is_buffer and self.source.dtype not in EXACT
 
 
 class FlatModel:
@@ -121,8 +130,8 @@ class FlatModel:
         self._device = next(iter(shared.values())).device
         self._trainable = len(shared)
         self._states: Callable[[], dict[str, torch.Tensor]] = dict
-        self._base = torch.zeros(self.total, dtype=torch.float32, device=self._device)
-        self._carry: dict[str, torch.Tensor] = {}
+        self._bases = [_base_of(piece) for piece in self.pieces]  # of each, shape (count,), where it lives
+        self._carry: dict[str, torch.Tensor] = {}  # shape (count,)
 
     def share_states(self, states: Callable[[], dict[str, torch.Tensor]]) -> None:
         """Have the optimizer's state at the end of the vector, too: `states` gives its tensors as they are then."""
@@ -135,28 +144,52 @@ class FlatModel:
             self.total = stop
         self.tensors += [f"{line.removesuffix('buffer')}state" for line in described({}, states())]
         self.signature = signature_of(self.tensors)
-        self._base = torch.zeros(self.total, dtype=torch.float32, device=self._device)
+        self._bases += [_base_of(piece) for piece in self.pieces[len(self._bases) :]]
 
     @property
-    def on_cuda(self) -> bool:
-        """Whether the first trainable parameter lives on a GPU."""
-        return self._device.type == "cuda"
+    def device(self) -> torch.device:
+        """Where the first trainable parameter lives."""
+        return self._device
 
     @property
     def variances(self) -> list[tuple[int, int]]:
         """Where in the flat vector running variances are, as start and stop; see variances.py."""
         return variances_of(self.pieces)
 
+    def snapshot(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Make the model as it is now the base that `change` measures from; returns it in parts.
+
+        They are where each is, and its float32 values on the model's device, made as they are asked for: from what only
+        the next snapshot and corrections change.
+        """
+        self._keep()
+        return self._kept()
+
     @torch.no_grad()
     def gather(self) -> torch.Tensor:
-        """Make the model as it is now the base that `change` measures from; returns it, flat, on its device."""
+        """`snapshot` as one vector on the model's device, shape (total,)."""
+        flat = torch.empty(self.total, device=self._device)
+        for where, values in self.snapshot():
+            flat[where].copy_(values)
+        return flat
+
+    @torch.no_grad()
+    def _keep(self) -> None:
         self.look_again()
-        self._read_into(self._base)
-        return self._base
+        for piece, base in zip(self.pieces, self._bases, strict=True):
+            base.copy_(piece.source.reshape(-1) if piece.has_carry else self._value(piece))
+
+    @torch.no_grad()
+    def _kept(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        for piece, base in zip(self.pieces, self._bases, strict=True):
+            carry = self._carry.get(piece.name) if piece.has_carry else None
+            for where in _runs(base):
+                values = base[where].float() if carry is None else joined(base[where], carry[where])
+                yield slice(piece.start + where.start, piece.start + where.stop), values.to(self._device)
 
     @torch.no_grad()
     def change(self) -> torch.Tensor:
-        """||x - base|| over the parameters: one fused pass a tensor, a 0-dimensional result on the device.
+        """||x - base|| over the parameters: a 0-dimensional result on the device.
 
         Not finite when a parameter or a buffer is not: BatchNorm's statistics may be spoilt by a batch that left no
         gradient.
@@ -169,10 +202,12 @@ class FlatModel:
     def distances(self) -> torch.Tensor:
         """||x - base|| of each parameter in turn, on the device."""
         norms = []
-        for piece in self.pieces[: self._trainable]:
-            value = self._value(piece).float()
-            base = self._base[piece.start : piece.stop].to(value.device)
-            norms.append(torch.dist(value, base).to(self._device))
+        for piece, base in zip(self.pieces[: self._trainable], self._bases, strict=False):
+            value = piece.source.reshape(-1)
+            parts = [torch.dist(value[where].float(), base[where].float()).to(self._device) for where in _runs(base)]
+            if len(parts) != 1:
+                parts = [torch.linalg.vector_norm(torch.stack(parts)) if parts else torch.zeros((), device=self._device)]
+            norms += parts
         return torch.stack(norms)
 
     @torch.no_grad()
@@ -217,25 +252,25 @@ class FlatModel:
     def shift(self, delta: torch.Tensor) -> None:
         """The same with a tensor."""
         self.look_again()
-        delta = delta.to(self._device)
-        before = [(slice(*where), self._base[slice(*where)].clone()) for where in self.variances]
-        self._base += delta
-        for variances, was in before:
-            self._base[variances] = bounded(was, self._base[variances])
-        for piece in self.pieces:
-            part = delta[piece.start : piece.stop]
+        for piece, base in zip(self.pieces, self._bases, strict=True):
+            own = delta[piece.start : piece.stop]
+            if piece.has_carry:
+                self._add_with_carry(piece, base, own)
+                continue
+            before = [(slice(*where), base[slice(*where)].clone()) for where in piece.variances]
+            base += own.to(base.device)
+            for variances, was in before:
+                base[variances] = bounded(was, base[variances])
             if piece.is_buffer:
                 value = self._value(piece)
-                after = value + part.to(value.device)
+                after = value + own.to(value.device)
                 for where in piece.variances:
                     after[slice(*where)] = bounded(value[slice(*where)], after[slice(*where)])
                 self._write(piece, after)
-            elif piece.source.dtype in EXACT:
-                piece.source.add_(part.view(piece.source.shape).to(piece.source.device, piece.source.dtype))
+            else:
+                piece.source.add_(own.view(piece.source.shape).to(piece.source.device, piece.source.dtype))
                 if piece.master is not None:
                     piece.tensor.copy_(piece.source)
-            else:
-                self._add_with_carry(piece, part.view(piece.tensor.shape).to(piece.tensor.device))
 
     def load(self, values: Flat) -> None:
         """x = values, shape (total,)."""
@@ -244,19 +279,26 @@ class FlatModel:
     @torch.no_grad()
     def replace(self, values: torch.Tensor) -> None:
         """The same with a tensor."""
-        self._base.copy_(values)
-        self.restore()
+        self.put(values)
+        self._keep()
 
+    @torch.no_grad()
     def restore(self) -> None:
         """x = base: go back to the last published copy."""
-        self.put(self._base)
+        self.look_again()
+        for piece, base in zip(self.pieces, self._bases, strict=True):
+            if piece.has_carry:
+                piece.source.copy_(base.view(piece.source.shape))
+            else:
+                self._write(piece, base)
 
     @torch.no_grad()
     def values(self) -> torch.Tensor:
         """The model as it is now, shape (total,), with the carries; the base stays."""
         self.look_again()
-        values = torch.empty_like(self._base)
-        self._read_into(values)
+        values = torch.empty(self.total, device=self._device)
+        for piece in self.pieces:
+            values[piece.start : piece.stop].copy_(self._value(piece))
         return values
 
     @torch.no_grad()
@@ -276,15 +318,11 @@ class FlatModel:
     def _buffers(self) -> list[Piece]:
         return [piece for piece in self.pieces[self._trainable :] if piece.stop <= self.total - self.states]
 
-    def _read_into(self, flat: torch.Tensor) -> None:
-        for piece in self.pieces:
-            flat[piece.start : piece.stop].copy_(self._value(piece))
-
     def _value(self, piece: Piece) -> torch.Tensor:
         """The tensor's values (count,) where it lives: float32 where there is a carry, else in its own type."""
         value = piece.source.reshape(-1)
         carry = self._carry.get(piece.name)
-        return value if carry is None else value.float() + carry.reshape(-1)
+        return value if carry is None else joined(value, carry)
 
     def _write(self, piece: Piece, values: torch.Tensor) -> None:
         """The tensor becomes `values` (count,), but stays the bits that it is where these are the same float32.
@@ -294,6 +332,17 @@ class FlatModel:
         if piece.name in self._views:
             return
         source = piece.source
+        if piece.master is None and source.dtype not in EXACT:
+            carry = self._carry_of(piece)
+            with _flat(source) as flat:
+                for where in _runs(flat):
+                    wanted, own = values[where].to(flat.device, torch.float32), flat[where]
+                    stays = own.float() == wanted
+                    after, left = own.clone(), carry[where].clone()
+                    part(wanted, after, left)
+                    own.copy_(torch.where(stays, own, after))
+                    carry[where] = torch.where(stays, 0, left)
+            return
         wanted = values.view(source.shape).to(source.device)
         if source.dtype == torch.float32 and not piece.is_buffer:
             source.copy_(wanted)
@@ -301,14 +350,21 @@ class FlatModel:
             source.copy_(torch.where(source.float() == wanted.float(), source, wanted.to(source.dtype)))
         if piece.master is not None:
             piece.tensor.copy_(source)
-        elif source.dtype not in EXACT:
-            self._carry[piece.name] = wanted.float() - source.float()
 
-    def _add_with_carry(self, piece: Piece, part: torch.Tensor) -> None:
-        wanted = part + self._carry.get(piece.name, 0.0)
-        before = piece.tensor.float()  # of lower precision, so a copy
-        piece.tensor.add_(wanted.to(piece.tensor.dtype))
-        self._carry[piece.name] = wanted - (piece.tensor.float() - before)
+    def _add_with_carry(self, piece: Piece, base: torch.Tensor, delta: torch.Tensor) -> None:
+        """The base moves as the tensor does: what is left in the carry is seen nowhere yet."""
+        carry = self._carry_of(piece)
+        with _flat(piece.tensor) as flat:
+            for where in _runs(flat):
+                own = flat[where]
+                before = own.float()  # of lower precision, so a copy
+                part(joined(own, carry[where]).add_(delta[where].to(own.device)), own, carry[where])
+                base[where] = base[where].float() + (own.float() - before)
+
+    def _carry_of(self, piece: Piece) -> torch.Tensor:
+        if (carry := self._carry.get(piece.name)) is None:
+            carry = self._carry[piece.name] = no_carry(piece.source.reshape(-1))
+        return carry
 
     @torch.no_grad()
     def loaded(self) -> None:
@@ -331,7 +387,7 @@ class FlatModel:
             if found is None or (found.shape, found.dtype) != (shape, piece.held.dtype):
                 lost.add(piece.name)
                 if found is piece.held:  # other data in the same tensor: the last copy of what it was stands for it
-                    kept = self._base[piece.start : piece.stop].view(own_shape).to(found.dtype, copy=True)
+                    kept = self._bases[index].view(own_shape).to(found.dtype, copy=True)
                     self.pieces[index] = replace(piece, held=kept, master=None)
                     self._carry.pop(piece.name, None)
             elif is_sharded(found) == is_sharded(piece.held):  # else: whole for the forward pass it is in
@@ -341,6 +397,10 @@ class FlatModel:
             held = {piece.name: piece.held for piece in self._buffers}
             self._views = held.keys() - distinct(held).keys()
         self._follow_kept_masters()
+        for index, piece in enumerate(self.pieces):
+            if self._bases[index].device != piece.source.device:
+                self._bases[index] = self._bases[index].to(piece.source.device)
+                self._carry.pop(piece.name, None)
         added = {name for name, tensor in (parameters | buffers).items() if tensor.is_floating_point()}
         frozen = {piece.name for piece in self.pieces if not piece.is_buffer and not piece.held.requires_grad}
         self._changed = {
@@ -360,7 +420,29 @@ class FlatModel:
             kept = self._masters_kept.of(piece.held)
             if kept is not piece.master and (kept is not None or piece.name not in self._masters):
                 self.pieces[index] = replace(piece, master=kept)
+                self._bases[index] = self._bases[index].float()
                 self._carry.pop(piece.name, None)
+
+
+def _base_of(piece: Piece) -> torch.Tensor:
+    source = piece.source
+    return torch.zeros(source.numel(), dtype=source.dtype if piece.has_carry else torch.float32, device=source.device)
+
+
+@contextmanager
+def _flat(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Its values, shape (count,), to be written."""
+    if tensor.is_contiguous():
+        yield tensor.view(-1)
+        return
+    flat = tensor.reshape(-1)
+    yield flat
+    tensor.copy_(flat.view(tensor.shape))
+
+
+def _runs(values: torch.Tensor) -> Iterator[slice]:
+    """Where its parts of at most RUN values are."""
+    return (slice(start, min(start + RUN, len(values))) for start in range(0, len(values), RUN))
 
 
 def variances_of(pieces: Iterable[Piece]) -> list[tuple[int, int]]:

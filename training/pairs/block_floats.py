@@ -80,8 +80,9 @@ class BlockFloats:
             first = cut - self._parameters
             self._exact[first : first + stop - cut] = values[cut - start :]
 
-    def move(self, where: slice, outgoing: Vector, theirs: BlockFloats, following: Vector) -> bool:
+    def move(self, where: slice, outgoing: Vector, theirs: Sliced, following: Vector) -> bool:
         """As kernels/passes.py moves two references, of which this is `mine`; False where there is no kernel for it."""
+        assert isinstance(theirs, BlockFloats), "both references are kept alike"
         start, cut, stop = self._cut(where)
         if cut < stop or (kernels := library.LIBRARY) is None or not is_plain(outgoing, following):
             return False

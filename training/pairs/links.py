@@ -36,8 +36,6 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from operator import attrgetter
 
-import numpy as np
-
 from peerd.training.codecs import vector
 from peerd.training.codecs.difference import digest_of, norm_of_difference
 from peerd.training.codecs.vector import Layout, NotFinite

@@ -302,9 +302,8 @@ class CentreAllowances(Allowances):
 
 
 def _moved(mine: Sliced, where: slice, outgoing: Vector, theirs: Sliced, following: Vector, stops: Stops) -> Sums:
-    if isinstance(mine, BlockFloats) and isinstance(theirs, BlockFloats):
-        if mine.move(where, outgoing, theirs, following):
-            return squares_by(following, None, stops)
+    if isinstance(mine, BlockFloats) and mine.move(where, outgoing, theirs, following):
+        return squares_by(following, None, stops)
     ours, other = mine[where], theirs[where]
     found = move_references(ours, outgoing, other, following, stops)
     mine[where], theirs[where] = ours, other

@@ -5,7 +5,7 @@ No GPU is needed: the copy here is late because the test lets it be.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -37,9 +37,9 @@ class LatePublication(Publication):
         self._left = 0
         self.begun = self.waited_for = 0
 
-    def begin(self, source: torch.Tensor, target: torch.Tensor) -> None:
+    def begin(self, parts: Iterable[tuple[slice, torch.Tensor]], target: torch.Tensor, device: torch.device) -> None:
         assert self._copy is None, "one copy at a time"
-        self._copy, self._left = lambda: target.copy_(source), self.looks
+        self._copy, self._left = lambda: [target[where].copy_(values) for where, values in parts], self.looks
         self.begun += 1
 
     @property

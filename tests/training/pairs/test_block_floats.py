@@ -1,8 +1,6 @@
-"""Two bytes a value: how exact they are, that both ends and both implementations round alike, and that links live by them."""
+"""Two bytes a value: how exact they are, and that both ends, compiled or by numpy, round alike."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -25,10 +23,9 @@ scales = st.sampled_from([1e-45, 1e-38, 1e-36, 1e-33, 1e-10, 1.0, 1e25, 1e30, 1e
 
 
 @pytest.fixture
-def large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every model is a large one."""
     monkeypatch.setattr(room, "LARGE", 0)
-    yield
 
 
 @st.composite
