@@ -85,7 +85,7 @@ ROOMS = {  # each with the rooms that it may look into; from the roof to the cel
     "pairs": {"codecs", "kernels", "mode", "messages", "transport"},
     "parameter_server": {"model", "codecs", "kernels", "mode", "messages", "transport"},
     "rounds": {"codecs", "kernels", "mode", "messages", "transport"},
-    "model": set(),
+    "model": {"kernels"},
     "mode": {"codecs", "kernels", "messages", "model", "transport"},
     "codecs": {"kernels", "mode", "messages", "transport"},
     "kernels": set(),

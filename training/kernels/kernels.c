@@ -472,6 +472,58 @@ EACH_PROCESSOR void peerd_blocks_move(int16_t *mine, uint8_t *of_mine, const flo
     }
 }
 
+/* A weight in bfloat16 and its carry, the lower half of its float32, which is to be added to the bits of the upper one.
+ * See model/carries.py. */
+INLINE float joined(uint16_t upper, int16_t lower)
+{
+    int32_t added = (upper & 0x7fff) || lower > 0 ? lower : 0;
+    uint32_t bits = ((uint32_t)upper << 16) + (uint32_t)added;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+INLINE uint16_t upper_of(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return (uint16_t)((bits + 0x8000u) >> 16);
+}
+
+INLINE int16_t lower_of(float value, uint16_t upper)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return (int16_t)(bits - ((uint32_t)upper << 16));
+}
+
+EACH_PROCESSOR void peerd_carry_join(const uint16_t *upper, const int16_t *lower, int64_t count, float *out)
+{
+    for (int64_t i = 0; i < count; i++)
+        out[i] = joined(upper[i], lower[i]);
+}
+
+EACH_PROCESSOR void peerd_carry_part(const float *exact, int64_t count, uint16_t *upper, int16_t *lower)
+{
+    for (int64_t i = 0; i < count; i++) {
+        upper[i] = upper_of(exact[i]);
+        lower[i] = lower_of(exact[i], upper[i]);
+    }
+}
+
+/* Weights and carries get delta; `base`, in bfloat16 as they are, moves as the weights do. */
+EACH_PROCESSOR void peerd_carry_add(const float *delta, uint16_t *upper, int16_t *lower, uint16_t *base, int64_t count)
+{
+    for (int64_t i = 0; i < count; i++) {
+        float exact = joined(upper[i], lower[i]) + delta[i];
+        uint16_t after = upper_of(exact);
+        float moved = joined(after, 0) - joined(upper[i], 0);
+        lower[i] = lower_of(exact, after);
+        upper[i] = after;
+        base[i] = upper_of(joined(base[i], 0) + moved);
+    }
+}
+
 EACH_PROCESSOR int peerd_is_finite(const float *values, int64_t count)
 {
     uint32_t largest = 0;

@@ -29,6 +29,9 @@ _SIGNATURES = {
     "peerd_blocks_pack": (None, [ARRAY, COUNT, ARRAY, ARRAY]),
     "peerd_blocks_unpack": (None, [ARRAY, ARRAY, COUNT, ARRAY]),
     "peerd_blocks_move": (None, [ARRAY, ARRAY, ARRAY, ARRAY, ARRAY, ARRAY, COUNT]),
+    "peerd_carry_join": (None, [ARRAY, ARRAY, COUNT, ARRAY]),
+    "peerd_carry_part": (None, [ARRAY, COUNT, ARRAY, ARRAY]),
+    "peerd_carry_add": (None, [ARRAY, ARRAY, ARRAY, ARRAY, COUNT]),
     "peerd_is_finite": (ctypes.c_int, [ARRAY, COUNT]),
 }
 

@@ -1,15 +1,22 @@
 """What does a weight of lower precision lack of its float32 value? Its carry: what corrections could not yet move in it.
 
-Of bfloat16, which is the upper half of a float32, it is the lower half, rounded: sixteen bits, to add to or take from
-those of the weight. So both together are the float32 value to the bit, in four bytes. A step of the optimizer's moves
-the weight alone, and the carry stays so many of 2^16 parts of its last digit. Of other types it is a float32.
+Of bfloat16, which is the upper half of a float32, it is the lower half: sixteen bits, to add to or take from those of
+the weight, which is rounded. So both together are the float32 value to the bit, in four bytes. A step of the
+optimizer's moves the weight alone, and the carry stays so many of 2^16 parts of its last digit. Of other types it is a
+float32.
+
+On a processor all is one pass by a kernel; on a GPU, and where there is no compiler, by torch's operations.
 """
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 
-_HALF_BITS = 16
+from peerd.training.kernels import library
+
+_LOWER_BITS = 16
 _ROUNDING = 1 << 15
 
 
@@ -22,10 +29,14 @@ def joined(values: torch.Tensor, carry: torch.Tensor) -> torch.Tensor:
     """The float32 values of these weights, shape (count,)."""
     if values.dtype != torch.bfloat16:
         return values.float() + carry
+    if (kernels := _kernels(values, carry)) is not None:
+        exact = torch.empty(len(values))
+        kernels.peerd_carry_join(values.data_ptr(), carry.data_ptr(), len(values), exact.data_ptr())
+        return exact
     upper = values.view(torch.int16).int()
     lower = carry.int()
     lower = torch.where(upper & 0x7FFF == 0, lower.clamp(min=0), lower)  # a weight that was set to zero: less is none
-    return ((upper << _HALF_BITS) + lower).view(torch.float32)
+    return ((upper << _LOWER_BITS) + lower).view(torch.float32)
 
 
 def part(exact: torch.Tensor, values: torch.Tensor, carry: torch.Tensor) -> None:
@@ -34,7 +45,36 @@ def part(exact: torch.Tensor, values: torch.Tensor, carry: torch.Tensor) -> None
         values.copy_(exact)
         carry.copy_(exact - values.float())
         return
-    bits = exact.view(torch.int32)
-    upper = (bits + _ROUNDING) >> _HALF_BITS
+    if (kernels := _kernels(exact, values, carry)) is not None:
+        kernels.peerd_carry_part(exact.data_ptr(), len(exact), values.data_ptr(), carry.data_ptr())
+        return
+    upper = _rounded(exact)
     values.view(torch.int16).copy_(upper)
-    carry.copy_(bits - (upper << _HALF_BITS))
+    carry.copy_(exact.view(torch.int32) - (upper << _LOWER_BITS))
+
+
+def add(delta: torch.Tensor, values: torch.Tensor, carry: torch.Tensor, base: torch.Tensor) -> None:
+    """Add float32 values, shape (count,), to weights and their carry; `base` moves as far as the weights do."""
+    kernels = _kernels(delta, values, carry, base) if values.dtype == base.dtype == torch.bfloat16 else None
+    if kernels is not None:
+        addresses = (delta.data_ptr(), values.data_ptr(), carry.data_ptr(), base.data_ptr())
+        kernels.peerd_carry_add(*addresses, len(delta))
+        return
+    before = values.float()  # of lower precision, so a copy
+    part(joined(values, carry).add_(delta), values, carry)
+    moved = base.float() + (values.float() - before)
+    if base.dtype == torch.bfloat16:
+        base.view(torch.int16).copy_(_rounded(moved))
+    else:
+        base.copy_(moved)
+
+
+def _rounded(exact: torch.Tensor) -> torch.Tensor:
+    """The upper halves of float32 values, as whole numbers; a tie goes away from zero."""
+    return (exact.view(torch.int32) + _ROUNDING) >> _LOWER_BITS
+
+
+def _kernels(*tensors: torch.Tensor) -> ctypes.CDLL | None:
+    """Those that can take these."""
+    able = all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
+    return library.LIBRARY if able else None

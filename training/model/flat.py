@@ -28,7 +28,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from peerd.training.model.apart import distinct, overlapping, runs_within
-from peerd.training.model.carries import joined, no_carry, part
+from peerd.training.model.carries import add, joined, no_carry, part
 from peerd.training.model.masters import EXACT, StateMasters, masters_of, strangers_of
 from peerd.training.model.names import buffers_of, matching, parameters_of
 from peerd.training.model.shards import is_sharded, shard_of
@@ -356,10 +356,7 @@ class FlatModel:
         carry = self._carry_of(piece)
         with _flat(piece.tensor) as flat:
             for where in _runs(flat):
-                own = flat[where]
-                before = own.float()  # of lower precision, so a copy
-                part(joined(own, carry[where]).add_(delta[where].to(own.device)), own, carry[where])
-                base[where] = base[where].float() + (own.float() - before)
+                add(delta[where].to(flat.device), flat[where], carry[where], base[where])
 
     def _carry_of(self, piece: Piece) -> torch.Tensor:
         if (carry := self._carry.get(piece.name)) is None:
