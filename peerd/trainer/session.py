@@ -105,7 +105,9 @@ class Session:
         self._gradients = FlatGradients(self.flat) if self._exchanges and isinstance(self.flat, FlatModel) else None
         gradients = self._gradients.total if self._gradients is not None else 0
         self._memory = SharedMemory.create(self.flat.total, gradients)
-        if self.flat.device.type == "cuda" and not (pin(self._memory.vectors) and (not gradients or pin(self._memory.gradient))):
+        if self.flat.device.type == "cuda" and not (
+            pin(self._memory.vectors) and (not gradients or pin(self._memory.gradient))
+        ):
             say("CUDA does not pin the shared memory: copies of the model will be slower")
         self._board = self._memory.board
         self._watch = ChangeWatch()

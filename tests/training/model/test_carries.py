@@ -55,7 +55,9 @@ def test_both_halves_are_the_value_to_the_bit(compiled: bool, exact: torch.Tenso
 
 @by_both
 @given(data=st.data(), exact=values)
-def test_weights_that_were_set_to_zero_are_next_to_none(compiled: bool, data: st.DataObject, exact: torch.Tensor) -> None:
+def test_weights_that_were_set_to_zero_are_next_to_none(
+    compiled: bool, data: st.DataObject, exact: torch.Tensor
+) -> None:
     with means(compiled=compiled):
         weights, carry = parted(exact)
         weights.zero_()
