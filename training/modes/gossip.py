@@ -27,6 +27,7 @@ from peerd.training.pairs.reference import Exchanged, ExchangeHalf, LinkMismatch
 from peerd.training.pairs.robust import Allowances, packed, tensors_of
 from peerd.training.pairs.waiting import Waiting
 from peerd.training.partnered import PartneredMode
+from peerd.training.room import is_large
 from peerd.transport.errors import PeerError
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import (
@@ -97,6 +98,7 @@ class Gossip(PartneredMode[PairLink]):
         self._waits = Waiting()
         self._alone_from: float | None = None  # the step at which the runs of all partners had ended; told of: infinity
         self._met = False  # another mode brings members together, and flushes by this one
+        self._flush_waits = False  # for the model to be corrected
 
     # ---------------------------------------------------------------- events
 
@@ -131,6 +133,15 @@ class Gossip(PartneredMode[PairLink]):
                 effects = self._links.repeat(sender, now)
             case _:
                 raise PeerError(f"{type(message).__name__} has no meaning in gossip")
+        self._rearm(now)
+        return effects
+
+    def on_timer(self, now: float) -> list[Effect]:
+        """See `PartneredMode`."""
+        if not self._flush_waits:
+            return super().on_timer(now)
+        self._reclaim()
+        effects = self._flush(now)
         self._rearm(now)
         return effects
 
@@ -201,7 +212,7 @@ class Gossip(PartneredMode[PairLink]):
         return self._links.on_timer(now)
 
     def _say_again_at(self, now: float) -> float:
-        return self._links.deadline(now)
+        return now if self._flush_waits else self._links.deadline(now)
 
     # ---------------------------------------------------------------- exchanges
 
@@ -406,6 +417,9 @@ class Gossip(PartneredMode[PairLink]):
     def _flush(self, now: float) -> list[Effect]:
         """At a run's end: exchange with whoever does not yet agree; say when all have what we held, when all agree."""
         if not self._report.finishing:
+            return []
+        self._flush_waits = bool(self._lent) and is_large(self._layout.total)
+        if self._flush_waits:  # for the next event it is corrected; in this one it would have to be copied
             return []
         effects: list[Effect] = []
         live = [link for link in self._links.live() if not link.closing]
