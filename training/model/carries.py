@@ -1,4 +1,4 @@
-"""What does a weight of lower precision lack of its float32 value? Its carry: what corrections could not yet move in it.
+"""What does a weight of lower precision lack of its float32 value? Its carry, what corrections could not yet move.
 
 Of bfloat16, which is the upper half of a float32, it is the lower half: sixteen bits, to add to or take from those of
 the weight, which is rounded. So both together are the float32 value to the bit, in four bytes. A step of the

@@ -38,8 +38,8 @@ from peerd.training.model.variances import bounded, is_variance
 Flat = npt.NDArray[np.float32]
 
 RUN = 1 << 18
-"""Values: what is computed of more is computed in parts, whose temporaries malloc keeps and a cache holds. In one piece a
-look at 37 million bfloat16 weights takes 5.1 ns a value, in these parts 0.4: the rest are page faults."""
+"""Values: what is computed of more is computed in parts, whose temporaries malloc keeps and a cache holds. A look at 37
+million bfloat16 weights takes 5.1 ns a value in one piece, in these parts 0.4: the rest are page faults."""
 RUN_ON_GPU = 1 << 24  # where each part costs launches
 _NAMED_MAX = 3  # tensors in one line
 
