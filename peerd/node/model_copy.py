@@ -61,7 +61,7 @@ class ModelCopy:
 
     def look(self) -> Vector:
         """The same, to be read only, and only until the model is corrected: mostly no copy."""
-        if self._apart:
+        if self._apart and self.waiting:
             return self.values()
         self._values = None
         values = self._memory.copies[self._current].view()

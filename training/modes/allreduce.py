@@ -272,10 +272,8 @@ class AllReduce(ModeClass):
         """Say how far our contribution is from what all had last; of a finished run what encoding dropped is no way."""
         since = self._agreed if self._agreed is not None else self._start
         if self._robust and since is not None:
-            difference = values - since
-            if self._lost is not None and not self._rounds.finished:
-                difference += self._lost
-            self._rounds.measured(lengths_of(difference, self._layout, since))
+            lost = None if self._rounds.finished else self._lost
+            self._rounds.measured(lengths_of(values, self._layout, since, lost))
 
     def _bounded(self, committed: Committed) -> Vector:
         """The mean, no further from the last agreed model than the members' lengths allow."""
@@ -304,6 +302,10 @@ class AllReduce(ModeClass):
         if self._lost is not None and not begin.final:
             summand += self._lost[where]
         return summand
+
+    def _seen(self) -> Vector:
+        """The model as it is, to be read at once."""
+        return self._values() if self._unapplied is None else self._current()
 
     def _current(self) -> Vector:
         values = self._values().copy()
@@ -363,20 +365,28 @@ class AllReduce(ModeClass):
         else:
             start = self._origin if self._overlap == "hpsgd" else taken
             assert start is not None, "set with the first contribution"
-            effects.append(self._apply(self._with(None, where, target - start)))
+            correction = np.subtract(target, start, out=self._landed(start, where))
+            effects.append(self._apply(self._with(None, where, correction)))
             self._lands = self._settles
         if self._rounds.finished:
-            self._measure(self._current())
+            self._measure(self._seen())
         if self._rounds.given:
             effects.append(Proceed(settled=False))
         return [*effects, *self._resume()]
 
     def _agree(self, mean: Vector, where: slice, begin: RoundBegin) -> Vector:
-        """What all members now hold there, from the mean of the contributions."""
-        if begin.whole:
-            return mean
-        assert self._agreed is not None, "contributions were differences from it"
-        return mean + self._agreed[where]
+        """What all members now hold there: the mean of the contributions becomes it."""
+        if not begin.whole:
+            assert self._agreed is not None, "contributions were differences from it"
+            mean += self._agreed[where]
+        return mean
+
+    def _landed(self, start: Vector, where: slice) -> Vector | None:
+        """Memory for the correction: our contribution's, which nobody asks for after its round."""
+        if self._overlap == "hpsgd" or len(start) < self._layout.total:
+            return None
+        self._taken = None
+        return start
 
     def _with(self, held: Vector | None, where: slice, part: Vector) -> Vector:
         """`held` (None: zeros) with `part` in its place."""
@@ -400,14 +410,15 @@ class AllReduce(ModeClass):
             self._merge = None
         self._waits = False
         effects = self._perform(outcomes, now)
-        self._measure(self._current())
+        self._measure(self._seen())
         return effects + self._perform(self._rounds.finish(True, now), now)
 
     def _land(self) -> list[Effect]:
         """x + (average - x) is rounded, the same again from there is not: at the second time x is the average."""
         if self._landing is None:
             return []
-        left = self._landing - self._current()
+        left = self._current()
+        np.subtract(self._landing, left, out=left)
         if left.any():
             return [self._apply(left)]
         self._landing = None

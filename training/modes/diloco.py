@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from peerd.training.effects import Vector
+from peerd.training.kernels.passes import parts
 from peerd.training.mode import ModeMaker
 from peerd.training.mode_settings import WEIGHTS, ModeSettings, outer_step, with_outer_step
 from peerd.training.modes.allreduce import AllReduce
@@ -86,13 +87,15 @@ class DiLoCo(AllReduce):
         if begin.whole or begin.final or self._agreed is None:
             self._momentum = None
             return super()._agree(mean, where, begin)
-        gradient = np.negative(mean)
         if self._momentum is None:
             self._momentum = np.zeros_like(self._agreed)
-        momentum = self._momentum[where]
-        momentum *= self._mu
-        momentum += gradient
-        agreed: Vector = self._agreed[where] - self._lr * (gradient + self._mu * momentum)
-        buffers = slice(max(0, self._layout.parameters - where.start), None)
-        agreed[buffers] = mean[buffers] + self._agreed[where][buffers]
-        return agreed
+        agreed, momentum = self._agreed[where], self._momentum[where]
+        for part in parts(len(mean)):  # so that no array of a step on the way is as large as a model
+            gradient = np.negative(mean[part])
+            momentum[part] *= self._mu
+            momentum[part] += gradient
+            stepped = agreed[part] - self._lr * (gradient + self._mu * momentum[part])
+            buffers = slice(max(0, self._layout.parameters - where.start - part.start), None)
+            stepped[buffers] = mean[part][buffers] + agreed[part][buffers]
+            mean[part] = stepped
+        return mean

@@ -16,6 +16,7 @@ from statistics import median
 from peerd.training.codecs.difference import norm_of_difference
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Vector
+from peerd.training.kernels.passes import parts, squares
 
 LIMIT = 2.0
 """Times the median: room for one of five that is six times as fast as the others."""
@@ -36,14 +37,25 @@ SHORTENED = 2**12  # steps of a factor: sums that differ by 1e-13 lie on both si
 Lengths = tuple[float, ...]
 
 
-def lengths_of(difference: Vector, layout: Layout, since: Vector) -> Lengths:
-    """Of the two groups of a model that has gone so far from `since`; what is not finite is as long as can be said."""
+def lengths_of(values: Vector, layout: Layout, since: Vector, lost: Vector | None = None) -> Lengths:
+    """Of the two groups of a model that has gone from `since` to `values`, with what its encoding lost before.
+
+    What is not finite is as long as can be said.
+    """
     found = []
     for group in (slice(0, layout.parameters), slice(layout.parameters, None)):
-        length = norm_of_difference(difference[group])
+        if lost is None:
+            length = norm_of_difference(values[group], since[group])
+        else:
+            length = math.sqrt(sum(_squares(values[group], since[group], lost[group])))
         stands = length <= ROUNDING * norm_of_difference(since[group])
         found.append(0.0 if stands else length if math.isfinite(length) else 1e300)
     return tuple(found)
+
+
+def _squares(values: Vector, since: Vector, lost: Vector) -> Iterable[float]:
+    """Of values - since + lost, of each part of them: none is as large as a model."""
+    return (squares(values[part] - since[part] + lost[part]) for part in parts(len(values)))
 
 
 def are_lengths(lengths: Sequence[float], members: int) -> bool:
