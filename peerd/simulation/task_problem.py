@@ -127,7 +127,7 @@ class _Training:
         return float(self._flat.change())
 
     def publish(self) -> Vector:
-        return self._flat.gather().numpy().copy()
+        return self._flat.gather().numpy()
 
     def values(self) -> Vector:
         pieces = [piece.tensor.detach().reshape(-1) for piece in self._flat.pieces]

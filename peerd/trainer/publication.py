@@ -49,4 +49,4 @@ class Publication:
 
 def _copy(parts: Iterable[tuple[slice, torch.Tensor]], target: torch.Tensor) -> None:
     for where, values in parts:
-        target[where].copy_(values, non_blocking=True)
+        target[where].copy_(values, non_blocking=values.is_cuda)

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from peerd.training.model.flat import Piece
+from peerd.training.model.pieces import Piece
 from peerd.training.model.shards import is_sharded
 from peerd.transport.errors import cause
 

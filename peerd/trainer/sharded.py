@@ -22,7 +22,8 @@ from torch.optim import Optimizer
 from peerd.trainer import checkpoint
 from peerd.trainer.optimizers import forget
 from peerd.trainer.ranks import RankCommand, Ranks
-from peerd.training.model.flat import Flat, FlatModel, Piece, variances_of
+from peerd.training.model.flat import Flat, FlatModel
+from peerd.training.model.pieces import Piece, variances_of
 from peerd.training.model.shards import copies, is_sharded, put_together, shard_of, taken_apart
 
 

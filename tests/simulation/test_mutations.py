@@ -78,7 +78,7 @@ def skip_one_reference_update(planted: pytest.MonkeyPatch) -> None:
         before = self.mine.copy()
         moved = complete(self, *halves)
         if self.version == 3:
-            self.mine[:] = before
+            self.mine[:] = before[:]
         return moved
 
     planted.setattr(PairedReference, "_complete", skipping)

@@ -111,6 +111,36 @@ def test_a_large_model_is_conserved_and_agreed_upon(codec: str, dtype: str, drif
 
 
 @pytest.mark.usefixtures("large")
+def test_a_flush_that_waits_for_its_correction_goes_on_and_is_forgotten_by_a_new_run() -> None:
+    swarm = GossipSwarm(3, 600, "sign", dtype="float32", view=VIEW)
+    swarm.everyone_alive()
+    swarm.settle()
+    for name in swarm.nodes:
+        swarm.step(name, 0.1 * swarm.rng.normal(size=600))
+    core = swarm.nodes["a"].core
+    for name in swarm.nodes:
+        swarm.step(name, finishing=True)
+
+    def deliver_until_it_waits() -> None:
+        for _ in range(1000):
+            if core.deadline <= swarm.now or not swarm.waiting():
+                return
+            swarm.deliver(*swarm.waiting()[0])
+
+    deliver_until_it_waits()
+    assert core._flush_waits
+    begun = core.counts["trigger_finishing"]
+    swarm.pass_time(0)
+    assert core.counts["trigger_finishing"] > begun, "it goes on at once"
+    deliver_until_it_waits()
+    assert core._flush_waits
+    swarm.step("a", 0.1)
+    assert core.deadline > swarm.now
+    swarm.pass_time(61)
+    assert swarm.waiting(), "what has had no answer is said again"
+
+
+@pytest.mark.usefixtures("large")
 def test_the_trigger_of_a_large_model_never_says_more_than_the_bound() -> None:
     swarm = GossipSwarm(2, 5000, "sign", "change:0.05", view=1, seed=3)
     swarm.everyone_alive()

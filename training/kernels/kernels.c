@@ -477,6 +477,7 @@ EACH_PROCESSOR void peerd_blocks_move(int16_t *mine, uint8_t *of_mine, const flo
 INLINE float joined(uint16_t upper, int16_t lower)
 {
     int32_t added = (upper & 0x7fff) || lower > 0 ? lower : 0;
+    added = (upper & 0x7f80) == 0x7f80 ? 0 : added;
     uint32_t bits = ((uint32_t)upper << 16) + (uint32_t)added;
     float value;
     memcpy(&value, &bits, sizeof value);
@@ -511,16 +512,20 @@ EACH_PROCESSOR void peerd_carry_part(const float *exact, int64_t count, uint16_t
     }
 }
 
-/* Weights and carries get delta; `base`, in bfloat16 as they are, moves as the weights do. */
+/* Weights and carries get delta; `base`, in bfloat16 as they are, moves as the weights do. Of a weight that is not finite
+ * the base and the carry get it. */
 EACH_PROCESSOR void peerd_carry_add(const float *delta, uint16_t *upper, int16_t *lower, uint16_t *base, int64_t count)
 {
     for (int64_t i = 0; i < count; i++) {
         float exact = joined(upper[i], lower[i]) + delta[i];
+        const int broken = !(__builtin_fabsf(exact) <= 3.4028234663852886e38f);
+        exact = broken ? joined(base[i], lower[i]) + delta[i] : exact;
         uint16_t after = upper_of(exact);
         float moved = joined(after, 0) - joined(upper[i], 0);
+        uint16_t further = upper_of(joined(base[i], 0) + moved);
         lower[i] = lower_of(exact, after);
-        upper[i] = after;
-        base[i] = upper_of(joined(base[i], 0) + moved);
+        upper[i] = broken ? upper[i] : after;
+        base[i] = broken ? after : further;
     }
 }
 

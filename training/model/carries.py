@@ -2,8 +2,8 @@
 
 Of bfloat16, which is the upper half of a float32, it is the lower half: sixteen bits, to add to or take from those of
 the weight, which is rounded. So both together are the float32 value to the bit, in four bytes. A step of the
-optimizer's moves the weight alone, and the carry stays so many of 2^16 parts of its last digit. Of other types it is a
-float32.
+optimizer's moves the weight alone, and the carry stays so many of 2^16 parts of its last digit: where that becomes
+another, so does what is carried, by less than the step was rounded. Of other types it is a float32.
 
 On a processor all is one pass by a kernel; on a GPU, and where there is no compiler, by torch's operations.
 """
@@ -15,14 +15,18 @@ import ctypes
 import torch
 
 from peerd.training.kernels import library
+from peerd.training.model.masters import EXACT
 
 _LOWER_BITS = 16
 _ROUNDING = 1 << 15
+_MAGNITUDE, _INFINITY = 0x7FFF, 0x7F80  # of a bfloat16's bits
 
 
-def no_carry(values: torch.Tensor) -> torch.Tensor:
-    """Of weights, shape (count,), that are what they should be."""
-    return torch.zeros_like(values, dtype=torch.int16 if values.dtype == torch.bfloat16 else torch.float32)
+def carry_type(dtype: torch.dtype) -> torch.dtype | None:
+    """Of the carries of such weights, shape (count,) as theirs; None: they need none."""
+    if dtype in EXACT:
+        return None
+    return torch.int16 if dtype == torch.bfloat16 else torch.float32
 
 
 def joined(values: torch.Tensor, carry: torch.Tensor) -> torch.Tensor:
@@ -35,7 +39,8 @@ def joined(values: torch.Tensor, carry: torch.Tensor) -> torch.Tensor:
         return exact
     upper = values.view(torch.int16).int()
     lower = carry.int()
-    lower = torch.where(upper & 0x7FFF == 0, lower.clamp(min=0), lower)  # a weight that was set to zero: less is none
+    lower = torch.where(upper & _MAGNITUDE == 0, lower.clamp(min=0), lower)  # a weight set to zero: less is none
+    lower = torch.where(upper & _INFINITY == _INFINITY, 0, lower)
     return ((upper << _LOWER_BITS) + lower).view(torch.float32)
 
 
@@ -54,19 +59,24 @@ def part(exact: torch.Tensor, values: torch.Tensor, carry: torch.Tensor) -> None
 
 
 def add(delta: torch.Tensor, values: torch.Tensor, carry: torch.Tensor, base: torch.Tensor) -> None:
-    """Add float32 values, shape (count,), to weights and their carry; `base` moves as far as the weights do."""
-    kernels = _kernels(delta, values, carry, base) if values.dtype == base.dtype == torch.bfloat16 else None
-    if kernels is not None:
+    """Add float32 values, shape (count,), to weights and their carry; `base`, of their type, moves as far as they do.
+
+    Of a weight that is not finite, and so will become its base again, the base and the carry get them.
+    """
+    if values.dtype == torch.bfloat16 and (kernels := _kernels(delta, values, carry, base)) is not None:
         addresses = (delta.data_ptr(), values.data_ptr(), carry.data_ptr(), base.data_ptr())
         kernels.peerd_carry_add(*addresses, len(delta))
         return
     before = values.float()  # of lower precision, so a copy
-    part(joined(values, carry).add_(delta), values, carry)
-    moved = base.float() + (values.float() - before)
+    exact = joined(values, carry).add_(delta)
+    broken = ~exact.isfinite()
+    after = torch.empty_like(values)
+    part(torch.where(broken, joined(base, carry).add_(delta), exact), after, carry)
+    moved = base.float() + (after.float() - before)
     if base.dtype == torch.bfloat16:
-        base.view(torch.int16).copy_(_rounded(moved))
-    else:
-        base.copy_(moved)
+        moved = (_rounded(moved) << _LOWER_BITS).view(torch.float32)
+    base.copy_(torch.where(broken, after.float(), moved))
+    values.copy_(torch.where(broken, values, after))
 
 
 def _rounded(exact: torch.Tensor) -> torch.Tensor:

@@ -16,9 +16,8 @@ that it is, in float64 too.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,49 +26,18 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from peerd.training.model.apart import distinct, overlapping, runs_within
-from peerd.training.model.carries import add, joined, no_carry, part
+from peerd.training.model.apart import distinct, overlapping
+from peerd.training.model.base import RUN, Base, runs
 from peerd.training.model.masters import EXACT, StateMasters, masters_of, strangers_of
 from peerd.training.model.names import buffers_of, matching, parameters_of
+from peerd.training.model.pieces import Piece, variances_in, variances_of
 from peerd.training.model.shards import is_sharded, shard_of
 from peerd.training.model.signature import described, signature_of, type_name
-from peerd.training.model.variances import bounded, is_variance
+from peerd.training.model.variances import bounded
 
 Flat = npt.NDArray[np.float32]
 
-RUN = 1 << 18
-"""Values: what is computed of more is computed in parts, whose temporaries malloc keeps and a cache holds. A look at 37
-million bfloat16 weights takes 5.1 ns a value in one piece, in these parts 0.4: the rest are page faults."""
-RUN_ON_GPU = 1 << 24  # where each part costs launches
 _NAMED_MAX = 3  # tensors in one line
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Where one tensor sits in the flat vector."""
-
-    name: str
-    held: torch.Tensor
-    start: int
-    stop: int
-    is_buffer: bool = False
-    variances: tuple[tuple[int, int], ...] = ()  # where in the piece, start and stop
-    master: torch.Tensor | None = None
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """What of it is in this process: this rank's shard of a DTensor. It may move, so look again."""
-        return shard_of(self.held)
-
-    @property
-    def source(self) -> torch.Tensor:
-        """What the optimizer steps: the tensor, or its master."""
-        return shard_of(self.held if self.master is None else self.master)
-
-    @property
-    def has_carry(self) -> bool:
-        """Whether it is a parameter that a small correction cannot move."""
-        return not self.is_buffer and self.source.dtype not in EXACT
 
 
 class FlatModel:
@@ -112,7 +80,7 @@ class FlatModel:
         for name, tensor in [*shared.items(), *averaged.items()]:
             stop = start + shard_of(tensor).numel()
             is_buffer = name in averaged
-            where = _variances_of(name, averaged, written) if is_buffer else ()
+            where = variances_in(name, averaged, written) if is_buffer else ()
             self.pieces.append(Piece(name, tensor, start, stop, is_buffer, where, self._masters.get(name)))
             self._shapes[name] = tensor.shape, shard_of(tensor).shape
             start = stop
@@ -133,8 +101,7 @@ class FlatModel:
         self._device = next(iter(shared.values())).device
         self._trainable = len(shared)
         self._states: Callable[[], dict[str, torch.Tensor]] = dict
-        self._bases = [_base_of(piece) for piece in self.pieces]  # of each, shape (count,), where it lives
-        self._carry: dict[str, torch.Tensor] = {}  # shape (count,)
+        self._base = Base(self.pieces, self.total, self._device)
 
     def share_states(self, states: Callable[[], dict[str, torch.Tensor]]) -> None:
         """Have the optimizer's state at the end of the vector, too: `states` gives its tensors as they are then."""
@@ -147,7 +114,7 @@ class FlatModel:
             self.total = stop
         self.tensors += [f"{line.removesuffix('buffer')}state" for line in described({}, states())]
         self.signature = signature_of(self.tensors)
-        self._bases += [_base_of(piece) for piece in self.pieces[len(self._bases) :]]
+        self._base = Base(self.pieces, self.total, self._device)
 
     @property
     def device(self) -> torch.device:
@@ -165,8 +132,9 @@ class FlatModel:
         They are where each is, and its float32 values on the model's device, made as they are asked for: from what only
         the next snapshot and corrections change.
         """
-        self._keep()
-        return self._kept()
+        self.look_again()
+        self._base.keep(self.pieces)
+        return self._base.parts(self.pieces)
 
     @torch.no_grad()
     def gather(self) -> torch.Tensor:
@@ -175,20 +143,6 @@ class FlatModel:
         for where, values in self.snapshot():
             flat[where].copy_(values)
         return flat
-
-    @torch.no_grad()
-    def _keep(self) -> None:
-        self.look_again()
-        for piece, base in zip(self.pieces, self._bases, strict=True):
-            base.copy_(piece.source.reshape(-1) if piece.has_carry else self._value(piece))
-
-    @torch.no_grad()
-    def _kept(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        for piece, base in zip(self.pieces, self._bases, strict=True):
-            carry = self._carry.get(piece.name) if piece.has_carry else None
-            for where in _runs(base):
-                values = base[where].float() if carry is None else joined(base[where], carry[where])
-                yield slice(piece.start + where.start, piece.start + where.stop), values.to(self._device)
 
     @torch.no_grad()
     def change(self) -> torch.Tensor:
@@ -204,11 +158,14 @@ class FlatModel:
     @torch.no_grad()
     def distances(self) -> torch.Tensor:
         """||x - base|| of each parameter in turn, on the device."""
-        norms, zero = [], torch.zeros((), device=self._device)
-        for piece, base in zip(self.pieces[: self._trainable], self._bases, strict=False):
+        norms = []
+        for piece, base in zip(self.pieces[: self._trainable], self._base.of, strict=False):
             value = piece.source.reshape(-1)
-            parts = [torch.dist(value[where].float(), base[where].float()).to(self._device) for where in _runs(base)]
-            norms.append(torch.linalg.vector_norm(torch.stack([zero, *parts])))
+            if len(value) <= RUN:
+                norms.append(torch.dist(value.float(), base.float()).to(self._device))
+                continue
+            parts = [torch.dist(value[where].float(), base[where].float()) for where in runs(base)]
+            norms.append(torch.linalg.vector_norm(torch.stack(parts)).to(self._device))
         return torch.stack(norms)
 
     @torch.no_grad()
@@ -253,21 +210,19 @@ class FlatModel:
     def shift(self, delta: torch.Tensor) -> None:
         """The same with a tensor."""
         self.look_again()
-        for piece, base in zip(self.pieces, self._bases, strict=True):
+        whole = self._base.whole
+        if whole is not None:
+            whole.copy_(_sum(whole, delta, self.variances))
+        for index, piece in enumerate(self.pieces):
             own = delta[piece.start : piece.stop]
             if piece.has_carry:
-                self._add_with_carry(piece, base, own)
+                self._base.add(index, piece, own)
                 continue
-            before = [(slice(*where), base[slice(*where)].clone()) for where in piece.variances]
-            base += own.to(base.device)
-            for variances, was in before:
-                base[variances] = bounded(was, base[variances])
+            if whole is None:
+                base = self._base.of[index]
+                base.copy_(_sum(base, own, piece.variances))
             if piece.is_buffer:
-                value = self._value(piece)
-                after = value + own.to(value.device)
-                for where in piece.variances:
-                    after[slice(*where)] = bounded(value[slice(*where)], after[slice(*where)])
-                self._write(piece, after)
+                self._write(piece, _sum(self._base.value(piece), own, piece.variances))
             else:
                 piece.source.add_(own.view(piece.source.shape).to(piece.source.device, piece.source.dtype))
                 if piece.master is not None:
@@ -281,13 +236,16 @@ class FlatModel:
     def replace(self, values: torch.Tensor) -> None:
         """The same with a tensor."""
         self.put(values)
-        self._keep()
+        if self._base.whole is not None:
+            self._base.whole.copy_(values)
+        else:
+            self._base.keep(self.pieces)
 
     @torch.no_grad()
     def restore(self) -> None:
         """x = base: go back to the last published copy."""
         self.look_again()
-        for piece, base in zip(self.pieces, self._bases, strict=True):
+        for piece, base in zip(self.pieces, self._base.of, strict=True):
             if piece.has_carry:
                 piece.source.copy_(base.view(piece.source.shape))
             else:
@@ -299,7 +257,7 @@ class FlatModel:
         self.look_again()
         values = torch.empty(self.total, device=self._device)
         for piece in self.pieces:
-            values[piece.start : piece.stop].copy_(self._value(piece))
+            values[piece.start : piece.stop].copy_(self._base.value(piece))
         return values
 
     @torch.no_grad()
@@ -319,12 +277,6 @@ class FlatModel:
     def _buffers(self) -> list[Piece]:
         return [piece for piece in self.pieces[self._trainable :] if piece.stop <= self.total - self.states]
 
-    def _value(self, piece: Piece) -> torch.Tensor:
-        """The tensor's values (count,) where it lives: float32 where there is a carry, else in its own type."""
-        value = piece.source.reshape(-1)
-        carry = self._carry.get(piece.name)
-        return value if carry is None else joined(value, carry)
-
     def _write(self, piece: Piece, values: torch.Tensor) -> None:
         """The tensor becomes `values` (count,), but stays the bits that it is where these are the same float32.
 
@@ -334,15 +286,7 @@ class FlatModel:
             return
         source = piece.source
         if piece.master is None and source.dtype not in EXACT:
-            carry = self._carry_of(piece)
-            with _flat(source) as flat:
-                for where in _runs(flat):
-                    wanted, own = values[where].to(flat.device, torch.float32), flat[where]
-                    stays = own.float() == wanted
-                    after, left = own.clone(), carry[where].clone()
-                    part(wanted, after, left)
-                    own.copy_(torch.where(stays, own, after))
-                    carry[where] = torch.where(stays, 0, left)
+            self._base.write(piece, values)
             return
         wanted = values.view(source.shape).to(source.device)
         if source.dtype == torch.float32 and not piece.is_buffer:
@@ -352,23 +296,11 @@ class FlatModel:
         if piece.master is not None:
             piece.tensor.copy_(source)
 
-    def _add_with_carry(self, piece: Piece, base: torch.Tensor, delta: torch.Tensor) -> None:
-        """The base moves as the tensor does: what is left in the carry is seen nowhere yet."""
-        carry = self._carry_of(piece)
-        with _flat(piece.tensor) as flat:
-            for where in _runs(flat):
-                add(delta[where].to(flat.device), flat[where], carry[where], base[where])
-
-    def _carry_of(self, piece: Piece) -> torch.Tensor:
-        if (carry := self._carry.get(piece.name)) is None:
-            carry = self._carry[piece.name] = no_carry(piece.source.reshape(-1))
-        return carry
-
     @torch.no_grad()
     def loaded(self) -> None:
         """The model was loaded from elsewhere, a checkpoint: masters follow it, and nothing is carried."""
         self.look_again()
-        self._carry.clear()
+        self._base.drop_carries()
         for piece in self.pieces:
             if piece.master is not None:
                 piece.source.copy_(piece.tensor)
@@ -385,20 +317,17 @@ class FlatModel:
             if found is None or (found.shape, found.dtype) != (shape, piece.held.dtype):
                 lost.add(piece.name)
                 if found is piece.held:  # other data in the same tensor: the last copy of what it was stands for it
-                    kept = self._bases[index].view(own_shape).to(found.dtype, copy=True)
+                    kept = self._base.of[index].view(own_shape).to(found.dtype, copy=True)
                     self.pieces[index] = replace(piece, held=kept, master=None)
-                    self._carry.pop(piece.name, None)
+                    self._base.drop_carries(piece.name)
             elif is_sharded(found) == is_sharded(piece.held):  # else: whole for the forward pass it is in
                 self.pieces[index] = replace(piece, held=found)
-                self._carry.pop(piece.name, None)
+                self._base.drop_carries(piece.name)
         if any(piece.is_buffer and piece is not old for piece, old in zip(self.pieces, before, strict=True)):
             held = {piece.name: piece.held for piece in self._buffers}
             self._views = held.keys() - distinct(held).keys()
         self._follow_kept_masters()
-        for index, piece in enumerate(self.pieces):
-            if self._bases[index].device != piece.source.device:
-                self._bases[index] = self._bases[index].to(piece.source.device)
-                self._carry.pop(piece.name, None)
+        self._base.follow(self.pieces)
         added = {name for name, tensor in (parameters | buffers).items() if tensor.is_floating_point()}
         frozen = {piece.name for piece in self.pieces if not piece.is_buffer and not piece.held.requires_grad}
         self._changed = {
@@ -418,52 +347,14 @@ class FlatModel:
             kept = self._masters_kept.of(piece.held)
             if kept is not piece.master and (kept is not None or piece.name not in self._masters):
                 self.pieces[index] = replace(piece, master=kept)
-                self._bases[index] = self._bases[index].float()
-                self._carry.pop(piece.name, None)
 
 
-def _base_of(piece: Piece) -> torch.Tensor:
-    source = piece.source
-    return torch.zeros(source.numel(), dtype=source.dtype if piece.has_carry else torch.float32, device=source.device)
-
-
-@contextmanager
-def _flat(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Its values, shape (count,), to be written."""
-    if tensor.is_contiguous():
-        yield tensor.view(-1)
-        return
-    flat = tensor.reshape(-1)
-    yield flat
-    tensor.copy_(flat.view(tensor.shape))
-
-
-def _runs(values: torch.Tensor) -> Iterator[slice]:
-    """Where the parts are in which it is computed."""
-    step = RUN if values.device.type == "cpu" else RUN_ON_GPU
-    return (slice(start, min(start + step, len(values))) for start in range(0, len(values), step))
-
-
-def variances_of(pieces: Iterable[Piece]) -> list[tuple[int, int]]:
-    """Where in the flat vector of these pieces running variances are."""
-    return [
-        (piece.start + start, min(piece.start + stop, piece.stop))  # of a shard there is less than of the whole
-        for piece in pieces
-        for start, stop in piece.variances
-    ]
-
-
-def _variances_of(
-    name: str, buffers: Mapping[str, torch.Tensor], written: Mapping[str, torch.Tensor]
-) -> tuple[tuple[int, int], ...]:
-    """Where in this buffer variances are: it is one, or others that are views of it are."""
-    held = buffers[name]
-    if is_variance(name) and bool((held >= 0).all()):
-        return ((0, held.numel()),)
-    if name not in written or is_sharded(held):
-        return ()
-    views = [shard_of(one) for other, one in buffers.items() if other not in written and is_variance(other)]
-    return tuple(runs_within([one for one in views if bool((one >= 0).all())], shard_of(held)))
+def _sum(value: torch.Tensor, delta: torch.Tensor, variances: Iterable[tuple[int, int]]) -> torch.Tensor:
+    """value + delta, both of shape (count,); of running variances a tenth of what they were, at least."""
+    after = value + delta.to(value.device)
+    for where in variances:
+        after[slice(*where)] = bounded(value[slice(*where)], after[slice(*where)])
+    return after
 
 
 def pin(memory: npt.NDArray[np.float32]) -> bool:

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from peerd.training.model.flat import FlatModel, Piece
+from peerd.training.model.flat import FlatModel
 from peerd.training.model.gradients import FlatGradients
+from peerd.training.model.pieces import Piece
 
 BUCKET_VALUES = 12 << 20
 """That are told of together, 50 MB: where cores are scarce, messages for smaller ones cost more than they gain."""

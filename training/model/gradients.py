@@ -10,7 +10,8 @@ from collections.abc import Container
 
 import torch
 
-from peerd.training.model.flat import FlatModel, Piece
+from peerd.training.model.flat import FlatModel
+from peerd.training.model.pieces import Piece
 
 
 class FlatGradients:

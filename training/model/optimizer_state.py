@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from peerd.training.model.flat import Piece
+from peerd.training.model.pieces import Piece
 
 
 class OptimizerState:

@@ -109,6 +109,7 @@ class Gossip(PartneredMode[PairLink]):
             self._look(self._current(), report)
             self._allowances.end_run(self._compared())
         elif self._report.finishing and not report.finishing:
+            self._flush_waits = False
             self._allowances.begin_run()
             self._tell_news()
         return super().on_step(report, now)
@@ -416,11 +417,9 @@ class Gossip(PartneredMode[PairLink]):
 
     def _flush(self, now: float) -> list[Effect]:
         """At a run's end: exchange with whoever does not yet agree; say when all have what we held, when all agree."""
-        if not self._report.finishing:
-            return []
-        self._flush_waits = bool(self._lent) and is_large(self._layout.total)
-        if self._flush_waits:  # for the next event it is corrected; in this one it would have to be copied
-            return []
+        self._flush_waits = self._report.finishing and bool(self._lent) and is_large(self._layout.total)
+        if self._flush_waits or not self._report.finishing:  # in the next event the model is corrected: here it would
+            return []  # have to be copied
         effects: list[Effect] = []
         live = [link for link in self._links.live() if not link.closing]
         self._one_trains = not all(link.peer_finishing for link in live)

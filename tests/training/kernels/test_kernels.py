@@ -230,8 +230,8 @@ def test_a_node_without_a_compiler_keeps_the_same_references(
         assert answer.exchanged is not None
         exchanged = a.receive(answer.reply, x, half).exchanged
         assert exchanged is not None
-        assert same_bits(a.mine, b.theirs)
-        assert same_bits(a.theirs, b.mine)
+        assert a.mine.tobytes() == b.theirs.tobytes()
+        assert a.theirs.tobytes() == b.mine.tobytes()
         ours, theirs = exchanged.correction, answer.exchanged.correction
         np.testing.assert_allclose(ours, -theirs, rtol=1e-6, atol=1e-30)
         x += ours.astype(np.float32)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerd.training.kernels import library
-from peerd.training.model.carries import add, joined, no_carry, part
+from peerd.training.model.carries import add, carry_type, joined, part
 
 LARGEST = float(torch.finfo(torch.bfloat16).max)
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False).filter(lambda value: abs(value) <= LARGEST)
@@ -33,7 +33,7 @@ def means(*, compiled: bool) -> Iterator[None]:
 
 def parted(exact: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     weights = torch.empty_like(exact, dtype=torch.bfloat16)
-    carry = no_carry(weights)
+    carry = torch.zeros(len(exact), dtype=torch.int16)
     part(exact, weights, carry)
     return weights, carry
 
@@ -67,17 +67,28 @@ def test_weights_that_were_set_to_zero_are_next_to_none(
     assert bool((found.abs() < 2.0**-130).all())
 
 
+@by_both
+def test_what_is_not_finite_is_not_made_finite_by_a_carry(compiled: bool) -> None:
+    with means(compiled=compiled):
+        weights, carry = parted(torch.tensor([1 - 2**-20, -1 + 2**-20, 1.0 - 2**-20]))
+        weights.copy_(torch.tensor([float("inf"), float("-inf"), float("nan")]))
+        found = joined(weights, carry)
+    assert found.tolist()[:2] == [float("inf"), float("-inf")]
+    assert math.isnan(found[2])
+
+
 @given(values, st.data())
 def test_kernels_and_torch_do_the_same(exact: torch.Tensor, data: st.DataObject) -> None:
     count = len(exact)
     draw = st.lists(floats, min_size=count, max_size=count)
     steps, delta, base = (torch.tensor(data.draw(draw), dtype=torch.float32) for _ in range(3))
-    found = []
+    found, first = [], data.draw(st.sampled_from([1.0, float("nan"), float("inf")]))
     for compiled in (True, False):
         with means(compiled=compiled):
             weights, carry = parted(exact)
             was = base.bfloat16()
             weights += (steps / 1e3).bfloat16()  # the optimizer's
+            weights[0] = first
             add(delta / 4, weights, carry, was)
             found.append(bits(weights, carry, was, joined(weights, carry)))
     assert found[0] == found[1]
@@ -89,7 +100,7 @@ def test_small_corrections_add_up_and_the_base_moves_as_the_weights_do(compiled:
     rng = np.random.default_rng(0)
     exact = torch.from_numpy(rng.standard_normal(1000).astype(np.float32))
     weights = exact.to(dtype)
-    carry, base, expected = no_carry(weights), weights.clone(), weights.double()
+    carry, base, expected = torch.zeros(1000, dtype=carry_type(dtype)), weights.clone(), weights.double()
     with means(compiled=compiled):
         for _ in range(200):
             delta = torch.from_numpy((1e-5 * rng.standard_normal(1000)).astype(np.float32))

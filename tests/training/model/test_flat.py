@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from peerd.training.kernels import library
 from peerd.training.model.flat import FlatModel
 
 PRINTED = settings(deadline=None, print_blob=True)
@@ -262,6 +263,31 @@ def test_restore_goes_back_to_the_last_published_copy_and_its_corrections() -> N
     assert all(torch.isfinite(value).all() for name, value in weights_of(model).items() if name != "frozen")
     assert float(flat.change()) == 0
     np.testing.assert_array_equal(flat.gather().numpy(), published + correction)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_restore_goes_back_from_a_bad_batch_though_corrections_come_after_it(
+    dtype: torch.dtype, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a session, which takes corrections before it looks."""
+    if not compiled:
+        monkeypatch.setattr(library, "LIBRARY", None)
+    model = nn.Linear(8, 4, bias=False, dtype=dtype)
+    flat = FlatModel(model)
+    correction = vector(flat, 3, 1e-3)
+    published = flat.gather().clone()
+    flat.add(correction)
+    with torch.no_grad():
+        model.weight[0] = float("nan")
+        model.weight[1, 0] = float("inf")
+    flat.add(correction)
+    assert not torch.isfinite(flat.change())
+    flat.restore()
+    assert float(flat.change()) == 0
+    flat.add(correction)
+    expected = published + 3 * torch.from_numpy(correction)
+    torch.testing.assert_close(flat.gather(), expected, rtol=0, atol=1e-3 if dtype == torch.float16 else 1e-6)
 
 
 def test_an_optimizer_keeps_working_on_the_same_tensors() -> None:

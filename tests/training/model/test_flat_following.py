@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -45,6 +46,26 @@ def test_a_buffer_that_forward_replaces_is_followed() -> None:
     flat.load(np.full(flat.total, 7, np.float32))
     assert model.mean.tolist() == [7.0, 7.0]
     assert flat.unshared() == []
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), list(permutations([torch.float32, torch.bfloat16, torch.float16, torch.float64], 2))
+)
+def test_a_model_whose_type_is_changed_in_place_is_followed(before: torch.dtype, after: torch.dtype) -> None:
+    model = nn.Linear(8, 8).to(before)
+    flat = FlatModel(model)
+    small = np.full(flat.total, 1e-4, np.float32)
+    flat.gather()
+    flat.add(small)
+    model.to(after)
+    weights = torch.cat([parameter.detach().float().reshape(-1) for parameter in model.parameters()])
+    torch.testing.assert_close(flat.gather(), weights, rtol=0, atol=0)
+    assert float(flat.change()) == 0
+    flat.add(small)
+    flat.add(small)
+    torch.testing.assert_close(flat.gather(), weights + 2e-4, rtol=0, atol=1e-6)
+    flat.restore()
+    torch.testing.assert_close(flat.gather(), weights + 2e-4, rtol=0, atol=1e-6)
 
 
 def test_a_layer_that_is_replaced_by_its_like_is_followed() -> None:

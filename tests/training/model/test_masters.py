@@ -253,6 +253,26 @@ def test_a_correction_reaches_the_masters_that_an_optimizer_keeps_in_its_state(s
         assert not any(piece.master is not None for piece in flat.pieces)
 
 
+def test_a_model_that_went_back_without_its_masters_is_published_as_it_is() -> None:
+    """A session that goes back clears the optimizer's state, and its masters with it."""
+    model = build()
+    optimizer = Fused(list(model.parameters()))
+    flat = FlatModel(model, optimizer)
+    optimizer.step()
+    published = flat.gather().clone()
+    assert all(piece.master is not None for piece in flat.pieces)
+    with torch.no_grad():
+        for piece in flat.pieces:
+            piece.tensor.fill_(float("nan"))
+            piece.source.fill_(float("nan"))
+    flat.restore()
+    optimizer.state.clear()
+    correction = np.full(flat.total, 1e-4, np.float32)
+    flat.add(correction)
+    torch.testing.assert_close(flat.gather(), published + 1e-4, rtol=2**-8, atol=1e-6)
+    assert float(flat.change()) == 0
+
+
 def test_moments_are_no_masters() -> None:
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

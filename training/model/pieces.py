@@ -1,0 +1,63 @@
+"""Where does each tensor of a model sit in the flat vector?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from peerd.training.model.apart import runs_within
+from peerd.training.model.masters import EXACT
+from peerd.training.model.shards import is_sharded, shard_of
+from peerd.training.model.variances import is_variance
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Where one tensor sits in the flat vector."""
+
+    name: str
+    held: torch.Tensor
+    start: int
+    stop: int
+    is_buffer: bool = False
+    variances: tuple[tuple[int, int], ...] = ()  # where in the piece, start and stop
+    master: torch.Tensor | None = None
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """What of it is in this process: this rank's shard of a DTensor. It may move, so look again."""
+        return shard_of(self.held)
+
+    @property
+    def source(self) -> torch.Tensor:
+        """What the optimizer steps: the tensor, or its master."""
+        return shard_of(self.held if self.master is None else self.master)
+
+    @property
+    def has_carry(self) -> bool:
+        """Whether it is a parameter that a small correction cannot move."""
+        return not self.is_buffer and self.source.dtype not in EXACT
+
+
+def variances_of(pieces: Iterable[Piece]) -> list[tuple[int, int]]:
+    """Where in the flat vector of these pieces running variances are."""
+    return [
+        (piece.start + start, min(piece.start + stop, piece.stop))  # of a shard there is less than of the whole
+        for piece in pieces
+        for start, stop in piece.variances
+    ]
+
+
+def variances_in(
+    name: str, buffers: Mapping[str, torch.Tensor], written: Mapping[str, torch.Tensor]
+) -> tuple[tuple[int, int], ...]:
+    """Where in this buffer variances are: it is one, or others that are views of it are."""
+    held = buffers[name]
+    if is_variance(name) and bool((held >= 0).all()):
+        return ((0, held.numel()),)
+    if name not in written or is_sharded(held):
+        return ()
+    views = [shard_of(one) for other, one in buffers.items() if other not in written and is_variance(other)]
+    return tuple(runs_within([one for one in views if bool((one >= 0).all())], shard_of(held)))
