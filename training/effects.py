@@ -30,18 +30,13 @@ class Sliced(Protocol):
     def nbytes(self) -> int:
         """Bytes that it takes."""
 
-    def __len__(self) -> int: ...
-
     def __getitem__(self, where: slice, /) -> Vector:
-        """The values there: a view, or to be written back."""
+        """The values there: a view or a copy, so write them back after a change."""
 
     def __setitem__(self, where: slice, values: Vector, /) -> None: ...
 
     def copy(self) -> Self:
         """Another of the same values."""
-
-    def tobytes(self) -> bytes:
-        """All its bits."""
 
 
 @dataclass(frozen=True, slots=True)

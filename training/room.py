@@ -24,7 +24,7 @@ LEFT_OF_LARGE = 2  # models: two links that each wait for a half, encoded halves
 
 
 def is_large(values: int) -> bool:
-    """Whether a model of so many values is."""
+    """Whether a model has so many values that what its links remember is kept small."""
     return values >= LARGE
 
 

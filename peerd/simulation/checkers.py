@@ -216,8 +216,8 @@ def _half(node: NodeId, reference: PairedReference, correction: Vector | None) -
     """A zero has a sign, which addition does not care for."""
     return _Half(
         node,
-        zlib.crc32(reference.mine.tobytes()),
-        zlib.crc32(reference.theirs.tobytes()),
+        zlib.crc32(reference.mine[:].data),
+        zlib.crc32(reference.theirs[:].data),
         None if correction is None else zlib.crc32((correction + 0.0).data),
         None if correction is None else zlib.crc32((0.0 - correction).data),
     )

@@ -25,13 +25,13 @@ class Publication:
         """
         assert not self.under_way, "one copy at a time"
         if device.type != "cuda":
-            _copy(parts, target)
+            _copy(parts, target, non_blocking=False)
             return
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(device))  # which has just made what they are made of
         with torch.cuda.stream(self._stream):  # so that their memory is this stream's, too
-            _copy(parts, target)
+            _copy(parts, target, non_blocking=True)
             self._whole = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._whole.record(self._stream)
 
@@ -47,6 +47,6 @@ class Publication:
             self._whole = None
 
 
-def _copy(parts: Iterable[tuple[slice, torch.Tensor]], target: torch.Tensor) -> None:
+def _copy(parts: Iterable[tuple[slice, torch.Tensor]], target: torch.Tensor, *, non_blocking: bool) -> None:
     for where, values in parts:
-        target[where].copy_(values, non_blocking=values.is_cuda)
+        target[where].copy_(values, non_blocking=non_blocking)

@@ -68,7 +68,7 @@ class ShardedModel:
     # ---------------------------------------------------------------- on rank 0
 
     def snapshot(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """See `FlatModel.snapshot`; each part is one tensor, put together as it is asked for, which all must be."""
+        """See `FlatModel.snapshot`; a part is one tensor, put together when it is asked for: ask for all."""
         self._ranks.say(RankCommand.GATHER)
         return self._gather()
 
@@ -119,7 +119,7 @@ class ShardedModel:
         """Do what rank 0 has begun. Ends the script when this rank cannot."""
         match command:
             case RankCommand.GATHER:
-                deque(self._gather(), maxlen=0)
+                deque(self._gather(), maxlen=0)  # its part of each collective, though nothing comes of it here
             case RankCommand.MEASURE:
                 self._measure()
             case RankCommand.ADD:
@@ -143,11 +143,11 @@ class ShardedModel:
 
     @torch.no_grad()
     def _gather(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Nothing of it is on other ranks than the first."""
+        """The parts, on rank 0; the others only help, and yield nothing."""
         _reshard(self._model)
-        shards = self._shards.gather()
-        for piece, own in zip(self.pieces, self._shards.pieces, strict=True):
-            values = put_together(shards[own.start : own.stop], piece.held)
+        self._shards.keep()
+        for index, piece in enumerate(self.pieces):
+            values = put_together(self._shards.kept(index), piece.held)
             if self._ranks.leads:
                 yield slice(piece.start, piece.stop), values.reshape(-1)
 

@@ -84,7 +84,7 @@ def assert_references_agree(swarm: GossipSwarm) -> None:
             if theirs is None or theirs.link != mine.link:
                 continue
             if mine.version == theirs.version:
-                assert mine.mine.tobytes() == theirs.theirs.tobytes(), f"what {b} knows of {a}"
-                assert mine.theirs.tobytes() == theirs.mine.tobytes(), f"what {a} knows of {b}"
+                assert mine.mine[:].tobytes() == theirs.theirs[:].tobytes(), f"what {b} knows of {a}"
+                assert mine.theirs[:].tobytes() == theirs.mine[:].tobytes(), f"what {a} knows of {b}"
             else:
                 assert abs(mine.version - theirs.version) == 1

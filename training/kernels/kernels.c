@@ -512,20 +512,20 @@ EACH_PROCESSOR void peerd_carry_part(const float *exact, int64_t count, uint16_t
     }
 }
 
-/* Weights and carries get delta; `base`, in bfloat16 as they are, moves as the weights do. Of a weight that is not finite
- * the base and the carry get it. */
-EACH_PROCESSOR void peerd_carry_add(const float *delta, uint16_t *upper, int16_t *lower, uint16_t *base, int64_t count)
+/* Weights and carries get delta; what they were, in bfloat16 too, moves as the weights do. Of a weight that is not finite
+ * what it was and the carry get it. */
+EACH_PROCESSOR void peerd_carry_add(const float *delta, uint16_t *upper, int16_t *lower, uint16_t *were, int64_t count)
 {
     for (int64_t i = 0; i < count; i++) {
         float exact = joined(upper[i], lower[i]) + delta[i];
         const int broken = !(__builtin_fabsf(exact) <= 3.4028234663852886e38f);
-        exact = broken ? joined(base[i], lower[i]) + delta[i] : exact;
+        exact = broken ? joined(were[i], lower[i]) + delta[i] : exact;
         uint16_t after = upper_of(exact);
         float moved = joined(after, 0) - joined(upper[i], 0);
-        uint16_t further = upper_of(joined(base[i], 0) + moved);
+        uint16_t further = upper_of(joined(were[i], 0) + moved);
         lower[i] = lower_of(exact, after);
         upper[i] = broken ? upper[i] : after;
-        base[i] = broken ? after : further;
+        were[i] = broken ? after : further;
     }
 }
 

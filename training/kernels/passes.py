@@ -27,9 +27,9 @@ _FLOAT32 = np.dtype(np.float32)
 _NOTHING = ctypes.c_char * 0  # lies in any buffer, an empty one too
 
 
-def parts(count: int) -> Iterator[slice]:
-    """Slices of at most PART values that cover [0, count)."""
-    return (slice(start, min(start + PART, count)) for start in range(0, count, PART))
+def parts(count: int, most: int = PART) -> Iterator[slice]:
+    """Slices of at most so many values that cover [0, count)."""
+    return (slice(start, min(start + most, count)) for start in range(0, count, most))
 
 
 def is_plain(*arrays: npt.NDArray[np.generic] | None) -> bool:

@@ -2,8 +2,9 @@
 
 Of bfloat16, which is the upper half of a float32, it is the lower half: sixteen bits, to add to or take from those of
 the weight, which is rounded. So both together are the float32 value to the bit, in four bytes. A step of the
-optimizer's moves the weight alone, and the carry stays so many of 2^16 parts of its last digit: where that becomes
-another, so does what is carried, by less than the step was rounded. Of other types it is a float32.
+optimizer's moves the weight alone, and the carry stays so many of 2^16 parts of its last digit: where the size of that
+or the sign becomes another, so does what is carried, by no more than a last digit of the larger weight. Of other types
+it is a float32.
 
 On a processor all is one pass by a kernel; on a GPU, and where there is no compiler, by torch's operations.
 """
@@ -44,8 +45,8 @@ def joined(values: torch.Tensor, carry: torch.Tensor) -> torch.Tensor:
     return ((upper << _LOWER_BITS) + lower).view(torch.float32)
 
 
-def part(exact: torch.Tensor, values: torch.Tensor, carry: torch.Tensor) -> None:
-    """Make float32 values, shape (count,), weights and their carry."""
+def split(exact: torch.Tensor, values: torch.Tensor, carry: torch.Tensor) -> None:
+    """Make float32 values, shape (count,), weights and their carry: finite ones, none beyond the largest bfloat16."""
     if values.dtype != torch.bfloat16:
         values.copy_(exact)
         carry.copy_(exact - values.float())
@@ -58,24 +59,24 @@ def part(exact: torch.Tensor, values: torch.Tensor, carry: torch.Tensor) -> None
     carry.copy_(exact.view(torch.int32) - (upper << _LOWER_BITS))
 
 
-def add(delta: torch.Tensor, values: torch.Tensor, carry: torch.Tensor, base: torch.Tensor) -> None:
-    """Add float32 values, shape (count,), to weights and their carry; `base`, of their type, moves as far as they do.
+def add(delta: torch.Tensor, values: torch.Tensor, carry: torch.Tensor, were: torch.Tensor) -> None:
+    """Add float32 values, shape (count,), to weights and their carry; what they `were`, too, moves as far as they do.
 
-    Of a weight that is not finite, and so will become its base again, the base and the carry get them.
+    A weight that is not finite stays so: what it was, which it will become again, and its carry are corrected instead.
     """
-    if values.dtype == torch.bfloat16 and (kernels := _kernels(delta, values, carry, base)) is not None:
-        addresses = (delta.data_ptr(), values.data_ptr(), carry.data_ptr(), base.data_ptr())
+    if values.dtype == torch.bfloat16 and (kernels := _kernels(delta, values, carry, were)) is not None:
+        addresses = (delta.data_ptr(), values.data_ptr(), carry.data_ptr(), were.data_ptr())
         kernels.peerd_carry_add(*addresses, len(delta))
         return
     before = values.float()  # of lower precision, so a copy
     exact = joined(values, carry).add_(delta)
     broken = ~exact.isfinite()
     after = torch.empty_like(values)
-    part(torch.where(broken, joined(base, carry).add_(delta), exact), after, carry)
-    moved = base.float() + (after.float() - before)
-    if base.dtype == torch.bfloat16:
+    split(torch.where(broken, joined(were, carry).add_(delta), exact), after, carry)
+    moved = were.float() + (after.float() - before)
+    if were.dtype == torch.bfloat16:
         moved = (_rounded(moved) << _LOWER_BITS).view(torch.float32)
-    base.copy_(torch.where(broken, after.float(), moved))
+    were.copy_(torch.where(broken, after.float(), moved))
     values.copy_(torch.where(broken, values, after))
 
 

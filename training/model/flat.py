@@ -8,7 +8,7 @@ frozen base are refused. Private ones (`exclude`) do neither. Names are names.py
 
 Everything is float32 on the way. Parameters of lower precision keep what a correction could not yet move in a carry, or
 small corrections would be rounded away for ever (carries.py); those with a float32 master (masters.py) are its
-rounding. What the model was when it was last published is kept in its own type: its own steps move no carry.
+rounding (published.py says what is kept of both).
 A tensor whose float32 rounding is what it should become is left alone, so a buffer that nobody changes stays the bits
 that it is, in float64 too.
 """
@@ -27,10 +27,10 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from peerd.training.model.apart import distinct, overlapping
-from peerd.training.model.base import RUN, Base, runs
 from peerd.training.model.masters import EXACT, StateMasters, masters_of, strangers_of
 from peerd.training.model.names import buffers_of, matching, parameters_of
 from peerd.training.model.pieces import Piece, variances_in, variances_of
+from peerd.training.model.published import PART_ON_CPU, Published, parts_of
 from peerd.training.model.shards import is_sharded, shard_of
 from peerd.training.model.signature import described, signature_of, type_name
 from peerd.training.model.variances import bounded
@@ -98,10 +98,11 @@ class FlatModel:
         self._told: set[str] = set()
         self._elsewhere = 0 if self._masters else len(strangers_of(parameters, optimizer))
         self._views = averaged.keys() - written.keys()
-        self._device = next(iter(shared.values())).device
+        self.device = next(iter(shared.values())).device
+        """Of the first trainable parameter, where whole vectors are."""
         self._trainable = len(shared)
         self._states: Callable[[], dict[str, torch.Tensor]] = dict
-        self._base = Base(self.pieces, self.total, self._device)
+        self._published = Published(self.pieces, self.total, self.device)
 
     def share_states(self, states: Callable[[], dict[str, torch.Tensor]]) -> None:
         """Have the optimizer's state at the end of the vector, too: `states` gives its tensors as they are then."""
@@ -114,32 +115,34 @@ class FlatModel:
             self.total = stop
         self.tensors += [f"{line.removesuffix('buffer')}state" for line in described({}, states())]
         self.signature = signature_of(self.tensors)
-        self._base = Base(self.pieces, self.total, self._device)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the first trainable parameter lives."""
-        return self._device
+        self._published = Published(self.pieces, self.total, self.device)
 
     @property
     def variances(self) -> list[tuple[int, int]]:
         """Where in the flat vector running variances are, as start and stop; see variances.py."""
         return variances_of(self.pieces)
 
-    def snapshot(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Make the model as it is now the base that `change` measures from; returns it in parts.
-
-        They are where each is, and its float32 values on the model's device, made as they are asked for: from what only
-        the next snapshot and corrections change.
-        """
+    def keep(self) -> None:
+        """Make the model as it is now the base that `change` measures from: as it is published."""
         self.look_again()
-        self._base.keep(self.pieces)
-        return self._base.parts(self.pieces)
+        self._published.keep()
+
+    def kept(self, index: int) -> torch.Tensor:
+        """That base of one piece, float32 values, shape (count,), where it lives."""
+        return self._published.exact(index)
+
+    def snapshot(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """`keep`; returns slices of the flat vector, with their float32 values, on the model's device or the host.
+
+        They are made as they are asked for, from what only the next snapshot and corrections change.
+        """
+        self.keep()
+        return self._published.parts()
 
     @torch.no_grad()
     def gather(self) -> torch.Tensor:
         """`snapshot` as one vector on the model's device, shape (total,)."""
-        flat = torch.empty(self.total, device=self._device)
+        flat = torch.empty(self.total, device=self.device)
         for where, values in self.snapshot():
             flat[where].copy_(values)
         return flat
@@ -151,21 +154,21 @@ class FlatModel:
         Not finite when a parameter or a buffer is not: BatchNorm's statistics may be spoilt by a batch that left no
         gradient.
         """
-        self.look_again()
         norm: torch.Tensor = torch.linalg.vector_norm(self.distances())
         return norm + self.nonfinite_buffers() if len(self.pieces) > self._trainable else norm
 
     @torch.no_grad()
     def distances(self) -> torch.Tensor:
         """||x - base|| of each parameter in turn, on the device."""
+        self.look_again()
         norms = []
-        for piece, base in zip(self.pieces[: self._trainable], self._base.of, strict=False):
+        for piece, base in zip(self.pieces[: self._trainable], self._published.values, strict=False):
             value = piece.source.reshape(-1)
-            if len(value) <= RUN:
-                norms.append(torch.dist(value.float(), base.float()).to(self._device))
+            if len(value) <= PART_ON_CPU:  # one operation for most tensors; an empty one has no part
+                norms.append(torch.dist(value.float(), base.float()).to(self.device))
                 continue
-            parts = [torch.dist(value[where].float(), base[where].float()) for where in runs(base)]
-            norms.append(torch.linalg.vector_norm(torch.stack(parts)).to(self._device))
+            parts = [torch.dist(value[where].float(), base[where].float()) for where in parts_of(base)]
+            norms.append(torch.linalg.vector_norm(torch.stack(parts)).to(self.device))
         return torch.stack(norms)
 
     @torch.no_grad()
@@ -174,8 +177,8 @@ class FlatModel:
         # of all reductions the largest magnitude is the one that never overflows
         buffers = [piece.tensor for piece in self.pieces[self._trainable :] if piece.stop > piece.start]
         peaks = [torch.linalg.vector_norm(buffer, ord=math.inf) for buffer in buffers]
-        zeros = [0 * peak.to(self._device, torch.float32) for peak in peaks]
-        return torch.stack(zeros).sum() if zeros else torch.zeros((), device=self._device)
+        zeros = [0 * peak.to(self.device, torch.float32) for peak in peaks]
+        return torch.stack(zeros).sum() if zeros else torch.zeros((), device=self.device)
 
     @torch.no_grad()
     def beyond_float32(self) -> str | None:
@@ -210,21 +213,20 @@ class FlatModel:
     def shift(self, delta: torch.Tensor) -> None:
         """The same with a tensor."""
         self.look_again()
-        whole = self._base.whole
-        if whole is not None:
-            whole.copy_(_sum(whole, delta, self.variances))
         for index, piece in enumerate(self.pieces):
-            own = delta[piece.start : piece.stop]
-            if piece.has_carry:
-                self._base.add(index, piece, own)
+            own = delta[piece.start : piece.stop].to(piece.source.device)  # over the bus once
+            if piece.is_low_parameter:
+                self._published.add(index, own)
                 continue
-            if whole is None:
-                base = self._base.of[index]
+            base = self._published.values[index]
+            if piece.variances:
                 base.copy_(_sum(base, own, piece.variances))
-            if piece.is_buffer:
-                self._write(piece, _sum(self._base.value(piece), own, piece.variances))
             else:
-                piece.source.add_(own.view(piece.source.shape).to(piece.source.device, piece.source.dtype))
+                base += own
+            if piece.is_buffer:
+                self._write(piece, _sum(self._published.now(piece), own, piece.variances))
+            else:
+                piece.source.add_(own.view(piece.source.shape).to(piece.source.dtype))
                 if piece.master is not None:
                     piece.tensor.copy_(piece.source)
 
@@ -236,17 +238,14 @@ class FlatModel:
     def replace(self, values: torch.Tensor) -> None:
         """The same with a tensor."""
         self.put(values)
-        if self._base.whole is not None:
-            self._base.whole.copy_(values)
-        else:
-            self._base.keep(self.pieces)
+        self._published.replace(values)
 
     @torch.no_grad()
     def restore(self) -> None:
         """x = base: go back to the last published copy."""
         self.look_again()
-        for piece, base in zip(self.pieces, self._base.of, strict=True):
-            if piece.has_carry:
+        for piece, base in zip(self.pieces, self._published.values, strict=True):
+            if piece.is_low_parameter:
                 piece.source.copy_(base.view(piece.source.shape))
             else:
                 self._write(piece, base)
@@ -255,9 +254,9 @@ class FlatModel:
     def values(self) -> torch.Tensor:
         """The model as it is now, shape (total,), with the carries; the base stays."""
         self.look_again()
-        values = torch.empty(self.total, device=self._device)
+        values = torch.empty(self.total, device=self.device)
         for piece in self.pieces:
-            values[piece.start : piece.stop].copy_(self._base.value(piece))
+            values[piece.start : piece.stop].copy_(self._published.now(piece))
         return values
 
     @torch.no_grad()
@@ -286,7 +285,7 @@ class FlatModel:
             return
         source = piece.source
         if piece.master is None and source.dtype not in EXACT:
-            self._base.write(piece, values)
+            self._published.write(piece, values)
             return
         wanted = values.view(source.shape).to(source.device)
         if source.dtype == torch.float32 and not piece.is_buffer:
@@ -300,7 +299,7 @@ class FlatModel:
     def loaded(self) -> None:
         """The model was loaded from elsewhere, a checkpoint: masters follow it, and nothing is carried."""
         self.look_again()
-        self._base.drop_carries()
+        self._published.drop_carries()
         for piece in self.pieces:
             if piece.master is not None:
                 piece.source.copy_(piece.tensor)
@@ -317,17 +316,17 @@ class FlatModel:
             if found is None or (found.shape, found.dtype) != (shape, piece.held.dtype):
                 lost.add(piece.name)
                 if found is piece.held:  # other data in the same tensor: the last copy of what it was stands for it
-                    kept = self._base.of[index].view(own_shape).to(found.dtype, copy=True)
+                    kept = self._published.values[index].view(own_shape).to(found.dtype, copy=True)
                     self.pieces[index] = replace(piece, held=kept, master=None)
-                    self._base.drop_carries(piece.name)
+                    self._published.drop_carries(piece.name)
             elif is_sharded(found) == is_sharded(piece.held):  # else: whole for the forward pass it is in
                 self.pieces[index] = replace(piece, held=found)
-                self._base.drop_carries(piece.name)
+                self._published.drop_carries(piece.name)
         if any(piece.is_buffer and piece is not old for piece, old in zip(self.pieces, before, strict=True)):
             held = {piece.name: piece.held for piece in self._buffers}
             self._views = held.keys() - distinct(held).keys()
         self._follow_kept_masters()
-        self._base.follow(self.pieces)
+        self._published.follow()
         added = {name for name, tensor in (parameters | buffers).items() if tensor.is_floating_point()}
         frozen = {piece.name for piece in self.pieces if not piece.is_buffer and not piece.held.requires_grad}
         self._changed = {
@@ -351,7 +350,7 @@ class FlatModel:
 
 def _sum(value: torch.Tensor, delta: torch.Tensor, variances: Iterable[tuple[int, int]]) -> torch.Tensor:
     """value + delta, both of shape (count,); of running variances a tenth of what they were, at least."""
-    after = value + delta.to(value.device)
+    after = value + delta
     for where in variances:
         after[slice(*where)] = bounded(value[slice(*where)], after[slice(*where)])
     return after

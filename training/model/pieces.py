@@ -36,8 +36,8 @@ class Piece:
         return shard_of(self.held if self.master is None else self.master)
 
     @property
-    def has_carry(self) -> bool:
-        """Whether it is a parameter that a small correction cannot move."""
+    def is_low_parameter(self) -> bool:
+        """Whether it is a parameter of lower precision, which a small correction cannot move."""
         return not self.is_buffer and self.source.dtype not in EXACT
 
 

@@ -303,7 +303,7 @@ class AllReduce(ModeClass):
             summand += self._lost[where]
         return summand
 
-    def _seen(self) -> Vector:
+    def _look(self) -> Vector:
         """The model as it is, to be read at once."""
         return self._values() if self._unapplied is None else self._current()
 
@@ -365,11 +365,14 @@ class AllReduce(ModeClass):
         else:
             start = self._origin if self._overlap == "hpsgd" else taken
             assert start is not None, "set with the first contribution"
-            correction = np.subtract(target, start, out=self._landed(start, where))
+            again = self._overlap != "hpsgd" and len(start) == self._layout.total
+            correction = np.subtract(target, start, out=start if again else None)
+            if again:
+                self._taken = None  # its memory is the correction's now: nobody asks for a contribution after its round
             effects.append(self._apply(self._with(None, where, correction)))
             self._lands = self._settles
         if self._rounds.finished:
-            self._measure(self._seen())
+            self._measure(self._look())
         if self._rounds.given:
             effects.append(Proceed(settled=False))
         return [*effects, *self._resume()]
@@ -380,13 +383,6 @@ class AllReduce(ModeClass):
             assert self._agreed is not None, "contributions were differences from it"
             mean += self._agreed[where]
         return mean
-
-    def _landed(self, start: Vector, where: slice) -> Vector | None:
-        """Memory for the correction: our contribution's, which nobody asks for after its round."""
-        if self._overlap == "hpsgd" or len(start) < self._layout.total:
-            return None
-        self._taken = None
-        return start
 
     def _with(self, held: Vector | None, where: slice, part: Vector) -> Vector:
         """`held` (None: zeros) with `part` in its place."""
@@ -410,7 +406,7 @@ class AllReduce(ModeClass):
             self._merge = None
         self._waits = False
         effects = self._perform(outcomes, now)
-        self._measure(self._seen())
+        self._measure(self._look())
         return effects + self._perform(self._rounds.finish(True, now), now)
 
     def _land(self) -> list[Effect]:

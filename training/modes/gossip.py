@@ -98,7 +98,7 @@ class Gossip(PartneredMode[PairLink]):
         self._waits = Waiting()
         self._alone_from: float | None = None  # the step at which the runs of all partners had ended; told of: infinity
         self._met = False  # another mode brings members together, and flushes by this one
-        self._flush_waits = False  # for the model to be corrected
+        self._flush_waits = False  # until the next event, at once, when the model has been corrected
 
     # ---------------------------------------------------------------- events
 
@@ -417,9 +417,10 @@ class Gossip(PartneredMode[PairLink]):
 
     def _flush(self, now: float) -> list[Effect]:
         """At a run's end: exchange with whoever does not yet agree; say when all have what we held, when all agree."""
+        # before the next event a large model is corrected: to encode it now would need a copy of it
         self._flush_waits = self._report.finishing and bool(self._lent) and is_large(self._layout.total)
-        if self._flush_waits or not self._report.finishing:  # in the next event the model is corrected: here it would
-            return []  # have to be copied
+        if self._flush_waits or not self._report.finishing:
+            return []
         effects: list[Effect] = []
         live = [link for link in self._links.live() if not link.closing]
         self._one_trains = not all(link.peer_finishing for link in live)

@@ -3,7 +3,7 @@
 Each block of BLOCK values shares an exponent (Wilkinson 1963), and each value is a whole multiple of one power of two,
 2^-15 of the smallest that no value of the block reaches. So a step of one length for all values, as `sign` makes, is
 the same for large values as for small ones, which in bfloat16 it is not: there one that is less than half of a large
-value's last digit is lost, and two models that stand stay 1.5 % apart (benchmarks/RESULTS.md).
+value's last digit is lost, and two models that stand stay 1.7 % apart (benchmarks/RESULTS.md).
 
 What rounding takes is a part of the next difference, as what a codec drops. Both ends round the same float32 values, by
 multiplications with powers of two, which are exact, so they keep the same bits. Float buffers are kept as they are: one
@@ -12,6 +12,7 @@ that no step changes must stay the bits that it is.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -42,9 +43,6 @@ class BlockFloats:
         self._exponents = np.full(block_count(layout.parameters), _LEAST, np.uint8)  # biased, as float32 stores them
         self._exact = np.zeros(layout.total - layout.parameters, np.float32)
 
-    def __len__(self) -> int:
-        return self.shape[0]
-
     @property
     def nbytes(self) -> int:
         """Bytes that it takes."""
@@ -52,11 +50,7 @@ class BlockFloats:
 
     def copy(self) -> BlockFloats:
         """Another of the same values."""
-        other = BlockFloats.__new__(BlockFloats)
-        other.shape, other.dtype, other._parameters = self.shape, self.dtype, self._parameters
-        other._multiples, other._exponents = self._multiples.copy(), self._exponents.copy()
-        other._exact = self._exact.copy()
-        return other
+        return copy.deepcopy(self)
 
     def tobytes(self) -> bytes:
         """All bits of it, which both ends of a link have alike."""
@@ -96,7 +90,7 @@ class BlockFloats:
 
     def _cut(self, where: slice) -> tuple[int, int, int]:
         """Where a slice begins, where its buffers do, and where it ends."""
-        start, stop, _ = where.indices(len(self))
+        start, stop, _ = where.indices(self.shape[0])
         cut = min(max(start, self._parameters), stop)
         assert cut == start or (start % BLOCK == 0 and (cut % BLOCK == 0 or cut == self._parameters)), "whole blocks"
         return start, cut, stop
@@ -141,7 +135,7 @@ def _powers_of_two(biased: npt.NDArray[Any]) -> Float32s:
 
 
 def known_vector(layout: Layout, dtype: np.dtype[np.floating[Any]]) -> Sliced:
-    """Room for what both ends of a link know of a model; of a large one in two bytes a value."""
+    """Room for what both ends of a link know of a model, with any content; of a large one in two bytes a value."""
     if dtype == np.float32 and is_large(layout.total):
         return BlockFloats(layout)
     return np.empty(layout.total, dtype)

@@ -162,7 +162,7 @@ class PairedReference:
         return self._tensors.whole(self.distances)
 
     def _encode(self, values: Vector, half: ExchangeHalf, *, wants_answer: bool) -> Delta:
-        outgoing = np.empty(self.mine.shape, self.mine.dtype) if len(self.mine) <= KEPT_MAX else None
+        outgoing = np.empty(self.mine.shape, self.mine.dtype) if self.mine.shape[0] <= KEPT_MAX else None
         chunks, contraction = vector.encode(half.codec, self.layout, values, known=self.mine, decoded=outgoing)
         self._outgoing = outgoing
         half.gain.observe(contraction)

@@ -76,7 +76,7 @@ class Tensors:
         """
         found = np.zeros(len(self))
         for where, piece in outgoing:
-            if len(piece) == len(mine):
+            if piece.shape == mine.shape:
                 return np.sqrt(_moved(mine, where, piece, theirs, following, self.stops))
             first, last = np.searchsorted(self.stops, [where.start, where.stop - 1], side="right")
             stops = np.minimum(self.stops[first : last + 1], where.stop) - where.start

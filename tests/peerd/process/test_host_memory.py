@@ -34,7 +34,7 @@ def test_what_fits_is_told(free: Path) -> None:
     assert host_memory.told("diloco:2", 3, 25_000_000) == Told(line, False, 3)
 
 
-def test_at_the_default_view_a_large_model_takes_a_fifth_of_what_it_did() -> None:
+def test_copies_with_one_link_and_at_most_at_the_default_view() -> None:
     assert host_memory.copies("gossip", 3, 1_000_000_000) == (7, 12)
     assert host_memory.copies("gossip", 3, 1_000_000) == (9, 51)
     assert host_memory.copies("push-sum", 3, 1_000_000_000) == (11, 23)

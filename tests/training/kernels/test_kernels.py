@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 import numpy.typing as npt
 import pytest
+from exchanged import exchange
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -223,16 +224,8 @@ def test_a_node_without_a_compiler_keeps_the_same_references(
     half = ExchangeHalf(codec, Gain(), 0.5, finishing=False, limits=limits)
     a, b = (PairedReference(1, start.copy(), layout, Scratch()) for _ in range(2))
     for _ in range(rounds):
-        asks = a.begin(x, half)
-        with by_numpy():
-            answer = b.receive(asks, y, half)
-        assert isinstance(answer.reply, Delta)
-        assert answer.exchanged is not None
-        exchanged = a.receive(answer.reply, x, half).exchanged
-        assert exchanged is not None
-        assert a.mine.tobytes() == b.theirs.tobytes()
-        assert a.theirs.tobytes() == b.mine.tobytes()
-        ours, theirs = exchanged.correction, answer.exchanged.correction
+        exchanged, answer = exchange(a, b, x, y, half, by_numpy())
+        ours, theirs = exchanged.correction, answer.correction
         np.testing.assert_allclose(ours, -theirs, rtol=1e-6, atol=1e-30)
         x += ours.astype(np.float32)
         y += theirs.astype(np.float32)

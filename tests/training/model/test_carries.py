@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerd.training.kernels import library
-from peerd.training.model.carries import add, carry_type, joined, part
+from peerd.training.model.carries import add, carry_type, joined, split
 
 LARGEST = float(torch.finfo(torch.bfloat16).max)
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False).filter(lambda value: abs(value) <= LARGEST)
@@ -34,7 +34,7 @@ def means(*, compiled: bool) -> Iterator[None]:
 def parted(exact: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     weights = torch.empty_like(exact, dtype=torch.bfloat16)
     carry = torch.zeros(len(exact), dtype=torch.int16)
-    part(exact, weights, carry)
+    split(exact, weights, carry)
     return weights, carry
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from exchanged import exchange
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +17,6 @@ from peerd.training.kernels import library
 from peerd.training.pairs.block_floats import MULTIPLE_MAX, BlockFloats, known_vector
 from peerd.training.pairs.reference import ExchangeHalf, PairedReference, Unfinished
 from peerd.training.scratch import Scratch
-from peerd.transport.messages import Delta
 
 counts = st.sampled_from([1, 255, 256, 257, 700]) | st.integers(1, 2000)
 scales = st.sampled_from([1e-45, 1e-38, 1e-36, 1e-33, 1e-10, 1.0, 1e25, 1e30, 1e37])
@@ -99,7 +99,7 @@ def test_a_bfloat16_start_comes_out_as_it_went_in() -> None:
     vector.decode("bfloat16", layout, chunks, start)
     again = known_vector(layout, values.dtype)
     vector.decode("bfloat16", layout, vector.encode("bfloat16", layout, start)[0], again)
-    assert again.tobytes() == start.tobytes()
+    assert again[:].tobytes() == start[:].tobytes()
 
 
 @pytest.mark.usefixtures("large")
@@ -119,18 +119,11 @@ def test_both_ends_keep_the_same_and_their_corrections_are_opposite(
     half = ExchangeHalf(codec, Gain(), 0.5, finishing=False)
     a, b = pair(layout, x)
     for _ in range(2):
-        asks = a.begin(x, half)
-        answer = b.receive(asks, y, half)
-        assert isinstance(answer.reply, Delta)
-        assert answer.exchanged is not None
-        exchanged = a.receive(answer.reply, x, half).exchanged
-        assert exchanged is not None
-        assert a.mine.tobytes() == b.theirs.tobytes()
-        assert a.theirs.tobytes() == b.mine.tobytes()
-        ours, theirs = exchanged.correction, answer.exchanged.correction
+        exchanged, answer = exchange(a, b, x, y, half)
+        ours, theirs = exchanged.correction, answer.correction
         assert np.array_equal(ours, -theirs)
         x, y = x + ours, y + theirs
-    a.begin(x, half)
+    asks = a.begin(x, half)
     left = a.end()  # what it waits for outlives the link, in the memory of one of its two vectors
     assert isinstance(left, Unfinished)
     assert left.models <= 0.55 + sum(map(len, asks.chunks)) / layout.total or parameters < 1000
@@ -145,21 +138,22 @@ def pair(layout: Layout, start: Vector) -> tuple[PairedReference, PairedReferenc
     return ends[0], ends[1]
 
 
-@pytest.mark.usefixtures("large")
-@pytest.mark.parametrize(("codec", "apart"), [("sign", 3e-3), ("int4", 3e-4), ("top_k_2bit", 3e-3)])
-def test_two_models_that_stand_come_as_close_as_with_float32(codec: str, apart: float) -> None:
-    """By bfloat16 references `sign` stays 1.5 % apart for ever (benchmarks/RESULTS.md)."""
+@pytest.mark.parametrize(("codec", "times"), [("sign", 1.5), ("int8", 30), ("top_k_2bit", 1.5)])
+def test_two_models_that_stand_come_about_as_close_as_with_float32(
+    codec: str, times: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By bfloat16 references `sign` stays 1.7 % apart for ever (benchmarks/RESULTS.md)."""
     rng, layout = np.random.default_rng(1), Layout(1 << 16, 1 << 16)
     weights = (0.02 * rng.standard_normal(layout.total) * np.exp(rng.standard_normal(layout.total))).astype(np.float32)
     noise = (0.025 * np.linalg.norm(weights) / 256 * rng.standard_normal(layout.total)).astype(np.float32)
-    x, y = weights + noise, weights - noise
     half = ExchangeHalf(codec, Gain(), 0.5, finishing=False)
-    a, b = pair(layout, weights)
-    for _ in range(150):
-        answer = b.receive(a.begin(x, half), y, half)
-        assert isinstance(answer.reply, Delta)
-        exchanged = a.receive(answer.reply, x, half).exchanged
-        assert exchanged is not None
-        assert answer.exchanged is not None
-        x, y = x + exchanged.correction, y + answer.exchanged.correction
-    assert np.linalg.norm(x - y) / np.linalg.norm(weights) < apart
+    apart = []
+    for large in (1 << 30, 0):
+        monkeypatch.setattr(room, "LARGE", large)
+        x, y = weights + noise, weights - noise
+        a, b = pair(layout, weights)
+        for _ in range(60):
+            found, answer = exchange(a, b, x, y, half)
+            x, y = x + found.correction, y + answer.correction
+        apart.append(float(np.linalg.norm(x - y) / np.linalg.norm(weights)))
+    assert apart[1] < times * apart[0] + 1e-5
