@@ -108,6 +108,7 @@ class PartneredMode(LinkedMode, Generic[P]):
         """Decide on the copy that came, and perhaps begin an exchange."""
         self._reclaim()
         ends = report.finishing and not self._report.finishing
+        begins = self._report.finishing and not report.finishing
         stays = not (report.published or report.finishing or self._report.finishing or self.drained)
         self._report = report
         if stays:
@@ -119,7 +120,7 @@ class PartneredMode(LinkedMode, Generic[P]):
             effects = said + self._flush(now)
             self._rearm(now)
             return effects
-        if self.drained:  # a new run follows a flush
+        if begins or self.drained:  # a new run follows a flush, perhaps one that it broke off
             self.drained = self.settled = False
             for partner in self._held():
                 partner.flushed = False

@@ -269,7 +269,8 @@ class ModeSwarm:
                 self.perform(name, node.core.on_timer(self.now))
 
     def come_to(self, goal: Callable[[str], bool], then: Callable[[str], None]) -> None:
-        """Let each member do its next thing, and messages come, and timers when nothing does, until all are there."""
+        """Let each member do its next thing, and messages come, and timers that are due, or when nothing comes, until all
+        are there."""
         until = self.now + PATIENCE_S
         for _ in range(ROUNDS_MAX):
             for name in sorted(self.nodes):
@@ -278,7 +279,7 @@ class ModeSwarm:
             if all(goal(name) for name in self.nodes):
                 return
             deadline = min(node.core.deadline for node in self.nodes.values())
-            if not moved and deadline <= until:
+            if deadline <= self.now or (not moved and deadline <= until):
                 self.pass_time(max(0.0, deadline - self.now) + 1e-6)
         stuck = {name: (node.steps, node.waits, node.finishing, node.proceeded) for name, node in self.nodes.items()}
         raise AssertionError(f"hangs at {self.now:.0f} s: {stuck}")

@@ -9,6 +9,7 @@ import pytest
 from gossip_swarm import GossipSwarm, assert_references_agree
 from hypothesis import given
 from hypothesis import strategies as st
+from mode_swarm import ModeSwarm
 
 from peerd.training import room as rooms
 from peerd.training import sample
@@ -142,6 +143,21 @@ def test_a_flush_that_waits_for_its_correction_goes_on_and_is_forgotten_by_a_new
     before = core.counts["repeats"]
     swarm.pass_time(61)
     assert core.counts["repeats"] > before, "what has had no answer is said again"
+
+
+@pytest.mark.usefixtures("large")
+def test_a_run_that_begins_while_a_flush_is_under_way_has_a_flush_of_its_own() -> None:
+    """Two had flushed to each other, and not to all: each took the other for one that had all of its new run, too."""
+    swarm = ModeSwarm("gossip", "abcd", 40, buffers=7, dtype="float32", codec="bfloat16", view=2, trigger="always")
+    swarm.heal()
+    for name in "ba":
+        swarm.finish(name)
+    swarm.heal()
+    for name in "abcd":
+        swarm.begin_again(name)
+    swarm.train(2)
+    swarm.end()
+    assert all(node.proceeded[-1] for node in swarm.nodes.values())
 
 
 @pytest.mark.usefixtures("large")
