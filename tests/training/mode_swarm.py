@@ -269,7 +269,7 @@ class ModeSwarm:
                 self.perform(name, node.core.on_timer(self.now))
 
     def come_to(self, goal: Callable[[str], bool], then: Callable[[str], None]) -> None:
-        """Let each member do its next thing, and messages come, and timers that are due, or when nothing comes, until all
+        """Each member does its next thing, messages come, and timers that are due, or all when nothing comes, until all
         are there."""
         until = self.now + PATIENCE_S
         for _ in range(ROUNDS_MAX):
