@@ -518,7 +518,7 @@ EACH_PROCESSOR void peerd_carry_add(const float *delta, uint16_t *upper, int16_t
 {
     for (int64_t i = 0; i < count; i++) {
         float exact = joined(upper[i], lower[i]) + delta[i];
-        const int broken = !(__builtin_fabsf(exact) <= 3.4028234663852886e38f);
+        const int broken = !__builtin_isfinite(exact);
         exact = broken ? joined(were[i], lower[i]) + delta[i] : exact;
         uint16_t after = upper_of(exact);
         float moved = joined(after, 0) - joined(upper[i], 0);

@@ -284,7 +284,7 @@ class FlatModel:
         if piece.name in self._views:
             return
         source = piece.source
-        if piece.master is None and source.dtype not in EXACT:
+        if source.dtype not in EXACT:
             self._published.write(piece, values)
             return
         wanted = values.view(source.shape).to(source.device)

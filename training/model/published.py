@@ -14,7 +14,6 @@ import torch
 
 from peerd.training.kernels.passes import parts
 from peerd.training.model.carries import add, carry_type, joined, split
-from peerd.training.model.masters import EXACT
 from peerd.training.model.pieces import Piece
 
 PART_ON_CPU = 1 << 18
@@ -137,8 +136,7 @@ def parts_of(values: torch.Tensor) -> Iterator[slice]:
 
 def _kind_of(piece: Piece) -> tuple[torch.device, torch.dtype]:
     """Where it is kept what the piece was, and in which type."""
-    source = piece.source
-    return source.device, torch.float32 if piece.is_buffer or source.dtype in EXACT else source.dtype
+    return piece.source.device, piece.source.dtype if piece.is_low_parameter else torch.float32
 
 
 def _in_use_here(*tensors: torch.Tensor | None) -> None:
