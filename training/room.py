@@ -2,7 +2,7 @@
 large one in half their bytes (pairs/block_floats.py).
 
 Of a small model it accepts as many again as it looks for, keeps a view's worth of links to absent peers, and what is
-left of twice as many. A swarm has places to spare then.
+left of twice as many; of a tiny one, of as many as 4 MiB hold. A swarm has places to spare then.
 
 Of a large one it keeps no link more than a swarm needs: a view and one, absent peers in the places that the living
 leave free. Whoever comes finds a partner all the same. Let each have room for c links and look for v, and s places be
@@ -20,6 +20,7 @@ from peerd.training.sample import WHOLE_MAX
 LARGE = 1 << 25
 """Values: each link to such a model takes 128 MB and more."""
 LEFT_OF_LINKS = 2  # views: with one-bit codecs that is what is left of six links for each of a view
+LEFT_VALUES = 1 << 20  # of all models together: fewer would lose what a tiny one can keep for nothing
 LEFT_OF_LARGE = 2  # models: two links that each wait for a half, encoded halves included
 
 
@@ -56,4 +57,5 @@ def room(view: int, values: int) -> Room:
     if is_large(values):
         return Room(1, view + 1, LEFT_OF_LARGE, None)
     of_link = 3 if values <= WHOLE_MAX else 2  # both references, and where a small model was at the last exchange
-    return Room(of_link, 2 * view, LEFT_OF_LINKS * 3 * view, view)
+    left = max(LEFT_OF_LINKS * 3 * view, LEFT_VALUES // max(1, values))
+    return Room(of_link, 2 * view, left, view)

@@ -44,6 +44,7 @@ def test_a_small_model_has_places_to_spare(view: int) -> None:
     small = room(view, 1_000_000)
     assert (small.active, small.dormant(0), small.dormant(2 * view), small.left) == (2 * view, view, view, 6 * view)
     assert small.models == 3 * 5 * view, "as the links of a node were told before there was another rule"
+    assert room(view, 40).left >= 2**20 // 40, "and of a tiny one what is left of hundreds of links"
 
 
 @given(st.integers(1, 1024), st.data())

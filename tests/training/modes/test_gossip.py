@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
 from weather import NAMES, Connections, Partings, weather_settings
 
+from peerd.training import room
 from peerd.training.codecs import CODECS
 from peerd.training.effects import Effect, Log, Vector
 from peerd.training.mode_settings import AUTO
@@ -82,6 +83,25 @@ def test_a_link_that_is_forgotten_while_its_answer_is_on_its_way_keeps_the_mean(
     swarm.declare_dead("a", {"c"})
     swarm.settle()
     swarm.declare_dead("a", {"b"})
+    swarm.calm()
+    assert swarm.drift() < 1e-12
+    assert not any(node.core.counts["exchanges_cut"] for node in swarm.nodes.values())
+
+
+def test_what_is_left_of_many_links_to_a_tiny_model_is_kept() -> None:
+    """A plain run of the tests found it: there was room for six models, and two links of float64 took more."""
+    swarm = GossipSwarm(4, 40, "float32", seed=21218, view=1, buffers=7)
+    swarm.everyone_alive()
+    most = 0.0
+    for one, others in (("b", "abcd"), ("b", "abcd"), ("d", "bca")):
+        for other in others:
+            swarm.step(one, swarm.rng.normal(size=40))
+            swarm.step(other, swarm.rng.normal(size=40))
+            swarm.declare_dead(one, {other} - {one})
+            swarm.settle()
+            left = (node.core._links.remnants.values() for node in swarm.nodes.values())
+            most = max(most, *(sum(remnant.unfinished.models for remnant in each) for each in left))
+    assert most > 6
     swarm.calm()
     assert swarm.drift() < 1e-12
     assert not any(node.core.counts["exchanges_cut"] for node in swarm.nodes.values())
@@ -198,7 +218,8 @@ def test_what_a_crash_takes_of_an_exchange_is_counted(dies: str) -> None:
     assert swarm.nodes[other].core.counts["exchanges_cut"] == 1
 
 
-def test_what_is_left_of_links_is_bounded_and_what_makes_room_is_counted() -> None:
+def test_what_is_left_of_links_is_bounded_and_what_makes_room_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "LEFT_VALUES", 0)  # as of a model that is no tiny one
     swarm = GossipSwarm(12, 400, "sign", view=1)
     core = swarm.nodes["a"].core
     others = "bcdefghijkl"
