@@ -16,8 +16,8 @@ from peerd.transport.messages import COUNT, MESSAGES, Chunk, Chunks, Within
 EACH = 24  # samples of a type
 SAMPLE_IDS = ("a", "b", "c", "x")
 TEXTS = (
-    "a", "b", "c", "x", "", "float32", "bfloat16", "int8", "int4", "sign", "top_k", "top_k_3", "top_k_2bit", "ring",
-    "tree:0", "halving", "gossip", "hardsync servers=3", "allreduce every=2", "127.0.0.1", "10.9.9.9", "::1",
+    "a", "b", "c", "x", "", "float32", "bfloat16", "int8", "int4", "sign", "sign_largest", "top_k", "top_k_3",
+    "top_k_2bit", "ring", "tree:0", "halving", "gossip", "hardsync servers=3", "allreduce every=2", "127.0.0.1", "10.9.9.9", "::1",
     "fe80::1%lo", "node.invalid",
 )  # fmt: skip
 NUMBERS = (0, 1, 2, 3, 7, 127, 128, 255, 256, 1000, 65535, 65536, 2**31, 2**32, 2**52, 2**53 - 1, 2**62, 2**63 - 1)

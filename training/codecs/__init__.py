@@ -8,6 +8,7 @@ from peerd.training.codecs.float32 import Float32
 from peerd.training.codecs.int4 import Int4
 from peerd.training.codecs.int8 import Int8
 from peerd.training.codecs.sign import Sign
+from peerd.training.codecs.sign_largest import SignLargest
 from peerd.training.codecs.top_k import TopK
 from peerd.training.codecs.top_k_2bit import TopK2Bit
 
@@ -21,6 +22,7 @@ CODECS: dict[str, Codec] = {
         Int8(),
         Int4(),
         Sign(),
+        SignLargest(),
         TopK("top_k", percent=1),
         TopK("top_k_3", percent=3),
         TopK2Bit("top_k_2bit", percent=2),

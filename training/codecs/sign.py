@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
 from peerd.training.codecs.bfloat16 import scales_from_bits, to_bits
 from peerd.training.codecs.blocks import BLOCK, as_blocks, block_count, deliver, room_for_blocks, sizes
 from peerd.training.codecs.codec import (
     BATCH,
+    Bytes,
     Encoded,
     Float32s,
     batches,
@@ -39,6 +42,9 @@ class Sign:
     further 2**-18 of that at most, and saves 2 of 36 bytes a block against a float32 scale.
     """
 
+    HEAD: ClassVar[int] = 2  # bytes a block, before the bits of all
+    KERNELS: ClassVar[tuple[str, str]] = "peerd_sign_encode", "peerd_sign_decode"
+
     name: str = "sign"
 
     def encode(self, values: Vector) -> memoryview:
@@ -46,33 +52,28 @@ class Sign:
         exact = finite_float32(values)
         if (encoded := self.encode_in_one_pass(exact, None, None)) is not None:
             return encoded.body
-        blocks = as_blocks(exact)
-        totals = np.empty(len(blocks), np.float64)  # a block of 1e38s adds up to more than float32 holds
-        for batch in batches(len(blocks), BATCH // BLOCK):
-            np.add.reduce(np.abs(blocks[batch]), axis=1, dtype=np.float64, out=totals[batch])
-        scales = to_bits((totals / sizes(exact.size)).astype(np.float32)).astype("<u2")
         body = np.empty(self.body_limit(exact.size), np.uint8)
-        body[: 2 * scales.size] = scales.view(np.uint8)
-        body[2 * scales.size :] = np.packbits(np.signbit(exact))
+        heads = self._heads(as_blocks(exact), exact.size)
+        body[: heads.size] = heads
+        body[heads.size :] = np.packbits(np.signbit(exact))
         return body.data
 
     def encode_in_one_pass(self, values: Vector, known: Vector | None, decoded: Vector | None) -> Encoded | None:
         """See `OnePassCodec.encode_in_one_pass`."""
-        room = 2 * block_count(values.size), self.body_limit(values.size)
-        return encode_by("peerd_sign_encode", values, known, decoded, room)
+        room = self.HEAD * block_count(values.size), self.body_limit(values.size)
+        return encode_by(self.KERNELS[0], values, known, decoded, room)
 
     def decode(self, body: bytes | bytearray | memoryview, out: Vector) -> None:
         """See `Codec.decode`."""
         require_length(body, self.body_limit(out.size), self.name)
-        count = block_count(out.size)
-        halves = field(body, "<u2", 0, count)
-        scales = scales_from_bits(halves, self.name)
-        packed = field(body, "u1", 2 * count, -(-out.size // 8))
+        heads = field(body, "u1", 0, self.HEAD * block_count(out.size))
+        packed = field(body, "u1", heads.size, -(-out.size // 8))
+        self._check(heads, out.size)
         if out.size % 8 and packed[-1] & (0xFF >> out.size % 8):
-            raise PeerError("sign: a bit is set beyond the last value")
+            raise PeerError(f"{self.name}: a bit is set beyond the last value")
         if (kernels := library.LIBRARY) is not None:
             own = out if is_plain(out) else np.empty(out.size, np.float32)
-            kernels.peerd_sign_decode(address(halves), address(packed), _SIGN_BITS_AT, out.size, address(own))
+            getattr(kernels, self.KERNELS[1])(address(heads), address(packed), _SIGN_BITS_AT, out.size, address(own))
             if own is not out:
                 out[:] = own
             return
@@ -80,9 +81,32 @@ class Sign:
         if out.size % BLOCK:
             packed = np.concatenate([packed, np.zeros(len(blocks) * BLOCK // 8 - packed.size, np.uint8)])
         SIGNS.take(packed, axis=0, out=blocks.reshape(-1, 8), mode="clip")  # clip: raise would copy through a buffer
-        np.multiply(blocks, scales[:, None], out=blocks)
+        self._scale(blocks, heads)
         deliver(blocks, out)
 
     def body_limit(self, count: int) -> int:
         """See `Codec.body_limit`; every body has this length."""
-        return 2 * block_count(count) + -(-count // 8)
+        return self.HEAD * block_count(count) + -(-count // 8)
+
+    # ---------------------------------------------------------------- what stands before the bits
+
+    def _heads(self, blocks: Float32s, count: int) -> Bytes:
+        """Of `count` values in `blocks` (n, BLOCK)."""
+        means = magnitudes(blocks) / sizes(count)
+        return to_bits(means.astype(np.float32)).astype("<u2").view(np.uint8)
+
+    def _check(self, heads: Bytes, count: int) -> None:
+        """Raise PeerError for what `_heads` never gives."""
+        scales_from_bits(heads.view("<u2"), self.name)
+
+    def _scale(self, signs: Float32s, heads: Bytes) -> None:
+        """Make the values of the signs (n, BLOCK)."""
+        np.multiply(signs, scales_from_bits(heads.view("<u2"), self.name)[:, None], out=signs)
+
+
+def magnitudes(blocks: Float32s) -> npt.NDArray[np.float64]:
+    """The sum of |v| of each of `blocks` (n, BLOCK): of 1e38s it is more than float32 holds."""
+    totals = np.empty(len(blocks), np.float64)
+    for batch in batches(len(blocks), BATCH // BLOCK):
+        np.add.reduce(np.abs(blocks[batch]), axis=1, dtype=np.float64, out=totals[batch])
+    return totals

@@ -20,7 +20,7 @@
 #endif
 #define INLINE static inline __attribute__((always_inline))
 
-const int32_t peerd_kernels_version = 5; /* VERSION in library.py: of the functions' names and arguments */
+const int32_t peerd_kernels_version = 6; /* VERSION in library.py: of the functions' names and arguments */
 
 enum { BLOCK = 256, LANES = 16 };
 
@@ -163,11 +163,46 @@ INLINE uint32_t bfloat16_of(float value)
     return bits & 0xffff0000u;
 }
 
+/* `bits` is a magnitude: each value of a block becomes it with the value's sign, and their signs are packed. */
+INLINE void pack_signs(const float *apart, int size, uint32_t bits, float *arrives, uint8_t *packed)
+{
+    uint8_t negative[BLOCK];
+    for (int i = 0; i < size; i++) {
+        uint32_t value;
+        memcpy(&value, apart + i, sizeof value);
+        negative[i] = (uint8_t)(value >> 31);
+        value = (value & SIGN_BIT) | bits;
+        memcpy(arrives + i, &value, sizeof value);
+    }
+    memset(negative + size, 0, (size_t)(BLOCK - size));
+    for (int i = 0; i < size; i += 8) { /* eight bytes of 0 or 1 to eight bits, the first the highest */
+        uint64_t eight;
+        memcpy(&eight, negative + i, sizeof eight);
+        *packed++ = (uint8_t)((eight * 0x8040201008040201u) >> 56);
+    }
+}
+
+/* The other way; `signs` has the eight sign bits of each byte. */
+INLINE void unpack_signs(const uint8_t *packed, const uint32_t *signs, int size, uint32_t bits, float *out)
+{
+    int i = 0;
+    for (; i + 8 <= size; i += 8) {
+        uint32_t eight[8];
+        const uint32_t *row = signs + 8 * *packed++;
+        for (int lane = 0; lane < 8; lane++)
+            eight[lane] = row[lane] ^ bits;
+        memcpy(out + i, eight, sizeof eight);
+    }
+    for (int lane = 0; i + lane < size; lane++) {
+        uint32_t value = signs[8 * *packed + lane] ^ bits;
+        memcpy(out + i + lane, &value, sizeof value);
+    }
+}
+
 EACH_PROCESSOR int peerd_sign_encode(const float *values, const float *known, int64_t count, uint16_t *scales,
                                      uint8_t *packed, float *decoded, double *sums)
 {
     float apart[BLOCK], arrives[BLOCK];
-    uint8_t negative[BLOCK];
     for (int64_t start = 0; start < count; start += BLOCK) {
         int size = smaller(count - start);
         subtract(apart, values + start, known ? known + start : 0, size);
@@ -175,46 +210,109 @@ EACH_PROCESSOR int peerd_sign_encode(const float *values, const float *known, in
             return 1;
         const uint32_t bits = bfloat16_of((float)(magnitudes_of(apart, size) / size));
         *scales++ = (uint16_t)(bits >> 16);
-        for (int i = 0; i < size; i++) {
-            uint32_t value;
-            memcpy(&value, apart + i, sizeof value);
-            negative[i] = (uint8_t)(value >> 31);
-            value = (value & SIGN_BIT) | bits;
-            memcpy(arrives + i, &value, sizeof value);
-        }
-        memset(negative + size, 0, (size_t)(BLOCK - size));
-        for (int i = 0; i < size; i += 8) { /* eight bytes of 0 or 1 to eight bits, the first the highest */
-            uint64_t eight;
-            memcpy(&eight, negative + i, sizeof eight);
-            *packed++ = (uint8_t)((eight * 0x8040201008040201u) >> 56);
-        }
+        pack_signs(apart, size, bits, arrives, packed);
+        packed += BLOCK / 8;
         account(apart, arrives, decoded ? decoded + start : 0, size, sums);
     }
     return 0;
 }
 
-/* `scales` have been checked; `signs` has the eight sign bits of each byte. */
+/* `scales` have been checked. */
 EACH_PROCESSOR void peerd_sign_decode(const uint8_t *scales, const uint8_t *packed, const uint32_t *signs,
                                       int64_t count, float *out)
 {
     for (int64_t start = 0; start < count; start += BLOCK) {
-        int size = smaller(count - start);
         uint16_t half;
         memcpy(&half, scales, sizeof half); /* bodies lie at any byte */
         scales += sizeof half;
-        const uint32_t scale = (uint32_t)half << 16;
-        int i = 0;
-        for (; i + 8 <= size; i += 8) {
-            uint32_t eight[8];
-            const uint32_t *row = signs + 8 * *packed++;
-            for (int lane = 0; lane < 8; lane++)
-                eight[lane] = row[lane] ^ scale;
-            memcpy(out + start + i, eight, sizeof eight);
-        }
-        for (int lane = 0; i + lane < size; lane++) {
-            uint32_t value = signs[8 * *packed + lane] ^ scale;
-            memcpy(out + start + i + lane, &value, sizeof value);
-        }
+        unpack_signs(packed, signs, smaller(count - start), (uint32_t)half << 16, out + start);
+        packed += BLOCK / 8;
+    }
+}
+
+/* What stands before the signs of a block: see codecs/sign_largest.py. */
+typedef struct {
+    uint16_t largest;
+    uint8_t where, ratio;
+} Head;
+
+#define FIRST_BITS_OF_ONE (127 * 8)
+#define NO_RATIO 255
+
+INLINE uint8_t ratio_of(double mean, uint32_t largest)
+{
+    float value, share;
+    memcpy(&value, &largest, sizeof value);
+    share = value > 0.0f ? (float)(mean / value) : 0.0f;
+    uint32_t bits;
+    memcpy(&bits, &share, sizeof bits);
+    const int32_t ratio = FIRST_BITS_OF_ONE - (int32_t)((bits + (1u << 19)) >> 20);
+    return (uint8_t)(ratio < 0 ? 0 : ratio > NO_RATIO ? NO_RATIO : ratio);
+}
+
+INLINE uint32_t share_of(uint8_t ratio, uint32_t largest)
+{
+    if (ratio == NO_RATIO)
+        return 0;
+    uint32_t bits = (uint32_t)(FIRST_BITS_OF_ONE - ratio) << 20;
+    float share, value;
+    memcpy(&share, &bits, sizeof share);
+    memcpy(&value, &largest, sizeof value);
+    value *= share;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+INLINE void set_magnitude(float *value, uint32_t magnitude)
+{
+    uint32_t bits;
+    memcpy(&bits, value, sizeof bits);
+    bits = (bits & SIGN_BIT) | magnitude;
+    memcpy(value, &bits, sizeof bits);
+}
+
+EACH_PROCESSOR int peerd_sign_largest_encode(const float *values, const float *known, int64_t count, Head *heads,
+                                             uint8_t *packed, float *decoded, double *sums)
+{
+    float apart[BLOCK], arrives[BLOCK];
+    for (int64_t start = 0; start < count; start += BLOCK) {
+        int size = smaller(count - start), where = 0;
+        subtract(apart, values + start, known ? known + start : 0, size);
+        const uint32_t most = largest_of(apart, size);
+        if (most > LARGEST_FINITE)
+            return 1;
+        uint32_t bits;
+        for (; memcpy(&bits, apart + where, sizeof bits), (bits & MAGNITUDE) != most; where++)
+            ;
+        float magnitude;
+        memcpy(&magnitude, &most, sizeof magnitude);
+        const uint32_t largest = bfloat16_of(magnitude);
+        const float kept = apart[where];
+        apart[where] = 0.0f; /* taken from the sum afterwards, it would leave its rounding in it */
+        const double mean = magnitudes_of(apart, size) / (size > 1 ? size - 1 : 1);
+        apart[where] = kept;
+        const uint8_t ratio = ratio_of(mean, largest);
+        *heads++ = (Head){(uint16_t)(largest >> 16), (uint8_t)where, ratio};
+        pack_signs(apart, size, share_of(ratio, largest), arrives, packed);
+        packed += BLOCK / 8;
+        set_magnitude(arrives + where, largest);
+        account(apart, arrives, decoded ? decoded + start : 0, size, sums);
+    }
+    return 0;
+}
+
+/* `heads` have been checked. */
+EACH_PROCESSOR void peerd_sign_largest_decode(const uint8_t *heads, const uint8_t *packed, const uint32_t *signs,
+                                              int64_t count, float *out)
+{
+    for (int64_t start = 0; start < count; start += BLOCK) {
+        Head head;
+        memcpy(&head, heads, sizeof head); /* bodies lie at any byte */
+        heads += sizeof head;
+        const uint32_t largest = (uint32_t)head.largest << 16;
+        unpack_signs(packed, signs, smaller(count - start), share_of(head.ratio, largest), out + start);
+        packed += BLOCK / 8;
+        set_magnitude(out + start + head.where, largest);
     }
 }
 

@@ -11,13 +11,15 @@ import ctypes
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-VERSION = 5  # of the signatures: what an earlier peerd left here must not be called by today's
+VERSION = 6  # of the signatures: what an earlier peerd left here must not be called by today's
 ARRAY, COUNT, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES = {
     "peerd_squares": (None, [ARRAY, ARRAY, ARRAY, COUNT, ARRAY]),
     "peerd_scale": (None, [ARRAY, ARRAY, COUNT, ARRAY]),
     "peerd_sign_encode": (ctypes.c_int, [ARRAY, ARRAY, COUNT, ARRAY, ARRAY, ARRAY, ARRAY]),
     "peerd_sign_decode": (None, [ARRAY, ARRAY, ARRAY, COUNT, ARRAY]),
+    "peerd_sign_largest_encode": (ctypes.c_int, [ARRAY, ARRAY, COUNT, ARRAY, ARRAY, ARRAY, ARRAY]),
+    "peerd_sign_largest_decode": (None, [ARRAY, ARRAY, ARRAY, COUNT, ARRAY]),
     "peerd_int8_encode": (ctypes.c_int, [ARRAY, ARRAY, COUNT, ARRAY, ARRAY, ARRAY, ARRAY, REAL, REAL]),
     "peerd_int8_decode": (ctypes.c_int, [ARRAY, ARRAY, COUNT, ARRAY]),
     "peerd_int4_encode": (ctypes.c_int, [ARRAY, ARRAY, COUNT, ARRAY, ARRAY, ARRAY, ARRAY, REAL]),

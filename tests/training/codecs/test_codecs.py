@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from peerd.training.codecs.bfloat16 import from_bits, to_bits
 from peerd.training.codecs.blocks import BLOCK
 from peerd.training.codecs.gaps import from_gaps, gaps_limit, to_gaps
 from peerd.training.codecs.nibbles import pack_nibbles, unpack_nibbles
+from peerd.training.codecs.sign_largest import ratios, shares
 from peerd.training.codecs.top_k import TopK, largest, quantise
 from peerd.training.codecs.top_k_2bit import TOGETHER, two_magnitudes
 from peerd.training.effects import Vector
@@ -76,6 +78,46 @@ def test_sign_loses_what_the_formula_says() -> None:
     means = np.abs(values.reshape(-1, BLOCK)).mean(axis=1, dtype=np.float64)
     expected = (values.astype(np.float64) ** 2).sum() - BLOCK * (means**2).sum()
     assert expected <= lost <= expected * (1 + 1e-4)
+
+
+@given(values=vectors)
+@settings(deadline=None)
+def test_sign_largest_gives_the_largest_and_the_mean_of_the_others(values: Vector) -> None:
+    arrived = sent("sign_largest", values)
+    for start in range(0, values.size, BLOCK):
+        block, came = values[start : start + BLOCK].astype(np.float64), arrived[start : start + BLOCK]
+        where = int(np.abs(block).argmax())
+        assert came[where] == sent("sign", values[start + where : start + where + 1])[0]
+        others = np.delete(np.abs(block), where)
+        mean = others.mean() if others.size else 0.0
+        smallest = abs(float(came[where])) * 2.0**-31
+        assert np.abs(np.abs(np.delete(came, where)) - mean).max(initial=0.0) <= mean / 15 + smallest + 1e-44
+        assert (np.signbit(came) == np.signbit(block)).all()
+
+
+@given(means=arrays(np.float64, 9, elements=st.floats(0, 1)))
+def test_a_ratio_is_the_nearest_that_there_is(means: npt.NDArray[np.float64]) -> None:
+    one = np.ones(9, np.float32)
+    given_back = shares(ratios(means, one))
+    every = shares(np.arange(256, dtype=np.uint8))
+    assert (np.diff(every) < 0).all()
+    nearest = np.abs(every[None, :] - means[:, None]).min(axis=1)
+    assert np.abs(given_back - means) == pytest.approx(nearest, rel=1e-3, abs=2**-31)
+
+
+def test_what_sign_leaves_behind_round_after_round_sign_largest_sends() -> None:
+    """Of changes that are larger in some places than around them, in the same ones each time, as those of SGD are."""
+    rng = np.random.default_rng(3)
+    left = {"sign": np.zeros(64 * BLOCK), "sign_largest": np.zeros(64 * BLOCK)}
+    scale = np.where(rng.random(64 * BLOCK) < 0.01, 30, 1)
+    for _ in range(100):
+        change = scale * rng.standard_normal(64 * BLOCK)
+        for name, waits in left.items():
+            waits += change
+            waits -= sent(name, waits)
+    step = np.linalg.norm(change)
+    assert np.linalg.norm(left["sign"]) > 4 * step
+    assert np.linalg.norm(left["sign_largest"]) < step
 
 
 @pytest.mark.parametrize("percent", [1, 3])
@@ -207,6 +249,10 @@ def test_nibbles_come_back(nibbles: list[int]) -> None:
         ("sign", lambda body: body.__setitem__(slice(0, 2), b"\x80\x7f"), "scale"),
         ("sign", lambda body: body.__setitem__(1, 0x80), "scale"),
         ("sign", lambda body: body.__setitem__(-1, body[-1] | 1), "beyond"),
+        ("sign_largest", lambda body: body.__setitem__(slice(0, 2), b"\x80\x7f"), "scale"),
+        ("sign_largest", lambda body: body.__setitem__(1, 0x80), "scale"),
+        ("sign_largest", lambda body: body.__setitem__(2, 77), "sign_largest: the largest value is beyond the last"),
+        ("sign_largest", lambda body: body.__setitem__(-1, body[-1] | 1), "a bit is set beyond"),
         ("top_k", lambda body: body.__setitem__(0, 2), "named"),
         ("top_k", lambda body: body.__setitem__(slice(0, 4), b"\xff\xff\xff\xff"), "named"),
         ("top_k", lambda body: body.__setitem__(slice(0, 4), bytes(4)), "named"),
