@@ -17,8 +17,8 @@ EACH = 24  # samples of a type
 SAMPLE_IDS = ("a", "b", "c", "x")
 TEXTS = (
     "a", "b", "c", "x", "", "float32", "bfloat16", "int8", "int4", "sign", "sign_largest", "top_k", "top_k_3",
-    "top_k_2bit", "ring", "tree:0", "halving", "gossip", "hardsync servers=3", "allreduce every=2", "127.0.0.1", "10.9.9.9", "::1",
-    "fe80::1%lo", "node.invalid",
+    "top_k_2bit", "ring", "tree:0", "halving", "gossip", "hardsync servers=3", "allreduce every=2", "127.0.0.1",
+    "10.9.9.9", "::1", "fe80::1%lo", "node.invalid",
 )  # fmt: skip
 NUMBERS = (0, 1, 2, 3, 7, 127, 128, 255, 256, 1000, 65535, 65536, 2**31, 2**32, 2**52, 2**53 - 1, 2**62, 2**63 - 1)
 FLOATS = (0.0, -0.0, 1.0, 0.5, -1.0, 0.001, 1e-300, 5e-324, 1e6, 1e30, 1e300)
