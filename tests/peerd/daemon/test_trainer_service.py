@@ -163,7 +163,7 @@ async def test_a_trainer_that_comes_back_goes_on_from_what_is_newer(
             nursery.cancel_scope.cancel()
 
 
-@pytest.mark.parametrize(("kilobytes", "level"), [(10_000, logging.INFO), (0, logging.WARNING)], ids=["fits", "does not"])
+@pytest.mark.parametrize(("kilobytes", "level"), [(9999, logging.INFO), (0, logging.WARNING)], ids=["fits", "does not"])
 async def test_what_a_large_model_takes_is_said_before_it_is_taken(
     tmp_path: Path, kilobytes: int, level: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
