@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from peerd.training.codecs.bfloat16 import scales_from_bits, to_bits
+from peerd.training.codecs.bfloat16 import from_bits, scales_from_bits, to_bits
 from peerd.training.codecs.blocks import BLOCK, as_blocks, block_count, deliver, room_for_blocks, sizes
 from peerd.training.codecs.codec import (
     BATCH,
@@ -101,7 +101,7 @@ class Sign:
 
     def _scale(self, signs: Float32s, heads: Bytes) -> None:
         """Make the values of the signs (n, BLOCK)."""
-        np.multiply(signs, scales_from_bits(heads.view("<u2"), self.name)[:, None], out=signs)
+        np.multiply(signs, from_bits(heads.view("<u2"))[:, None], out=signs)
 
 
 def magnitudes(blocks: Float32s) -> npt.NDArray[np.float64]:
