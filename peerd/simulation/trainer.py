@@ -221,7 +221,10 @@ class SimulatedTrainer:
     @property
     def received(self) -> Vector | None:
         """What the others have made of the model, where a mode of paired exchanges may only hand it around."""
-        return self.values() - self.own if self.own is not None and isinstance(self.mode, Gossip) else None
+        if self.own is None or not isinstance(self.mode, Gossip):
+            return None
+        made = self.values() - self.own
+        return made if self.mode.kept_back is None else made + self.mode.kept_back
 
     @property
     def weight(self) -> float:

@@ -28,6 +28,8 @@ ALPHA = 0.25
 class ElasticPairs(Gossip):
     """The mode's core for one node."""
 
+    FEEDBACK = False
+
     def __init__(
         self,
         me: NodeId,
