@@ -96,9 +96,9 @@ class Gossip(PartneredMode[PairLink]):
     ) -> None:
         """The last two are for modes that are made of this one: whether it looks for partners, where it counts."""
         self._feedback = Feedback(layout, values) if opens and self.keeps_back(settings.codec) else None
-        if self._feedback is not None:
-            values = self._feedback.whole  # which all that follows tells of, corrects and conserves
-        super().__init__(layout, rng, settings, values, counts)
+        whole = values if self._feedback is None else self._feedback.whole
+        super().__init__(layout, rng, settings, whole, counts)
+        # a link may start from anything, and what trains is what a newcomer has from its donor
         self._links = PairLinks(me, layout, rng, settings.view, values, self._scratch, self.counts, opens=opens)
         self._allowances = Allowances(layout)
         self._alive: frozenset[NodeId] = frozenset()
