@@ -54,11 +54,6 @@ class Apply:
     correction: Vector
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Shift(Apply):
-    """The same, but nothing that another node had: what waits beside this model (pairs/feedback.py) moves opposite."""
-
-
 @dataclass(frozen=True, slots=True)
 class Publish:
     """Ask the trainer for a fresh copy of its model; the next step report says `published`."""

@@ -249,7 +249,7 @@ class TrainerService:
 
     def _tell_memory(self, values: int) -> None:
         plan = self.plans.settings
-        if (told := host_memory.told(plan.mode, plan.view, values, plan.codec)) is not None:
+        if (told := host_memory.told(plan.mode, plan.view, values)) is not None:
             LOGGER.log(logging.WARNING if told.warns else logging.INFO, "%s", told.line)
             self._view_max = told.view if told.view < plan.view else None
 

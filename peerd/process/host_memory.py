@@ -10,14 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peerd.training.modes import class_of
-from peerd.training.modes.gossip import Gossip
 from peerd.training.room import room
 
 SHARED = 4  # two copies and two halves of corrections, which trainer and daemon share
 WORK = 2  # of encoding and decoding, of what is on its way, and of corrections that come faster than a trainer steps
 PUSHED_WORK = 3  # the same, and what a correction is made of
 A_PUSHED_LINK = 4  # with a push under way: what both ends know of it, and of one back; what is kept of one that went
-KEPT_BACK = 2  # with a sparse codec: what waits beside the model, and both together (training/pairs/feedback.py)
 A_ROUND = 6  # of a mode without links: what is read, contribution, sum, what all agreed on, what a codec dropped, work
 WORTH_A_LINE = 1 << 30  # bytes
 MEMINFO = Path("/proc/meminfo")
@@ -33,15 +31,13 @@ class Told:
     """Partners to look for: as many as were wanted, or as the host has memory for."""
 
 
-def copies(mode: str, view: int, values: int, codec: str) -> tuple[int, int]:
+def copies(mode: str, view: int, values: int) -> tuple[int, int]:
     """How many there are with one link, and at most."""
     its_class, links = class_of(mode), room(view, values)
     if its_class.PUSHES:
         return SHARED + PUSHED_WORK + A_PUSHED_LINK, SHARED + PUSHED_WORK + A_PUSHED_LINK * links.active
     if its_class.KEEPS_LINKS:
-        keeps_back = issubclass(its_class, Gossip) and its_class.keeps_back(codec)
-        work = WORK + KEPT_BACK * keeps_back
-        return SHARED + work + links.of_link, SHARED + work + links.models
+        return SHARED + WORK + links.of_link, SHARED + WORK + links.models
     return SHARED + WORK + A_ROUND, SHARED + WORK + A_ROUND
 
 
@@ -55,18 +51,18 @@ def available() -> int | None:
     return 1024 * kib[0] if kib else None
 
 
-def told(mode: str, view: int, values: int, codec: str) -> Told | None:
+def told(mode: str, view: int, values: int) -> Told | None:
     """Of a model of so many values; None: not worth a line."""
-    least, most = _bytes(mode, view, values, codec)
+    least, most = _bytes(mode, view, values)
     if most < WORTH_A_LINE:
         return None
     script, left = 4 * values, available()
     fits = view
-    while left is not None and fits > 1 and _bytes(mode, fits, values, codec)[1] + script > left:
+    while left is not None and fits > 1 and _bytes(mode, fits, values)[1] + script > left:
         fits -= 1
-    span = _span(*_bytes(mode, fits, values, codec))
+    span = _span(*_bytes(mode, fits, values))
     line = f"this model takes about {span} of the host's memory in mode {mode}, and {_shown(script)} in its script"
-    most_here = _bytes(mode, fits, values, codec)[1]
+    most_here = _bytes(mode, fits, values)[1]
     if left is None or (fits == view and most_here + script <= left):
         return Told(line, warns=False, view=view)
     line = f"{line}, and there is {_shown(left)}"
@@ -76,8 +72,8 @@ def told(mode: str, view: int, values: int, codec: str) -> Told | None:
     return Told(f"{line}: {cure}" if cure else line, warns=True, view=fits)
 
 
-def _bytes(mode: str, view: int, values: int, codec: str) -> tuple[int, int]:
-    least, most = copies(mode, view, values, codec)
+def _bytes(mode: str, view: int, values: int) -> tuple[int, int]:
+    least, most = copies(mode, view, values)
     return 4 * values * least, 4 * values * most
 
 

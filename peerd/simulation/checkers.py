@@ -21,7 +21,7 @@ import numpy as np
 from peerd.membership.core import Membership
 from peerd.membership.table_exchange import PUSH_PULL_DEADLINE_S
 from peerd.simulation.world import Violation, World
-from peerd.training.effects import Apply, Effect, Shift, Vector
+from peerd.training.effects import Apply, Effect, Vector
 from peerd.training.pairs.reference import PairedReference
 from peerd.training.trigger import SILENCE_MAX_S
 from peerd.transport.ids import NodeId
@@ -132,8 +132,7 @@ class Checkers:
         """`node` took in one half from `peer`, and answered with `effects`."""
         at = (message.link, node.id)
         before = self._versions.get(at, 0)
-        applied = [effect for effect in effects if isinstance(effect, Apply) and not isinstance(effect, Shift)]
-        corrections: list[Vector | None] = [effect.correction for effect in applied]
+        corrections: list[Vector | None] = [effect.correction for effect in effects if isinstance(effect, Apply)]
         if node.is_centre:
             known = node.references.get(peer)
             corrections = [None] * (known is not None and known.link == message.link and known.version > before)

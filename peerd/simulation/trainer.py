@@ -221,9 +221,7 @@ class SimulatedTrainer:
     @property
     def received(self) -> Vector | None:
         """What the others have made of the model, where a mode of paired exchanges may only hand it around."""
-        if self.own is None or not isinstance(self.mode, Gossip):
-            return None
-        return self.values() + self._kept_back - self.own
+        return self.values() - self.own if self.own is not None and isinstance(self.mode, Gossip) else None
 
     @property
     def weight(self) -> float:
@@ -233,13 +231,7 @@ class SimulatedTrainer:
     @property
     def put_by_others(self) -> Vector:
         """What others have put into weight * model, and taken out of it, float64; nothing before the first model."""
-        return self._kept.received() + self._kept_back if self._kept is not None else np.zeros(())
-
-    @property
-    def _kept_back(self) -> Vector:
-        """What is part of its model for all others, and not in what trains."""
-        kept_back = self.mode.kept_back if isinstance(self.mode, Gossip) else None
-        return np.zeros(()) if kept_back is None else kept_back
+        return self._kept.received() if self._kept is not None else np.zeros(())
 
     def values(self) -> Vector:
         """The model, with every correction that has come, and behind it what of the optimizer is shared."""

@@ -67,8 +67,7 @@ class GossipSwarm(ModeSwarm):
         """How far the sum of all models is from what was put in, over its norm."""
         expected = self.initial_sum + self.injected
         total = sum(node.x.astype(np.float64) * getattr(node.core, "weight", 1.0) for node in self.nodes.values())
-        kept_back = (getattr(node.core, "kept_back", None) for node in self.nodes.values())
-        total = sum([*self.centres(), *(values for values in kept_back if values is not None)], total)
+        total = sum(self.centres(), total)
         return float(np.abs(total - expected).max() / max(1.0, np.abs(expected).max()))
 
     def centres(self) -> list[Vector]:

@@ -134,9 +134,6 @@ class LedgerSwarm(GossipSwarm):
         centre = getattr(node.core, "centre_values", None)
         if centre is not None:
             total[:SIZE] += centre
-        kept_back = getattr(node.core, "kept_back", None)
-        if kept_back is not None:
-            total[:SIZE] += kept_back
         for waiting in getattr(node.core, "_waiting", {}).values():  # of push-sum: here, and not let in yet
             total += waiting.weight * np.append(waiting.model, 1.0)
         return total

@@ -12,7 +12,7 @@ from peerd.training.codecs.sign_largest import SignLargest
 from peerd.training.codecs.top_k import TopK
 from peerd.training.codecs.top_k_2bit import TopK2Bit
 
-__all__ = ["CODECS", "ONE_PASS", "SPARSE", "Codec", "NotFinite"]
+__all__ = ["CODECS", "ONE_PASS", "Codec", "NotFinite"]
 
 CODECS: dict[str, Codec] = {
     codec.name: codec
@@ -30,5 +30,3 @@ CODECS: dict[str, Codec] = {
 }
 ONE_PASS: dict[str, OnePassCodec] = {name: codec for name, codec in CODECS.items() if isinstance(codec, OnePassCodec)}
 """Those with a kernel; found once, as such a look takes 40 us."""
-SPARSE = frozenset(name for name, codec in CODECS.items() if isinstance(codec, TopK))
-"""Those that name a few values, and say nothing of all others."""

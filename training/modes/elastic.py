@@ -64,8 +64,6 @@ BETA_END = 2.0  # where all workers pull at once, a centre would be thrown beyon
 class _Worker(Gossip):
     """The trainer's side: it begins the exchanges of the training, and one to hand over what it holds at the end."""
 
-    FEEDBACK = False
-
     tolerance = 1.1 * FLUSH_TOLERANCE  # the two ends' norms differ by the tolerance: it accepts what the centre does
 
     def _round(self, live: list[PairLink]) -> list[PairLink]:

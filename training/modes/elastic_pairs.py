@@ -28,8 +28,6 @@ ALPHA = 0.25
 class ElasticPairs(Gossip):
     """The mode's core for one node."""
 
-    FEEDBACK = False
-
     def __init__(
         self,
         me: NodeId,

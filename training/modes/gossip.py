@@ -5,8 +5,8 @@ exchange with that partner. The decision is made twice: first on a bound, by the
 lives (a quiet node copies nothing and says nothing), then, if that fires, here, on the exact change of the copy that
 comes with the trainer's word.
 
-How links to partners come and go is links.py's; what of a model waits beside it, feedback.py's. A run ends with a
-flush: exchanges with a fine codec until every partner that has also ended agrees.
+How links to partners come and go is links.py's. A run ends with a flush: exchanges with a fine codec until every
+partner that has also ended agrees.
 """
 
 from __future__ import annotations
@@ -15,20 +15,16 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Collection
-from typing import ClassVar
 
-from peerd.training.codecs import SPARSE
 from peerd.training.codecs.vector import VALUE_MAX, Layout, NotFinite
-from peerd.training.effects import Apply, Effect, Log, Send, Shift, StepReport, Vector
+from peerd.training.effects import Apply, Effect, Log, Send, StepReport, Vector
 from peerd.training.flush import FLUSH_CODEC
-from peerd.training.kernels.passes import is_finite
 from peerd.training.mode import LinkedMode, not_finite
 from peerd.training.mode_settings import AUTO, ModeSettings
-from peerd.training.pairs.feedback import MIDDLE, Feedback
 from peerd.training.pairs.graylist import Graylist
 from peerd.training.pairs.links import PairLink, PairLinks
 from peerd.training.pairs.reference import Exchanged, ExchangeHalf, LinkMismatch, PairedReference
-from peerd.training.pairs.robust import Allowances, factors, packed, tensors_of, unpacked
+from peerd.training.pairs.robust import Allowances, packed, tensors_of
 from peerd.training.pairs.waiting import Waiting
 from peerd.training.partnered import PartneredMode
 from peerd.training.room import is_large
@@ -81,7 +77,6 @@ class Gossip(PartneredMode[PairLink]):
 
     NAME = "gossip"
     CODEC = AUTO
-    FEEDBACK: ClassVar[bool] = True  # of its models with sparse codecs: off where members are to explore apart
 
     def __init__(
         self,
@@ -95,10 +90,7 @@ class Gossip(PartneredMode[PairLink]):
         counts: Counter[str] | None = None,
     ) -> None:
         """The last two are for modes that are made of this one: whether it looks for partners, where it counts."""
-        self._feedback = Feedback(layout, values) if opens and self.keeps_back(settings.codec) else None
-        whole = values if self._feedback is None else self._feedback.whole
-        super().__init__(layout, rng, settings, whole, counts)
-        # a link may start from anything, and what trains is what a newcomer has from its donor
+        super().__init__(layout, rng, settings, values, counts)
         self._links = PairLinks(me, layout, rng, settings.view, values, self._scratch, self.counts, opens=opens)
         self._allowances = Allowances(layout)
         self._alive: frozenset[NodeId] = frozenset()
@@ -107,11 +99,6 @@ class Gossip(PartneredMode[PairLink]):
         self._alone_from: float | None = None  # the step at which the runs of all partners had ended; told of: infinity
         self._met = False  # another mode brings members together, and flushes by this one
         self._flush_waits = False  # until the next event, at once, when the model has been corrected
-
-    @classmethod
-    def keeps_back(cls, codec: str) -> bool:
-        """Whether what a model's partners do not know waits beside it."""
-        return cls.FEEDBACK and codec in SPARSE
 
     # ---------------------------------------------------------------- events
 
@@ -211,15 +198,6 @@ class Gossip(PartneredMode[PairLink]):
         """Whether an exchange is, or may be for a living peer that has not told of its end."""
         return self._links.unsettled
 
-    @property
-    def kept_back(self) -> Vector | None:
-        """What is part of this node's model in every exchange, and not in what trains; None: nothing ever is."""
-        return None if self._feedback is None else self._feedback.rest
-
-    def end(self) -> Vector | None:
-        """What waits; what partners remember only says who knows what of the model."""
-        return None if self._feedback is None else self._feedback.rest.copy()
-
     # ---------------------------------------------------------------- partners
 
     def _held(self) -> list[PairLink]:
@@ -306,24 +284,13 @@ class Gossip(PartneredMode[PairLink]):
         link.flushed |= self._report.finishing and flushed
         self.counts["exchanges"] += 1
         self._lend(correction, link, math.sqrt(length))
-        effects: list[Effect] = [Apply(correction), *self._keep_back(link, values, both)]
+        effects: list[Effect] = [Apply(correction)]
         if self._settings.robust:
             effects += self._judge(link, now, stood=not both.moved.any())
         effects += self._look_around()
         if self.counts["exchanges"] % ROTATE_AFTER_EXCHANGES == 0 and not self._ends_around():
             effects += self._links.rotate(now)
         return effects
-
-    def _keep_back(self, link: PairLink, values: Vector, both: Exchanged) -> list[Effect]:
-        """With a sparse codec the model becomes what both ends know, as far as their bounds let it."""
-        ours = link.reference.answered
-        if self._feedback is None or self._report.finishing or ours is None or not is_finite(values):
-            return []
-        towards = factors(MIDDLE, both.distances, unpacked(ours.limits, len(both.distances)), both.limits)
-        shift = self._scratch.take_for_event(values)
-        self._feedback.exchanged(link.reference, towards, values, both.correction, shift)
-        self._lent.append(shift)
-        return [Shift(shift)]
 
     def _look_around(self) -> list[Effect]:
         """Say once that this node trains on alone; not of one that ends a few steps after the others."""
@@ -447,13 +414,6 @@ class Gossip(PartneredMode[PairLink]):
         return [Log("warning", text), *self._links.end(link.peer, now), *self._links.fill_view(now)]
 
     # ---------------------------------------------------------------- the final flush
-
-    def _end_run(self) -> list[Effect]:
-        """Nothing waits beside the model any more."""
-        if self._feedback is None:
-            return []
-        self._lent.append(self._feedback.give_back())
-        return [Shift(self._lent[-1])]
 
     def _flush(self, now: float) -> list[Effect]:
         """At a run's end: exchange with whoever does not yet agree; say when all have what we held, when all agree."""

@@ -22,28 +22,26 @@ def free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_small_model_is_not_worth_a_line(free: Path) -> None:
-    assert host_memory.told("gossip", 3, 1_000_000, "sign") is None
+    assert host_memory.told("gossip", 3, 1_000_000) is None
 
 
 def test_what_fits_is_told(free: Path) -> None:
     line = "this model takes about 800 MB with one link and 4.2 GB at most of the host's memory in mode gossip"
-    assert host_memory.told("gossip", 3, 25_000_000, "sign") == Told(f"{line}, and 100 MB in its script", False, 3)
+    assert host_memory.told("gossip", 3, 25_000_000) == Told(f"{line}, and 100 MB in its script", False, 3)
     line = "this model takes about 2.8 GB with one link and 4.8 GB at most of the host's memory in mode gossip"
-    assert host_memory.told("gossip", 3, 100_000_000, "sign") == Told(f"{line}, and 400 MB in its script", False, 3)
+    assert host_memory.told("gossip", 3, 100_000_000) == Told(f"{line}, and 400 MB in its script", False, 3)
     line = "this model takes about 1.2 GB of the host's memory in mode diloco:2, and 100 MB in its script"
-    assert host_memory.told("diloco:2", 3, 25_000_000, "sign") == Told(line, False, 3)
+    assert host_memory.told("diloco:2", 3, 25_000_000) == Told(line, False, 3)
 
 
 def test_copies_with_one_link_and_at_most_at_the_default_view() -> None:
-    assert host_memory.copies("gossip", 3, 1_000_000_000, "sign") == (7, 12)
-    assert host_memory.copies("gossip", 3, 1_000_000, "sign") == (9, 51)
-    assert host_memory.copies("gossip", 3, 1_000_000_000, "top_k_3") == (9, 14)
-    assert host_memory.copies("elastic:pairwise", 3, 1_000_000_000, "top_k_3") == (7, 12)
-    assert host_memory.copies("push-sum", 3, 1_000_000_000, "sign") == (11, 23)
+    assert host_memory.copies("gossip", 3, 1_000_000_000) == (7, 12)
+    assert host_memory.copies("gossip", 3, 1_000_000) == (9, 51)
+    assert host_memory.copies("push-sum", 3, 1_000_000_000) == (11, 23)
 
 
 def test_where_there_is_less_a_node_looks_for_fewer_partners(free: Path) -> None:
-    told = host_memory.told("gossip", 3, 1_300_000_000, "sign")
+    told = host_memory.told("gossip", 3, 1_300_000_000)
     assert told is not None
     assert (told.warns, told.view) == (True, 2)
     assert told.line == (
@@ -53,10 +51,10 @@ def test_where_there_is_less_a_node_looks_for_fewer_partners(free: Path) -> None
 
 
 def test_what_does_not_fit_at_all_is_a_warning(free: Path) -> None:
-    told = host_memory.told("gossip", 3, SEVEN_BILLION, "sign")
+    told = host_memory.told("gossip", 3, SEVEN_BILLION)
     assert told is not None
     assert (told.warns, told.view) == (True, 1)
-    told = host_memory.told("allreduce", 3, SEVEN_BILLION, "sign")
+    told = host_memory.told("allreduce", 3, SEVEN_BILLION)
     assert told is not None
     assert (told.warns, told.view) == (True, 3)
     assert told.line.endswith("and there is 64.0 GB")
@@ -64,6 +62,6 @@ def test_what_does_not_fit_at_all_is_a_warning(free: Path) -> None:
 
 def test_a_host_that_does_not_tell_gets_no_warning(free: Path) -> None:
     free.unlink()
-    told = host_memory.told("gossip", 3, SEVEN_BILLION, "sign")
+    told = host_memory.told("gossip", 3, SEVEN_BILLION)
     assert told is not None
     assert (told.warns, told.view) == (False, 3)
