@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -129,9 +130,20 @@ def test_two_swarms_on_one_host_do_not_know_of_each_other(machine: Machine) -> N
 # ---------------------------------------------------------------- the session ends
 
 
+@contextmanager
+def hangups(handler: signal.Handlers) -> Iterator[None]:
+    """What is started meanwhile inherits this for SIGHUP."""
+    before = signal.signal(signal.SIGHUP, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_terminal_that_hangs_up_is_a_goodbye(machine: Machine) -> None:
     a = machine.start("a")
-    b = machine.start("b", machine.script("train.py", TRAIN), join=a)
+    with hangups(signal.SIG_DFL):  # these tests may themselves be behind nohup
+        b = machine.start("b", machine.script("train.py", TRAIN), join=a)
     b.sees(a="alive")
     a.sees(b="alive")
     b.says("ready, in a swarm")
@@ -143,11 +155,8 @@ def test_a_terminal_that_hangs_up_is_a_goodbye(machine: Machine) -> None:
 
 
 def test_under_nohup_a_node_outlives_its_terminal(machine: Machine) -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does: the child inherits it
-    try:
+    with hangups(signal.SIG_IGN):  # as nohup does
         node = machine.start("n")
-    finally:
-        signal.signal(signal.SIGHUP, before)
     assert node.address
     node.signal(signal.SIGHUP)
     node.signal(signal.SIGHUP)
