@@ -27,7 +27,7 @@ CORES = {
     "peerd.training.mode", "peerd.training.mode_core", "peerd.training.mode_settings", "peerd.training.early",
     "peerd.training.counts", "peerd.training.plain_numbers",
     "peerd.training.flush", "peerd.training.refusal", "peerd.training.room",
-    "peerd.training.sample", "peerd.training.scratch",
+    "peerd.training.sample", "peerd.training.scratch", "peerd.training.sketch",
     "peerd.training.partnered", "peerd.training.trigger", "peerd.training.trigger_check",
     "peerd.training.model.over", "peerd.training.model.quiet",
     "peerd.training.model.variances", "peerd.protocol.plan", "peerd.security.token",

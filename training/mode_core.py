@@ -23,8 +23,9 @@ from peerd.training.codecs.vector import Layout
 from peerd.training.early import EarlyMessages
 from peerd.training.effects import Averaged, Effect, Publish, Send, StepReport, Vector
 from peerd.training.mode import Mode
+from peerd.training.sketch import packed, sketch
 from peerd.transport.ids import NodeId
-from peerd.transport.messages import AS_STARTED, Connected, Message, ModelEqual, ModelSnapshot, Plan
+from peerd.transport.messages import AS_STARTED, Connected, Message, ModelEqual, ModelSketch, ModelSnapshot, Plan
 
 SNAPSHOT_CODEC = "float32"  # a newcomer starts from exactly the donor's model
 LAST_WORDS_S = 60.0  # how long one who has gone is heard: what it said last may come after the news of its leave
@@ -166,6 +167,15 @@ class ModelAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class SketchAsked:
+    """A newcomer wants a sketch of the model by this seed."""
+
+    peer: NodeId
+    layout: Layout
+    seed: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class CopyWanted:
     """Somebody waits for the trainer's model as it is after its next step."""
 
@@ -177,7 +187,7 @@ class TimerDue:
 
 ModeEvent = (
     ModeBegins | ModeEnds | BarrierKnown | Stepped | GradientCame | TrainerLost | RunStands | NodeLeaves
-    | PeersChanged | Reconnected | Received | ModelAsked | CopyWanted | TimerDue
+    | PeersChanged | Reconnected | Received | ModelAsked | SketchAsked | CopyWanted | TimerDue
 )  # fmt: skip
 
 
@@ -260,6 +270,8 @@ class ModeCore:
             case ModelAsked(peer, layout) if model is not None:
                 chunks = vector.encode(SNAPSHOT_CODEC, layout, model.look())[0]
                 return [Send(peer, ModelSnapshot(model.step, SNAPSHOT_CODEC, chunks))]
+            case SketchAsked(peer, layout, seed) if model is not None:
+                return [Send(peer, ModelSketch(seed, packed(sketch(model.look(), layout, seed))))]
             case PeersChanged(alive):
                 came = [Publish()] if alive - self._partners else []  # what they hear of is the model as it is
                 self._partners = alive

@@ -28,9 +28,7 @@ from peerd.transport.messages import (
     Member,
     MemberTable,
     Message,
-    ModelEqual,
-    ModelRequest,
-    ModelSnapshot,
+    ModelMessage,
     Plan,
     Proof,
     Refuse,
@@ -125,7 +123,7 @@ class Acceptor:
                     raise PeerError(f"{connection.remote} says a {type(message).__name__} in this node's own name")
                 if isinstance(message, Plan):
                     plan = message
-                elif isinstance(message, ModelRequest | ModelSnapshot | ModelEqual):
+                elif isinstance(message, ModelMessage):
                     await self._news_of(hello.node, hello.epoch)
                     self._trainer_service.on_message(hello.node, message)
                 else:

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from random import Random
 
 import numpy as np
 import trio
 
 from peerd.daemon.peers import Peers
 from peerd.node.acquaintances import Acquaintances
-from peerd.node.donors import DonorChoice
+from peerd.node.donors import ASK_SOON_S, DonorChoice
 from peerd.node.meta import FetchFrom, OwnModel, WaitFor, donors, partners, whose_model
+from peerd.node.second_opinion import SecondOpinion
 from peerd.process.logs import LOGGER
 from peerd.training.codecs import vector
 from peerd.training.codecs.difference import digest
 from peerd.training.codecs.vector import Layout
 from peerd.training.counts import within_step
 from peerd.training.effects import Vector
+from peerd.training.sketch import sketch
 from peerd.transport.errors import PeerError
 from peerd.transport.ids import Address, NodeId, shown
-from peerd.transport.messages import Member, ModelEqual, ModelRequest, ModelSnapshot, State
+from peerd.transport.messages import Member, ModelEqual, ModelRequest, ModelSketch, ModelSnapshot, State
 
 WAIT_TOLD_EVERY_S = 10.0
 
@@ -33,6 +36,7 @@ class CatchUp:
         peers: Peers,
         members: Callable[[], dict[NodeId, Member]],
         acquaintances: Acquaintances,
+        rng: Random,
         *,
         has_seeds: bool,
         awaited: Collection[Address] = (),
@@ -47,7 +51,8 @@ class CatchUp:
         self._awaited = awaited
         self._awaited_until = awaited_until
         self._news = trio.Event()
-        self._choice = DonorChoice()
+        self._rng = rng
+        self._choice, self._opinion = DonorChoice(), SecondOpinion(rng)
         self._refused: set[NodeId] = set()  # donors that will not have us
         self._came: tuple[NodeId, ModelSnapshot | ModelEqual] | None = None  # and who sent it
 
@@ -62,6 +67,12 @@ class CatchUp:
             self._came = sender, model
             self._news.set()
             self._news = trio.Event()
+
+    def on_sketch(self, sender: NodeId, sketch: ModelSketch) -> None:
+        """What a member says of its model. Raises PeerError."""
+        self._opinion.heard(sender, sketch)
+        self._news.set()
+        self._news = trio.Event()
 
     def others_after(self, refusing: NodeId) -> bool:
         """Whether somebody else has a model to give, who has not refused us either; it is asked then."""
@@ -98,12 +109,14 @@ class CatchUp:
                         donor = self._choice.ask(willing, self._peers.bytes_received, trio.current_time())
                         if donor is not None:
                             self._peers.send(donor, ModelRequest(told))
+                            for witness, request in self._opinion.ask(donor, willing, trio.current_time()):
+                                self._peers.send(witness, request)
                         if (fetched := await self._received(layout, own)) is not None:
                             return fetched
                     case WaitFor(reason):
                         told_at = await self._wait(reason, told_at)
         finally:
-            self._choice, self._came = DonorChoice(), None
+            self._choice, self._opinion, self._came = DonorChoice(), SecondOpinion(self._rng), None
 
     def _alone(self) -> bool:
         return all(member.state > State.SUSPECT for id, member in self._members().items() if id != self._me)
@@ -131,6 +144,7 @@ class CatchUp:
             if isinstance(model, ModelSnapshot):
                 values = np.empty(layout.total, np.float32)
                 await trio.to_thread.run_sync(vector.decode, model.codec, layout, model.chunks, values)
+            await self._judge(donor, layout, values)
         except PeerError as error:
             LOGGER.warning("the model from %s: %s; asking another member", donor, error)
         except Exception as error:
@@ -142,3 +156,12 @@ class CatchUp:
             return values, model.step
         self._choice.reject(donor)
         return None
+
+    async def _judge(self, donor: NodeId, layout: Layout, values: Vector) -> None:
+        """Raises PeerError: it is not the swarm's."""
+        with trio.move_on_after(ASK_SOON_S):
+            while self._opinion.waits(donor):
+                await self._news.wait()
+        offered = await trio.to_thread.run_sync(sketch, values, layout, self._opinion.seed(donor))
+        if not self._opinion.accepts(donor, offered):
+            raise PeerError("it is far from those of most others")

@@ -48,6 +48,7 @@ from peerd.training.mode_core import (
     Received,
     Reconnected,
     RunStands,
+    SketchAsked,
     Stepped,
     TimerDue,
     TrainerLost,
@@ -187,6 +188,10 @@ class ModeRunner:
         """
         await self.catch_up(GIVE_WITHIN_S)
         await self.compute.call(ModelAsked(peer, layout, digest))
+
+    async def give_sketch(self, peer: NodeId, layout: Layout, seed: bytes) -> None:
+        """Send a sketch of the model as it was last published."""
+        await self.compute.call(SketchAsked(peer, layout, seed))
 
     # ---------------------------------------------------------------- from the trainer
 

@@ -43,7 +43,17 @@ from peerd.training.modes import Mode, class_of, parse_mode
 from peerd.training.modes.average import Average
 from peerd.transport.errors import PeerError, UserError, cause
 from peerd.transport.ids import Address, NodeId
-from peerd.transport.messages import Member, ModelEqual, ModelRequest, ModelSnapshot, Plan, State
+from peerd.transport.messages import (
+    Member,
+    ModelEqual,
+    ModelMessage,
+    ModelRequest,
+    ModelSketch,
+    ModelSnapshot,
+    Plan,
+    SketchRequest,
+    State,
+)
 from peerd.transport.secure.signing import Signing
 
 SETTLE_SHARE = 0.1  # of the run's own duration: how long its end waits for members that still train
@@ -90,11 +100,11 @@ class TrainerService:
         peers.offences.on_refused = self._on_refused
         self._runner = ModeRunner(peers)
         self._catch_up = CatchUp(
-            me, peers, members, known, has_seeds=bool(settings.seeds), awaited=awaited, awaited_until=awaited_until
+            me, peers, members, known, rng, has_seeds=bool(settings.seeds), awaited=awaited, awaited_until=awaited_until
         )
         self.plans = PlanFollower(me, settings, self._runner, self._members, self._change_plan, self._tell, signing)
         self._nursery: trio.Nursery | None = None  # while it runs
-        self._requests = RequestLimit()
+        self._requests, self._sketches = RequestLimit(), RequestLimit()
         self._ends = RunEnds()
         self._giving: set[NodeId] = set()  # members to whom the model is about to be sent
         self._leaving = False
@@ -161,22 +171,30 @@ class TrainerService:
         """Messages to this peer flow again."""
         self._runner.on_reconnected(peer)
 
-    def on_message(self, sender: NodeId, message: ModelRequest | ModelSnapshot | ModelEqual) -> None:
+    def on_message(self, sender: NodeId, message: ModelMessage) -> None:
         """A peer's message about a whole model. Raises PeerError."""
-        if not isinstance(message, ModelRequest):
-            self._catch_up.on_model(sender, message)
-        elif self._may_ask(sender):  # else it asks again meanwhile
-            assert self._nursery is not None, "that it runs was asked"
-            self._giving.add(sender)
-            self._nursery.start_soon(self._give_model, sender, message.digest)
+        match message:
+            case ModelRequest() if sender not in self._giving and self._may_ask(sender, self._requests):
+                self._giving.add(sender)
+                self._begin(self._give_model, sender, message.digest)
+            case SketchRequest() if self._may_ask(sender, self._sketches):
+                self._begin(self._give_sketch, sender, message.seed)
+            case ModelSketch():
+                self._catch_up.on_sketch(sender, message)
+            case ModelEqual() | ModelSnapshot():
+                self._catch_up.on_model(sender, message)
 
-    def _may_ask(self, sender: NodeId) -> bool:
-        """Whether the model is given: to a living member, and not too often."""
+    def _begin(self, work: Callable[[NodeId, bytes], Awaitable[None]], sender: NodeId, told: bytes) -> None:
+        assert self._nursery is not None, "that it runs was asked"
+        self._nursery.start_soon(work, sender, told)
+
+    def _may_ask(self, sender: NodeId, limit: RequestLimit) -> bool:
+        """Whether the model is shown: to a living member, and not too often, as it asks again meanwhile."""
         member = self._members().get(sender)
-        if self._nursery is None or not self.meta.ready or sender in self._giving:
+        if self._nursery is None or not self.meta.ready:
             return False
         lives = member is not None and member.state <= State.SUSPECT
-        return lives and self._requests.admits(sender, trio.current_time())
+        return lives and limit.admits(sender, trio.current_time())
 
     def on_refused(self, refusal: PeerError, *, newcomer: bool, peer: NodeId | None = None) -> None:
         """A peer will not have us. Before we are part of the swarm that is our own failure.
@@ -200,6 +218,13 @@ class TrainerService:
             self._peers.offences.unforeseen(error, "a newcomer asked for the model, which could not be given")
         finally:
             self._giving.remove(sender)
+
+    async def _give_sketch(self, sender: NodeId, seed: bytes) -> None:
+        try:
+            if self.layout is not None:
+                await self._runner.give_sketch(sender, self.layout, seed)
+        except Exception as error:
+            self._peers.offences.unforeseen(error, "a newcomer asked for a sketch, which could not be given")
 
     # ---------------------------------------------------------------- a trainer comes
 

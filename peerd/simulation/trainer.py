@@ -18,9 +18,10 @@ import numpy as np
 
 from peerd.membership.effects import MembershipEffect
 from peerd.membership.timing import Timing
-from peerd.node.donors import SLOWEST_DONOR, DonorChoice
+from peerd.node.donors import ASK_SOON_S, SLOWEST_DONOR, DonorChoice
 from peerd.node.meta import FetchFrom, NodeMeta, OwnModel, is_partner, partners_said, whose_model
 from peerd.node.run_ends import RunEnds
+from peerd.node.second_opinion import SecondOpinion
 from peerd.simulation.byzantine import Lie
 from peerd.simulation.checkers import Checkers, Watched
 from peerd.simulation.last_copy import LearnersModel
@@ -48,6 +49,7 @@ from peerd.training.mode_core import (
     PeersChanged,
     Received,
     Reconnected,
+    SketchAsked,
     Stepped,
     TimerDue,
 )
@@ -56,8 +58,19 @@ from peerd.training.model.over import is_over, number_of, parts_of
 from peerd.training.modes import Mode, ModeSettings, class_of, parse_mode
 from peerd.training.modes.gossip import Gossip
 from peerd.training.pairs.reference import PairedReference
+from peerd.training.sketch import sketch
 from peerd.transport.ids import NodeId
-from peerd.transport.messages import AS_STARTED, Delta, Member, Message, ModelEqual, ModelRequest, ModelSnapshot
+from peerd.transport.messages import (
+    AS_STARTED,
+    Delta,
+    Member,
+    Message,
+    ModelEqual,
+    ModelRequest,
+    ModelSketch,
+    ModelSnapshot,
+    SketchRequest,
+)
 
 SIGNATURE = "simulated"
 READY = NodeMeta(model=SIGNATURE, ready=True, expects=True)
@@ -176,6 +189,8 @@ class SimulatedTrainer:
         self._at_barrier = False
         self._waits_with: float | None = None  # seconds that its gradient took to compute
         self._choice = DonorChoice()  # of our first model
+        self._opinion = SecondOpinion(world.rng("second opinion", node.index, node.life))
+        self._offered: tuple[NodeId, Vector, int] | None = None  # a first model, and its step, that waits for it
         self._arrived = 0  # bytes of it: a second in which it is on its way counts as fast enough
         self._began: dict[NodeId, int] = {}
         self._ends = RunEnds()
@@ -295,8 +310,13 @@ class SimulatedTrainer:
         match message:
             case ModelRequest():
                 self._give_model(source, message.digest)
+            case SketchRequest() if self._kept is not None:
+                self._tell_of_model(SketchAsked(source, self.learner.layout, message.seed))
+            case ModelSketch():
+                self._opinion.heard(source, message)
+                self._judge_when_due()
             case ModelSnapshot() | ModelEqual():
-                self._take_model(source, message)
+                self._hear_model(source, message)
             case _ if self.mode is not None:
                 effects = self._core.handle(Received(source, message), self._node.now)
                 if isinstance(message, Delta):
@@ -351,21 +371,46 @@ class SimulatedTrainer:
                     self._arrived += round(2 * SLOWEST_DONOR * LOOK_AGAIN_S)
                 if (donor := self._choice.ask(givers, self._arrived, self._node.now)) is not None:
                     self._node.send(donor, ModelRequest(digest(self.learner.values())))
+                    for witness, request in self._opinion.ask(donor, givers, self._node.now):
+                        self._node.send(witness, request)
         self._node.later(LOOK_AGAIN_S, self._join)
 
     def _give_model(self, peer: NodeId, digest: bytes) -> None:
         if self._kept is not None:
             self._kept.keep(self.values(), self.steps)  # production asks for it, and waits a step
-            self._handle(ModelAsked(peer, self.learner.layout, digest))
+            self._tell_of_model(ModelAsked(peer, self.learner.layout, digest))
 
-    def _take_model(self, source: NodeId, message: ModelSnapshot | ModelEqual) -> None:
+    def _tell_of_model(self, event: ModelAsked | SketchAsked) -> None:
+        assert self._kept is not None, "who has no model tells nothing of it"
+        kept = self._kept.kept
+        self._kept.kept = self._shown(lambda: kept)()
+        self._handle(event)
+        self._kept.kept = kept
+
+    def _hear_model(self, source: NodeId, message: ModelSnapshot | ModelEqual) -> None:
         if self.phase is not Phase.JOINING or source not in self._choice.asked:
             return
+        values = self.learner.values().copy()
         if isinstance(message, ModelSnapshot):
-            values = np.empty(self.learner.layout.total, self.learner.values().dtype)
             vector.decode(message.codec, self.learner.layout, message.chunks, values)
-            self.learner.load(values)
-        self.steps = message.step
+        self._offered = source, values, message.step
+        self._node.later(ASK_SOON_S, self._judge)
+        self._judge_when_due()
+
+    def _judge_when_due(self) -> None:
+        if self._offered is not None and not self._opinion.waits(self._offered[0]):
+            self._judge()
+
+    def _judge(self) -> None:
+        """Take the model that came, if those who were asked beside its donor find it the swarm's."""
+        if self.phase is not Phase.JOINING or self._offered is None:
+            return
+        (source, values, step), self._offered = self._offered, None
+        if not self._opinion.accepts(source, sketch(values, self.learner.layout, self._opinion.seed(source))):
+            self._choice.reject(source)
+            return
+        self.learner.load(values)
+        self.steps = step
         self._have_model()
 
     def _have_model(self) -> None:

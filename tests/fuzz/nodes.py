@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from random import Random
 
 import numpy as np
@@ -12,7 +13,8 @@ from target import Drawn
 
 from peerd.training.codecs import vector
 from peerd.training.codecs.vector import Layout
-from peerd.training.mode_core import ModelAsked, PeersChanged, Received
+from peerd.training.mode_core import ModelAsked, PeersChanged, Received, SketchAsked
+from peerd.training.sketch import unpacked
 from peerd.transport.errors import PeerError
 from peerd.transport.framing import FrameReader
 from peerd.transport.hello import first_difference
@@ -22,8 +24,10 @@ from peerd.transport.messages import (
     Message,
     ModelEqual,
     ModelRequest,
+    ModelSketch,
     ModelSnapshot,
     Plan,
+    SketchRequest,
 )
 
 HONEST = "abc"
@@ -128,6 +132,11 @@ class Nodes(Drawn):
                 swarm.perform(target, core.tell(ModelAsked(sender, swarm.layout, told), swarm.now))
             case ModelSnapshot():
                 _decode_model(swarm.layout, message)
+            case SketchRequest(seed):
+                swarm.perform(target, core.tell(SketchAsked(sender, swarm.layout, seed), swarm.now))
+            case ModelSketch(_, sums):
+                with suppress(ValueError):
+                    unpacked(sums)
             case ModelEqual():
                 pass
             case _:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from peerd.node.second_opinion import SecondOpinion
 from peerd.simulation.byzantine import ATTACKS, parse_byzantine
 from peerd.simulation.scenario import Scenario, _Run, simulate
 from peerd.transport.errors import UserError
@@ -69,6 +70,17 @@ def test_whatever_happens_to_honest_members_none_is_graylisted(mode: str, seed: 
     result = simulate(faults).result
     assert result["violations"] == []
     assert result["graylisted"] == 0
+
+
+@pytest.mark.parametrize(("attack", "seed"), [("sign-flip", 5), ("huge", 3), ("pull", 5)])
+def test_a_node_that_comes_back_starts_from_no_liars_model(
+    attack: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crashes = replace(SMALL, peers=8, steps=100, faults="crash", fault_every=15.0, byzantine=f"{attack}:1", seed=seed)
+    result = simulate(crashes).result
+    assert result["error"] < 0.15
+    monkeypatch.setattr(SecondOpinion, "accepts", lambda *_: True)
+    assert simulate(crashes).result["error"] > 4 * result["error"], "no liar was asked"
 
 
 def test_newcomers_and_the_slow_agree_with_the_others_at_the_end() -> None:

@@ -24,7 +24,7 @@ from peerd.training.mode_settings import AUTO, ModeSettings
 from peerd.training.pairs.graylist import Graylist
 from peerd.training.pairs.links import PairLink, PairLinks
 from peerd.training.pairs.reference import Exchanged, ExchangeHalf, LinkMismatch, PairedReference
-from peerd.training.pairs.robust import Allowances, packed, tensors_of
+from peerd.training.pairs.robust import COMPARED_MIN, Allowances, packed, tensors_of
 from peerd.training.pairs.waiting import Waiting
 from peerd.training.partnered import PartneredMode
 from peerd.training.room import is_large
@@ -353,7 +353,8 @@ class Gossip(PartneredMode[PairLink]):
             overlapping = sum([link.reference.under_way is not None for link in self._links.live()])
             limit = min(self.gain_limit, 1 / (2 + overlapping))
         gain = self._gain(codec)
-        if not self._settings.robust or answers:  # an answer to our half: that one has said its limits
+        free = self._report.finishing and min(self._settings.view, len(self._alive)) < COMPARED_MIN
+        if not self._settings.robust or answers or free:  # an answer to our half: that one has said its limits
             return ExchangeHalf(codec, gain, limit, self._report.finishing, b"", self._values_max())
         self._look(values, self._report)
         limits = packed(self._allowances.limits(link.peer, self._compared()))

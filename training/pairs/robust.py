@@ -43,7 +43,7 @@ STEP_MIN = 0.5
 """A step counts as at least this share of the mean step at its learning rate."""
 FAR = 4.0
 """Times the others' median distance: beyond it a peer counts less."""
-COMPARED_MIN = 3  # peers of which one can be told from the others
+COMPARED_MIN = 3  # partners of which one can be told from the others
 FLUSH = 2.0
 """Times the usual distance: what each peer may move a model whose run has ended."""
 USUAL_WEIGHT = 0.25  # of the last distance
@@ -132,6 +132,7 @@ class Allowance:
     seen: Norms  # the node's own way at the last refill
     distances: Norms | None = None  # at the last exchange of the training
     usual: Norms | None = None  # the same, a running mean: two exchanges may follow closely
+    granted: bool = False  # what a run that ends allows
 
 
 class Allowances:
@@ -181,14 +182,12 @@ class Allowances:
 
     def limits(self, peer: NodeId, peers: Collection[NodeId]) -> Norms:
         """How far this peer may move each tensor now, as one of these."""
-        if self._ended and len(peers) < COMPARED_MIN:
-            return np.full(len(self._tensors), np.inf)
         share = RATE / max(1, len(peers))
-        one = self._peers.get(peer)
+        one, known = self._peers.get(peer), True
         if one is None:
-            one = self._first(peer, share * self._last)
-            if self._ended:
-                np.maximum(one.left, self._usual(peers), out=one.left)
+            one, known = self._first(peer, share * self._last), False
+        if self._ended and not one.granted:
+            self._grant(one, peer, peers, once=known)
         grown = share * (self._way - one.seen)
         one.left += grown
         one.refilled += grown
@@ -204,7 +203,7 @@ class Allowances:
         if not self._ended:
             np.minimum(one.left, one.refilled, out=one.left)
         one.refilled.fill(0.0)
-        if not self._ended:
+        if not self._ended or one.usual is None:
             _note(one, distances)
 
     def met(self, peer: NodeId, distances: Norms) -> None:
@@ -223,14 +222,13 @@ class Allowances:
     def end_run(self, peers: Collection[NodeId]) -> None:
         """No more steps are made: what is usual is what each peer may move the model until all agree."""
         self._ended = True
-        usual = self._usual(peers)
         for peer, one in self._peers.items():
-            np.maximum(one.left, usual * self._say(peer, peers), out=one.left)
+            self._grant(one, peer, peers)
 
     def peer_ended(self, peer: NodeId, peers: Collection[NodeId]) -> None:
         """Its run has ended, too: now the two are to agree."""
         if self._ended and (one := self._peers.get(peer)) is not None:
-            np.maximum(one.left, self._usual(peers) * self._say(peer, peers), out=one.left)
+            self._grant(one, peer, peers)
 
     def heard(self, peer: NodeId, limits: Norms) -> None:
         """What the peer says of its own; of no concern here."""
@@ -239,6 +237,7 @@ class Allowances:
         """Steps are made again: what the end of a run allowed is no longer."""
         self._ended = False
         for one in self._peers.values():
+            one.granted = False
             np.minimum(one.left, one.refilled, out=one.left)
 
     def forget(self, peers: frozenset[NodeId]) -> None:
@@ -268,9 +267,14 @@ class Allowances:
                 found.append(one.distances)
         return found
 
-    def _usual(self, peers: Collection[NodeId]) -> Norms:
-        known = [one.usual for id, one in self._peers.items() if id in peers and one.usual is not None]
-        return FLUSH * (_low_median(known) if known else self._way)
+    def _grant(self, one: Allowance, peer: NodeId, peers: Collection[NodeId], *, once: bool = False) -> None:
+        """What a run that ends allows: the usual. Of a newcomer, which knows nobody, its own way, `once`; it learns."""
+        known = [other.usual for id, other in self._peers.items() if id in peers and other.usual is not None]
+        one.granted = len(known) > 1
+        if once and not one.granted:
+            return
+        usual = _low_median(known if one.granted else [self._way, *known])
+        np.maximum(one.left, FLUSH * usual * self._say(peer, peers), out=one.left)
 
 
 class CentreAllowances(Allowances):

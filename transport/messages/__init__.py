@@ -33,7 +33,17 @@ from peerd.transport.messages.greeting import (
     Welcome,
 )
 from peerd.transport.messages.membership import Ack, Member, MemberTable, Nack, Ping, PingRequest, State
-from peerd.transport.messages.model import AS_STARTED, PLAN_NUMBER_MAX, ModelEqual, ModelRequest, ModelSnapshot, Plan
+from peerd.transport.messages.model import (
+    AS_STARTED,
+    PLAN_NUMBER_MAX,
+    ModelEqual,
+    ModelMessage,
+    ModelRequest,
+    ModelSketch,
+    ModelSnapshot,
+    Plan,
+    SketchRequest,
+)
 from peerd.transport.messages.one_way import Pull, Push, Pushed, PushForgotten
 from peerd.transport.messages.pairs import (
     CentreIs,
@@ -120,7 +130,9 @@ __all__ = [
     "MemberTable",
     "Message",
     "ModelEqual",
+    "ModelMessage",
     "ModelRequest",
+    "ModelSketch",
     "ModelSnapshot",
     "Nack",
     "PairAnswer",
@@ -153,6 +165,7 @@ __all__ = [
     "ShardPull",
     "ShardPush",
     "ShardSum",
+    "SketchRequest",
     "SpeedRequest",
     "SpeedSample",
     "State",

@@ -1,4 +1,4 @@
-"""Whole models, for newcomers; and which plan the messages after it were meant under."""
+"""Whole models for newcomers, what others say of theirs, and which plan the messages after it were meant under."""
 
 from __future__ import annotations
 
@@ -38,6 +38,28 @@ class ModelSnapshot(Message):
     step: int
     codec: Name
     chunks: Chunks
+
+
+@dataclass(frozen=True, slots=True)
+class SketchRequest(Message):
+    """Send me a sketch of your current model by this seed: I have asked somebody for a whole one."""
+
+    KIND: ClassVar[int] = 38
+    repeated: ClassVar[bool] = False
+    seed: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSketch(Message):
+    """A few numbers of a model (training/sketch.py)."""
+
+    KIND: ClassVar[int] = 39
+    repeated: ClassVar[bool] = False
+    seed: bytes  # by which they were made
+    sums: bytes
+
+
+ModelMessage = ModelRequest | ModelEqual | ModelSnapshot | SketchRequest | ModelSketch
 
 
 @dataclass(frozen=True, slots=True, order=True)

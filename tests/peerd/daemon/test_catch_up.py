@@ -21,8 +21,19 @@ from peerd.node.meta import NodeMeta
 from peerd.training.codecs import vector
 from peerd.training.codecs.difference import digest
 from peerd.training.codecs.vector import Layout
+from peerd.training.effects import Vector
+from peerd.training.sketch import packed, sketch
 from peerd.transport.ids import Address, NodeId
-from peerd.transport.messages import Member, Message, ModelEqual, ModelRequest, ModelSnapshot, State
+from peerd.transport.messages import (
+    Member,
+    Message,
+    ModelEqual,
+    ModelRequest,
+    ModelSketch,
+    ModelSnapshot,
+    SketchRequest,
+    State,
+)
 
 pytestmark = pytest.mark.trio(clock="autojump")
 
@@ -57,10 +68,11 @@ class Swarm:
         self.asked: list[NodeId] = []
         self.done = trio.Event()  # a fetch has ended
         self.on_asked: Callable[[NodeId], None] = lambda _: None
+        self.on_sketch_asked: Callable[[NodeId, bytes], None] = lambda peer, seed: None
         until = trio.current_time() + PATIENCE_S
         restarted = partial(CatchUp, has_seeds=has_seeds, awaited=awaited, awaited_until=until)
         everybody = Acquaintances("me", Random(1), lambda _: None, sealed=False)
-        self.catch_up = restarted("me", self, lambda: dict(self.members), everybody)  # type: ignore[arg-type]
+        self.catch_up = restarted("me", self, lambda: dict(self.members), everybody, Random(2))  # type: ignore[arg-type]
         self.member("me")
 
     def member(self, id: NodeId, state: State = State.ALIVE, **about: bool | str) -> None:
@@ -68,6 +80,9 @@ class Swarm:
         self.catch_up.on_members()
 
     def send(self, peer: NodeId, message: Message) -> None:
+        if isinstance(message, SketchRequest):
+            self.on_sketch_asked(peer, message.seed)
+            return
         assert message == ModelRequest(digest(OWN))
         self.asked.append(peer)
         self.on_asked(peer)
@@ -275,6 +290,67 @@ async def test_a_newcomer_whose_model_is_the_same_goes_on_with_it() -> None:
         found = await there.catch_up.fetch(LAYOUT, OWN)
         assert found is not None
         assert (found[0].tolist(), found[1]) == (OWN.tolist(), 3)
+
+
+def shows(there: Swarm, models: dict[NodeId, Vector]) -> None:
+    """What these members give, and what they say of theirs."""
+
+    def give(peer: NodeId) -> None:
+        there.catch_up.on_model(peer, ModelSnapshot(7, "float32", vector.encode("float32", LAYOUT, models[peer])[0]))
+
+    def say(peer: NodeId, seed: bytes) -> None:
+        there.catch_up.on_sketch(peer, ModelSketch(seed, packed(sketch(models[peer], LAYOUT, seed))))
+
+    for id in models:
+        there.member(id, ready=True)
+    there.on_asked, there.on_sketch_asked = give, say
+
+
+@pytest.mark.parametrize("liar", "abc")
+async def test_a_model_that_is_far_from_all_others_is_asked_of_another(
+    liar: NodeId, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with swarm() as there:
+        shows(there, dict.fromkeys("abc", MODEL) | {liar: -MODEL})
+        assert await there.fetched()
+        assert there.asked in ([there.asked[0]], [liar, there.asked[-1]])
+    warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    far = f"the model from {liar}: it is far from those of most others; asking another member"
+    assert warnings == [far] * (len(there.asked) - 1)
+
+
+async def test_one_of_three_liars_was_asked_first() -> None:
+    """So that the test before is no empty one."""
+    first = []
+    for liar in "abc":
+        async with swarm() as there:
+            shows(there, dict.fromkeys("abc", MODEL) | {liar: -MODEL})
+            await there.fetched()
+            first.append(there.asked[0] == liar)
+    assert any(first)
+
+
+async def test_who_says_nothing_of_its_model_is_waited_for_no_longer_than_a_lost_message() -> None:
+    async with swarm() as there:
+        shows(there, dict.fromkeys("abc", MODEL))
+        there.on_sketch_asked = lambda peer, seed: None
+        before = trio.current_time()
+        assert await there.fetched()
+        assert trio.current_time() - before <= 2 * ASK_SOON_S
+
+
+async def test_a_newcomer_that_is_told_its_model_is_the_same_asks_others_too() -> None:
+    async with swarm() as there:
+        shows(there, dict.fromkeys("abc", MODEL))
+        first: list[NodeId] = []
+
+        def give(peer: NodeId) -> None:
+            first.append(peer)
+            there.catch_up.on_model(peer, ModelEqual(3) if len(first) == 1 else SNAPSHOT)
+
+        there.on_asked = give
+        assert await there.fetched()
+        assert len(first) == 2
 
 
 @pytest.mark.parametrize("stranger", [ModelSnapshot(99, "float32", CHUNKS), ModelEqual(99)])

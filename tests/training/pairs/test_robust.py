@@ -219,6 +219,27 @@ def test_a_run_that_has_ended_can_still_agree() -> None:
     assert float(allowances.limits("a", "abcz")[0]) < 1.0
 
 
+def test_a_newcomer_at_a_runs_end_learns_what_is_usual_from_more_than_one() -> None:
+    """It has come no way: the first that it meets may be the liar."""
+    allowances = Allowances(ONE)
+    allowances.look(np.zeros(3), 0, 1.0)
+    allowances.look(np.array([0.01, 0.0, 0.0]), 1, 1.0)
+    allowances.end_run("abz")
+    far, near = np.array([1e6]), np.array([1.0])
+    for _ in range(9):
+        limit = allowances.limits("z", "abz")
+        assert float(limit[0]) <= RATE * 0.01
+        allowances.spent("z", limit, far)
+    moved = dict.fromkeys("abz", 0.0)
+    for peer in 9 * "abz":
+        limit = allowances.limits(peer, "abz")
+        moved[peer] += float(limit[0])
+        allowances.spent(peer, limit, far if peer == "z" else near)
+    assert 1.0 < moved["a"] < 3.0
+    assert 1.0 < moved["b"] < 3.0
+    assert moved["z"] < 0.1
+
+
 def test_a_correction_that_a_variance_does_not_take_is_no_step_of_the_node() -> None:
     layout = Layout(1, 3, ((1, 3),), (1, 3))
     allowances = Allowances(layout)
