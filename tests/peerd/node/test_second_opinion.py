@@ -90,7 +90,7 @@ def answers(opinion: SecondOpinion, sent: list[tuple[str, SketchRequest]], value
 @given(st.integers(0, 99), st.lists(st.tuples(st.sampled_from(GIVERS), st.floats(0, 30)), min_size=1, max_size=40))
 def test_whoever_is_asked_may_be_and_is_no_donor(seed: int, donors: list[tuple[str, float]]) -> None:
     opinion, limits, now = SecondOpinion(Random(seed)), {id: RequestLimit() for id in GIVERS}, 0.0
-    seeds = set()
+    seeds: set[bytes] = set()
     for donor, pause_s in donors:
         now += pause_s
         sent = opinion.ask(donor, GIVERS, now)
