@@ -190,7 +190,8 @@ class ModeRunner:
         await self.compute.call(ModelAsked(peer, layout, digest))
 
     async def give_sketch(self, peer: NodeId, layout: Layout, seed: bytes) -> None:
-        """Send a sketch of the model as it was last published."""
+        """Send a sketch of the model as it stands, as a model that is given is: the two are to be compared."""
+        await self.catch_up(GIVE_WITHIN_S)
         await self.compute.call(SketchAsked(peer, layout, seed))
 
     # ---------------------------------------------------------------- from the trainer

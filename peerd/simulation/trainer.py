@@ -309,8 +309,8 @@ class SimulatedTrainer:
         """A message of the mode, or about a whole model. Raises PeerError."""
         match message:
             case ModelRequest():
-                self._give_model(source, message.digest)
-            case SketchRequest() if self._kept is not None:
+                self._tell_of_model(ModelAsked(source, self.learner.layout, message.digest))
+            case SketchRequest():
                 self._tell_of_model(SketchAsked(source, self.learner.layout, message.seed))
             case ModelSketch():
                 self._opinion.heard(source, message)
@@ -375,13 +375,10 @@ class SimulatedTrainer:
                         self._node.send(witness, request)
         self._node.later(LOOK_AGAIN_S, self._join)
 
-    def _give_model(self, peer: NodeId, digest: bytes) -> None:
-        if self._kept is not None:
-            self._kept.keep(self.values(), self.steps)  # production asks for it, and waits a step
-            self._tell_of_model(ModelAsked(peer, self.learner.layout, digest))
-
     def _tell_of_model(self, event: ModelAsked | SketchAsked) -> None:
-        assert self._kept is not None, "who has no model tells nothing of it"
+        if self._kept is None:
+            return
+        self._kept.keep(self.values(), self.steps)  # production asks for it, and waits a step
         kept = self._kept.kept
         self._kept.kept = self._shown(lambda: kept)()
         self._handle(event)

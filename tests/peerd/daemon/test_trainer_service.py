@@ -26,11 +26,21 @@ from peerd.training.codecs import vector
 from peerd.training.codecs.difference import digest
 from peerd.training.codecs.vector import Layout
 from peerd.training.modes.gossip import Gossip
+from peerd.training.sketch import packed, sketch
 from peerd.transport.errors import PeerError, UserError
-from peerd.transport.messages import LinkOpen, LinkSnapshot, ModelEqual, ModelRequest, ModelSnapshot
+from peerd.transport.messages import (
+    LinkOpen,
+    LinkSnapshot,
+    ModelEqual,
+    ModelRequest,
+    ModelSketch,
+    ModelSnapshot,
+    SketchRequest,
+)
 
 LAYOUT = Layout(6, 6)
 MODEL = np.arange(6, dtype=np.float32)
+SEED = bytes(range(16))
 READY = NodeMeta(model=SIGNATURE, ready=True, expects=True)
 NEW = NodeMeta(expects=True)
 
@@ -281,6 +291,28 @@ async def test_no_stranger_is_given_the_model_nor_a_member_too_often(tmp_path: P
                 await trio.sleep(0.1)
             assert {peer for peer, message in node.sent if isinstance(message, ModelSnapshot)} == {"newcomer"}
             assert 2 <= node.side.snapshots <= 4, "again after a second, then every ten"
+
+
+async def test_a_sketch_is_of_the_model_as_it_stands_and_not_for_strangers_nor_too_often(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    node.member("newcomer", NEW)
+    with script() as trainer:
+        async with running(node) as nursery:
+            node.side.on_message("newcomer", SketchRequest(SEED))
+            assert node.sent == [], "there is no model yet"
+            nursery.start_soon(trainer.serve, node)
+            await trainer.trains(step=5)
+            await trainer.step(1005)
+            for _ in range(9):
+                node.side.on_message("newcomer", SketchRequest(SEED))
+                node.side.on_message("stranger", SketchRequest(SEED))
+            copy = await trainer.asked_to_publish()
+            trainer.memory.copies[copy][:] = 3 * MODEL
+            await trainer.step(1006, published=copy)
+            said = await node.sent_to("newcomer", ModelSketch)
+            assert said == ModelSketch(SEED, packed(sketch(3 * MODEL, LAYOUT, SEED)))
+            await trio.sleep(0.1)
+            assert len(node.sent) == 1
 
 
 async def test_one_donor_that_refuses_ends_no_newcomer(tmp_path: Path) -> None:
