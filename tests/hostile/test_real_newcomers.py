@@ -21,7 +21,7 @@ pytestmark = pytest.mark.soak
 SILENT_S = ASK_SOON_S + (ASKS_MAX - 1) * ASK_AGAIN_S  # until a newcomer passes over a donor of which nothing comes
 
 
-@pytest.mark.parametrize("how", ["refuse", "lie", "say nothing"])
+@pytest.mark.parametrize("how", ["refuse", "lie", "lie well", "say nothing"])
 def test_donors_that_are_none(how: str, them: Victims) -> None:
     """Most of those who say that they have a model."""
     layout = them.layout()
@@ -36,19 +36,20 @@ def test_donors_that_are_none(how: str, them: Victims) -> None:
             donor.join(*them.addresses)
 
             def answer(sender: str, message: Message, donor: Insider = donor) -> None:
-                if how == "lie" and isinstance(message, ModelRequest):
-                    host, port = addresses[sender]
-                    for step in (1 << 63, HUGE, -1):
+                if how.startswith("lie") and isinstance(message, ModelRequest) and sender in addresses:
+                    host, port = addresses[sender]  # one that asks before it is known here asks again
+                    for step in [them.nodes[0].step] if how == "lie well" else [1 << 63, HUGE, -1]:
                         donor.offer((host, port), ModelSnapshot(step, "float32", model))
 
             donor.misbehave = answer
-        name = f"c{how[0]}"
+        name = f"c{len(how)}"
         c = them.machine.start(name, them.script, join=them.nodes[0], SEED="5")
         c.eventually(lambda: c.socket.exists() and c.ask("info"))
         host, port = c.address.split(":")
         addresses[c.ask("info")["id"]] = host, int(port)
         assert honest.comes_true(lambda: c.step > 0, SILENT_S * len(donors) + 60.0)
         assert c.step < 1 << 30
+        assert honest.loss(them.model(c)) < 2 * honest.LEARNED
         for donor in donors:
             donor.leave(*them.addresses)
         c.signal(signal.SIGINT)
