@@ -18,14 +18,23 @@ from enum import Enum
 from typing import ClassVar, Protocol
 
 from peerd.training.codecs import vector
-from peerd.training.codecs.difference import digest
+from peerd.training.codecs.difference import digest, digest_of_chunks
 from peerd.training.codecs.vector import Layout
 from peerd.training.early import EarlyMessages
 from peerd.training.effects import Averaged, Effect, Publish, Send, StepReport, Vector
 from peerd.training.mode import Mode
 from peerd.training.sketch import packed, sketch
 from peerd.transport.ids import NodeId
-from peerd.transport.messages import AS_STARTED, Connected, Message, ModelEqual, ModelSketch, ModelSnapshot, Plan
+from peerd.transport.messages import (
+    AS_STARTED,
+    Connected,
+    Message,
+    ModelEqual,
+    ModelPromise,
+    ModelSketch,
+    ModelSnapshot,
+    Plan,
+)
 
 SNAPSHOT_CODEC = "float32"  # a newcomer starts from exactly the donor's model
 LAST_WORDS_S = 60.0  # how long one who has gone is heard: what it said last may come after the news of its leave
@@ -269,7 +278,8 @@ class ModeCore:
                 return [Send(peer, ModelEqual(model.step))]
             case ModelAsked(peer, layout) if model is not None:
                 chunks = vector.encode(SNAPSHOT_CODEC, layout, model.look())[0]
-                return [Send(peer, ModelSnapshot(model.step, SNAPSHOT_CODEC, chunks))]
+                promise = ModelPromise(digest_of_chunks(chunks))
+                return [Send(peer, promise), Send(peer, ModelSnapshot(model.step, SNAPSHOT_CODEC, chunks))]
             case SketchAsked(peer, layout, seed) if model is not None:
                 return [Send(peer, ModelSketch(seed, packed(sketch(model.look(), layout, seed))))]
             case PeersChanged(alive):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from random import Random
 
 import numpy as np
@@ -15,16 +15,17 @@ from peerd.node.meta import FetchFrom, OwnModel, WaitFor, donors, partners, whos
 from peerd.node.second_opinion import SecondOpinion
 from peerd.process.logs import LOGGER
 from peerd.training.codecs import vector
-from peerd.training.codecs.difference import digest
+from peerd.training.codecs.difference import digest, digest_of_chunks
 from peerd.training.codecs.vector import Layout
 from peerd.training.counts import within_step
 from peerd.training.effects import Vector
 from peerd.training.sketch import sketch
 from peerd.transport.errors import PeerError
 from peerd.transport.ids import Address, NodeId, shown
-from peerd.transport.messages import Member, ModelEqual, ModelRequest, ModelSketch, ModelSnapshot, State
+from peerd.transport.messages import Member, ModelEqual, ModelPromise, ModelRequest, ModelSketch, ModelSnapshot, State
 
 WAIT_TOLD_EVERY_S = 10.0
+OWN = b"own"  # the promise of a donor that says that its model is ours
 
 
 class CatchUp:
@@ -53,6 +54,7 @@ class CatchUp:
         self._news = trio.Event()
         self._rng = rng
         self._choice, self._opinion = DonorChoice(), SecondOpinion(rng)
+        self._givers: Sequence[NodeId] = ()
         self._refused: set[NodeId] = set()  # donors that will not have us
         self._came: tuple[NodeId, ModelSnapshot | ModelEqual] | None = None  # and who sent it
 
@@ -61,9 +63,20 @@ class CatchUp:
         self._news.set()
         self._news = trio.Event()
 
+    def on_promise(self, sender: NodeId, promise: ModelPromise) -> None:
+        """A model is on its way: ask others about theirs."""
+        self._ask_others(sender, promise.digest)
+
+    def _ask_others(self, donor: NodeId, promise: bytes) -> None:
+        if donor in self._choice.asked:
+            for witness, request in self._opinion.ask(donor, promise, self._givers, trio.current_time()):
+                self._peers.send(witness, request)
+
     def on_model(self, sender: NodeId, model: ModelSnapshot | ModelEqual) -> None:
         """A model came, or the word that ours is the same; one that was not asked for is dropped."""
         if sender in self._choice.asked:
+            if isinstance(model, ModelEqual):
+                self._ask_others(sender, OWN)
             self._came = sender, model
             self._news.set()
             self._news = trio.Event()
@@ -106,11 +119,11 @@ class CatchUp:
                         told = told or await trio.to_thread.run_sync(digest, own)
                         willing = [giver for giver in givers if giver not in self._refused] or givers
                         willing = [giver for giver in willing if not self._acquaintances.doubtful(giver)] or willing
-                        donor = self._choice.ask(willing, self._peers.bytes_received, trio.current_time())
-                        if donor is not None:
-                            self._peers.send(donor, ModelRequest(told))
-                            for witness, request in self._opinion.ask(donor, willing, trio.current_time()):
-                                self._peers.send(witness, request)
+                        self._givers, now = willing, trio.current_time()
+                        if self._opinion.can_ask(now):
+                            donor = self._choice.ask(willing, self._peers.bytes_received, now)
+                            if donor is not None:
+                                self._peers.send(donor, ModelRequest(told))
                         if (fetched := await self._received(layout, own)) is not None:
                             return fetched
                     case WaitFor(reason):
@@ -140,11 +153,12 @@ class CatchUp:
         donor, model = came
         try:
             within_step("a model of step", model.step, 0)
-            values = own
+            values, promise = own, OWN
             if isinstance(model, ModelSnapshot):
+                promise = await trio.to_thread.run_sync(digest_of_chunks, model.chunks)
                 values = np.empty(layout.total, np.float32)
                 await trio.to_thread.run_sync(vector.decode, model.codec, layout, model.chunks, values)
-            await self._judge(donor, layout, values)
+            await self._judge(donor, layout, values, self._opinion.seed(donor, promise))
         except PeerError as error:
             LOGGER.warning("the model from %s: %s; asking another member", donor, error)
         except Exception as error:
@@ -157,11 +171,12 @@ class CatchUp:
         self._choice.reject(donor)
         return None
 
-    async def _judge(self, donor: NodeId, layout: Layout, values: Vector) -> None:
+    async def _judge(self, donor: NodeId, layout: Layout, values: Vector, seed: bytes) -> None:
         """Raises PeerError: it is not the swarm's."""
-        with trio.move_on_after(ASK_SOON_S):
-            while self._opinion.waits(donor):
+        came_at = trio.current_time()
+        while self._opinion.waits(donor, trio.current_time() - came_at):
+            with trio.move_on_after(ASK_SOON_S):
                 await self._news.wait()
-        offered = await trio.to_thread.run_sync(sketch, values, layout, self._opinion.seed(donor))
+        offered = await trio.to_thread.run_sync(sketch, values, layout, seed)
         if not self._opinion.accepts(donor, offered):
             raise PeerError("it is far from those of most others")

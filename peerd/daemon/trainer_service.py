@@ -25,7 +25,7 @@ from peerd.daemon.plan_follower import PlanFollower
 from peerd.daemon.trainer_session import TrainerGone, TrainerPhase, TrainerSession, TrainerStatus, report_of
 from peerd.local.shared_memory import SharedMemory
 from peerd.node.acquaintances import Acquaintances
-from peerd.node.donors import RequestLimit
+from peerd.node.donors import ASK_SOON_S, RequestLimit
 from peerd.node.meta import NodeMeta, partners, partners_said
 from peerd.node.model_copy import ModelCopy
 from peerd.node.run_ends import RunEnds
@@ -47,6 +47,7 @@ from peerd.transport.messages import (
     Member,
     ModelEqual,
     ModelMessage,
+    ModelPromise,
     ModelRequest,
     ModelSketch,
     ModelSnapshot,
@@ -104,7 +105,7 @@ class TrainerService:
         )
         self.plans = PlanFollower(me, settings, self._runner, self._members, self._change_plan, self._tell, signing)
         self._nursery: trio.Nursery | None = None  # while it runs
-        self._requests, self._sketches = RequestLimit(), RequestLimit()
+        self._requests, self._sketches = RequestLimit(), RequestLimit(ASK_SOON_S)
         self._ends = RunEnds()
         self._giving: set[NodeId] = set()  # members to whom the model is about to be sent
         self._leaving = False
@@ -181,6 +182,8 @@ class TrainerService:
                 self._begin(self._give_sketch, sender, message.seed)
             case ModelSketch():
                 self._catch_up.on_sketch(sender, message)
+            case ModelPromise():
+                self._catch_up.on_promise(sender, message)
             case ModelEqual() | ModelSnapshot():
                 self._catch_up.on_model(sender, message)
 

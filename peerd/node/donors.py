@@ -15,16 +15,18 @@ EARLY_SHARE = 0.5  # of the time between two requests: what was late on its way 
 
 
 class RequestLimit:
-    """How often one member is given the model: as often as an honest newcomer asks. Each time costs an encoding."""
+    """How often one member is shown the model: as often as an honest newcomer asks. Each time costs a copy and more."""
 
-    def __init__(self) -> None:
+    def __init__(self, again_s: float = ASK_AGAIN_S) -> None:
+        """A newcomer asks for the same thing again after ASK_SOON_S, and later after this."""
+        self._again_s = again_s
         self._given: dict[NodeId, tuple[int, float]] = {}  # how often in a row, and when last
 
     def admits(self, peer: NodeId, now: float) -> bool:
         """Whether it is given one now; counted, if so."""
         self._given = {id: (count, at) for id, (count, at) in self._given.items() if now - at < ASKS_MAX * ASK_AGAIN_S}
         count, at = self._given.get(peer, (0, float("-inf")))
-        if now - at < EARLY_SHARE * (ASK_SOON_S if count == 1 else ASK_AGAIN_S):
+        if now - at < EARLY_SHARE * (ASK_SOON_S if count == 1 else self._again_s):
             return False
         self._given[peer] = count + 1, now
         return True

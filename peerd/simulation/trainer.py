@@ -28,7 +28,7 @@ from peerd.simulation.last_copy import LearnersModel
 from peerd.simulation.problems import Compute, Learner, Moved
 from peerd.simulation.world import Kind, World
 from peerd.training.codecs import vector
-from peerd.training.codecs.difference import digest
+from peerd.training.codecs.difference import digest, digest_of_chunks
 from peerd.training.effects import (
     Apply,
     Averaged,
@@ -59,6 +59,7 @@ from peerd.training.modes import Mode, ModeSettings, class_of, parse_mode
 from peerd.training.modes.gossip import Gossip
 from peerd.training.pairs.reference import PairedReference
 from peerd.training.sketch import sketch
+from peerd.transport.errors import PeerError
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import (
     AS_STARTED,
@@ -66,6 +67,7 @@ from peerd.transport.messages import (
     Member,
     Message,
     ModelEqual,
+    ModelPromise,
     ModelRequest,
     ModelSketch,
     ModelSnapshot,
@@ -144,6 +146,17 @@ class Shell(Watched, Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Offered:
+    """A model, and when it came."""
+
+    donor: NodeId
+    values: Vector
+    step: int
+    seed: bytes
+    at: float
+
+
 class SimulatedTrainer:
     """What one life of a node trains, from its first model to the end of its run."""
 
@@ -190,7 +203,8 @@ class SimulatedTrainer:
         self._waits_with: float | None = None  # seconds that its gradient took to compute
         self._choice = DonorChoice()  # of our first model
         self._opinion = SecondOpinion(world.rng("second opinion", node.index, node.life))
-        self._offered: tuple[NodeId, Vector, int] | None = None  # a first model, and its step, that waits for it
+        self._givers: Sequence[NodeId] = ()
+        self._offered: _Offered | None = None  # a first model that waits for it
         self._arrived = 0  # bytes of it: a second in which it is on its way counts as fast enough
         self._began: dict[NodeId, int] = {}
         self._ends = RunEnds()
@@ -312,9 +326,11 @@ class SimulatedTrainer:
                 self._tell_of_model(ModelAsked(source, self.learner.layout, message.digest))
             case SketchRequest():
                 self._tell_of_model(SketchAsked(source, self.learner.layout, message.seed))
+            case ModelPromise():
+                self._ask_others(source, message.digest)
             case ModelSketch():
                 self._opinion.heard(source, message)
-                self._judge_when_due()
+                self._judge(self._offered)
             case ModelSnapshot() | ModelEqual():
                 self._hear_model(source, message)
             case _ if self.mode is not None:
@@ -369,10 +385,10 @@ class SimulatedTrainer:
             case FetchFrom(givers):
                 if (asked := self._choice.donor) in givers and self._node.arriving(asked):
                     self._arrived += round(2 * SLOWEST_DONOR * LOOK_AGAIN_S)
-                if (donor := self._choice.ask(givers, self._arrived, self._node.now)) is not None:
+                self._givers = givers
+                asks = self._opinion.can_ask(self._node.now)
+                if asks and (donor := self._choice.ask(givers, self._arrived, self._node.now)) is not None:
                     self._node.send(donor, ModelRequest(digest(self.learner.values())))
-                    for witness, request in self._opinion.ask(donor, givers, self._node.now):
-                        self._node.send(witness, request)
         self._node.later(LOOK_AGAIN_S, self._join)
 
     def _tell_of_model(self, event: ModelAsked | SketchAsked) -> None:
@@ -384,30 +400,41 @@ class SimulatedTrainer:
         self._handle(event)
         self._kept.kept = kept
 
+    def _ask_others(self, donor: NodeId, promise: bytes) -> None:
+        if self.phase is Phase.JOINING and donor in self._choice.asked:
+            for witness, request in self._opinion.ask(donor, promise, self._givers, self._node.now):
+                self._node.send(witness, request)
+
     def _hear_model(self, source: NodeId, message: ModelSnapshot | ModelEqual) -> None:
         if self.phase is not Phase.JOINING or source not in self._choice.asked:
             return
-        values = self.learner.values().copy()
+        values, promise = self.learner.values().copy(), b""
         if isinstance(message, ModelSnapshot):
             vector.decode(message.codec, self.learner.layout, message.chunks, values)
-        self._offered = source, values, message.step
-        self._node.later(ASK_SOON_S, self._judge)
-        self._judge_when_due()
-
-    def _judge_when_due(self) -> None:
-        if self._offered is not None and not self._opinion.waits(self._offered[0]):
-            self._judge()
-
-    def _judge(self) -> None:
-        """Take the model that came, if those who were asked beside its donor find it the swarm's."""
-        if self.phase is not Phase.JOINING or self._offered is None:
-            return
-        (source, values, step), self._offered = self._offered, None
-        if not self._opinion.accepts(source, sketch(values, self.learner.layout, self._opinion.seed(source))):
+            promise = digest_of_chunks(message.chunks)
+        else:
+            self._ask_others(source, promise)
+        try:
+            seed = self._opinion.seed(source, promise)
+        except PeerError:
             self._choice.reject(source)
             return
-        self.learner.load(values)
-        self.steps = step
+        self._offered = _Offered(source, values, message.step, seed, self._node.now)
+        self._judge(self._offered)
+
+    def _judge(self, offered: _Offered | None) -> None:
+        """Take the model that came, if those who were asked about it find it the swarm's."""
+        if self.phase is not Phase.JOINING or offered is None or offered is not self._offered:
+            return
+        if self._opinion.waits(offered.donor, self._node.now - offered.at):
+            self._node.later(ASK_SOON_S, lambda: self._judge(offered))
+            return
+        self._offered = None
+        if not self._opinion.accepts(offered.donor, sketch(offered.values, self.learner.layout, offered.seed)):
+            self._choice.reject(offered.donor)
+            return
+        self.learner.load(offered.values)
+        self.steps = offered.step
         self._have_model()
 
     def _have_model(self) -> None:

@@ -23,6 +23,7 @@ from peerd.transport.messages import (
     Hello,
     Message,
     ModelEqual,
+    ModelPromise,
     ModelRequest,
     ModelSketch,
     ModelSnapshot,
@@ -137,7 +138,7 @@ class Nodes(Drawn):
             case ModelSketch(_, sums):
                 with suppress(ValueError):
                     unpacked(sums)
-            case ModelEqual():
+            case ModelEqual() | ModelPromise():
                 pass
             case _:
                 before = swarm.sent

@@ -14,8 +14,9 @@ from victims import Victims
 
 from peerd.node.donors import ASK_AGAIN_S, ASK_SOON_S, ASKS_MAX
 from peerd.training.codecs import vector
+from peerd.training.codecs.difference import digest_of_chunks
 from peerd.transport.ids import Address
-from peerd.transport.messages import Message, ModelRequest, ModelSnapshot, Refuse
+from peerd.transport.messages import Message, ModelPromise, ModelRequest, ModelSnapshot, Refuse
 
 pytestmark = pytest.mark.soak
 SILENT_S = ASK_SOON_S + (ASKS_MAX - 1) * ASK_AGAIN_S  # until a newcomer passes over a donor of which nothing comes
@@ -38,6 +39,7 @@ def test_donors_that_are_none(how: str, them: Victims) -> None:
             def answer(sender: str, message: Message, donor: Insider = donor) -> None:
                 if how.startswith("lie") and isinstance(message, ModelRequest) and sender in addresses:
                     host, port = addresses[sender]  # one that asks before it is known here asks again
+                    donor.offer((host, port), ModelPromise(digest_of_chunks(model)))
                     for step in [them.nodes[0].step] if how == "lie well" else [1 << 63, HUGE, -1]:
                         donor.offer((host, port), ModelSnapshot(step, "float32", model))
 

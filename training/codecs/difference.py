@@ -69,6 +69,14 @@ def digest_of(codec: str, layout: Layout, chunks: Chunks, dtype: np.dtype[np.flo
     return sha.digest()[:DIGEST_BYTES]
 
 
+def digest_of_chunks(chunks: Chunks) -> bytes:
+    """Of an encoded vector, as it travels: SHA-256."""
+    sha = hashlib.sha256()
+    for chunk in chunks:
+        sha.update(chunk)
+    return sha.digest()
+
+
 def norm_of_difference(a: Vector, b: Vector | None = None) -> float:
     """||a - b||, or ||a||."""
     return math.sqrt(squares(a, b))

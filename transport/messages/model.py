@@ -41,8 +41,17 @@ class ModelSnapshot(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class ModelPromise(Message):
+    """The model that follows has this digest: whoever learns later by what it is judged cannot make it another."""
+
+    KIND: ClassVar[int] = 40
+    repeated: ClassVar[bool] = False
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class SketchRequest(Message):
-    """Send me a sketch of your current model by this seed: I have asked somebody for a whole one."""
+    """Send me a sketch of your current model by this seed: somebody offers me one."""
 
     KIND: ClassVar[int] = 38
     repeated: ClassVar[bool] = False
@@ -59,7 +68,7 @@ class ModelSketch(Message):
     sums: bytes
 
 
-ModelMessage = ModelRequest | ModelEqual | ModelSnapshot | SketchRequest | ModelSketch
+ModelMessage = ModelRequest | ModelEqual | ModelPromise | ModelSnapshot | SketchRequest | ModelSketch
 
 
 @dataclass(frozen=True, slots=True, order=True)

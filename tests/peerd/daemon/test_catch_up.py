@@ -19,7 +19,7 @@ from peerd.node.acquaintances import Acquaintances
 from peerd.node.donors import ASK_AGAIN_S, ASK_SOON_S, ASKS_MAX, SLOWEST_DONOR
 from peerd.node.meta import NodeMeta
 from peerd.training.codecs import vector
-from peerd.training.codecs.difference import digest
+from peerd.training.codecs.difference import digest, digest_of_chunks
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Vector
 from peerd.training.sketch import packed, sketch
@@ -28,6 +28,7 @@ from peerd.transport.messages import (
     Member,
     Message,
     ModelEqual,
+    ModelPromise,
     ModelRequest,
     ModelSketch,
     ModelSnapshot,
@@ -89,7 +90,12 @@ class Swarm:
 
     def gives(self, *donors: NodeId) -> None:
         """These donors answer, the others are silent."""
-        self.on_asked = lambda peer: self.catch_up.on_model(peer, SNAPSHOT) if peer in donors else None
+        self.on_asked = lambda peer: self.give(peer) if peer in donors else None
+
+    def give(self, donor: NodeId, model: ModelSnapshot = SNAPSHOT) -> None:
+        """As a donor does."""
+        self.catch_up.on_promise(donor, ModelPromise(digest_of_chunks(model.chunks)))
+        self.catch_up.on_model(donor, model)
 
     async def fetched(self) -> bool:
         """Whether a model came; it is the one that was sent."""
@@ -191,7 +197,7 @@ async def test_a_donor_that_goes_away_is_replaced_by_another() -> None:
             if len(there.asked) == 1:
                 there.member(peer, State.FAILED, ready=True)
             else:
-                there.catch_up.on_model(peer, SNAPSHOT)
+                there.give(peer)
 
         there.on_asked = asked
         assert await there.fetched()
@@ -233,7 +239,7 @@ async def test_a_donor_whose_model_is_on_its_way_is_left_in_peace() -> None:
             there.bytes_received += 2 * SLOWEST_DONOR
             await trio.sleep(1)
         assert there.asked == [donor], "a large model over a slow network takes its time"
-        there.catch_up.on_model(donor, SNAPSHOT)
+        there.give(donor)
         await there.done.wait()
         assert there.asked == [donor]
 
@@ -247,7 +253,7 @@ async def test_a_slow_donors_model_is_taken_when_another_one_was_asked_meanwhile
         first, last = there.asked[0], there.asked[-1]
         assert first != last
         del there.members[first]
-        there.catch_up.on_model(first, SNAPSHOT)
+        there.give(first)
         await there.done.wait()
 
 
@@ -259,13 +265,13 @@ async def test_a_bad_model_of_a_slow_donor_takes_no_turn_of_who_was_asked_since(
         while len(set(there.asked)) < 2:
             await trio.sleep(1)
         first, second = there.asked[0], there.asked[-1]
-        there.catch_up.on_model(first, ModelSnapshot(1, "zip", CHUNKS))
+        there.give(first, ModelSnapshot(1, "zip", CHUNKS))
         await trio.sleep(2)
-        there.catch_up.on_model(first, SNAPSHOT)  # it has had its turn
+        there.give(first)  # it has had its turn
         await trio.sleep(2)
         assert set(there.asked[ASKS_MAX:]) == {second}
         assert not there.done.is_set()
-        there.catch_up.on_model(second, SNAPSHOT)
+        there.give(second)
         await there.done.wait()
 
 
@@ -276,7 +282,7 @@ async def test_a_damaged_model_is_asked_of_another(bad: ModelSnapshot, caplog: p
     async with swarm() as there:
         for donor in "ab":
             there.member(donor, ready=True)
-        there.on_asked = lambda peer: there.catch_up.on_model(peer, bad if len(there.asked) == 1 else SNAPSHOT)
+        there.on_asked = lambda peer: there.give(peer, bad if len(there.asked) == 1 else SNAPSHOT)
         assert await there.fetched()
         assert sorted(there.asked) == ["a", "b"]
     (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
@@ -296,7 +302,7 @@ def shows(there: Swarm, models: dict[NodeId, Vector]) -> None:
     """What these members give, and what they say of theirs."""
 
     def give(peer: NodeId) -> None:
-        there.catch_up.on_model(peer, ModelSnapshot(7, "float32", vector.encode("float32", LAYOUT, models[peer])[0]))
+        there.give(peer, ModelSnapshot(7, "float32", vector.encode("float32", LAYOUT, models[peer])[0]))
 
     def say(peer: NodeId, seed: bytes) -> None:
         there.catch_up.on_sketch(peer, ModelSketch(seed, packed(sketch(models[peer], LAYOUT, seed))))
@@ -330,13 +336,44 @@ async def test_one_of_three_liars_was_asked_first() -> None:
     assert any(first)
 
 
-async def test_who_says_nothing_of_its_model_is_waited_for_no_longer_than_a_lost_message() -> None:
+@pytest.mark.parametrize(("silent", "wait_s"), [(1, ASK_SOON_S), (2, ASK_AGAIN_S), (3, ASK_AGAIN_S)])
+async def test_who_says_nothing_of_its_model_is_waited_for_until_others_can_be_compared(
+    silent: int, wait_s: float
+) -> None:
     async with swarm() as there:
-        shows(there, dict.fromkeys("abc", MODEL))
-        there.on_sketch_asked = lambda peer, seed: None
+        shows(there, dict.fromkeys("abcd", MODEL))
+        say, told = there.on_sketch_asked, list[NodeId]()
+
+        def said(peer: NodeId, seed: bytes) -> None:
+            told.append(peer)
+            if len(told) > silent:
+                say(peer, seed)
+
+        there.on_sketch_asked = said
         before = trio.current_time()
         assert await there.fetched()
-        assert trio.current_time() - before <= 2 * ASK_SOON_S
+        assert wait_s <= trio.current_time() - before <= wait_s + 2 * ASK_SOON_S
+        assert len(told) == 3
+
+
+@pytest.mark.parametrize("promise", [None, b"another"])
+async def test_a_model_that_is_not_the_promised_one_is_asked_of_another(promise: bytes | None) -> None:
+    """Who has learnt by what its model is judged could make it so that it passes."""
+    async with swarm() as there:
+        shows(there, dict.fromkeys("abc", MODEL))
+        give = there.on_asked
+
+        def asked(peer: NodeId) -> None:
+            if len(there.asked) > 1:
+                give(peer)
+                return
+            if promise is not None:
+                there.catch_up.on_promise(peer, ModelPromise(promise))
+            there.catch_up.on_model(peer, SNAPSHOT)
+
+        there.on_asked = asked
+        assert await there.fetched()
+        assert len(set(there.asked)) == 2
 
 
 async def test_a_newcomer_that_is_told_its_model_is_the_same_asks_others_too() -> None:
@@ -346,7 +383,10 @@ async def test_a_newcomer_that_is_told_its_model_is_the_same_asks_others_too() -
 
         def give(peer: NodeId) -> None:
             first.append(peer)
-            there.catch_up.on_model(peer, ModelEqual(3) if len(first) == 1 else SNAPSHOT)
+            if len(first) == 1:
+                there.catch_up.on_model(peer, ModelEqual(3))
+            else:
+                there.give(peer)
 
         there.on_asked = give
         assert await there.fetched()
@@ -361,7 +401,7 @@ async def test_a_model_that_nobody_asked_for_is_dropped(stranger: ModelSnapshot 
 
         def asked(peer: NodeId) -> None:
             there.catch_up.on_model("b", stranger)
-            there.catch_up.on_model(peer, SNAPSHOT)
+            there.give(peer)
             there.catch_up.on_model("b", stranger)
 
         there.on_asked = asked

@@ -33,6 +33,7 @@ from peerd.node.core import Nothing
 from peerd.node.model_copy import ModelCopy
 from peerd.protocol.trainer import Said, encoded
 from peerd.training.codecs import vector
+from peerd.training.codecs.difference import digest_of_chunks
 from peerd.training.codecs.vector import Layout, NotFinite
 from peerd.training.effects import Apply, Effect, Log, Proceed, Publish, Send, StepReport
 from peerd.training.mode_core import (
@@ -48,7 +49,7 @@ from peerd.training.mode_core import (
 from peerd.training.modes import EVERY_STEP, Quiet
 from peerd.transport.errors import PeerError, UserError
 from peerd.transport.ids import NodeId
-from peerd.transport.messages import AS_STARTED, Connected, Delta, LinkOpen, Message, ModelSnapshot, Plan
+from peerd.transport.messages import AS_STARTED, Connected, Delta, LinkOpen, Message, ModelPromise, ModelSnapshot, Plan
 
 pytestmark = pytest.mark.trio(clock="still")  # the compute thread takes no time
 
@@ -312,8 +313,9 @@ async def test_the_model_is_given_bit_for_bit_unless_it_is_not_finite() -> None:
         it.memory.copies[0][:] = model
         it.model_copy.step = 9
         await it.runner.give_model("a", LAYOUT, b"")
-        ((peer, message),) = it.sent
+        (first, promise), (peer, message) = it.sent
         assert isinstance(message, ModelSnapshot)
+        assert (first, promise) == ("a", ModelPromise(digest_of_chunks(message.chunks)))
         assert (peer, message.step) == ("a", 9)
         found = np.empty(2, np.float32)
         vector.decode(message.codec, LAYOUT, message.chunks, found)
@@ -321,7 +323,7 @@ async def test_the_model_is_given_bit_for_bit_unless_it_is_not_finite() -> None:
         it.memory.copies[0][1] = np.nan
         with pytest.raises(NotFinite):
             await it.runner.give_model("a", LAYOUT, b"")
-        assert len(it.sent) == 1
+        assert len(it.sent) == 2
 
 
 async def test_the_mode_is_woken_at_its_deadline() -> None:

@@ -23,7 +23,7 @@ from peerd.node.strikes import STRIKES_MAX
 from peerd.process import host_memory
 from peerd.training import refusal
 from peerd.training.codecs import vector
-from peerd.training.codecs.difference import digest
+from peerd.training.codecs.difference import digest, digest_of_chunks
 from peerd.training.codecs.vector import Layout
 from peerd.training.modes.gossip import Gossip
 from peerd.training.sketch import packed, sketch
@@ -32,6 +32,7 @@ from peerd.transport.messages import (
     LinkOpen,
     LinkSnapshot,
     ModelEqual,
+    ModelPromise,
     ModelRequest,
     ModelSketch,
     ModelSnapshot,
@@ -210,6 +211,7 @@ async def test_a_newcomer_starts_from_the_swarms_model(tmp_path: Path, kept: int
             node.side.on_message("another", ModelRequest())  # it has none to give yet
             assert len(node.sent) == 1
             await node.side.runner.on_message("donor", LinkOpen(1))  # too early for the mode: there is none
+            node.side.on_message("donor", ModelPromise(digest_of_chunks(snapshot(7).chunks)))
             node.side.on_message("donor", snapshot(7))
             start = await trainer.hear("start")
             assert (start["load"], start["step"]) == (0, step)
@@ -346,7 +348,8 @@ async def test_a_donor_gives_the_model_of_its_next_step_once_however_often_it_is
             found = np.empty(6, np.float32)
             vector.decode(given.codec, LAYOUT, given.chunks, found)
             assert (given.step, found.tolist()) == (1006, (3 * MODEL).tolist())
-            assert len(node.sent) == 1
+            assert [type(message) for _, message in node.sent] == [ModelPromise, ModelSnapshot]
+            assert node.sent[0][1] == ModelPromise(digest_of_chunks(given.chunks))
             values, step = await node.side.model_values()
             assert (step, values.tolist()) == (1006, (3 * MODEL).tolist()), "it stands: there is no later step"
 
