@@ -250,7 +250,7 @@ OLD_WORDS: dict[str, tuple[str, ...]] = dict.fromkeys(
         "peerd.cli.simulate", "peerd.reproduce.e05_trigger", "peerd.reproduce.e05b_fixed_period",  # the flag --shard
     ),
     "shell": ("peerd.simulation.trainer",),  # the protocols of a simulated node
-    "watched": ("peerd.simulation.trainer", "peerd.simulation.checkers"),
+    "watched": ("peerd.simulation.node_model", "peerd.simulation.checkers"),
     "weather": ("peerd.simulation.world", "peerd.simulation.swarm"),  # the fault's name, and its name in traces
 }  # fmt: skip
 """Words that had two meanings, or none that the field knows, and where one meaning of them is left."""

@@ -18,17 +18,13 @@ import numpy as np
 
 from peerd.membership.effects import MembershipEffect
 from peerd.membership.timing import Timing
-from peerd.node.donors import ASK_SOON_S, SLOWEST_DONOR, DonorChoice
-from peerd.node.meta import FetchFrom, NodeMeta, OwnModel, is_partner, partners_said, whose_model
+from peerd.node.meta import NodeMeta, is_partner, partners_said
 from peerd.node.run_ends import RunEnds
-from peerd.node.second_opinion import SecondOpinion
 from peerd.simulation.byzantine import Lie
-from peerd.simulation.checkers import Checkers, Watched
-from peerd.simulation.last_copy import LearnersModel
+from peerd.simulation.checkers import Checkers
+from peerd.simulation.node_model import FirstModel, LearnersModel, Newcomer
 from peerd.simulation.problems import Compute, Learner, Moved
 from peerd.simulation.world import Kind, World
-from peerd.training.codecs import vector
-from peerd.training.codecs.difference import digest, digest_of_chunks
 from peerd.training.effects import (
     Apply,
     Averaged,
@@ -58,8 +54,6 @@ from peerd.training.model.over import is_over, number_of, parts_of
 from peerd.training.modes import Mode, ModeSettings, class_of, parse_mode
 from peerd.training.modes.gossip import Gossip
 from peerd.training.pairs.reference import PairedReference
-from peerd.training.sketch import sketch
-from peerd.transport.errors import PeerError
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import (
     AS_STARTED,
@@ -77,7 +71,6 @@ from peerd.transport.messages import (
 SIGNATURE = "simulated"
 READY = NodeMeta(model=SIGNATURE, ready=True, expects=True)
 PEERS_EVERY_S = 0.5  # the mode hears of members that came or went at most so often
-LOOK_AGAIN_S = 1.0  # how often a newcomer looks whether somebody has a model
 SETTLE_S = 30.0  # how long an ended run waits for others that train
 
 
@@ -115,46 +108,18 @@ class NodeSettings:
     ends_together: bool = False  # runs, where some nodes are slower
 
 
-class Shell(Watched, Protocol):
+class Shell(Newcomer, Protocol):
     """What its node does for it."""
 
     life: int
-
-    @property
-    def now(self) -> float:
-        """What the node believes the time is."""
-        ...
-
-    def later(self, delay_s: float, event: Callable[[], None]) -> None:
-        """In this life only; not before it is resumed."""
-        ...
 
     def perform(self, effects: Sequence[Effect | MembershipEffect]) -> None:
         """Do what a core asks."""
         ...
 
-    def send(self, peer: NodeId, message: Message) -> None:
-        """To a member that lives."""
-        ...
-
     def hears(self, source: NodeId) -> bool:
         """Whether it is not refused for broken rules."""
         ...
-
-    def arriving(self, peer: NodeId) -> bool:
-        """Whether bytes come from there."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Offered:
-    """A model, and when it came."""
-
-    donor: NodeId
-    values: Vector
-    step: int
-    seed: bytes
-    at: float
 
 
 class SimulatedTrainer:
@@ -192,7 +157,6 @@ class SimulatedTrainer:
         self._settings = settings
         self._rng = world.rng("node", node.index, node.life)
         self._compute_rng = world.rng("compute", node.index, node.life)
-        self._has_seeds = has_seeds
         self._wait_for = wait_for
         self._about = READY if formed else NodeMeta(expects=True, founder=not has_seeds)
         self._partners = partners
@@ -201,11 +165,8 @@ class SimulatedTrainer:
         self._asked_publish = False
         self._at_barrier = False
         self._waits_with: float | None = None  # seconds that its gradient took to compute
-        self._choice = DonorChoice()  # of our first model
-        self._opinion = SecondOpinion(world.rng("second opinion", node.index, node.life))
-        self._givers: Sequence[NodeId] = ()
-        self._offered: _Offered | None = None  # a first model that waits for it
-        self._arrived = 0  # bytes of it: a second in which it is on its way counts as fast enough
+        rng = world.rng("second opinion", node.index, node.life)
+        self._first = FirstModel(node, learner, rng, has_seeds=has_seeds, taken=self._start_from)
         self._began: dict[NodeId, int] = {}
         self._ends = RunEnds()
         self._others = 0  # how far they are in their runs
@@ -217,7 +178,7 @@ class SimulatedTrainer:
             self._have_model()
         else:
             self._say_about(model=SIGNATURE)
-            self._join()
+            self._first.seek()
 
     # ---------------------------------------------------------------- what there is to see
 
@@ -326,13 +287,8 @@ class SimulatedTrainer:
                 self._tell_of_model(ModelAsked(source, self.learner.layout, message.digest))
             case SketchRequest():
                 self._tell_of_model(SketchAsked(source, self.learner.layout, message.seed))
-            case ModelPromise():
-                self._ask_others(source, message.digest)
-            case ModelSketch():
-                self._opinion.heard(source, message)
-                self._judge(self._offered)
-            case ModelSnapshot() | ModelEqual():
-                self._hear_model(source, message)
+            case ModelPromise() | ModelSketch() | ModelSnapshot() | ModelEqual():
+                self._first.receive(source, message)
             case _ if self.mode is not None:
                 effects = self._core.handle(Received(source, message), self._node.now)
                 if isinstance(message, Delta):
@@ -374,23 +330,6 @@ class SimulatedTrainer:
 
     # ---------------------------------------------------------------- the first model
 
-    def _join(self) -> None:
-        """Look whose model this node starts from, until it has one."""
-        if self.phase is not Phase.JOINING:
-            return
-        match whose_model(self._node.membership.members, self._node.id, has_seeds=self._has_seeds):
-            case OwnModel():
-                self._have_model()
-                return
-            case FetchFrom(givers):
-                if (asked := self._choice.donor) in givers and self._node.arriving(asked):
-                    self._arrived += round(2 * SLOWEST_DONOR * LOOK_AGAIN_S)
-                self._givers = givers
-                asks = self._opinion.can_ask(self._node.now)
-                if asks and (donor := self._choice.ask(givers, self._arrived, self._node.now)) is not None:
-                    self._node.send(donor, ModelRequest(digest(self.learner.values())))
-        self._node.later(LOOK_AGAIN_S, self._join)
-
     def _tell_of_model(self, event: ModelAsked | SketchAsked) -> None:
         if self._kept is None:
             return
@@ -400,41 +339,10 @@ class SimulatedTrainer:
         self._handle(event)
         self._kept.kept = kept
 
-    def _ask_others(self, donor: NodeId, promise: bytes) -> None:
-        if self.phase is Phase.JOINING and donor in self._choice.asked:
-            for witness, request in self._opinion.ask(donor, promise, self._givers, self._node.now):
-                self._node.send(witness, request)
-
-    def _hear_model(self, source: NodeId, message: ModelSnapshot | ModelEqual) -> None:
-        if self.phase is not Phase.JOINING or source not in self._choice.asked:
-            return
-        values, promise = self.learner.values().copy(), b""
-        if isinstance(message, ModelSnapshot):
-            vector.decode(message.codec, self.learner.layout, message.chunks, values)
-            promise = digest_of_chunks(message.chunks)
-        else:
-            self._ask_others(source, promise)
-        try:
-            seed = self._opinion.seed(source, promise)
-        except PeerError:
-            self._choice.reject(source)
-            return
-        self._offered = _Offered(source, values, message.step, seed, self._node.now)
-        self._judge(self._offered)
-
-    def _judge(self, offered: _Offered | None) -> None:
-        """Take the model that came, if those who were asked about it find it the swarm's."""
-        if self.phase is not Phase.JOINING or offered is None or offered is not self._offered:
-            return
-        if self._opinion.waits(offered.donor, self._node.now - offered.at):
-            self._node.later(ASK_SOON_S, lambda: self._judge(offered))
-            return
-        self._offered = None
-        if not self._opinion.accepts(offered.donor, sketch(offered.values, self.learner.layout, offered.seed)):
-            self._choice.reject(offered.donor)
-            return
-        self.learner.load(offered.values)
-        self.steps = offered.step
+    def _start_from(self, values: Vector | None, step: int) -> None:
+        if values is not None:
+            self.learner.load(values)
+            self.steps = step
         self._have_model()
 
     def _have_model(self) -> None:
