@@ -353,7 +353,7 @@ class Gossip(PartneredMode[PairLink]):
             overlapping = sum([link.reference.under_way is not None for link in self._links.live()])
             limit = min(self.gain_limit, 1 / (2 + overlapping))
         gain = self._gain(codec)
-        free = self._report.finishing and min(self._settings.view, len(self._alive)) < COMPARED_MIN
+        free = self._report.finishing and self._comparable() < COMPARED_MIN
         if not self._settings.robust or answers or free:  # an answer to our half: that one has said its limits
             return ExchangeHalf(codec, gain, limit, self._report.finishing, b"", self._values_max())
         self._look(values, self._report)
@@ -375,6 +375,10 @@ class Gossip(PartneredMode[PairLink]):
 
     def _partners(self) -> list[NodeId]:
         return [link.peer for link in self._links.live()]
+
+    def _comparable(self) -> int:
+        """How many of them there are once it has all its links."""
+        return len(self._alive) if self._met else min(self._settings.view, len(self._alive))
 
     def _compared(self) -> Collection[NodeId]:
         """Among whom one is told from the others: partners, or where there were none until a run's end all who live."""
