@@ -29,13 +29,14 @@ Sketch = npt.NDArray[np.float64]
 def sketch(values: Vector, layout: Layout, seed: bytes) -> Sketch:
     """Of a model, shape (layout.total,)."""
     found = np.zeros((2, WIDTH))
-    for part, (start, stop) in zip(found, ((0, layout.parameters), (layout.parameters, layout.total)), strict=True):
-        for first in range(start, stop, BLOCK):
-            signs = _signs(seed, first)
-            block = values[first : min(first + BLOCK, stop)]
-            signs[: len(block)] *= block
-            signs[len(block) :] = 0.0
-            part += signs.reshape(-1, WIDTH).sum(axis=0, dtype=np.float64)
+    with np.errstate(invalid="ignore", over="ignore"):  # of what is not finite
+        for part, (start, stop) in zip(found, ((0, layout.parameters), (layout.parameters, layout.total)), strict=True):
+            for first in range(start, stop, BLOCK):
+                signs = _signs(seed, first)
+                block = values[first : min(first + BLOCK, stop)]
+                signs[: len(block)] *= block
+                signs[len(block) :] = 0.0
+                part += signs.reshape(-1, WIDTH).sum(axis=0, dtype=np.float64)
     return found
 
 

@@ -59,6 +59,12 @@ def test_each_value_counts_once_with_a_sign(seed: bytes, count: int) -> None:
         assert sorted(np.abs(sketch(one, layout, seed)).ravel())[-2:] == [0.0, 3.0]
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_model_that_is_not_finite_has_a_sketch_that_is_not(bad: float) -> None:
+    values = np.full(3 * WIDTH, bad, np.float32)
+    assert not np.isfinite(sketch(values, Layout(len(values), len(values)), bytes(16))[0]).any()
+
+
 def test_another_seed_draws_other_signs() -> None:
     layout, ones = Layout(LONG, LONG), np.ones(LONG, np.float32)
     first, again, other = (sketch(ones, layout, seed)[0] for seed in (b"a" * 16, b"a" * 16, b"b" * 16))

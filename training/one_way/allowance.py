@@ -4,9 +4,10 @@ A push moves a model z by m / (w + m) (y - z), and m is the sender's word: a lar
 peer has an allowance, a length, which this node's own steps fill: LIMIT of its own path since, up to what it walks
 between a round of its exchanges. Steps that other peers' pushes caused fill it too, shared among all, so that who is
 slow or has finished follows the many and nobody alone; all together get less than the step was, or liars would fill
-each other's for ever. From whom is further away than FAR times the others' median, less is taken the further it is. A
-push takes as much of its mass (m y, m) as its allowance covers; the rest waits at the receiver, and is taken later. So
-the sum of all masses stays as it is: what a limit holds back is late, not lost.
+each other's for ever. From whom is further away than FAR times the others' median, or than FAR times one's own way of
+late where fewer than two others were seen, less is taken the further it is. A push takes as much of its mass (m y, m)
+as its allowance covers; the rest waits at the receiver, and is taken later. So the sum of all masses stays as it is:
+what a limit holds back is late, not lost.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from peerd.transport.ids import NodeId
 LIMIT = 2.0
 """Times one's own path: partners that train alike come together at once, and one who lags behind is not cut off."""
 FAR = 4.0
-"""Times the median distance of the others: from beyond it less is taken the further it is."""
+"""Times the usual distance: from beyond it less is taken the further it is."""
 STILL_LIMIT = 16.0
 """Times a full allowance, once, for each peer when a run ends: models come together then, and no step fills it.
 
@@ -87,8 +88,8 @@ class Allowances:
         left = self._left[peer] = min(self._left.get(peer, full), full)
         others = sorted(each for other, each in self._distances.items() if other != peer)
         self._distances[peer] = distance
-        usual = FAR * others[(len(others) - 1) // 2] if len(others) > 1 else math.inf
-        return left * usual / distance if distance > usual else left
+        usual = others[(len(others) - 1) // 2] if len(others) > 1 else self._reach(norm)
+        return left * FAR * usual / distance if distance > FAR * usual else left
 
     def moved(self, peer: NodeId, by: float) -> None:
         """A push of this peer has moved the model."""
@@ -127,6 +128,10 @@ class Allowances:
 
     def _full(self, norm: float) -> float:
         return max(LIMIT * (self._path + self._exchanges * self._stride), REACH_MIN * norm)
+
+    def _reach(self, norm: float) -> float:
+        """How far others may be, as this node's own steps have it."""
+        return max(self._path, self._stride, REACH_MIN * norm)
 
 
 def part_within(weight: float, part: float, distance: float, limit: float) -> float:

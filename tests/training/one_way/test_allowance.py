@@ -99,7 +99,18 @@ def test_who_is_far_from_the_others_has_less_to_say_the_further_it_is() -> None:
     assert allowances.of("z", 64.0, 10 * FAR) == pytest.approx(near[0] / 10)
     allowances.of("y", 64.0, 1e9)
     assert allowances.of("a", 64.0, 1.0) == near[0], "of five, two that are far are not the others' median"
-    assert Allowances(1).of("z", 64.0, 1e9) == near[0], "there is nobody to compare it with"
+
+
+def test_where_nobody_can_be_compared_ones_own_way_says_what_is_far() -> None:
+    for walked in (0.0, 8.0):  # a node that has made no step yet lets itself be brought to where the others are
+        reach = max(walked, 64.0 * REACH_MIN)
+        near, far = Allowances(1), Allowances(1)
+        for allowances in (near, far):
+            allowances.walked(walked, published=True)
+        full = near.of("z", 64.0, FAR * reach)
+        assert full == near.of("y", 64.0, 0.0) > 0
+        assert far.of("z", 64.0, 10 * FAR * reach) == pytest.approx(full / 10)
+        assert far.of("y", 64.0, 1e9) < 1e-6, "the first was the liar, too"
 
 
 @pytest.mark.parametrize("mode", ["gossip-push", "gossip-pull", "push-sum"])
