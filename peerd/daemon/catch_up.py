@@ -168,10 +168,13 @@ class CatchUp:
             giver = self._members().get(donor)  # a slow donor may be gone by now
             LOGGER.info("the model of step %d %s %s", model.step, how, giver.name if giver is not None else donor)
             return values, model.step
+        self._reject(donor)
+        return None
+
+    def _reject(self, donor: NodeId) -> None:
         self._choice.reject(donor)
         if self._came is not None and self._came[0] == donor:  # it has said it twice
             self._came = None
-        return None
 
     async def _judge(self, donor: NodeId, layout: Layout, values: Vector, seed: bytes) -> None:
         """Raises PeerError: it is not the swarm's."""
