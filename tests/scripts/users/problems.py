@@ -96,5 +96,6 @@ def own_data() -> None:
 
 def say(swarm: peerd.Swarm, loss: float) -> None:
     """What the tests read, right after `swarm.step`, of the model as it then is."""
-    print(f"at step {swarm.step_count} the test loss is {loss:.9g}", flush=True)
+    # at once: `print` may write the end of the line apart, and the daemon's lines go to the same file
+    print(f"at step {swarm.step_count} the test loss is {loss:.9g}\n", end="", flush=True)
     time.sleep(PACE_S)
