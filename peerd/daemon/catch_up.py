@@ -68,7 +68,7 @@ class CatchUp:
         self._ask_others(sender, promise.digest)
 
     def _ask_others(self, donor: NodeId, promise: bytes) -> None:
-        if donor in self._choice.asked:
+        if donor in self._choice.asked:  # and not rejected since
             for witness, request in self._opinion.ask(donor, promise, self._givers, trio.current_time()):
                 self._peers.send(witness, request)
 
@@ -123,6 +123,7 @@ class CatchUp:
                         if self._opinion.can_ask(now):
                             donor = self._choice.ask(willing, self._peers.bytes_received, now)
                             if donor is not None:
+                                self._opinion.donor_asked(donor)
                                 self._peers.send(donor, ModelRequest(told))
                         if (fetched := await self._received(layout, own)) is not None:
                             return fetched

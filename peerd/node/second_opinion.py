@@ -48,6 +48,7 @@ class SecondOpinion:
         """`rng` draws what nobody is to guess."""
         self._rng = rng
         self._round_of: dict[NodeId, _Round] = {}  # the last of each donor
+        self._may_promise: set[NodeId] = set()
         self._asked_at = -ASK_AGAIN_S
         self._rejected = 0
 
@@ -55,15 +56,21 @@ class SecondOpinion:
         """Whether others would answer already (RequestLimit): a donor is to be asked only then."""
         return now - self._asked_at >= ASK_SOON_S
 
+    def donor_asked(self, donor: NodeId) -> None:
+        """It may promise a model, once: or it would keep us, and all others, busy for ever."""
+        self._may_promise.add(donor)
+
     def ask(
         self, donor: NodeId, promise: bytes, givers: Sequence[NodeId], now: float
     ) -> list[tuple[NodeId, SketchRequest]]:
         """What to send, now that the donor has promised the model of this digest, and to whom.
 
-        Nothing if it comes too soon: what is promised then is not taken, as nobody would answer.
+        Nothing if it was not asked for one, or it comes too soon: what is promised then is not taken, as nobody would
+        answer.
         """
-        if not self.can_ask(now):
+        if donor not in self._may_promise or not self.can_ask(now):
             return []
+        self._may_promise.remove(donor)
         others = sorted(set(givers) - {donor})
         asked = self._rng.sample(others, min(WITNESSES, len(others)))
         self._asked_at = now

@@ -100,6 +100,12 @@ def test_models_that_agree_to_the_bit_let_one_in_that_has_trained_on() -> None:
 PROMISE = b"promise"
 
 
+def asked(opinion: SecondOpinion, donor: str, givers: list[str], now: float) -> list[tuple[str, SketchRequest]]:
+    """A donor is asked, and promises its model."""
+    opinion.donor_asked(donor)
+    return opinion.ask(donor, PROMISE, givers, now)
+
+
 def answers(opinion: SecondOpinion, sent: list[tuple[str, SketchRequest]], values: float) -> None:
     for witness, request in sent:
         opinion.heard(witness, ModelSketch(request.seed, packed(np.full((2, WIDTH), values))))
@@ -112,7 +118,7 @@ def test_whoever_is_asked_may_be_and_is_no_donor(seed: int, donors: list[tuple[s
     for donor, pause_s in donors:
         now += pause_s
         can = opinion.can_ask(now)
-        sent = opinion.ask(donor, PROMISE, GIVERS, now)
+        sent = asked(opinion, donor, GIVERS, now)
         assert len({witness for witness, _ in sent}) == len(sent) == (WITNESSES if can else 0)
         assert donor not in dict(sent)
         assert all(limits[witness].admits("me", now) for witness, _ in sent)
@@ -130,7 +136,7 @@ def test_whoever_is_asked_may_be_and_is_no_donor(seed: int, donors: list[tuple[s
 @given(st.integers(1, 12), st.integers(0, WITNESSES), st.floats(0, 20))
 def test_two_others_are_waited_for_longer_than_all(members: int, answer: int, waited_s: float) -> None:
     opinion = SecondOpinion(Random(1))
-    sent = opinion.ask("m00", PROMISE, GIVERS[:members], 0.0)
+    sent = asked(opinion, "m00", GIVERS[:members], 0.0)
     answers(opinion, sent[:answer], 1.0)
     until_s = ASK_SOON_S if answer >= 2 or len(sent) < 2 else ASK_AGAIN_S
     assert opinion.waits("m00", waited_s) == (answer < len(sent) and waited_s < until_s)
@@ -138,13 +144,13 @@ def test_two_others_are_waited_for_longer_than_all(members: int, answer: int, wa
 
 def test_each_model_is_compared_with_what_was_said_when_it_was_promised() -> None:
     opinion = SecondOpinion(Random(1))
-    answers(opinion, opinion.ask("m00", PROMISE, GIVERS, 0.0), 1.0)
-    answers(opinion, opinion.ask("m01", PROMISE, GIVERS, 60.0), 5.0)
+    answers(opinion, asked(opinion, "m00", GIVERS, 0.0), 1.0)
+    answers(opinion, asked(opinion, "m01", GIVERS, 60.0), 5.0)
     assert opinion.accepts("m00", np.full((2, WIDTH), 1.0))
     assert opinion.accepts("m01", np.full((2, WIDTH), 5.0))
     assert not opinion.accepts("m00", np.full((2, WIDTH), 5.0))
     assert not opinion.accepts("m01", np.full((2, WIDTH), 1.0))
-    answers(opinion, opinion.ask("m00", PROMISE, GIVERS, 3600.0), 9.0)
+    answers(opinion, asked(opinion, "m00", GIVERS, 3600.0), 9.0)
     assert opinion.accepts("m00", np.full((2, WIDTH), 9.0)), "it was asked again"
 
 
@@ -152,19 +158,29 @@ def test_what_was_not_promised_or_too_soon_is_not_taken() -> None:
     opinion = SecondOpinion(Random(1))
     with pytest.raises(PeerError, match="promised"):
         opinion.seed("m00", PROMISE)
-    opinion.ask("m00", PROMISE, GIVERS, 0.0)
+    asked(opinion, "m00", GIVERS, 0.0)
     with pytest.raises(PeerError, match="promised"):
         opinion.seed("m00", b"another")
+    opinion.donor_asked("m00")
     assert opinion.ask("m00", b"another", GIVERS, ASK_SOON_S / 2) == []
-    assert opinion.ask("m01", PROMISE, GIVERS, ASK_SOON_S / 2) == []
+    assert asked(opinion, "m01", GIVERS, ASK_SOON_S / 2) == []
     opinion.seed("m00", PROMISE)
     with pytest.raises(PeerError, match="promised"):
         opinion.seed("m01", PROMISE)
 
 
+def test_a_donor_that_promises_for_ever_is_heard_once() -> None:
+    opinion = SecondOpinion(Random(1))
+    assert opinion.ask("m00", PROMISE, GIVERS, 0.0) == [], "it was not asked"
+    assert asked(opinion, "m00", GIVERS, 0.0)
+    assert not any(opinion.ask("m00", PROMISE, GIVERS, float(now)) for now in range(1, 60))
+    assert opinion.can_ask(60.0)
+    assert asked(opinion, "m01", GIVERS, 60.0)
+
+
 def test_what_nobody_asked_for_is_dropped_and_what_is_no_sketch_is_an_offence() -> None:
     opinion = SecondOpinion(Random(1))
-    sent = opinion.ask("m00", PROMISE, GIVERS[:4], 0.0)
+    sent = asked(opinion, "m00", GIVERS[:4], 0.0)
     (first, request), *_ = sent
     opinion.heard("m00", ModelSketch(request.seed, bytes(8 * WIDTH)))
     opinion.heard(first, ModelSketch(b"another", bytes(3)))
@@ -178,6 +194,6 @@ def test_what_nobody_asked_for_is_dropped_and_what_is_no_sketch_is_an_offence() 
 
 def test_who_finds_nobody_credible_takes_what_there_is_in_the_end() -> None:
     opinion = SecondOpinion(Random(1))
-    answers(opinion, opinion.ask("m00", PROMISE, GIVERS, 0.0), 1.0)
+    answers(opinion, asked(opinion, "m00", GIVERS, 0.0), 1.0)
     far = np.zeros((2, WIDTH))
     assert [opinion.accepts("m00", far) for _ in range(REJECTED_MAX + 1)] == [False] * REJECTED_MAX + [True]
