@@ -12,7 +12,7 @@ from peerd.daemon.peers import Peers
 from peerd.node.acquaintances import Acquaintances
 from peerd.node.donors import ASK_SOON_S, DonorChoice
 from peerd.node.meta import FetchFrom, OwnModel, WaitFor, donors, partners, whose_model
-from peerd.node.second_opinion import SecondOpinion
+from peerd.node.second_opinion import OWN, SecondOpinion
 from peerd.process.logs import LOGGER
 from peerd.training.codecs import vector
 from peerd.training.codecs.difference import digest, digest_of_chunks
@@ -25,7 +25,6 @@ from peerd.transport.ids import Address, NodeId, shown
 from peerd.transport.messages import Member, ModelEqual, ModelPromise, ModelRequest, ModelSketch, ModelSnapshot, State
 
 WAIT_TOLD_EVERY_S = 10.0
-OWN = b"own"  # the promise of a donor that says that its model is ours
 
 
 class CatchUp:
@@ -60,6 +59,9 @@ class CatchUp:
 
     def on_members(self) -> None:
         """The membership changed."""
+        self._wake()
+
+    def _wake(self) -> None:
         self._news.set()
         self._news = trio.Event()
 
@@ -78,14 +80,12 @@ class CatchUp:
             if isinstance(model, ModelEqual):
                 self._ask_others(sender, OWN)
             self._came = sender, model
-            self._news.set()
-            self._news = trio.Event()
+            self._wake()
 
     def on_sketch(self, sender: NodeId, sketch: ModelSketch) -> None:
         """What a member says of its model. Raises PeerError."""
         self._opinion.heard(sender, sketch)
-        self._news.set()
-        self._news = trio.Event()
+        self._wake()
 
     def others_after(self, refusing: NodeId) -> bool:
         """Whether somebody else has a model to give, who has not refused us either; it is asked then."""

@@ -29,6 +29,7 @@ FAR = 4.0  # as between partners (robust.py)
 CLOSE = 0.05
 REJECTED_MAX = 7  # models: who finds nobody credible takes what there is
 SEED_BYTES = 16
+OWN = b"own"  # the promise of a donor that says that its model is the newcomer's: no digest is as short
 
 
 class _Round:

@@ -16,7 +16,7 @@ import numpy as np
 
 from peerd.node.donors import ASK_SOON_S, SLOWEST_DONOR, DonorChoice
 from peerd.node.meta import FetchFrom, OwnModel, whose_model
-from peerd.node.second_opinion import SecondOpinion
+from peerd.node.second_opinion import OWN, SecondOpinion
 from peerd.simulation.checkers import Watched
 from peerd.simulation.problems import Learner
 from peerd.training.codecs import vector
@@ -121,7 +121,7 @@ class FirstModel:
             self._node.send(witness, request)
 
     def _hear_model(self, source: NodeId, message: ModelSnapshot | ModelEqual) -> None:
-        values, promise = self._learner.values().copy(), b""
+        values, promise = self._learner.values().copy(), OWN
         if isinstance(message, ModelSnapshot):
             vector.decode(message.codec, self._learner.layout, message.chunks, values)
             promise = digest_of_chunks(message.chunks)

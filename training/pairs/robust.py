@@ -183,11 +183,10 @@ class Allowances:
     def limits(self, peer: NodeId, peers: Collection[NodeId]) -> Norms:
         """How far this peer may move each tensor now, as one of these."""
         share = RATE / max(1, len(peers))
-        one, known = self._peers.get(peer), True
-        if one is None:
-            one, known = self._first(peer, share * self._last), False
+        is_new = peer not in self._peers
+        one = self._first(peer, share * self._last) if is_new else self._peers[peer]
         if self._ended and not one.granted:
-            self._grant(one, peer, peers, once=known)
+            self._grant(one, peer, peers, anew=is_new)
         grown = share * (self._way - one.seen)
         one.left += grown
         one.refilled += grown
@@ -267,11 +266,11 @@ class Allowances:
                 found.append(one.distances)
         return found
 
-    def _grant(self, one: Allowance, peer: NodeId, peers: Collection[NodeId], *, once: bool = False) -> None:
-        """What a run that ends allows: the usual. Of a newcomer, which knows nobody, its own way, `once`; it learns."""
+    def _grant(self, one: Allowance, peer: NodeId, peers: Collection[NodeId], *, anew: bool = True) -> None:
+        """What a run that ends allows: the usual; until that of two is known, no more than its own way, if `anew`."""
         known = [other.usual for id, other in self._peers.items() if id in peers and other.usual is not None]
         one.granted = len(known) > 1
-        if once and not one.granted:
+        if not (one.granted or anew):
             return
         usual = _low_median(known if one.granted else [self._way, *known])
         np.maximum(one.left, FLUSH * usual * self._say(peer, peers), out=one.left)

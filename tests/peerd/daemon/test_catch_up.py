@@ -325,7 +325,7 @@ async def test_a_model_that_is_far_from_all_others_is_asked_of_another(
     assert warnings == [far] * (len(there.asked) - 1)
 
 
-async def test_one_of_three_liars_was_asked_first() -> None:
+async def test_the_liar_was_asked_first_in_one_of_these() -> None:
     """So that the test before is no empty one."""
     first = []
     for liar in "abc":
