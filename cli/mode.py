@@ -11,7 +11,7 @@ import typer
 from peerd.cli.mode_options import with_mode_options
 from peerd.cli.output import Format, FormatOption, NameOption, echo, print_json
 from peerd.local.local_socket import find_node, request
-from peerd.training.mode_settings import PLANNED
+from peerd.training.mode_settings import PLANNED, QUORUM
 from peerd.transport.errors import UserError
 
 LOOK_S = 0.1
@@ -37,6 +37,8 @@ def show(name: NameOption = None, format: FormatOption = Format.TEXT) -> None:
     settings = answer["settings"]
     if answer["settle_steps"]:
         settings["every"] = f"{settings['every']} (at least {answer['settle_steps']} after a round has ended)"
+    elif settings.get("overlap") == QUORUM and settings["every"] == 1:
+        settings["every"] = "as rounds cost"
     echo(", ".join(f"{key} {value}" for key, value in settings.items()))
     late = _late(answer, answer)
     echo(f"{len(answer['members']) - len(late)} of {len(answer['members'])} members{_without(late)}")

@@ -111,3 +111,4 @@ class StepReport:
     lr_ratio: float  # learning rate / the largest learning rate so far
     published: bool  # a fresh copy of the model has just arrived
     finishing: bool  # no further step will come: flush
+    stands: bool = False  # the trainer waits at its mode's barrier for a Resume

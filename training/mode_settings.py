@@ -21,6 +21,7 @@ AUTO = "auto"
 OVERLAPS = ("blocking", "quorum", "delayed", "hpsgd")
 STANDING = ("blocking", "quorum")
 """Of these the ones where a trainer stands still from its contribution until the round is over."""
+QUORUM = "quorum"
 WEIGHTS, GRADIENTS = EXCHANGES = ("weights", "gradients")
 """What the members of a swarm give each other: models after their steps, or gradients before them."""
 SGD = "sgd"
@@ -50,8 +51,8 @@ class ModeSettings:
     codec: str = _option(AUTO, "how deltas are compressed; auto: the mode's own")
     trigger: str = _option("change:0.05", "when to send: change:0.05, period:10, always")
     view: int = _option(3, "partners at a time", most=1024)
-    every: int = _option(1, "steps between rounds; 1: the mode's own number", most=10**9)
-    overlap: str = _option("delayed", "training during a round: blocking, quorum, delayed, hpsgd")
+    every: int = _option(1, "steps between rounds; 1: the mode's own number, or as many as it measures", most=10**9)
+    overlap: str = _option(AUTO, "training during a round: blocking, quorum, delayed, hpsgd; auto: the mode's own")
     topology: str = _option(AUTO, "of an all-reduce: auto, ring, tree:K, halving; of servers: adv:K")
     servers: int = _option(1, "members that serve the parameters, each a part", most=128)
     outer_lr: str = _option(
@@ -70,7 +71,7 @@ class ModeSettings:
     def __post_init__(self) -> None:
         """All that a mode is told passes here. Raises UserError for a name that is none or a count out of range."""
         check_choice("codec", self.codec, [AUTO, *CODECS])
-        check_choice("overlap", self.overlap, OVERLAPS)
+        check_choice("overlap", self.overlap, [AUTO, *OVERLAPS])
         check_choice("exchange", self.exchange, EXCHANGES)
         for option in OPTIONS.values():
             if option.metadata["most"] is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,13 +18,11 @@ from peerd.process.logs import LOGGER
 from peerd.protocol.trainer import (
     FROM_TRAINER,
     BarrierHeard,
-    BarrierIs,
     Go,
     GradientIs,
     GradientReady,
     Resume,
     Said,
-    Start,
     Stepped,
     decoded,
     encoded,
@@ -131,8 +128,6 @@ class TrainerSession:
         self.ended = trio.Event()  # its last step has been said, or it is gone
         self._connection = connection
         self._stepped_at = 0.0  # on the machine's clock, which the trainer reads
-        self._barrier = 0  # as the trainer knows it
-        self._told: deque[int] = deque()  # later ones, of which it has not yet said that it knows
 
     def look(self) -> None:
         """See how far the trainer is."""
@@ -156,10 +151,6 @@ class TrainerSession:
         """Send; a trainer that is gone shows itself in `receive`."""
         self.board.sends()
         match said:
-            case Start(barrier=barrier):
-                self._barrier = barrier
-            case BarrierIs(barrier):
-                self._told.append(barrier)
             case Go() | Resume() | GradientIs():
                 self._released()
         await self._connection.send(encoded(said))
@@ -181,18 +172,17 @@ class TrainerSession:
         if isinstance(said, Stepped) and said.finishing and self.facts.phase is TrainerPhase.STARTING:
             LOGGER.warning("the trainer made its last step before it was told to go: cut off")
             return None
-        self._note_barrier(said)
+        self._note_wait(said)
         return said
 
-    def _note_barrier(self, said: Said) -> None:
+    def _note_wait(self, said: Said) -> None:
         """Whether the trainer waits for the swarm now, from what it says."""
         match said:
-            case Stepped(step):
-                self.facts.waits = self._barrier > 0 and step % self._barrier == 0
+            case Stepped(stands=stands):
+                self.facts.waits = stands
             case GradientReady():
                 self.facts.waits = True
-            case BarrierHeard() if self._told:  # it does not wait at the old one any more
-                self._barrier = self._told.popleft()
+            case BarrierHeard():  # it does not wait at the old one any more
                 self._released()
 
     def _released(self) -> None:
@@ -226,4 +216,4 @@ class TrainerSession:
 
 def report_of(said: Stepped) -> StepReport:
     """What a step report means to the mode."""
-    return StepReport(said.step, said.change, said.lr_ratio, said.published is not None, said.finishing)
+    return StepReport(said.step, said.change, said.lr_ratio, said.published is not None, said.finishing, said.stands)

@@ -21,8 +21,7 @@ from peerd.training.model.over import parts_of
 from peerd.training.model.quiet import Quiet
 
 PAGE_BYTES = 4096
-_CHANGE, _REST, _COPY_STEP, _STEP, _SENT, _CURRENT = range(6)  # of the daemon's numbers of 8 bytes
-_OTHERS = 7  # 6 was a flag: a script may still be of an older peerd
+_CHANGE, _REST, _COPY_STEP, _STEP, _SENT, _CURRENT, _STAND_STEP, _OTHERS = range(8)  # the daemon's, of 8 bytes
 _VERSION = 8  # in the trainer's half, in another cache line
 _TOTAL = PAGE_BYTES // 8 - 1
 _FIGURES_AT = (_VERSION + 1) * 8
@@ -62,7 +61,7 @@ class Board:
     def quiet(self) -> Quiet:
         """Which steps the trainer says, and which of them with a copy."""
         numbers = self._numbers
-        return Quiet(self._reals[_CHANGE], numbers[_REST], numbers[_COPY_STEP], numbers[_STEP])
+        return Quiet(self._reals[_CHANGE], numbers[_REST], numbers[_COPY_STEP], numbers[_STEP], numbers[_STAND_STEP])
 
     def be_quiet(self, quiet: Quiet) -> None:
         """Tell the trainer so."""
@@ -70,6 +69,7 @@ class Board:
         self._numbers[_REST] = min(quiet.rest_until, STEP_MAX)
         self._numbers[_COPY_STEP] = min(quiet.copy_step, STEP_MAX)
         self._numbers[_STEP] = min(quiet.step, STEP_MAX)
+        self._numbers[_STAND_STEP] = min(quiet.stand_step, STEP_MAX)
 
     @property
     def sent(self) -> int:

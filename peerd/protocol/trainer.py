@@ -104,6 +104,7 @@ class Stepped(Said):
     rolled_back: bool = False
     finishing: bool = False
     at_exit: bool = False  # only because the interpreter ends
+    stands: bool = False  # at its mode's barrier
 
     def check(self) -> None:
         """See `Said`."""

@@ -93,10 +93,6 @@ class TrainerClient:
         """This copy has been written."""
         self.published_to, self.copy_asked = copy, False
 
-    def stands_at(self, step: int) -> bool:
-        """Whether the trainer waits for the swarm after this step."""
-        return self.barrier > 0 and step % self.barrier == 0
-
     def enter(self, state: ClientState) -> None:
         """The only way from one state to another; there is none from a node that leaves."""
         if not self.leaves:

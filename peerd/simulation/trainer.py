@@ -430,12 +430,12 @@ class SimulatedTrainer:
         total = self._settings.steps
         ended = total is not None and is_over(self.steps, total, self._others)
         barrier = self.mode.barrier if self.mode is not None else 0
-        self._at_barrier = not ended and barrier > 0 and self.steps % barrier == 0
+        self._at_barrier = not ended and self.mode is not None and self.mode.quiet.stands_at(self.steps, barrier)
         published = self._asked_publish or ended or self._at_barrier or self._wants_copy(change)
         if published:
             self._asked_publish = False
         self._world.note(Kind.STEP, self._node.index, self.steps, change)
-        report = StepReport(self.steps, change, moved.lr_ratio, published, finishing=ended)
+        report = StepReport(self.steps, change, moved.lr_ratio, published, finishing=ended, stands=self._at_barrier)
         if ended:
             self._enter(Phase.FINISHING)
             if self._settings.ends_together:

@@ -227,10 +227,10 @@ class Session:
             self._say_published()
         if self._board.sent != self._client.heard or now - self._heard_at >= LISTEN_EVERY_S:
             self._poll(timeout_s=0)
-        at_barrier = self._client.stands_at(step)
+        quiet = self._board.quiet.at_rate(ratio / self._told_ratio)
+        at_barrier = quiet.stands_at(step, self._client.barrier)
         must_copy = at_barrier or self._client.leaves
         may_copy = must_copy or self._has_spare
-        quiet = self._board.quiet.at_rate(ratio / self._told_ratio)
         is_old = now - self._copied_at >= max(COPY_EVERY_MIN_S, COPY_EVERY * self._copy_cost_s)
         asked = self._client.copy_asked or is_old
         due = self._watch.step(quiet.change if self._watch.change <= quiet.change else math.inf, lr, now)
@@ -249,7 +249,7 @@ class Session:
         copies = at_barrier or (may_copy and wants_copy and not rolled_back)
         told = max(ratio, self._told_ratio) <= RATIO_TOLD * min(ratio, self._told_ratio)
         if copies or rolled_back or quiet.wants_report(step) or not told:
-            self._report(step, ratio, copies=copies, rolled_back=rolled_back)
+            self._report(step, ratio, copies=copies, rolled_back=rolled_back, stands=at_barrier)
         if at_barrier:
             self._wait()
         if keeps and not rolled_back:

@@ -53,6 +53,8 @@ def test_the_mode_of_a_live_swarm(machine: Machine) -> None:
     a.says("mode noloco takes codec bfloat16 in place of sign, which drops too much")
     assert shows() == "codec bfloat16, view 3, every 50, outer_lr 0.7, outer_momentum 0.5"
     assert machine.peerd("mode", "set", "allreduce", "--name", "b").returncode == 0
+    assert shows() == "codec auto, every as rounds cost, overlap quorum, topology auto, min_peers 1"
+    assert machine.peerd("mode", "set", "allreduce", "--overlap", "delayed", "--name", "b").returncode == 0
     every = "every 1 (at least 20 after a round has ended)"
     assert shows() == f"codec float32, {every}, overlap delayed, topology auto, min_peers 1"
 
@@ -62,12 +64,12 @@ def test_the_mode_of_a_live_swarm(machine: Machine) -> None:
     for node in (a, b):
         node.sees(c="failed")
     changed = machine.peerd("mode", "set", "allreduce", "--every", "5", "--overlap", "blocking", "--name", "b")
-    assert changed.stdout.startswith("plan 4: mode allreduce; 2 members, ")
+    assert changed.stdout.startswith("plan 5: mode allreduce; 2 members, ")
     assert changed.stdout.endswith("not c: failed; who comes back comes to it\n")
     c = machine.start("c", script, join=a, SEED="2")
     c.trains(beyond=reached)
     c.eventually(lambda: c.ask("status")["counts"].get("rounds", 0) > 1)
-    assert c.ask("status")["plan"] == 4
+    assert c.ask("status")["plan"] == 5
     a.eventually(lambda: {row["mode"] for row in a.ask("members")["members"]} == {"allreduce"})
 
     averaged = machine.peerd("average", "--name", "a", "--format", "json")
@@ -75,10 +77,10 @@ def test_the_mode_of_a_live_swarm(machine: Machine) -> None:
     answer = json.loads(averaged.stdout)
     assert answer["members"] == ["a", "b", "c"]
     assert answer["not_in_it"] == []
-    assert (answer["plan"], answer["mode"]) == (5, "allreduce")
+    assert (answer["plan"], answer["mode"]) == (6, "allreduce")
 
     changed = machine.peerd("mode", "set", "gossip", "--name", "c", "--format", "json")
-    assert json.loads(changed.stdout)["plan"] == 6
+    assert json.loads(changed.stdout)["plan"] == 7
     reached = a.step
     for node in (a, b, c):
         node.trains(beyond=reached + 20)

@@ -113,7 +113,9 @@ def test_a_number_in_the_file_is_one_where_a_setting_may_be_auto(tmp_path: Path)
         ("noloco", {"codec": "int8", "every": 7, "outer_lr": "1"}, {"codec": "int8", "every": 7, "outer_lr": "1.0"}),
         ("diloco", {}, {"codec": "float32", "every": 50, "outer_lr": "0.7", "outer_momentum": "0.9"}),
         ("diloco:5", {}, {"every": 50}),
-        ("allreduce", {"codec": "sign"}, {"codec": "sign", "every": 1}),
+        ("allreduce", {}, {"codec": "auto", "every": 1, "overlap": "quorum"}),
+        ("allreduce", {"overlap": "blocking"}, {"codec": "float32", "every": 1, "overlap": "blocking"}),
+        ("allreduce", {"codec": "sign"}, {"codec": "sign", "every": 1, "overlap": "quorum"}),
         ("allreduce", {"exchange": "gradients"}, {"codec": "float32"}),
         ("hardsync", {}, {"codec": "float32", "server_optimizer": "sgd"}),
     ],
@@ -129,7 +131,8 @@ def test_what_a_mode_is_left_is_shown_as_what_it_takes(
 @pytest.mark.parametrize(
     ("mode", "told", "steps"),
     [
-        ("allreduce", {}, 20), ("allreduce", {"every": 2}, 0), ("allreduce", {"overlap": "blocking"}, 0),
+        ("allreduce", {}, 0), ("allreduce", {"overlap": "delayed"}, 20),
+        ("allreduce", {"overlap": "delayed", "every": 2}, 0),
         ("diloco", {}, 20), ("diloco:1", {}, 20), ("diloco:2", {}, 0), ("gossip", {}, 0),
     ],
 )  # fmt: skip

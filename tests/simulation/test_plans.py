@@ -20,7 +20,8 @@ from peerd.transport.errors import UserError
 from peerd.transport.messages import State
 
 CONSERVING = (
-    "allreduce", "gossip", "diloco every=3", "allreduce overlap=hpsgd every=3", "allreduce codec=top_k every=2",
+    "allreduce", "gossip", "diloco every=3", "allreduce overlap=hpsgd every=3",
+    "allreduce codec=top_k every=2 overlap=delayed", "allreduce overlap=delayed",
     "allreduce overlap=blocking codec=sign", "gossip codec=sign",
 )  # fmt: skip
 SLOW = ("diloco", "noloco")  # 50 steps before they say anything

@@ -139,11 +139,11 @@ class Trainer:
                 if self.learns:
                     self._model += np.float32(0.03 * (self.target - self._model) + 0.01 * noise)
                 await self._obey_all()
-                at_barrier = self._client.stands_at(self.step)
+                at_barrier = self._memory.board.quiet.stands_at(self.step, self._client.barrier)
                 if at_barrier:
                     self._client.enter(ClientState.AT_BARRIER)
                     await self._wait_for_spare()
-                await self._report(copies=at_barrier)
+                await self._report(copies=at_barrier, stands=at_barrier)
                 await self._wait()
                 await trio.sleep(self._step_s)
                 while self.rests:
@@ -162,7 +162,7 @@ class Trainer:
         await self._say(protocol.SpareWanted())
         await self._expect(protocol.Spare)
 
-    async def _report(self, *, copies: bool, finishing: bool = False) -> None:
+    async def _report(self, *, copies: bool, finishing: bool = False, stands: bool = False) -> None:
         change = float(np.linalg.norm(self._model - self._base))
         self._memory.board.note(self.step, 0, 0.0, math.nan, 0.03, 0.03, {})
         copy = None
@@ -171,7 +171,7 @@ class Trainer:
         if copies or (may_copy and (self._client.copy_asked or board.quiet.wants_copy(change, self.step))):
             copy = self._client.next_copy
             self._publish(copy)
-        await self._say(protocol.Stepped(self.step, change, 1.0, copy, finishing=finishing))
+        await self._say(protocol.Stepped(self.step, change, 1.0, copy, finishing=finishing, stands=stands))
 
     def _publish(self, copy: int) -> None:
         self._client.published(copy)

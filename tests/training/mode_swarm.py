@@ -165,8 +165,7 @@ class ModeSwarm:
             return
         node.move(move)
         node.steps += 1
-        barrier = node.core.barrier
-        node.waits = barrier > 0 and node.steps % barrier == 0
+        node.waits = node.core.quiet.stands_at(node.steps, node.core.barrier)
         self.report(name, published=node.asked or node.waits)
 
     def finish(self, name: str) -> None:
@@ -194,7 +193,7 @@ class ModeSwarm:
                 return  # no report, as in production; of those that come all the same nothing may follow
             assert node.core.on_step(StepReport(node.steps, change, 1.0, False, False), self.now) == []
             return
-        report = StepReport(node.steps, change, 1.0, published, node.finishing)
+        report = StepReport(node.steps, change, 1.0, published, node.finishing, node.waits)
         self.perform(name, node.core.on_step(report, self.now))
 
     def perform(self, name: str, effects: list[Effect]) -> None:

@@ -51,6 +51,7 @@ class RoundSwarm(ModeSwarm):
         self.lies: dict[str, Lie] = {}  # by member
         name, _, fragments = mode.partition(":")
         kind = {"allreduce": AllReduce, "average": Average, "diloco": DiLoCo}[name]
+        settings.setdefault("overlap", "delayed")
         argument: dict[str, Any] = {"fragments": int(fragments)} if fragments else {}
         swarm = self
 

@@ -42,10 +42,11 @@ from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Apply, Effect, Proceed, Resume, StepReport, Vector
 from peerd.training.kernels.passes import is_finite
 from peerd.training.mode import LAND_AGAIN_S, LinkStatus, ModeClass, not_finite
-from peerd.training.mode_settings import AUTO, EXCHANGES, GRADIENTS, STANDING, ModeSettings
+from peerd.training.mode_settings import AUTO, EXCHANGES, GRADIENTS, QUORUM, STANDING, ModeSettings
 from peerd.training.model.quiet import EVERY_STEP, NEVER, Quiet
 from peerd.training.modes.gradients import GradientAllReduce
 from peerd.training.rounds.attempt import EXACT_CODEC
+from peerd.training.rounds.choice import DENSE, EVERY_AT_FIRST, Concentration, is_left_to_leader
 from peerd.training.rounds.lengths import GROUPS, lengths_of, limits_of, shorten
 from peerd.training.rounds.member import Committed, Outcome, Rounds, Withdrawn
 from peerd.training.rounds.quorum import Quorum
@@ -67,6 +68,8 @@ class AllReduce(ModeClass):
     EXCHANGES: ClassVar[tuple[str, ...]] = EXCHANGES
 
     EVERY = 1  # steps between rounds, unless the settings say otherwise
+    OVERLAP = QUORUM
+    CHOOSES = True  # whether a leader may choose the codec of a round
     DIFFERENCES = False  # whether a round needs an agreed model even without loss
 
     def __init__(
@@ -86,11 +89,14 @@ class AllReduce(ModeClass):
         self._settings = settings
         self.counts: Counter[str] = Counter()
         self.deadline = float("inf")
-        self._every = max(1, settings.every // fragments)
+        self._chooses = settings.codec == AUTO
+        """Whether a leader chooses the codec of each round."""
+        self._concentration = Concentration(layout) if self._chooses else None
+        self._every = EVERY_AT_FIRST if is_left_to_leader(settings) else max(1, settings.every // fragments)
         self._overlap = settings.overlap
         self._settles = self.settle_steps(str(fragments), settings) > 0
-        self.barrier = self._every if settings.overlap in STANDING else 0
-        self._quorum = Quorum() if settings.overlap == "quorum" else None
+        self.barrier = 1 if settings.overlap in STANDING else 0
+        self._quorum = Quorum(self._every) if settings.overlap == QUORUM else None
         self._layout = layout
         self._values = values
         self._lossy = settings.codec != EXACT_CODEC
@@ -98,6 +104,8 @@ class AllReduce(ModeClass):
         self._keeps_agreed = self._lossy or self.DIFFERENCES
         # what lengths and differences count from before there is an agreed one
         self._start = values().copy() if settings.robust or self._keeps_agreed else None
+        if self._concentration is not None:
+            self._concentration.begins(self._start)
         self._rounds = Rounds(
             me, layout, rng, settings, self._contribution, self.counts,
             differences=self._keeps_agreed, fragments=fragments,
@@ -111,6 +119,7 @@ class AllReduce(ModeClass):
         self._landing: Vector | None = None  # the final average, until the model is it
         self._unapplied: Vector | None = None  # the correction that this event's effects will bring
         self._due = False  # a round should begin
+        self._due_step = self._every  # the next step after which one should
         self._step = 0
         self._taken_at = 0  # the step of the last contribution
         self._settled_at = 0  # the step from which there may be another
@@ -119,6 +128,7 @@ class AllReduce(ModeClass):
         self._distance = 0.0
         self._norm = 0.0
         self._partners: list[NodeId] = []
+        self._codec = settings.codec  # of the last round
 
     @classmethod
     def exchanging(cls, exchange: str) -> type[ModeClass]:
@@ -135,7 +145,9 @@ class AllReduce(ModeClass):
     @classmethod
     def in_force(cls, told: ModeSettings) -> ModeSettings:
         """See `ModeClass`."""
-        return replace(super().in_force(told), every=told.every if told.every > 1 else cls.EVERY)
+        overlap = cls.OVERLAP if told.overlap == AUTO else told.overlap
+        codec = AUTO if cls.CHOOSES and overlap == QUORUM and told.codec == AUTO else super().in_force(told).codec
+        return replace(told, codec=codec, overlap=overlap, every=told.every if told.every > 1 else cls.EVERY)
 
     @classmethod
     def settle_steps(cls, argument: str, in_force: ModeSettings) -> int:
@@ -155,14 +167,17 @@ class AllReduce(ModeClass):
         if self._rounds.finished:  # a new run
             outcomes += self._rounds.finish(False, now)
             self._landing = None
-        self._waits = bool(self.barrier) and report.step % self.barrier == 0
+        self._waits = report.stands
         if report.step < self._step:  # another trainer went on from an earlier one
             self._settled_at = self._taken_at = 0
             self._lands = False
+            self._due_step = report.step + self._every
         self._step = report.step
         if self._lands:
             self._lands, self._settled_at = False, report.step + LANDS_WITHIN + SETTLE_STEPS
-        self._due |= report.step % self._every == 0
+        if report.step >= self._due_step:
+            self._due = True
+            self._due_after(report.step)
         if report.published and self._due and (self._free_in() <= 0 or self._rounds.came_early):
             outcomes += self._take(now)
         elif self._quorum is not None and self._rounds.phase != RoundPhase.READY:  # a round without this step
@@ -193,7 +208,7 @@ class AllReduce(ModeClass):
     def links(self) -> list[LinkStatus]:
         """One row a member of the last round."""
         share = 1 / (1 + len(self._partners))
-        said = f"round {self._rounds.round}"
+        said = f"round {self._rounds.round}" + (f", every {self._every}, {self._codec}" if self._chooses else "")
         return [LinkStatus(peer, self.counts["rounds"], self._distance, share, said) for peer in self._partners]
 
     @property
@@ -202,13 +217,13 @@ class AllReduce(ModeClass):
         if self._rounds.finished:
             return EVERY_STEP
         free_in = math.inf if self._waits else self._free_in()
-        due = self._step + 1 if self._due else (self._step // self._every + 1) * self._every
+        due = self._step + 1 if self._due else self._due_step
         copy_step = NEVER if free_in == math.inf else max(due, self._step + int(free_in))
         if self._overlap == "hpsgd":
             return Quiet(copy_step=copy_step, step=0)  # a window's end is counted in steps
         if self._settles and (self._lands or self._rounds.phase != RoundPhase.IDLE):
             return Quiet(step=0)  # the step of the commit must be known
-        return Quiet(copy_step=copy_step, step=copy_step if self._due else due)
+        return Quiet(copy_step=copy_step, step=copy_step if self._due else due, stand_step=self._due_step)
 
     def end(self) -> Vector | None:
         """What was rolled back for a round, or has come of it, and what our encoding dropped."""
@@ -243,6 +258,10 @@ class AllReduce(ModeClass):
             return self._taken_at + self._every - self._step
         return math.inf if self._lands else max(0, self._settled_at - self._step)
 
+    def _due_after(self, step: int) -> None:
+        """Members with a number of their own come at its multiples; else as many steps after they came last."""
+        self._due_step = step + self._every - (0 if self._quorum is not None else step % self._every)
+
     def _take(self, now: float, *, early: bool = False) -> list[Outcome]:
         if self._quorum is not None:
             self._quorum.reached(now)
@@ -265,6 +284,8 @@ class AllReduce(ModeClass):
             self._rounds.measured((0.0,) * GROUPS)  # which says nothing of how far members come
             return outcomes + self._rounds.reach(now, early=True)
         self._measure(values)
+        if self._concentration is not None:
+            self._rounds.concentration = self._concentration.of(values)
         reach = self._rounds.made_steps if self._rounds.came_early else self._rounds.reach
         return outcomes + reach(now)
 
@@ -326,7 +347,7 @@ class AllReduce(ModeClass):
                 case Committed():
                     effects += self._on_committed(outcome)
                     if self._quorum is not None:
-                        self._quorum.committed(outcome.begin, self._me, now)
+                        self._quorum.committed(outcome.begin, self._me, now, self._every)
                 case Withdrawn():
                     effects += [*not_finite(self.counts), *self._resume()]
                 case _:
@@ -345,11 +366,20 @@ class AllReduce(ModeClass):
         assert self._taken is not None, "nobody is in a round without a contribution"
         taken = self._taken[where]
         target = self._agree(mean, where, begin)
-        if begin.final:
+        stays = committed.lost if self._chooses and begin.codec == DENSE else None
+        if begin.final or stays is not None:
             self._lost = None
         elif not begin.whole and (self._lost is not None or committed.lost is not None):
             lost = np.zeros_like(mean) if committed.lost is None else committed.lost
             self._lost = self._with(self._lost, where, lost)
+        if begin.every:
+            self._due_step += begin.every - self._every
+            self._every = begin.every
+        self._codec = begin.codec
+        if self._chooses and not begin.whole and not begin.final:
+            self.counts[f"rounds_{begin.codec}"] += 1
+        if self._concentration is not None:
+            self._concentration.begins(target, stays)
         if self._keeps_agreed or self._robust:
             self._start = None
             self._agreed = self._with(self._agreed, where, target)
@@ -367,6 +397,8 @@ class AllReduce(ModeClass):
             assert start is not None, "set with the first contribution"
             again = self._overlap != "hpsgd" and len(start) == self._layout.total
             correction = np.subtract(target, start, out=start if again else None)
+            if stays is not None:
+                correction += stays
             if again:
                 self._taken = None  # its memory is the correction's now: nobody asks for a contribution after its round
             effects.append(self._apply(self._with(None, where, correction)))

@@ -46,6 +46,8 @@ class DiLoCo(AllReduce):
     TAKES = (*AllReduce.TAKES[:-1], "outer_lr", "outer_momentum")
     EXCHANGES = (WEIGHTS,)
     EVERY = 50
+    OVERLAP = "delayed"
+    CHOOSES = False
     DIFFERENCES = True
     _momentum: Vector | None = None
 

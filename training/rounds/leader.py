@@ -29,6 +29,7 @@ from typing import Any
 
 from peerd.training.mode_settings import AUTO, GRADIENTS, STANDING, ModeSettings
 from peerd.training.rounds.attempt import EXACT_CODEC, LAST_CODEC, Pace, ends_whole
+from peerd.training.rounds.choice import Choice, is_left_to_leader
 from peerd.training.rounds.culprits import MISSES_MAX, Culprits
 from peerd.training.rounds.lengths import AT_ONCE, GROUPS, FarRounds, far_off, longest_mean
 from peerd.training.rounds.topology import choose
@@ -73,6 +74,7 @@ class Leader:
         self._missed = Counter[NodeId]()  # rounds in turn that each kept waiting for its contribution, in vain
         self._left_behind: set[NodeId] = set()  # by the attempt that was begun last
         self._culprits = Culprits(me, rng)
+        self._choice = Choice()
         self._fell_apart = 0  # attempts in turn that a living member has left
         self._final_misses = 0  # attempts in turn at the last round of a run that have failed
         self._owing: dict[NodeId, float] = {}  # since when each holds a result that it was told to apply
@@ -131,7 +133,7 @@ class Leader:
             held = bool(survivors) and all(_holds(reports[id], self.begun.attempt) for id in survivors)
             is_void = held and any(report.is_void for report in self._said.values())
             if held and not is_void:
-                return orders + self._commit(self.begun, survivors)
+                return orders + self._commit(self.begun, survivors, pace, now)
             stuck = self._is_stuck(self.begun, limit_s, now)
             if not is_void and len(survivors) == len(self.begun.roster) and not stuck:
                 late = [id for id in survivors if reports[id].attempt < self.begun.attempt]
@@ -228,7 +230,8 @@ class Leader:
             report.phase in (RoundPhase.RUNNING, RoundPhase.HELD) or report.agreed == report.attempt
         )
 
-    def _commit(self, begun: RoundBegin, survivors: list[NodeId]) -> list[Order]:
+    def _commit(self, begun: RoundBegin, survivors: list[NodeId], pace: Pace, now: float) -> list[Order]:
+        self._choice.committed(pace.latency_s, now)
         self.begun = self._wanted_at = None
         self._culprits.committed()
         self._fell_apart = 0
@@ -290,10 +293,13 @@ class Leader:
         lengths = [length for id in roster for length in reports[id].lengths] if alike and not self._gradients else []
         attempts = max(self._newest, *(report.attempt for report in reports.values())) // ATTEMPT_STEP
         self._newest = (attempts + 1) * ATTEMPT_STEP + self._rng.randrange(ATTEMPT_STEP)
+        self._choice.begins(now)
+        chosen = self._choice.codec(reports[id].concentration for id in roster)
+        codec = chosen if self._settings.codec == AUTO else self._settings.codec
         self.begun = RoundBegin(
             newest + 1,
             self._newest,
-            EXACT_CODEC if whole else LAST_CODEC if final else self._settings.codec,
+            EXACT_CODEC if whole else LAST_CODEC if final else codec,
             topology,
             whole,
             final,
@@ -301,6 +307,7 @@ class Leader:
             tuple(reports[id].life for id in roster),
             tuple(lengths) if len(lengths) == GROUPS * len(roster) else (),
             waited=tuple(max(0.0, now - self._since[id]) for id in roster),
+            every=self._choice.every(codec) if is_left_to_leader(self._settings) else 0,
             **(self._of_gradients(roster, reports, whole=whole) if self._gradients else {}),
         )
         self._begun_at = now

@@ -28,6 +28,7 @@ from peerd.training.counts import REPORTED_MAX, within_step
 from peerd.training.effects import Effect, Log, Publish, Send, Vector
 from peerd.training.mode_settings import GRADIENTS, ModeSettings
 from peerd.training.rounds.attempt import EXACT_CODEC, WINDOW, Attempt, Pace, ends_whole
+from peerd.training.rounds.choice import EVERY_MAX, is_left_to_leader
 from peerd.training.rounds.leader import PATIENCE_SHARE, Leader, waits_s
 from peerd.training.rounds.lengths import GROUPS, Lengths, are_lengths
 from peerd.training.rounds.passing import ALONE_PATIENCES, Passing, Patience
@@ -133,6 +134,7 @@ class Rounds:
         self._is_early = False  # what is contributed to the next round
         self._lengths: deque[Lengths] = deque([()], maxlen=4)  # of our contribution, the last last
         self._blames: NodeId = ""
+        self.concentration = 0.0  # of our contribution's own progress
         self._me = me
         self._layout = layout
         self._rng = rng
@@ -516,6 +518,8 @@ class Rounds:
                 raise PeerError("a round whose members did not say these lengths")
         if len(begin.waited) != len(begin.roster) or not all(0 <= waited < math.inf for waited in begin.waited):
             raise PeerError("a round whose members have not waited so long")
+        if begin.every and not (is_left_to_leader(self._settings) and 0 < begin.every <= EVERY_MAX):
+            raise PeerError(f"{begin.every} steps to the next round")
         if begin.codec not in CODECS:
             raise PeerError(f"codec {begin.codec[:40]!r} is none of {', '.join(CODECS)}")
         try:
@@ -594,7 +598,7 @@ class Rounds:
             self._blames, self._lengths[-1] if self.phase != RoundPhase.IDLE else (),
             now - self._reached_at if self.phase != RoundPhase.IDLE else 0.0,
             self._offer.step, self._offer.weight, self._offer.nonfinite, b"" if self._agreed else self._start,
-            self._limit, self.came_early, self._is_void,
+            self._limit, self.came_early, self._is_void, self.concentration,
         )  # fmt: skip
 
 

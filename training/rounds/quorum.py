@@ -7,7 +7,8 @@ the same agreed model, rounds follow each other at the pace of most, and each me
 it makes. It is the quorum and grace window of decoupled DiLoCo (arXiv:2604.21428), without its synchroniser: each order
 of a round says how long its members had waited, and each member acts on that.
 
-What most of the others take, from one round's end until they come to the next, each member measures on its own clock.
+What most of the others take for a step, from one round's end until they come to the next, each member measures on its
+own clock.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ ROUNDS = 5  # of which the usual one counts: one pause of most says little
 class Quorum:
     """What one member knows of the pace of the others."""
 
-    def __init__(self) -> None:
+    def __init__(self, every: int) -> None:
+        """`every`: steps before the first round."""
+        self._every = every
         self.due_at = math.inf
         """When to come to the next round without having made its steps."""
-        self._took: deque[float] = deque(maxlen=ROUNDS)  # most others, from the last round's end until they came
+        self._took: deque[float] = deque(maxlen=ROUNDS)  # most others for a step, from a round's end until they came
         self._committed_at: float | None = None
         self._reached_at: float | None = None
 
@@ -39,13 +42,13 @@ class Quorum:
         """This member's contribution to the next round is there."""
         self._reached_at, self.due_at = now, math.inf
 
-    def committed(self, begin: RoundBegin, me: NodeId, now: float) -> None:
-        """A round has ended."""
+    def committed(self, begin: RoundBegin, me: NodeId, now: float, every: int) -> None:
+        """A round has ended; so many steps are to be made before the next."""
         waited = dict(zip(begin.roster, begin.waited, strict=False))
         others = [waited[id] for id in waited if id != me]
         if others and self._committed_at is not None and self._reached_at is not None:
             began_at = self._reached_at + waited.get(me, 0.0)
-            self._took.append(max(0.0, began_at - median_low(others) - self._committed_at))
-        self._committed_at, self._reached_at = now, None
+            self._took.append(max(0.0, began_at - median_low(others) - self._committed_at) / self._every)
+        self._committed_at, self._reached_at, self._every = now, None, every
         usual = median_low(self._took) if self._took else 0.0
-        self.due_at = now + GRACE * usual if usual > 0 else math.inf
+        self.due_at = now + GRACE * every * usual if usual > 0 else math.inf

@@ -43,6 +43,7 @@ class RoundReport(Message):
     limit: float = 0.0  # of the mean of the last round that it applied, as the commit said
     early: bool = False  # it has come without having made its steps, so that nobody waits for it
     is_void: bool = False  # what it gave to the attempt is not its gradient: no mean may come of it
+    concentration: float = 0.0  # of its own progress: which share of its energy the largest 2 % of the values have
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,7 @@ class RoundBegin(Message):
     basis: int = 0  # the attempt that the source agreed in last: who did so, too, has its model
     step: int = 0  # of the source's trainer
     waited: tuple[float, ...] = ()  # seconds, of the roster's members: for how long each one's contribution was there
+    every: int = 0  # steps from this round to the next; 0: as all were told
 
 
 NO_MEAN = -1.0

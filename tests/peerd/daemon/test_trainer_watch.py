@@ -107,10 +107,10 @@ async def test_a_trainer_waits_at_the_barrier_that_it_knows_of() -> None:
     assert not await waits_after({**step, "step": 2})  # said before it had heard of it: it may hang since
     assert not await waits_after({"kind": "barrier"})
     assert not await waits_after({**step, "step": 3})
-    assert await waits_after({**step, "step": 4})
+    assert await waits_after({**step, "step": 4, "stands": True})
     await session.tell(Resume())
     waits = [status.waits]
-    assert await waits_after({**step, "step": 6})
+    assert await waits_after({**step, "step": 6, "stands": True})
     await session.tell(BarrierIs(0))
     assert [*waits, status.waits] == [False, True]
     assert not await waits_after({"kind": "barrier"})

@@ -25,7 +25,7 @@ def two_views() -> tuple[Board, Board]:
 
 def test_a_fresh_page_wants_each_step_and_has_no_figures() -> None:
     trainers, daemons = two_views()
-    assert (trainers.quiet, trainers.sent, trainers.current) == (Quiet(0.0, 0, 0, 0), 0, 0)
+    assert (trainers.quiet, trainers.sent, trainers.current) == (Quiet(0.0, 0, 0, 0, 0), 0, 0)
     assert daemons.last_step() is None
 
 
@@ -47,7 +47,7 @@ def test_figures_are_read_as_they_were_noted(
     assert daemons.last_step() == LastStep(step + 1, samples, at, loss, lr, 2 * lr, metrics), "what was not said stays"
 
 
-@given(quiet=st.builds(Quiet, numbers, steps, steps, steps), copy=st.integers(0, 1), others=st.integers(0, OVER))
+@given(quiet=st.builds(Quiet, numbers, steps, steps, steps, steps), copy=st.integers(0, 1), others=st.integers(0, OVER))
 def test_what_the_daemon_says_is_read_as_it_was_said(quiet: Quiet, copy: int, others: int) -> None:
     trainers, daemons = two_views()
     assert trainers.others == 0

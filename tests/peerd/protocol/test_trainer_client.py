@@ -112,7 +112,7 @@ def test_every_way_in_the_table_is_gone() -> None:
 def test_what_is_no_state_is_known_in_all_of_them() -> None:
     client = TrainerClient()
     assert client.hear(Start(None, 7, 0.1, 4)) is None
-    assert [client.stands_at(step) for step in (7, 8)] == [False, True]
+    assert client.barrier == 4
     assert client.hear(Corrections(1)) == Added(1)
     client.hear(Publish())
     assert client.copy_asked
@@ -120,7 +120,7 @@ def test_what_is_no_state_is_known_in_all_of_them() -> None:
     client.published(1)
     assert (client.copy_asked, client.next_copy) == (False, 0)
     assert client.hear(BarrierIs(0)) == BarrierHeard()
-    assert not client.stands_at(8), "nobody waits"
+    assert client.barrier == 0, "nobody waits"
 
 
 @pytest.mark.parametrize("mean", [False, True])

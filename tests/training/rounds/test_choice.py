@@ -1,0 +1,164 @@
+"""What a leader makes of what members say and rounds cost."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from round_swarm import RoundSwarm
+
+from peerd.training.codecs.vector import Layout
+from peerd.training.mode_settings import ModeSettings
+from peerd.training.modes import settings_of
+from peerd.training.rounds.choice import (
+    CONCENTRATED,
+    COST_MAX,
+    DENSE,
+    EVERY_MAX,
+    EVERY_MIN,
+    SAMPLE,
+    SPARSE,
+    Choice,
+    Concentration,
+    concentration,
+)
+from peerd.transport.errors import PeerError
+from peerd.transport.messages import RoundBegin, RoundReport
+
+seconds = st.floats(1e-3, 1e3)
+
+
+def layout_of(parameters: int, buffers: int = 0) -> Layout:
+    return Layout(parameters, parameters + buffers)
+
+
+@given(st.integers(1, 5000), st.integers(0, 2**16), st.floats(1e-6, 1e6))
+def test_the_share_of_the_largest_is_a_share_and_has_no_scale(count: int, seed: int, scale: float) -> None:
+    values = np.random.default_rng(seed).standard_t(3, count).astype(np.float32)
+    share = concentration(values)
+    most = math.ceil(0.02 * count)
+    assert most / count - 1e-6 <= share <= 1 + 1e-6, "no less than as many of equal ones have"
+    assert concentration(scale * values) == pytest.approx(share, rel=1e-3)
+
+
+@pytest.mark.parametrize("values", [[], [0.0], [0.0] * 100, [math.inf, 1.0], [math.nan, 1.0]])
+def test_what_has_not_moved_or_is_not_finite_says_nothing(values: list[float]) -> None:
+    assert concentration(np.array(values, np.float32)) == 0.0
+
+
+def test_a_large_model_is_sampled_over_its_parameters_and_buffers_do_not_count() -> None:
+    layout = layout_of(10 * SAMPLE, 1000)
+    measured = Concentration(layout)
+    measured.begins(np.zeros(layout.total, np.float32))
+    values = np.ones(layout.total, np.float32)
+    values[layout.parameters :] = 1e9
+    assert measured.of(values) == pytest.approx(0.02, rel=1e-2)
+    values[: layout.parameters : 100] = 1000.0  # 1 % of them: all of the energy
+    assert measured.of(values) > 0.9
+
+
+@given(st.lists(st.floats(0.01, CONCENTRATED - 0.01), min_size=3, max_size=9), st.integers(0, 2**16))
+def test_fewer_than_half_of_the_members_choose_no_codec(honest: list[float], seed: int) -> None:
+    choice = Choice()
+    lies = [1.0] * ((len(honest) - 1) // 2)
+    for _ in range(20):
+        assert choice.codec([*honest, *lies]) == DENSE
+    steep = [1 - share for share in honest]
+    for _ in range(20):
+        chosen = choice.codec([*steep, *[0.01] * len(lies)])
+    assert chosen == SPARSE
+    for told in ([], [0.0], [math.nan, -1.0, 2.0, math.inf]):
+        assert choice.codec(told) == SPARSE, "who says nothing changes nothing"
+
+
+@given(seconds, seconds, st.sampled_from([SPARSE, DENSE, "float32"]))
+def test_a_round_takes_no_longer_than_the_steps_before_it(step_s: float, round_s: float, codec: str) -> None:
+    choice, now = Choice(), 0.0
+    every = choice.every(codec)
+    for _ in range(20):
+        now += every * step_s
+        choice.begins(now)
+        every = choice.every(codec)
+        now += round_s
+        choice.committed(0.0, now)
+    least = EVERY_MIN.get(codec, 2)
+    assert least <= every <= EVERY_MAX
+    if every < EVERY_MAX:
+        assert round_s <= COST_MAX * every * step_s * 1.001
+    if every > least:
+        assert (every - 1) * step_s * COST_MAX < round_s * 1.001, "nor do steps wait for rounds in vain"
+
+
+def test_an_attempt_in_vain_says_nothing_of_steps() -> None:
+    choice, now = Choice(), 0.0
+    for _ in range(8):
+        choice.begins(now)
+        every = choice.every(SPARSE)
+        choice.begins(now + 50.0)  # again, without somebody
+        choice.committed(0.0, now + 50.5)
+        now += 50.5 + every * 0.25
+    assert choice.every(SPARSE) == 2
+
+
+def trained(**told: object) -> RoundSwarm:
+    settings = settings_of("allreduce", ModeSettings(**told))  # type: ignore[arg-type]
+    swarm = RoundSwarm("abc", 400, codec=settings.codec, overlap=settings.overlap, every=settings.every, robust=True)
+    swarm.all_hear()
+    swarm.settle()
+    return swarm
+
+
+def step_all(swarm: RoundSwarm, move: np.ndarray[tuple[int], np.dtype[np.float64]], times: int = 60) -> None:
+    for _ in range(times):
+        for name in sorted(swarm.nodes):
+            swarm.step(name, move * (1 + 0.1 * swarm.rng.random()))
+        swarm.now += 1.0
+        swarm.settle()
+
+
+@pytest.mark.parametrize(("kind", "codec"), [("few", SPARSE), ("all", DENSE)])
+def test_members_are_told_the_codec_by_what_they_learn(kind: str, codec: str) -> None:
+    swarm = trained()
+    move = np.ones(400)
+    if kind == "few":
+        move[8:] = 0.01
+    step_all(swarm, move)
+    for node in swarm.nodes.values():
+        assert node.core.counts[f"rounds_{codec}"] >= 8
+        assert node.core.counts[f"rounds_{codec}"] >= node.core.counts["rounds"] - 1
+
+
+def test_what_one_bit_a_value_loses_stays_in_the_members_own_model() -> None:
+    """And the mean of all is where their steps have brought it."""
+    swarm = trained()
+    expected = np.mean([node.x.copy() for node in swarm.nodes.values()], axis=0)
+    for _ in range(40):
+        for name, node in swarm.nodes.items():
+            if not node.waits:
+                move = swarm.rng.standard_normal(400)
+                expected += move / 3
+                swarm.step(name, move)
+        swarm.now += 1.0
+        swarm.settle()
+    models = [node.x for node in swarm.nodes.values()]
+    assert swarm.nodes["a"].core.counts[f"rounds_{DENSE}"] > 5
+    assert not np.allclose(models[0], models[1], atol=1e-3), "each keeps what it could not say"
+    assert np.allclose(np.mean(models, axis=0)[:300], expected[:300], atol=1e-3)
+
+
+def test_who_is_told_an_order_that_no_leader_gives_says_so() -> None:
+    swarm = trained()
+    member = swarm.nodes["b"].core._rounds
+    begin = RoundBegin(1, 1 << 16, SPARSE, "ring", False, False, ("a", "b"), (1, 2), waited=(0.0, 0.0))
+    for every in (-1, EVERY_MAX + 1, 1 << 40):
+        lie = RoundBegin(*[getattr(begin, name) for name in begin.__slots__][:9], waited=begin.waited, every=every)
+        with pytest.raises(PeerError, match="steps to the next round"):
+            member._check(lie)
+    told = RoundSwarm("ab", 40, codec="int8", overlap="quorum", every=5)
+    lie = RoundBegin(1, 1 << 16, "int8", "ring", False, False, ("a", "b"), (1, 2), waited=(0.0, 0.0), every=2)
+    with pytest.raises(PeerError, match="2 steps to the next round"):
+        told.nodes["b"].core._rounds._check(lie)
+    assert RoundReport.KIND == 64
