@@ -135,7 +135,8 @@ class Mode(Protocol):
     deadline: float
     counts: Counter[str]
     barrier: int
-    """The trainer publishes at each step that is a multiple of this, and waits there for a Resume; 0: never."""
+    """The trainer publishes at each step that is a multiple of this, and waits there for a Resume, from `stand_step` of
+    `quiet` on; 0: never."""
 
     def works_in_place(self, spares: Callable[[], list[Vector]]) -> bool:
         """Asked once, of a mode just made: whether it never writes to what `values()` gives, and needs it no more once

@@ -100,11 +100,11 @@ class Stepped(Said):
     step: int
     change: float
     lr_ratio: float
+    stands: bool  # at its mode's barrier; a trainer that does not say so would wait in vain
     published: int | None = None  # the copy that was written
     rolled_back: bool = False
     finishing: bool = False
     at_exit: bool = False  # only because the interpreter ends
-    stands: bool = False  # at its mode's barrier
 
     def check(self) -> None:
         """See `Said`."""
@@ -251,7 +251,7 @@ class GradientIs(Said):
 
 @dataclass(frozen=True, slots=True)
 class BarrierIs(Said):
-    """Steps that are multiples of this wait; 0: none does."""
+    """Steps that are multiples of this wait, from `Quiet.stand_step` on; 0: none does."""
 
     KIND = "barrier"
     barrier: int

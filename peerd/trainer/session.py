@@ -245,11 +245,12 @@ class Session:
         if at_barrier:
             self._client.enter(ClientState.AT_BARRIER)
             self._wait_for_spare()
+        stands = at_barrier and self._client.waits  # the mode may have changed meanwhile
         wants_copy = asked or quiet.wants_copy(self._watch.change, step)
         copies = at_barrier or (may_copy and wants_copy and not rolled_back)
         told = max(ratio, self._told_ratio) <= RATIO_TOLD * min(ratio, self._told_ratio)
         if copies or rolled_back or quiet.wants_report(step) or not told:
-            self._report(step, ratio, copies=copies, rolled_back=rolled_back, stands=at_barrier)
+            self._report(step, ratio, copies=copies, rolled_back=rolled_back, stands=stands)
         if at_barrier:
             self._wait()
         if keeps and not rolled_back:
@@ -402,11 +403,13 @@ class Session:
         self._wait_for_spare()
         self._report(step, ratio, copies=True, rolled_back=rolled_back, finishing=True, at_exit=at_exit)
 
-    def _report(self, step: int, ratio: float, *, copies: bool, rolled_back: bool, **rest: bool) -> None:
+    def _report(
+        self, step: int, ratio: float, *, copies: bool, rolled_back: bool, stands: bool = False, **rest: bool
+    ) -> None:
         change = self._watch.change
         copy = self._publish(self._client.next_copy) if copies else None
         self._told_ratio = ratio
-        said = Stepped(step, change, ratio, copy, rolled_back, **rest)
+        said = Stepped(step, change, ratio, stands, copy, rolled_back, **rest)
         if copy is not None and self._publication.under_way:
             self._unsaid = said
         else:

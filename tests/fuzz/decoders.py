@@ -207,7 +207,7 @@ class LocalMessages(Drawn):
         {"kind": "attach", "pid": 1, "signature": "s", "parameters": 4, "total": 6, "tensors": ["w float32 4"],
          "variances": [[4, 6]]},
         {"kind": "ready", "step": 3},
-        {"kind": "step", "step": 4, "change": 0.5, "lr_ratio": 1.0, "published": 1, "finishing": False},
+        {"kind": "step", "step": 4, "change": 0.5, "lr_ratio": 1.0, "stands": True, "published": 1, "finishing": False},
         {"kind": "taken", "half": 1}, {"kind": "spare"}, {"kind": "barrier", "barrier": 4}, {"kind": "publish"},
         {"kind": "welcome", "checkpoints": "/x", "checkpoint_every_s": 60.0}, {"kind": "resume"}, {"kind": "stop"},
         {"kind": "start", "load": 0, "step": 5, "lr_max": 0.1, "barrier": 0}, {"kind": "corrections", "half": 0},

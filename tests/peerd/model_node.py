@@ -117,7 +117,7 @@ class Script:
         self.loss = loss if math.isfinite(loss) else self.loss
         self.lr_max = max(lr, self.lr_max)
         self.memory.board.note(step, self.samples, time.monotonic(), self.loss, lr, self.lr_max, metrics or {})
-        report = {"step": step, "change": 0.5, "lr": lr, "lr_ratio": 1.0, "published": published}
+        report = {"step": step, "change": 0.5, "lr": lr, "lr_ratio": 1.0, "stands": False, "published": published}
         await self.say("step", **report, **rest)
 
     async def say_bytes(self, data: bytes) -> None:

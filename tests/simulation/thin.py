@@ -143,7 +143,7 @@ class Trainer:
                 if at_barrier:
                     self._client.enter(ClientState.AT_BARRIER)
                     await self._wait_for_spare()
-                await self._report(copies=at_barrier, stands=at_barrier)
+                await self._report(copies=at_barrier, stands=at_barrier and self._client.waits)
                 await self._wait()
                 await trio.sleep(self._step_s)
                 while self.rests:
@@ -171,7 +171,7 @@ class Trainer:
         if copies or (may_copy and (self._client.copy_asked or board.quiet.wants_copy(change, self.step))):
             copy = self._client.next_copy
             self._publish(copy)
-        await self._say(protocol.Stepped(self.step, change, 1.0, copy, finishing=finishing, stands=stands))
+        await self._say(protocol.Stepped(self.step, change, 1.0, stands, copy, finishing=finishing))
 
     def _publish(self, copy: int) -> None:
         self._client.published(copy)

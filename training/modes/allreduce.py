@@ -19,9 +19,11 @@ What training does meanwhile, `overlap`:
               (1 - r) of it one window late, so x(n+1) = x(n) - (1 - r) x(n-1), which dies out where r > 0 and grows
               where momentum has carried the window beyond it, r < 0, however momentum itself is rolled back
 
+Where nobody says codec or steps, a leader chooses both (training/rounds/choice.py), with `quorum`.
+
 A lossy codec carries differences from the last agreed model, or from the one that all have begun with, and what a
 member's encoding loses is added to its next contribution (along a ring or a tree that is also what its encoding of a
-partial sum loses). A run ends with one more round, in which x becomes the average, the same to the bit on all.
+partial sum loses). With a DENSE codec that was chosen it is added to the member's own model. A run ends with one more round, in which x becomes the average, the same to the bit on all.
 Without loss it is of whole models; else of differences in LAST_CODEC, and what was lost before, which is old, is left
 out: `every` steps of training stand behind it, so what is lost there is hundredths of those.
 """
@@ -89,9 +91,7 @@ class AllReduce(ModeClass):
         self._settings = settings
         self.counts: Counter[str] = Counter()
         self.deadline = float("inf")
-        self._chooses = settings.codec == AUTO
-        """Whether a leader chooses the codec of each round."""
-        self._concentration = Concentration(layout) if self._chooses else None
+        self._concentration = Concentration(layout) if settings.codec == AUTO else None  # then a leader chooses
         self._every = EVERY_AT_FIRST if is_left_to_leader(settings) else max(1, settings.every // fragments)
         self._overlap = settings.overlap
         self._settles = self.settle_steps(str(fragments), settings) > 0
@@ -171,7 +171,8 @@ class AllReduce(ModeClass):
         if report.step < self._step:  # another trainer went on from an earlier one
             self._settled_at = self._taken_at = 0
             self._lands = False
-            self._due_step = report.step + self._every
+        if report.step < self._step or (self._step == 0 and self._quorum is None):
+            self._due_after(report.step - 1)
         self._step = report.step
         if self._lands:
             self._lands, self._settled_at = False, report.step + LANDS_WITHIN + SETTLE_STEPS
@@ -180,7 +181,9 @@ class AllReduce(ModeClass):
             self._due_after(report.step)
         if report.published and self._due and (self._free_in() <= 0 or self._rounds.came_early):
             outcomes += self._take(now)
-        elif self._quorum is not None and self._rounds.phase != RoundPhase.READY:  # a round without this step
+        elif self._rounds.phase == RoundPhase.IDLE or (
+            self._quorum is not None and self._rounds.phase != RoundPhase.READY
+        ):  # a round without this step, or none yet
             effects += self._resume()
         return [*effects, *self._perform(outcomes, now)]
 
@@ -208,7 +211,7 @@ class AllReduce(ModeClass):
     def links(self) -> list[LinkStatus]:
         """One row a member of the last round."""
         share = 1 / (1 + len(self._partners))
-        said = f"round {self._rounds.round}" + (f", every {self._every}, {self._codec}" if self._chooses else "")
+        said = f"round {self._rounds.round}" + (f", every {self._every}, {self._codec}" if self._concentration else "")
         return [LinkStatus(peer, self.counts["rounds"], self._distance, share, said) for peer in self._partners]
 
     @property
@@ -259,7 +262,7 @@ class AllReduce(ModeClass):
         return math.inf if self._lands else max(0, self._settled_at - self._step)
 
     def _due_after(self, step: int) -> None:
-        """Members with a number of their own come at its multiples; else as many steps after they came last."""
+        """Where all wait for all they come at multiples of `every`; else so many steps after each came last."""
         self._due_step = step + self._every - (0 if self._quorum is not None else step % self._every)
 
     def _take(self, now: float, *, early: bool = False) -> list[Outcome]:
@@ -366,7 +369,7 @@ class AllReduce(ModeClass):
         assert self._taken is not None, "nobody is in a round without a contribution"
         taken = self._taken[where]
         target = self._agree(mean, where, begin)
-        stays = committed.lost if self._chooses and begin.codec == DENSE else None
+        stays = committed.lost if self._concentration is not None and begin.codec == DENSE else None
         if begin.final or stays is not None:
             self._lost = None
         elif not begin.whole and (self._lost is not None or committed.lost is not None):
@@ -376,7 +379,7 @@ class AllReduce(ModeClass):
             self._due_step += begin.every - self._every
             self._every = begin.every
         self._codec = begin.codec
-        if self._chooses and not begin.whole and not begin.final:
+        if self._concentration is not None and not begin.whole and not begin.final:
             self.counts[f"rounds_{begin.codec}"] += 1
         if self._concentration is not None:
             self._concentration.begins(target, stays)

@@ -38,7 +38,7 @@ class Average(AllReduce):
     def on_step(self, report: StepReport, now: float) -> list[Effect]:
         """The trainer stands at the barrier, or does not train."""
         self._unapplied = None
-        stands = report.published or report.finishing
+        stands = report.stands or report.finishing
         return self._end_run(now) if stands and not self._rounds.finished else []
 
     def _on_committed(self, committed: Committed) -> list[Effect]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
-from statistics import median
+from statistics import median, median_low
 
 import numpy as np
 
@@ -74,11 +74,12 @@ def concentration(progress: Vector) -> float:
 class Choice:
     """What one leader has measured."""
 
-    def __init__(self) -> None:
+    def __init__(self, every: int) -> None:
+        """`every`: what its predecessor ordered last; 0: nobody has."""
         self._said: deque[float] = deque(maxlen=ROUNDS)
         self._costs: deque[float] = deque(maxlen=ROUNDS)  # seconds, from the order of a round to its commit
         self._steps: deque[float] = deque(maxlen=ROUNDS)  # seconds, of one step
-        self._every = 1
+        self._every = every
         self._begun_at: float | None = None
         self._committed_at: float | None = None
 
@@ -86,22 +87,22 @@ class Choice:
         """Of the round that begins now, by what its members say; who has not moved says nothing."""
         moved = [share for share in concentrations if 0 < share <= 1]
         if moved:
-            self._said.append(median(moved))
+            self._said.append(median_low(moved))
         return SPARSE if self._said and median(self._said) >= CONCENTRATED else DENSE
 
     def every(self, codec: str) -> int:
         """Steps from this round to the next."""
-        wanted = 1.0
+        wanted: float = self._every
         if self._costs and self._steps:
             wanted = median(self._costs) / (COST_MAX * max(1e-9, median(self._steps)))
         self._every = max(EVERY_MIN.get(codec, EVERY_AT_FIRST), math.ceil(min(wanted, EVERY_MAX)))
         return self._every
 
-    def begins(self, now: float) -> None:
-        """A round is ordered: the steps before it have been made."""
+    def begins(self, now: float, *, usual: bool) -> None:
+        """A round is ordered: the steps before it have been made. `usual`: it costs what most do."""
         if self._committed_at is not None:
-            self._steps.append((now - self._committed_at) / self._every)
-        self._begun_at, self._committed_at = now, None
+            self._steps.append((now - self._committed_at) / max(1, self._every))
+        self._begun_at, self._committed_at = now if usual else None, None
 
     def committed(self, latency_s: float, now: float) -> None:
         """It has come to its end; words that began and ended it were on their way for so long."""

@@ -51,9 +51,10 @@ class Leader:
     """What one leadership knows, from its beginning to its end."""
 
     def __init__(
-        self, me: NodeId, rng: random.Random, settings: ModeSettings, size_bytes: int, *, differences: bool
-    ) -> None:
-        """`differences`: from an agreed model on, contributions are differences from it."""
+        self, me: NodeId, rng: random.Random, settings: ModeSettings, size_bytes: int, *, differences: bool,
+        every: int = 0,
+    ) -> None:  # fmt: skip
+        """`differences`: from an agreed model on, contributions are differences from it. `every`: see `Choice`."""
         self.begun: RoundBegin | None = None
         self.abandoned = 0  # attempts that were begun in vain
         self.left_out: dict[NodeId, int] = {}  # whose contribution was far too long, in this life
@@ -74,7 +75,7 @@ class Leader:
         self._missed = Counter[NodeId]()  # rounds in turn that each kept waiting for its contribution, in vain
         self._left_behind: set[NodeId] = set()  # by the attempt that was begun last
         self._culprits = Culprits(me, rng)
-        self._choice = Choice()
+        self._choice = Choice(every)
         self._fell_apart = 0  # attempts in turn that a living member has left
         self._final_misses = 0  # attempts in turn at the last round of a run that have failed
         self._owing: dict[NodeId, float] = {}  # since when each holds a result that it was told to apply
@@ -293,9 +294,10 @@ class Leader:
         lengths = [length for id in roster for length in reports[id].lengths] if alike and not self._gradients else []
         attempts = max(self._newest, *(report.attempt for report in reports.values())) // ATTEMPT_STEP
         self._newest = (attempts + 1) * ATTEMPT_STEP + self._rng.randrange(ATTEMPT_STEP)
-        self._choice.begins(now)
-        chosen = self._choice.codec(reports[id].concentration for id in roster)
-        codec = chosen if self._settings.codec == AUTO else self._settings.codec
+        codec = self._settings.codec
+        if codec == AUTO:
+            codec = self._choice.codec(reports[id].concentration for id in roster)
+        self._choice.begins(now, usual=codec == EXACT_CODEC or not (whole or final))
         self.begun = RoundBegin(
             newest + 1,
             self._newest,

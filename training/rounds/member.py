@@ -28,7 +28,7 @@ from peerd.training.counts import REPORTED_MAX, within_step
 from peerd.training.effects import Effect, Log, Publish, Send, Vector
 from peerd.training.mode_settings import GRADIENTS, ModeSettings
 from peerd.training.rounds.attempt import EXACT_CODEC, WINDOW, Attempt, Pace, ends_whole
-from peerd.training.rounds.choice import EVERY_MAX, is_left_to_leader
+from peerd.training.rounds.choice import EVERY_AT_FIRST, EVERY_MAX, is_left_to_leader
 from peerd.training.rounds.leader import PATIENCE_SHARE, Leader, waits_s
 from peerd.training.rounds.lengths import GROUPS, Lengths, are_lengths
 from peerd.training.rounds.passing import ALONE_PATIENCES, Passing, Patience
@@ -518,7 +518,7 @@ class Rounds:
                 raise PeerError("a round whose members did not say these lengths")
         if len(begin.waited) != len(begin.roster) or not all(0 <= waited < math.inf for waited in begin.waited):
             raise PeerError("a round whose members have not waited so long")
-        if begin.every and not (is_left_to_leader(self._settings) and 0 < begin.every <= EVERY_MAX):
+        if begin.every and not (is_left_to_leader(self._settings) and EVERY_AT_FIRST <= begin.every <= EVERY_MAX):
             raise PeerError(f"{begin.every} steps to the next round")
         if begin.codec not in CODECS:
             raise PeerError(f"codec {begin.codec[:40]!r} is none of {', '.join(CODECS)}")
@@ -589,7 +589,8 @@ class Rounds:
 
     def _leadership(self) -> Leader:
         size_bytes = 4 * self._fragments[0][1].total  # of most rounds
-        return Leader(self._me, self._rng, self._settings, size_bytes, differences=self._differences)
+        every = self.order.every if self.order is not None else 0
+        return Leader(self._me, self._rng, self._settings, size_bytes, differences=self._differences, every=every)
 
     def _report(self, now: float) -> RoundReport:
         return RoundReport(

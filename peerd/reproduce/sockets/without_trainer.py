@@ -39,7 +39,7 @@ class WithoutTrainer:
 
     async def step(self, number: int) -> None:
         """Make this step, and wait until the mode lets the trainer go on."""
-        self._runner.on_report(StepReport(number, 0.0, 1.0, published=True, finishing=False), 0)
+        self._runner.on_report(StepReport(number, 0.0, 1.0, published=True, finishing=False, stands=True), 0)
         await self._runner.settled.wait()
 
 

@@ -93,7 +93,7 @@ class _Script:
 @pytest.mark.trio(clock="still")
 async def test_a_trainer_waits_at_the_barrier_that_it_knows_of() -> None:
     script, status = _Script(), TrainerStatus(pid=1)
-    step = {"kind": "step", "change": 0.1, "lr": 0.1, "lr_ratio": 1.0, "published": None}
+    step = {"kind": "step", "change": 0.1, "lr_ratio": 1.0, "stands": False, "published": None}
     session = TrainerSession(script, status, Board(memoryview(bytearray(PAGE_BYTES))))  # type: ignore[arg-type]
 
     async def waits_after(said: dict[str, Any]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from peerd.training.rounds.choice import (
     concentration,
 )
 from peerd.transport.errors import PeerError
-from peerd.transport.messages import RoundBegin, RoundReport
+from peerd.transport.messages import RoundBegin
 
 seconds = st.floats(1e-3, 1e3)
 
@@ -62,7 +63,7 @@ def test_a_large_model_is_sampled_over_its_parameters_and_buffers_do_not_count()
 
 @given(st.lists(st.floats(0.01, CONCENTRATED - 0.01), min_size=3, max_size=9), st.integers(0, 2**16))
 def test_fewer_than_half_of_the_members_choose_no_codec(honest: list[float], seed: int) -> None:
-    choice = Choice()
+    choice = Choice(0)
     lies = [1.0] * ((len(honest) - 1) // 2)
     for _ in range(20):
         assert choice.codec([*honest, *lies]) == DENSE
@@ -76,11 +77,11 @@ def test_fewer_than_half_of_the_members_choose_no_codec(honest: list[float], see
 
 @given(seconds, seconds, st.sampled_from([SPARSE, DENSE, "float32"]))
 def test_a_round_takes_no_longer_than_the_steps_before_it(step_s: float, round_s: float, codec: str) -> None:
-    choice, now = Choice(), 0.0
+    choice, now = Choice(0), 0.0
     every = choice.every(codec)
     for _ in range(20):
         now += every * step_s
-        choice.begins(now)
+        choice.begins(now, usual=True)
         every = choice.every(codec)
         now += round_s
         choice.committed(0.0, now)
@@ -93,14 +94,26 @@ def test_a_round_takes_no_longer_than_the_steps_before_it(step_s: float, round_s
 
 
 def test_an_attempt_in_vain_says_nothing_of_steps() -> None:
-    choice, now = Choice(), 0.0
+    choice, now = Choice(0), 0.0
     for _ in range(8):
-        choice.begins(now)
+        choice.begins(now, usual=True)
         every = choice.every(SPARSE)
-        choice.begins(now + 50.0)  # again, without somebody
+        choice.begins(now + 50.0, usual=True)  # again, without somebody
         choice.committed(0.0, now + 50.5)
         now += 50.5 + every * 0.25
     assert choice.every(SPARSE) == 2
+
+
+def test_a_round_of_whole_models_is_not_what_rounds_cost_and_a_new_leader_goes_on_from_the_last_order() -> None:
+    choice = Choice(17)
+    assert choice.every(DENSE) == 17
+    choice.begins(0.0, usual=False)
+    choice.committed(0.0, 100.0)
+    for number in range(4):
+        choice.begins(101.0 + 2 * number, usual=True)
+        choice.committed(0.0, 101.5 + 2 * number)
+        assert choice.every(SPARSE) <= 17
+    assert choice.every(SPARSE) <= 3
 
 
 def trained(**told: object) -> RoundSwarm:
@@ -154,11 +167,23 @@ def test_who_is_told_an_order_that_no_leader_gives_says_so() -> None:
     member = swarm.nodes["b"].core._rounds
     begin = RoundBegin(1, 1 << 16, SPARSE, "ring", False, False, ("a", "b"), (1, 2), waited=(0.0, 0.0))
     for every in (-1, EVERY_MAX + 1, 1 << 40):
-        lie = RoundBegin(*[getattr(begin, name) for name in begin.__slots__][:9], waited=begin.waited, every=every)
         with pytest.raises(PeerError, match="steps to the next round"):
-            member._check(lie)
+            member._check(replace(begin, every=every))
     told = RoundSwarm("ab", 40, codec="int8", overlap="quorum", every=5)
-    lie = RoundBegin(1, 1 << 16, "int8", "ring", False, False, ("a", "b"), (1, 2), waited=(0.0, 0.0), every=2)
     with pytest.raises(PeerError, match="2 steps to the next round"):
-        told.nodes["b"].core._rounds._check(lie)
-    assert RoundReport.KIND == 64
+        told.nodes["b"].core._rounds._check(replace(begin, every=2))
+
+
+@pytest.mark.parametrize(("overlap", "comes_at"), [("blocking", 1250), ("quorum", 1235)])
+def test_who_begins_at_a_late_step_comes_when_the_others_do_or_at_once(overlap: str, comes_at: int) -> None:
+    """Its trainer stands by the number of a run from step 0; where no round is due it is let go."""
+    swarm = RoundSwarm("ab", 40, codec="int8", overlap=overlap, every=50, seed=1)
+    swarm.all_hear()
+    swarm.settle()
+    node = swarm.nodes["b"]
+    node.steps = 1234
+    for _ in range(comes_at - 1234):
+        assert not node.waits
+        swarm.step("b")
+    assert node.waits
+    assert node.steps == comes_at

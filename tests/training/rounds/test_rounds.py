@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from round_swarm import RoundSwarm
 from weather import weather_settings
 
-from peerd.training.mode_settings import OVERLAPS, STANDING
+from peerd.training.mode_settings import AUTO, OVERLAPS, QUORUM, STANDING
 from peerd.training.modes.allreduce import LANDS_WITHIN, SETTLE_STEPS
 from peerd.training.rounds.attempt import LAST_CODEC, WINDOW
 from peerd.training.rounds.culprits import MISSES_MAX
@@ -72,13 +72,18 @@ class Weather(RuleBasedStateMachine):
     @initialize(
         mode=st.sampled_from(["allreduce", "diloco", "diloco:3"]), overlap=overlaps, topology=topologies,
         every=st.integers(1, 3),
-        codec=st.sampled_from(["float32", "float32", "int8", "sign", "top_k"]), seed=st.integers(0, 2**16),
+        codec=st.sampled_from(["float32", "float32", "int8", "sign", "top_k", AUTO]), seed=st.integers(0, 2**16),
+        min_peers=st.sampled_from([1, 1, 2]),
     )  # fmt: skip
-    def start(self, mode: str, overlap: str, topology: str, every: int, codec: str, seed: int) -> None:
+    def start(self, mode: str, overlap: str, topology: str, every: int, codec: str, seed: int, min_peers: int) -> None:
         overlap = "delayed" if overlap == "hpsgd" and ":" in mode else overlap  # refused together
+        chooses = mode == "allreduce" and overlap == QUORUM
+        codec = "top_k_2bit" if codec == AUTO and not chooses else codec
+        every = every if chooses else max(every, 2)
         self.swarm = RoundSwarm(
-            NAMES, mode=mode, codec=codec, overlap=overlap, topology=topology, every=max(every, 2), seed=seed
-        )
+            NAMES, mode=mode, codec=codec, overlap=overlap, topology=topology, every=every, seed=seed,
+            min_peers=min_peers,
+        )  # fmt: skip
         self.swarm.all_hear()
 
     @rule(name=names, count=st.integers(1, 3))
@@ -140,6 +145,9 @@ class Weather(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "swarm"):
+            for name in NAMES:  # a round of fewer than `min_peers` waits for more, be it for ever
+                if name not in self.swarm.nodes and len(self.swarm.nodes) < self.swarm.settings.min_peers:
+                    self.restart(name)
             end(self.swarm)
 
 
@@ -230,7 +238,7 @@ def test_a_death_at_every_message(victim: str) -> None:
 def test_without_faults_every_round_has_everybody(
     overlap: str, topology: str, count: int, every: int, seed: int
 ) -> None:
-    every = max(every, 2) if overlap == "quorum" else every  # else it is the leader's to say
+    every = max(every, 2) if overlap == QUORUM else every  # else it is the leader's to say
     swarm = RoundSwarm("abcdefg"[:count], overlap=overlap, topology=topology, every=every, seed=seed)
     swarm.all_hear()
     swarm.settle()
