@@ -292,11 +292,11 @@ class AllReduce(ModeClass):
         reach = self._rounds.made_steps if self._rounds.came_early else self._rounds.reach
         return outcomes + reach(now)
 
-    def _measure(self, values: Vector) -> None:
-        """Say how far our contribution is from what all had last; of a finished run what encoding dropped is no way."""
+    def _measure(self, values: Vector, *, ends: bool = False) -> None:
+        """Say how far our contribution is from what all had last; of a run that ends what encoding dropped is no way."""
         since = self._agreed if self._agreed is not None else self._start
         if self._robust and since is not None:
-            lost = None if self._rounds.finished else self._lost
+            lost = None if ends else self._lost
             self._rounds.measured(lengths_of(values, self._layout, since, lost))
 
     def _bounded(self, committed: Committed) -> Vector:
@@ -407,7 +407,7 @@ class AllReduce(ModeClass):
             effects.append(self._apply(self._with(None, where, correction)))
             self._lands = self._settles
         if self._rounds.finished:
-            self._measure(self._look())
+            self._measure(self._look(), ends=True)
         if self._rounds.given:
             effects.append(Proceed(settled=False))
         return [*effects, *self._resume()]
@@ -441,7 +441,7 @@ class AllReduce(ModeClass):
             self._merge = None
         self._waits = False
         effects = self._perform(outcomes, now)
-        self._measure(self._look())
+        self._measure(self._look(), ends=True)
         return effects + self._perform(self._rounds.finish(True, now), now)
 
     def _land(self) -> list[Effect]:

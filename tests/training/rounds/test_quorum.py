@@ -132,6 +132,15 @@ def test_as_many_slow_as_fast_members_hold_nobody_up_and_lose_nobody(mode: str, 
     assert all((model == models[0]).all() for model in models)
 
 
+@pytest.mark.parametrize("more", range(8))
+def test_whenever_runs_end_nobody_is_too_long_beside_those_who_have_just_given_all(more: int) -> None:
+    """What the slow ones' encoding dropped of that is no way that they have come: the fast ones' would be 100 times it."""
+    paced = Paced({"a": FAST_S, "b": SLOW_S, "c": SLOW_S, "d": FAST_S})
+    paced.run(4.0 + more * FAST_S / 2)
+    paced.swarm.end()
+    assert set(paced.counted("members_left_out").values()) == {0}
+
+
 def test_a_round_to_which_all_came_early_does_not_begin() -> None:
     """As where all evaluate their models at once."""
     paced = Paced({"a": FAST_S, "b": FAST_S, "c": FAST_S})
