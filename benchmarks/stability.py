@@ -2,8 +2,7 @@
 
     python benchmarks/stability.py [--mode gossip] [--seeds 2]
 
-A markdown table: the averaged model's accuracy on digits at the end, the least of the seeds; a run diverges where that is
-below what one node's own classes would give it.
+A markdown table: the averaged model's accuracy on digits at the end, the least of the seeds.
 """
 
 from __future__ import annotations

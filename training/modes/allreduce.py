@@ -23,7 +23,9 @@ Where nobody says codec or steps, a leader chooses both (training/rounds/choice.
 
 A lossy codec carries differences from the last agreed model, or from the one that all have begun with, and what a
 member's encoding loses is added to its next contribution (along a ring or a tree that is also what its encoding of a
-partial sum loses). With a DENSE codec that was chosen it is added to the member's own model. A run ends with one more round, in which x becomes the average, the same to the bit on all.
+partial sum loses). With a DENSE codec that was chosen it is added to the member's own model.
+
+A run ends with one more round, in which x becomes the average, the same to the bit on all.
 Without loss it is of whole models; else of differences in LAST_CODEC, and what was lost before, which is old, is left
 out: `every` steps of training stand behind it, so what is lost there is hundredths of those.
 """
@@ -293,7 +295,7 @@ class AllReduce(ModeClass):
         return outcomes + reach(now)
 
     def _measure(self, values: Vector, *, ends: bool = False) -> None:
-        """Say how far our contribution is from what all had last; of a run that ends what encoding dropped is no way."""
+        """Say how far our contribution is from what all had last; of a run that ends what encoding dropped is none."""
         since = self._agreed if self._agreed is not None else self._start
         if self._robust and since is not None:
             lost = None if ends else self._lost

@@ -134,7 +134,7 @@ def test_as_many_slow_as_fast_members_hold_nobody_up_and_lose_nobody(mode: str, 
 
 @pytest.mark.parametrize("more", range(8))
 def test_whenever_runs_end_nobody_is_too_long_beside_those_who_have_just_given_all(more: int) -> None:
-    """What the slow ones' encoding dropped of that is no way that they have come: the fast ones' would be 100 times it."""
+    """What the slow ones' encoding dropped of that is no way: the fast ones' would be a hundred times it."""
     paced = Paced({"a": FAST_S, "b": SLOW_S, "c": SLOW_S, "d": FAST_S})
     paced.run(4.0 + more * FAST_S / 2)
     paced.swarm.end()
