@@ -18,8 +18,8 @@ from rich.progress import track
 
 RUNS = (  # options of `peerd demo`; each mode at its own defaults
     "gossip", "gossip-push", "gossip-pull", "push-sum", "elastic", "elastic:pairwise", "noloco", "diloco", "diloco:4",
-    "allreduce", "allreduce --overlap hpsgd", "allreduce --overlap blocking", "hardsync", "softsync:2", "async",
-    "hardsync --topology adv:2", "softsync:2 --topology adv:2",
+    "allreduce", "allreduce --overlap delayed", "allreduce --overlap hpsgd", "allreduce --overlap blocking",
+    "hardsync", "softsync:2", "async", "hardsync --topology adv:2", "softsync:2 --topology adv:2",
 )  # fmt: skip
 
 
