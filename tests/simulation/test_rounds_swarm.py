@@ -70,6 +70,19 @@ def test_trainers_compute_while_a_round_takes_eight_steps(overlap: str, steps: i
     assert least <= result["computing_share"] <= most
 
 
+@pytest.mark.parametrize("seed", [1, 2])
+def test_who_trains_on_is_in_the_rounds_of_those_who_have_just_ended(seed: int) -> None:
+    """What waits beside a model is longer than the way since the last round: who ends says both, as the others do."""
+    scenario = Scenario(
+        peers=6, problem="digits", steps=60, mode="allreduce", compute="lognormal:0.05:0.5", uplink_mbit=10,
+        faults="none", seed=seed,
+    )  # fmt: skip
+    result = simulate(scenario).result
+    assert result["violations"] == []
+    assert result["consensus_distance"] == 0.0
+    assert result["virtual_seconds"] < 20, "who was left out waited for 60 s"
+
+
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_digits_train_and_end_as_one_model(overlap: str) -> None:
     scenario = Scenario(

@@ -166,8 +166,8 @@ class AllReduce(ModeClass):
             return self._end_run(now)
         outcomes: list[Outcome] = []
         effects: list[Effect] = []
-        if self._rounds.finished:  # a new run
-            outcomes += self._rounds.finish(False, now)
+        if self._rounds.finished:  # a new run; who is alone ends a round by that
+            effects += self._perform(self._rounds.finish(False, now), now)
             self._landing = None
         self._waits = report.stands
         if report.step < self._step:  # another trainer went on from an earlier one
@@ -184,7 +184,7 @@ class AllReduce(ModeClass):
         if report.published and self._due and (self._free_in() <= 0 or self._rounds.came_early):
             outcomes += self._take(now)
         elif self._rounds.phase == RoundPhase.IDLE or (
-            self._quorum is not None and self._rounds.phase != RoundPhase.READY
+            self._quorum is not None and (self._rounds.phase != RoundPhase.READY or self._rounds.came_early)
         ):  # a round without this step, or none yet
             effects += self._resume()
         return [*effects, *self._perform(outcomes, now)]
@@ -295,11 +295,18 @@ class AllReduce(ModeClass):
         return outcomes + reach(now)
 
     def _measure(self, values: Vector, *, ends: bool = False) -> None:
-        """Say how far our contribution is from what all had last; of a run that ends what encoding dropped is none."""
+        """Say how far our contribution is from what all had last.
+
+        Of who `ends` and has not moved since then what encoding dropped is no way: beside it others' would be too long.
+        """
         since = self._agreed if self._agreed is not None else self._start
         if self._robust and since is not None:
-            lost = None if ends else self._lost
-            self._rounds.measured(lengths_of(values, self._layout, since, lost))
+            lost = None if self._rounds.finished else self._lost
+            lengths = lengths_of(values, self._layout, since, lost)
+            if ends and lost is not None:
+                own = lengths_of(values, self._layout, since)
+                lengths = tuple(length if way > 0 else 0.0 for length, way in zip(lengths, own, strict=True))
+            self._rounds.measured(lengths)
 
     def _bounded(self, committed: Committed) -> Vector:
         """The mean, no further from the last agreed model than the members' lengths allow."""
@@ -392,7 +399,8 @@ class AllReduce(ModeClass):
         self._distance = norm_of_difference(target, taken)
         self._norm = norm_of_difference(target)
         if begin.final:
-            self._landing = target
+            self._taken, self._landing = None, target
+            self._rounds.measured((0.0,) * GROUPS)
             return self._land()
         effects: list[Effect] = []
         if self._overlap == "hpsgd" and not self._rounds.finished:
@@ -409,7 +417,7 @@ class AllReduce(ModeClass):
             effects.append(self._apply(self._with(None, where, correction)))
             self._lands = self._settles
         if self._rounds.finished:
-            self._measure(self._look(), ends=True)
+            self._measure(self._look())
         if self._rounds.given:
             effects.append(Proceed(settled=False))
         return [*effects, *self._resume()]

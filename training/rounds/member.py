@@ -459,9 +459,11 @@ class Rounds:
         return [Committed(attempt.begin, where, attempt.mean(), attempt.lost, order.limit), *self._answer(now)]
 
     def _begin(self, begin: RoundBegin, now: float) -> list[Outcome]:
+        meant = (self._me, self._life) in zip(begin.roster, begin.lives, strict=False)
+        if self._me in begin.roster and not meant:  # of an earlier life
+            return self._answer(now)
         if self._leads != self._me:  # our own leader goes on from what it has heard, which was checked
             self._check(begin)
-        meant = (self._me, self._life) in zip(begin.roster, begin.lives, strict=False)
         meant &= begin.whole or not (self._gradients and self.finished)  # then there is no gradient to give
         meant &= begin.whole or self._agreed > 0 or self._start != b""  # else what would a difference be from?
         fits = meant and begin.attempt > self._seen and begin.round > self.round

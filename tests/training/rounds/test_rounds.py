@@ -155,6 +155,48 @@ TestWeather = Weather.TestCase
 TestWeather.settings = weather_settings(40, 60)
 
 
+@pytest.mark.parametrize("names", ["a", "abc"])
+@pytest.mark.parametrize(("codec", "overlap"), [(AUTO, QUORUM), ("int8", "blocking"), ("top_k", "delayed")])
+def test_another_run_goes_on_from_where_the_last_one_ended(names: str, codec: str, overlap: str) -> None:
+    every = 1 if codec == AUTO else 2
+    swarm = RoundSwarm(names, 40, codec=codec, overlap=overlap, every=every, robust=True)
+    swarm.all_hear()
+    for _ in range(9):
+        for name in names:
+            swarm.step(name, swarm.rng.normal(size=40))
+        swarm.now += 1.0
+        swarm.settle()
+    end(swarm)
+    agreed = swarm.nodes["a"].x.copy()
+    for name, node in swarm.nodes.items():
+        swarm.begin_again(name)
+        node.steps = node.core._due_step - 1
+    for _ in range(20):
+        for name in names:
+            swarm.step(name, np.zeros(40))
+        swarm.now += 1.0
+        swarm.settle()
+        for node in swarm.nodes.values():
+            assert np.allclose(node.x, agreed, atol=0.05 * np.abs(agreed).max()), "nobody has made a step"
+    end(swarm)
+
+
+def test_an_order_for_an_earlier_life_is_no_offence() -> None:
+    swarm = RoundSwarm("ab", 40, codec="int8", every=2, robust=True)
+    swarm.all_hear()
+    swarm.settle()
+    order = RoundBegin(
+        1, 1 << 16, "int8", "ring", False, False, ("a", "b"), (1, 2), (3.0, 0.0, 7.0, 0.0), waited=(0.0, 0.0)
+    )
+    swarm.perform("b", swarm.nodes["b"].core.on_message("a", order, swarm.now))
+    swarm.step("b")
+    swarm.step("b")
+    assert swarm.nodes["b"].core._rounds.phase == RoundPhase.READY
+    life = swarm.nodes["b"].core._rounds._life
+    with pytest.raises(PeerError, match="did not say these lengths"):
+        swarm.nodes["b"].core.on_message("a", replace(order, lives=(1, life)), swarm.now)
+
+
 def test_two_leaders_that_waited_in_vain_for_reports_agree_again() -> None:
     """b believes a dead, and nothing arrives for 400 s: each leads a first round of its own."""
     swarm = RoundSwarm(NAMES, every=2)
