@@ -5,8 +5,8 @@ the largest 2 % of its values have. Where that is much, a sparse codec sends wha
 one bit a value, and rounds may come twice as often. Where it is little, as of a transformer under Adam, all values are
 needed, and what one bit a value loses stays in the member's own model, where it is of more use than beside it.
 
-A round should cost a small part of the time of the steps before it. The leader measures both, and orders as many steps
-before the next round as make it so: more over a thin line, or between members that are far away.
+A round should take no longer than the steps before it. The leader measures both, and orders as many steps before the
+next round as make it so: more over a thin line, or between members that are far away.
 """
 
 from __future__ import annotations

@@ -460,7 +460,7 @@ class Rounds:
 
     def _begin(self, begin: RoundBegin, now: float) -> list[Outcome]:
         meant = (self._me, self._life) in zip(begin.roster, begin.lives, strict=False)
-        if self._me in begin.roster and not meant:  # of an earlier life
+        if self._me in begin.roster and len(begin.lives) == len(begin.roster) and not meant:  # of an earlier life
             return self._answer(now)
         if self._leads != self._me:  # our own leader goes on from what it has heard, which was checked
             self._check(begin)
