@@ -34,11 +34,9 @@ def show(name: NameOption = None, format: FormatOption = Format.TEXT) -> None:
         return
     by = f", set by {answer['proposed_by']}" if answer["plan"] else ", as started"
     echo(f"plan {answer['plan']}: mode {answer['mode']}{by}")
-    settings = answer["settings"]
+    settings = _worded(answer["settings"])
     if answer["settle_steps"]:
         settings["every"] = f"{settings['every']} (at least {answer['settle_steps']} after a round has ended)"
-    elif settings.get("overlap") == QUORUM and settings["every"] == 1:
-        settings["every"] = "as rounds cost"
     echo(", ".join(f"{key} {value}" for key, value in settings.items()))
     late = _late(answer, answer)
     echo(f"{len(answer['members']) - len(late)} of {len(answer['members'])} members{_without(late)}")
@@ -70,12 +68,18 @@ def set_mode(
     else:
         was = f" (was {before['mode']})" if before["mode"] != answer["mode"] else ""
         echo(f"plan {answer['plan']}: mode {answer['mode']}{was}; {len(answer['members'])} members, {seconds:.1f} s")
-        echo(_changed(before["settings"], answer["settings"]))
+        echo(_changed(_worded(before["settings"]), _worded(answer["settings"])))
         echo(f"in force on {', '.join(member['name'] for member in answer['members'])}")
         if answer["failed"]:
             echo(f"not {', '.join(answer['failed'])}: failed; who comes back comes to it")
         if answer["revoked"]:
             echo(f"not {', '.join(answer['revoked'])}: revoked, out for ever")
+
+
+def _worded(settings: dict[str, Any]) -> dict[str, Any]:
+    """Steps between rounds that a leader measures are no number."""
+    measured = settings.get("overlap") == QUORUM and settings["every"] == 1
+    return {**settings, "every": "as rounds cost"} if measured else settings
 
 
 def _changed(before: dict[str, Any], now: dict[str, Any]) -> str:
