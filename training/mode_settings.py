@@ -18,10 +18,10 @@ from peerd.transport.errors import UserError
 AUTO = "auto"
 """Left to the mode."""
 
-OVERLAPS = ("blocking", "quorum", "delayed", "hpsgd")
-STANDING = ("blocking", "quorum")
-"""Of these the ones where a trainer stands still from its contribution until the round is over."""
 QUORUM = "quorum"
+OVERLAPS = ("blocking", QUORUM, "delayed", "hpsgd")
+STANDING = ("blocking", QUORUM)
+"""Of these the ones where a trainer stands still from its contribution until the round is over."""
 WEIGHTS, GRADIENTS = EXCHANGES = ("weights", "gradients")
 """What the members of a swarm give each other: models after their steps, or gradients before them."""
 SGD = "sgd"

@@ -150,9 +150,8 @@ class TrainerSession:
     async def tell(self, said: Said) -> None:
         """Send; a trainer that is gone shows itself in `receive`."""
         self.board.sends()
-        match said:
-            case Go() | Resume() | GradientIs():
-                self._released()
+        if isinstance(said, Go | Resume | GradientIs):
+            self._released()
         await self._connection.send(encoded(said))
 
     async def receive(self) -> Said | None:

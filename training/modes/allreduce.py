@@ -388,10 +388,10 @@ class AllReduce(ModeClass):
             self._due_step += begin.every - self._every
             self._every = begin.every
         self._codec = begin.codec
-        if self._concentration is not None and not begin.whole and not begin.final:
-            self.counts[f"rounds_{begin.codec}"] += 1
         if self._concentration is not None:
             self._concentration.begins(target, stays)
+            if not (begin.whole or begin.final):
+                self.counts[f"rounds_{begin.codec}"] += 1
         if self._keeps_agreed or self._robust:
             self._start = None
             self._agreed = self._with(self._agreed, where, target)

@@ -121,3 +121,12 @@ def test_metrics_that_are_none_are_left_out(noise: bytes) -> None:
     again = daemons.last_step()
     assert again is not None
     assert all(isinstance(name, str) for name in again.metrics)
+
+
+@given(barrier=st.integers(0, 5), stand_step=st.integers(0, 40))
+def test_a_trainer_stands_at_the_barriers_multiples_from_the_step_that_is_told_on(
+    barrier: int, stand_step: int
+) -> None:
+    quiet = Quiet(stand_step=stand_step)
+    stands = [step for step in range(1, 60) if quiet.stands_at(step, barrier)]
+    assert stands == [step for step in range(max(1, stand_step), 60) if barrier and step % barrier == 0]
