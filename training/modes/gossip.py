@@ -19,13 +19,13 @@ from collections.abc import Callable, Collection
 from peerd.training.codecs.vector import VALUE_MAX, Layout, NotFinite
 from peerd.training.effects import Apply, Effect, Log, Send, StepReport, Vector
 from peerd.training.flush import FLUSH_CODEC
-from peerd.training.mode import LinkedMode, not_finite
+from peerd.training.mode import not_finite
 from peerd.training.mode_settings import AUTO, ModeSettings
+from peerd.training.pairs.codec_choice import CodecChoice
 from peerd.training.pairs.graylist import Graylist
 from peerd.training.pairs.links import PairLink, PairLinks
 from peerd.training.pairs.reference import Exchanged, ExchangeHalf, LinkMismatch, PairedReference
 from peerd.training.pairs.robust import COMPARED_MIN, Allowances, packed, tensors_of
-from peerd.training.pairs.waiting import Waiting
 from peerd.training.partnered import PartneredMode
 from peerd.training.room import is_large
 from peerd.transport.errors import PeerError
@@ -42,21 +42,11 @@ from peerd.transport.messages import (
     Message,
 )
 
-COARSE, FINE = LinkedMode.CODEC, FLUSH_CODEC
-"""What `auto` takes, and what over a link whose models one bit a value has left apart."""
 LEFT_APART = 2.0
 """Times what a model moves between two exchanges: if the two are further apart at one, most of their difference is what
 earlier ones have lost. Where shards are alike it is 1 to 2 until the learning rate falls (RESULTS.md)."""
 HELD_BACK = 0.9
 """Share of an exchange: where its bounds let less of it through, those keep the two apart, and not the codec."""
-FINE_WORTH = 3.2
-"""Times the change for an exchange by FINE: as many as it takes bytes. Not of a node that has room for those."""
-WAITS_LITTLE = 0.1
-"""A node that waits for its exchanges for less than this share of its time has."""
-FINE_EXCHANGES = 8
-"""How many follow by FINE, there: with 4 averaged models are half as much better, with 16 they take a sixth more."""
-RATE_MIN = 0.3
-"""Of the largest learning rate. Below it models come together by themselves, and more bytes improve nothing."""
 ROTATE_AFTER_EXCHANGES = 192
 """Of a node, before it changes a partner. A new link costs a bfloat16 snapshot, as much as 6 of its exchanges by one
 bit, and as 16 by the largest 1 %. After 64, snapshots were a seventh of the former's bytes, a quarter of the latter's,
@@ -95,7 +85,7 @@ class Gossip(PartneredMode[PairLink]):
         self._allowances = Allowances(layout)
         self._alive: frozenset[NodeId] = frozenset()
         self._looked = False  # at the model that the first steps start from
-        self._waits = Waiting()
+        self._choice = CodecChoice(self.counts)
         self._alone_from: float | None = None  # the step at which the runs of all partners had ended; told of: infinity
         self._met = False  # another mode brings members together, and flushes by this one
         self._flush_waits = False  # until the next event, at once, when the model has been corrected
@@ -105,6 +95,7 @@ class Gossip(PartneredMode[PairLink]):
     def on_step(self, report: StepReport, now: float) -> list[Effect]:
         """See `PartneredMode`."""
         self._reclaim()
+        self._choice.heard(report.step, now)
         if report.finishing and not self._report.finishing and self._settings.robust:
             self._look(self._current(), report)
             self._allowances.end_run(self._compared())
@@ -239,8 +230,8 @@ class Gossip(PartneredMode[PairLink]):
         if link is None or link.reference.link != message.link:
             return self._on_late(sender, message, now)
         values = self._current()  # a peer that trains on comes back; one that ends needs it all now
-        ours_waits = link.reference.under_way is not None
-        half = self._half(link, values, flush=message.finishing, answers=ours_waits, theirs=message.codec)
+        ours = link.reference.under_way
+        half = self._half(link, values, flush=message.finishing, answers=ours is not None, theirs=message.codec)
         try:
             outcome = link.reference.receive(message, values, half)
         except LinkMismatch:
@@ -256,8 +247,8 @@ class Gossip(PartneredMode[PairLink]):
         if message.seq == link.reference.version and message.wants_answer and under_way is not None:
             effects.append(Send(sender, under_way))  # it came too early for a peer that lacked our last half
         if outcome.exchanged is not None:
-            if ours_waits and self._settings.codec == AUTO:
-                self._waits.ended(link.began_at, now)
+            if ours is not None and self._settings.codec == AUTO:
+                self._choice.ended(link, ours.codec, message.codec, now)
             effects += self._completed(link, message, values, outcome.exchanged, now)
         if link.closing:
             effects.append(Send(sender, LinkClose(link.reference.link, link.reference.version)))
@@ -267,7 +258,7 @@ class Gossip(PartneredMode[PairLink]):
         correction = both.correction
         link.distance = link.reference.distance()
         if self._settings.codec == AUTO and (usual := self._policy.usual_change(link, self._report)) > 0:
-            self._choose_codec(link, left_apart=self._left_apart(link, both, usual))
+            self._choice.choose(link, self._report.lr_ratio, left_apart=self._left_apart(link, both, usual))
         norm, length = self._sample.refresh_with_sum(link.anchor, values, correction)
         link.anchor_norm = math.sqrt(norm)
         link.moved = link.news = 0.0
@@ -321,18 +312,7 @@ class Gossip(PartneredMode[PairLink]):
         return [*effects, Apply(correction), *self._flush(now)]
 
     def _codec(self, partner: PairLink) -> str:
-        if self._settings.codec != AUTO:
-            return self._settings.codec
-        return FINE if partner.fine_left else COARSE
-
-    def _choose_codec(self, link: PairLink, *, left_apart: bool) -> None:
-        """Of what follows an exchange: a finer one if that has left the two apart."""
-        keeps = self._waits.share < WAITS_LITTLE and self._report.lr_ratio > RATE_MIN
-        self.counts["left_apart"] += left_apart
-        self.counts["fine_kept"] += left_apart and keeps
-        left = FINE_EXCHANGES if left_apart else max(0, link.fine_left - 1)
-        link.fine_left = left if keeps else int(left_apart)
-        link.worth = FINE_WORTH if link.fine_left and not keeps else 1.0
+        return self._choice.of(partner) if self._settings.codec == AUTO else self._settings.codec
 
     def _left_apart(self, link: PairLink, both: Exchanged, usual: float) -> bool:
         held_back = tensors_of(self._layout).whole(both.moved) < HELD_BACK * both.gain * link.distance
@@ -343,8 +323,8 @@ class Gossip(PartneredMode[PairLink]):
     ) -> ExchangeHalf:
         if flush:
             codec = FLUSH_CODEC
-        elif self._settings.codec == AUTO and theirs in (COARSE, FINE):
-            codec = theirs  # the coarser half says how fast the two models mix
+        elif self._settings.codec == AUTO and theirs:
+            codec = self._choice.answer(link, theirs)
         else:
             codec = self._codec(link)
         if self._report.finishing:

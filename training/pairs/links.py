@@ -43,6 +43,7 @@ from peerd.training.effects import Effect, Send, Sliced, Vector
 from peerd.training.flush import Progress
 from peerd.training.mode import ENDED_MAX
 from peerd.training.pairs.block_floats import known_vector
+from peerd.training.pairs.duration import Durations
 from peerd.training.pairs.graylist import Graylist
 from peerd.training.pairs.reference import PairedReference, Unfinished
 from peerd.training.room import room
@@ -119,7 +120,8 @@ class PairLink:
     start_norm: float = 0.0  # of the whole vector, buffers too, when the link was made
     progress: Progress = field(default_factory=Progress)  # since our own trainer ended
     worth: float = 1.0  # see `PartnerState`
-    fine_left: int = 0  # of the next exchanges so many are by the finer of two codecs, where there are two
+    took: Durations = field(default_factory=Durations)
+    fine_left: int = 0  # of the next exchanges so many are by the finest of a link's codecs, where it has several
 
     def enter(self, state: LinkState) -> None:
         """The only way from one state to another."""

@@ -19,7 +19,7 @@ from peerd.training.codecs import CODECS
 from peerd.training.effects import Effect, Log, Vector
 from peerd.training.mode_settings import AUTO
 from peerd.training.modes import gossip
-from peerd.training.modes.gossip import FINE_EXCHANGES, FINE_WORTH
+from peerd.training.pairs.codec_choice import FINE_EXCHANGES, FINE_WORTH
 from peerd.training.pairs.links import CAME, TRANSITIONS, WENT, LinkState
 from peerd.training.pairs.reference import Exchanged
 from peerd.training.trigger import SILENCE_MAX_S, WAKE_AFTER_S
@@ -326,20 +326,20 @@ def test_a_link_that_was_left_apart_has_more_by_the_finer_codec_where_its_node_w
 
     for _ in range(20):
         assert exchange(0.05) == "sign"  # and the model moves so far that nothing is left apart by itself
-    a._choose_codec(link, left_apart=True)
+    a._choice.choose(link, a._report.lr_ratio, left_apart=True)
     assert link.worth == 1.0
     assert [exchange(0.05) for _ in range(10)] == ["int4"] * FINE_EXCHANGES + ["sign"] * 2
     assert a.counts["fine_kept"] == 1
-    a._choose_codec(link, left_apart=True)
+    a._choice.choose(link, a._report.lr_ratio, left_apart=True)
     assert [exchange(0.9) for _ in range(3)] == ["int4", "sign", "sign"]  # it begins to wait
-    a._choose_codec(link, left_apart=True)
+    a._choice.choose(link, a._report.lr_ratio, left_apart=True)
     assert link.worth == FINE_WORTH
     assert [exchange(0.5) for _ in range(2)] == ["int4", "sign"]
     assert link.worth == 1.0
     for _ in range(60):
         exchange(0.01)
     a._report = replace(a._report, lr_ratio=0.2)
-    a._choose_codec(link, left_apart=True)
+    a._choice.choose(link, a._report.lr_ratio, left_apart=True)
     assert link.worth == FINE_WORTH
     assert a.counts["fine_kept"] == 2
 
@@ -356,7 +356,7 @@ def test_what_is_said_again_has_been_waited_for_since_it_was_begun() -> None:
         assert link.sent_at == swarm.now
         swarm.settle()
         swarm.now += 1
-    assert a._waits.share > 0.9
+    assert a._choice.waits.share > 0.9
 
 
 def test_two_whose_bounds_hold_them_apart_are_given_no_finer_codec() -> None:

@@ -1,0 +1,134 @@
+"""Which codec `auto` gives a link, by what its exchanges take."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peerd.training.codecs.vector import Layout
+from peerd.training.pairs.codec_choice import STEPS_MAX, CodecChoice
+from peerd.training.pairs.duration import BY_BYTES, COARSE, FINE, OLD, SPARSE, STEPS, Durations, StepTime
+from peerd.training.pairs.links import LinkState, PairLink
+from peerd.training.pairs.reference import PairedReference
+from peerd.training.scratch import Scratch
+
+BYTES = {FINE: 0.421, COARSE: 0.133, SPARSE: 0.038}
+STEP_S = 0.1
+seconds = st.floats(1e-3, 1e3)
+codecs = st.sampled_from(BY_BYTES)
+
+
+class Line:
+    """A link of a node whose steps take STEP_S, over a line of its own."""
+
+    def __init__(self) -> None:
+        self.choice = CodecChoice(Counter())
+        layout = Layout(2, 2)
+        reference = PairedReference(1, np.zeros(2, np.float32), layout, Scratch())
+        self.link = PairLink("b", reference, np.zeros(2, np.float32), 0.0, 0.0, 0.0, LinkState.OPEN)
+        self.now = 0.0
+        self.step = 0
+
+    def exchanges(self, count: int, delay_s: float, by_one_bit_s: float) -> list[str]:
+        """So many, each of which takes this line's delay and what its bytes take; and by what."""
+        return [self.exchange(delay_s, by_one_bit_s) for _ in range(count)]
+
+    def exchange(self, delay_s: float, by_one_bit_s: float) -> str:
+        self.step, self.now = self.step + 1, self.now + STEP_S
+        self.choice.heard(self.step, self.now)
+        codec = self.choice.of(self.link)
+        self.link.began_at, self.now = self.now, self.now + delay_s + by_one_bit_s * BYTES[codec] / BYTES[COARSE]
+        made = int((self.now - self.link.began_at) / STEP_S)
+        self.step += made
+        self.choice.heard(self.step, self.link.began_at + made * STEP_S)
+        self.choice.ended(self.link, codec, codec, self.now)
+        self.choice.choose(self.link, 1.0, left_apart=False)
+        return codec
+
+
+lines = st.tuples(st.floats(0, 100), st.floats(1e-3, 100))
+pasts = st.lists(st.tuples(st.integers(1, 12), lines), max_size=6)
+
+
+@given(pasts, st.floats(0, 2), st.floats(0.01, 2))
+def test_a_line_on_which_one_bit_a_value_takes_few_steps_has_that_whatever_it_was_before(
+    past: list[tuple[int, tuple[float, float]]], delay: float, by_one_bit: float
+) -> None:
+    line = Line()
+    for count, (slow, slower) in past:
+        line.exchanges(count, slow * STEP_S, slower * STEP_S)
+    line.exchanges(40, delay * STEP_S, by_one_bit * STEP_S)
+    assert line.exchanges(20, delay * STEP_S, by_one_bit * STEP_S) == [COARSE] * 20
+
+
+@given(pasts, st.floats(0, 4), st.floats(4, 1000))
+def test_a_thin_line_has_the_largest_values_alone(
+    past: list[tuple[int, tuple[float, float]]], delay: float, times: float
+) -> None:
+    line, by_one_bit = Line(), times * STEPS_MAX * STEP_S
+    for count, (slow, slower) in past:
+        line.exchanges(count, slow * STEP_S, slower * STEP_S)
+    line.exchanges(40, delay * STEP_S, by_one_bit)
+    assert line.exchanges(20, delay * STEP_S, by_one_bit).count(SPARSE) >= 16
+    assert line.choice._counts["slow_by_one_bit"] >= 16
+
+
+@given(st.floats(2, 100), st.floats(0.01, 0.2))
+def test_where_bytes_are_not_what_takes_so_long_one_bit_a_value_stays(times: float, share: float) -> None:
+    """But for trying it again now and then."""
+    line, delay = Line(), times * STEPS_MAX * STEP_S
+    line.exchanges(20, delay, share * delay)
+    assert line.exchanges(4 * OLD, delay, share * delay).count(SPARSE) <= 4
+
+
+def test_no_finer_codec_follows_where_it_would_take_many_steps() -> None:
+    for by_one_bit, fine in ((0.5, True), (4.0, False), (40.0, False)):
+        line = Line()
+        line.exchanges(20, 0.0, by_one_bit * STEP_S)
+        line.choice.choose(line.link, 1.0, left_apart=True)
+        assert (line.choice.of(line.link) == FINE) == fine
+        assert (line.link.worth > 1) <= fine, "nobody waits longer for what does not come"
+
+
+def test_before_steps_are_known_nothing_takes_many_of_them() -> None:
+    line = Line()
+    line.choice.ended(line.link, COARSE, COARSE, 1e6)
+    assert line.choice.of(line.link) == COARSE
+
+
+@given(st.lists(st.tuples(codecs, codecs, seconds), max_size=60))
+def test_what_a_codec_takes_lies_within_what_was_measured_of_late(past: list[tuple[str, str, float]]) -> None:
+    durations = Durations()
+    assert [durations.of(codec) for codec in BY_BYTES] == [0.0] * 3
+    for ours, theirs, took in past:
+        durations.ended(ours, theirs, took)
+        durations.ended(ours, "int8", 1e9)  # none of ours: it says nothing
+        for codec in BY_BYTES:
+            known = durations.of(codec)
+            assert 0 <= known <= 3.5**2 * max(took for _, _, took in past)
+        dearer = min(ours, theirs, key=BY_BYTES.index)
+        assert durations.of(dearer) > 0
+
+
+def test_an_exchange_of_two_codecs_took_as_long_as_the_dearer() -> None:
+    durations = Durations()
+    durations.ended(SPARSE, COARSE, 8.0)
+    assert (durations.of(SPARSE), durations.of(COARSE)) == (0.0, 8.0)
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.floats(0.5, 2)), min_size=STEPS, max_size=40), st.floats(10, 1e5))
+def test_the_usual_step_is_told_from_steps_that_were_left_out_and_from_pauses(
+    reports: list[tuple[int, float]], pause: float
+) -> None:
+    time, step, now = StepTime(), 0, 0.0
+    time.heard(0, 0.0)
+    for number, (steps, took) in enumerate(reports):
+        step, now = step + steps, now + steps * took + (pause if number == len(reports) // 2 else 0)
+        time.heard(step, now)
+    assert 0.5 - 1e-9 <= time.seconds <= 2 + 1e-9
+    time.heard(1, now + 1)  # another run, which counts anew
+    assert time.seconds == pytest.approx(time.seconds)

@@ -1,0 +1,83 @@
+"""How long does an exchange over a link take, by each codec, and how long a step? Cores: `now` comes in.
+
+By which codec an exchange is quick depends on the line, on what else travels over it, on the partner and on both
+processors. So nothing is reckoned from bytes: each codec's time is measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from statistics import median
+
+from peerd.training.flush import FLUSH_CODEC
+from peerd.training.mode import LinkedMode
+
+FINE, COARSE, SPARSE = FLUSH_CODEC, LinkedMode.CODEC, "top_k_3"
+"""What `auto` takes over a link whose models one bit a value has left apart, else, and where that takes many steps."""
+BY_BYTES = (FINE, COARSE, SPARSE)
+TIMES = 3.5
+"""Each takes at most so many times as long as the next, as it has no more times its bytes."""
+KEPT = 0.7  # of what was, at each exchange: some three count
+ODD = 4.0  # times what it was: one that took longer than that counts as so long (a partner was away)
+OLD = 8  # exchanges since then: what was measured says nothing any more
+STEPS = 8  # reports of which the usual step counts
+
+
+class StepTime:
+    """Of one node's steps, as its trainer tells of them."""
+
+    def __init__(self) -> None:
+        self._times: deque[float] = deque(maxlen=STEPS)
+        self._last: tuple[int, float] | None = None
+
+    def heard(self, step: int, now: float) -> None:
+        """This one has just been made; some before it may not have been told of."""
+        if self._last is not None and step > self._last[0]:
+            self._times.append((now - self._last[1]) / (step - self._last[0]))
+        self._last = step, now
+
+    @property
+    def seconds(self) -> float:
+        """The usual one; infinite before any is known: then nothing takes many steps."""
+        return median(self._times) if self._times else math.inf
+
+
+class Durations:
+    """Of the exchanges of one link, by codec."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._measured_at: dict[str, int] = {}  # the number of the exchange
+        self._exchanges = 0
+
+    def ended(self, ours: str, theirs: str, seconds: float) -> None:
+        """An exchange of two halves by these codecs is over, which this end had begun so many seconds ago.
+
+        The dearer of them has taken so long; what is none of ours says nothing.
+        """
+        if ours not in BY_BYTES or theirs not in BY_BYTES:
+            return
+        codec = min(ours, theirs, key=BY_BYTES.index)
+        before = self._known(codec) or seconds
+        self._exchanges += 1
+        self._seconds[codec] = KEPT * before + (1 - KEPT) * min(seconds, ODD * before)
+        self._measured_at[codec] = self._exchanges
+
+    def of(self, codec: str) -> float:
+        """Seconds, by what is known of it and of cheaper ones; 0 if that is nothing.
+
+        What was slow once may be so no more: that shows in what a cheaper codec takes, which is used meanwhile.
+        """
+        takes = 0.0
+        for name in reversed(BY_BYTES):
+            seconds, at_most = self._known(name), TIMES * takes
+            takes = min(seconds, at_most) if seconds and at_most else seconds or at_most
+            if name == codec:
+                break
+        return takes
+
+    def _known(self, codec: str) -> float:
+        """Unless that is long ago."""
+        number = self._measured_at.get(codec, -OLD)
+        return self._seconds[codec] if self._exchanges - number < OLD else 0.0
