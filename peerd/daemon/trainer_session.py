@@ -215,4 +215,6 @@ class TrainerSession:
 
 def report_of(said: Stepped) -> StepReport:
     """What a step report means to the mode."""
-    return StepReport(said.step, said.change, said.lr_ratio, said.published is not None, said.finishing, said.stands)
+    return StepReport(
+        said.step, said.change, said.lr_ratio, said.published is not None, said.finishing, said.stands, said.samples
+    )

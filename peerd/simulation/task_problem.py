@@ -97,7 +97,8 @@ class _Training:
         self.layout = Layout(self._flat.parameters, self._flat.total, tensors=ends, states=self._flat.states)
 
     def step(self, number: int) -> Moved:
-        return self._moved(self._run.step(number)[0])
+        loss, self._samples = self._run.step(number)
+        return self._moved(loss)
 
     def gradient(self, number: int) -> Vector:
         self._loss, self._samples = self._run.backward(number)

@@ -435,7 +435,15 @@ class SimulatedTrainer:
         if published:
             self._asked_publish = False
         self._world.note(Kind.STEP, self._node.index, self.steps, change)
-        report = StepReport(self.steps, change, moved.lr_ratio, published, finishing=ended, stands=self._at_barrier)
+        report = StepReport(
+            self.steps,
+            change,
+            moved.lr_ratio,
+            published,
+            finishing=ended,
+            stands=self._at_barrier,
+            samples=self.learner.samples,
+        )
         if ended:
             self._enter(Phase.FINISHING)
             if self._settings.ends_together:

@@ -46,6 +46,7 @@ class Ranks:
         cuda = distributed.get_backend() == "nccl"
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self.leads = distributed.get_rank() == 0
+        self.count = distributed.get_world_size()
         self.others = 0  # how far they are in their runs, as rank 0 said it last
 
     def say(self, command: RankCommand, step: int = 0) -> tuple[RankCommand, int]:

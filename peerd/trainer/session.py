@@ -111,7 +111,8 @@ class Session:
             say("CUDA does not pin the shared memory: copies of the model will be slower")
         self._board = self._memory.board
         self._watch = ChangeWatch()
-        self._samples = 0
+        self._samples = self._said_steps = 0  # since this trainer came
+        self._ranks = 1 if ranks is None else ranks.count
         self._loss = math.nan  # none was said yet
         self._lr_max = 0.0
         self._told_ratio = 1.0  # of the learning rate to the largest, in the last report
@@ -360,7 +361,7 @@ class Session:
     ) -> tuple[float, float]:
         """The figures, for whoever looks; returns the learning rate, and its ratio to the largest so far."""
         lr, ratio = self._rates()
-        self._samples = min(self._samples + samples, SAMPLES_MAX)
+        self._samples, self._said_steps = min(self._samples + samples, SAMPLES_MAX), self._said_steps + 1
         if loss is not None and math.isfinite(loss):
             self._loss = loss
         self._board.note(step, self._samples, now, self._loss, lr, self._lr_max, metrics)
@@ -409,7 +410,8 @@ class Session:
         change = self._watch.change
         copy = self._publish(self._client.next_copy) if copies else None
         self._told_ratio = ratio
-        said = Stepped(step, change, ratio, stands, copy, rolled_back, **rest)
+        samples = self._ranks * self._samples / max(1, self._said_steps)
+        said = Stepped(step, change, ratio, stands, samples, copy, rolled_back, **rest)
         if copy is not None and self._publication.under_way:
             self._unsaid = said
         else:

@@ -44,6 +44,7 @@ class Life:
         self.x = model
         self.base = model.copy()
         self.steps = self.applied = 0
+        self.samples = 0.0  # of a step, as its trainer says
         self.asked = self.waits = self.finishing = False
         self.proceeded: list[bool] = []
         self.heard: frozenset[str] = frozenset()
@@ -191,9 +192,12 @@ class ModeSwarm:
         if not (published or node.finishing or quiet.wants_report(node.steps)):
             if node.steps % 2:
                 return  # no report, as in production; of those that come all the same nothing may follow
-            assert node.core.on_step(StepReport(node.steps, change, 1.0, False, False), self.now) == []
+            assert (
+                node.core.on_step(StepReport(node.steps, change, 1.0, False, False, samples=node.samples), self.now)
+                == []
+            )
             return
-        report = StepReport(node.steps, change, 1.0, published, node.finishing, node.waits)
+        report = StepReport(node.steps, change, 1.0, published, node.finishing, node.waits, node.samples)
         self.perform(name, node.core.on_step(report, self.now))
 
     def perform(self, name: str, effects: list[Effect]) -> None:

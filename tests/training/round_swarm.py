@@ -110,7 +110,10 @@ class RoundSwarm(ModeSwarm):
         summands = [self.contributions[begin.attempt, member] for member in begin.roster]
         if begin.codec == "float32":
             exact = all((summand == np.round(summand)).all() for summand in summands)
-            mean = np.sum(summands, axis=0) / len(summands)
+            mean = np.sum(summands, axis=0)
+            parameters = self.nodes[name].core._rounds.summed(begin)[1].parameters
+            mean[:parameters] /= sum(begin.shares) or len(summands)
+            mean[parameters:] /= len(summands)
             assert (committed.mean == mean).all() if exact else np.allclose(committed.mean, mean, rtol=1e-5, atol=0.01)
 
     def step(self, name: str, move: Vector | float | None = None) -> None:

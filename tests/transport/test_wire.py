@@ -253,7 +253,10 @@ OUT_OF_RANGE = {
     "a plan of control characters": ([1, "a", True, "gossip\x1b[2J", b""], Plan),
     "a negative step": ([[], -1, "sign"], ModelSnapshot),
     "a negative length of life": ([1, -1], LinkClose),
-    "one of the lives": ([1, 2, "sign", "ring", True, True, ["a"], [-1], [], [], False, "", 0, 0, [], 0], RoundBegin),
+    "one of the lives": (
+        [1, 2, "sign", "ring", True, True, ["a"], [-1], [], [], False, "", 0, 0, [], 0, []],
+        RoundBegin,
+    ),
     "one of the pieces": ([1, 2, [3, 2**53]], PiecesTaken),
 }
 

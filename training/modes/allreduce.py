@@ -170,6 +170,7 @@ class AllReduce(ModeClass):
             effects += self._perform(self._rounds.finish(False, now), now)
             self._landing = None
         self._waits = report.stands
+        self._rounds.samples = report.samples
         if report.step < self._step:  # another trainer went on from an earlier one
             self._settled_at = self._taken_at = 0
             self._lands = False
@@ -332,9 +333,19 @@ class AllReduce(ModeClass):
         since = self._agreed if self._agreed is not None else self._start
         assert since is not None, "all of the roster have agreed in the same round, or begun alike"
         summand -= since[where]
+        if begin.shares:
+            self._parameters_of(begin, summand)[:] *= self._share(begin)
         if self._lost is not None and not begin.final:
             summand += self._lost[where]
         return summand
+
+    def _share(self, begin: RoundBegin) -> float:
+        """Of our progress in the mean of parameters: float buffers have no samples."""
+        return begin.shares[begin.roster.index(self._me)] if begin.shares else 1.0
+
+    def _parameters_of(self, begin: RoundBegin, part: Vector) -> Vector:
+        """Those in the values that the round is of."""
+        return part[: self._rounds.summed(begin)[1].parameters]
 
     def _look(self) -> Vector:
         """The model as it is, to be read at once."""
@@ -379,8 +390,10 @@ class AllReduce(ModeClass):
         taken = self._taken[where]
         target = self._agree(mean, where, begin)
         stays = committed.lost if self._concentration is not None and begin.codec == DENSE else None
-        if begin.final or stays is not None:
+        if begin.final:
             self._lost = None
+        elif stays is not None:  # and comes to the next round by our share, as all that the model has
+            self._lost = (1 - self._share(begin)) * stays if begin.shares else None
         elif not begin.whole and (self._lost is not None or committed.lost is not None):
             lost = np.zeros_like(mean) if committed.lost is None else committed.lost
             self._lost = self._with(self._lost, where, lost)

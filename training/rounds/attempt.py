@@ -182,18 +182,20 @@ class Attempt:
         """The mean of all contributions, shape (layout.total,), the same bits for all members; ask once.
 
         Of gradients, and of a model that all take over, it is their sum: each member knows what to divide it by. A
-        float buffer that all contribute as the same bits has these bits in the mean of whole models.
+        float buffer that all contribute as the same bits has these bits in the mean of whole models. Where members have
+        shares, their parameters come multiplied by these.
         """
         assert self.done
         count, sums = len(self.begin.roster), self._collective.vector
         parameters, total = self._layout.parameters, self._layout.total
+        parts = sum(self.begin.shares) or count
         if self._only_sums:
             return sums
         if self._in_halves:
             sums[parameters:total] = mean_of(sums[parameters:], count)
-            sums[:parameters] /= count
         else:
-            sums /= count
+            sums[parameters:] /= count
+        sums[:parameters] /= parts
         return sums[:total]
 
     @property

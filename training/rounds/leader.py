@@ -33,7 +33,7 @@ from peerd.training.rounds.choice import Choice, is_left_to_leader
 from peerd.training.rounds.culprits import MISSES_MAX, Culprits
 from peerd.training.rounds.lengths import AT_ONCE, GROUPS, FarRounds, far_off, longest_mean
 from peerd.training.rounds.topology import choose
-from peerd.training.rounds.weights import capped, scales
+from peerd.training.rounds.weights import capped, scales, shares
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import NO_MEAN, RoundBegin, RoundCommit, RoundPhase, RoundReport
 
@@ -310,6 +310,7 @@ class Leader:
             tuple(lengths) if len(lengths) == GROUPS * len(roster) else (),
             waited=tuple(max(0.0, now - self._since[id]) for id in roster),
             every=self._choice.every(codec) if is_left_to_leader(self._settings) else 0,
+            shares=() if whole or self._gradients else shares([reports[id].samples for id in roster]),
             **(self._of_gradients(roster, reports, whole=whole) if self._gradients else {}),
         )
         self._begun_at = now

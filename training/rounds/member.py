@@ -33,7 +33,7 @@ from peerd.training.rounds.leader import PATIENCE_SHARE, Leader, waits_s
 from peerd.training.rounds.lengths import GROUPS, Lengths, are_lengths
 from peerd.training.rounds.passing import ALONE_PATIENCES, Passing, Patience
 from peerd.training.rounds.topology import parse_topology
-from peerd.training.rounds.weights import are_weights
+from peerd.training.rounds.weights import are_shares, are_weights
 from peerd.training.scratch import Lent
 from peerd.transport.errors import PeerError, UserError
 from peerd.transport.ids import NodeId
@@ -135,6 +135,7 @@ class Rounds:
         self._lengths: deque[Lengths] = deque([()], maxlen=4)  # of our contribution, the last last
         self._blames: NodeId = ""
         self.concentration = 0.0  # of our contribution's own progress
+        self.samples = 0.0  # a step of our trainer's; 0: it does not say
         self._me = me
         self._layout = layout
         self._rng = rng
@@ -520,6 +521,8 @@ class Rounds:
                 raise PeerError("a round whose members did not say these lengths")
         if len(begin.waited) != len(begin.roster) or not all(0 <= waited < math.inf for waited in begin.waited):
             raise PeerError("a round whose members have not waited so long")
+        if not are_shares(begin.shares, len(begin.roster)) or (begin.shares and (self._gradients or begin.whole)):
+            raise PeerError("a round whose members cannot have these shares")
         if begin.every and not (is_left_to_leader(self._settings) and EVERY_AT_FIRST <= begin.every <= EVERY_MAX):
             raise PeerError(f"{begin.every} steps to the next round")
         if begin.codec not in CODECS:
@@ -601,7 +604,7 @@ class Rounds:
             self._blames, self._lengths[-1] if self.phase != RoundPhase.IDLE else (),
             now - self._reached_at if self.phase != RoundPhase.IDLE else 0.0,
             self._offer.step, self._offer.weight, self._offer.nonfinite, b"" if self._agreed else self._start,
-            self._limit, self.came_early, self._is_void, self.concentration,
+            self._limit, self.came_early, self._is_void, self.concentration, self.samples,
         )  # fmt: skip
 
 

@@ -44,6 +44,7 @@ class RoundReport(Message):
     early: bool = False  # it has come without having made its steps, so that nobody waits for it
     is_void: bool = False  # what it gave to the attempt is not its gradient: no mean may come of it
     concentration: float = 0.0  # of its own progress: which share of its energy the largest 2 % of the values have
+    samples: float = 0.0  # a step of its trainer's, on average; 0: it does not say
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,7 @@ class RoundBegin(Message):
     step: int = 0  # of the source's trainer
     waited: tuple[float, ...] = ()  # seconds, of the roster's members: for how long each one's contribution was there
     every: int = 0  # steps from this round to the next; 0: as all were told
+    shares: tuple[float, ...] = ()  # of the roster's progress in their mean, the largest 1; empty: all count alike
 
 
 NO_MEAN = -1.0

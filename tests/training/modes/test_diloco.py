@@ -14,6 +14,7 @@ from peerd.training.effects import Vector
 from peerd.training.mode_settings import ModeSettings
 from peerd.training.modes import check_options
 from peerd.training.modes.diloco import OUTER_LR, OUTER_MOMENTUM
+from peerd.training.rounds.weights import shares
 from peerd.transport.errors import UserError
 from peerd.transport.messages import RoundPieces
 
@@ -30,14 +31,15 @@ def formed(names: str, mode: str, **options: object) -> RoundSwarm:
 @given(
     fragments=st.integers(1, 5), each=st.integers(1, 3), count=st.integers(1, 4), rounds=st.integers(1, 12),
     outer=st.sampled_from([(OUTER_LR, OUTER_MOMENTUM), (1.0, 0.0), (0.5, 0.3)]), seed=st.integers(0, 2**16),
+    samples=st.lists(st.sampled_from([0.0, 8.0, 16.0, 64.0]), min_size=4, max_size=4),
 )  # fmt: skip
 @settings(deadline=None, max_examples=60)
 def test_every_fragment_follows_the_outer_step_at_its_own_rounds(
-    fragments: int, each: int, count: int, rounds: int, outer: tuple[float, float], seed: int
+    fragments: int, each: int, count: int, rounds: int, outer: tuple[float, float], seed: int, samples: list[float]
 ) -> None:
     """Fragment r mod P at round r: agreed -= lr (g + mu m) with its own g and m, from the model that all begin with.
 
-    Float buffers become the mean.
+    The mean in g is weighted by the samples of a step. Float buffers become the plain mean.
     """
     names = "abcd"[:count]
     every = max(2, fragments * each)  # 1 stands for the default
@@ -46,6 +48,10 @@ def test_every_fragment_follows_the_outer_step_at_its_own_rounds(
     swarm = formed(names, f"diloco:{fragments}", overlap="blocking", every=every, seed=seed, **told)
     models = {name: swarm.nodes[name].x.copy() for name in names}
     agreed, momentum = models["a"].copy(), np.zeros(SIZE)
+    sizes = samples[:count]
+    weights = shares(sizes) or (1.0,) * count
+    for name, size in zip(names, sizes, strict=True):
+        swarm.nodes[name].samples = size
     for number in range(1, rounds + 1):
         for _ in range(every // fragments):
             for name in names:
@@ -55,12 +61,13 @@ def test_every_fragment_follows_the_outer_step_at_its_own_rounds(
         swarm.settle()
         part = number % fragments
         where = slice(SIZE * part // fragments, SIZE * (part + 1) // fragments)
-        mean = np.mean([models[name] for name in names], axis=0)
+        mean = np.average([models[name] for name in names], axis=0, weights=weights)
+        plain = np.mean([models[name] for name in names], axis=0)
         gradient = agreed[where] - mean[where]
         momentum[where] = mu * momentum[where] + gradient
         agreed[where] -= lr * (gradient + mu * momentum[where])
         buffers = np.arange(SIZE)[where] >= swarm.layout.parameters
-        agreed[where][buffers] = mean[where][buffers]
+        agreed[where][buffers] = plain[where][buffers]
         for name in names:
             models[name][where] = agreed[where]
             before = swarm.nodes[name].x
