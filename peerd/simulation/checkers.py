@@ -2,8 +2,8 @@
 
 A violation ends the run. Membership: keys never go down, nobody raises another's incarnation, nobody healthy is
 declared failed, all agree after the faults. Exchanges: every one is applied once at either end, in order, with opposite
-corrections, and leaves the references bit for bit the same; so what the swarm's models sum up to is conserved. Queues
-are bounded, and no link is silent for ever.
+corrections (as long, each by its share, where batches differ), and leaves the references bit for bit the same; so what
+the swarm's models sum up to is conserved. Queues are bounded, and no link is silent for ever.
 
 Who is healthy can be told from who is dead only where an answer comes in time: on a network that is too slow for that,
 false deaths are counted, and are no violation; nor is a link that is silent for one.
@@ -11,6 +11,7 @@ false deaths are counted, and are no violation; nor is a link that is silent for
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ import numpy as np
 from peerd.membership.core import Membership
 from peerd.membership.table_exchange import PUSH_PULL_DEADLINE_S
 from peerd.simulation.world import Violation, World
+from peerd.training.batch_sizes import share_of_pair
+from peerd.training.codecs.difference import norm_of_difference
 from peerd.training.effects import Apply, Effect, Vector
 from peerd.training.pairs.reference import PairedReference
 from peerd.training.trigger import SILENCE_MAX_S
@@ -69,6 +72,8 @@ class _Half:
     theirs: int
     correction: int | None  # unknown where it went to a centre variable, not to the node's model
     opposite: int | None
+    length: float  # of the correction, as it would be where both ends count alike
+    counts_alike: bool
 
 
 class Checkers:
@@ -149,7 +154,9 @@ class Checkers:
         if reference is None or reference.link != message.link:  # what is left of a link: its references have ended
             self.exchanges += self._waiting.pop((message.link, message.seq), None) is not None
             return
-        half = _half(node.id, reference, corrections[0])
+        assert reference.answered is not None, "it has applied this exchange"
+        share = share_of_pair(reference.answered.samples, message.samples)
+        half = _half(node.id, reference, corrections[0], share)
         other = self._waiting.pop((message.link, message.seq), None)
         if other is None:
             self._waiting[message.link, message.seq] = half
@@ -169,7 +176,10 @@ class Checkers:
             self.fail(f"{who}: one end twice")
         if (half.mine, half.theirs) != (other.theirs, other.mine):
             self.fail(f"{who}: their references differ")
-        if half.correction != other.opposite and None not in (half.correction, other.correction):
+        if None in (half.correction, other.correction):
+            return
+        alike = half.counts_alike and other.counts_alike
+        if half.correction != other.opposite if alike else not math.isclose(half.length, other.length, rel_tol=1e-4):
             self.fail(f"{who}: their corrections are not opposite, so the mean moves")
 
     # ---------------------------------------------------------------- now and then
@@ -212,7 +222,7 @@ class Checkers:
             self.fail(f"{what}: {sent!r} became {decoded!r}")
 
 
-def _half(node: NodeId, reference: PairedReference, correction: Vector | None) -> _Half:
+def _half(node: NodeId, reference: PairedReference, correction: Vector | None, share: float) -> _Half:
     """A zero has a sign, which addition does not care for."""
     return _Half(
         node,
@@ -220,4 +230,6 @@ def _half(node: NodeId, reference: PairedReference, correction: Vector | None) -
         zlib.crc32(reference.theirs[:].data),
         None if correction is None else zlib.crc32((correction + 0.0).data),
         None if correction is None else zlib.crc32((0.0 - correction).data),
+        0.0 if correction is None else norm_of_difference(correction) / share,
+        share == 1,
     )

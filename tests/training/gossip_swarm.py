@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,13 +18,21 @@ class GossipSwarm(ModeSwarm):
     def __init__(
         self, count: int, size: int, codec: str, trigger: str = "always", view: int = 3, seed: int = 0,
         buffers: int = 0, mode: str = "gossip", dtype: str = "float64", every: int = 1, make: Core | None = None,
-        robust: bool = False, **told: Any,
+        robust: bool = False, samples: Sequence[float] = (), **told: Any,
     ) -> None:  # fmt: skip
-        """Models that start apart are further from each other than limits by own steps let come together at once."""
+        """Models that start apart are further from each other than limits by own steps let come together at once.
+
+        `samples`: of a step of each; the sum of all models is then by these.
+        """
         names = "abcdefghijklmnop"[:count]
         settings: dict[str, Any] = {"trigger": trigger, "view": view, "every": every, "robust": robust, **told}
         super().__init__(mode, names, size, buffers=buffers, dtype=dtype, seed=seed, codec=codec, make=make, **settings)
-        first, *others = (node.x for node in self.nodes.values())
+        self._counts_as = dict(zip(names, samples, strict=True)) if samples else dict.fromkeys(names, 1.0)
+        for name, node in self.nodes.items():
+            node.samples = self._counts_as[name] if samples else 0.0
+            if samples:
+                node.core._samples = node.samples  # else it is known from the first step on
+        first, *others = (self._counts_as[name] * node.x for name, node in self.nodes.items())
         self.initial_sum: Vector = sum(others, first)
         self.injected = np.zeros(size)
 
@@ -38,7 +47,7 @@ class GossipSwarm(ModeSwarm):
         node = self.nodes[name]
         if change is not None:
             node.x = node.x + np.asarray(change, node.x.dtype)
-            self.injected += change * getattr(node.core, "weight", 1.0)
+            self.injected += change * self._weight(name)
             node.steps += 1
         node.finishing = finishing
         restless = replace(node.core.quiet, rest_until=-1)
@@ -66,9 +75,13 @@ class GossipSwarm(ModeSwarm):
     def drift(self) -> float:
         """How far the sum of all models is from what was put in, over its norm."""
         expected = self.initial_sum + self.injected
-        total = sum(node.x.astype(np.float64) * getattr(node.core, "weight", 1.0) for node in self.nodes.values())
-        total = sum(self.centres(), total)
+        models = [node.x.astype(np.float64) * self._weight(name) for name, node in self.nodes.items()]
+        total = sum(self.centres(), sum(models[1:], models[0]))
         return float(np.abs(total - expected).max() / max(1.0, np.abs(expected).max()))
+
+    def _weight(self, name: str) -> float:
+        pushed: float = getattr(self.nodes[name].core, "weight", 1.0)  # of push-sum
+        return pushed * self._counts_as[name]
 
     def centres(self) -> list[Vector]:
         """Of an elastic swarm: the models that belong to no trainer."""

@@ -170,7 +170,7 @@ class AllReduce(ModeClass):
             effects += self._perform(self._rounds.finish(False, now), now)
             self._landing = None
         self._waits = report.stands
-        self._rounds.samples = report.samples
+        self._rounds.samples = report.samples or self._rounds.samples
         if report.step < self._step:  # another trainer went on from an earlier one
             self._settled_at = self._taken_at = 0
             self._lands = False

@@ -86,6 +86,7 @@ class Gossip(PartneredMode[PairLink]):
         self._alive: frozenset[NodeId] = frozenset()
         self._looked = False  # at the model that the first steps start from
         self._choice = CodecChoice(self.counts)
+        self._samples = 0.0  # of a step of our trainer's; 0: it does not say
         self._alone_from: float | None = None  # the step at which the runs of all partners had ended; told of: infinity
         self._met = False  # another mode brings members together, and flushes by this one
         self._flush_waits = False  # until the next event, at once, when the model has been corrected
@@ -96,6 +97,7 @@ class Gossip(PartneredMode[PairLink]):
         """See `PartneredMode`."""
         self._reclaim()
         self._choice.heard(report.step, now)
+        self._samples = report.samples or self._samples
         if report.finishing and not self._report.finishing and self._settings.robust:
             self._look(self._current(), report)
             self._allowances.end_run(self._compared())
@@ -335,10 +337,10 @@ class Gossip(PartneredMode[PairLink]):
         gain = self._gain(codec)
         free = self._report.finishing and self._comparable() < COMPARED_MIN
         if not self._settings.robust or answers or free:  # an answer to our half: that one has said its limits
-            return ExchangeHalf(codec, gain, limit, self._report.finishing, b"", self._values_max())
+            return ExchangeHalf(codec, gain, limit, self._report.finishing, b"", self._values_max(), self._samples)
         self._look(values, self._report)
         limits = packed(self._allowances.limits(link.peer, self._compared()))
-        return ExchangeHalf(codec, gain, limit, self._report.finishing, limits, self._values_max())
+        return ExchangeHalf(codec, gain, limit, self._report.finishing, limits, self._values_max(), self._samples)
 
     def _look(self, values: Vector, report: StepReport) -> None:
         self._allowances.look(values, report.step, report.lr_ratio)

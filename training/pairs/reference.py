@@ -7,6 +7,7 @@ knows of the peer's). An exchange is two halves, one from each end, under one se
     mine += q_mine;  theirs += q_theirs       the same bits on both ends
     x += gain * (theirs - mine)               the peer adds exactly the negative: the mean of the two is conserved
 
+The end whose steps are of more samples adds less, so that the mean of the two by their samples is conserved.
 Both ends scale what they add to a tensor down to the lower of the limits that come with the halves (robust.py).
 
 Neither reference moves until both halves are known, so an exchange that is cut is either repeated (the half under way
@@ -28,6 +29,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from peerd.training.batch_sizes import share_of_pair
 from peerd.training.codecs import vector
 from peerd.training.codecs.difference import decode_onto
 from peerd.training.codecs.vector import GAIN_MAX, VALUE_MAX, Gain, Layout, NotFinite
@@ -54,6 +56,7 @@ class ExchangeHalf:
     finishing: bool
     limits: bytes = b""  # how far each tensor may be moved (robust.py)
     value_max: float = VALUE_MAX  # what no weight of the peer's can be beyond
+    samples: float = 0.0  # of a step; 0: that is not known
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -174,6 +177,7 @@ class PairedReference:
             wants_answer,
             half.finishing,
             half.limits,
+            half.samples,
             chunks,
         )
         return self.under_way
@@ -191,13 +195,14 @@ class PairedReference:
         self._torn = True
         self.distances = self._tensors.move(self.mine, self._pieces(self.under_way), self.theirs, theirs_next)
         self._torn = False
-        scale = factors(gain, self.distances, unpacked(self.under_way.limits, len(self._tensors)), limits)
+        share = share_of_pair(self.under_way.samples, theirs.samples)
+        scale = share * factors(gain, self.distances, unpacked(self.under_way.limits, len(self._tensors)), limits)
         self._tensors.scale(theirs_next, scale)
         self.version += 1
         self.answered = self.under_way
         self.confirmed = not theirs.wants_answer  # who answers has applied it; who began waits for our half
         self.cancel()
-        return Exchanged(theirs_next, self.distances, gain, scale * self.distances, limits)
+        return Exchanged(theirs_next, self.distances, share * gain, scale * self.distances, limits)
 
 
 class Unfinished:
@@ -262,7 +267,8 @@ class Unfinished:
         limits = unpacked(theirs.limits, len(tensors))
         correction = decode_onto(theirs.codec, self.layout, theirs.chunks, self._apart, self._scratch, corrects=True)
         gain, ours = min(theirs.gain, self.under_way.gain), unpacked(self.under_way.limits, len(tensors))
-        tensors.scale(correction, factors(gain, tensors.norms(correction), ours, limits))
+        share = share_of_pair(self.under_way.samples, theirs.samples)
+        tensors.scale(correction, share * factors(gain, tensors.norms(correction), ours, limits))
         self.version += 1
         self.answered = self.under_way if theirs.wants_answer else None
         self.cancel()

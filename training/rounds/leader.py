@@ -27,13 +27,14 @@ import random
 from collections import Counter
 from typing import Any
 
+from peerd.training.batch_sizes import shares
 from peerd.training.mode_settings import AUTO, GRADIENTS, STANDING, ModeSettings
 from peerd.training.rounds.attempt import EXACT_CODEC, LAST_CODEC, Pace, ends_whole
 from peerd.training.rounds.choice import Choice, is_left_to_leader
 from peerd.training.rounds.culprits import MISSES_MAX, Culprits
 from peerd.training.rounds.lengths import AT_ONCE, GROUPS, FarRounds, far_off, longest_mean
 from peerd.training.rounds.topology import choose
-from peerd.training.rounds.weights import capped, scales, shares
+from peerd.training.rounds.weights import capped, scales
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import NO_MEAN, RoundBegin, RoundCommit, RoundPhase, RoundReport
 

@@ -22,6 +22,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from peerd.training.batch_sizes import are_shares
 from peerd.training.codecs import CODECS
 from peerd.training.codecs.vector import Layout, NotFinite
 from peerd.training.counts import REPORTED_MAX, within_step
@@ -33,7 +34,7 @@ from peerd.training.rounds.leader import PATIENCE_SHARE, Leader, waits_s
 from peerd.training.rounds.lengths import GROUPS, Lengths, are_lengths
 from peerd.training.rounds.passing import ALONE_PATIENCES, Passing, Patience
 from peerd.training.rounds.topology import parse_topology
-from peerd.training.rounds.weights import are_shares, are_weights
+from peerd.training.rounds.weights import are_weights
 from peerd.training.scratch import Lent
 from peerd.transport.errors import PeerError, UserError
 from peerd.transport.ids import NodeId

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from mode_swarm import ModeSwarm
 from round_swarm import RoundSwarm
 
+from peerd.training.batch_sizes import shares
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Vector
 from peerd.training.mode_settings import ModeSettings
 from peerd.training.modes import check_options
 from peerd.training.modes.diloco import OUTER_LR, OUTER_MOMENTUM
-from peerd.training.rounds.weights import shares
 from peerd.transport.errors import UserError
 from peerd.transport.messages import RoundPieces
 

@@ -27,14 +27,20 @@ from peerd.transport.errors import PeerError
 from peerd.transport.messages import Connected, Delta, LinkClosed, LinkOpen, LinkSnapshot
 
 WITH = [*sorted(CODECS), AUTO]
+BATCHES: list[list[float]] = [[], [16, 16, 16, 16], [64, 8, 8, 8], [100, 64, 16, 8]]
 
 
 class Weather(Connections):
     """Exactness once the weather clears."""
 
-    @initialize(codec=st.sampled_from(WITH), seed=st.integers(0, 2**16), view=st.integers(1, 3), robust=st.booleans())
-    def start(self, codec: str, seed: int, view: int, robust: bool) -> None:
-        self.swarm: GossipSwarm = GossipSwarm(4, 40, codec, seed=seed, view=view, buffers=7, robust=robust)
+    @initialize(
+        codec=st.sampled_from(WITH), seed=st.integers(0, 2**16), view=st.integers(1, 3), robust=st.booleans(),
+        samples=st.sampled_from(BATCHES),
+    )  # fmt: skip
+    def start(self, codec: str, seed: int, view: int, robust: bool, samples: list[float]) -> None:
+        self.swarm: GossipSwarm = GossipSwarm(
+            4, 40, codec, seed=seed, view=view, buffers=7, robust=robust, samples=samples
+        )
         self.rng = np.random.default_rng(seed)
         self.swarm.everyone_alive()
 
@@ -63,7 +69,7 @@ class NarrowView(Partings, Weather):
 
     @initialize(codec=st.sampled_from(WITH), seed=st.integers(0, 2**16), robust=st.booleans())
     def start(self, codec: str, seed: int, robust: bool) -> None:
-        super().start(codec, seed, view=1, robust=robust)
+        super().start(codec, seed, view=1, robust=robust, samples=[])
 
 
 for machine in (Weather, NarrowView):
@@ -587,7 +593,7 @@ def test_a_gain_that_overshoots_is_refused(gain: float) -> None:
     swarm.step("a", np.ones(50))
     message = swarm.queues["a", "b"].popleft()
     assert isinstance(message, Delta)
-    bad = Delta(message.link, message.seq, message.codec, gain, True, False, b"", message.chunks)
+    bad = Delta(message.link, message.seq, message.codec, gain, True, False, b"", 0.0, message.chunks)
     with pytest.raises(PeerError, match="gain"):
         swarm.nodes["b"].core.on_message("a", bad, 0.0)
 
@@ -600,7 +606,7 @@ def test_a_payload_that_is_damaged_changes_nothing() -> None:
     swarm.step("a", np.ones(50))
     message = swarm.queues["a", "b"].popleft()
     assert isinstance(message, Delta)
-    bad = Delta(message.link, message.seq, message.codec, message.gain, True, False, b"", (b"\x00garbage",))
+    bad = Delta(message.link, message.seq, message.codec, message.gain, True, False, b"", 0.0, (b"\x00garbage",))
     with pytest.raises(PeerError):
         swarm.nodes["b"].core.on_message("a", bad, 0.0)
     assert np.array_equal(swarm.nodes["b"].x, before)
@@ -612,7 +618,7 @@ def test_a_payload_that_is_damaged_changes_nothing() -> None:
 def test_messages_of_unknown_links_are_declined() -> None:
     core = GossipSwarm(2, 10, "sign").nodes["a"].core
     assert [e.message for e in core.on_message("b", LinkSnapshot(9, "bfloat16", ()), 0.0)] == [LinkClosed(9, -1)]
-    stray = Delta(9, 1, "sign", 0.5, True, False, b"", ())
+    stray = Delta(9, 1, "sign", 0.5, True, False, b"", 0.0, ())
     assert [e.message for e in core.on_message("b", stray, 0.0)] == [LinkClosed(9, -1)]
 
 

@@ -1,55 +1,18 @@
-"""By how much each member's progress counts where their batches differ in size."""
+"""Rounds where members' batches differ in size: the mean is by their samples, and nothing is lost of it."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from round_swarm import RoundSwarm
 
+from peerd.training.batch_sizes import shares
 from peerd.training.rounds.choice import DENSE
-from peerd.training.rounds.weights import SHARES_MAX, SHARES_MIN, are_shares, shares
 from peerd.transport.errors import PeerError
 from peerd.transport.messages import RoundBegin
-
-sizes = st.one_of(st.floats(1e-3, 1e6), st.sampled_from([0.0, -1.0, math.inf, math.nan, 1e-300, 1e300]))
-
-
-@given(st.lists(sizes, min_size=1, max_size=12))
-def test_shares_follow_samples_within_bounds_whatever_is_said(said: list[float]) -> None:
-    given_ = shares(said)
-    assert are_shares(given_, len(said))
-    if not given_:
-        return
-    assert max(given_) == 1
-    assert min(given_) >= SHARES_MIN / SHARES_MAX * 0.99
-    usual = [size for size in said if 0 < size < math.inf]
-    for (size, share), (other, theirs) in pairwise(zip(said, given_, strict=True)):
-        if size in usual and other in usual:
-            assert (size <= other) <= (share <= theirs)
-    honest = sorted(zip(said, given_, strict=True), key=lambda each: each[1])
-    assert honest[-1][1] <= SHARES_MAX / SHARES_MIN * honest[0][1] * 1.01
-
-
-def test_what_hardly_differs_is_one_size() -> None:
-    for said in ([32, 32, 32], [32, 31, 33], [0, 0], [16, 0, 0], [math.nan, 5]):
-        assert shares(said) == ()
-    assert shares([64, 16, 0]) == (1, 0.25, 0.625)
-    assert shares([1e9, 16, 16]) == (1, 0.25, 0.25)
-    assert shares([1, 1600, 1600]) == (SHARES_MIN, 1, 1)
-
-
-@pytest.mark.parametrize(
-    "wrong", [(1.0,), (1.0, 0.0), (0.5, 0.5), (2.0, 1.0), (1.0, -1.0), (1.0, math.nan), (1.0, 1e-9), (1.0, 1.0, 1.0)]
-)
-def test_no_others_are_given(wrong: tuple[float, ...]) -> None:
-    assert not are_shares(wrong, 2)
 
 
 def formed(names: str, **settings: object) -> RoundSwarm:
