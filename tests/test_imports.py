@@ -25,7 +25,7 @@ CORES = {
     "peerd.transport.wire", "peerd.transport.patience", "peerd.transport.peer_queue", "peerd.transport.secure.records",
     "peerd.transport.secure.signing", "peerd.training.effects",
     "peerd.training.mode", "peerd.training.mode_core", "peerd.training.mode_settings", "peerd.training.early",
-    "peerd.training.counts", "peerd.training.plain_numbers",
+    "peerd.training.batch_sizes", "peerd.training.counts", "peerd.training.plain_numbers",
     "peerd.training.flush", "peerd.training.refusal", "peerd.training.room",
     "peerd.training.sample", "peerd.training.scratch", "peerd.training.sketch",
     "peerd.training.partnered", "peerd.training.trigger", "peerd.training.trigger_check",

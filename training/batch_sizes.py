@@ -13,8 +13,6 @@ import math
 from collections.abc import Sequence
 from statistics import median
 
-from peerd.training.rounds.weights import scales
-
 SHARES_MAX, SHARES_MIN = 4.0, 1 / 16
 """Times the median: a model that is worth more would be that of whoever claims to have the largest batches."""
 PAIR_MIN = 1 / 16
@@ -32,7 +30,7 @@ def shares(samples: Sequence[float]) -> tuple[float, ...]:
         return ()
     usual = median(said)
     sizes = [min(max(size, usual * SHARES_MIN), usual * SHARES_MAX) if is_said(size) else usual for size in samples]
-    return () if max(sizes) <= ALIKE * min(sizes) else tuple(scales(sizes))
+    return () if max(sizes) <= ALIKE * min(sizes) else tuple(size / max(sizes) for size in sizes)
 
 
 def are_shares(given: Sequence[float], members: int) -> bool:
