@@ -28,6 +28,7 @@ from peerd.transport.messages import NO_TLS, BulkAnswer, BulkOffer, Chunk, Messa
 from peerd.transport.patience import GREETING_DEADLINE_S, PATIENCE_S, SLOWEST_RATE
 from peerd.transport.sending.budget import Budget
 from peerd.transport.sending.send_queue import OutOfBand, Piece, SendQueue
+from peerd.transport.turn import Turn
 
 YIELD_BYTES = 1 << 20  # moved without waiting before other tasks get a turn: with its checksum about 1 ms
 YIELD_SEALED = 4 << 20  # the same where records are sealed or opened: below 2 ms, and a turn finds a cold cache
@@ -136,7 +137,7 @@ class StreamConnection:
         self._waited_frame, self._waited_s = -1, 0.0  # how long was waited for the frame under way
         self._bulk_size, self._bulk_waited_s = 0, 0.0  # the same of the bulk message under way
         self._yield_bytes = YIELD_BYTES
-        self._unyielded = 0  # bytes received without giving other tasks a turn
+        self._turn = Turn()  # of who receives
         self._waited = False  # for something since the last message
 
     def __repr__(self) -> str:
@@ -245,6 +246,7 @@ class StreamConnection:
         assert self._shake_hands is None, "not in the clear"
         if not self._waited:
             await trio.lowlevel.checkpoint()
+            self._turn.begins()
         self._waited = False
         if self._lost is not None:
             raise ConnectionLost(*self._lost.args)
@@ -331,7 +333,8 @@ class StreamConnection:
             await trio.lowlevel.checkpoint()
 
     async def _write_stream(self, pieces: list[Chunk]) -> None:
-        first = unyielded = 0
+        first, turn = 0, Turn()
+        turn.begins()
         while first < len(pieces):
             batch = pieces[first : first + PIECES_MAX]
             if self._budget is not None:
@@ -340,14 +343,11 @@ class StreamConnection:
                 sent = self._stream.send_some(batch)
             except BlockingIOError:
                 await self._wait_sendable()
-                unyielded = 0
+                turn.begins()
                 continue
-            unyielded += sent
             self._granted = max(0, self._granted - sent)
             first = _advance(pieces, first, sent)
-            if unyielded >= self._yield_bytes:
-                await trio.lowlevel.checkpoint()
-                unyielded = 0
+            await turn.moved(sent, self._yield_bytes)
 
     async def _wait_sendable(self) -> None:
         if self._budget is not None:
@@ -375,16 +375,14 @@ class StreamConnection:
             count = self._stream.receive_some(self._reader.buffer())
         except BlockingIOError:
             await self._wait_receivable()
-            self._unyielded, self._waited = 0, True
+            self._turn.begins()
+            self._waited = True
             return
         if not count:
             where = " in the middle of a message" if self._midway else ""
             raise ConnectionLost(f"{self.remote}: closed by the peer{where}")
         self._reader.received(count)
-        self._unyielded += count
-        if self._unyielded >= self._yield_bytes:
-            await trio.lowlevel.checkpoint()
-            self._unyielded = 0
+        await self._turn.moved(count, self._yield_bytes)
 
     @property
     def _midway(self) -> bool:
@@ -426,10 +424,7 @@ class StreamConnection:
         chunk = channel.take()
         self._bulk_received += len(chunk)
         self._reader.received_out_of_band(chunk)
-        self._unyielded += len(chunk)
-        if self._unyielded >= (YIELD_BYTES if channel.checked else YIELD_UNCHECKED):
-            await trio.lowlevel.checkpoint()
-            self._unyielded = 0
+        await self._turn.moved(len(chunk), YIELD_BYTES if channel.checked else YIELD_UNCHECKED)
 
     async def _wait_out_of_band(self, channel: BulkChannel) -> None:
         """Wait for a chunk that is late, and look meanwhile whether the stream lives."""
