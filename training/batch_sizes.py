@@ -3,15 +3,17 @@
 Steps of small batches are noisy, and where they count as much as others the mean is so, too: a transformer, trained by
 four nodes of which one has batches eight times as large, ends 4 points lower (RESULTS.md).
 
-By a step, and not by all samples since models last met: who made fewer steps has come less far as it is (Wang et al.
-2020, arXiv:2007.07481).
+Who has larger batches and is slower for it has not seen more: its model is old when it comes, and must not draw the
+others' as if it had. So a node counts more only if it has larger batches and has seen more, less only if both are
+smaller, and by the nearer to one of the two.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import median
+from dataclasses import dataclass
+from statistics import median, median_low
 
 SHARES_MAX, SHARES_MIN = 4.0, 1 / 16
 """Times the median: a model that is worth more would be that of whoever claims to have the largest batches."""
@@ -20,36 +22,52 @@ ALIKE = 1.1
 """What differs by less than this factor is one size."""
 
 
-def shares(samples: Sequence[float]) -> tuple[float, ...]:
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one node says; 0: it does not."""
+
+    samples: float = 0.0  # of a step
+    seen: float = 0.0  # a second, where two are compared; since its last contribution, where members of a round are
+
+    @property
+    def is_said(self) -> bool:
+        """Whether both are sizes."""
+        return 0 < self.samples < math.inf and 0 < self.seen < math.inf
+
+    def worth(self, other: Work) -> float:
+        """How many times as much as the other's it is worth."""
+        if not (self.is_said and other.is_said):
+            return 1.0
+        return median((self.samples / other.samples, self.seen / other.seen, 1.0))
+
+
+def shares(works: Sequence[Work]) -> tuple[float, ...]:
     """Of each member's progress in the mean of a round, the largest 1; empty: all count alike.
 
-    Who does not say counts as the median of those who do.
+    Who does not say counts as the median of those who do, of two the lower one.
     """
-    said = [size for size in samples if is_said(size)]
+    said = [work for work in works if work.is_said]
     if not said:
         return ()
-    usual = median(said)
-    sizes = [min(max(size, usual * SHARES_MIN), usual * SHARES_MAX) if is_said(size) else usual for size in samples]
-    return () if max(sizes) <= ALIKE * min(sizes) else tuple(size / max(sizes) for size in sizes)
+    usual = Work(median_low(work.samples for work in said), median_low(work.seen for work in said))
+    worths = [min(SHARES_MAX, max(SHARES_MIN, work.worth(usual))) for work in works]
+    return () if max(worths) <= ALIKE * min(worths) else tuple(each / max(worths) for each in worths)
 
 
 def are_shares(given: Sequence[float], members: int) -> bool:
     """Whether so many members can have been given this."""
+    if not given:
+        return True
     least = SHARES_MIN / SHARES_MAX / ALIKE  # but for rounding
-    return not given or (len(given) == members and max(given) == 1 and all(share >= least for share in given))
+    near = max(given) == 1 <= ALIKE * SHARES_MAX * median_low(given)
+    return len(given) == members and near and all(share >= least for share in given)
 
 
-def share_of_pair(ours: float, theirs: float) -> float:
+def share_of_pair(ours: Work, theirs: Work) -> float:
     """What part of the way to the other, as the gain has it, our model goes: all, or less than all if it is worth more.
 
-    The other goes its own part of the same way back, so that the mean of the two, each by its samples, stays. Nobody
-    goes further than where both count alike, whatever the other says of its batches.
+    The other goes its own part of the same way back, so that the mean of the two, each by its worth, stays. Nobody goes
+    further than where both count alike, whatever the other says of its batches.
     """
-    if not (is_said(ours) and is_said(theirs)) or ours <= ALIKE * theirs:
-        return 1.0
-    return max(PAIR_MIN, theirs / ours)
-
-
-def is_said(samples: float) -> bool:
-    """Whether it is a size of batches."""
-    return 0 < samples < math.inf
+    times = ours.worth(theirs)
+    return 1.0 if times <= ALIKE else max(PAIR_MIN, 1 / times)

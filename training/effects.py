@@ -112,4 +112,4 @@ class StepReport:
     published: bool  # a fresh copy of the model has just arrived
     finishing: bool  # no further step will come: flush
     stands: bool = False  # the trainer waits at its mode's barrier for a Resume
-    samples: float = 0.0  # a step, on average since the trainer came; 0: it does not say
+    samples: float = 0.0  # a step, of late; 0: it does not say

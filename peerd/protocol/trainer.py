@@ -101,7 +101,7 @@ class Stepped(Said):
     change: float
     lr_ratio: float
     stands: bool  # at its mode's barrier; a trainer that does not say so would wait in vain
-    samples: float  # a step, on average since it came; 0: it does not say
+    samples: float  # a step, of late; 0: it does not say
     published: int | None = None  # the copy that was written
     rolled_back: bool = False
     finishing: bool = False

@@ -22,10 +22,8 @@ import numpy as np
 from peerd.membership.core import Membership
 from peerd.membership.table_exchange import PUSH_PULL_DEADLINE_S
 from peerd.simulation.world import Violation, World
-from peerd.training.batch_sizes import share_of_pair
-from peerd.training.codecs.difference import norm_of_difference
 from peerd.training.effects import Apply, Effect, Vector
-from peerd.training.pairs.reference import PairedReference
+from peerd.training.pairs.reference import PairedReference, share_of
 from peerd.training.trigger import SILENCE_MAX_S
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import Delta, State
@@ -35,6 +33,8 @@ QUEUED_MAX = 16
 window of pieces, the confirmations of another, and what is ordered and reported."""
 SILENCE_SLACK_S = 30.0  # a partner may be busy, and an exchange takes its time on a thin line
 LAST_WORD_FLIGHTS = 4  # of a dial, and of a table each way: what a suspect is asked for before it is declared failed
+SHARE_TOLERANCE, TINY = 1e-4, 1e-30
+"""Of corrections that are not opposite to the bit, as each end takes its share in float32; TINY ones are rounded."""
 SUM_TOLERANCE = 1e-9  # relative, of float64 sums over many steps
 
 Key = tuple[int, int, int]
@@ -72,7 +72,8 @@ class _Half:
     theirs: int
     correction: int | None  # unknown where it went to a centre variable, not to the node's model
     opposite: int | None
-    length: float  # of the correction, as it would be where both ends count alike
+    total: float  # of the correction, as it would be where both ends count alike, and how long that is
+    length: float
     counts_alike: bool
 
 
@@ -155,7 +156,7 @@ class Checkers:
             self.exchanges += self._waiting.pop((message.link, message.seq), None) is not None
             return
         assert reference.answered is not None, "it has applied this exchange"
-        share = share_of_pair(reference.answered.samples, message.samples)
+        share = share_of(reference.answered, message)
         half = _half(node.id, reference, corrections[0], share)
         other = self._waiting.pop((message.link, message.seq), None)
         if other is None:
@@ -179,7 +180,12 @@ class Checkers:
         if None in (half.correction, other.correction):
             return
         alike = half.counts_alike and other.counts_alike
-        if half.correction != other.opposite if alike else not math.isclose(half.length, other.length, rel_tol=1e-4):
+        if alike:
+            opposite = half.correction == other.opposite
+        else:
+            near = SHARE_TOLERANCE * (half.length + other.length) + TINY
+            opposite = abs(half.length - other.length) < near and abs(half.total + other.total) < near
+        if not opposite:
             self.fail(f"{who}: their corrections are not opposite, so the mean moves")
 
     # ---------------------------------------------------------------- now and then
@@ -230,6 +236,7 @@ def _half(node: NodeId, reference: PairedReference, correction: Vector | None, s
         zlib.crc32(reference.theirs[:].data),
         None if correction is None else zlib.crc32((correction + 0.0).data),
         None if correction is None else zlib.crc32((0.0 - correction).data),
-        0.0 if correction is None else norm_of_difference(correction) / share,
+        0.0 if correction is None else float(correction.sum(dtype=np.float64)) / share / math.sqrt(correction.size),
+        0.0 if correction is None else float(np.linalg.norm(correction.astype(np.float64))) / share,
         share == 1,
     )

@@ -1,4 +1,4 @@
-"""What of the figures that a script gives with a step is a number? They are only shown: none may end a training."""
+"""What of the figures that a script gives with a step is a number? None may end a training."""
 
 from __future__ import annotations
 

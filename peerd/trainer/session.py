@@ -56,6 +56,7 @@ LISTEN_EVERY_S = 1.0  # to a daemon that says nothing: it may be gone
 RATIO_TOLD = 1.1  # the learning rate changes by this factor before the daemon hears of it
 COPY_EVERY = 200  # times what a copy takes: how old the daemon's may be, as it is all that is left of a killed trainer
 COPY_EVERY_MIN_S = 1.0
+BATCHES = 100  # of which the usual size counts
 
 
 Expected = TypeVar("Expected", bound=Said)
@@ -111,7 +112,8 @@ class Session:
             say("CUDA does not pin the shared memory: copies of the model will be slower")
         self._board = self._memory.board
         self._watch = ChangeWatch()
-        self._samples = self._said_steps = 0  # since this trainer came
+        self._samples = 0  # since this trainer came
+        self._batch, self._batches = 0.0, 0  # samples of a step, of late, and how many steps have said theirs
         self._ranks = 1 if ranks is None else ranks.count
         self._loss = math.nan  # none was said yet
         self._lr_max = 0.0
@@ -361,7 +363,10 @@ class Session:
     ) -> tuple[float, float]:
         """The figures, for whoever looks; returns the learning rate, and its ratio to the largest so far."""
         lr, ratio = self._rates()
-        self._samples, self._said_steps = min(self._samples + samples, SAMPLES_MAX), self._said_steps + 1
+        self._samples = min(self._samples + samples, SAMPLES_MAX)
+        if samples:
+            self._batches = min(self._batches + 1, BATCHES)
+            self._batch += (samples - self._batch) / self._batches
         if loss is not None and math.isfinite(loss):
             self._loss = loss
         self._board.note(step, self._samples, now, self._loss, lr, self._lr_max, metrics)
@@ -410,8 +415,7 @@ class Session:
         change = self._watch.change
         copy = self._publish(self._client.next_copy) if copies else None
         self._told_ratio = ratio
-        samples = self._ranks * self._samples / max(1, self._said_steps)
-        said = Stepped(step, change, ratio, stands, samples, copy, rolled_back, **rest)
+        said = Stepped(step, change, ratio, stands, self._ranks * self._batch, copy, rolled_back, **rest)
         if copy is not None and self._publication.under_way:
             self._unsaid = said
         else:

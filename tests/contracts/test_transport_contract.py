@@ -114,7 +114,7 @@ SAMPLES = [
     ModelRequest(bytes(16)), SpeedRequest(), SpeedSample((b"any",)),
     ModelSnapshot(5, "float32", (b"abcd", b"", bytes(40_000))), LinkOpen(6, bytes(16)), LinkSnapshot(6, "int8", ()),
     LinkEqual(6), ModelEqual(7), ModelPromise(bytes(32)), SketchRequest(bytes(16)), ModelSketch(bytes(16), bytes(488)),
-    Delta(6, 7, "sign", 0.25, True, False, b"\x00" * 8, 16.0, (b"x" * 100,)),
+    Delta(6, 7, "sign", 0.25, True, False, b"\x00" * 8, 16.0, 20.0, (b"x" * 100,)),
     LinkClose(6, 7), LinkClosed(6, 7), DeltaTaken(6, 7),
     Push(1, 2, "sign", 0.5, 0.25, True, False, (b"p" * 99,)), Pushed(1, 2, 2, 0.125, False), PushForgotten(1, 2),
     Pull(1, 0, True),
@@ -280,7 +280,7 @@ async def test_messages_of_a_queue_arrive_in_order(carrier: MakeEnds) -> None:
         for number in range(300):
             size = 5000 if number % 7 == 0 else 0
             sent.append(
-                Delta(1, number, "c", 0.5, True, False, b"", 0.0, (bytes(size),)) if size else LinkClosed(number)
+                Delta(1, number, "c", 0.5, True, False, b"", 0.0, 0.0, (bytes(size),)) if size else LinkClosed(number)
             )
 
         async def send_all() -> None:

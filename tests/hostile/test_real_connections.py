@@ -36,7 +36,7 @@ def test_bytes_that_are_no_messages(them: Victims) -> None:
         frame(255, payload_length=0xFFFFFFFF),
         frame(ModelSnapshot.KIND, msgpack.packb([[1 << 62], 0, "float32"])),
         frame(ModelSnapshot.KIND, msgpack.packb([[wire.CHUNK_MAX] * 1024, 0, "float32"])),
-        stream_bytes(Delta(7, 1, "sign", 0.1, True, False, b"", 0.0, (swollen,))),
+        stream_bytes(Delta(7, 1, "sign", 0.1, True, False, b"", 0.0, 0.0, (swollen,))),
         stream_bytes(ModelSnapshot(1, "bfloat16", (swollen,))),
     ]
     with them.unharmed(), Stranger() as stranger:

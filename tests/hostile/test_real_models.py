@@ -104,7 +104,7 @@ def test_a_delta_of_one_who_is_no_member(them: Victims) -> None:
     with them.unharmed(), attacker("stranger", them) as attack:
         for address in them.addresses:
             for seq in (1, 2):
-                delta = Delta(7, seq, "sign", 0.5, True, False, b"", 0.0, chunks(them, "sign", 1e3))
+                delta = Delta(7, seq, "sign", 0.5, True, False, b"", 0.0, 0.0, chunks(them, "sign", 1e3))
                 attack.offer(address, plan, LinkOpen(7), delta)
 
 

@@ -225,11 +225,11 @@ def test_deltas_of_a_partner(size: float, fresh: Victims) -> None:
         def answer(sender: str, message: Message) -> None:
             match message:
                 case LinkOpen(link):
-                    first = Delta(link, 1, "float32", 1.0, True, False, unlimited, 0.0, chunks)
+                    first = Delta(link, 1, "float32", 1.0, True, False, unlimited, 0.0, 0.0, chunks)
                     say(sender, LinkSnapshot(link, "float32", nothing), first)
                 case Delta(link=link, seq=seq):
                     answered.append(seq)
-                    say(sender, Delta(link, seq + 1, "float32", 1.0, True, False, unlimited, 0.0, chunks))
+                    say(sender, Delta(link, seq + 1, "float32", 1.0, True, False, unlimited, 0.0, 0.0, chunks))
 
         attack.misbehave = answer
         for told in attack.heard[:]:  # they were quicker

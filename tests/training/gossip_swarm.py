@@ -10,6 +10,15 @@ import numpy as np
 from mode_swarm import Core, ModeSwarm
 
 from peerd.training.effects import Effect, Vector
+from peerd.training.pairs.duration import StepTime
+
+
+class EverySecond(StepTime):
+    """Of nodes that are equally fast."""
+
+    @property
+    def seconds(self) -> float:
+        return 1.0
 
 
 class GossipSwarm(ModeSwarm):
@@ -30,8 +39,8 @@ class GossipSwarm(ModeSwarm):
         self._counts_as = dict(zip(names, samples, strict=True)) if samples else dict.fromkeys(names, 1.0)
         for name, node in self.nodes.items():
             node.samples = self._counts_as[name] if samples else 0.0
-            if samples:
-                node.core._samples = node.samples  # else it is known from the first step on
+            if samples:  # both are known from the first steps on
+                node.core._samples, node.core._choice._step_time = node.samples, EverySecond()
         first, *others = (self._counts_as[name] * node.x for name, node in self.nodes.items())
         self.initial_sum: Vector = sum(others, first)
         self.injected = np.zeros(size)

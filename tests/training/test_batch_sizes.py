@@ -11,48 +11,86 @@ from gossip_swarm import GossipSwarm
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.training.batch_sizes import ALIKE, PAIR_MIN, SHARES_MAX, SHARES_MIN, are_shares, share_of_pair, shares
+from peerd.training.batch_sizes import (
+    ALIKE,
+    PAIR_MIN,
+    SHARES_MAX,
+    SHARES_MIN,
+    Work,
+    are_shares,
+    share_of_pair,
+    shares,
+)
 
 odd = st.sampled_from([0.0, -1.0, math.inf, math.nan, 1e-300, 1e300])
 sizes = st.one_of(st.floats(1e-3, 1e6), odd)
 
 
-@given(st.lists(sizes, min_size=1, max_size=12))
-def test_shares_follow_samples_within_bounds_whatever_is_said(said: list[float]) -> None:
+works = st.builds(Work, sizes, sizes)
+
+
+def at_one_speed(*samples: float) -> list[Work]:
+    return [Work(size, 10 * size) for size in samples]
+
+
+@given(st.lists(works, min_size=1, max_size=12))
+def test_shares_are_within_bounds_whatever_is_said(said: list[Work]) -> None:
     found = shares(said)
     assert are_shares(found, len(said))
-    if not found:
-        return
-    assert max(found) == 1
-    usual = [(size, share) for size, share in zip(said, found, strict=True) if 0 < size < math.inf]
-    for (_, less), (_, more) in pairwise(sorted(usual)):
+    if found:
+        assert max(found) == 1
+        assert min(found) >= SHARES_MIN / SHARES_MAX * 0.99
+
+
+@given(st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=12))
+def test_at_one_speed_shares_follow_samples(samples: list[float]) -> None:
+    found = shares(at_one_speed(*samples))
+    for (_, less), (_, more) in pairwise(sorted(zip(samples, found, strict=False))):
         assert less <= more
-    assert min(found) >= SHARES_MIN / SHARES_MAX * 0.99
 
 
 def test_what_hardly_differs_is_one_size() -> None:
     for said in ([32, 32, 32], [32, 31, 33], [0, 0], [16, 0, 0], [math.nan, 5]):
-        assert shares(said) == ()
-    assert shares([64, 16, 0]) == (1, 0.25, 0.625)
-    assert shares([1e9, 16, 16]) == (1, 0.25, 0.25)
-    assert shares([1, 1600, 1600]) == (SHARES_MIN, 1, 1)
+        assert shares(at_one_speed(*said)) == ()
+    assert shares(at_one_speed(32, 16, 0)) == (1, 0.5, 0.5)
+    assert shares(at_one_speed(1e9, 16, 16)) == (1, 1 / SHARES_MAX, 1 / SHARES_MAX)
+    assert shares(at_one_speed(1e9, 16)) == (1, 1 / SHARES_MAX)
+    assert shares(at_one_speed(1, 1600, 1600)) == (SHARES_MIN, 1, 1)
+
+
+def test_who_has_larger_batches_and_has_seen_no_more_counts_as_others() -> None:
+    assert shares([Work(64, 80), Work(8, 80), Work(8, 80)]) == ()
+    assert shares([Work(64, 40), Work(8, 80), Work(8, 80)]) == ()
+    assert shares([Work(64, 160), Work(8, 80), Work(8, 80)]) == (1, 0.5, 0.5)
+    assert shares([Work(8, 640), Work(8, 80), Work(8, 80)]) == (), "and who has only made more steps"
+    assert share_of_pair(Work(64, 80), Work(8, 80)) == share_of_pair(Work(8, 80), Work(64, 80)) == 1
+    assert share_of_pair(Work(64, 160), Work(8, 80)) == 0.5
 
 
 @pytest.mark.parametrize(
-    "wrong", [(1.0,), (1.0, 0.0), (0.5, 0.5), (2.0, 1.0), (1.0, -1.0), (1.0, math.nan), (1.0, 1e-9), (1.0, 1.0, 1.0)]
-)
+    "wrong",
+    [
+        (1.0,), (1.0, 0.0), (0.5, 0.5), (2.0, 1.0), (1.0, -1.0), (1.0, math.nan), (math.nan, 1.0), (1.0, 1e-9),
+        (1.0, 1.0, 1.0), (1.0, 0.1),
+    ],
+)  # fmt: skip
 def test_no_others_are_given(wrong: tuple[float, ...]) -> None:
     assert not are_shares(wrong, 2)
 
 
-@given(sizes, sizes)
-def test_two_go_their_shares_of_one_way_and_nobody_goes_further_than_all_of_it(ours: float, theirs: float) -> None:
+def test_no_leader_can_make_a_mean_its_own() -> None:
+    assert not are_shares((1.0, *[1 / 64] * 7), 8)
+    assert are_shares((1.0, *[1 / 4] * 7), 8)
+
+
+@given(works, works)
+def test_two_go_their_shares_of_one_way_and_nobody_goes_further_than_all_of_it(ours: Work, theirs: Work) -> None:
     here, there = share_of_pair(ours, theirs), share_of_pair(theirs, ours)
     assert PAIR_MIN <= min(here, there) <= max(here, there) == 1
-    if min(ours, theirs) > 0 and max(ours, theirs) < math.inf and PAIR_MIN < ours / theirs < 1 / PAIR_MIN:
-        assert here * ours == pytest.approx(there * theirs, rel=ALIKE - 1)
-        if not 1 / ALIKE <= ours / theirs <= ALIKE:
-            assert here * ours == pytest.approx(there * theirs)
+    worth = ours.worth(theirs)
+    assert worth * theirs.worth(ours) == pytest.approx(1.0) or worth in (0.0, math.inf)
+    if PAIR_MIN < worth < 1 / PAIR_MIN and not 1 / ALIKE <= worth <= ALIKE:
+        assert here * worth == pytest.approx(there)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -88,7 +88,7 @@ def test_no_rate(text: str) -> None:
 
 def bulk(size: int) -> Delta:
     chunk = random.Random(size).randbytes(size)
-    return Delta(7, 1, "float32", 0.5, False, False, b"", 0.0, (chunk,))
+    return Delta(7, 1, "float32", 0.5, False, False, b"", 0.0, 0.0, (chunk,))
 
 
 class Ends:

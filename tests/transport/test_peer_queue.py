@@ -25,7 +25,7 @@ def report(number: int) -> RoundReport:
 
 
 def half(seq: int, chunk: bytes) -> Delta:
-    return Delta(1, seq, "sign", 0.5, True, False, b"", 0.0, (chunk,))
+    return Delta(1, seq, "sign", 0.5, True, False, b"", 0.0, 0.0, (chunk,))
 
 
 messages: st.SearchStrategy[Message] = st.one_of(

@@ -167,11 +167,11 @@ def test_chunks_are_not_copied() -> None:
 
 
 OURS = {
-    "int for float is taken": (Delta(1, 2, "c", 1, True, True, b"", 0, ()), True),
+    "int for float is taken": (Delta(1, 2, "c", 1, True, True, b"", 0, 0, ()), True),
     "bool for int": (LinkClosed(True), False),
     "float for int": (LinkClosed(1.0), False),  # type: ignore[arg-type]
     "int over 64 bit": (LinkClosed(2**64), False),
-    "not finite": (Delta(1, 2, "c", math.nan, True, True, b"", 0.0, ()), False),
+    "not finite": (Delta(1, 2, "c", math.nan, True, True, b"", 0.0, 0.0, ()), False),
     "a long string": (replace(PING, sender="x" * 257), False),
     "long meta": (replace(PING, news=(replace(MEMBER, meta=bytes(513)),)), False),
     "too many members": (replace(PING, news=(MEMBER,) * 1025), False),

@@ -41,6 +41,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from peerd.training.batch_sizes import Work
 from peerd.training.codecs.difference import digest, norm_of_difference
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Apply, Effect, Proceed, Resume, StepReport, Vector
@@ -123,7 +124,8 @@ class AllReduce(ModeClass):
         self._due = False  # a round should begin
         self._due_step = self._every  # the next step after which one should
         self._step = 0
-        self._taken_at = 0  # the step of the last contribution
+        self._taken_at = self._given_at = 0  # the step of the last contribution, and of the last that was in a round
+        self._samples = 0.0  # of a step of our trainer's; 0: it does not say
         self._settled_at = 0  # the step from which there may be another
         self._lands = False  # a correction is on its way to the trainer, whose next report tells the step
         self._waits = False  # the trainer is at its barrier
@@ -170,9 +172,9 @@ class AllReduce(ModeClass):
             effects += self._perform(self._rounds.finish(False, now), now)
             self._landing = None
         self._waits = report.stands
-        self._rounds.samples = report.samples or self._rounds.samples
+        self._samples = report.samples
         if report.step < self._step:  # another trainer went on from an earlier one
-            self._settled_at = self._taken_at = 0
+            self._settled_at = self._taken_at = self._given_at = 0
             self._lands = False
         if report.step < self._step or (self._step == 0 and self._quorum is None):
             self._due_after(report.step - 1)
@@ -284,6 +286,7 @@ class AllReduce(ModeClass):
         elif self._overlap == "hpsgd":
             self._origin = values.copy()
         self._taken = values
+        self._rounds.work = Work(self._samples, self._samples * (self._step - self._given_at))
         if self._start is not None and self._keeps_agreed and self._rounds.round == 0:
             self._rounds.starts_from(digest(self._start))
         if early:
@@ -387,13 +390,15 @@ class AllReduce(ModeClass):
             self._agreed = self._start
         begin, where, mean = committed.begin, committed.where, self._bounded(committed)
         assert self._taken is not None, "nobody is in a round without a contribution"
-        taken = self._taken[where]
+        taken, self._given_at = self._taken[where], self._taken_at
         target = self._agree(mean, where, begin)
         stays = committed.lost if self._concentration is not None and begin.codec == DENSE else None
         if begin.final:
             self._lost = None
         elif stays is not None:  # and comes to the next round by our share, as all that the model has
             self._lost = (1 - self._share(begin)) * stays if begin.shares else None
+        elif begin.whole and self._codec == DENSE and self._concentration is not None:
+            self._lost = None  # the rest of what has stayed in the model, which was contributed whole
         elif not begin.whole and (self._lost is not None or committed.lost is not None):
             lost = np.zeros_like(mean) if committed.lost is None else committed.lost
             self._lost = self._with(self._lost, where, lost)

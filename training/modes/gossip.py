@@ -16,6 +16,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Collection
 
+from peerd.training.batch_sizes import Work
 from peerd.training.codecs.vector import VALUE_MAX, Layout, NotFinite
 from peerd.training.effects import Apply, Effect, Log, Send, StepReport, Vector
 from peerd.training.flush import FLUSH_CODEC
@@ -58,6 +59,7 @@ ALONE = (
     "all partners' runs have ended: this node trains on alone, on its own data, and their models follow (a loop over "
     "swarm.steps(N) ends with theirs)"
 )
+STEP_MIN_S = 1e-9
 VALUE_TIMES = 1e4
 """A value of another's model is at most so many times as large as the norm of ours."""
 
@@ -97,7 +99,8 @@ class Gossip(PartneredMode[PairLink]):
         """See `PartneredMode`."""
         self._reclaim()
         self._choice.heard(report.step, now)
-        self._samples = report.samples or self._samples
+        if not report.finishing:
+            self._samples = report.samples
         if report.finishing and not self._report.finishing and self._settings.robust:
             self._look(self._current(), report)
             self._allowances.end_run(self._compared())
@@ -335,12 +338,13 @@ class Gossip(PartneredMode[PairLink]):
             overlapping = sum([link.reference.under_way is not None for link in self._links.live()])
             limit = min(self.gain_limit, 1 / (2 + overlapping))
         gain = self._gain(codec)
+        work = Work(self._samples, self._samples / max(STEP_MIN_S, self._choice.step_s))
         free = self._report.finishing and self._comparable() < COMPARED_MIN
         if not self._settings.robust or answers or free:  # an answer to our half: that one has said its limits
-            return ExchangeHalf(codec, gain, limit, self._report.finishing, b"", self._values_max(), self._samples)
+            return ExchangeHalf(codec, gain, limit, self._report.finishing, b"", self._values_max(), work)
         self._look(values, self._report)
         limits = packed(self._allowances.limits(link.peer, self._compared()))
-        return ExchangeHalf(codec, gain, limit, self._report.finishing, limits, self._values_max(), self._samples)
+        return ExchangeHalf(codec, gain, limit, self._report.finishing, limits, self._values_max(), work)
 
     def _look(self, values: Vector, report: StepReport) -> None:
         self._allowances.look(values, report.step, report.lr_ratio)

@@ -24,6 +24,8 @@ RATE_MIN = 0.3
 """Of the largest learning rate. Below it models come together by themselves, and more bytes improve nothing."""
 STEPS_MAX = 10
 """An exchange that takes more of them comes late: both ends have gone on from what it tells."""
+AGAIN = 32
+"""After so many exchanges without it COARSE is tried again: what it would take is only reckoned then."""
 QUICKER = 0.7
 """Of what COARSE takes: where SPARSE takes more than this, bytes are not what takes so long."""
 
@@ -59,7 +61,8 @@ class CodecChoice:
 
     def of(self, link: PairLink) -> str:
         """The next exchange that this end begins."""
-        if self._is_slow(link, COARSE) and link.took.of(SPARSE) < QUICKER * link.took.of(COARSE):
+        quicker = link.took.of(SPARSE) < QUICKER * link.took.of(COARSE)
+        if self._is_slow(link, COARSE) and quicker and link.took.since(COARSE) < AGAIN:
             return SPARSE
         return FINE if link.fine_left else COARSE
 
@@ -68,5 +71,10 @@ class CodecChoice:
         two models mix."""
         return theirs if theirs in BY_BYTES else self.of(link)
 
+    @property
+    def step_s(self) -> float:
+        """The usual step of this node, in seconds; infinite before any is known."""
+        return self._step_time.seconds
+
     def _is_slow(self, link: PairLink, codec: str) -> bool:
-        return link.took.of(codec) > STEPS_MAX * self._step_time.seconds
+        return link.took.of(codec) > STEPS_MAX * self.step_s

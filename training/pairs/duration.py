@@ -77,7 +77,10 @@ class Durations:
                 break
         return takes
 
+    def since(self, codec: str) -> int:
+        """How many exchanges ago there was one by it."""
+        return self._exchanges - self._measured_at.get(codec, 0)
+
     def _known(self, codec: str) -> float:
         """Unless that is long ago."""
-        number = self._measured_at.get(codec, -OLD)
-        return self._seconds[codec] if self._exchanges - number < OLD else 0.0
+        return self._seconds.get(codec, 0.0) if self.since(codec) < OLD else 0.0

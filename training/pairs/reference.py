@@ -7,7 +7,7 @@ knows of the peer's). An exchange is two halves, one from each end, under one se
     mine += q_mine;  theirs += q_theirs       the same bits on both ends
     x += gain * (theirs - mine)               the peer adds exactly the negative: the mean of the two is conserved
 
-The end whose steps are of more samples adds less, so that the mean of the two by their samples is conserved.
+The end whose steps are of more samples adds less (batch_sizes.py): the mean by what the two are worth is conserved.
 Both ends scale what they add to a tensor down to the lower of the limits that come with the halves (robust.py).
 
 Neither reference moves until both halves are known, so an exchange that is cut is either repeated (the half under way
@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from peerd.training.batch_sizes import share_of_pair
+from peerd.training.batch_sizes import Work, share_of_pair
 from peerd.training.codecs import vector
 from peerd.training.codecs.difference import decode_onto
 from peerd.training.codecs.vector import GAIN_MAX, VALUE_MAX, Gain, Layout, NotFinite
@@ -40,6 +40,9 @@ from peerd.transport.errors import PeerError
 from peerd.transport.messages import Delta, DeltaTaken, LinkClosed
 
 KEPT_MAX = 1 << 14  # values: of a larger model our half is decoded again, as keeping it would take another copy
+
+
+NOTHING_SAID = Work()
 
 
 class LinkMismatch(Exception):
@@ -56,7 +59,7 @@ class ExchangeHalf:
     finishing: bool
     limits: bytes = b""  # how far each tensor may be moved (robust.py)
     value_max: float = VALUE_MAX  # what no weight of the peer's can be beyond
-    samples: float = 0.0  # of a step; 0: that is not known
+    work: Work = NOTHING_SAID
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,6 +79,14 @@ class Outcome:
 
     reply: Delta | DeltaTaken | None
     exchanged: Exchanged | None = None
+
+
+def share_of(ours: Delta, theirs: Delta) -> float:
+    """What part of the way that an exchange of these halves allows our end goes. At a run's end both go all of it: who
+    comes less far would use up what it allows the other (robust.py)."""
+    if ours.finishing or theirs.finishing:
+        return 1.0
+    return share_of_pair(Work(ours.samples, ours.samples_s), Work(theirs.samples, theirs.samples_s))
 
 
 class PairedReference:
@@ -177,7 +188,8 @@ class PairedReference:
             wants_answer,
             half.finishing,
             half.limits,
-            half.samples,
+            half.work.samples,
+            half.work.seen,
             chunks,
         )
         return self.under_way
@@ -195,7 +207,7 @@ class PairedReference:
         self._torn = True
         self.distances = self._tensors.move(self.mine, self._pieces(self.under_way), self.theirs, theirs_next)
         self._torn = False
-        share = share_of_pair(self.under_way.samples, theirs.samples)
+        share = share_of(self.under_way, theirs)
         scale = share * factors(gain, self.distances, unpacked(self.under_way.limits, len(self._tensors)), limits)
         self._tensors.scale(theirs_next, scale)
         self.version += 1
@@ -267,7 +279,7 @@ class Unfinished:
         limits = unpacked(theirs.limits, len(tensors))
         correction = decode_onto(theirs.codec, self.layout, theirs.chunks, self._apart, self._scratch, corrects=True)
         gain, ours = min(theirs.gain, self.under_way.gain), unpacked(self.under_way.limits, len(tensors))
-        share = share_of_pair(self.under_way.samples, theirs.samples)
+        share = share_of(self.under_way, theirs)
         tensors.scale(correction, share * factors(gain, tensors.norms(correction), ours, limits))
         self.version += 1
         self.answered = self.under_way if theirs.wants_answer else None

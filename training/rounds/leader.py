@@ -27,7 +27,7 @@ import random
 from collections import Counter
 from typing import Any
 
-from peerd.training.batch_sizes import shares
+from peerd.training.batch_sizes import Work, shares
 from peerd.training.mode_settings import AUTO, GRADIENTS, STANDING, ModeSettings
 from peerd.training.rounds.attempt import EXACT_CODEC, LAST_CODEC, Pace, ends_whole
 from peerd.training.rounds.choice import Choice, is_left_to_leader
@@ -311,7 +311,9 @@ class Leader:
             tuple(lengths) if len(lengths) == GROUPS * len(roster) else (),
             waited=tuple(max(0.0, now - self._since[id]) for id in roster),
             every=self._choice.every(codec) if is_left_to_leader(self._settings) else 0,
-            shares=() if whole or self._gradients else shares([reports[id].samples for id in roster]),
+            shares=()
+            if whole or self._gradients
+            else shares([Work(reports[id].samples, reports[id].seen) for id in roster]),
             **(self._of_gradients(roster, reports, whole=whole) if self._gradients else {}),
         )
         self._begun_at = now

@@ -22,7 +22,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from peerd.training.batch_sizes import are_shares
+from peerd.training.batch_sizes import Work, are_shares
 from peerd.training.codecs import CODECS
 from peerd.training.codecs.vector import Layout, NotFinite
 from peerd.training.counts import REPORTED_MAX, within_step
@@ -136,7 +136,7 @@ class Rounds:
         self._lengths: deque[Lengths] = deque([()], maxlen=4)  # of our contribution, the last last
         self._blames: NodeId = ""
         self.concentration = 0.0  # of our contribution's own progress
-        self.samples = 0.0  # a step of our trainer's; 0: it does not say
+        self.work = Work()  # behind our contribution
         self._me = me
         self._layout = layout
         self._rng = rng
@@ -605,7 +605,7 @@ class Rounds:
             self._blames, self._lengths[-1] if self.phase != RoundPhase.IDLE else (),
             now - self._reached_at if self.phase != RoundPhase.IDLE else 0.0,
             self._offer.step, self._offer.weight, self._offer.nonfinite, b"" if self._agreed else self._start,
-            self._limit, self.came_early, self._is_void, self.concentration, self.samples,
+            self._limit, self.came_early, self._is_void, self.concentration, self.work.samples, self.work.seen,
         )  # fmt: skip
 
 

@@ -54,7 +54,7 @@ from peerd.transport.messages import AS_STARTED, Connected, Delta, LinkOpen, Mes
 pytestmark = pytest.mark.trio(clock="still")  # the compute thread takes no time
 
 LAYOUT = Layout(2, 2)
-HALF = Delta(1, 1, "sign", 0.5, True, False, b"", 0.0, ())
+HALF = Delta(1, 1, "sign", 0.5, True, False, b"", 0.0, 0.0, ())
 ONE = np.array([1, 1], np.float32)
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mode_swarm import ModeSwarm
 from round_swarm import RoundSwarm
 
-from peerd.training.batch_sizes import shares
+from peerd.training.batch_sizes import Work, shares
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Vector
 from peerd.training.mode_settings import ModeSettings
@@ -49,7 +49,7 @@ def test_every_fragment_follows_the_outer_step_at_its_own_rounds(
     models = {name: swarm.nodes[name].x.copy() for name in names}
     agreed, momentum = models["a"].copy(), np.zeros(SIZE)
     sizes = samples[:count]
-    weights = shares(sizes) or (1.0,) * count
+    weights = shares([Work(size, size) for size in sizes]) or (1.0,) * count
     for name, size in zip(names, sizes, strict=True):
         swarm.nodes[name].samples = size
     for number in range(1, rounds + 1):

@@ -593,7 +593,7 @@ def test_a_gain_that_overshoots_is_refused(gain: float) -> None:
     swarm.step("a", np.ones(50))
     message = swarm.queues["a", "b"].popleft()
     assert isinstance(message, Delta)
-    bad = Delta(message.link, message.seq, message.codec, gain, True, False, b"", 0.0, message.chunks)
+    bad = Delta(message.link, message.seq, message.codec, gain, True, False, b"", 0.0, 0.0, message.chunks)
     with pytest.raises(PeerError, match="gain"):
         swarm.nodes["b"].core.on_message("a", bad, 0.0)
 
@@ -606,7 +606,7 @@ def test_a_payload_that_is_damaged_changes_nothing() -> None:
     swarm.step("a", np.ones(50))
     message = swarm.queues["a", "b"].popleft()
     assert isinstance(message, Delta)
-    bad = Delta(message.link, message.seq, message.codec, message.gain, True, False, b"", 0.0, (b"\x00garbage",))
+    bad = Delta(message.link, message.seq, message.codec, message.gain, True, False, b"", 0.0, 0.0, (b"\x00garbage",))
     with pytest.raises(PeerError):
         swarm.nodes["b"].core.on_message("a", bad, 0.0)
     assert np.array_equal(swarm.nodes["b"].x, before)
@@ -618,7 +618,7 @@ def test_a_payload_that_is_damaged_changes_nothing() -> None:
 def test_messages_of_unknown_links_are_declined() -> None:
     core = GossipSwarm(2, 10, "sign").nodes["a"].core
     assert [e.message for e in core.on_message("b", LinkSnapshot(9, "bfloat16", ()), 0.0)] == [LinkClosed(9, -1)]
-    stray = Delta(9, 1, "sign", 0.5, True, False, b"", 0.0, ())
+    stray = Delta(9, 1, "sign", 0.5, True, False, b"", 0.0, 0.0, ())
     assert [e.message for e in core.on_message("b", stray, 0.0)] == [LinkClosed(9, -1)]
 
 

@@ -414,7 +414,7 @@ def test_a_lone_node_trains_and_ends() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        Delta(1, 1, "sign", 0.5, True, False, b"", 0.0, ()),
+        Delta(1, 1, "sign", 0.5, True, False, b"", 0.0, 0.0, ()),
         ShardPull(7, 1, 1, Pass.NONE, True),
         ShardPull(-1, 1, 1, Pass.NONE, True),
         ShardPush(0, 1, 1, 1, 0, "sign", True, False, DIFFERENCE, (b"", b"")),
