@@ -3,9 +3,9 @@
 Steps of small batches are noisy, and where they count as much as others the mean is so, too: a transformer, trained by
 four nodes of which one has batches eight times as large, ends 4 points lower (RESULTS.md).
 
-Who has larger batches and is slower for it has not seen more: its model is old when it comes, and must not draw the
-others' as if it had. So a node counts more only if it has larger batches and has seen more, less only if both are
-smaller, and by the nearer to one of the two.
+Who has larger batches and makes fewer steps has a model that is old when it comes, and draws the others back: half as
+many steps are enough for that, though it has seen four times as much. So a node counts more only while it is about as
+fast, less only while it is no faster.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from statistics import median, median_low
 SHARES_MAX, SHARES_MIN = 4.0, 1 / 16
 """Times the median: a model that is worth more would be that of whoever claims to have the largest batches."""
 PAIR_MIN = 1 / 16
+RATIO_MAX = 1e6
 ALIKE = 1.1
 """What differs by less than this factor is one size."""
 
@@ -27,18 +28,22 @@ class Work:
     """What one node says; 0: it does not."""
 
     samples: float = 0.0  # of a step
-    seen: float = 0.0  # a second, where two are compared; since its last contribution, where members of a round are
+    steps: float = 0.0  # a second, where two are compared; since its last contribution, where members of a round are
 
     @property
     def is_said(self) -> bool:
         """Whether both are sizes."""
-        return 0 < self.samples < math.inf and 0 < self.seen < math.inf
+        return 0 < self.samples < math.inf and 0 < self.steps < math.inf
 
     def worth(self, other: Work) -> float:
-        """How many times as much as the other's it is worth."""
+        """How many times as much as the other's it is worth: by samples, and the fourth power of its speed."""
         if not (self.is_said and other.is_said):
             return 1.0
-        return median((self.samples / other.samples, self.seen / other.seen, 1.0))
+        times, faster = (
+            min(RATIO_MAX, max(1 / RATIO_MAX, ours / theirs))
+            for ours, theirs in ((self.samples, other.samples), (self.steps, other.steps))
+        )
+        return median((times, times * faster**4, 1.0))
 
 
 def shares(works: Sequence[Work]) -> tuple[float, ...]:
@@ -49,7 +54,7 @@ def shares(works: Sequence[Work]) -> tuple[float, ...]:
     said = [work for work in works if work.is_said]
     if not said:
         return ()
-    usual = Work(median_low(work.samples for work in said), median_low(work.seen for work in said))
+    usual = Work(median_low(work.samples for work in said), median_low(work.steps for work in said))
     worths = [min(SHARES_MAX, max(SHARES_MIN, work.worth(usual))) for work in works]
     return () if max(worths) <= ALIKE * min(worths) else tuple(each / max(worths) for each in worths)
 

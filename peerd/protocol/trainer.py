@@ -101,11 +101,11 @@ class Stepped(Said):
     change: float
     lr_ratio: float
     stands: bool  # at its mode's barrier; a trainer that does not say so would wait in vain
-    samples: float  # a step, of late; 0: it does not say
     published: int | None = None  # the copy that was written
     rolled_back: bool = False
     finishing: bool = False
     at_exit: bool = False  # only because the interpreter ends
+    samples: float = 0.0  # a step, of late; 0: it does not say
 
     def check(self) -> None:
         """See `Said`."""

@@ -415,7 +415,7 @@ class Session:
         change = self._watch.change
         copy = self._publish(self._client.next_copy) if copies else None
         self._told_ratio = ratio
-        said = Stepped(step, change, ratio, stands, self._ranks * self._batch, copy, rolled_back, **rest)
+        said = Stepped(step, change, ratio, stands, copy, rolled_back, samples=self._ranks * self._batch, **rest)
         if copy is not None and self._publication.under_way:
             self._unsaid = said
         else:

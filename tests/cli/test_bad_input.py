@@ -419,7 +419,7 @@ async def bomb(node: Node, users: Path) -> None:
     host, port = node.address.split(":")
     swollen = bytes([ZSTD]) + zstandard.ZstdCompressor(level=19).compress(bytes(2 << 20))
     delta = Delta(
-        7, 1, "sign", 0.1, wants_answer=True, finishing=False, limits=b"", samples=0.0, samples_s=0.0, chunks=(swollen,)
+        7, 1, "sign", 0.1, wants_answer=True, finishing=False, limits=b"", samples=0.0, steps_s=0.0, chunks=(swollen,)
     )
     key, now = NodeKey.generate(), wall_clock.now()
     mine = authority_folder.at(users, now)  # it could be a member, and is none

@@ -171,7 +171,7 @@ class Trainer:
         if copies or (may_copy and (self._client.copy_asked or board.quiet.wants_copy(change, self.step))):
             copy = self._client.next_copy
             self._publish(copy)
-        await self._say(protocol.Stepped(self.step, change, 1.0, stands, 0.0, copy, finishing=finishing))
+        await self._say(protocol.Stepped(self.step, change, 1.0, stands, copy, finishing=finishing))
 
     def _publish(self, copy: int) -> None:
         self._client.published(copy)

@@ -30,7 +30,7 @@ works = st.builds(Work, sizes, sizes)
 
 
 def at_one_speed(*samples: float) -> list[Work]:
-    return [Work(size, 10 * size) for size in samples]
+    return [Work(size, 10.0) for size in samples]
 
 
 @given(st.lists(works, min_size=1, max_size=12))
@@ -58,13 +58,15 @@ def test_what_hardly_differs_is_one_size() -> None:
     assert shares(at_one_speed(1, 1600, 1600)) == (SHARES_MIN, 1, 1)
 
 
-def test_who_has_larger_batches_and_has_seen_no_more_counts_as_others() -> None:
-    assert shares([Work(64, 80), Work(8, 80), Work(8, 80)]) == ()
-    assert shares([Work(64, 40), Work(8, 80), Work(8, 80)]) == ()
-    assert shares([Work(64, 160), Work(8, 80), Work(8, 80)]) == (1, 0.5, 0.5)
-    assert shares([Work(8, 640), Work(8, 80), Work(8, 80)]) == (), "and who has only made more steps"
-    assert share_of_pair(Work(64, 80), Work(8, 80)) == share_of_pair(Work(8, 80), Work(64, 80)) == 1
-    assert share_of_pair(Work(64, 160), Work(8, 80)) == 0.5
+def test_who_has_larger_batches_and_makes_fewer_steps_counts_as_others() -> None:
+    usual = Work(8, 10)
+    for steps in (5, 2, 0.1):
+        assert shares([Work(64, steps), usual, usual]) == ()
+        assert share_of_pair(Work(64, steps), usual) == share_of_pair(usual, Work(64, steps)) == 1
+    assert shares([Work(8, 80), usual, usual]) == (), "and who only makes more"
+    assert shares([Work(64, 20), usual, usual]) == (1, 0.25, 0.25)
+    assert share_of_pair(Work(64, 20), usual) == 1 / 8
+    assert 1 / 8 < share_of_pair(Work(64, 9), usual) < 1 / 4
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,8 @@ class AllReduce(ModeClass):
         self._waits = report.stands
         self._samples = report.samples
         if report.step < self._step:  # another trainer went on from an earlier one
-            self._settled_at = self._taken_at = self._given_at = 0
+            self._settled_at = self._taken_at = 0
+            self._given_at = report.step - 1
             self._lands = False
         if report.step < self._step or (self._step == 0 and self._quorum is None):
             self._due_after(report.step - 1)
@@ -286,7 +287,7 @@ class AllReduce(ModeClass):
         elif self._overlap == "hpsgd":
             self._origin = values.copy()
         self._taken = values
-        self._rounds.work = Work(self._samples, self._samples * (self._step - self._given_at))
+        self._rounds.work = Work(self._samples, self._step - self._given_at)
         if self._start is not None and self._keeps_agreed and self._rounds.round == 0:
             self._rounds.starts_from(digest(self._start))
         if early:

@@ -338,7 +338,7 @@ class Gossip(PartneredMode[PairLink]):
             overlapping = sum([link.reference.under_way is not None for link in self._links.live()])
             limit = min(self.gain_limit, 1 / (2 + overlapping))
         gain = self._gain(codec)
-        work = Work(self._samples, self._samples / max(STEP_MIN_S, self._choice.step_s))
+        work = Work(self._samples, 1 / max(STEP_MIN_S, self._choice.step_s))
         free = self._report.finishing and self._comparable() < COMPARED_MIN
         if not self._settings.robust or answers or free:  # an answer to our half: that one has said its limits
             return ExchangeHalf(codec, gain, limit, self._report.finishing, b"", self._values_max(), work)

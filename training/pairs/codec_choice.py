@@ -24,8 +24,6 @@ RATE_MIN = 0.3
 """Of the largest learning rate. Below it models come together by themselves, and more bytes improve nothing."""
 STEPS_MAX = 10
 """An exchange that takes more of them comes late: both ends have gone on from what it tells."""
-AGAIN = 32
-"""After so many exchanges without it COARSE is tried again: what it would take is only reckoned then."""
 QUICKER = 0.7
 """Of what COARSE takes: where SPARSE takes more than this, bytes are not what takes so long."""
 
@@ -62,7 +60,7 @@ class CodecChoice:
     def of(self, link: PairLink) -> str:
         """The next exchange that this end begins."""
         quicker = link.took.of(SPARSE) < QUICKER * link.took.of(COARSE)
-        if self._is_slow(link, COARSE) and quicker and link.took.since(COARSE) < AGAIN:
+        if self._is_slow(link, COARSE) and quicker and link.took.knows(COARSE):  # else it is tried again
             return SPARSE
         return FINE if link.fine_left else COARSE
 

@@ -20,7 +20,8 @@ TIMES = 3.5
 """Each takes at most so many times as long as the next, as it has no more times its bytes."""
 KEPT = 0.7  # of what was, at each exchange: some three count
 ODD = 4.0  # times what it was: one that took longer than that counts as so long (a partner was away)
-OLD = 8  # exchanges since then: what was measured says nothing any more
+OLD = {FINE: 8, COARSE: 32, SPARSE: 32}
+"""Exchanges since then: what was measured says nothing any more. FINE is asked for seldom, and then of use."""
 STEPS = 8  # reports of which the usual step counts
 
 
@@ -77,10 +78,9 @@ class Durations:
                 break
         return takes
 
-    def since(self, codec: str) -> int:
-        """How many exchanges ago there was one by it."""
-        return self._exchanges - self._measured_at.get(codec, 0)
+    def knows(self, codec: str) -> bool:
+        """Whether there was an exchange by it of late."""
+        return codec in self._seconds and self._exchanges - self._measured_at[codec] < OLD[codec]
 
     def _known(self, codec: str) -> float:
-        """Unless that is long ago."""
-        return self._seconds.get(codec, 0.0) if self.since(codec) < OLD else 0.0
+        return self._seconds[codec] if self.knows(codec) else 0.0

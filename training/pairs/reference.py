@@ -41,7 +41,6 @@ from peerd.transport.messages import Delta, DeltaTaken, LinkClosed
 
 KEPT_MAX = 1 << 14  # values: of a larger model our half is decoded again, as keeping it would take another copy
 
-
 NOTHING_SAID = Work()
 
 
@@ -86,7 +85,7 @@ def share_of(ours: Delta, theirs: Delta) -> float:
     comes less far would use up what it allows the other (robust.py)."""
     if ours.finishing or theirs.finishing:
         return 1.0
-    return share_of_pair(Work(ours.samples, ours.samples_s), Work(theirs.samples, theirs.samples_s))
+    return share_of_pair(Work(ours.samples, ours.steps_s), Work(theirs.samples, theirs.steps_s))
 
 
 class PairedReference:
@@ -189,7 +188,7 @@ class PairedReference:
             half.finishing,
             half.limits,
             half.work.samples,
-            half.work.seen,
+            half.work.steps,
             chunks,
         )
         return self.under_way

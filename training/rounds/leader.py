@@ -312,8 +312,8 @@ class Leader:
             waited=tuple(max(0.0, now - self._since[id]) for id in roster),
             every=self._choice.every(codec) if is_left_to_leader(self._settings) else 0,
             shares=()
-            if whole or self._gradients
-            else shares([Work(reports[id].samples, reports[id].seen) for id in roster]),
+            if whole or final or self._gradients
+            else shares([Work(reports[id].samples, reports[id].steps) for id in roster]),
             **(self._of_gradients(roster, reports, whole=whole) if self._gradients else {}),
         )
         self._begun_at = now

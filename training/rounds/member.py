@@ -522,7 +522,9 @@ class Rounds:
                 raise PeerError("a round whose members did not say these lengths")
         if len(begin.waited) != len(begin.roster) or not all(0 <= waited < math.inf for waited in begin.waited):
             raise PeerError("a round whose members have not waited so long")
-        if not are_shares(begin.shares, len(begin.roster)) or (begin.shares and (self._gradients or begin.whole)):
+        if not are_shares(begin.shares, len(begin.roster)) or (
+            begin.shares and (self._gradients or begin.whole or begin.final)
+        ):
             raise PeerError("a round whose members cannot have these shares")
         if begin.every and not (is_left_to_leader(self._settings) and EVERY_AT_FIRST <= begin.every <= EVERY_MAX):
             raise PeerError(f"{begin.every} steps to the next round")
@@ -605,7 +607,7 @@ class Rounds:
             self._blames, self._lengths[-1] if self.phase != RoundPhase.IDLE else (),
             now - self._reached_at if self.phase != RoundPhase.IDLE else 0.0,
             self._offer.step, self._offer.weight, self._offer.nonfinite, b"" if self._agreed else self._start,
-            self._limit, self.came_early, self._is_void, self.concentration, self.work.samples, self.work.seen,
+            self._limit, self.came_early, self._is_void, self.concentration, self.work.samples, self.work.steps,
         )  # fmt: skip
 
 

@@ -52,8 +52,8 @@ class Delta(Message):
     wants_answer: bool
     finishing: bool  # the sender's trainer has ended: it is flushing
     limits: bytes  # float32, how far the exchange may move each tensor of the sender; none: it keeps to no bound
-    samples: float  # a step of the sender's trainer, of late, and these a second; 0: it does not say
-    samples_s: float
+    samples: float  # a step of the sender's trainer, of late; 0: it does not say
+    steps_s: float  # and so many steps a second
     chunks: Chunks
 
 

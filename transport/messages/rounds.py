@@ -44,8 +44,8 @@ class RoundReport(Message):
     early: bool = False  # it has come without having made its steps, so that nobody waits for it
     is_void: bool = False  # what it gave to the attempt is not its gradient: no mean may come of it
     concentration: float = 0.0  # of its own progress: which share of its energy the largest 2 % of the values have
-    samples: float = 0.0  # a step of its trainer's, of late, and those of its contribution; 0: it does not say
-    seen: float = 0.0
+    samples: float = 0.0  # a step of its trainer's, of late; 0: it does not say
+    steps: float = 0.0  # behind its contribution
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 import peerd
-from peerd.daemon import control
+from peerd.daemon import control, trainer_service
+from peerd.daemon.trainer_session import report_of
 from peerd.local import local_socket
+from peerd.protocol.trainer import Stepped
 from peerd.trainer import session
+from peerd.training.effects import StepReport
 
 
 @pytest.fixture
@@ -97,6 +101,24 @@ def test_a_run(path: Path) -> None:
     assert status is not None
     assert (status.step, status.samples, status.loss, status.metrics) == (5, 40, 1.5, {"accuracy": 0.5})
     assert (status.phase, status.rollbacks, status.lr) == ("finished", 0, 0.01)
+
+
+def test_a_mode_hears_how_large_batches_are_of_late(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[StepReport] = []
+
+    def listening(said: Stepped) -> StepReport:
+        heard.append(report_of(said))
+        return heard[-1]
+
+    def script(sizes: list[int]) -> None:
+        with peerd.attach(*normed()) as swarm:
+            for samples in sizes:
+                swarm.step(samples=samples)
+
+    monkeypatch.setattr(trainer_service, "report_of", listening)
+    for sizes, mean in (([8, 0, 24], 16.0), ([0, 0], 0.0), ([10] * 300 + [50] * 1000, 50.0)):
+        with_daemon(path, partial(script, sizes))
+        assert heard[-1].samples == pytest.approx(mean, rel=1e-3), "a step that does not say its size says nothing"
 
 
 def test_a_trainer_that_waits_at_a_barrier_goes_on_when_the_mode_changes(path: Path) -> None:

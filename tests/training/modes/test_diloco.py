@@ -49,7 +49,7 @@ def test_every_fragment_follows_the_outer_step_at_its_own_rounds(
     models = {name: swarm.nodes[name].x.copy() for name in names}
     agreed, momentum = models["a"].copy(), np.zeros(SIZE)
     sizes = samples[:count]
-    weights = shares([Work(size, size) for size in sizes]) or (1.0,) * count
+    weights = shares([Work(size, 2) for size in sizes]) or (1.0,) * count
     for name, size in zip(names, sizes, strict=True):
         swarm.nodes[name].samples = size
     for number in range(1, rounds + 1):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from peerd.training.codecs.vector import Layout
 from peerd.training.pairs.codec_choice import STEPS_MAX, CodecChoice
-from peerd.training.pairs.duration import BY_BYTES, COARSE, FINE, OLD, SPARSE, STEPS, Durations, StepTime
+from peerd.training.pairs.duration import BY_BYTES, COARSE, FINE, SPARSE, STEPS, Durations, StepTime
 from peerd.training.pairs.links import LinkState, PairLink
 from peerd.training.pairs.reference import PairedReference
 from peerd.training.scratch import Scratch
@@ -82,7 +82,7 @@ def test_where_bytes_are_not_what_takes_so_long_one_bit_a_value_stays(times: flo
     """But for trying it again now and then."""
     line, delay = Line(), times * STEPS_MAX * STEP_S
     line.exchanges(20, delay, share * delay)
-    assert line.exchanges(4 * OLD, delay, share * delay).count(SPARSE) <= 4
+    assert line.exchanges(128, delay, share * delay).count(SPARSE) <= 4
 
 
 def test_a_hiccup_where_delay_alone_takes_many_steps_is_soon_forgotten() -> None:
@@ -117,7 +117,7 @@ def test_what_a_codec_takes_lies_within_what_was_measured_of_late(past: list[tup
         durations.ended(ours, "int8", 1e9)  # none of ours: it says nothing
         for codec in BY_BYTES:
             known = durations.of(codec)
-            assert 0 <= known <= 3.5**2 * max(took for _, _, took in past)
+            assert 0 <= known <= 3.5**2 * max(took for _, _, took in past) * (1 + 1e-9)
         dearer = min(ours, theirs, key=BY_BYTES.index)
         assert durations.of(dearer) > 0
 

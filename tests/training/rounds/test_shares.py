@@ -44,7 +44,7 @@ def test_what_a_codec_drops_of_a_share_is_made_good(settings: dict[str, str], se
     start = swarm.nodes["a"].x.copy()
     moves = [swarm.integers() for _ in names]
     parameters = swarm.layout.parameters
-    wanted = start + np.average(moves, axis=0, weights=shares([Work(size, size) for size in samples]))
+    wanted = start + np.average(moves, axis=0, weights=shares([Work(size, 2) for size in samples]))
     wanted[parameters:] = (start + np.mean(moves, axis=0))[parameters:]
     for name, move in zip(names, moves, strict=True):
         swarm.step(name, move)
