@@ -1,9 +1,9 @@
 """By which codec is the next exchange over a link? What `auto` means, where both ends know what the other has. A core.
 
 One bit a value is enough for most. Where it leaves two models apart, a finer codec tells what is left; a node that
-waits little for its exchanges has room for several such. Where one bit a value takes many steps, it comes too late to
-be of use, and a tenth of the time goes on waiting for it: then the largest values alone go, so that the two exchange
-more often. Which of these it is is measured, link by link.
+waits little for its exchanges has room for several such. Where one bit a value takes many steps, what it tells is old
+when it comes: then the largest values alone go, and the two exchange more often. What an exchange takes is measured,
+link by link.
 """
 
 from __future__ import annotations
