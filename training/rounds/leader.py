@@ -39,7 +39,7 @@ from peerd.transport.ids import NodeId
 from peerd.transport.messages import NO_MEAN, RoundBegin, RoundCommit, RoundPhase, RoundReport
 
 ROSTER_MAX = 1024  # of a message's array
-ATTEMPT_STEP = 1 << 16  # the low bits are drawn, so that two who both lead for a while do not number alike
+ATTEMPT_STEP = 1 << 20  # the low bits are drawn, so that two who both lead for a while do not number alike
 PATIENCE_FIRST_S = 300.0  # before anything was measured
 PATIENCE_MIN_S = 30.0
 PATIENCE_SHARE = 4  # times the usual round
