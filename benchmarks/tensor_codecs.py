@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
@@ -50,10 +51,9 @@ def differences(task: str, steps: int, shard: str) -> list[list[Vector]]:
         heard[self.link].append((values - self.mine)[: self.layout.parameters].astype(np.float32))
         return begin(self, values, half)
 
-    PairedReference.begin = listening  # type: ignore[method-assign]
     told: dict[str, Any] = {"problem": task, "steps": steps, "shard": shard, "compute": f"fixed:{STEP_S[task]}"}
-    simulate(Scenario(peers=4, faults="none", uplink_mbit=10.0, downlink_mbit=10.0, **told))
-    PairedReference.begin = begin  # type: ignore[method-assign]
+    with patch.object(PairedReference, "begin", listening):
+        simulate(Scenario(peers=4, faults="none", uplink_mbit=10.0, downlink_mbit=10.0, **told))
     return [of_link for of_link in heard.values() if len(of_link) >= EXCHANGES_MIN][:LINKS]
 
 

@@ -40,7 +40,7 @@ class GossipSwarm(ModeSwarm):
         for name, node in self.nodes.items():
             node.samples = self._counts_as[name] if samples else 0.0
             if samples:  # both are known from the first steps on
-                node.core._samples, node.core._choice._step_time = node.samples, EverySecond()
+                node.core._samples, node.core._step_time = node.samples, EverySecond()
         first, *others = (self._counts_as[name] * node.x for name, node in self.nodes.items())
         self.initial_sum: Vector = sum(others, first)
         self.injected = np.zeros(size)

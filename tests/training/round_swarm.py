@@ -21,6 +21,14 @@ Lie = Callable[[str, Message], Message | None]
 """What a member says to another in place of a message; None: nothing."""
 
 
+def formed(names: str, size: int = 12, **settings: Any) -> RoundSwarm:
+    """A swarm whose members know of each other."""
+    swarm = RoundSwarm(names, size, **settings)
+    swarm.all_hear()
+    swarm.settle()
+    return swarm
+
+
 class RoundLife(Life):
     """A life that knows which rounds it was in."""
 

@@ -338,7 +338,7 @@ class AllReduce(ModeClass):
         assert since is not None, "all of the roster have agreed in the same round, or begun alike"
         summand -= since[where]
         if begin.shares:
-            self._parameters_of(begin, summand)[:] *= self._share(begin)
+            summand[: self._rounds.summed(begin)[1].parameters] *= self._share(begin)
         if self._lost is not None and not begin.final:
             summand += self._lost[where]
         return summand
@@ -346,10 +346,6 @@ class AllReduce(ModeClass):
     def _share(self, begin: RoundBegin) -> float:
         """Of our progress in the mean of parameters: float buffers have no samples."""
         return begin.shares[begin.roster.index(self._me)] if begin.shares else 1.0
-
-    def _parameters_of(self, begin: RoundBegin, part: Vector) -> Vector:
-        """Those in the values that the round is of."""
-        return part[: self._rounds.summed(begin)[1].parameters]
 
     def _look(self) -> Vector:
         """The model as it is, to be read at once."""

@@ -23,6 +23,7 @@ from peerd.training.flush import FLUSH_CODEC
 from peerd.training.mode import not_finite
 from peerd.training.mode_settings import AUTO, ModeSettings
 from peerd.training.pairs.codec_choice import CodecChoice
+from peerd.training.pairs.duration import StepTime
 from peerd.training.pairs.graylist import Graylist
 from peerd.training.pairs.links import PairLink, PairLinks
 from peerd.training.pairs.reference import Exchanged, ExchangeHalf, LinkMismatch, PairedReference
@@ -87,7 +88,8 @@ class Gossip(PartneredMode[PairLink]):
         self._allowances = Allowances(layout)
         self._alive: frozenset[NodeId] = frozenset()
         self._looked = False  # at the model that the first steps start from
-        self._choice = CodecChoice(self.counts)
+        self._step_time = StepTime()
+        self._choice = CodecChoice(self.counts, self._step_time)
         self._samples = 0.0  # of a step of our trainer's; 0: it does not say
         self._alone_from: float | None = None  # the step at which the runs of all partners had ended; told of: infinity
         self._met = False  # another mode brings members together, and flushes by this one
@@ -98,7 +100,7 @@ class Gossip(PartneredMode[PairLink]):
     def on_step(self, report: StepReport, now: float) -> list[Effect]:
         """See `PartneredMode`."""
         self._reclaim()
-        self._choice.heard(report.step, now)
+        self._step_time.heard(report.step, now)
         if not report.finishing:
             self._samples = report.samples
         if report.finishing and not self._report.finishing and self._settings.robust:
@@ -338,7 +340,7 @@ class Gossip(PartneredMode[PairLink]):
             overlapping = sum([link.reference.under_way is not None for link in self._links.live()])
             limit = min(self.gain_limit, 1 / (2 + overlapping))
         gain = self._gain(codec)
-        work = Work(self._samples, 1 / max(STEP_MIN_S, self._choice.step_s))
+        work = Work(self._samples, 1 / max(STEP_MIN_S, self._step_time.seconds))
         free = self._report.finishing and self._comparable() < COMPARED_MIN
         if not self._settings.robust or answers or free:  # an answer to our half: that one has said its limits
             return ExchangeHalf(codec, gain, limit, self._report.finishing, b"", self._values_max(), work)

@@ -31,14 +31,10 @@ QUICKER = 0.7
 class CodecChoice:
     """Of one node, for all its links."""
 
-    def __init__(self, counts: Counter[str]) -> None:
+    def __init__(self, counts: Counter[str], step_time: StepTime) -> None:
         self.waits = Waiting()
-        self._step_time = StepTime()
+        self._step_time = step_time
         self._counts = counts
-
-    def heard(self, step: int, now: float) -> None:
-        """The trainer has made this step."""
-        self._step_time.heard(step, now)
 
     def ended(self, link: PairLink, ours: str, theirs: str, now: float) -> None:
         """An exchange over it is complete, of two halves by these codecs, which this end had begun."""
@@ -69,10 +65,5 @@ class CodecChoice:
         two models mix."""
         return theirs if theirs in BY_BYTES else self.of(link)
 
-    @property
-    def step_s(self) -> float:
-        """The usual step of this node, in seconds; infinite before any is known."""
-        return self._step_time.seconds
-
     def _is_slow(self, link: PairLink, codec: str) -> bool:
-        return link.took.of(codec) > STEPS_MAX * self.step_s
+        return link.took.of(codec) > STEPS_MAX * self._step_time.seconds

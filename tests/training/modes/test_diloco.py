@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mode_swarm import ModeSwarm
-from round_swarm import RoundSwarm
+from round_swarm import formed
 
 from peerd.training.batch_sizes import Work, shares
 from peerd.training.codecs.vector import Layout
@@ -19,13 +19,6 @@ from peerd.transport.errors import UserError
 from peerd.transport.messages import RoundPieces
 
 SIZE = 40
-
-
-def formed(names: str, mode: str, **options: object) -> RoundSwarm:
-    swarm = RoundSwarm(names, SIZE, mode=mode, **options)  # type: ignore[arg-type]
-    swarm.all_hear()
-    swarm.settle()
-    return swarm
 
 
 @given(
@@ -45,7 +38,7 @@ def test_every_fragment_follows_the_outer_step_at_its_own_rounds(
     every = max(2, fragments * each)  # 1 stands for the default
     lr, mu = outer
     told = {"outer_lr": str(lr), "outer_momentum": str(mu)}
-    swarm = formed(names, f"diloco:{fragments}", overlap="blocking", every=every, seed=seed, **told)
+    swarm = formed(names, SIZE, mode=f"diloco:{fragments}", overlap="blocking", every=every, seed=seed, **told)
     models = {name: swarm.nodes[name].x.copy() for name in names}
     agreed, momentum = models["a"].copy(), np.zeros(SIZE)
     sizes = samples[:count]
@@ -76,7 +69,7 @@ def test_every_fragment_follows_the_outer_step_at_its_own_rounds(
 
 
 def test_a_round_costs_a_fragment_and_leaves_the_others_progress() -> None:
-    swarm = formed("abc", "diloco:4", every=8)
+    swarm = formed("abc", SIZE, mode="diloco:4", every=8)
     sent: dict[int, int] = {}
     deliver = swarm.deliver
 
@@ -108,7 +101,7 @@ def test_a_round_costs_a_fragment_and_leaves_the_others_progress() -> None:
 
 
 def test_a_lossy_codec_loses_nothing_of_any_fragment_for_good() -> None:
-    swarm = formed("abc", "diloco:4", codec="sign", every=4)
+    swarm = formed("abc", SIZE, mode="diloco:4", codec="sign", every=4)
     still = np.zeros(SIZE)
     for _ in range(4):
         for name in "abc":
@@ -181,7 +174,7 @@ def test_float_buffers_take_the_mean_with_no_momentum(mode: str) -> None:
 @pytest.mark.parametrize("mode", ["diloco", "diloco:2"])
 def test_a_round_of_whole_models_begins_the_momentum_anew(mode: str) -> None:
     """A newcomer has none: with what the others had before it came, all would go on from one model to several."""
-    swarm = formed("ab", mode, overlap="blocking", every=4)
+    swarm = formed("ab", SIZE, mode=mode, overlap="blocking", every=4)
     move = np.zeros(SIZE)
     move[: swarm.layout.parameters] = 100.0
 

@@ -7,21 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from round_swarm import RoundSwarm
+from round_swarm import formed
 
 from peerd.training.batch_sizes import Work, shares
 from peerd.training.rounds.choice import DENSE
 from peerd.transport.errors import PeerError
 from peerd.transport.messages import RoundBegin
 
-
-def formed(names: str, **settings: object) -> RoundSwarm:
-    swarm = RoundSwarm(names, 40, **settings)  # type: ignore[arg-type]
-    swarm.all_hear()
-    swarm.settle()
-    return swarm
-
-
+SIZE = 40
 LOSSY: list[dict[str, str]] = [
     *(
         {"codec": codec, "overlap": overlap}
@@ -38,7 +31,7 @@ LOSSY: list[dict[str, str]] = [
 def test_what_a_codec_drops_of_a_share_is_made_good(settings: dict[str, str], seed: int) -> None:
     """Once nobody moves, all come to the weighted mean of what each had made."""
     names, samples = "abc", (64.0, 16.0, 8.0)
-    swarm = formed(names, seed=seed, robust=False, every=2, **settings)
+    swarm = formed(names, SIZE, seed=seed, robust=False, every=2, **settings)
     for name, size in zip(names, samples, strict=True):
         swarm.nodes[name].samples = size
     start = swarm.nodes["a"].x.copy()
@@ -59,7 +52,7 @@ def test_what_a_codec_drops_of_a_share_is_made_good(settings: dict[str, str], se
 
 def test_a_chosen_dense_codec_keeps_of_its_loss_what_the_share_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own part stays in the model, the rest waits beside it: together the next round has all of it."""
-    swarm = formed("ab", codec="auto", overlap="quorum", every=2, robust=False)
+    swarm = formed("ab", SIZE, codec="auto", overlap="quorum", every=2, robust=False)
     monkeypatch.setattr("peerd.training.rounds.choice.CONCENTRATED", 2.0)
     swarm.nodes["a"].samples, swarm.nodes["b"].samples = 64.0, 16.0
     for _ in range(4):
@@ -81,10 +74,11 @@ def test_a_chosen_dense_codec_keeps_of_its_loss_what_the_share_leaves(monkeypatc
         lambda begin: replace(begin, shares=(1.0, 1e-9)),
         lambda begin: replace(begin, shares=(1.0,)),
         lambda begin: replace(begin, shares=(1.0, 0.5), whole=True, codec="float32"),
+        lambda begin: replace(begin, shares=(1.0, 0.5), final=True),
     ],
 )
 def test_an_order_with_shares_that_cannot_be_is_refused(forge: Callable[[RoundBegin], RoundBegin]) -> None:
-    swarm = formed("ab", codec="int8", every=2)
+    swarm = formed("ab", SIZE, codec="int8", every=2)
     for name in "ab":
         swarm.step(name)
     swarm.settle()
