@@ -1,9 +1,10 @@
 """What does one exchange cost the processor, compiled and by numpy? Both ends of it, without a network, in turn.
 
-    python benchmarks/exchange.py [--parameters 1.1e6,25e6] [--codec sign]
+    python benchmarks/exchange.py [--parameters 1.1e6,25e6] [--codec sign] [--threads 2]
 
-Two cores of `gossip`, each on a model of its own in eight tensors that all move, in one process and one thread: from
-the copy that fires the trigger to both corrections, the robust merge included.
+Two cores of `gossip`, each on a model of its own in eight tensors that all move, in one process: from the copy that
+fires the trigger to both corrections, the robust merge included. With `--threads`: how long it takes, compiled, by so
+many threads and by one, in turn.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ import random
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Apply, Effect, Send, StepReport, Vector
 from peerd.training.kernels import library
+from peerd.training.kernels.cores import spread
+from peerd.training.kernels.passes import correct
 from peerd.training.mode_settings import ModeSettings
 from peerd.training.modes.gossip import Gossip
 from peerd.transport.ids import NodeId
@@ -49,7 +52,7 @@ class Node:
                 case Send(_, message):
                     self._sent.append((1 - self.index, message))
                 case Apply(correction):
-                    self.model += correction
+                    correct(self.model, correction)
 
 
 class Pair:
@@ -66,15 +69,15 @@ class Pair:
             node.perform(node.core.on_peers(frozenset({NAMES[1 - node.index]}), self._now))
         self._deliver()
 
-    def exchange(self) -> float:
-        """One, by a node whose model has moved; its seconds of processor time."""
+    def exchange(self, clock: Callable[[], float] = time.process_time) -> float:
+        """One, by a node whose model has moved; its seconds."""
         self._now += 1.0
         first = self._nodes[0]
         first.model += self._moves
-        before, began = first.core.counts["exchanges"], time.process_time()
+        before, began = first.core.counts["exchanges"], clock()
         first.perform(first.core.on_step(StepReport(int(self._now), 1e3, 1.0, published=True, finishing=False), 1.0))
         self._deliver()
-        took = time.process_time() - began
+        took = clock() - began
         assert first.core.counts["exchanges"] == before + 1, "it was an exchange"
         return took
 
@@ -85,18 +88,39 @@ class Pair:
             node.perform(node.core.on_message(NAMES[1 - to], message, self._now))
 
 
+def compare_threads(pair: Pair, parameters: float, told: argparse.Namespace) -> None:
+    """Print what several threads gain."""
+    took: dict[int, list[float]] = {1: [], told.threads: []}
+    for turn in range(2 * told.rounds + 2):
+        threads = told.threads if turn % 2 else 1
+        with spread(threads, lambda: None):
+            seconds = pair.exchange(time.perf_counter)
+        if turn > 1:
+            took[threads].append(seconds)
+    one, several = (1e3 * statistics.median(took[threads]) for threads in (1, told.threads))
+    print(
+        f"{parameters / 1e6:6.1f}M parameters, {told.codec}: one thread {one:.1f} ms, {told.threads} threads "
+        f"{several:.1f} ms, {one / several:.2f} times as fast",
+        flush=True,
+    )
+
+
 def main() -> None:
     """Measure, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", default="1.1e6,25e6")
     parser.add_argument("--codec", default="sign")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=1)
     told = parser.parse_args()
     compiled = library.LIBRARY
     if compiled is None:
         raise SystemExit("there are no compiled kernels here: install peerd with a C compiler")
     for parameters in map(float, told.parameters.split(",")):
         pair = Pair(int(parameters), told.codec)
+        if told.threads > 1:
+            compare_threads(pair, parameters, told)
+            continue
         took: dict[str, list[float]] = {"compiled": [], "numpy": []}
         for turn in range(2 * told.rounds + 2):
             name, library.LIBRARY = ("compiled", compiled) if turn % 2 else ("numpy", None)

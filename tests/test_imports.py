@@ -67,13 +67,13 @@ ROOMS = {  # each with the rooms that it may look into; from the roof to the cel
     "tasks": {"peerd", "mode", "transport"},  # scripts like any user's
     "daemon": {
         "peerd", "settings", "carriers", "security", "node", "membership", "local", "process", "protocol", "tasks",
-        "modes", "codecs", "mode", "messages", "transport",
+        "modes", "codecs", "kernels", "mode", "messages", "transport",
     },
     "trainer": {"local", "process", "protocol", "model", "transport"},
     "settings": {"messages", "security", "carriers", "protocol", "modes", "mode", "transport"},
     "carriers": {"process", "transport", "rdma"},
     "process": {"mode", "modes", "transport"},
-    "node": {"local", "protocol", "model", "mode", "messages", "transport"},  # what daemon and simulation both run
+    "node": {"local", "protocol", "model", "kernels", "mode", "messages", "transport"},  # daemon and simulation run it
     "protocol": {"messages", "transport"},
     "membership": {"mode", "messages", "transport"},
     "security": {"local", "process", "messages", "transport"},

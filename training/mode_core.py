@@ -274,7 +274,7 @@ class ModeCore:
             case TrainerLost():
                 self._gradient = None
                 return mode.on_trainer_lost(now) if mode is not None else []
-            case ModelAsked(peer, _, told) if model is not None and told and told == digest(model.look()):
+            case ModelAsked(peer, layout, told) if model is not None and told and told == digest(model.look(), layout):
                 return [Send(peer, ModelEqual(model.step))]
             case ModelAsked(peer, layout) if model is not None:
                 chunks = vector.encode(SNAPSHOT_CODEC, layout, model.look())[0]

@@ -24,7 +24,8 @@ import numpy.typing as npt
 from peerd.training.codecs.difference import norm_of_difference
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Vector
-from peerd.training.kernels.passes import PART, add, parts, squares_by
+from peerd.training.kernels.cores import each
+from peerd.training.kernels.passes import add, parts, squares_by
 from peerd.training.model.variances import bounded
 
 WHOLE_MAX = 1 << 22
@@ -114,9 +115,12 @@ class Sample:
             return add(values[:cut], correction[:cut], kept[:cut])
         self.refresh(kept, values)
         kept += self.take(correction)
-        sums: Vector = np.empty(min(PART, cut), values.dtype)
-        pieces = [add(values[part], correction[part], sums[: part.stop - part.start]) for part in parts(cut)]
-        return sum(norm for norm, _ in pieces), sum(length for _, length in pieces)
+
+        def lengths(part: slice) -> tuple[float, float]:
+            return add(values[part], correction[part], np.empty(part.stop - part.start, values.dtype))
+
+        found = each(lengths, parts(cut))
+        return sum(norm for norm, _ in found), sum(length for _, length in found)
 
     def correct(self, kept: Vector, correction: Vector) -> None:
         """The model has been corrected by this, and what is kept of it is, too; variances as everywhere."""

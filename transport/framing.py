@@ -37,7 +37,6 @@ OUT_OF_BAND_MIN = 64 << 10  # bytes of a large chunk
 _FIXED = struct.Struct("<4sBBHIIQ4xI")  # magic, version, kind, flags, header length, payload length, 0, 0, checksum
 FIXED_SIZE = _FIXED.size
 _CHECKSUMMED = FIXED_SIZE - 4  # the fixed bytes before the checksum
-_STAGING = FIXED_SIZE + wire.HEADER_MAX
 
 _FOLD_ROWS, _FOLD_WORDS = 64, 512
 FOLD_BYTES = _FOLD_ROWS * _FOLD_WORDS * 8
@@ -119,7 +118,7 @@ class FrameReader:
         self.checked = True  # whether chunks in the stream have checksums
         self.out_of_band = False  # whether chunks may come beside the stream
         self.out_of_band_checked = True  # whether their checksums are over what they hold, too
-        self._staging = memoryview(bytearray(_STAGING))
+        self._staging = memoryview(bytearray(FIXED_SIZE + wire.HEADER_MAX))
         self._start = self._end = 0  # what of the staging area is unread
         self._fixed: Fixed | None = None  # of the frame under way
         self._head: wire.Head | None = None  # of the bulk message under way
@@ -220,13 +219,23 @@ class FrameReader:
             self._check_chunk(header_length, payload_length, out_of_band)
         elif kind not in MESSAGES:
             raise PeerError(f"no message is of kind {kind}")
-        elif header_length > wire.HEADER_MAX or payload_length:
+        elif header_length > wire.header_max(self.payload_limit if wire.is_bulk(kind) else 0) or payload_length:
             raise PeerError(f"a header of {header_length} bytes with a payload of {payload_length}")
         elif wire.is_bulk(kind) and self._head is not None:
             raise PeerError("a second bulk message before the first has ended")
         elif out_of_band and not wire.is_bulk(kind):
             raise PeerError("no chunks, and yet some beside the stream")
-        return Fixed(kind, out_of_band, header_length, payload_length, checksum, zlib.crc32(head[:_CHECKSUMMED]))
+        partial_checksum = zlib.crc32(head[:_CHECKSUMMED])
+        if header_length > len(self._staging):
+            self._stage(header_length)
+        return Fixed(kind, out_of_band, header_length, payload_length, checksum, partial_checksum)
+
+    def _stage(self, size: int) -> None:
+        """Make room for so many bytes: the head of a message of more than 10,000 chunks has as many."""
+        larger = memoryview(bytearray(size))
+        self._end -= self._start
+        larger[: self._end] = self._staging[self._start : self._start + self._end]
+        self._staging, self._start = larger, 0
 
     def _check_chunk(self, header_length: int, payload_length: int, out_of_band: bool) -> None:
         if self._head is None or self._head.lengths is None:

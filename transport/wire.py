@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import IntEnum
 from functools import partial
+from itertools import chain
 from operator import attrgetter
 from typing import Annotated, Any, cast, get_args, get_origin, get_type_hints
 
@@ -28,7 +29,8 @@ VERSION = 1
 
 HEADER_MAX = 64 << 10  # bytes of msgpack
 CHUNK_MAX = 4 << 20  # bytes
-ITEMS_MAX = 1024  # of any array; 1024 chunks are 4 GiB, a float32 model of 10**9 parameters
+ITEMS_MAX = 1024  # of any array; the lengths of more chunks come in rows of so many
+LENGTH_MAX = 5  # bytes of msgpack
 STRING_MAX = 256  # bytes of UTF-8
 BYTES_MAX = 512  # the meta of a member
 DATAGRAM_MAX = 1400  # bytes: fits an Ethernet frame with room for a tunnel's headers
@@ -269,6 +271,11 @@ def is_urgent(kind: int) -> bool:
     return kind < FIRST_MODE_KIND
 
 
+def header_max(payload_limit: int) -> int:
+    """Bytes of the longest header of a message whose chunks have so many: twice as many chunks as there are full ones."""
+    return HEADER_MAX + 2 * LENGTH_MAX * (payload_limit // CHUNK_MAX)
+
+
 def encode(message: Message) -> tuple[bytes, Chunks]:
     """Return the header of a message and its chunks as flat views of bytes; ValueError when over a limit (our bug)."""
     schema = _schema(message.KIND)
@@ -276,11 +283,12 @@ def encode(message: Message) -> tuple[bytes, Chunks]:
     chunks: Chunks = ()
     if schema.bulk:
         chunks = tuple(map(_flat, cast(Any, message).chunks))
-        if len(chunks) > ITEMS_MAX or any(len(chunk) > CHUNK_MAX for chunk in chunks):
-            raise ValueError(f"{len(chunks)} chunks, or one of them, are too many bytes")
-        row = (tuple(map(len, chunks)), *row)
+        lengths = tuple(map(len, chunks))
+        if max(lengths, default=0) > CHUNK_MAX:
+            raise ValueError(f"a chunk of {max(lengths)} bytes, more than {CHUNK_MAX}")
+        row = (_in_rows(lengths) if len(lengths) > ITEMS_MAX else lengths, *row)
     header: bytes = msgpack.packb(row)
-    if len(header) > HEADER_MAX:
+    if len(header) > HEADER_MAX + (LENGTH_MAX * len(chunks) if len(chunks) > ITEMS_MAX else 0):
         raise ValueError(f"a header of {len(header)} bytes, more than {HEADER_MAX}: split the {schema.cls.__name__}")
     return header, chunks
 
@@ -290,8 +298,8 @@ def decode(kind: int, header: bytes | bytearray | memoryview, payload_limit: int
     if kind not in MESSAGES:
         raise PeerError(f"no message is of kind {kind}")
     schema = _schema(kind)
-    if len(header) > HEADER_MAX:
-        raise PeerError(f"a header of {len(header)} bytes, more than {HEADER_MAX}")
+    if len(header) > header_max(payload_limit):
+        raise PeerError(f"a header of {len(header)} bytes, more than {header_max(payload_limit)}")
     try:
         row = _unpack(header)
     except (ValueError, msgpack.UnpackException) as error:  # UnicodeDecodeError and StackError are ValueErrors
@@ -303,7 +311,13 @@ def decode(kind: int, header: bytes | bytearray | memoryview, payload_limit: int
     return Head(kind, schema.values(row[1:]), _chunk_lengths(row[0], payload_limit))
 
 
+def _in_rows(lengths: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    return tuple(lengths[start : start + ITEMS_MAX] for start in range(0, len(lengths), ITEMS_MAX))
+
+
 def _chunk_lengths(lengths: Any, payload_limit: int) -> tuple[int, ...]:
+    if type(lengths) is tuple and lengths and all(type(row) is tuple for row in lengths):
+        lengths = tuple(chain.from_iterable(lengths))
     if type(lengths) is not tuple or not all(type(length) is int and 0 <= length <= CHUNK_MAX for length in lengths):
         raise PeerError(f"chunk lengths are not integers up to {CHUNK_MAX}")
     if sum(lengths) > payload_limit:

@@ -116,7 +116,7 @@ class CatchUp:
                             LOGGER.warning("no member known before the restart answers: this node goes on alone")
                         return None
                     case FetchFrom(givers):  # of another model, too: it refuses, saying what differs
-                        told = told or await trio.to_thread.run_sync(digest, own)
+                        told = told or await trio.to_thread.run_sync(digest, own, layout)
                         willing = [giver for giver in givers if giver not in self._refused] or givers
                         willing = [giver for giver in willing if not self._acquaintances.doubtful(giver)] or willing
                         self._givers, now = willing, trio.current_time()

@@ -22,8 +22,10 @@ from peerd.local import identity
 from peerd.local.local_socket import socket_path
 from peerd.process.allocator import keep_freed_chunks
 from peerd.process.logs import LOGGER, configure
+from peerd.process.niceness import yield_to_others
 from peerd.security.wall_clock import shown as shown_time
 from peerd.settings import Settings, is_loopback, unknown_variables
+from peerd.training.kernels.cores import spread, to_spare
 from peerd.transport.errors import UserError
 from peerd.transport.ids import Address, shown
 
@@ -34,6 +36,11 @@ LOOK_AT_TRAINER_S = 1.0
 
 async def run(settings: Settings, mine: identity.Identity, command: list[str]) -> int:
     """The life of a daemon; returns the exit code. Raises UserError for what the user can mend."""
+    with spread(to_spare(), yield_to_others):
+        return await _run(settings, mine, command)
+
+
+async def _run(settings: Settings, mine: identity.Identity, command: list[str]) -> int:
     configure(settings.name, settings.run, settings.log)
     keep_freed_chunks()
     if (ignored := unknown_variables(os.environ)) is not None:

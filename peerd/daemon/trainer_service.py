@@ -34,7 +34,6 @@ from peerd.process.logs import LOGGER
 from peerd.protocol import trainer as protocol
 from peerd.protocol.trainer import FROM_TRAINER, Attach, Said, Stepped, decoded
 from peerd.settings import Settings
-from peerd.training.codecs import vector
 from peerd.training.codecs.vector import Layout, NotFinite
 from peerd.training.mode import LinkedMode
 from peerd.training.mode_core import GradientCame
@@ -59,7 +58,7 @@ from peerd.transport.secure.signing import Signing
 
 SETTLE_SHARE = 0.1  # of the run's own duration: how long its end waits for members that still train
 SETTLE_MIN_S = 10.0
-VALUES_MAX = 1000 * vector.PIECE_VALUES  # a message has at most 1024 chunks
+VALUES_MAX = 1 << 38  # four terabytes of shared memory; nothing else here ends before
 
 
 class TrainerService:

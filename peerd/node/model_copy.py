@@ -14,6 +14,7 @@ import numpy.typing as npt
 from peerd.local.board import Board
 from peerd.local.shared_memory import SharedMemory
 from peerd.training.effects import Vector
+from peerd.training.kernels.passes import correct
 from peerd.training.model.quiet import Quiet
 from peerd.training.model.variances import bounded
 
@@ -81,9 +82,9 @@ class ModelCopy:
         if not self._apart:
             self._correct(copy, correction)
         if self._owned_here:
-            np.add(self._untaken, correction, out=self._untaken)
+            correct(self._untaken, correction)
         elif self._filled:
-            np.add(filling, correction, out=filling)
+            correct(filling, correction)
         else:
             if correction is not filling:
                 np.copyto(filling, correction)
@@ -154,6 +155,6 @@ class ModelCopy:
 
     def _correct(self, model: npt.NDArray[np.float32], correction: Vector) -> None:
         before = [model[where].copy() for where in self._variances]
-        np.add(model, correction, out=model)
+        correct(model, correction)
         for where, values in zip(self._variances, before, strict=True):
             model[where] = bounded(values, model[where])

@@ -102,7 +102,7 @@ class FirstModel:
                 asks = self._opinion.can_ask(self._node.now)
                 if asks and (donor := self._choice.ask(givers, self._arrived, self._node.now)) is not None:
                     self._opinion.donor_asked(donor)
-                    self._node.send(donor, ModelRequest(digest(self._learner.values())))
+                    self._node.send(donor, ModelRequest(digest(self._learner.values(), self._learner.layout)))
         self._node.later(LOOK_AGAIN_S, self.seek)
 
     def receive(self, source: NodeId, message: Answer) -> None:

@@ -89,6 +89,15 @@ def test_headers_as_large_as_allowed() -> None:
     assert read(FrameReader(), [stream_of(table, PING, table)]) == [table, PING, table]
 
 
+def test_a_head_of_more_chunks_than_the_staging_area_holds() -> None:
+    many = ModelSnapshot(1, "float32", tuple(bytes(200) for _ in range(40_000)))
+    head = next(frames(many))
+    assert len(head) > wire.HEADER_MAX + 10_000
+    assert read(FrameReader(1 << 36), [stream_of(PING, many, PING, many)]) == [PING, many, PING, many]
+    with pytest.raises(PeerError, match="header of"):
+        read(FrameReader(1 << 32), [bytes(head)])  # no model of so many bytes has as many chunks
+
+
 @given(st.integers(0, len(stream_of(BULK, PING)) * 8 - 1))
 def test_a_flipped_bit_never_gets_through(bit: int) -> None:
     stream = bytearray(stream_of(BULK, PING))

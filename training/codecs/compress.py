@@ -39,16 +39,17 @@ class Compressor:
 
     def __init__(self) -> None:
         self._pays: bool | None = None
-        self._compressor: zstandard.ZstdCompressor | None = None
 
     def pack(self, body: bytes | memoryview) -> Chunk:
-        """The chunk that carries `body`, at most one byte longer; a copy, so that `body`'s memory is free again."""
+        """The chunk that carries `body`, at most one byte longer; a copy, so that `body`'s memory is free again.
+
+        After the first, any thread may call it.
+        """
         if self._pays is None and len(body) <= _SMALLEST_FRAME:
             self._pays = False
         if self._pays is not False:
-            if self._compressor is None:
-                self._compressor = zstandard.ZstdCompressor(compression_params=PARAMETERS)
-            frame = self._compressor.compress(body)
+            # one each: no two threads may use it, and it costs a tenth of what a piece of 2^20 values takes
+            frame = zstandard.ZstdCompressor(compression_params=PARAMETERS).compress(body)
             if self._pays is None:
                 self._pays = len(frame) <= WORTH * len(body)
             if self._pays and len(frame) < len(body):

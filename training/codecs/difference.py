@@ -11,10 +11,11 @@ import numpy as np
 from peerd.training.codecs import vector
 from peerd.training.codecs.vector import VALUE_MAX, Gain, Layout, NotFinite
 from peerd.training.effects import Sliced, Vector
+from peerd.training.kernels.cores import each
 from peerd.training.kernels.passes import parts, squares
 from peerd.training.scratch import Scratch
 from peerd.transport.errors import PeerError
-from peerd.transport.messages import Chunks
+from peerd.transport.messages import Chunk, Chunks
 
 DIGEST_BYTES = 16
 
@@ -56,25 +57,28 @@ def decode_onto(
     return incoming
 
 
-def digest(start: Vector) -> bytes:
-    """Of the bits of a vector that several members may count differences from: SHA-256's first 16 bytes."""
-    return hashlib.sha256(np.ascontiguousarray(start).data).digest()[:DIGEST_BYTES]
+def digest(start: Vector, layout: Layout) -> bytes:
+    """Of the bits of a vector, shape (layout.total,), that several members may count differences from: the first 16
+    bytes of SHA-256 of those of its pieces."""
+    return _of_all(each(lambda where: _of(np.ascontiguousarray(start[where])), vector.pieces(layout)))[:DIGEST_BYTES]
 
 
 def digest_of(codec: str, layout: Layout, chunks: Chunks, dtype: np.dtype[np.floating[Any]]) -> bytes:
-    """`digest` of what `chunks` hold, of which there is never more than a piece."""
-    sha = hashlib.sha256()
-    for _, piece in vector.decoded_pieces(codec, layout, chunks, dtype):
-        sha.update(piece.data)
-    return sha.digest()[:DIGEST_BYTES]
+    """`digest` of what `chunks` hold, of which there is never more than a few pieces."""
+    return _of_all(vector.each_decoded(codec, layout, chunks, dtype, lambda _, piece: _of(piece)))[:DIGEST_BYTES]
 
 
 def digest_of_chunks(chunks: Chunks) -> bytes:
-    """Of an encoded vector, as it travels: SHA-256."""
-    sha = hashlib.sha256()
-    for chunk in chunks:
-        sha.update(chunk)
-    return sha.digest()
+    """Of an encoded vector, as it travels: SHA-256 of those of its chunks."""
+    return _of_all(each(_of, chunks))
+
+
+def _of(piece: Vector | Chunk) -> bytes:
+    return hashlib.sha256(piece.data if isinstance(piece, np.ndarray) else piece).digest()
+
+
+def _of_all(digests: list[bytes]) -> bytes:
+    return hashlib.sha256(b"".join(digests)).digest()
 
 
 def norm_of_difference(a: Vector, b: Vector | None = None) -> float:
@@ -84,4 +88,4 @@ def norm_of_difference(a: Vector, b: Vector | None = None) -> float:
 
 def norm_of_sum(a: Vector, b: Vector | None) -> float:
     """||a + b||, or ||a||, in pieces that stay in the cache."""
-    return math.sqrt(sum(squares(a[part] if b is None else a[part] + b[part]) for part in parts(len(a))))
+    return math.sqrt(sum(each(lambda part: squares(a[part] if b is None else a[part] + b[part]), parts(len(a)))))

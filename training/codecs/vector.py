@@ -3,15 +3,16 @@
 The vector is cut into pieces of at most PIECE_VALUES; each becomes one chunk (codec, then compress). Parameters use the
 chosen codec. Float buffers (running means and variances, tables of frequencies) always travel as they are: one that no
 step changes must stay the bits that it is on every node, a sign or a top-k of a variance is a worse variance, and they
-are few. Pure functions: any thread may run them.
+are few. Pieces are independent of each other: kernels/cores.py does them side by side.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from peerd.training.codecs.blocks import BLOCK
 from peerd.training.codecs.codec import Encoded, finite_float32
 from peerd.training.codecs.compress import Compressor, unpack
 from peerd.training.effects import Sliced, Vector
+from peerd.training.kernels.cores import each
 from peerd.training.kernels.passes import add_within, squares
 from peerd.transport.errors import PeerError
 from peerd.transport.messages import CHUNK_VALUES, Chunk, Chunks
@@ -32,13 +34,16 @@ __all__ = [
     "Layout",
     "NotFinite",
     "decode",
-    "decoded_pieces",
+    "each_decoded",
     "encode",
     "payload_limit",
+    "pieces",
 ]
 
 PIECE_VALUES = CHUNK_VALUES - BLOCK
 """One block short of CHUNK_VALUES, so that a float32 piece and its flag byte still fit a chunk of 4 MiB."""
+
+Result = TypeVar("Result")
 
 BUFFER_CODEC = "float32"
 VALUE_MAX = 1e30
@@ -110,6 +115,12 @@ class Layout:
         ]
 
 
+class _Piece(NamedTuple):
+    codec: Codec
+    where: slice
+    of_parameters: bool
+
+
 @dataclass(frozen=True)
 class Contraction:
     """How much of a difference v a codec C let through, over the parameters."""
@@ -174,16 +185,22 @@ def encode(
     assert values.shape == (layout.total,)
     chunks: list[Chunk] = []
     lost = energy = 0.0
-    compressors = {codec_name: Compressor(), BUFFER_CODEC: Compressor()}
-    for codec, start, stop in _pieces(codec_name, layout):
-        where = slice(start, stop)
-        piece, reference = values[where], None if known is None else known[where]
+
+    def one(compressor: Compressor, piece: _Piece) -> tuple[Chunk, float, float]:
+        where = piece.where
+        reference = None if known is None else known[where]
         arrives = None if decoded is None else decoded[where]
-        encoded = _encode_piece(codec, piece, reference, arrives, measured=start < layout.parameters)
-        chunks.append(compressors[codec.name].pack(encoded.body))
-        if start < layout.parameters:
-            lost += encoded.lost
-            energy += encoded.energy
+        encoded = _encode_piece(piece.codec, values[where], reference, arrives, measured=piece.of_parameters)
+        return compressor.pack(encoded.body), encoded.lost, encoded.energy
+
+    for side in _pieces(codec_name, layout):
+        alike = partial(one, Compressor())
+        first = [alike(piece) for piece in side[:1]]  # says whether it pays to compress the others
+        for piece, (chunk, loss, of_piece) in zip(side, first + each(alike, side[1:]), strict=True):
+            chunks.append(chunk)
+            if piece.of_parameters:
+                lost += loss
+                energy += of_piece
     return tuple(chunks), Contraction(lost, energy)
 
 
@@ -228,36 +245,51 @@ def decode(
             then half written, so it must be scratch.
     """
     assert out.shape == (layout.total,)
-    for where, codec, body in _bodies(codec_name, layout, chunks):
+
+    def one(encoded: tuple[_Piece, Chunk]) -> None:
+        where = encoded[0].where
         piece = out[where]
-        codec.decode(body, piece)
+        _decode_piece(*encoded, piece)
         if known is not None and not add_within(piece, known[where], value_max, piece):
             raise PeerError(f"a value beyond {value_max:g}")
         out[where] = piece
 
+    each(one, _with_chunks(codec_name, layout, chunks))
 
-def decoded_pieces(
-    codec_name: str, layout: Layout, chunks: Chunks, dtype: np.dtype[np.floating[Any]]
-) -> Iterator[tuple[slice, Vector]]:
-    """What `chunks` hold, a piece at a time: where it is, and its values in memory that the next one overwrites.
+
+def each_decoded(
+    codec_name: str,
+    layout: Layout,
+    chunks: Chunks,
+    dtype: np.dtype[np.floating[Any]],
+    work: Callable[[slice, Vector], Result],
+) -> list[Result]:
+    """`work` of each piece of what `chunks` hold: where it is, and its values, which are nobody's afterwards.
 
     Raises PeerError, as `decode`.
     """
-    scratch: Vector = np.empty(min(PIECE_VALUES, layout.total), dtype)
-    for where, codec, body in _bodies(codec_name, layout, chunks):
-        piece = scratch[: where.stop - where.start]
-        codec.decode(body, piece)
-        yield where, piece
+
+    def one(encoded: tuple[_Piece, Chunk]) -> Result:
+        where = encoded[0].where
+        piece: Vector = np.empty(where.stop - where.start, dtype)
+        _decode_piece(*encoded, piece)
+        return work(where, piece)
+
+    return each(one, _with_chunks(codec_name, layout, chunks))
 
 
-def _bodies(codec_name: str, layout: Layout, chunks: Chunks) -> Iterator[tuple[slice, Codec, memoryview]]:
+def _with_chunks(codec_name: str, layout: Layout, chunks: Chunks) -> list[tuple[_Piece, Chunk]]:
     if codec_name not in CODECS:
         raise PeerError(f"codec {codec_name[:40]!r} is none of {', '.join(CODECS)}")
-    pieces = list(_pieces(codec_name, layout))
-    if len(chunks) != len(pieces):
-        raise PeerError(f"{len(chunks)} chunks where {len(pieces)} are due")
-    for chunk, (codec, start, stop) in zip(chunks, pieces, strict=True):
-        yield slice(start, stop), codec, unpack(chunk, codec.body_limit(stop - start))
+    of_parameters, of_buffers = _pieces(codec_name, layout)
+    due = len(of_parameters) + len(of_buffers)
+    if len(chunks) != due:
+        raise PeerError(f"{len(chunks)} chunks where {due} are due")
+    return list(zip(of_parameters + of_buffers, chunks, strict=True))
+
+
+def _decode_piece(piece: _Piece, chunk: Chunk, out: Vector) -> None:
+    piece.codec.decode(unpack(chunk, piece.codec.body_limit(len(out))), out)
 
 
 def payload_limit(layout: Layout, kept: int = 0) -> int:
@@ -268,20 +300,30 @@ def payload_limit(layout: Layout, kept: int = 0) -> int:
     A round sends each float buffer in two halves (training/rounds/attempt.py), at most all of them in one message.
     """
     halves = 4 * (layout.total - layout.parameters)
-    whole = max(
-        sum(1 + codec.body_limit(stop - start) for codec, start, stop in _pieces(name, layout)) for name in CODECS
-    )
+    whole = max(_room(name, layout) for name in CODECS)
     piece = max(1 + codec.body_limit(min(PIECE_VALUES, layout.total)) for codec in CODECS.values())
     count = layout.total + kept * layout.parameters
-    exact = sum(1 + codec.body_limit(stop - start) for codec, start, stop in _pieces(BUFFER_CODEC, Layout(0, count)))
-    return max(whole, piece, exact) + halves
+    return max(whole, piece, _room(BUFFER_CODEC, Layout(0, count))) + halves
 
 
-def _pieces(codec_name: str, layout: Layout) -> Iterator[tuple[Codec, int, int]]:
-    """The pieces of a vector, as codec, start and stop; parameters and buffers never share one."""
-    for codec, first, last in (
-        (CODECS[codec_name], 0, layout.parameters),
-        (CODECS[BUFFER_CODEC], layout.parameters, layout.total),
-    ):
-        for start in range(first, last, PIECE_VALUES):
-            yield codec, start, min(start + PIECE_VALUES, last)
+def _room(codec_name: str, layout: Layout) -> int:
+    sides = _pieces(codec_name, layout)
+    return sum(1 + piece.codec.body_limit(piece.where.stop - piece.where.start) for side in sides for piece in side)
+
+
+def _pieces(codec_name: str, layout: Layout) -> tuple[list[_Piece], list[_Piece]]:
+    """Those of the parameters of a vector, and those of its buffers."""
+    cut = layout.parameters
+    return (
+        [_Piece(CODECS[codec_name], where, True) for where in _cut(0, cut)],
+        [_Piece(CODECS[BUFFER_CODEC], where, False) for where in _cut(cut, layout.total)],
+    )
+
+
+def pieces(layout: Layout) -> list[slice]:
+    """Where a vector is cut, whatever the codec."""
+    return _cut(0, layout.parameters) + _cut(layout.parameters, layout.total)
+
+
+def _cut(first: int, last: int) -> list[slice]:
+    return [slice(start, min(start + PIECE_VALUES, last)) for start in range(first, last, PIECE_VALUES)]

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from peerd.training.kernels import library
+from peerd.training.kernels.cores import each
 
 Vector = npt.NDArray[np.floating[Any]]
 Sums = npt.NDArray[np.float64]
@@ -27,9 +28,16 @@ _FLOAT32 = np.dtype(np.float32)
 _NOTHING = ctypes.c_char * 0  # lies in any buffer, an empty one too
 
 
-def parts(count: int, most: int = PART) -> Iterator[slice]:
-    """Slices of at most so many values that cover [0, count)."""
-    return (slice(start, min(start + most, count)) for start in range(0, count, most))
+def parts(count: int, most: int | None = None) -> Iterator[slice]:
+    """Slices of at most so many values, or PART, that cover [0, count)."""
+    step = most or PART
+    return (slice(start, min(start + step, count)) for start in range(0, count, step))
+
+
+def ranges_within(stops: Stops, part: slice) -> tuple[slice, Stops]:
+    """Which of the ranges that end at `stops` lie in this part, not an empty one, and where they end within it."""
+    first, last = np.searchsorted(stops, [part.start, part.stop - 1], side="right")
+    return slice(first, last + 1), np.minimum(stops[first : last + 1], part.stop) - part.start
 
 
 def is_plain(*arrays: npt.NDArray[np.generic] | None) -> bool:
@@ -56,6 +64,8 @@ def squares(values: Vector, known: Vector | None = None) -> float:
 def squares_by(values: Vector, known: Vector | None, stops: Stops) -> Sums:
     """The same of each of the ranges that follow each other and end at `stops`, shape (ranges,)."""
     assert _cover(stops, values), "the ranges cover the vector"
+    if len(values) > PART:
+        return _squares_of_parts(values, known, stops)
     found = np.empty(len(stops))
     if (kernels := library.LIBRARY) is not None and is_plain(values, known):
         kernels.peerd_squares(address(values), address(known), address(stops), len(stops), address(found))
@@ -63,8 +73,18 @@ def squares_by(values: Vector, known: Vector | None, stops: Stops) -> Sums:
     if known is None or len(values) <= SMALL:
         return _squares_by(values if known is None else values - known, stops)
     for index, where in enumerate(_ranges(stops)):
-        a, b = values[where], known[where]
-        found[index] = sum(_squares(a[part] - b[part]) for part in parts(len(a)))
+        found[index] = _squares(values[where] - known[where])
+    return found
+
+
+def _squares_of_parts(values: Vector, known: Vector | None, stops: Stops) -> Sums:
+    def one(part: slice) -> tuple[slice, Sums]:
+        ranges, inner = ranges_within(stops, part)
+        return ranges, squares_by(values[part], None if known is None else known[part], inner)
+
+    found = np.zeros(len(stops))
+    for ranges, sums in each(one, parts(len(values))):
+        found[ranges] += sums
     return found
 
 
@@ -72,7 +92,9 @@ def scale_by(values: Vector, factors: Sums, stops: Stops) -> None:
     """Multiply each range by its factor."""
     assert values.flags.writeable
     assert _cover(stops, values), "the ranges cover the vector"
-    if (kernels := library.LIBRARY) is not None and is_plain(values):
+    if len(values) > PART:
+        each(lambda part: _scale_part(values, factors, stops, part), parts(len(values)))
+    elif (kernels := library.LIBRARY) is not None and is_plain(values):
         kernels.peerd_scale(address(values), address(stops), len(stops), address(factors))
     elif len(stops) == 1:
         values *= values.dtype.type(factors[0])
@@ -81,6 +103,11 @@ def scale_by(values: Vector, factors: Sums, stops: Stops) -> None:
     else:
         for factor, where in zip(factors.tolist(), _ranges(stops), strict=True):
             values[where] *= factor
+
+
+def _scale_part(values: Vector, factors: Sums, stops: Stops, part: slice) -> None:
+    ranges, inner = ranges_within(stops, part)
+    scale_by(values[part], factors[ranges], inner)
 
 
 def add_within(values: Vector, known: Vector | None, most: float, out: Vector) -> bool:
@@ -128,6 +155,11 @@ def add(values: Vector, correction: Vector, out: Vector) -> tuple[float, float]:
     return squares(out), squares(correction)
 
 
+def correct(model: Vector, correction: Vector) -> None:
+    """model += correction."""
+    each(lambda part: np.add(model[part], correction[part], out=model[part]), parts(len(model)))
+
+
 def mean(gradient: Vector, summed: Vector, members: float) -> tuple[float, float]:
     """gradient = summed / members; returns its squares, and those of what `gradient` was less what it is."""
     assert gradient.flags.writeable
@@ -146,6 +178,8 @@ def mean(gradient: Vector, summed: Vector, members: float) -> tuple[float, float
 
 def is_finite(values: Vector) -> bool:
     """Whether there is no NaN and no infinity."""
+    if len(values) > PART:
+        return all(each(lambda part: is_finite(values[part]), parts(len(values))))
     if (kernels := library.LIBRARY) is not None and is_plain(values):
         return bool(kernels.peerd_is_finite(address(values), values.size))
     return bool(np.isfinite(values).all())

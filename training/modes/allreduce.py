@@ -289,7 +289,7 @@ class AllReduce(ModeClass):
         self._taken = values
         self._rounds.work = Work(self._samples, self._step - self._given_at)
         if self._start is not None and self._keeps_agreed and self._rounds.round == 0:
-            self._rounds.starts_from(digest(self._start))
+            self._rounds.starts_from(digest(self._start, self._layout))
         if early:
             self._rounds.measured((0.0,) * GROUPS)  # which says nothing of how far members come
             return outcomes + self._rounds.reach(now, early=True)

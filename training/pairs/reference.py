@@ -24,8 +24,10 @@ arXiv:1710.06952).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
@@ -42,6 +44,8 @@ from peerd.transport.messages import Delta, DeltaTaken, LinkClosed
 KEPT_MAX = 1 << 14  # values: of a larger model our half is decoded again, as keeping it would take another copy
 
 NOTHING_SAID = Work()
+
+Result = TypeVar("Result")
 
 
 class LinkMismatch(Exception):
@@ -159,8 +163,7 @@ class PairedReference:
         apart: Sliced | None = None
         if self.under_way is not None:
             apart = self.theirs
-            for where, ours in self._pieces(self.under_way):
-                apart[where] = apart[where] - (self.mine[where] + ours)
+            self._each_piece(self.under_way, partial(_take_away, apart, self.mine))
         answered = None if self.confirmed else self.answered
         unfinished = Unfinished(self.link, self.version, answered, self.under_way, apart, self.layout, self._scratch)
         self.cancel()
@@ -193,18 +196,19 @@ class PairedReference:
         )
         return self.under_way
 
-    def _pieces(self, ours: Delta) -> Iterator[tuple[slice, Vector]]:
-        """What our half decodes to."""
+    def _each_piece(self, ours: Delta, work: Callable[[slice, Vector], Result]) -> list[Result]:
+        """`work` of each piece of what our half decodes to: where it is, and its values."""
         if self._outgoing is not None:
-            return iter([(slice(0, len(self._outgoing)), self._outgoing)])
-        return vector.decoded_pieces(ours.codec, self.layout, ours.chunks, self.mine.dtype)
+            return [work(slice(0, len(self._outgoing)), self._outgoing)]
+        return vector.each_decoded(ours.codec, self.layout, ours.chunks, self.mine.dtype, work)
 
     def _complete(self, theirs: Delta, theirs_next: Vector, limits: Norms) -> Exchanged:
         """Move both references, and make `theirs_next` the correction."""
         assert self.under_way is not None, "an exchange has two halves"
         gain = min(theirs.gain, self.under_way.gain)
         self._torn = True
-        self.distances = self._tensors.move(self.mine, self._pieces(self.under_way), self.theirs, theirs_next)
+        each_piece = partial(self._each_piece, self.under_way)
+        self.distances = self._tensors.move(self.mine, each_piece, self.theirs, theirs_next)
         self._torn = False
         share = share_of(self.under_way, theirs)
         scale = share * factors(gain, self.distances, unpacked(self.under_way.limits, len(self._tensors)), limits)
@@ -293,3 +297,7 @@ class Unfinished:
     def cancel(self) -> None:
         """Drop the half under way: the peer has not applied it, and never will."""
         self.under_way = self._apart = None
+
+
+def _take_away(apart: Sliced, mine: Sliced, where: slice, ours: Vector) -> None:
+    apart[where] = apart[where] - (mine[where] + ours)

@@ -22,7 +22,7 @@ one out, and a run that ends has no bounds.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Sliced, Vector
-from peerd.training.kernels.passes import Stops, Sums, move_references, scale_by, squares_by
+from peerd.training.kernels.passes import Stops, Sums, move_references, ranges_within, scale_by, squares_by
 from peerd.training.pairs.block_floats import BlockFloats
 from peerd.training.sample import sample_of, stops_of
 from peerd.transport.errors import PeerError
@@ -53,6 +53,9 @@ _LIMIT = np.dtype("<f4")  # as it travels
 
 Norms = npt.NDArray[np.float64]
 """One for each tensor, shape (tensors,)."""
+Moved = Callable[[slice, Vector], tuple[slice, Sums]]
+EachPiece = Callable[[Moved], list[tuple[slice, Sums]]]
+"""Calls it with each piece of a vector: where that is, and its values."""
 
 
 class Tensors:
@@ -69,18 +72,21 @@ class Tensors:
         """||values - known|| of each."""
         return np.sqrt(squares_by(values, known, self.stops))
 
-    def move(self, mine: Sliced, outgoing: Iterable[tuple[slice, Vector]], theirs: Sliced, following: Vector) -> Norms:
+    def move(self, mine: Sliced, each_outgoing: EachPiece, theirs: Sliced, following: Vector) -> Norms:
         """Move two references (kernels/passes.py): returns how far apart they are then, which is in `following`.
 
-        `outgoing` comes in pieces that follow each other; a tensor may end within one.
+        Of `outgoing` there are pieces that follow each other; a tensor may end within one.
         """
-        found = np.zeros(len(self))
-        for where, piece in outgoing:
+
+        def moved(where: slice, piece: Vector) -> tuple[slice, Sums]:
             if piece.shape == mine.shape:
-                return np.sqrt(_moved(mine, where, piece, theirs, following, self.stops))
-            first, last = np.searchsorted(self.stops, [where.start, where.stop - 1], side="right")
-            stops = np.minimum(self.stops[first : last + 1], where.stop) - where.start
-            found[first : last + 1] += _moved(mine, where, piece, theirs, following[where], stops)
+                return slice(None), _moved(mine, where, piece, theirs, following, self.stops)
+            ranges, stops = ranges_within(self.stops, where)
+            return ranges, _moved(mine, where, piece, theirs, following[where], stops)
+
+        found = np.zeros(len(self))
+        for ranges, squares in each_outgoing(moved):
+            found[ranges] += squares
         return np.sqrt(found)
 
     def scale(self, values: Vector, factors: Norms) -> None:

@@ -84,7 +84,7 @@ class Swarm:
         if isinstance(message, SketchRequest):
             self.on_sketch_asked(peer, message.seed)
             return
-        assert message == ModelRequest(digest(OWN))
+        assert message == ModelRequest(digest(OWN, LAYOUT))
         self.asked.append(peer)
         self.on_asked(peer)
 

@@ -274,9 +274,9 @@ async def test_a_model_that_a_newcomer_has_does_not_travel(tmp_path: Path) -> No
             nursery.start_soon(trainer.serve, node)
             trainer.memory.copies[0][:] = MODEL
             await trainer.trains(step=5)
-            node.side.on_message("newcomer", ModelRequest(digest(MODEL)))
+            node.side.on_message("newcomer", ModelRequest(digest(MODEL, Layout(len(MODEL), len(MODEL)))))
             assert await node.sent_to("newcomer", ModelEqual) == ModelEqual(5)
-            node.side.on_message("another", ModelRequest(digest(2 * MODEL)))
+            node.side.on_message("another", ModelRequest(digest(2 * MODEL, Layout(len(MODEL), len(MODEL)))))
             await node.sent_to("another", ModelSnapshot)
 
 

@@ -1,0 +1,150 @@
+"""Is what several threads compute, a piece each, the same bits as what one does? And what of a piece that fails?"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peerd.training.codecs import CODECS, vector
+from peerd.training.codecs.difference import digest, digest_of, digest_of_chunks
+from peerd.training.codecs.vector import Layout
+from peerd.training.kernels import passes
+from peerd.training.kernels.cores import THREADS_MAX, each, spread, to_spare
+from peerd.training.pairs.block_floats import BlockFloats
+from peerd.transport.errors import PeerError
+
+PIECE = 512
+
+
+def nothing() -> None:
+    """What a thread begins with."""
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a small vector has several."""
+    monkeypatch.setattr("peerd.training.kernels.passes.PART", PIECE)
+    monkeypatch.setattr("peerd.training.codecs.vector.PIECE_VALUES", PIECE)
+
+
+def alike(compute: Callable[[], Any]) -> Any:
+    """What it computes, by three threads as by one."""
+    alone = compute()
+    with spread(3, nothing):
+        together = compute()
+    assert _bits(alone) == _bits(together)
+    return alone
+
+
+def _bits(found: Any) -> Any:
+    if isinstance(found, np.ndarray):
+        return found.tobytes()
+    if isinstance(found, memoryview):
+        return bytes(found)
+    return [_bits(one) for one in found] if isinstance(found, tuple | list) else found
+
+
+@given(st.integers(0, 1 << 32), st.integers(0, 5 * PIECE), st.integers(0, 3 * PIECE), st.sampled_from(sorted(CODECS)))
+def test_chunks_and_what_they_hold_are_the_same_bits(seed: int, parameters: int, buffers: int, codec: str) -> None:
+    rng = np.random.default_rng(seed)
+    layout = Layout(parameters, parameters + buffers)
+    values = rng.standard_normal(layout.total).astype(np.float32)
+    known = BlockFloats(layout) if seed % 2 else np.zeros_like(values)
+    known[0 : layout.total] = (values + 0.1 * rng.standard_normal(layout.total)).astype(np.float32)
+
+    def encoded() -> tuple[Any, Any, float, float]:
+        arrives = np.empty_like(values)
+        chunks, loss = vector.encode(codec, layout, values, known=known, decoded=arrives)
+        return chunks, arrives, loss.lost, loss.energy
+
+    chunks, arrives, _, _ = alike(encoded)
+
+    def decoded() -> Any:
+        out = np.empty_like(values)
+        vector.decode(codec, layout, chunks, out, known=known)
+        return out
+
+    assert alike(decoded) == pytest.approx(known[0 : layout.total] + arrives, abs=1e-6)
+    pieces = alike(lambda: vector.each_decoded(codec, layout, chunks, values.dtype, lambda where, piece: piece.copy()))
+    assert [where.stop - where.start for where in vector.pieces(layout)] == [len(piece) for piece in pieces]
+    assert digest(np.concatenate([arrives[:0], *pieces]), layout) == alike(
+        lambda: digest_of(codec, layout, chunks, values.dtype)
+    )
+    assert len(alike(lambda: digest_of_chunks(chunks))) == 32
+
+
+@given(st.integers(0, 1 << 32), st.lists(st.integers(0, 3 * PIECE), min_size=1, max_size=6))
+def test_passes_over_tensors_that_end_anywhere_are_the_same_bits(seed: int, sizes: list[int]) -> None:
+    rng = np.random.default_rng(seed)
+    stops = np.cumsum(np.array(sizes, np.int64))
+    values, known = rng.standard_normal((2, int(stops[-1])), np.float32)
+    factors = rng.uniform(0, 2, len(sizes))
+    squares = alike(lambda: passes.squares_by(values, known, stops))
+    tensors = [slice(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
+    assert squares == pytest.approx([float(((values[one] - known[one]) ** 2.0).sum()) for one in tensors], rel=1e-4)
+
+    def scaled() -> Any:
+        out = values.copy()
+        passes.scale_by(out, factors, stops)
+        passes.correct(out, known)
+        return out
+
+    expected = values * np.repeat(factors, sizes).astype(np.float32) + known
+    assert alike(scaled) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert alike(lambda: passes.is_finite(values))
+    if len(values):
+        values[rng.integers(len(values))] = np.inf
+        assert not alike(lambda: passes.is_finite(values))
+
+
+def test_a_chunk_that_is_none_is_told_as_by_one_thread() -> None:
+    layout = Layout(4 * PIECE, 4 * PIECE)
+    chunks = list(vector.encode("sign", layout, np.ones(layout.total, np.float32))[0])
+    chunks[1], chunks[3] = b"\x07what is this", b""
+    said = []
+    for threads in (1, 3):
+        with spread(threads, nothing), pytest.raises(PeerError) as error:
+            vector.decode("sign", layout, tuple(chunks), np.empty(layout.total, np.float32))
+        said.append(str(error.value))
+    assert said[0] == "a chunk begins with 7, which is neither raw nor zstd"
+    assert said[1] in (said[0], "a chunk of 0 bytes where 1 to 73 are due")
+
+
+def test_nothing_is_under_way_once_an_error_is_told() -> None:
+    busy: list[int] = []
+
+    def work(piece: int) -> None:
+        if piece == 0:
+            raise PeerError("the first")
+        busy.append(piece)
+        time.sleep(0.02)
+        busy.remove(piece)
+
+    with spread(4, nothing):
+        with pytest.raises(PeerError, match="the first"):
+            each(work, range(40))
+        assert busy == []
+
+
+def test_threads_are_those_of_who_asked_for_them() -> None:
+    begun: list[int] = []
+    with spread(3, lambda: begun.append(threading.get_ident())):
+        by = set(each(lambda _: (time.sleep(0.01), threading.get_ident())[1], range(12)))
+    assert by == set(begun)
+    assert len(by) == 3
+    assert threading.get_ident() not in by
+    assert each(lambda _: threading.get_ident(), range(3)) == 3 * [threading.get_ident()]
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (3, 1), (4, 2), (12, 6), (64, THREADS_MAX)])
+def test_half_of_the_cores_are_to_spare(monkeypatch: pytest.MonkeyPatch, cores: int, threads: int) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    assert to_spare() == threads
