@@ -272,7 +272,7 @@ def is_urgent(kind: int) -> bool:
 
 
 def header_max(payload_limit: int) -> int:
-    """Bytes of the longest header of a message whose chunks have so many: twice as many chunks as there are full ones."""
+    """Bytes of the longest header, of a message with so many bytes of chunks: twice as many as there are full ones."""
     return HEADER_MAX + 2 * LENGTH_MAX * (payload_limit // CHUNK_MAX)
 
 

@@ -2,7 +2,7 @@
 
 The mode and the model's copy belong to it: encoding, decoding and merging a model of 25 million values takes tens of
 milliseconds, which must not stall the loop that answers probes. One thread a node, not one a link: all links read and
-correct the same model, and the arithmetic beneath spreads over cores by itself where there are many.
+correct the same model, and the pieces of a large one are done by several (training/kernels/cores.py).
 """
 
 from __future__ import annotations
