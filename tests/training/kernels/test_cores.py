@@ -136,12 +136,17 @@ def test_nothing_is_under_way_once_an_error_is_told() -> None:
 
 def test_threads_are_those_of_who_asked_for_them() -> None:
     begun: list[int] = []
+
+    def work(_: int) -> int:
+        time.sleep(0.01)
+        return threading.get_ident()
+
     with spread(3, lambda: begun.append(threading.get_ident())):
-        by = set(each(lambda _: (time.sleep(0.01), threading.get_ident())[1], range(12)))
+        by = set(each(work, range(12)))
     assert by == set(begun)
     assert len(by) == 3
     assert threading.get_ident() not in by
-    assert each(lambda _: threading.get_ident(), range(3)) == 3 * [threading.get_ident()]
+    assert each(work, range(3)) == 3 * [threading.get_ident()]
 
 
 @pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (3, 1), (4, 2), (12, 6), (64, THREADS_MAX)])
