@@ -164,7 +164,7 @@ class FrameReader:
         """Return the memory that the next bytes belong in; empty only while a chunk beside the stream is due."""
         if self._chunk is not None:
             return self._chunk[self._filled :]
-        if self._start:  # at most 64 KiB move, once for as many bytes read
+        if self._start:  # at most what is staged moves, once for as many bytes read
             unread = self._end - self._start
             self._staging[:unread] = self._staging[self._start : self._end]
             self._start, self._end = 0, unread
@@ -231,7 +231,7 @@ class FrameReader:
         return Fixed(kind, out_of_band, header_length, payload_length, checksum, partial_checksum)
 
     def _stage(self, size: int) -> None:
-        """Make room for so many bytes: the head of a message of more than 10,000 chunks has as many."""
+        """Make room for so many bytes: the head of a message of more than 1024 chunks may have as many."""
         larger = memoryview(bytearray(size))
         self._end -= self._start
         larger[: self._end] = self._staging[self._start : self._start + self._end]

@@ -271,9 +271,18 @@ def is_urgent(kind: int) -> bool:
     return kind < FIRST_MODE_KIND
 
 
+def chunks_max(payload_limit: int) -> int:
+    """How many chunks a message with so many bytes of them has at most: twice as many as there are full ones."""
+    return max(ITEMS_MAX, 2 * (payload_limit // CHUNK_MAX))
+
+
 def header_max(payload_limit: int) -> int:
-    """Bytes of the longest header, of a message with so many bytes of chunks: twice as many as there are full ones."""
-    return HEADER_MAX + 2 * LENGTH_MAX * (payload_limit // CHUNK_MAX)
+    """Bytes of the longest header of such a message."""
+    return _header_max(chunks_max(payload_limit))
+
+
+def _header_max(chunks: int) -> int:
+    return HEADER_MAX + LENGTH_MAX * max(0, chunks - ITEMS_MAX)
 
 
 def encode(message: Message) -> tuple[bytes, Chunks]:
@@ -284,12 +293,12 @@ def encode(message: Message) -> tuple[bytes, Chunks]:
     if schema.bulk:
         chunks = tuple(map(_flat, cast(Any, message).chunks))
         lengths = tuple(map(len, chunks))
-        if max(lengths, default=0) > CHUNK_MAX:
-            raise ValueError(f"a chunk of {max(lengths)} bytes, more than {CHUNK_MAX}")
+        if len(lengths) > ITEMS_MAX**2 or max(lengths, default=0) > CHUNK_MAX:
+            raise ValueError(f"{len(chunks)} chunks, or one of them, are too many bytes")
         row = (_in_rows(lengths) if len(lengths) > ITEMS_MAX else lengths, *row)
     header: bytes = msgpack.packb(row)
-    if len(header) > HEADER_MAX + (LENGTH_MAX * len(chunks) if len(chunks) > ITEMS_MAX else 0):
-        raise ValueError(f"a header of {len(header)} bytes, more than {HEADER_MAX}: split the {schema.cls.__name__}")
+    if len(header) > (limit := _header_max(len(chunks))):
+        raise ValueError(f"a header of {len(header)} bytes, more than {limit}: split the {schema.cls.__name__}")
     return header, chunks
 
 
@@ -317,11 +326,15 @@ def _in_rows(lengths: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 def _chunk_lengths(lengths: Any, payload_limit: int) -> tuple[int, ...]:
     if type(lengths) is tuple and lengths and all(type(row) is tuple for row in lengths):
-        lengths = tuple(chain.from_iterable(lengths))
+        rows, lengths = lengths, tuple(chain.from_iterable(lengths))
+        if len(lengths) <= ITEMS_MAX or rows != _in_rows(lengths):
+            raise PeerError(f"the lengths of {len(lengths)} chunks are not in rows of {ITEMS_MAX}")
     if type(lengths) is not tuple or not all(type(length) is int and 0 <= length <= CHUNK_MAX for length in lengths):
         raise PeerError(f"chunk lengths are not integers up to {CHUNK_MAX}")
     if sum(lengths) > payload_limit:
         raise PeerError(f"{sum(lengths)} bytes in one message, more than the limit of {payload_limit}")
+    if len(lengths) > chunks_max(payload_limit):
+        raise PeerError(f"{len(lengths)} chunks in one message, more than {chunks_max(payload_limit)}")
     return lengths
 
 

@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Iterable
 from contextlib import suppress
 
+import msgpack
 import numpy as np
 import pytest
 from hypothesis import given
@@ -93,9 +94,12 @@ def test_a_head_of_more_chunks_than_the_staging_area_holds() -> None:
     many = ModelSnapshot(1, "float32", tuple(bytes(200) for _ in range(40_000)))
     head = next(frames(many))
     assert len(head) > wire.HEADER_MAX + 10_000
-    assert read(FrameReader(1 << 36), [stream_of(PING, many, PING, many)]) == [PING, many, PING, many]
+    assert read(FrameReader(1 << 37), [stream_of(PING, many, PING, many)]) == [PING, many, PING, many]
     with pytest.raises(PeerError, match="header of"):
         read(FrameReader(1 << 32), [bytes(head)])  # no model of so many bytes has as many chunks
+    nothing = framing.head_frame(ModelSnapshot.KIND, msgpack.packb([[[0] * 1024] * 63, 1, "c"]))
+    with pytest.raises(PeerError, match="64512 chunks in one message, more than 1024"):
+        read(FrameReader(), [nothing])
 
 
 @given(st.integers(0, len(stream_of(BULK, PING)) * 8 - 1))

@@ -145,21 +145,22 @@ def test_trailing_bytes_are_refused() -> None:
 LENGTHS = {
     "not a list": 5, "negative": [-1], "bool": [True], "huge": [wire.CHUNK_MAX + 1], "many": [0] * 1025,
     "rows and none": [[1], 1], "rows of rows": [[[1]]], "a huge one in a row": [[1], [wire.CHUNK_MAX + 1]],
-    "a negative one in a row": [[1, -1]],
+    "a negative one in a row": [[1] * 1024, [-1]], "few in a row": [[60], [41]], "one row": [[1] * 1024],
+    "no row": [[]],    "rows that are not full": [[1] * 1000, [1] * 1000], "an empty row": [[1] * 1024, [1], []],
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
 def test_chunk_lengths_are_checked(lengths: object) -> None:
     with pytest.raises(PeerError):
-        wire.decode(ModelSnapshot.KIND, msgpack.packb([lengths, 1, "codec"]), LIMIT)
+        wire.decode(ModelSnapshot.KIND, msgpack.packb([lengths, 1, "codec"]), 1 << 36)
 
 
 @pytest.mark.parametrize("count", [1024, 1025, 2048, 3000])
 def test_a_message_may_have_more_chunks_than_an_array_has_items(count: int) -> None:
     message = ModelSnapshot(1, "codec", tuple(bytes(number % 7) for number in range(count)))
     header, chunks = wire.encode(message)
-    head = wire.decode(ModelSnapshot.KIND, header, LIMIT)
+    head = wire.decode(ModelSnapshot.KIND, header, 1 << 34)
     assert head.lengths == tuple(map(len, message.chunks))
     assert wire.encode(head.message(chunks)) == (header, chunks)
     with pytest.raises(PeerError, match=f"{sum(head.lengths)} bytes in one message"):

@@ -60,12 +60,14 @@ def decode_onto(
 def digest(start: Vector, layout: Layout) -> bytes:
     """Of the bits of a vector, shape (layout.total,), that several members may count differences from: the first 16
     bytes of SHA-256 of those of its pieces."""
-    return _of_all(each(lambda where: _of(np.ascontiguousarray(start[where])), vector.pieces(layout)))[:DIGEST_BYTES]
+    assert start.shape == (layout.total,)
+    of_pieces = each(lambda where: _of(np.ascontiguousarray(start[where]).data), vector.pieces(layout))
+    return _of_all(of_pieces)[:DIGEST_BYTES]
 
 
 def digest_of(codec: str, layout: Layout, chunks: Chunks, dtype: np.dtype[np.floating[Any]]) -> bytes:
     """`digest` of what `chunks` hold, of which there is never more than a few pieces."""
-    return _of_all(vector.each_decoded(codec, layout, chunks, dtype, lambda _, piece: _of(piece)))[:DIGEST_BYTES]
+    return _of_all(vector.each_decoded(codec, layout, chunks, dtype, lambda _, piece: _of(piece.data)))[:DIGEST_BYTES]
 
 
 def digest_of_chunks(chunks: Chunks) -> bytes:
@@ -73,8 +75,8 @@ def digest_of_chunks(chunks: Chunks) -> bytes:
     return _of_all(each(_of, chunks))
 
 
-def _of(piece: Vector | Chunk) -> bytes:
-    return hashlib.sha256(piece.data if isinstance(piece, np.ndarray) else piece).digest()
+def _of(piece: Chunk) -> bytes:
+    return hashlib.sha256(piece).digest()
 
 
 def _of_all(digests: list[bytes]) -> bytes:

@@ -300,15 +300,17 @@ def payload_limit(layout: Layout, kept: int = 0) -> int:
     A round sends each float buffer in two halves (training/rounds/attempt.py), at most all of them in one message.
     """
     halves = 4 * (layout.total - layout.parameters)
-    whole = max(_room(name, layout) for name in CODECS)
+    whole = max(_room(codec, layout.parameters) for codec in CODECS.values())
+    whole += _room(CODECS[BUFFER_CODEC], layout.total - layout.parameters)
     piece = max(1 + codec.body_limit(min(PIECE_VALUES, layout.total)) for codec in CODECS.values())
     count = layout.total + kept * layout.parameters
-    return max(whole, piece, _room(BUFFER_CODEC, Layout(0, count))) + halves
+    return max(whole, piece, _room(CODECS[BUFFER_CODEC], count)) + halves
 
 
-def _room(codec_name: str, layout: Layout) -> int:
-    sides = _pieces(codec_name, layout)
-    return sum(1 + piece.codec.body_limit(piece.where.stop - piece.where.start) for side in sides for piece in side)
+def _room(codec: Codec, count: int) -> int:
+    """Bytes of so many values' longest chunks."""
+    full, rest = divmod(count, PIECE_VALUES)
+    return full * (1 + codec.body_limit(PIECE_VALUES)) + (1 + codec.body_limit(rest) if rest else 0)
 
 
 def _pieces(codec_name: str, layout: Layout) -> tuple[list[_Piece], list[_Piece]]:

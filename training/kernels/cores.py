@@ -7,18 +7,25 @@ are: what is computed is the same bits on any machine. Kernels, numpy and zstd l
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar, copy_context
+from typing import NamedTuple, TypeVar
 
 THREADS_MAX = 8  # memory feeds no more
 
 Piece = TypeVar("Piece")
 Result = TypeVar("Result")
 
-_pool: ContextVar[ThreadPoolExecutor | None] = ContextVar("threads for the pieces of a pass", default=None)
+
+class _Helpers(NamedTuple):
+    pool: ThreadPoolExecutor
+    count: int
+
+
+_helpers: ContextVar[_Helpers | None] = ContextVar("who helps with the pieces of a pass", default=None)
 
 
 def to_spare() -> int:
@@ -29,29 +36,51 @@ def to_spare() -> int:
 
 @contextmanager
 def spread(threads: int, begin: Callable[[], object]) -> Iterator[None]:
-    """What runs in this context has its pieces done by so many threads, each of which calls `begin` first."""
+    """What runs in this context has its pieces done by so many threads, itself and others, which call `begin` first."""
     if threads < 2:
         yield
         return
-    with ThreadPoolExecutor(threads, "peerd pieces", begin) as pool:
-        token = _pool.set(pool)
+    with ThreadPoolExecutor(threads - 1, "peerd pieces", begin) as pool:
+        token = _helpers.set(_Helpers(pool, threads - 1))
         try:
             yield
         finally:
-            _pool.reset(token)
+            _helpers.reset(token)
 
 
 def each(work: Callable[[Piece], Result], pieces: Iterable[Piece]) -> list[Result]:
-    """`work` of each piece, in order; raises one's error once none is under way any more."""
-    pool, todo = _pool.get(), list(pieces)
-    if pool is None or len(todo) < 2:
+    """`work` of each piece, in order; raises one's error, of several mostly the first's, once none is under way."""
+    helpers, todo = _helpers.get(), list(pieces)
+    if helpers is None or len(todo) < 2:
         return [work(piece) for piece in todo]
-    futures = [pool.submit(work, piece) for piece in todo]
-    wait(futures, return_when=FIRST_EXCEPTION)
+    left, found, errors = deque(enumerate(todo)), dict[int, Result](), dict[int, Exception]()
+
+    def some() -> None:
+        while not errors:
+            try:
+                index, piece = left.popleft()
+            except IndexError:
+                return
+            try:
+                found[index] = work(piece)
+            except Exception as error:
+                errors[index] = error
+
+    futures: list[Future[None]] = []
+    context = copy_context()  # numpy's errstate is in it
+    context.run(_helpers.set, None)
+    with suppress(RuntimeError):  # no thread is to be had: those that there are do it
+        for _ in range(min(helpers.count, len(todo) - 1)):
+            futures.append(helpers.pool.submit(context.copy().run, some))  # noqa: PERF401  # each as it is made
+    some()
     for future in futures:
         future.cancel()
     wait(futures)
-    failed = [error for future in futures if not future.cancelled() and (error := future.exception()) is not None]
-    if failed:
-        raise failed[0]
-    return [future.result() for future in futures]
+    if errors:
+        error = errors[min(errors)]
+        errors.clear()
+        try:
+            raise error
+        finally:
+            del error  # its traceback has this frame, which must not keep it: they would hold a whole message
+    return [found[index] for index in range(len(todo))]
