@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 class _Helpers(NamedTuple):
     pool: ThreadPoolExecutor
-    count: int
+    threads: int
 
 
 _helpers: ContextVar[_Helpers | None] = ContextVar("who helps with the pieces of a pass", default=None)
@@ -70,7 +70,7 @@ def each(work: Callable[[Piece], Result], pieces: Iterable[Piece]) -> list[Resul
     context = copy_context()  # numpy's errstate is in it
     context.run(_helpers.set, None)
     with suppress(RuntimeError):  # no thread is to be had: those that there are do it
-        for _ in range(min(helpers.count, len(todo) - 1)):
+        for _ in range(min(helpers.threads, len(todo) - 1)):
             futures.append(helpers.pool.submit(context.copy().run, some))  # noqa: PERF401  # each as it is made
     some()
     for future in futures:
