@@ -36,16 +36,31 @@ def to_spare() -> int:
 
 @contextmanager
 def spread(threads: int, begin: Callable[[], object]) -> Iterator[None]:
-    """What runs in this context has its pieces done by so many threads, itself and others, which call `begin` first."""
+    """What runs in this context has its pieces done by so many threads: its own, and others, which call `begin` first.
+
+    By its own alone where those cannot begin.
+    """
     if threads < 2:
         yield
         return
     with ThreadPoolExecutor(threads - 1, "peerd pieces", begin) as pool:
-        token = _helpers.set(_Helpers(pool, threads - 1))
+        token = _helpers.set(_Helpers(pool, threads - 1) if _all_begin(pool, threads - 1) else None)
         try:
             yield
         finally:
             _helpers.reset(token)
+
+
+def _all_begin(pool: ThreadPoolExecutor, count: int) -> bool:
+    """Have it make all its threads; later it would keep for ever what it could make none for."""
+    gate: Future[None] = Future()
+    try:
+        waiting = [pool.submit(gate.result) for _ in range(count)]  # none is idle: each needs another
+    except RuntimeError:  # or BrokenThreadPool, which is one
+        return False
+    finally:
+        gate.set_result(None)
+    return all(one.exception() is None for one in waiting)
 
 
 def each(work: Callable[[Piece], Result], pieces: Iterable[Piece]) -> list[Result]:
@@ -53,29 +68,28 @@ def each(work: Callable[[Piece], Result], pieces: Iterable[Piece]) -> list[Resul
     helpers, todo = _helpers.get(), list(pieces)
     if helpers is None or len(todo) < 2:
         return [work(piece) for piece in todo]
-    left, found, errors = deque(enumerate(todo)), dict[int, Result](), dict[int, Exception]()
+    left, found, errors = deque(enumerate(todo)), dict[int, Result](), dict[int, BaseException]()
 
     def some() -> None:
-        while not errors:
+        while left:
             try:
                 index, piece = left.popleft()
-            except IndexError:
+            except IndexError:  # somebody else has it
                 return
             try:
                 found[index] = work(piece)
-            except Exception as error:
+            except BaseException as error:  # raised below
                 errors[index] = error
+                left.clear()
 
     futures: list[Future[None]] = []
     context = copy_context()  # numpy's errstate is in it
     context.run(_helpers.set, None)
-    with suppress(RuntimeError):  # no thread is to be had: those that there are do it
+    with suppress(RuntimeError):  # the context has ended: who came out of it goes on alone
         for _ in range(min(helpers.threads, len(todo) - 1)):
             futures.append(helpers.pool.submit(context.copy().run, some))  # noqa: PERF401  # each as it is made
     some()
-    for future in futures:
-        future.cancel()
-    wait(futures)
+    wait([future for future in futures if not future.cancel()])
     if errors:
         error = errors[min(errors)]
         errors.clear()

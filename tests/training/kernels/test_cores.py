@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import gc
 import math
 import os
@@ -159,24 +160,84 @@ def test_what_an_error_knows_is_gone_with_it() -> None:
 
 
 def test_pieces_are_done_where_no_thread_is_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuses(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
+    begin, started = threading.Thread.start, list[threading.Thread]()
 
+    def begins_once(thread: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", begins_once)
     with spread(4, nothing):
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", refuses)
-            assert each(lambda piece: -piece, range(9)) == [-piece for piece in range(9)]
-        assert each(lambda piece: 2 * piece, range(9)) == [2 * piece for piece in range(9)]
-    assert each(lambda piece: piece, range(3)) == [0, 1, 2]
+        assert each(lambda piece: -piece, range(9)) == [-piece for piece in range(9)]
+        assert each(lambda _: threading.get_ident(), range(3)) == 3 * [threading.get_ident()]
 
 
-def test_pieces_of_a_piece_and_what_numpy_ignores() -> None:
-    def of_pieces(piece: int) -> list[float]:
-        return each(lambda inner: float(np.float32(1e30) * np.float32(1e30) * inner), range(piece, piece + 3))
+def test_pieces_are_done_where_threads_cannot_begin() -> None:
+    def fails() -> None:
+        raise PermissionError("not so nice")
 
+    for _ in range(20):
+        with spread(4, fails):
+            assert each(lambda piece: piece, range(9)) == list(range(9))
+
+
+def test_nobody_waits_for_the_pieces_of_others() -> None:
+    """Of one who has all threads; a second one does its own, and is done first."""
+    ended: list[str] = []
+    all_of_them, busy, go_on = threading.Barrier(3, timeout=60), threading.Event(), threading.Event()
+
+    def slow(_: int) -> None:
+        all_of_them.wait()
+        busy.set()
+        go_on.wait(60)
+
+    def others() -> None:
+        each(slow, range(3))
+        ended.append("slow")
+
+    with spread(3, nothing):
+        other = threading.Thread(target=contextvars.copy_context().run, args=(others,))
+        other.start()
+        assert busy.wait(60)
+        assert each(lambda piece: piece, range(40)) == list(range(40))
+        ended.append("quick")
+        go_on.set()
+        other.join(60)
+    assert ended == ["quick", "slow"]
+
+
+def test_what_ends_a_program_ends_no_piece_half_done() -> None:
+    busy: list[int] = []
+
+    def work(piece: int) -> None:
+        if piece == 0:
+            raise KeyboardInterrupt
+        busy.append(piece)
+        time.sleep(0.02)
+        busy.remove(piece)
+
+    with spread(3, nothing):
+        with pytest.raises(KeyboardInterrupt):
+            each(work, range(40))
+        assert busy == []
+
+
+def test_pieces_of_a_piece() -> None:
+    def of_pieces(piece: int) -> list[int]:
+        return each(lambda inner: piece * inner, range(3))
+
+    with spread(3, nothing):
+        assert each(of_pieces, range(9)) == [[0, piece, 2 * piece] for piece in range(9)]
+
+
+@pytest.mark.skipif(np.lib.NumpyVersion(np.__version__) < "2.0.0", reason="its errstate is a thread's own")
+def test_what_numpy_ignores_it_ignores_in_pieces() -> None:
+    huge = np.full(1, 1e30, np.float32)
     with spread(3, nothing), np.errstate(over="ignore"), warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert each(of_pieces, range(1, 9)) == [[math.inf] * 3] * 8
+        assert each(lambda piece: float((huge * huge)[0]), range(9)) == [math.inf] * 9
 
 
 def test_threads_are_those_of_who_asked_for_them() -> None:
