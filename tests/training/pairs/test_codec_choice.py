@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from peerd.training.codecs.vector import Layout
@@ -55,6 +55,7 @@ pasts = st.lists(st.tuples(st.integers(1, 12), lines), max_size=6)
 
 
 @given(pasts, st.floats(0, 9), st.floats(0.01, 0.5))
+@example([(5, (78.0, 75.0))], 3.6875, 0.3125)
 def test_a_line_on_which_one_bit_a_value_takes_few_steps_has_that_whatever_it_was_before(
     past: list[tuple[int, tuple[float, float]]], delay: float, by_one_bit: float
 ) -> None:
