@@ -15,6 +15,10 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -28,6 +32,7 @@ from peerd.training.modes.gossip import Gossip
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import Message
 
+Context = AbstractContextManager[Any]
 NAMES = (NodeId("a" * 32), NodeId("b" * 32))
 
 
@@ -69,7 +74,7 @@ class Pair:
             node.perform(node.core.on_peers(frozenset({NAMES[1 - node.index]}), self._now))
         self._deliver()
 
-    def exchange(self, clock: Callable[[], float] = time.process_time) -> float:
+    def exchange(self, clock: Callable[[], float]) -> float:
         """One, by a node whose model has moved; its seconds."""
         self._now += 1.0
         first = self._nodes[0]
@@ -88,21 +93,16 @@ class Pair:
             node.perform(node.core.on_message(NAMES[1 - to], message, self._now))
 
 
-def compare_threads(pair: Pair, parameters: float, told: argparse.Namespace) -> None:
-    """Print what several threads gain."""
-    took: dict[int, list[float]] = {1: [], told.threads: []}
-    for turn in range(2 * told.rounds + 2):
-        threads = told.threads if turn % 2 else 1
-        with spread(threads, lambda: None):
-            seconds = pair.exchange(time.perf_counter)
-        if turn > 1:
-            took[threads].append(seconds)
-    one, several = (1e3 * statistics.median(took[threads]) for threads in (1, told.threads))
-    print(
-        f"{parameters / 1e6:6.1f}M parameters, {told.codec}: one thread {one:.1f} ms, {told.threads} threads "
-        f"{several:.1f} ms, {one / several:.2f} times as fast",
-        flush=True,
-    )
+def in_turn(pair: Pair, rounds: int, clock: Callable[[], float], *ways: Callable[[], Context]) -> list[float]:
+    """Median milliseconds of an exchange in each of these contexts, in turn; the first of each does not count."""
+    took: list[list[float]] = [[] for _ in ways]
+    for turn in range(rounds + 1):
+        for way, seconds in zip(ways, took, strict=True):
+            with way():
+                found = pair.exchange(clock)
+            if turn:
+                seconds.append(found)
+    return [1e3 * statistics.median(seconds) for seconds in took]
 
 
 def main() -> None:
@@ -113,23 +113,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1)
     told = parser.parse_args()
-    compiled = library.LIBRARY
-    if compiled is None:
+    if library.LIBRARY is None:
         raise SystemExit("there are no compiled kernels here: install peerd with a C compiler")
     for parameters in map(float, told.parameters.split(",")):
-        pair = Pair(int(parameters), told.codec)
+        pair, row = Pair(int(parameters), told.codec), f"{parameters / 1e6:6.1f}M parameters, {told.codec}:"
         if told.threads > 1:
-            compare_threads(pair, parameters, told)
+            several = partial(spread, told.threads, lambda: None)
+            ours, theirs = in_turn(pair, told.rounds, time.perf_counter, several, nullcontext)
+            print(
+                f"{row} one thread {theirs:.1f} ms, {told.threads} threads {ours:.1f} ms, "
+                f"{theirs / ours:.2f} times as fast",
+                flush=True,
+            )
             continue
-        took: dict[str, list[float]] = {"compiled": [], "numpy": []}
-        for turn in range(2 * told.rounds + 2):
-            name, library.LIBRARY = ("compiled", compiled) if turn % 2 else ("numpy", None)
-            seconds = pair.exchange()
-            if turn > 1:
-                took[name].append(seconds)
-        ours, theirs = (1e3 * statistics.median(took[name]) for name in ("compiled", "numpy"))
+        by_numpy = partial(patch.object, library, "LIBRARY", None)
+        theirs, ours = in_turn(pair, told.rounds, time.process_time, by_numpy, nullcontext)
         print(
-            f"{parameters / 1e6:6.1f}M parameters, {told.codec}: compiled {ours:.1f} ms "
+            f"{row} compiled {ours:.1f} ms "
             f"({1e6 * ours / parameters / 2:.2f} ns a value and end), numpy {theirs:.1f} ms, {theirs / ours:.2f} times",
             flush=True,
         )

@@ -225,10 +225,9 @@ class FrameReader:
             raise PeerError("a second bulk message before the first has ended")
         elif out_of_band and not wire.is_bulk(kind):
             raise PeerError("no chunks, and yet some beside the stream")
-        partial_checksum = zlib.crc32(head[:_CHECKSUMMED])
         if header_length > len(self._staging):
             self._stage(header_length)
-        return Fixed(kind, out_of_band, header_length, payload_length, checksum, partial_checksum)
+        return Fixed(kind, out_of_band, header_length, payload_length, checksum, zlib.crc32(head[:_CHECKSUMMED]))
 
     def _stage(self, size: int) -> None:
         """Make room for so many bytes: the head of a message of more than 1024 chunks may have as many."""

@@ -204,9 +204,7 @@ def _squares_by(values: Vector, stops: Stops) -> Sums:
         np.multiply(values, values, out=exact[:-1], dtype=np.float64)
         starts = np.concatenate([[0], stops[:-1]])
         return np.where(stops > starts, np.add.reduceat(exact, starts), 0.0)  # of an empty range it is one value
-    return np.array(
-        [sum(_squares(values[where][part]) for part in parts(where.stop - where.start)) for where in _ranges(stops)]
-    )
+    return np.array([_squares(values[where]) for where in _ranges(stops)])
 
 
 def _cover(stops: Stops, values: Vector) -> bool:

@@ -62,7 +62,7 @@ class Durations:
         codec = min(ours, theirs, key=BY_BYTES.index)
         before = self._known(codec) or seconds
         self._exchanges += 1
-        age = self._exchanges - self._measured_at.get(codec, 0) if seconds < before else 1
+        age = self._exchanges - self._measured_at[codec] if seconds < before else 1
         kept = KEPT**age  # one that is hardly tried, as it was slow, would else be slow long after its line is quick
         self._seconds[codec] = kept * before + (1 - kept) * min(seconds, ODD * before)
         self._measured_at[codec] = self._exchanges

@@ -242,13 +242,17 @@ def test_what_numpy_ignores_it_ignores_in_pieces() -> None:
 
 def test_threads_are_those_of_who_asked_for_them() -> None:
     begun: list[int] = []
+    all_of_them = threading.Barrier(3, timeout=60)
 
     def work(_: int) -> int:
-        time.sleep(0.01)
+        return threading.get_ident()
+
+    def work_of_three(_: int) -> int:
+        all_of_them.wait()
         return threading.get_ident()
 
     with spread(3, lambda: begun.append(threading.get_ident())):
-        by = set(each(work, range(12)))
+        by = set(each(work_of_three, range(3)))
     assert by == {threading.get_ident(), *begun}
     assert len(by) == 3
     assert each(work, range(3)) == 3 * [threading.get_ident()]
