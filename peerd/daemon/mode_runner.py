@@ -54,15 +54,17 @@ from peerd.training.mode_core import (
     TrainerLost,
 )
 from peerd.training.mode_settings import ModeSettings
+from peerd.training.room import is_large
 from peerd.transport.errors import UserError
 from peerd.transport.ids import NodeId
-from peerd.transport.messages import AS_STARTED, Message, Plan
+from peerd.transport.messages import AS_STARTED, Delta, Message, Plan
 
 EXCHANGE_SHARE = 4  # times the slowest exchange so far: how long a leaving node's hand-over may take
 DRAIN_MIN_S = 3.0
 WIND_UP_MIN_S, WIND_UP_MAX_S = 3.0, 60.0  # the same for what is under way when the mode changes
 WIND_UP_LOOK_S = 0.02
 GIVE_WITHIN_S = 5.0  # to a newcomer, who else asks another
+TAKES = (TrainerPhase.TRAINING, TrainerPhase.FINISHING)  # when a trainer takes corrections
 WAITING_MAX = 1024  # events for the compute thread
 MAY_SURFACE = (  # at which an error may be what a peer said earlier
     PeersChanged, Reconnected, TimerDue, Stepped, GradientCame, TrainerLost, RunStands, NodeLeaves, BarrierKnown,
@@ -93,6 +95,9 @@ class ModeRunner:
         self._publish_asked = False
         self._resume_asked = False
         self._go_on: GoOn | None = None  # what the trainer, which waits with its gradient, is to be told
+        self._taken = trio.Event()  # the trainer has the last correction that it was offered
+        self._taken.set()
+        self._correcting = trio.Lock()
 
     async def run(self) -> None:
         """Work until cancelled."""
@@ -177,9 +182,29 @@ class ModeRunner:
         return True
 
     async def on_message(self, sender: NodeId, message: Message, plan: Plan = AS_STARTED) -> None:
-        """A peer's message to the mode, meant under this plan. Raises PeerError."""
+        """A peer's message to the mode, meant under this plan. Raises PeerError.
+
+        The half of an exchange corrects the model. One of a large model waits until the trainer has taken the
+        correction before it, as long as some steps take: the two would need memory for one each.
+        """
+        model = self.core.model
+        if isinstance(message, Delta) and model is not None and is_large(model.total):
+            async with self._correcting:
+                await self._wait_for_taken()
+                await self._hear(Received(sender, message, plan))
+        else:
+            await self._hear(Received(sender, message, plan))
+
+    async def _hear(self, received: Received) -> None:
         if self.core.mode is not None:
-            await self.compute.call(Received(sender, message, plan))
+            await self.compute.call(received)
+
+    async def _wait_for_taken(self) -> None:
+        session, taken = self.session, self._taken
+        if session is not None and session.facts.phase in TAKES:
+            with trio.move_on_after(session.patience_s):
+                await taken.wait()
+            taken.set()  # who did not take it for so long is not waited for again
 
     async def give_model(self, peer: NodeId, layout: Layout, digest: bytes) -> None:
         """Send the whole model as it stands, with the step that it is of; or that it is the one of this digest.
@@ -212,6 +237,7 @@ class ModeRunner:
     def on_taken(self, buffer: int) -> None:
         """The trainer has added this buffer of corrections."""
         self.compute.post(BufferTaken(buffer))
+        self._taken.set()
 
     def on_gradient(self, came: GradientCame) -> None:
         """The trainer waits with its gradient, or has a part of it."""
@@ -269,6 +295,7 @@ class ModeRunner:
         self._copy_came()
         self._publish_asked = self._resume_asked = False
         self._go_on = None
+        self._taken.set()
         self.compute.post(TrainerGone())
 
     async def move(self, fresh: ModelCopy) -> None:
@@ -298,6 +325,7 @@ class ModeRunner:
                     self.core.sent(peer, message, trio.current_time())
                     self._peers.send(peer, message)
                 case TakeBuffer(buffer) if session is not None and self._shares_memory_with(session):
+                    self._taken = trio.Event()
                     await session.tell(protocol.Corrections(buffer))
                 case LoadCopy(copy, step) if session is not None and self._shares_memory_with(session):
                     await session.tell(protocol.Load(copy, step))

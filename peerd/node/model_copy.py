@@ -41,6 +41,11 @@ class ModelCopy:
         self._owned_here = False  # no trainer (any more): corrections go straight into the copy
 
     @property
+    def total(self) -> int:
+        """Values of the model."""
+        return self._memory.total
+
+    @property
     def gradient(self) -> npt.NDArray[np.float32]:
         """The trainer's, while it waits with it; it goes on with what stands here then."""
         return self._memory.gradient

@@ -64,10 +64,19 @@ def capture(
     step: int,
     signature: str,
     left_out: Collection[str] = (),
+    *,
+    stands: bool = False,
 ) -> Generation:
-    """Copy model and optimizer to host memory, but for the parameters `left_out`: the script makes them again."""
+    """Copy model and optimizer to host memory, but for the parameters `left_out`: the script makes them again.
+
+    Where nothing moves until the generation is saved (it `stands`), what is in host memory is not copied.
+    """
     of_model, of_optimizer = _kept(model, left_out), _state_of(optimizer)
-    tensors = {name: _copy(value) for name, value in _tensors(of_model, of_optimizer)}
+    taken: set[int] = set()
+    tensors = {
+        name: value if stands and _is_alone(value, taken) else _copy(value)
+        for name, value in _tensors(of_model, of_optimizer)
+    }
     extra = {name: value for name, value in of_model.items() if name not in tensors and _is_exact(value)}
     if of_optimizer is None:
         return Generation(step, signature, tensors, None, extra)
@@ -302,6 +311,17 @@ def _step(path: Path) -> int:
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return whole(tensor).to("cpu", copy=True).contiguous()
+
+
+def _is_alone(tensor: torch.Tensor, taken: set[int]) -> bool:
+    """Whether a file can be written of it as it is: all of a memory in the host of which no other has been `taken`."""
+    if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        return False
+    memory = tensor.untyped_storage()
+    if memory.data_ptr() in taken or memory.nbytes() != tensor.nbytes or tensor.is_conj() or tensor.is_neg():
+        return False
+    taken.add(memory.data_ptr())
+    return tensor.is_contiguous()
 
 
 def _is_plain(value: Any) -> bool:

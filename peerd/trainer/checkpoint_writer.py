@@ -21,12 +21,12 @@ class CheckpointWriter:
     """Keeps a run in its folder. One file is written at a time; none that fails ends the training."""
 
     def __init__(
-        self, folder: Path, every_s: float, rest: Rest, capture: Callable[[int], checkpoint.Generation]
+        self, folder: Path, every_s: float, rest: Rest, capture: Callable[[int, bool], checkpoint.Generation]
     ) -> None:
         """`every_s`: seconds from one checkpoint to the next, or more where they cost more than `COST_MAX`.
 
-        `rest` is written at once: what the model has beside its trained tensors. `capture` copies the model as it is
-        after a step.
+        `rest` is written at once: what the model has beside its trained tensors. `capture` gives the model as it is
+        after a step; and whether it stands until that is written, so that it need not be copied.
         """
         self._folder = folder
         self._capture = capture
@@ -43,7 +43,7 @@ class CheckpointWriter:
     def write(self, step: int) -> None:
         """Copy now, write in a thread: training goes on meanwhile."""
         self._began = time.monotonic()
-        generation = self._capture(step)
+        generation = self._capture(step, False)
         copying_s = time.monotonic() - self._began
 
         def work() -> None:
@@ -55,7 +55,7 @@ class CheckpointWriter:
     def write_last(self, step: int) -> None:
         """Without a thread: an interpreter that exits starts none."""
         self._thread.join()
-        _save(self._folder, self._capture(step))
+        _save(self._folder, self._capture(step, True))
 
     def _start(self, work: Callable[[], None]) -> None:
         def run() -> None:

@@ -491,11 +491,11 @@ class Session:
         forget(self._optimizer)
         self._command = RankCommand.ROLLED_BACK
 
-    def _capture(self, step: int) -> checkpoint.Generation:
+    def _capture(self, step: int, stands: bool) -> checkpoint.Generation:
         if isinstance(self.flat, ShardedModel):
             self.flat.about_to_capture()
         frozen = self._frozen.unchanged(self._model)
-        return checkpoint.capture(self._model, self._optimizer, step, self.flat.signature, frozen)
+        return checkpoint.capture(self._model, self._optimizer, step, self.flat.signature, frozen, stands=stands)
 
 
 def _exchange_of(socket: LocalSocket) -> tuple[bool, bool]:

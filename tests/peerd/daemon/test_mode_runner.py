@@ -27,11 +27,12 @@ from peerd.daemon.mode_runner import (
     ModeRunner,
 )
 from peerd.daemon.offences import Offences
-from peerd.daemon.trainer_session import TrainerStatus
+from peerd.daemon.trainer_session import TrainerPhase, TrainerStatus
 from peerd.local.shared_memory import SharedMemory
 from peerd.node.core import Nothing
 from peerd.node.model_copy import ModelCopy
 from peerd.protocol.trainer import Said, encoded
+from peerd.training import room
 from peerd.training.codecs import vector
 from peerd.training.codecs.difference import digest_of_chunks
 from peerd.training.codecs.vector import Layout, NotFinite
@@ -49,12 +50,23 @@ from peerd.training.mode_core import (
 from peerd.training.modes import EVERY_STEP, Quiet
 from peerd.transport.errors import PeerError, UserError
 from peerd.transport.ids import NodeId
-from peerd.transport.messages import AS_STARTED, Connected, Delta, LinkOpen, Message, ModelPromise, ModelSnapshot, Plan
+from peerd.transport.messages import (
+    AS_STARTED,
+    Connected,
+    Delta,
+    LinkClose,
+    LinkOpen,
+    Message,
+    ModelPromise,
+    ModelSnapshot,
+    Plan,
+)
 
 pytestmark = pytest.mark.trio(clock="still")  # the compute thread takes no time
 
 LAYOUT = Layout(2, 2)
 HALF = Delta(1, 1, "sign", 0.5, True, False, b"", 0.0, 0.0, ())
+CLOSE = LinkClose(1, 1)
 ONE = np.array([1, 1], np.float32)
 
 
@@ -124,6 +136,11 @@ class There:
         self.runner.core.mode = self.mode  # type: ignore[assignment]
         self.runner.core._note_members(frozenset("abc"), 0.0)
         self.runner.session = self  # type: ignore[assignment]  # and its trainer
+
+    def trains(self, patience_s: float) -> None:
+        """The trainer makes steps, and has so long to make the next one."""
+        self.facts.phase = TrainerPhase.TRAINING
+        self.patience_s = patience_s
 
     def send(self, peer: NodeId, message: Message) -> None:
         self.sent.append((peer, message))
@@ -269,6 +286,74 @@ async def test_corrections_are_handed_over_until_taken() -> None:
         it.runner.on_taken(1)
         await it.worked()
         assert [*taken, it.runner.all_taken] == [False, True]
+        assert (await it.runner.values())[0].tolist() == [2, 2]
+
+
+async def test_an_exchange_of_a_large_model_waits_until_the_trainer_has_taken_the_last_correction(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(room, "LARGE", 1)
+    async with there() as it:
+        it.trains(patience_s=30.0)
+        it.asks(Apply(ONE))
+        await it.runner.on_message("a", HALF)
+        for sender in "bc":
+            it.nursery.start_soon(it.runner.on_message, sender, HALF)
+            await it.worked()
+        await it.later(29.0)
+        it.asks()
+        await it.runner.on_message("b", CLOSE)
+        it.asks(Apply(ONE))
+        assert it.mode.told == [("a", HALF), ("b", CLOSE)], "whatever corrects nothing does not wait"
+        for sender in "bc":
+            it.runner.on_taken(0)
+            await it.worked()
+            assert it.mode.told[-1] == (sender, HALF)
+        assert it.told == [("corrections", 0)] * 3
+        assert not it.memory.corrections[1].any(), "memory that is never touched is none"
+        it.runner.on_taken(0)
+        await it.runner.on_message("a", HALF)
+        assert (await it.runner.values())[0].tolist() == [4, 4]
+
+
+async def test_who_does_not_take_a_correction_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "LARGE", 1)
+    async with there() as it:
+        it.trains(patience_s=30.0)
+        it.asks(Apply(ONE))
+        await it.runner.on_message("a", HALF)
+        it.nursery.start_soon(it.runner.on_message, "b", HALF)
+        await it.later(30.5)
+        assert it.mode.told == [("a", HALF), ("b", HALF)]
+        await it.runner.on_message("c", HALF)  # at once, on a clock that stands
+        it.runner.on_taken(0)
+        await it.worked()
+        assert it.told == [("corrections", 0), ("corrections", 1)]
+        it.nursery.start_soon(it.runner.on_message, "a", HALF)
+        await it.later(29.0)
+        assert len(it.mode.told) == 3, "one that takes again is waited for again"
+        it.runner.on_taken(1)
+        await it.worked()
+        assert len(it.mode.told) == 4
+
+
+@pytest.mark.parametrize("how", ["is gone", "has finished", "has not begun"])
+async def test_no_exchange_waits_for_a_trainer_that_takes_nothing(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "LARGE", 1)
+    async with there() as it:
+        it.trains(patience_s=30.0)
+        it.asks(Apply(ONE))
+        await it.runner.on_message("a", HALF)
+        if how != "is gone":
+            it.facts.phase = TrainerPhase.FINISHED if how == "has finished" else TrainerPhase.STARTING
+            await it.runner.on_message("b", HALF)
+        else:
+            it.nursery.start_soon(it.runner.on_message, "b", HALF)
+            await it.worked()
+            assert len(it.mode.told) == 1
+            it.runner.on_trainer_gone()
+            await it.worked()
+        assert it.mode.told[1] == ("b", HALF)
         assert (await it.runner.values())[0].tolist() == [2, 2]
 
 

@@ -127,6 +127,60 @@ def test_a_capture_is_a_copy() -> None:
     assert all(torch.equal(before[name], taken.tensors[name]) for name in before)
 
 
+class Odd(nn.Module):
+    """Parameters that no file can be written of as they are: they share memory, or do not fill it, or not in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        memory = torch.arange(20, dtype=torch.float32)
+        self.halves = nn.ParameterList([nn.Parameter(memory[:10]), nn.Parameter(memory[10:])])
+        self.slice = nn.Parameter(torch.arange(9, dtype=torch.float32)[2:5])
+        self.turned = nn.Parameter(torch.arange(6, dtype=torch.float32).reshape(2, 3).t())
+        self.complex = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j]).conj())
+        self.empty = nn.Parameter(torch.empty(0))
+        self.register_buffer("none", torch.empty(0, 3))
+        self.plain = nn.Parameter(torch.full((4,), 0.5, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_what_stands_is_written_without_a_copy_and_the_same(make: Callable[..., Any], tmp_path: Path) -> None:
+    model = Net()
+    optimizer = make(model)
+    train(model, optimizer, 0, 3)
+    copied, lent = capture(model, optimizer, 3, "s"), capture(model, optimizer, 3, "s", stands=True)
+    files = [save(tmp_path / name, taken) / "model.safetensors" for name, taken in (("a", copied), ("b", lent))]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    held = {value.data_ptr() for value in [*model.state_dict().values(), *states_of(optimizer)]}
+    assert {name for name, value in lent.tensors.items() if value.data_ptr() not in held} == {"model.tied.weight"}
+    assert all(value.data_ptr() not in held for value in copied.tensors.values())
+
+
+def test_what_cannot_be_written_as_it_is_is_copied(tmp_path: Path) -> None:
+    model = Odd()
+    optimizer = torch.optim.SGD([model.plain], lr=0.1)
+    lent = capture(model, optimizer, 3, "s", stands=True)
+    save(tmp_path, lent)
+    found = newest(tmp_path, "s", silent)
+    assert found is not None
+    state = model.state_dict()
+    assert {name: value.tolist() for name, value in found.tensors.items()} == {
+        f"model.{name}": value.tolist() for name, value in state.items()
+    }
+    same = {name for name, value in lent.tensors.items() if value.numel() and is_in(value, state)}
+    assert same == {"model.plain"}
+
+
+def states_of(optimizer: Any) -> list[torch.Tensor]:
+    parts = optimizer.parts if isinstance(optimizer, Several) else [optimizer]
+    entries = [entry for part in parts for state in part.state.values() for entry in state.values()]
+    return [entry for entry in entries if isinstance(entry, torch.Tensor)]
+
+
+def is_in(tensor: torch.Tensor, state: dict[str, torch.Tensor]) -> bool:
+    memories = [value.untyped_storage().data_ptr() for value in state.values()]
+    return tensor.untyped_storage().data_ptr() in memories
+
+
 @pytest.mark.parametrize(("saved_by", "restored_into"), [("sgd", "adamw"), ("adamw", "sgd")])
 def test_another_optimizer_starts_afresh(saved_by: str, restored_into: str, tmp_path: Path) -> None:
     model, again = Net(), Net()

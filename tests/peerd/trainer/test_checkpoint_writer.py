@@ -18,7 +18,7 @@ from peerd.trainer import checkpoint
 from peerd.trainer.checkpoint_writer import COST_MAX, CheckpointWriter
 
 
-def generation(step: int) -> checkpoint.Generation:
+def generation(step: int, stands: bool = False) -> checkpoint.Generation:
     return checkpoint.Generation(step, "signature", {}, None)
 
 
@@ -34,7 +34,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def writer(every_s: float, capture: Callable[[int], checkpoint.Generation] = generation) -> CheckpointWriter:
+def writer(every_s: float, capture: Callable[[int, bool], checkpoint.Generation] = generation) -> CheckpointWriter:
     made = CheckpointWriter(Path("nowhere"), every_s, NoRest(), capture)  # type: ignore[arg-type]
     made._thread.join()
     return made
@@ -49,7 +49,7 @@ def test_the_next_one_waits_until_the_last_has_cost_a_fiftieth(
         patch.setattr(time, "monotonic", lambda: now[0])
         patch.setattr(time, "thread_time", lambda: writing_s)
 
-        def capture(step: int) -> checkpoint.Generation:
+        def capture(step: int, stands: bool) -> checkpoint.Generation:
             now[0] += copying_s
             return generation(step)
 
@@ -91,8 +91,14 @@ def test_the_last_one_comes_after_the_one_under_way(monkeypatch: pytest.MonkeyPa
         time.sleep(0.05 if not saved else 0.0)
         saved.append(generation.step)
 
+    def capture(step: int, stands: bool) -> checkpoint.Generation:
+        captured.append((step, stands))
+        return generation(step)
+
+    captured: list[tuple[int, bool]] = []
     monkeypatch.setattr(checkpoint, "save", save)
-    kept = writer(1.0)
+    kept = writer(1.0, capture)
     kept.write(7)
     kept.write_last(8)
     assert saved == [7, 8]
+    assert captured == [(7, False), (8, True)], "only the last model stands while it is written"
