@@ -30,6 +30,16 @@ def to_bits(values: Float32s) -> npt.NDArray[np.uint32]:
     return bits
 
 
+def rounded(values: Vector) -> Float32s:
+    """What `Bfloat16.decode` makes of what `encode` makes of these, shape (count,). Raises NotFinite."""
+    exact = finite_float32(values)
+    out = np.empty(exact.size, np.float32)
+    for batch in batches(exact.size):
+        bits = to_bits(exact[batch])
+        np.left_shift(bits, np.uint32(16), out=out[batch].view(np.uint32))
+    return out
+
+
 def from_bits(bits: npt.NDArray[np.uint16]) -> Float32s:
     """The float32 values of bfloat16 bits (count,)."""
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import Any
 
 import numpy as np
 
@@ -57,17 +56,12 @@ def decode_onto(
     return incoming
 
 
-def digest(start: Vector, layout: Layout) -> bytes:
+def digest(start: Sliced, layout: Layout) -> bytes:
     """Of the bits of a vector, shape (layout.total,), that several members may count differences from: the first 16
     bytes of SHA-256 of those of its pieces."""
     assert start.shape == (layout.total,)
     of_pieces = each(lambda where: _of(np.ascontiguousarray(start[where]).data), vector.pieces(layout))
     return _of_all(of_pieces)[:DIGEST_BYTES]
-
-
-def digest_of(codec: str, layout: Layout, chunks: Chunks, dtype: np.dtype[np.floating[Any]]) -> bytes:
-    """`digest` of what `chunks` hold, of which there is never more than a few pieces."""
-    return _of_all(vector.each_decoded(codec, layout, chunks, dtype, lambda _, piece: _of(piece.data)))[:DIGEST_BYTES]
 
 
 def digest_of_chunks(chunks: Chunks) -> bytes:

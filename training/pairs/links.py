@@ -36,25 +36,23 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from operator import attrgetter
 
-from peerd.training.codecs import vector
-from peerd.training.codecs.difference import digest_of, norm_of_difference
+from peerd.training.codecs.difference import digest, norm_of_difference
 from peerd.training.codecs.vector import Layout, NotFinite
 from peerd.training.effects import Effect, Send, Sliced, Vector
 from peerd.training.flush import Progress
 from peerd.training.mode import ENDED_MAX
-from peerd.training.pairs.block_floats import known_vector
 from peerd.training.pairs.duration import Durations
 from peerd.training.pairs.graylist import Graylist
 from peerd.training.pairs.reference import PairedReference, Unfinished
+from peerd.training.pairs.start import SNAPSHOT_CODEC, arrived, snapshot, start_of
 from peerd.training.room import room
 from peerd.training.sample import sample_of
 from peerd.training.scratch import Scratch
 from peerd.training.trigger import SILENCE_MAX_S, WAKE_AFTER_S
 from peerd.transport.errors import PeerError
 from peerd.transport.ids import NodeId
-from peerd.transport.messages import Chunks, Delta, LinkClose, LinkClosed, LinkEqual, LinkOpen, LinkSnapshot
+from peerd.transport.messages import Delta, LinkClose, LinkClosed, LinkEqual, LinkOpen, LinkSnapshot
 
-SNAPSHOT_CODEC = "bfloat16"  # any vector may start a pair of references; this one costs half of float32
 UNKNOWN = -1  # the version of a link that this end knows nothing of: it was another life's
 UNFINISHED_MAX = 64
 
@@ -177,7 +175,7 @@ class PairLinks:
         """Open links until there are `view`, and accept as many as room.py says; one that does not open accepts all."""
         self.held: dict[NodeId, PairLink] = {}
         self.opening: dict[NodeId, tuple[int, float]] = {}  # link number, when it was last asked for
-        self._offered: tuple[bytes, Chunks] | None = None  # of these: a start that needs not travel, and its digest
+        self._offered: tuple[bytes, Sliced] | None = None  # of these: a start that needs not travel, and its digest
         self.remnants: dict[int, Remnant] = {}  # by link number, the oldest first
         self._ended: OrderedDict[int, int] = OrderedDict()  # link number -> version: LinkClosed was, or can be, said
         self.opens = opens
@@ -284,22 +282,21 @@ class PairLinks:
         full = self.opens and self._places_taken() - frees >= self._room.active
         declines = full or self.graylist.refuses(sender, now)
         values = self._values()
-        snapshot = None if declines else self._snapshot(values)
+        start = None if declines else start_of(values, self._layout)
         self._give_up(sender)
         effects = self.end(sender, now)
-        if snapshot is None:
+        if start is None:
             self._counts["links_declined"] += 1
             return [*effects, Send(sender, LinkClosed(number, 0))]
-        chunks, start = snapshot
         self._hold(sender, number, start, values, now)
         if sender not in self.held:  # membership does not know it yet, and there is no room for another such
             self._counts["links_declined"] += 1
             return [*effects, Send(sender, LinkClosed(number, 0))]
-        if message.digest and message.digest == digest_of(SNAPSHOT_CODEC, self._layout, chunks, values.dtype):
+        if message.digest and message.digest == digest(start, self._layout):
             self._counts["links_equal"] += 1
             return [*effects, Send(sender, LinkEqual(number))]
         self._counts["snapshots"] += 1
-        return [*effects, Send(sender, LinkSnapshot(number, SNAPSHOT_CODEC, chunks))]
+        return [*effects, Send(sender, LinkSnapshot(number, SNAPSHOT_CODEC, snapshot(start, self._layout)))]
 
     def on_start(self, sender: NodeId, message: LinkSnapshot | LinkEqual, now: float) -> list[Effect]:
         """The peer gives the link that we asked for. Raises PeerError."""
@@ -309,13 +306,11 @@ class PairLinks:
             return [] if known else self.last_word(sender, message.link, now)
         values = self._values()
         if isinstance(message, LinkSnapshot):
-            codec, chunks = message.codec, message.chunks
+            start = arrived(message.codec, self._layout, message.chunks, values.dtype)
         elif self._offered is not None:
-            codec, (_, chunks) = SNAPSHOT_CODEC, self._offered
+            start = self._offered[1] if len(self.opening) == 1 else self._offered[1].copy()
         else:
             raise PeerError(f"{sender} has a model equal to one that it was not told of")
-        start = known_vector(self._layout, values.dtype)
-        vector.decode(codec, self._layout, chunks, start)
         self._asked_no_more(sender)
         self._hold(sender, message.link, start, values, now)
         return []
@@ -425,7 +420,7 @@ class PairLinks:
         link.sent_at = now
         reference = link.reference
         if reference.version == 0:  # both references still are the snapshot, which comes out of its codec as it went in
-            chunks, _ = vector.encode(SNAPSHOT_CODEC, self._layout, reference.mine)
+            chunks = snapshot(reference.mine, self._layout)
             effects.append(Send(peer, LinkSnapshot(reference.link, SNAPSHOT_CODEC, chunks)))
         elif (
             reference.answered is not None and not reference.confirmed
@@ -437,23 +432,15 @@ class PairLinks:
             effects.append(Send(peer, LinkClose(reference.link, reference.version)))
         return effects
 
-    def _snapshot(self, values: Vector) -> tuple[Chunks, Sliced]:
-        """What a link starts from, as it travels and as it arrives. Raises NotFinite."""
-        chunks, _ = vector.encode(SNAPSHOT_CODEC, self._layout, values)
-        start = known_vector(self._layout, values.dtype)
-        vector.decode(SNAPSHOT_CODEC, self._layout, chunks, start)
-        return chunks, start
-
     def _offer(self) -> bytes:
         """The digest of the vector from which the links that are asked for now may start: one for all, until all are
         answered. Empty: our model holds a value that is not finite."""
         if self._offered is None:
             try:
-                values = self._values()
-                chunks, _ = vector.encode(SNAPSHOT_CODEC, self._layout, values)
+                start = start_of(self._values(), self._layout)
             except NotFinite:
                 return b""
-            self._offered = digest_of(SNAPSHOT_CODEC, self._layout, chunks, values.dtype), chunks
+            self._offered = digest(start, self._layout), start
         return self._offered[0]
 
     def _give_up(self, peer: NodeId) -> None:
