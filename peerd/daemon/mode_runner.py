@@ -65,6 +65,7 @@ WIND_UP_MIN_S, WIND_UP_MAX_S = 3.0, 60.0  # the same for what is under way when 
 WIND_UP_LOOK_S = 0.02
 GIVE_WITHIN_S = 5.0  # to a newcomer, who else asks another
 TAKES = (TrainerPhase.TRAINING, TrainerPhase.FINISHING)  # when a trainer takes corrections
+TAKEN_STEPS = 2  # how long it has for one: it takes it at its next step
 WAITING_MAX = 1024  # events for the compute thread
 MAY_SURFACE = (  # at which an error may be what a peer said earlier
     PeersChanged, Reconnected, TimerDue, Stepped, GradientCame, TrainerLost, RunStands, NodeLeaves, BarrierKnown,
@@ -97,7 +98,7 @@ class ModeRunner:
         self._go_on: GoOn | None = None  # what the trainer, which waits with its gradient, is to be told
         self._taken = trio.Event()  # the trainer has the last correction that it was offered
         self._taken.set()
-        self._correcting = trio.Lock()
+        self._hurries = False  # what is under way is to end soon
 
     async def run(self) -> None:
         """Work until cancelled."""
@@ -131,12 +132,14 @@ class ModeRunner:
         settings: ModeSettings,
     ) -> None:
         """From now on there is this mode, on the model that the node has."""
+        self._hurries = False
         await self.compute.call(ModeBegins(plan, alive, lambda values: make(me, layout, rng, settings, values)))
 
     async def wind_up(self) -> None:
         """Have the mode begin nothing new, and wait for the end of what is under way, if that comes soon."""
         if self.core.mode is None:
             return
+        self._hurry()
         with trio.move_on_after(min(WIND_UP_MAX_S, max(WIND_UP_MIN_S, EXCHANGE_SHARE * self.core.slowest_s))):
             while True:
                 try:
@@ -185,26 +188,26 @@ class ModeRunner:
         """A peer's message to the mode, meant under this plan. Raises PeerError.
 
         The half of an exchange corrects the model. One of a large model waits until the trainer has taken the
-        correction before it, as long as some steps take: the two would need memory for one each.
+        correction before it: the two would need memory for one each.
         """
         model = self.core.model
         if isinstance(message, Delta) and model is not None and is_large(model.total):
-            async with self._correcting:
-                await self._wait_for_taken()
-                await self._hear(Received(sender, message, plan))
-        else:
-            await self._hear(Received(sender, message, plan))
-
-    async def _hear(self, received: Received) -> None:
+            await self._wait_for_taken()
         if self.core.mode is not None:
-            await self.compute.call(received)
+            await self.compute.call(Received(sender, message, plan))
 
     async def _wait_for_taken(self) -> None:
         session, taken = self.session, self._taken
-        if session is not None and session.facts.phase in TAKES:
-            with trio.move_on_after(session.patience_s):
-                await taken.wait()
-            taken.set()  # who did not take it for so long is not waited for again
+        if session is None or session.facts.phase not in TAKES or self._hurries:
+            return
+        session.look()
+        with trio.move_on_after(TAKEN_STEPS * session.step_s):
+            await taken.wait()
+        taken.set()  # who did not take it for so long is not waited for again
+
+    def _hurry(self) -> None:
+        self._hurries = True
+        self._taken.set()
 
     async def give_model(self, peer: NodeId, layout: Layout, digest: bytes) -> None:
         """Send the whole model as it stands, with the step that it is of; or that it is the one of this digest.
@@ -325,7 +328,8 @@ class ModeRunner:
                     self.core.sent(peer, message, trio.current_time())
                     self._peers.send(peer, message)
                 case TakeBuffer(buffer) if session is not None and self._shares_memory_with(session):
-                    self._taken = trio.Event()
+                    if not self._hurries and self.session is session:
+                        self._taken = trio.Event()
                     await session.tell(protocol.Corrections(buffer))
                 case LoadCopy(copy, step) if session is not None and self._shares_memory_with(session):
                     await session.tell(protocol.Load(copy, step))
@@ -367,6 +371,7 @@ class ModeRunner:
 
     async def drain(self, step: int) -> None:
         """Give every partner what it has not yet seen."""
+        self._hurry()
         self.compute.post(NodeLeaves(step))
         with trio.move_on_after(max(DRAIN_MIN_S, EXCHANGE_SHARE * self.core.slowest_s)) as patience:
             await self._drained.wait()

@@ -43,11 +43,13 @@ class CheckpointWriter:
     def write(self, step: int) -> None:
         """Copy now, write in a thread: training goes on meanwhile."""
         self._began = time.monotonic()
-        generation = self._capture(step, False)
+        generation = self._captured(step, stands=False)
         copying_s = time.monotonic() - self._began
+        if generation is None:
+            return
 
         def work() -> None:
-            _save(self._folder, generation)
+            self._save(generation)
             self._cost_s = copying_s + time.thread_time()  # not what it waited for a core or a disk
 
         self._start(work)
@@ -55,7 +57,21 @@ class CheckpointWriter:
     def write_last(self, step: int) -> None:
         """Without a thread: an interpreter that exits starts none."""
         self._thread.join()
-        _save(self._folder, self._capture(step, True))
+        if (generation := self._captured(step, stands=True)) is not None:
+            self._save(generation)
+
+    def _captured(self, step: int, *, stands: bool) -> checkpoint.Generation | None:
+        try:
+            return self._capture(step, stands)
+        except Exception as error:
+            _say_not_written(step, error)
+            return None
+
+    def _save(self, generation: checkpoint.Generation) -> None:
+        try:
+            checkpoint.save(self._folder, generation)
+        except Exception as error:
+            _say_not_written(generation.step, error)
 
     def _start(self, work: Callable[[], None]) -> None:
         def run() -> None:
@@ -66,12 +82,10 @@ class CheckpointWriter:
         self._thread.start()
 
 
-def _save(folder: Path, generation: checkpoint.Generation) -> None:
-    try:
-        checkpoint.save(folder, generation)
-    except Exception as error:  # of odd tensors, too: it is no reason to end the training
-        why = f"no checkpoint written at step {generation.step}: {cause(error)}"
-        say(f"{why}; training goes on, the older ones are kept")
+def _say_not_written(step: int, error: Exception) -> None:
+    """Odd tensors, too, are no reason to end the training."""
+    why = next(iter(cause(error).splitlines()), type(error).__name__)
+    say(f"no checkpoint written at step {step}: {why}; training goes on, the older ones are kept")
 
 
 def _keep(folder: Path, rest: Rest) -> None:

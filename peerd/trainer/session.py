@@ -319,7 +319,7 @@ class Session:
         return mean is None or math.isfinite(float(mean[0]))  # a mean that is not finite is NaN in each value
 
     def finish(self, step: int, *, at_exit: bool = False) -> None:
-        """Publish the last model, take what comes until the daemon says that the flush is done.
+        """Publish the last model, take what comes until the daemon says that the flush is done; `keep` is to follow.
 
         `at_exit`: the interpreter ends, and only its exit code will say whether the script did well.
         """
@@ -332,11 +332,16 @@ class Session:
         self._wait()
         if self._client.leaves:
             self._end(step)
-        self._writer.write_last(step)
 
     def _end(self, step: int) -> NoReturn:
-        self._writer.write_last(step)
+        self.keep(step)
         raise SystemExit(0)
+
+    def keep(self, step: int) -> None:
+        """Write the last checkpoint, and let go of the daemon before: nobody here takes corrections meanwhile."""
+        self._say_published()
+        self.close()
+        self._writer.write_last(step)
 
     @property
     def others(self) -> int:

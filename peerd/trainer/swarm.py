@@ -244,8 +244,11 @@ class Swarm:
             return
         session = self._session
         if self._daemon_outlives(lambda: session.finish(self.step_count, at_exit=at_exit)):
-            self._lead(RankCommand.CHANGED)
-            self._close()
+            try:
+                session.keep(self.step_count)
+                self._lead(RankCommand.CHANGED)
+            finally:
+                self._close()
 
     def __enter__(self) -> Swarm:
         return self

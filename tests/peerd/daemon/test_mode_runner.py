@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from peerd.daemon.mode_runner import (
     DRAIN_MIN_S,
     EXCHANGE_SHARE,
     LOOK_MAX_S,
+    TAKEN_STEPS,
     WIND_UP_LOOK_S,
     WIND_UP_MIN_S,
     ModeRunner,
@@ -137,10 +139,13 @@ class There:
         self.runner.core._note_members(frozenset("abc"), 0.0)
         self.runner.session = self  # type: ignore[assignment]  # and its trainer
 
-    def trains(self, patience_s: float) -> None:
-        """The trainer makes steps, and has so long to make the next one."""
+    def trains(self, step_s: float) -> None:
+        """The trainer makes steps that take so long."""
         self.facts.phase = TrainerPhase.TRAINING
-        self.patience_s = patience_s
+        self.step_s = step_s
+
+    def look(self) -> None:
+        """What there is to know of it is known."""
 
     def send(self, peer: NodeId, message: Message) -> None:
         self.sent.append((peer, message))
@@ -294,21 +299,20 @@ async def test_an_exchange_of_a_large_model_waits_until_the_trainer_has_taken_th
 ) -> None:
     monkeypatch.setattr(room, "LARGE", 1)
     async with there() as it:
-        it.trains(patience_s=30.0)
+        it.trains(step_s=30.0)
         it.asks(Apply(ONE))
-        await it.runner.on_message("a", HALF)
-        for sender in "bc":
-            it.nursery.start_soon(it.runner.on_message, sender, HALF)
-            await it.worked()
-        await it.later(29.0)
-        it.asks()
-        await it.runner.on_message("b", CLOSE)
-        it.asks(Apply(ONE))
-        assert it.mode.told == [("a", HALF), ("b", CLOSE)], "whatever corrects nothing does not wait"
-        for sender in "bc":
-            it.runner.on_taken(0)
-            await it.worked()
-            assert it.mode.told[-1] == (sender, HALF)
+        for turn in range(3):
+            it.nursery.start_soon(it.runner.on_message, "a", HALF)
+            await it.later(29.0)
+            assert len(it.mode.told) == max(1, 2 * turn)
+            it.asks()
+            await it.runner.on_message("b", CLOSE)
+            assert it.mode.told[-1] == ("b", CLOSE), "whatever corrects nothing does not wait"
+            it.asks(Apply(ONE))
+            if turn:
+                it.runner.on_taken(0)
+                await it.worked()
+                assert it.mode.told[-1] == ("a", HALF)
         assert it.told == [("corrections", 0)] * 3
         assert not it.memory.corrections[1].any(), "memory that is never touched is none"
         it.runner.on_taken(0)
@@ -316,14 +320,29 @@ async def test_an_exchange_of_a_large_model_waits_until_the_trainer_has_taken_th
         assert (await it.runner.values())[0].tolist() == [4, 4]
 
 
+async def test_waits_of_several_exchanges_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "LARGE", 1)
+    async with there() as it:
+        it.trains(step_s=30.0)
+        it.asks(Apply(ONE))
+        await it.runner.on_message("a", HALF)
+        for sender in "bca":
+            it.nursery.start_soon(it.runner.on_message, sender, HALF)
+        await it.later(29.0)
+        assert len(it.mode.told) == 1
+        it.runner.on_taken(0)
+        await it.worked()
+        assert len(it.mode.told) == 4
+
+
 async def test_who_does_not_take_a_correction_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "LARGE", 1)
     async with there() as it:
-        it.trains(patience_s=30.0)
+        it.trains(step_s=30.0)
         it.asks(Apply(ONE))
         await it.runner.on_message("a", HALF)
         it.nursery.start_soon(it.runner.on_message, "b", HALF)
-        await it.later(30.5)
+        await it.later(TAKEN_STEPS * 30.0 + 0.5)
         assert it.mode.told == [("a", HALF), ("b", HALF)]
         await it.runner.on_message("c", HALF)  # at once, on a clock that stands
         it.runner.on_taken(0)
@@ -337,11 +356,51 @@ async def test_who_does_not_take_a_correction_is_waited_for_once(monkeypatch: py
         assert len(it.mode.told) == 4
 
 
+@pytest.mark.parametrize("how", ["another mode", "the node leaves"])
+async def test_what_must_end_soon_waits_for_no_step(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "LARGE", 1)
+    async with there() as it:
+        it.trains(step_s=3600.0)
+        it.asks(Apply(ONE))
+        await it.runner.on_message("a", HALF)
+        it.nursery.start_soon(it.runner.on_message, "b", HALF)
+        await it.worked()
+        assert len(it.mode.told) == 1
+        it.nursery.start_soon(it.runner.wind_up if how == "another mode" else partial(it.runner.drain, 1))
+        await it.worked()
+        heard = [told for told in it.mode.told if told == ("b", HALF)]
+        it.runner.on_taken(0)
+        await it.worked()
+        await it.runner.on_message("c", HALF)
+        assert (heard, it.mode.told[-1]) == ([("b", HALF)], ("c", HALF))
+
+
+async def test_what_was_offered_to_a_trainer_that_has_just_gone_keeps_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(room, "LARGE", 1)
+    async with there() as it:
+        it.trains(step_s=3600.0)
+        tell = it.tell
+
+        async def goes(said: Said) -> None:
+            it.runner.on_trainer_gone()
+            await tell(said)
+
+        monkeypatch.setattr(it, "tell", goes)
+        it.asks(Publish(), Apply(ONE))
+        await it.runner.on_message("a", HALF)
+        monkeypatch.setattr(it, "tell", tell)
+        it.runner.session = it  # type: ignore[assignment]  # the next one
+        await it.runner.on_message("b", HALF)
+        assert (await it.runner.values())[0].tolist() == [2, 2]
+
+
 @pytest.mark.parametrize("how", ["is gone", "has finished", "has not begun"])
 async def test_no_exchange_waits_for_a_trainer_that_takes_nothing(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "LARGE", 1)
     async with there() as it:
-        it.trains(patience_s=30.0)
+        it.trains(step_s=30.0)
         it.asks(Apply(ONE))
         await it.runner.on_message("a", HALF)
         if how != "is gone":
