@@ -65,7 +65,6 @@ WIND_UP_MIN_S, WIND_UP_MAX_S = 3.0, 60.0  # the same for what is under way when 
 WIND_UP_LOOK_S = 0.02
 GIVE_WITHIN_S = 5.0  # to a newcomer, who else asks another
 TAKES = (TrainerPhase.TRAINING, TrainerPhase.FINISHING)  # when a trainer takes corrections
-TAKEN_STEPS = 2  # how long it has for one: it takes it at its next step
 WAITING_MAX = 1024  # events for the compute thread
 MAY_SURFACE = (  # at which an error may be what a peer said earlier
     PeersChanged, Reconnected, TimerDue, Stepped, GradientCame, TrainerLost, RunStands, NodeLeaves, BarrierKnown,
@@ -98,6 +97,7 @@ class ModeRunner:
         self._go_on: GoOn | None = None  # what the trainer, which waits with its gradient, is to be told
         self._taken = trio.Event()  # the trainer has the last correction that it was offered
         self._taken.set()
+        self._in_turn = trio.Lock()
         self._hurries = False  # what is under way is to end soon
 
     async def run(self) -> None:
@@ -188,20 +188,31 @@ class ModeRunner:
         """A peer's message to the mode, meant under this plan. Raises PeerError.
 
         The half of an exchange corrects the model. One of a large model waits until the trainer has taken the
-        correction before it: the two would need memory for one each.
+        correction before it: the two would need memory for one each. While it trains that is its next step, for which
+        all wait that have come, so that waits do not add up; at its run's end it takes them as they come.
         """
-        model = self.core.model
-        if isinstance(message, Delta) and model is not None and is_large(model.total):
+        received, session = Received(sender, message, plan), self.session
+        model, phase = self.core.model, None if session is None else session.facts.phase
+        if not (isinstance(message, Delta) and model is not None and is_large(model.total)):
+            await self._hear(received)
+        elif phase is TrainerPhase.FINISHING:
+            async with self._in_turn:
+                await self._wait_for_taken()
+                await self._hear(received)
+        else:
             await self._wait_for_taken()
+            await self._hear(received)
+
+    async def _hear(self, received: Received) -> None:
         if self.core.mode is not None:
-            await self.compute.call(Received(sender, message, plan))
+            await self.compute.call(received)
 
     async def _wait_for_taken(self) -> None:
         session, taken = self.session, self._taken
         if session is None or session.facts.phase not in TAKES or self._hurries:
             return
         session.look()
-        with trio.move_on_after(TAKEN_STEPS * session.step_s):
+        with trio.move_on_after(session.patience_s):
             await taken.wait()
         taken.set()  # who did not take it for so long is not waited for again
 

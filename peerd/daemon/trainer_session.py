@@ -141,15 +141,11 @@ class TrainerSession:
 
     @property
     def patience_s(self) -> float:
-        """How long the trainer has to come to its next step: some of those it made."""
-        return max(PATIENCE_MIN_S, PATIENCE_STEPS * self.step_s)
-
-    @property
-    def step_s(self) -> float:
-        """What a step takes, by those that it made; before there is one, how long that takes. A hang adds nothing."""
+        """How long the trainer has to come to its next step: some of those it made, so that a hang adds nothing."""
         facts = self.facts
         until = trio.current_time() if facts.last_step_at is None else facts.last_step_at
-        return max(0.0, until - facts.began) / max(1, facts.step - facts.first_step)
+        step_s = max(0.0, until - facts.began) / max(1, facts.step - facts.first_step)
+        return max(PATIENCE_MIN_S, PATIENCE_STEPS * step_s)
 
     async def tell(self, said: Said) -> None:
         """Send; a trainer that is gone shows itself in `receive`."""

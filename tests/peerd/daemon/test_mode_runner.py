@@ -23,7 +23,6 @@ from peerd.daemon.mode_runner import (
     DRAIN_MIN_S,
     EXCHANGE_SHARE,
     LOOK_MAX_S,
-    TAKEN_STEPS,
     WIND_UP_LOOK_S,
     WIND_UP_MIN_S,
     ModeRunner,
@@ -139,10 +138,10 @@ class There:
         self.runner.core._note_members(frozenset("abc"), 0.0)
         self.runner.session = self  # type: ignore[assignment]  # and its trainer
 
-    def trains(self, step_s: float) -> None:
-        """The trainer makes steps that take so long."""
+    def trains(self, patience_s: float) -> None:
+        """The trainer makes steps, and has so long to make the next one."""
         self.facts.phase = TrainerPhase.TRAINING
-        self.step_s = step_s
+        self.patience_s = patience_s
 
     def look(self) -> None:
         """What there is to know of it is known."""
@@ -299,7 +298,7 @@ async def test_an_exchange_of_a_large_model_waits_until_the_trainer_has_taken_th
 ) -> None:
     monkeypatch.setattr(room, "LARGE", 1)
     async with there() as it:
-        it.trains(step_s=30.0)
+        it.trains(patience_s=30.0)
         it.asks(Apply(ONE))
         for turn in range(3):
             it.nursery.start_soon(it.runner.on_message, "a", HALF)
@@ -323,7 +322,7 @@ async def test_an_exchange_of_a_large_model_waits_until_the_trainer_has_taken_th
 async def test_waits_of_several_exchanges_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "LARGE", 1)
     async with there() as it:
-        it.trains(step_s=30.0)
+        it.trains(patience_s=30.0)
         it.asks(Apply(ONE))
         await it.runner.on_message("a", HALF)
         for sender in "bca":
@@ -335,14 +334,32 @@ async def test_waits_of_several_exchanges_do_not_add_up(monkeypatch: pytest.Monk
         assert len(it.mode.told) == 4
 
 
+async def test_at_a_runs_end_exchanges_of_a_large_model_go_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "LARGE", 1)
+    async with there() as it:
+        it.trains(patience_s=30.0)
+        it.facts.phase = TrainerPhase.FINISHING
+        it.asks(Apply(ONE))
+        await it.runner.on_message("a", HALF)
+        for sender in "bc":
+            it.nursery.start_soon(it.runner.on_message, sender, HALF)
+            await it.worked()
+        for sender in "bc":
+            assert it.mode.told[-1] != (sender, HALF)
+            it.runner.on_taken(0)
+            await it.worked()
+            assert it.mode.told[-1] == (sender, HALF)
+        assert it.told == [("corrections", 0)] * 3
+
+
 async def test_who_does_not_take_a_correction_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "LARGE", 1)
     async with there() as it:
-        it.trains(step_s=30.0)
+        it.trains(patience_s=30.0)
         it.asks(Apply(ONE))
         await it.runner.on_message("a", HALF)
         it.nursery.start_soon(it.runner.on_message, "b", HALF)
-        await it.later(TAKEN_STEPS * 30.0 + 0.5)
+        await it.later(30.5)
         assert it.mode.told == [("a", HALF), ("b", HALF)]
         await it.runner.on_message("c", HALF)  # at once, on a clock that stands
         it.runner.on_taken(0)
@@ -360,7 +377,7 @@ async def test_who_does_not_take_a_correction_is_waited_for_once(monkeypatch: py
 async def test_what_must_end_soon_waits_for_no_step(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "LARGE", 1)
     async with there() as it:
-        it.trains(step_s=3600.0)
+        it.trains(patience_s=3600.0)
         it.asks(Apply(ONE))
         await it.runner.on_message("a", HALF)
         it.nursery.start_soon(it.runner.on_message, "b", HALF)
@@ -380,7 +397,7 @@ async def test_what_was_offered_to_a_trainer_that_has_just_gone_keeps_nobody_wai
 ) -> None:
     monkeypatch.setattr(room, "LARGE", 1)
     async with there() as it:
-        it.trains(step_s=3600.0)
+        it.trains(patience_s=3600.0)
         tell = it.tell
 
         async def goes(said: Said) -> None:
@@ -400,7 +417,7 @@ async def test_what_was_offered_to_a_trainer_that_has_just_gone_keeps_nobody_wai
 async def test_no_exchange_waits_for_a_trainer_that_takes_nothing(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "LARGE", 1)
     async with there() as it:
-        it.trains(step_s=30.0)
+        it.trains(patience_s=30.0)
         it.asks(Apply(ONE))
         await it.runner.on_message("a", HALF)
         if how != "is gone":

@@ -102,3 +102,16 @@ def test_the_last_one_comes_after_the_one_under_way(monkeypatch: pytest.MonkeyPa
     kept.write_last(8)
     assert saved == [7, 8]
     assert captured == [(7, False), (8, True)], "only the last model stands while it is written"
+
+
+def test_a_model_that_cannot_be_captured_is_trained_on(capsys: pytest.CaptureFixture[str]) -> None:
+    def capture(step: int, stands: bool) -> checkpoint.Generation:
+        raise RuntimeError("no storage\nException raised from somewhere")
+
+    kept = writer(1.0, capture)
+    kept.write(7)
+    kept.write_last(8)
+    said = capsys.readouterr().err.splitlines()
+    assert [line.partition("no checkpoint written at ")[2] for line in said] == [
+        f"step {step}: no storage; training goes on, the older ones are kept" for step in (7, 8)
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from peerd.daemon import control, trainer_service
 from peerd.daemon.trainer_session import report_of
 from peerd.local import local_socket
 from peerd.protocol.trainer import Stepped
-from peerd.trainer import session
+from peerd.trainer import checkpoint, session
 from peerd.training.effects import StepReport
 
 
@@ -101,6 +102,41 @@ def test_a_run(path: Path) -> None:
     assert status is not None
     assert (status.step, status.samples, status.loss, status.metrics) == (5, 40, 1.5, {"accuracy": 0.5})
     assert (status.phase, status.rollbacks, status.lr) == ("finished", 0, 0.01)
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_while_the_last_checkpoint_is_written_the_model_is_the_daemons(
+    path: Path, monkeypatch: pytest.MonkeyPatch, interrupted: bool
+) -> None:
+    nodes: list[Node] = []
+    let_go: list[bool] = []
+
+    async def beside(node: Node) -> None:
+        nodes.append(node)
+
+    def save(folder: Path, generation: checkpoint.Generation) -> None:
+        began = time.monotonic()
+        while nodes[0].attached and time.monotonic() < began + 60:
+            time.sleep(0.001)
+        let_go.append(not nodes[0].attached)
+        if interrupted:
+            raise KeyboardInterrupt
+
+    def script() -> None:
+        swarm = peerd.attach(*normed())
+        swarm.step()
+        if interrupted:
+            with pytest.raises(KeyboardInterrupt):
+                swarm.finish()
+        else:
+            swarm.finish()
+        assert swarm.alone
+        swarm.step()  # a script may go on by itself
+
+    monkeypatch.setattr(checkpoint, "save", save)
+    status = with_daemon(path, script, beside).side.status
+    assert status is not None
+    assert (status.phase, status.step, let_go) == ("finished", 1, [True])
 
 
 def test_a_mode_hears_how_large_batches_are_of_late(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
