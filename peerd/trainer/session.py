@@ -334,12 +334,12 @@ class Session:
             self._end(step)
 
     def _end(self, step: int) -> NoReturn:
+        self._say_published()
         self.keep(step)
         raise SystemExit(0)
 
     def keep(self, step: int) -> None:
         """Write the last checkpoint, and let go of the daemon before: nobody here takes corrections meanwhile."""
-        self._say_published()
         self.close()
         self._writer.write_last(step)
 

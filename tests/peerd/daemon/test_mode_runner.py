@@ -75,6 +75,12 @@ def report(step: int, *, published: bool = False, finishing: bool = False) -> St
     return StepReport(step, 0.5, 1.0, published, finishing)
 
 
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every model is a large one."""
+    monkeypatch.setattr(room, "LARGE", 1)
+
+
 class Mode:
     """Notes what it is told, and answers what the test says."""
 
@@ -142,6 +148,13 @@ class There:
         """The trainer makes steps, and has so long to make the next one."""
         self.facts.phase = TrainerPhase.TRAINING
         self.patience_s = patience_s
+
+    async def trains_and_is_corrected(self, patience_s: float, phase: TrainerPhase = TrainerPhase.TRAINING) -> None:
+        """The same, and a peer has corrected its model; each exchange will."""
+        self.trains(patience_s)
+        self.facts.phase = phase
+        self.asks(Apply(ONE))
+        await self.runner.on_message("a", HALF)
 
     def look(self) -> None:
         """What there is to know of it is known."""
@@ -293,10 +306,8 @@ async def test_corrections_are_handed_over_until_taken() -> None:
         assert (await it.runner.values())[0].tolist() == [2, 2]
 
 
-async def test_an_exchange_of_a_large_model_waits_until_the_trainer_has_taken_the_last_correction(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(room, "LARGE", 1)
+@pytest.mark.usefixtures("large")
+async def test_an_exchange_of_a_large_model_waits_until_the_trainer_has_taken_the_last_correction() -> None:
     async with there() as it:
         it.trains(patience_s=30.0)
         it.asks(Apply(ONE))
@@ -319,12 +330,10 @@ async def test_an_exchange_of_a_large_model_waits_until_the_trainer_has_taken_th
         assert (await it.runner.values())[0].tolist() == [4, 4]
 
 
-async def test_waits_of_several_exchanges_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "LARGE", 1)
+@pytest.mark.usefixtures("large")
+async def test_waits_of_several_exchanges_do_not_add_up() -> None:
     async with there() as it:
-        it.trains(patience_s=30.0)
-        it.asks(Apply(ONE))
-        await it.runner.on_message("a", HALF)
+        await it.trains_and_is_corrected(30.0)
         for sender in "bca":
             it.nursery.start_soon(it.runner.on_message, sender, HALF)
         await it.later(29.0)
@@ -334,13 +343,10 @@ async def test_waits_of_several_exchanges_do_not_add_up(monkeypatch: pytest.Monk
         assert len(it.mode.told) == 4
 
 
-async def test_at_a_runs_end_exchanges_of_a_large_model_go_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "LARGE", 1)
+@pytest.mark.usefixtures("large")
+async def test_at_a_runs_end_exchanges_of_a_large_model_go_in_turn() -> None:
     async with there() as it:
-        it.trains(patience_s=30.0)
-        it.facts.phase = TrainerPhase.FINISHING
-        it.asks(Apply(ONE))
-        await it.runner.on_message("a", HALF)
+        await it.trains_and_is_corrected(30.0, TrainerPhase.FINISHING)
         for sender in "bc":
             it.nursery.start_soon(it.runner.on_message, sender, HALF)
             await it.worked()
@@ -352,12 +358,10 @@ async def test_at_a_runs_end_exchanges_of_a_large_model_go_in_turn(monkeypatch: 
         assert it.told == [("corrections", 0)] * 3
 
 
-async def test_who_does_not_take_a_correction_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "LARGE", 1)
+@pytest.mark.usefixtures("large")
+async def test_who_does_not_take_a_correction_is_waited_for_once() -> None:
     async with there() as it:
-        it.trains(patience_s=30.0)
-        it.asks(Apply(ONE))
-        await it.runner.on_message("a", HALF)
+        await it.trains_and_is_corrected(30.0)
         it.nursery.start_soon(it.runner.on_message, "b", HALF)
         await it.later(30.5)
         assert it.mode.told == [("a", HALF), ("b", HALF)]
@@ -373,13 +377,11 @@ async def test_who_does_not_take_a_correction_is_waited_for_once(monkeypatch: py
         assert len(it.mode.told) == 4
 
 
+@pytest.mark.usefixtures("large")
 @pytest.mark.parametrize("how", ["another mode", "the node leaves"])
-async def test_what_must_end_soon_waits_for_no_step(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "LARGE", 1)
+async def test_what_must_end_soon_waits_for_no_step(how: str) -> None:
     async with there() as it:
-        it.trains(patience_s=3600.0)
-        it.asks(Apply(ONE))
-        await it.runner.on_message("a", HALF)
+        await it.trains_and_is_corrected(3600.0)
         it.nursery.start_soon(it.runner.on_message, "b", HALF)
         await it.worked()
         assert len(it.mode.told) == 1
@@ -392,10 +394,10 @@ async def test_what_must_end_soon_waits_for_no_step(how: str, monkeypatch: pytes
         assert (heard, it.mode.told[-1]) == ([("b", HALF)], ("c", HALF))
 
 
+@pytest.mark.usefixtures("large")
 async def test_what_was_offered_to_a_trainer_that_has_just_gone_keeps_nobody_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(room, "LARGE", 1)
     async with there() as it:
         it.trains(patience_s=3600.0)
         tell = it.tell
@@ -413,13 +415,11 @@ async def test_what_was_offered_to_a_trainer_that_has_just_gone_keeps_nobody_wai
         assert (await it.runner.values())[0].tolist() == [2, 2]
 
 
+@pytest.mark.usefixtures("large")
 @pytest.mark.parametrize("how", ["is gone", "has finished", "has not begun"])
-async def test_no_exchange_waits_for_a_trainer_that_takes_nothing(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "LARGE", 1)
+async def test_no_exchange_waits_for_a_trainer_that_takes_nothing(how: str) -> None:
     async with there() as it:
-        it.trains(patience_s=30.0)
-        it.asks(Apply(ONE))
-        await it.runner.on_message("a", HALF)
+        await it.trains_and_is_corrected(30.0)
         if how != "is gone":
             it.facts.phase = TrainerPhase.FINISHED if how == "has finished" else TrainerPhase.STARTING
             await it.runner.on_message("b", HALF)

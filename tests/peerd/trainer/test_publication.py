@@ -145,3 +145,38 @@ def test_corrections_wait_for_the_copy(path: Path, monkeypatch: pytest.MonkeyPat
     assert status is not None
     assert status.phase == "finished"
     assert made[0].waited_for > 0
+
+
+def test_a_node_that_leaves_has_the_last_step_however_late_its_copy(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "Publication", LatePublication)
+    monkeypatch.setattr(LatePublication, "looks", 1_000_000)  # only who waits for it gets it
+    found: list[tuple[int, set[float]]] = []
+    last = 0
+
+    def script() -> None:
+        nonlocal last
+        model = nn.Linear(50, 1, bias=False)
+        with torch.no_grad():
+            model.weight.fill_(0.0)
+        swarm = peerd.attach(model, torch.optim.SGD(model.parameters(), lr=1.0))
+
+        def train() -> None:
+            while swarm.step_count < STEPS_MAX:
+                with torch.no_grad():
+                    model.weight += 1.0
+                swarm.step()
+
+        with pytest.raises(SystemExit):
+            train()
+        last = swarm.step_count
+
+    async def beside(node: Node) -> None:
+        await until(lambda: node.attached and node.side.status is not None and node.side.status.step > 2)
+        await node.side.drain()
+        values, step = await node.side.model_values()
+        found.append((step, {*np.asarray(values).tolist()}))
+
+    with_daemon(path, script, beside)
+    assert found == [(last, {float(last)})]
