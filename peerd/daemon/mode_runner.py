@@ -65,6 +65,7 @@ WIND_UP_MIN_S, WIND_UP_MAX_S = 3.0, 60.0  # the same for what is under way when 
 WIND_UP_LOOK_S = 0.02
 GIVE_WITHIN_S = 5.0  # to a newcomer, who else asks another
 TAKES = (TrainerPhase.TRAINING, TrainerPhase.FINISHING)  # when a trainer takes corrections
+TAKEN_MAX_S = 5.0  # for which this peer's other messages wait, too; a stream that stands for 10 s is thought broken
 WAITING_MAX = 1024  # events for the compute thread
 MAY_SURFACE = (  # at which an error may be what a peer said earlier
     PeersChanged, Reconnected, TimerDue, Stepped, GradientCame, TrainerLost, RunStands, NodeLeaves, BarrierKnown,
@@ -189,7 +190,8 @@ class ModeRunner:
 
         The half of an exchange corrects the model. One of a large model waits until the trainer has taken the
         correction before it: the two would need memory for one each. While it trains that is its next step, for which
-        all wait that have come, so that waits do not add up; at its run's end it takes them as they come.
+        all wait that have come, so that waits do not add up (of several, all but one then need the memory); at its
+        run's end it takes them as they come.
         """
         received, session = Received(sender, message, plan), self.session
         model, phase = self.core.model, None if session is None else session.facts.phase
@@ -212,7 +214,7 @@ class ModeRunner:
         if session is None or session.facts.phase not in TAKES or self._hurries:
             return
         session.look()
-        with trio.move_on_after(session.patience_s):
+        with trio.move_on_after(min(session.patience_s, TAKEN_MAX_S)):
             await taken.wait()
         taken.set()  # who did not take it for so long is not waited for again
 
@@ -339,7 +341,7 @@ class ModeRunner:
                     self.core.sent(peer, message, trio.current_time())
                     self._peers.send(peer, message)
                 case TakeBuffer(buffer) if session is not None and self._shares_memory_with(session):
-                    if not self._hurries and self.session is session:
+                    if self.session is session:
                         self._taken = trio.Event()
                     await session.tell(protocol.Corrections(buffer))
                 case LoadCopy(copy, step) if session is not None and self._shares_memory_with(session):

@@ -236,8 +236,15 @@ def newest(folder: Path, signature: str, warn: Callable[[str], None]) -> Generat
     For the trainer, which writes in this folder: what a crash has left half written goes.
     """
     for leftover in folder.glob("tmp-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+        if not _is_being_written(leftover):
+            shutil.rmtree(leftover, ignore_errors=True)
     return read_newest(folder, signature, warn)
+
+
+def _is_being_written(temporary: Path) -> bool:
+    """By another process, which has let go of its daemon before its last checkpoint is written."""
+    pid = temporary.name.split("-")[1]
+    return pid.isdecimal() and int(pid) != os.getpid() and Path(f"/proc/{pid}").exists()
 
 
 def read_newest(folder: Path, signature: str, warn: Callable[[str], None]) -> Generation | None:

@@ -46,6 +46,7 @@ class CheckpointWriter:
         generation = self._captured(step, stands=False)
         copying_s = time.monotonic() - self._began
         if generation is None:
+            self._cost_s = copying_s
             return
 
         def work() -> None:
@@ -85,7 +86,7 @@ class CheckpointWriter:
 def _say_not_written(step: int, error: Exception) -> None:
     """Odd tensors, too, are no reason to end the training."""
     why = next(iter(cause(error).splitlines()), type(error).__name__)
-    say(f"no checkpoint written at step {step}: {why}; training goes on, the older ones are kept")
+    say(f"no checkpoint written at step {step}: {why}; the older ones are kept")
 
 
 def _keep(folder: Path, rest: Rest) -> None:

@@ -132,6 +132,7 @@ class Session:
         self._weight = 1.0  # of a gradient in the mean: samples of the last step, if they were said
         self.restored_from: Path | None = None
         self._command = RankCommand.GO_ON
+        self._is_over = False  # the last checkpoint is written, or is being written
         self._attach()
 
     # ---------------------------------------------------------------- coming
@@ -323,6 +324,8 @@ class Session:
 
         `at_exit`: the interpreter ends, and only its exit code will say whether the script did well.
         """
+        if self._is_over:
+            return
         self._poll(timeout_s=0)
         self._is_owed = False  # and is not given any more: the daemon drops a gradient of a run that ends
         _, ratio = self._rates()
@@ -334,12 +337,16 @@ class Session:
             self._end(step)
 
     def _end(self, step: int) -> NoReturn:
-        self._say_published()
+        with suppress(OSError):  # a daemon that is gone needs it no more
+            self._say_published()
         self.keep(step)
         raise SystemExit(0)
 
     def keep(self, step: int) -> None:
         """Write the last checkpoint, and let go of the daemon before: nobody here takes corrections meanwhile."""
+        if self._is_over:
+            return
+        self._is_over = True
         self.close()
         self._writer.write_last(step)
 
@@ -500,7 +507,14 @@ class Session:
         if isinstance(self.flat, ShardedModel):
             self.flat.about_to_capture()
         frozen = self._frozen.unchanged(self._model)
-        return checkpoint.capture(self._model, self._optimizer, step, self.flat.signature, frozen, stands=stands)
+        try:
+            return checkpoint.capture(self._model, self._optimizer, step, self.flat.signature, frozen, stands=stands)
+        except Exception as error:
+            if isinstance(self.flat, ShardedModel):  # the other ranks wait for this one's part
+                raise SystemExit(
+                    f"peerd: no checkpoint can be made of the ranks' shards at step {step}: {error}"
+                ) from None
+            raise
 
 
 def _exchange_of(socket: LocalSocket) -> tuple[bool, bool]:

@@ -23,6 +23,7 @@ from peerd.daemon.mode_runner import (
     DRAIN_MIN_S,
     EXCHANGE_SHARE,
     LOOK_MAX_S,
+    TAKEN_MAX_S,
     WIND_UP_LOOK_S,
     WIND_UP_MIN_S,
     ModeRunner,
@@ -48,6 +49,7 @@ from peerd.training.mode_core import (
     RunStands,
     TrainerLost,
 )
+from peerd.training.mode_settings import ModeSettings
 from peerd.training.modes import EVERY_STEP, Quiet
 from peerd.transport.errors import PeerError, UserError
 from peerd.transport.ids import NodeId
@@ -309,11 +311,11 @@ async def test_corrections_are_handed_over_until_taken() -> None:
 @pytest.mark.usefixtures("large")
 async def test_an_exchange_of_a_large_model_waits_until_the_trainer_has_taken_the_last_correction() -> None:
     async with there() as it:
-        it.trains(patience_s=30.0)
+        it.trains(patience_s=3.0)
         it.asks(Apply(ONE))
         for turn in range(3):
             it.nursery.start_soon(it.runner.on_message, "a", HALF)
-            await it.later(29.0)
+            await it.later(2.9)
             assert len(it.mode.told) == max(1, 2 * turn)
             it.asks()
             await it.runner.on_message("b", CLOSE)
@@ -333,10 +335,10 @@ async def test_an_exchange_of_a_large_model_waits_until_the_trainer_has_taken_th
 @pytest.mark.usefixtures("large")
 async def test_waits_of_several_exchanges_do_not_add_up() -> None:
     async with there() as it:
-        await it.trains_and_is_corrected(30.0)
+        await it.trains_and_is_corrected(3.0)
         for sender in "bca":
             it.nursery.start_soon(it.runner.on_message, sender, HALF)
-        await it.later(29.0)
+        await it.later(2.9)
         assert len(it.mode.told) == 1
         it.runner.on_taken(0)
         await it.worked()
@@ -346,7 +348,7 @@ async def test_waits_of_several_exchanges_do_not_add_up() -> None:
 @pytest.mark.usefixtures("large")
 async def test_at_a_runs_end_exchanges_of_a_large_model_go_in_turn() -> None:
     async with there() as it:
-        await it.trains_and_is_corrected(30.0, TrainerPhase.FINISHING)
+        await it.trains_and_is_corrected(3.0, TrainerPhase.FINISHING)
         for sender in "bc":
             it.nursery.start_soon(it.runner.on_message, sender, HALF)
             await it.worked()
@@ -361,16 +363,16 @@ async def test_at_a_runs_end_exchanges_of_a_large_model_go_in_turn() -> None:
 @pytest.mark.usefixtures("large")
 async def test_who_does_not_take_a_correction_is_waited_for_once() -> None:
     async with there() as it:
-        await it.trains_and_is_corrected(30.0)
+        await it.trains_and_is_corrected(3.0)
         it.nursery.start_soon(it.runner.on_message, "b", HALF)
-        await it.later(30.5)
+        await it.later(3.1)
         assert it.mode.told == [("a", HALF), ("b", HALF)]
         await it.runner.on_message("c", HALF)  # at once, on a clock that stands
         it.runner.on_taken(0)
         await it.worked()
         assert it.told == [("corrections", 0), ("corrections", 1)]
         it.nursery.start_soon(it.runner.on_message, "a", HALF)
-        await it.later(29.0)
+        await it.later(2.9)
         assert len(it.mode.told) == 3, "one that takes again is waited for again"
         it.runner.on_taken(1)
         await it.worked()
@@ -392,6 +394,25 @@ async def test_what_must_end_soon_waits_for_no_step(how: str) -> None:
         await it.worked()
         await it.runner.on_message("c", HALF)
         assert (heard, it.mode.told[-1]) == ([("b", HALF)], ("c", HALF))
+
+
+@pytest.mark.usefixtures("large")
+async def test_under_the_next_mode_exchanges_wait_again_and_never_for_long() -> None:
+    async with there() as it:
+        await it.trains_and_is_corrected(3600.0)
+        it.runner._hurry()
+        it.started = False
+        make: Any = lambda *_: it.mode  # noqa: E731
+        plan = Plan(1, "", False)
+        await it.runner.begin(plan, frozenset("abc"), make, "me", LAYOUT, random.Random(1), ModeSettings())
+        it.runner.on_taken(0)
+        await it.runner.on_message("a", HALF, plan)
+        told = len(it.mode.told)
+        it.nursery.start_soon(it.runner.on_message, "b", HALF, plan)
+        await it.later(TAKEN_MAX_S - 0.1)
+        assert len(it.mode.told) == told
+        await it.later(0.2)
+        assert it.mode.told[-1] == ("b", HALF)
 
 
 @pytest.mark.usefixtures("large")
@@ -419,7 +440,7 @@ async def test_what_was_offered_to_a_trainer_that_has_just_gone_keeps_nobody_wai
 @pytest.mark.parametrize("how", ["is gone", "has finished", "has not begun"])
 async def test_no_exchange_waits_for_a_trainer_that_takes_nothing(how: str) -> None:
     async with there() as it:
-        await it.trains_and_is_corrected(30.0)
+        await it.trains_and_is_corrected(3.0)
         if how != "is gone":
             it.facts.phase = TrainerPhase.FINISHED if how == "has finished" else TrainerPhase.STARTING
             await it.runner.on_message("b", HALF)

@@ -328,13 +328,15 @@ def test_a_step_saved_again_is_replaced(tmp_path: Path) -> None:
 
 def test_leftovers_are_removed_and_strangers_left_alone(tmp_path: Path) -> None:
     save(tmp_path, generation(1))
-    (tmp_path / "tmp-1-5").mkdir()
-    (tmp_path / "tmp-1-5" / "model.safetensors").write_text("half")
+    written = f"tmp-{os.getppid()}-6"  # its process lives, and has let go of its daemon
+    for name in ("tmp-99999999-5", f"tmp-{os.getpid()}-5", "tmp-", written):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_text("half")
     (tmp_path / "step-notes.txt").write_text("mine")
     assert value_of(newest(tmp_path, "signature", silent)) == 1
     save(tmp_path, generation(2))
     save(tmp_path, generation(3))
-    assert names(tmp_path) == ["step-00000002", "step-00000003", "step-notes.txt"]
+    assert names(tmp_path) == ["step-00000002", "step-00000003", "step-notes.txt", written]
 
 
 def test_a_run_that_starts_again_keeps_what_it_writes(tmp_path: Path) -> None:

@@ -113,5 +113,5 @@ def test_a_model_that_cannot_be_captured_is_trained_on(capsys: pytest.CaptureFix
     kept.write_last(8)
     said = capsys.readouterr().err.splitlines()
     assert [line.partition("no checkpoint written at ")[2] for line in said] == [
-        f"step {step}: no storage; training goes on, the older ones are kept" for step in (7, 8)
+        f"step {step}: no storage; the older ones are kept" for step in (7, 8)
     ]

@@ -104,6 +104,24 @@ def test_a_run(path: Path) -> None:
     assert (status.phase, status.rollbacks, status.lr) == ("finished", 0, 0.01)
 
 
+def test_a_session_that_has_ended_itself_is_not_finished_again(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As where the node leaves while the script waits for its gradient's mean."""
+
+    def train() -> None:
+        with peerd.attach(*normed()) as swarm:
+            swarm.step()
+            assert swarm._session is not None
+            swarm._session._end(1)
+
+    def script() -> None:
+        with pytest.raises(SystemExit):
+            train()
+
+    with_daemon(path, script)
+    assert "went away" not in capsys.readouterr().err
+    assert [file.name for file in (path.parent / "state" / "checkpoints").glob("step-*")] == ["step-00000001"]
+
+
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_while_the_last_checkpoint_is_written_the_model_is_the_daemons(
     path: Path, monkeypatch: pytest.MonkeyPatch, interrupted: bool
