@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import random
+from contextlib import AbstractAsyncContextManager, nullcontext
 
 import numpy as np
 import numpy.typing as npt
@@ -193,21 +194,16 @@ class ModeRunner:
         all wait that have come, so that waits do not add up (of several, all but one then need the memory); at its
         run's end it takes them as they come.
         """
-        received, session = Received(sender, message, plan), self.session
-        model, phase = self.core.model, None if session is None else session.facts.phase
-        if not (isinstance(message, Delta) and model is not None and is_large(model.total)):
-            await self._hear(received)
-        elif phase is TrainerPhase.FINISHING:
-            async with self._in_turn:
+        model, session = self.core.model, self.session
+        turn: AbstractAsyncContextManager[object] = nullcontext()
+        corrects = isinstance(message, Delta) and model is not None and is_large(model.total)
+        if corrects and session is not None and session.facts.phase is TrainerPhase.FINISHING:
+            turn = self._in_turn
+        async with turn:
+            if corrects:
                 await self._wait_for_taken()
-                await self._hear(received)
-        else:
-            await self._wait_for_taken()
-            await self._hear(received)
-
-    async def _hear(self, received: Received) -> None:
-        if self.core.mode is not None:
-            await self.compute.call(received)
+            if self.core.mode is not None:
+                await self.compute.call(Received(sender, message, plan))
 
     async def _wait_for_taken(self) -> None:
         session, taken = self.session, self._taken
