@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -27,37 +27,29 @@ def run() -> None:
 
 
 @contextmanager
-def interrupts_end_at_once() -> Iterator[None]:
-    """For imports, of which nothing has to be undone: an exception that passes through torch's aborts the process."""
-    before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler:  # ignored, as behind nohup; or somebody else's
-        yield
-        return
-    signal.signal(signal.SIGINT, _end)
+def interrupts_end_at_once(undo: Callable[[], None] | None = None) -> Iterator[None]:
+    """For imports: an exception that passes through torch's aborts the process. What was begun before is undone first.
+
+    Where there is something to `undo`, the signals of ENDING that would raise one end the process in the same way.
+    """
+    held = {number: signal.getsignal(number) for number in (signal.SIGINT, *ENDING)}
+    taken = [number for number in ENDING if undo is not None and callable(held[number])]
+    if held[signal.SIGINT] is signal.default_int_handler:  # not ignored, as behind nohup; nor somebody else's
+        taken.append(signal.SIGINT)
+
+    def end(number: int, _: FrameType | None) -> None:
+        for each in taken:
+            signal.signal(each, signal.SIG_IGN)  # once is enough
+        if number == signal.SIGINT:
+            os.write(2, INTERRUPTED.encode())
+        if undo is not None:
+            undo()
+        os._exit(128 + number)
+
+    for number in taken:
+        signal.signal(number, end)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
-
-
-@contextmanager
-def interrupts_wait() -> Iterator[None]:
-    """For imports beside which something has to be undone: what comes meanwhile comes when they are over."""
-    came: list[int] = []
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *ENDING)}
-    for number in before:
-        if before[number] not in (signal.SIG_IGN, None):  # as behind nohup; or set by what is not Python
-            signal.signal(number, lambda number, _: came.append(number))
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            if handler is not None:
-                signal.signal(number, handler)
-        if came:
-            signal.raise_signal(came[0])
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    os.write(2, INTERRUPTED.encode())
-    os._exit(INTERRUPTED_CODE)
+        for number in taken:
+            signal.signal(number, held[number])

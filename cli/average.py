@@ -6,7 +6,7 @@ from pathlib import Path
 
 from peerd.cli.output import Format, FormatOption, NameOption, echo, print_json, size
 from peerd.local.local_socket import find_node, request
-from peerd.transport.errors import UserError
+from peerd.transport.errors import Interrupted
 
 
 def average(name: NameOption = None, format: FormatOption = Format.TEXT) -> None:
@@ -19,7 +19,7 @@ def average(name: NameOption = None, format: FormatOption = Format.TEXT) -> None
     try:
         answer = request(path, "average", meanwhile=_Waiting(path).tell)
     except KeyboardInterrupt:
-        raise UserError("interrupted: the node takes the average back, and the swarm goes on as before") from None
+        raise Interrupted("interrupted: the node takes the average back, and the swarm goes on as before") from None
     if format is Format.JSON:
         print_json(answer)
         return

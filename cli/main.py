@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 from peerd.cli import INTERRUPTED_CODE, interrupts_end_at_once
 from peerd.cli.number_options import take_plain_numbers
 from peerd.trainer.say import say
-from peerd.transport.errors import UserError
+from peerd.transport.errors import Interrupted, UserError
 
 VERBS = {
     "start": "start", "join": "join", "leave": "leave", "members": "members", "forgive": "admittance",
@@ -112,6 +112,9 @@ def run() -> None:
         sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
     try:
         command(prog_name="peerd")
+    except Interrupted as error:
+        say(str(error))
+        sys.exit(INTERRUPTED_CODE)
     except UserError as error:
         _fail(error)
     except BaseExceptionGroup as group:  # a daemon's tasks end together; the user's own mistake is among them

@@ -13,7 +13,7 @@ from rich.progress import TaskID
 
 from peerd.cli import interrupts_end_at_once
 from peerd.cli.output import Format, FormatOption, check_report, finite, print_json, progress_bar, write_report
-from peerd.transport.errors import UserError
+from peerd.transport.errors import Interrupted, UserError
 
 
 def reproduce(
@@ -72,7 +72,7 @@ def reproduce(
                 for each in last.judged:
                     console.print(f"  {met(each.met)}: {each.criterion.text}: {shown(each)}", markup=False)
     except KeyboardInterrupt:
-        raise UserError("interrupted: what is finished is kept, the same command goes on from there") from None
+        raise Interrupted("interrupted: what is finished is kept, the same command goes on from there") from None
     said = as_json(reports)
     write_report(report, as_html(reports))
     import json

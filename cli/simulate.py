@@ -29,7 +29,7 @@ from peerd.training.mode_settings import WEIGHTS
 from peerd.training.modes import heeds
 from peerd.training.modes.own_mode import adopted
 from peerd.training.tasks import TASKS
-from peerd.transport.errors import UserError
+from peerd.transport.errors import Interrupted, UserError
 
 
 @with_mode_options()
@@ -138,7 +138,7 @@ def simulate(
             else [(one, _run(one, trace)) for one in scenarios]
         )
     except KeyboardInterrupt:
-        raise UserError("interrupted: no result; a trace holds what was simulated until then") from None
+        raise Interrupted("interrupted: no result; a trace holds what was simulated until then") from None
     if report is not None:
         from peerd.simulation.report import as_html
 

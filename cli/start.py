@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,11 +15,13 @@ from peerd.cli import interrupts_end_at_once
 from peerd.cli.mode_options import with_mode_options
 from peerd.transport.errors import UserError
 
+NEAR = 0.8  # of two words, as difflib measures it: --nme and --name have 0.91
 CONTEXT = {"ignore_unknown_options": True, "allow_extra_args": False}
 
 
 @with_mode_options()
 def start(
+    context: typer.Context,
     *,
     command: Annotated[
         list[str] | None,
@@ -73,10 +77,19 @@ def start(
         "log": log,
     }  # fmt: skip
     loaded = settings.load(flags, os.environ, file)
+    _tell_near_misses(command or [], [option for known in context.command.params for option in known.opts])
     with identity.taken(loaded.state_path, runtime_dir(), secrets_folder.FILES) as mine:
         code = trio.run(main.run, loaded, mine, command or [])
     if code:
         raise typer.Exit(code)
+
+
+def _tell_near_misses(command: list[str], ours: list[str]) -> None:
+    """An option that peerd start does not know is the script's; one that a slip of the finger made looks like ours."""
+    given = sys.argv[: sys.argv.index("--")] if "--" in sys.argv else sys.argv  # what is after it is meant so
+    for option in (word.partition("=")[0] for word in command[1:] if word.startswith("--") and word in given):
+        if (near := difflib.get_close_matches(option, ours, 1, NEAR)) and not option.startswith(near[0]):
+            typer.echo(f"peerd: {option} goes to {command[0]}; peerd start has {near[0]}", err=True)
 
 
 def _config_from_environment() -> Path | None:

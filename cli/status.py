@@ -84,7 +84,8 @@ def _print_text(answer: dict[str, Any]) -> None:
     unit = "rounds" if answer["counts"].get("rounds") else "exchanges"  # of a mode that has rounds a link counts those
     echo(f"{answer['counts'].get(unit, 0)} {unit} since this mode began")
     if cut := answer["counts"].get("exchanges_cut", 0):
-        echo(f"{cut} exchanges cut: a crash, or too many absent partners, may have taken a part of the models' mean")
+        why = "a crash, or too many absent partners, may have taken a part of the models' mean"
+        echo(f"{cut} exchange{'s' * (cut != 1)} cut: {why}")
     echo(f"event loop late by {answer['loop_latency_p99_s'] * 1e3:.1f} ms (p99)")
     if answer["links"]:
         columns = ["PARTNER", unit.upper(), "DISTANCE", "GAIN", "CODEC", "LAST REASON"]

@@ -103,6 +103,11 @@ class Settings(ModeSettings):
         return Path(self.state_dir) if self.state_dir else _state_home() / self.name
 
     @property
+    def checkpoints(self) -> Path:
+        """The folder of this node's checkpoints."""
+        return self.state_path / "checkpoints"
+
+    @property
     def authority_path(self) -> Path:
         """The folder of the user's own authority, for nodes that only this machine reaches. No node has this name."""
         return _state_home() / ".authority"

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from peerd.carriers import CARRIERS
-from peerd.cli import interrupts_end_at_once, interrupts_wait
+from peerd.cli import interrupts_end_at_once
 from peerd.cli.demo.figures import print_summary, show_live, sum_up
 from peerd.cli.demo.local_swarm import LocalSwarm
 from peerd.cli.demo.run import Kill, Watch, follow
@@ -76,7 +76,7 @@ def demo(
     }
     with kill_cleans_up(), LocalSwarm(peers, options, command) as swarm:
         watch = Watch(victim)
-        with interrupts_wait():  # torch and matplotlib are imported, while the nodes import what they need
+        with interrupts_end_at_once(swarm.end_at_once):  # of torch and matplotlib, while the nodes import theirs
             if TASKS[task].brings_data:
                 prepare()
             from peerd.cli.demo.picture import draw

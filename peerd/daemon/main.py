@@ -19,6 +19,7 @@ from peerd.daemon.trainer_session import TrainerPhase
 from peerd.daemon.trainer_watch import TrainerWatch
 from peerd.daemon.verbs import Verbs
 from peerd.local import identity
+from peerd.local.being_written import is_writing
 from peerd.local.local_socket import socket_path
 from peerd.process.allocator import keep_freed_chunks
 from peerd.process.logs import LOGGER, configure
@@ -31,6 +32,7 @@ from peerd.transport.ids import Address, shown
 
 SCRIPT_ENDS_S = 15.0  # for a script that was told to end: ranks part, and torchrun looks after them now and then
 SCRIPT_MIN_S = 0.5  # for one that does not know of us
+WRITING_LONG_S = 2.0  # then whoever waits is told
 LOOK_AT_TRAINER_S = 1.0
 
 
@@ -84,9 +86,29 @@ async def _end(daemon: Daemon, supervisor: Supervisor | None) -> None:
         LOGGER.info("leaving the swarm")
     if supervisor is not None and _trainer_waits(daemon):
         await supervisor.stop(0)
+    daemon.ending = "the hand-over of what was not yet sent"
     await daemon.leave()
     if supervisor is not None:
-        await supervisor.stop(SCRIPT_ENDS_S if supervisor.attached else SCRIPT_MIN_S)
+        await supervisor.stop(SCRIPT_ENDS_S if supervisor.attached else SCRIPT_MIN_S, _watch_of_checkpoint(daemon))
+
+
+def _watch_of_checkpoint(daemon: Daemon) -> Callable[[], bool]:
+    """Asked again and again, tells whether the script writes one, and says so where that takes long."""
+    began = trio.current_time()
+    end, checkpoint = "the script's end", "the script's last checkpoint"
+
+    def writes() -> bool:
+        status = daemon.model.status
+        if status is None or not is_writing(daemon.settings.checkpoints, status.pid):
+            daemon.ending = end
+            return False
+        if daemon.ending == end and trio.current_time() - began > WRITING_LONG_S:
+            daemon.ending = checkpoint
+            LOGGER.info("waiting for %s; another Ctrl-C or SIGTERM ends it without", checkpoint)
+        return True
+
+    daemon.ending = end
+    return writes
 
 
 def _trainer_waits(daemon: Daemon) -> bool:
@@ -186,6 +208,7 @@ async def _watch_signals(
         task_status.started()
         async for number in signals:
             if daemon.leaving.is_set() and number != signal.SIGHUP:
+                LOGGER.warning("ended at once by a second signal, without %s", daemon.ending)
                 if supervisor is not None:
                     supervisor.kill()
                 path.unlink(missing_ok=True)

@@ -79,7 +79,7 @@ class MembershipService:
         self._nursery: trio.Nursery | None = None
         self._said: dict[Address, str] = {}  # the last failure told of each address: said once
         self._heard_at: dict[NodeId, float] = {}  # members of whom a message came, and when the last one did
-        self._believed: dict[NodeId, State] = {}  # of each member, when it last changed
+        self._believed: dict[NodeId, tuple[State, int]] = {}  # of each member, when it last changed, and its epoch
 
     async def run(self) -> None:
         """Probe and gossip until cancelled."""
@@ -172,21 +172,25 @@ class MembershipService:
             self._nursery.start_soon(self.perform, effects)
 
     def _tell_of(self, id: NodeId) -> None:
-        """Say when a member has failed, and when one that had is back; each node says it once."""
+        """Say when a member has failed or left, and when one that had is back; each node says it once."""
         members = self.membership.members
-        member, before = members.get(id), self._believed.get(id)
-        if member is None or (before == State.FAILED and member.state == State.SUSPECT):
+        member, (before, epoch) = members.get(id), self._believed.get(id, (None, 0))
+        if member is None or id == self.membership.me.id or (before == State.FAILED and member.state == State.SUSPECT):
             return  # dropped meanwhile; or whether it is back is not known yet
-        self._believed[id] = member.state
+        self._believed[id] = member.state, member.epoch
         who = f"{member.name} ({shown((member.host, member.port))})"
         if before is not None and before < State.FAILED == member.state:
             heard_at = self._heard_at.get(id)
             ago = None if heard_at is None else f"last heard from it {trio.current_time() - heard_at:.0f} s ago"
             LOGGER.warning("%s failed: this node %s", who, ago or "has never heard from it")
-        elif before == State.FAILED and member.state == State.ALIVE:
+        elif before is not None and before < State.LEFT == member.state:
+            LOGGER.info("%s left", who)
+        elif before is not None and before >= State.FAILED and member.state == State.ALIVE:
             LOGGER.info("%s is back", who)
+        elif before is not None and member.epoch > epoch and member.state == State.ALIVE:
+            LOGGER.info("%s is back: it ended without a word, and was started again", who)
         if len(self._believed) > len(members) + GONE_MAX:  # a full table drops the failed
-            self._believed = {id: state for id, state in self._believed.items() if id in members}
+            self._believed = {id: believed for id, believed in self._believed.items() if id in members}
             self._heard_at = {id: at for id, at in self._heard_at.items() if id in members}
 
     def _note_heard(self, sender: NodeId) -> None:

@@ -92,6 +92,7 @@ class Daemon:
         self.budget: Budget | None = None
         self.latency = LoopLatency()
         self.leaving = trio.Event()
+        self.ending = "the script's first step"  # what its end waits for
         self.began = trio.current_time()
         self._bound = bound
         self._kept = kept

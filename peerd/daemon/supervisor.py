@@ -86,17 +86,19 @@ class Supervisor:
             LOGGER.warning("%s %s; starting it again in %.0f s", self.name, how, delay)
             await trio.sleep(delay)
 
-    async def stop(self, grace_s: float) -> None:
-        """Give the script `grace_s` to end by itself, then end it."""
+    async def stop(self, grace_s: float, writes: Callable[[], bool] = lambda: False) -> None:
+        """Give the script `grace_s` to end by itself, not counting while it `writes`, then end it."""
         self.stopping = True
         for ask, wait_s in ((None, grace_s), (signal.SIGTERM, TERMINATE_GRACE_S), (signal.SIGKILL, TERMINATE_GRACE_S)):
             if self._process is None or self._process.poll() is not None:
                 return
             if ask is not None:
                 _signal_group(self._process.pid, ask)
-            with trio.move_on_after(wait_s):
+            with trio.move_on_after(wait_s) as patience:
                 while self._process.poll() is None:
                     await trio.sleep(0.02)
+                    if ask is None and writes():
+                        patience.deadline = trio.current_time() + wait_s
 
     def kill(self) -> None:
         """At once."""

@@ -309,7 +309,7 @@ class TrainerService:
         variances = tuple((start, stop) for start, stop in comes.variances)
         self.layout = _layout_of(comes)
         await self._tell(model=self.signature, expects=True, ended=False, made=0)
-        await session.tell(protocol.Welcome(str(settings.state_path / "checkpoints"), settings.checkpoint_every_s))
+        await session.tell(protocol.Welcome(str(settings.checkpoints), settings.checkpoint_every_s))
         ready = await session.receive()
         if not isinstance(ready, protocol.Ready):
             raise TrainerGone

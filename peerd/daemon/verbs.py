@@ -193,7 +193,7 @@ class Verbs:
 
     async def _leave(self, _: dict[str, Any]) -> Answer:
         self._node.leaving.set()
-        return {"leaving": self._node.me.name}
+        return {"leaving": self._node.me.name, "waits_for": self._node.ending}
 
     async def _forgive(self, message: dict[str, Any]) -> Answer:
         node, wanted = self._node, str(message["member"])

@@ -66,10 +66,14 @@ def told(mode: str, view: int, values: int) -> Told | None:
     if left is None or (fits == view and most_here + script <= left):
         return Told(line, warns=False, view=view)
     line = f"{line}, and there is {_shown(left)}"
-    if least == most:
-        return Told(line, warns=True, view=view)
-    cure = f"a view of {fits} in place of {view}, which could take {_shown(most)}" if fits < view else ""
-    return Told(f"{line}: {cure}" if cure else line, warns=True, view=fits)
+    fits = view if least == most else fits
+    if fits < view:
+        line = (
+            f"{line}: it looks for {fits} partner{'s' * (fits > 1)} in place of {view}, who could take {_shown(most)}"
+        )
+    if most_here + script > left:
+        line = f"{line}; that may be too little"
+    return Told(line, warns=True, view=fits)
 
 
 def _bytes(mode: str, view: int, values: int) -> tuple[int, int]:

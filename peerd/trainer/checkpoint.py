@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterator
@@ -26,6 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from peerd.local.being_written import being_written, leftovers
 from peerd.local.durable import flush, write
 from peerd.trainer.optimizers import kind
 from peerd.training.model.shards import taken_apart, whole
@@ -200,15 +200,14 @@ def _as_before(group: dict[str, Any], had: dict[str, Any]) -> dict[str, Any]:
 
 def save(folder: Path, generation: Generation) -> Path:
     """Write one generation; returns its folder. Raises OSError, and then leaves the older generations as they were."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     final = folder / f"step-{generation.step:08d}"
     replaced = final.with_suffix(".old")
-    temporary = folder / f"tmp-{os.getpid()}-{generation.step}"
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        temporary.mkdir(mode=0o700)
+    with being_written(folder, generation.step) as temporary:
         tensors = temporary / _TENSORS
-        save_file(generation.tensors, tensors)
+        try:
+            save_file(generation.tensors, tensors)
+        except SafetensorError as error:  # it wraps what the disk said
+            raise OSError(str(error)) from None
         flush(tensors)
         write(temporary / _MANIFEST, _manifest(generation, tensors))
         flush(temporary / _MANIFEST)
@@ -218,10 +217,6 @@ def save(folder: Path, generation: Generation) -> Path:
             final.rename(replaced)
         temporary.rename(final)
         flush(folder)
-    except SafetensorError as error:  # it wraps what the disk said
-        raise OSError(str(error)) from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     shutil.rmtree(replaced, ignore_errors=True)
     # later steps are of a past that was refused, or of another model: they must not push out what is written now
     passed = [path for path in _generations(folder) if _step(path) <= generation.step]
@@ -235,30 +230,24 @@ def newest(folder: Path, signature: str, warn: Callable[[str], None]) -> Generat
 
     For the trainer, which writes in this folder: what a crash has left half written goes.
     """
-    for leftover in folder.glob("tmp-*"):
-        if not _is_being_written(leftover):
-            shutil.rmtree(leftover, ignore_errors=True)
+    for leftover in leftovers(folder):
+        shutil.rmtree(leftover, ignore_errors=True)
     return read_newest(folder, signature, warn)
-
-
-def _is_being_written(temporary: Path) -> bool:
-    """By another process, which has let go of its daemon before its last checkpoint is written."""
-    pid = temporary.name.split("-")[1]
-    return pid.isdecimal() and int(pid) != os.getpid() and Path(f"/proc/{pid}").exists()
 
 
 def read_newest(folder: Path, signature: str, warn: Callable[[str], None]) -> Generation | None:
     """The same for one that only reads, while a trainer may write."""
     others = []
     found = None
-    for path in _generations(folder):
+    for path in (paths := _generations(folder)):
         try:
             found = _load(path, signature)
             break
         except OfAnotherModel:
             others.append(path.name)
         except Damaged as error:
-            warn(f"checkpoint {path} refused: {error}; trying the one before it")
+            then = "no older one is left" if path is paths[-1] else "trying the one before it"
+            warn(f"checkpoint {path} refused: {error}; {then}")
     if others:
         which = others[0] if len(others) == 1 else f"{others[0]} and {len(others) - 1} more"
         warn(f"checkpoints in {folder} that were written for another model are not read: {which}")
@@ -270,7 +259,10 @@ def _load(path: Path, signature: str) -> Generation:
     try:
         if (path / _MANIFEST).stat().st_size > MANIFEST_BYTES_MAX:
             raise Damaged(f"{_MANIFEST} is over {MANIFEST_BYTES_MAX} bytes")
-        manifest = json.loads((path / _MANIFEST).read_text())
+        try:
+            manifest = json.loads((path / _MANIFEST).read_text())
+        except ValueError as error:
+            raise Damaged(f"{_MANIFEST} is not JSON: {error}") from None
         if manifest.pop("sha256") != _digest(manifest):
             raise Damaged(f"{_MANIFEST} does not match its own SHA-256")
         if manifest["signature"] != signature:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from peerd.local.being_written import being_written
 from peerd.process.niceness import yield_to_others
 from peerd.trainer import checkpoint
 from peerd.trainer.rest import Rest
@@ -63,7 +64,8 @@ class CheckpointWriter:
 
     def _captured(self, step: int, *, stands: bool) -> checkpoint.Generation | None:
         try:
-            return self._capture(step, stands)
+            with being_written(self._folder, step):  # by now: the copy of a large model from a GPU takes its time
+                return self._capture(step, stands)
         except Exception as error:
             _say_not_written(step, error)
             return None

@@ -77,6 +77,20 @@ def terminal(machine: Machine, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Ca
 START = ("start", "--bind", "127.0.0.1:0")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--nme", "a", "nosuch.py"), "peerd: --nme is"),  # before the script there is nobody else whose it could be
+        (("nosuch.py", "--nme", "a"), "peerd: --nme goes to nosuch.py; peerd start has --name\npeerd: no such script"),
+        (("nosuch.py", "--nme=a"), "peerd: --nme goes to nosuch.py; peerd start has --name\npeerd: no such script"),
+        (("nosuch.py", "--model", "a", "--lr", "1"), "peerd: no such script"),
+        (("nosuch.py", "--", "--nme", "a"), "peerd: no such script"),
+    ],
+)
+def test_an_option_that_looks_like_one_of_ours_is_told(machine: Machine, arguments: tuple[str, ...], told: str) -> None:
+    assert machine.peerd(*START, *arguments).stderr.startswith(told)
+
+
 @pytest.mark.parametrize("task", ["fashion-mnist", "shakespeare"])
 def test_a_demo_without_its_data_starts_no_node(
     terminal: Terminal, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, task: str

@@ -165,6 +165,39 @@ def test_under_nohup_a_node_outlives_its_terminal(machine: Machine) -> None:
     assert node.log.count("leaving the swarm") == 1
 
 
+# ---------------------------------------------------------------- a last checkpoint that takes long
+
+SLOW_DISK = """\
+import os, time
+from peerd.trainer import checkpoint
+
+save_file = checkpoint.save_file
+checkpoint.save_file = lambda *arguments: (time.sleep(float(os.environ["DISK_S"])), save_file(*arguments))
+"""
+
+
+def test_a_last_checkpoint_that_takes_long_is_waited_for(machine: Machine) -> None:
+    node = machine.start("n", machine.script("train.py", SLOW_DISK + TRAIN), DISK_S="4")
+    node.trains(beyond=5)
+    left = machine.peerd("leave")
+    assert (left.returncode, left.stdout) == (0, "n has left\n")
+    assert left.stderr.endswith("n is leaving, and waits for the script's last checkpoint\n")
+    assert node.end() == 0
+    node.says("waiting for the script's last checkpoint; another Ctrl-C or SIGTERM ends it without")
+    assert [*(machine.state / "peerd" / "n" / "checkpoints").glob("step-*/manifest.json")]
+
+
+def test_a_second_signal_says_what_it_ends(machine: Machine) -> None:
+    node = machine.start("n", machine.script("train.py", SLOW_DISK + TRAIN), DISK_S="60")
+    node.trains(beyond=5)
+    node.signal(signal.SIGINT)
+    node.says("waiting for the script's last checkpoint")
+    node.signal(signal.SIGINT)
+    assert node.end() == 128 + signal.SIGINT
+    node.says("ended at once by a second signal, without the script's last checkpoint")
+    eventually(lambda: not machine.processes())
+
+
 # ---------------------------------------------------------------- a trainer hangs
 
 
@@ -196,7 +229,7 @@ def test_a_trainer_that_hangs_is_seen_and_an_average_that_waits_for_it_is_taken_
     asker.says("waiting for the next step of b (no step for long)")
     stands_at = a.step
     asker.signal(signal.SIGINT)
-    assert asker.end() == 1
+    assert asker.end() == 130
     assert asker.log.endswith("peerd: interrupted: the node takes the average back, and the swarm goes on as before\n")
     a.says("it is taken back")
     a.trains(beyond=stands_at + 5)

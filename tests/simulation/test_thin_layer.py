@@ -93,6 +93,10 @@ def test_a_death_and_a_return_are_a_line_in_each_others_log(caplog: pytest.LogCa
         await trio.sleep(20)
         await swarm.nodes["c"].start(steps=400)
         await swarm.agree(**dict.fromkeys("abcd", ALIVE))
+        await trio.sleep(5)
+        await swarm.nodes["c"].crash()
+        await swarm.nodes["c"].start(steps=400)  # before anybody misses it
+        await trio.sleep(20)
         await swarm.nodes["b"].leave()
         await swarm.eventually(
             lambda: all(node.sees()["b"] == State.LEFT for node in swarm.nodes.values() if node.runs)
@@ -105,12 +109,14 @@ def test_a_death_and_a_return_are_a_line_in_each_others_log(caplog: pytest.LogCa
         for record in caplog.records
         if "(10.0.0.99:7946)" in record.message or "(10.0.0.98:7946)" in record.message
     ]
-    died, came = told[:3], told[3:]
+    died, came, again, left = told[:3], told[3:6], told[6:9], told[9:]
     heard = [
         re.fullmatch(r"c \(10\.0\.0\.99:7946\) failed: this node last heard from it (\d+) s ago", line) for line in died
     ]
     assert all(each is not None and int(each[1]) <= 2 * DETECTION_S for each in heard), told
     assert came == ["c (10.0.0.99:7946) is back"] * 3
+    assert again == ["c (10.0.0.99:7946) is back: it ended without a word, and was started again"] * 3
+    assert left == ["b (10.0.0.98:7946) left"] * 3
 
 
 def test_a_restart_that_nobody_noticed_starts_from_the_swarms_model_too() -> None:

@@ -226,6 +226,31 @@ async def test_a_script_that_ends_by_itself_is_given_the_time(folder: Path) -> N
 
 
 @pytest.mark.trio(clock="real")
+async def test_a_script_that_writes_its_checkpoint_is_given_all_the_time_that_takes(folder: Path) -> None:
+    asked = 'trap "echo asked > $FOLDER/asked; exit 5" TERM; '
+    made = shell(folder, f'{asked}{PID} until [ -e "$FOLDER/stop" ]; do sleep 0.05; done')
+    left = 20
+
+    def writes() -> bool:
+        nonlocal left
+        left -= 1
+        if not left:
+            (folder / "stop").touch()
+        return left >= 0
+
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(made.run)
+            await written(folder / "pid")
+            with trio.fail_after(30):
+                await made.stop(0.1, writes)
+    finally:
+        made.kill()
+    assert left < 0
+    assert not (folder / "asked").exists()
+
+
+@pytest.mark.trio(clock="real")
 async def test_a_script_that_goes_on_is_asked_to_end(folder: Path) -> None:
     made = shell(folder, f'trap "echo asked > $FOLDER/asked; exit 5" TERM; {PID} {COUNT} while :; do sleep 0.05; done')
     await stopped(made, folder, grace_s=0.05)

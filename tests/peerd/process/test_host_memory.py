@@ -46,7 +46,7 @@ def test_where_there_is_less_a_node_looks_for_fewer_partners(free: Path) -> None
     assert (told.warns, told.view) == (True, 2)
     assert told.line == (
         "this model takes about 36.4 GB with one link and 57.2 GB at most of the host's memory in mode gossip, and 5.2 "
-        "GB in its script, and there is 64.0 GB: a view of 2 in place of 3, which could take 62.4 GB"
+        "GB in its script, and there is 64.0 GB: it looks for 2 partners in place of 3, who could take 62.4 GB"
     )
 
 
@@ -54,10 +54,11 @@ def test_what_does_not_fit_at_all_is_a_warning(free: Path) -> None:
     told = host_memory.told("gossip", 3, SEVEN_BILLION)
     assert told is not None
     assert (told.warns, told.view) == (True, 1)
+    assert told.line.endswith("who could take 336.0 GB; that may be too little")
     told = host_memory.told("allreduce", 3, SEVEN_BILLION)
     assert told is not None
     assert (told.warns, told.view) == (True, 3)
-    assert told.line.endswith("and there is 64.0 GB")
+    assert told.line.endswith("and there is 64.0 GB; that may be too little")
 
 
 def test_a_host_that_does_not_tell_gets_no_warning(free: Path) -> None:

@@ -438,6 +438,16 @@ def test_every_truncation_and_every_missing_file_is_refused(pair: tuple[Path, Pa
     assert step_found(folder) == (2, [])
 
 
+def test_a_manifest_that_is_no_json_is_said_to_be_none_and_so_is_the_end_of_the_list(pair: tuple[Path, Path]) -> None:
+    folder, newer = pair
+    for path in (newer, folder / "step-00000001"):
+        (path / "manifest.json").write_text("{half")
+    found, said = step_found(folder)
+    assert found is None
+    assert all("refused: manifest.json is not JSON: " in line for line in said)
+    assert [line.rpartition("; ")[2] for line in said] == ["trying the one before it", "no older one is left"]
+
+
 def test_nothing_is_left_when_all_are_damaged_or_of_another_model(pair: tuple[Path, Path]) -> None:
     folder, _ = pair
     step, said = step_found(folder, "another signature")

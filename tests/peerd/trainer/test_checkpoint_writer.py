@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from peerd.local.being_written import is_writing
 from peerd.process.niceness import NICE
 from peerd.trainer import checkpoint
 from peerd.trainer.checkpoint_writer import COST_MAX, CheckpointWriter
@@ -34,8 +35,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+FOLDER = Path("checkpoints")
+
+
 def writer(every_s: float, capture: Callable[[int, bool], checkpoint.Generation] = generation) -> CheckpointWriter:
-    made = CheckpointWriter(Path("nowhere"), every_s, NoRest(), capture)  # type: ignore[arg-type]
+    made = CheckpointWriter(FOLDER, every_s, NoRest(), capture)  # type: ignore[arg-type]
     made._thread.join()
     return made
 
@@ -102,6 +111,23 @@ def test_the_last_one_comes_after_the_one_under_way(monkeypatch: pytest.MonkeyPa
     kept.write_last(8)
     assert saved == [7, 8]
     assert captured == [(7, False), (8, True)], "only the last model stands while it is written"
+
+
+def test_the_daemon_can_see_one_from_its_copy_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def capture(step: int, stands: bool) -> checkpoint.Generation:
+        seen.append(is_writing(FOLDER, os.getpid()))
+        return generation(step)
+
+    def save_file(*_: Any) -> None:
+        seen.append(is_writing(FOLDER, os.getpid()))
+        raise OSError("disk full")
+
+    seen: list[bool] = []
+    monkeypatch.setattr(checkpoint, "save_file", save_file)
+    kept = writer(1.0, capture)
+    kept.write_last(8)
+    assert seen == [True, True]
+    assert not is_writing(FOLDER, os.getpid())
 
 
 def test_a_model_that_cannot_be_captured_is_trained_on(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ No GPU is needed: the copy here is late because the test lets it be.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -153,6 +154,7 @@ def test_a_node_that_leaves_has_the_last_step_however_late_its_copy(
     monkeypatch.setattr(session, "Publication", LatePublication)
     monkeypatch.setattr(LatePublication, "looks", 1_000_000)  # only who waits for it gets it
     found: list[tuple[int, set[float]]] = []
+    asked = threading.Event()
     last = 0
 
     def script() -> None:
@@ -171,12 +173,14 @@ def test_a_node_that_leaves_has_the_last_step_however_late_its_copy(
         with pytest.raises(SystemExit):
             train()
         last = swarm.step_count
+        asked.wait(30)  # the node ends with the script
 
     async def beside(node: Node) -> None:
         await until(lambda: node.attached and node.side.status is not None and node.side.status.step > 2)
         await node.side.drain()
         values, step = await node.side.model_values()
         found.append((step, {*np.asarray(values).tolist()}))
+        asked.set()
 
     with_daemon(path, script, beside)
     assert found == [(last, {float(last)})]
