@@ -19,6 +19,10 @@ class ConnectionLost(Exception):
     """The connection ended or could not be made: nobody broke a rule. The text names the peer and the cause."""
 
 
+class NobodyListens(ConnectionLost):
+    """The host is there, and says that nobody listens at that port."""
+
+
 class Connection(Protocol):
     """One reliable two-way channel of messages to one peer.
 

@@ -14,7 +14,7 @@ from random import Random
 import trio
 
 from peerd.transport import wire
-from peerd.transport.connection import Connection, ConnectionLost
+from peerd.transport.connection import Connection, ConnectionLost, NobodyListens
 from peerd.transport.errors import PeerError, UserError
 from peerd.transport.ids import Address, shown
 from peerd.transport.memory_stream import MemoryPipe, MemoryStream
@@ -85,9 +85,10 @@ class MemoryNetwork:
         """Return the dialler's end of a new pipe, having handed the other end to the listener."""
         listener = self._listeners.get(address)
         hosts = frozenset((host, address[0]))
-        if listener is None or hosts in self._apart:
-            cause = "connection refused" if listener is None else "no route to host"
-            raise ConnectionLost(f"cannot reach {shown(address)}: {cause}")
+        if hosts in self._apart:
+            raise ConnectionLost(f"cannot reach {shown(address)}: no route to host")
+        if listener is None:
+            raise NobodyListens(f"cannot reach {shown(address)}: connection refused")
         self._pipes = [pipe for pipe in self._pipes if not pipe.over]
         pipe = MemoryPipe(hosts)
         there = shown(self.free_address((host, 0), ()))

@@ -17,7 +17,7 @@ import trio
 
 from peerd.transport.admission import Admission
 from peerd.transport.bulk import Fabric
-from peerd.transport.connection import Connection, ConnectionLost
+from peerd.transport.connection import Connection, ConnectionLost, NobodyListens
 from peerd.transport.errors import UserError, cause
 from peerd.transport.ids import Address, shown
 from peerd.transport.messages import Chunk
@@ -155,7 +155,8 @@ class TcpTransport:
         except trio.TooSlowError:
             raise ConnectionLost(f"cannot reach {remote}: no answer within {DIAL_TIMEOUT_S:g} s") from None
         except (OSError, ValueError) as error:  # ValueError: what cannot be a port or a host name
-            raise ConnectionLost(f"cannot reach {remote}: {cause(error)}") from None
+            kind = NobodyListens if isinstance(error, ConnectionRefusedError) else ConnectionLost
+            raise kind(f"cannot reach {remote}: {cause(error)}") from None
         self._nursery.start_soon(connection.run_sender)
         return connection
 

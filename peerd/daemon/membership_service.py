@@ -156,6 +156,10 @@ class MembershipService:
         """This one was dialled in vain."""
         self._note(self.membership.missed, id)
 
+    def vacant(self, id: NodeId) -> None:
+        """Nobody listens where this one did."""
+        self._note(self.membership.vacant, id)
+
     def spread(self) -> None:
         """What goes beside the tables is news."""
         self.membership.spread(trio.current_time())

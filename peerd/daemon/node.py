@@ -106,6 +106,7 @@ class Daemon:
             reconnected=lambda peer: self.model.on_reconnected(peer),
             refused=self._on_refused_by_peer,
             met=self.acquaintances.note,
+            vacant=lambda peer: self.view.vacant(peer),
         )
         self.meetings = Meetings(
             self.acquaintances, self.peers, transport, self._said_to_live, lambda id: self.view.missed(id)

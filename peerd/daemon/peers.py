@@ -15,7 +15,7 @@ import trio
 
 from peerd.daemon.offences import Offences
 from peerd.process.logs import LOGGER
-from peerd.transport.connection import Connection, ConnectionLost, Transport
+from peerd.transport.connection import Connection, ConnectionLost, NobodyListens, Transport
 from peerd.transport.errors import PeerError
 from peerd.transport.hello import Refused, greet
 from peerd.transport.ids import Address, NodeId
@@ -47,10 +47,12 @@ class Peers:
         reconnected: Callable[[NodeId], None],
         refused: Callable[[NodeId, Refused], None],
         met: Callable[[NodeId | None], None] = lambda _: None,
+        vacant: Callable[[NodeId], None] = lambda _: None,
     ) -> None:
         """`hello` is asked anew for every connection: the model may have become known meanwhile.
 
-        `met` is told who is at the other end of each connection that `count` sees.
+        `met` is told who is at the other end of each connection that `count` sees, `vacant` at whose address nobody
+        listens.
         """
         self.offences = Offences()
         self.plan = AS_STARTED  # of what is sent from now on
@@ -60,6 +62,7 @@ class Peers:
         self._reconnected = reconnected
         self._refused = refused
         self._met = met
+        self._vacant = vacant
         self._boxes: dict[NodeId, _Outgoing] = {}
         self._ended = False
         self._open: set[Connection] = set()
@@ -184,6 +187,8 @@ class Peers:
                     if str(error) != said:
                         said = str(error)
                         LOGGER.info("%s", said)
+                    if isinstance(error, NobodyListens):
+                        self._vacant(peer)
                 broken = True
                 box.queue.clear()
                 await trio.sleep(delay_s)

@@ -99,6 +99,7 @@ class Membership:
         self._exchange = TableExchange(self._roster, seeds, self.counts, rng, timing, now)
         self._twins = TwinQuestions()
         self._disowned = Disowned()
+        self._vacant: dict[NodeId, float] = {}  # members at whose address nobody listened, and when
         self._leaving = False
         self._started = False
         self._gossip_at = math.inf
@@ -261,6 +262,25 @@ class Membership:
             self._accuse(id, now, effects)
         return self._ask_wake(now, effects)
 
+    def vacant(self, id: NodeId, now: float) -> list[MembershipEffect]:
+        """Nobody listens at this member's address: it is probed soon, and where that fails its time is short.
+
+        Not that alone is a reason to suspect it: what lies between may say so, and others still hear it.
+        """
+        effects = self._notice_stall(now)
+        if self._roster.is_live(id) and now - self._vacant.get(id, -math.inf) >= self._timing.probe_interval_s:
+            self._vacant = {each: at for each, at in self._vacant.items() if self._roster.is_live(each)}
+            self._vacant[id] = now
+            if self._roster.rows[id].state == State.SUSPECT:
+                self._suspicions.shorten(id)
+            else:
+                self._prober.hasten(id, now)
+        return self._ask_wake(now, effects)
+
+    def _is_vacant(self, id: NodeId, now: float) -> bool:
+        lately_s = self._timing.suspicion_min_s(self._roster.population)
+        return now - self._vacant.get(id, -math.inf) < lately_s
+
     def drop_seed(self, where: Address) -> None:
         """This seed is not of our swarm."""
         self._exchange.drop_seed(where)
@@ -384,7 +404,8 @@ class Membership:
         self._tell(record, now)
         self._suspicions.clear(record.id)
         if record.state == State.SUSPECT:
-            self._suspicions.begin(record.id, record.accuser, roster.population, now)
+            vacant = self._is_vacant(record.id, now)
+            self._suspicions.begin(record.id, record.accuser, roster.population, now, vacant=vacant)
         if not was_live and roster.is_live(record.id):
             self._prober.welcome(record.id)
         if had_company != bool(roster.live):

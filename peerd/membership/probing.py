@@ -100,6 +100,7 @@ class Prober:
         self._next = now + rng.random() * timing.probe_interval_s
         self._probe: _Probe | None = None
         self._rounds = ProbeRounds(roster, rng)
+        self._urgent: list[NodeId] = []
         self._relayed: dict[int, _Relayed] = {}
         self._relay_heap: list[tuple[float, int]] = []
         self._late: OrderedDict[int, tuple[NodeId, float]] = OrderedDict()
@@ -121,6 +122,13 @@ class Prober:
     def welcome(self, id: NodeId) -> None:
         """A member entered, or has proved itself: it is probed soon."""
         self._rounds.welcome(id)
+
+    def hasten(self, id: NodeId, now: float) -> None:
+        """Probe this one next, and as soon as the probe under way is answered."""
+        if id not in self._urgent and (self._probe is None or self._probe.target != id):
+            self._urgent.append(id)
+        if self._probe is None or self._probe.answered:
+            self._next = min(self._next, now)
 
     def has_answered(self, id: NodeId) -> bool:
         """Whether this member has answered a probe of ours."""
@@ -198,7 +206,9 @@ class Prober:
 
     def _open(self, now: float) -> list[MembershipEffect]:
         self._next = now + self._timing.probe_interval_s * (self.awareness + 1)
-        target = self._rounds.next()
+        while self._urgent and not self._roster.is_live(self._urgent[0]):
+            self._urgent.pop(0)
+        target = self._urgent.pop(0) if self._urgent else self._rounds.next()
         if target is None:
             return []
         round_trip_s = self._round_trip_s(target)

@@ -57,13 +57,25 @@ class Suspicions:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else math.inf
 
-    def begin(self, id: NodeId, accuser: NodeId, population: int, now: float) -> None:
-        """A member is suspected for the first time in this incarnation."""
+    def begin(self, id: NodeId, accuser: NodeId, population: int, now: float, *, vacant: bool = False) -> None:
+        """A member is suspected for the first time in this incarnation; `vacant`: nobody listens at its address."""
         least_s = self._timing.suspicion_min_s(population)
         needed = min(self._timing.suspicion_accusers, max(0, population - 2))  # neither the subject nor the first
         suspicion = _Suspicion(now, least_s, least_s * self._timing.suspicion_max_mult, needed, now, {accuser})
         self._suspects[id] = suspicion
+        if vacant:
+            self._shorten(suspicion)
         self._arm(id, suspicion)
+
+    def shorten(self, id: NodeId) -> None:
+        """Nobody listens at the address of this one, which may be a suspect."""
+        if (suspicion := self._suspects.get(id)) is not None and suspicion.most_s > suspicion.least_s:
+            self._shorten(suspicion)
+            self._arm(id, suspicion)
+
+    def _shorten(self, suspicion: _Suspicion) -> None:
+        suspicion.least_s *= self._timing.suspicion_vacant_share
+        suspicion.most_s = suspicion.least_s
 
     def confirm(self, id: NodeId, accuser: NodeId) -> bool:
         """Another accusation; True if it counts, and so is worth telling others."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -471,6 +471,95 @@ def test_three_further_accusers_make_it_short() -> None:
     suspicions.begin("n1", "a", 100, 0.0)
     assert [suspicions.confirm("n1", accuser) for accuser in "abcde"] == [False, True, True, True, False]
     assert suspicions.deadline == pytest.approx(5.0)
+
+
+@PROPERTY
+@given(
+    times=st.lists(st.floats(0, 12), max_size=6),
+    population=st.integers(2, 2000),
+    vacant_at=st.integers(0, 6),
+    vacant_first=st.booleans(),
+)
+def test_where_nobody_listens_a_suspicion_is_short_from_whenever_that_is_known(
+    times: list[float], population: int, vacant_at: int, vacant_first: bool
+) -> None:
+    suspicions = Suspicions(LAN)
+    suspicions.begin("n1", "a", population, 0.0, vacant=vacant_first)
+    short_s = LAN.suspicion_vacant_share * LAN.suspicion_min_s(population)
+    known = vacant_first
+    for number in range(len(times)):
+        if number == vacant_at:
+            suspicions.shorten("n1")
+            suspicions.shorten("n1")
+            known = True
+        assert (suspicions.deadline == pytest.approx(short_s)) == known
+        suspicions.confirm("n1", f"b{number}")
+    suspicions.shorten("who is not suspected")
+
+
+def serve(membership: Membership, end: float, answers: Callable[[str], bool], through_others: bool = False) -> None:
+    """Wake the core; those answer its probes, and those asked to probe for it, of whom this is said."""
+    while membership.deadline <= end:
+        now = membership.deadline
+        effects = membership.on_timer(now)
+        for where, ping in messages(effects, Ping):
+            assert isinstance(ping, Ping)
+            if answers(ping.target):
+                membership.on_datagram(Ack(ping.seq, ping.target, ()), where, now)
+        for where, request in messages(effects, PingRequest):
+            assert isinstance(request, PingRequest)
+            if through_others:
+                membership.on_datagram(Ack(request.seq, f"n{where[1] - 7000}", ()), where, now)
+
+
+@pytest.mark.parametrize("knows_first", [False, True])
+def test_who_died_where_nobody_listens_is_known_to_have_in_half_the_time(knows_first: bool) -> None:
+    """However many members there are: it need not wait for its turn."""
+    membership = core(*[member(f"n{number}") for number in range(1, 200)])
+
+    def answers(id: str) -> bool:
+        return id != "n77"
+
+    serve(membership, 2.0, answers)
+    died_at = 2.0
+    if knows_first:
+        hear(membership, member("n77", State.SUSPECT, accuser="n5"), now=died_at)
+    membership.vacant("n77", died_at)
+    serve(membership, died_at + 2 * LAN.probe_interval_s + 0.01, answers)
+    assert state(membership, "n77") == State.SUSPECT
+    membership.vacant("n77", died_at + 1.5)
+    serve(membership, died_at + 4.2, answers)
+    assert membership.counts["last_words"] == 1
+    membership.on_unreachable(("10.0.0.1", 7077), died_at + 4.2)
+    assert state(membership, "n77") == State.FAILED
+    assert (membership.counts["failures"], membership.counts["suspicions"]) == (1, not knows_first)
+
+
+@pytest.mark.parametrize("through_others", [False, True])
+def test_who_is_heard_though_nobody_seems_to_listen_is_not_suspected(through_others: bool) -> None:
+    """As where a firewall between the two says so: the others hear it, or this node by datagrams."""
+    membership = core(*[member(f"n{number}") for number in range(1, 9)])
+
+    def answers(id: str) -> bool:
+        return id != "n3" or not through_others
+
+    serve(membership, 2.0, lambda _: True)
+    probes = membership.counts["probes"]
+    for tenths in range(100):
+        serve(membership, 2.0 + tenths / 10, answers, through_others)
+        membership.vacant("n3", 2.0 + tenths / 10)
+    assert state(membership, "n3") == State.ALIVE
+    assert not membership.counts["suspicions"]
+    assert membership.counts["probes"] - probes <= 22, "each sign of it hastens one probe an interval at most"
+
+
+def test_who_is_gone_or_unknown_is_not_probed_for_that() -> None:
+    membership = core(member("n1"), member("n2", State.LEFT))
+    membership.vacant("n2", 0.0)
+    membership.vacant("nobody", 0.0)
+    membership.vacant("n1", 0.0)
+    hear(membership, member("n1", State.LEFT))
+    assert not messages(run_until(membership, 5.0), Ping)
 
 
 def test_a_second_suspicion_begins_anew() -> None:
