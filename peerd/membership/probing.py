@@ -101,6 +101,7 @@ class Prober:
         self._probe: _Probe | None = None
         self._rounds = ProbeRounds(roster, rng)
         self._urgent: list[NodeId] = []
+        self._was_urgent = False  # the last one probed
         self._relayed: dict[int, _Relayed] = {}
         self._relay_heap: list[tuple[float, int]] = []
         self._late: OrderedDict[int, tuple[NodeId, float]] = OrderedDict()
@@ -124,7 +125,7 @@ class Prober:
         self._rounds.welcome(id)
 
     def hasten(self, id: NodeId, now: float) -> None:
-        """Probe this one next, and as soon as the probe under way is answered."""
+        """Probe this one next, as soon as the probe under way is answered; then again one whose turn it is."""
         if id not in self._urgent and (self._probe is None or self._probe.target != id):
             self._urgent.append(id)
         if self._probe is None or self._probe.answered:
@@ -206,9 +207,7 @@ class Prober:
 
     def _open(self, now: float) -> list[MembershipEffect]:
         self._next = now + self._timing.probe_interval_s * (self.awareness + 1)
-        while self._urgent and not self._roster.is_live(self._urgent[0]):
-            self._urgent.pop(0)
-        target = self._urgent.pop(0) if self._urgent else self._rounds.next()
+        target = self._next_target()
         if target is None:
             return []
         round_trip_s = self._round_trip_s(target)
@@ -219,6 +218,12 @@ class Prober:
         self._probe = _Probe(target, self._take_seq(), now, now + timeout_s)
         self._counts["probes"] += 1
         return [self._ping(target, address(self._roster.rows[target]), self._probe.seq)]
+
+    def _next_target(self) -> NodeId | None:
+        """Who is urgent takes every other turn at most: some that come and go again and again must not hide a death."""
+        self._urgent = [id for id in self._urgent if self._roster.is_live(id)]
+        self._was_urgent = bool(self._urgent) and not self._was_urgent
+        return self._urgent.pop(0) if self._was_urgent else self._rounds.next()
 
     def _close(self) -> NodeId | None:
         probe, self._probe = self._probe, None

@@ -553,6 +553,16 @@ def test_who_is_heard_though_nobody_seems_to_listen_is_not_suspected(through_oth
     assert membership.counts["probes"] - probes <= 22, "each sign of it hastens one probe an interval at most"
 
 
+def test_members_where_again_and_again_nobody_listens_do_not_hide_a_death() -> None:
+    membership = core(*[member(f"n{number}") for number in range(1, 9)])
+    serve(membership, 2.0, lambda _: True)
+    for tenths in range(200):
+        serve(membership, 2.0 + tenths / 10, lambda id: id != "n8")
+        for id in ("n1", "n2", "n3", "n4"):
+            membership.vacant(id, 2.0 + tenths / 10)
+    assert state(membership, "n8") >= State.SUSPECT, "probed within two rounds of eight"
+
+
 def test_who_is_gone_or_unknown_is_not_probed_for_that() -> None:
     membership = core(member("n1"), member("n2", State.LEFT))
     membership.vacant("n2", 0.0)
