@@ -28,9 +28,9 @@ def run() -> None:
 
 @contextmanager
 def interrupts_end_at_once(undo: Callable[[], None] | None = None) -> Iterator[None]:
-    """For imports: an exception that passes through torch's aborts the process. What was begun before is undone first.
+    """For imports: an exception that passes through torch's aborts the process.
 
-    Where there is something to `undo`, the signals of ENDING that would raise one end the process in the same way.
+    What was begun before is `undo`ne first, also for those signals of ENDING that would raise an exception.
     """
     held = {number: signal.getsignal(number) for number in (signal.SIGINT, *ENDING)}
     taken = [number for number in ENDING if undo is not None and callable(held[number])]

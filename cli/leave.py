@@ -22,13 +22,18 @@ def leave(name: NameOption = None, format: FormatOption = Format.TEXT) -> None:
 
 
 def _wait(daemon: LocalSocket, leaving: str) -> None:
-    """Until the daemon has ended: what it waits for has its deadline there, and is said here."""
+    """Until the daemon has ended; what it waits for is said."""
     told = ""
+
+    def tell(text: str) -> None:
+        nonlocal told
+        if text != told:
+            typer.echo(f"{leaving} {text}", err=True)
+            told = text
+
     while not daemon.ends(LOOK_EVERY_S):
         try:
-            doing = daemon.ask("leave")["waits_for"]
+            answer = daemon.ask("leave", meanwhile=lambda: tell("is leaving, and does not answer now"))
         except (EOFError, OSError):
             return
-        if doing != told:
-            typer.echo(f"{leaving} is leaving, and waits for {doing}", err=True)
-            told = doing
+        tell(f"is leaving, and waits for {answer.get('waits_for', 'its end')}")  # of another version

@@ -15,7 +15,7 @@ from peerd.cli import interrupts_end_at_once
 from peerd.cli.mode_options import with_mode_options
 from peerd.transport.errors import UserError
 
-NEAR = 0.8  # of two words, as difflib measures it: --nme and --name have 0.91
+NEAR = 0.85  # of two words, as difflib measures it: --nme and --name have 0.91
 CONTEXT = {"ignore_unknown_options": True, "allow_extra_args": False}
 
 
@@ -77,11 +77,15 @@ def start(
         "log": log,
     }  # fmt: skip
     loaded = settings.load(flags, os.environ, file)
-    _tell_near_misses(command or [], [option for known in context.command.params for option in known.opts])
+    _tell_near_misses(command or [], _options(context))
     with identity.taken(loaded.state_path, runtime_dir(), secrets_folder.FILES) as mine:
         code = trio.run(main.run, loaded, mine, command or [])
     if code:
         raise typer.Exit(code)
+
+
+def _options(context: typer.Context) -> list[str]:
+    return [option for known in context.command.params for option in (*known.opts, *known.secondary_opts)]
 
 
 def _tell_near_misses(command: list[str], ours: list[str]) -> None:

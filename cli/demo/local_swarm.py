@@ -19,6 +19,7 @@ from peerd.transport.errors import UserError
 
 START_S = 60.0  # a cold Python import on a busy machine; a daemon that dies is noticed at once
 END_S = 30.0
+AT_ONCE_S = 3.0
 _LOGGED = re.compile(r"\d\d:\d\d:\d\d |peerd: ")  # how a line of ours begins
 
 
@@ -56,14 +57,14 @@ class LocalSwarm:
 
     def end_at_once(self) -> None:
         """Without what nodes say and write as they leave: nobody will look at it."""
-        self._end(signal.SIGTERM, signal.SIGINT)  # a node takes the second as a second wish, whatever it is
+        self._end(signal.SIGTERM, signal.SIGINT, within_s=AT_ONCE_S)  # the second, whatever it is, is a second wish
 
-    def _end(self, *signals: signal.Signals) -> None:
+    def _end(self, *signals: signal.Signals, within_s: float = END_S) -> None:
         for process in self._processes.values():
             for number in signals:
                 if process.poll() is None:
                     process.send_signal(number)
-        deadline = time.monotonic() + END_S
+        deadline = time.monotonic() + within_s
         for process in self._processes.values():
             try:
                 process.wait(max(0.1, deadline - time.monotonic()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import signal
@@ -13,7 +14,7 @@ import trio
 
 from peerd.daemon import known_members
 from peerd.daemon.control import LocalConnection, Verb, check_free, serve
-from peerd.daemon.node import Daemon, running
+from peerd.daemon.node import SCRIPT_ENDS, Daemon, running
 from peerd.daemon.supervisor import Supervisor
 from peerd.daemon.trainer_session import TrainerPhase
 from peerd.daemon.trainer_watch import TrainerWatch
@@ -32,6 +33,7 @@ from peerd.transport.ids import Address, shown
 
 SCRIPT_ENDS_S = 15.0  # for a script that was told to end: ranks part, and torchrun looks after them now and then
 SCRIPT_MIN_S = 0.5  # for one that does not know of us
+LOOK_AT_CHECKPOINT_S = 0.25
 WRITING_LONG_S = 2.0  # then whoever waits is told
 LOOK_AT_TRAINER_S = 1.0
 
@@ -88,26 +90,31 @@ async def _end(daemon: Daemon, supervisor: Supervisor | None) -> None:
         await supervisor.stop(0)
     daemon.ending = "the hand-over of what was not yet sent"
     await daemon.leave()
+    daemon.ending = SCRIPT_ENDS
     if supervisor is not None:
         await supervisor.stop(SCRIPT_ENDS_S if supervisor.attached else SCRIPT_MIN_S, _watch_of_checkpoint(daemon))
 
 
-def _watch_of_checkpoint(daemon: Daemon) -> Callable[[], bool]:
-    """Asked again and again, tells whether the script writes one, and says so where that takes long."""
-    began = trio.current_time()
-    end, checkpoint = "the script's end", "the script's last checkpoint"
+def _watch_of_checkpoint(daemon: Daemon) -> Callable[[], Awaitable[bool]]:
+    """Asked again and again, tells whether the script writes one, and says so once where that takes long."""
+    began, checkpoint = trio.current_time(), "the script's last checkpoint"
+    looked_at, writing, said = -math.inf, False, False
 
-    def writes() -> bool:
-        status = daemon.model.status
-        if status is None or not is_writing(daemon.settings.checkpoints, status.pid):
-            daemon.ending = end
-            return False
-        if daemon.ending == end and trio.current_time() - began > WRITING_LONG_S:
-            daemon.ending = checkpoint
+    async def writes() -> bool:
+        nonlocal looked_at, writing, said
+        status, now = daemon.model.status, trio.current_time()
+        if status is None or now - looked_at < LOOK_AT_CHECKPOINT_S:
+            return writing
+        looked_at = now  # in a thread: a file system may hang
+        writing = await trio.to_thread.run_sync(
+            is_writing, daemon.settings.checkpoints, status.pid, abandon_on_cancel=True
+        )
+        daemon.ending = checkpoint if writing else SCRIPT_ENDS
+        if writing and not said and now - began > WRITING_LONG_S:
+            said = True
             LOGGER.info("waiting for %s; another Ctrl-C or SIGTERM ends it without", checkpoint)
-        return True
+        return writing
 
-    daemon.ending = end
     return writes
 
 
@@ -208,7 +215,7 @@ async def _watch_signals(
         task_status.started()
         async for number in signals:
             if daemon.leaving.is_set() and number != signal.SIGHUP:
-                LOGGER.warning("ended at once by a second signal, without %s", daemon.ending)
+                LOGGER.warning("ended at once by %s, without %s", signal.Signals(number).name, daemon.ending)
                 if supervisor is not None:
                     supervisor.kill()
                 path.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import trio
@@ -36,6 +37,7 @@ PUSH_PULLS_MAX = 8  # at once
 PUSH_PULLS_WAITING_MAX = 256  # more are left out: whoever is to be dialled for ever is dialled again
 VIEW_SHARE = 0.1  # of the loop's time, at most, that goes into what follows from changed members
 UNFORESEEN_S = 1.0  # the least between two errors of the membership's own
+TELL_EVERY_S = 60.0  # that one left or came again
 GONE_MAX = 1024  # members forgotten whose traces are kept until all are cleared at once
 
 
@@ -79,6 +81,7 @@ class MembershipService:
         self._nursery: trio.Nursery | None = None
         self._said: dict[Address, str] = {}  # the last failure told of each address: said once
         self._heard_at: dict[NodeId, float] = {}  # members of whom a message came, and when the last one did
+        self._told_at: dict[tuple[NodeId, str], float] = {}  # of members what they bring about themselves
         self._believed: dict[NodeId, tuple[State, int]] = {}  # of each member, when it last changed, and its epoch
 
     async def run(self) -> None:
@@ -188,14 +191,24 @@ class MembershipService:
             ago = None if heard_at is None else f"last heard from it {trio.current_time() - heard_at:.0f} s ago"
             LOGGER.warning("%s failed: this node %s", who, ago or "has never heard from it")
         elif before is not None and before < State.LEFT == member.state:
-            LOGGER.info("%s left", who)
-        elif before is not None and before >= State.FAILED and member.state == State.ALIVE:
+            self._tell_seldom(id, who, "left")
+        elif before == State.FAILED and member.state == State.ALIVE:
             LOGGER.info("%s is back", who)
+        elif before == State.LEFT and member.state == State.ALIVE:
+            self._tell_seldom(id, who, "is back")
         elif before is not None and member.epoch > epoch and member.state == State.ALIVE:
-            LOGGER.info("%s is back: it ended without a word, and was started again", who)
+            self._tell_seldom(id, who, "is back: it ended without a word, and was started again")
         if len(self._believed) > len(members) + GONE_MAX:  # a full table drops the failed
             self._believed = {id: believed for id, believed in self._believed.items() if id in members}
             self._heard_at = {id: at for id, at in self._heard_at.items() if id in members}
+            self._told_at = {(id, what): at for (id, what), at in self._told_at.items() if id in members}
+
+    def _tell_seldom(self, id: NodeId, who: str, what: str) -> None:
+        """A member can say that it left and came as often as it likes."""
+        now = trio.current_time()
+        if now - self._told_at.get((id, what), -math.inf) >= TELL_EVERY_S:
+            self._told_at[id, what] = now
+            LOGGER.info("%s %s", who, what)
 
     def _note_heard(self, sender: NodeId) -> None:
         if sender in self.membership.members:

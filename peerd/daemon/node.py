@@ -51,6 +51,7 @@ PROTOCOL = 15
 TENSORS_BYTES_MAX = 40 << 10  # of tensor names in a HELLO; the rest is covered by the hash
 TENSORS_MAX = 1000  # names in a HELLO, of TENSOR_BYTES_MAX each
 TENSOR_BYTES_MAX = 256
+SCRIPT_ENDS = "the script's end"
 LEAVE_SPREAD_S = 3.0  # a few gossip rounds; whoever misses the word hears it from others
 ANOTHER_SWARM = ("protocol", "swarm", "run", "authority")  # where a refusal names one of these, none of ours listens
 
@@ -92,7 +93,7 @@ class Daemon:
         self.budget: Budget | None = None
         self.latency = LoopLatency()
         self.leaving = trio.Event()
-        self.ending = "the script's first step"  # what its end waits for
+        self.ending = SCRIPT_ENDS  # what its own end waits for
         self.began = trio.current_time()
         self._bound = bound
         self._kept = kept

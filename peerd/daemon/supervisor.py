@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import trio
@@ -86,7 +86,7 @@ class Supervisor:
             LOGGER.warning("%s %s; starting it again in %.0f s", self.name, how, delay)
             await trio.sleep(delay)
 
-    async def stop(self, grace_s: float, writes: Callable[[], bool] = lambda: False) -> None:
+    async def stop(self, grace_s: float, writes: Callable[[], Awaitable[bool]] | None = None) -> None:
         """Give the script `grace_s` to end by itself, not counting while it `writes`, then end it."""
         self.stopping = True
         for ask, wait_s in ((None, grace_s), (signal.SIGTERM, TERMINATE_GRACE_S), (signal.SIGKILL, TERMINATE_GRACE_S)):
@@ -97,7 +97,7 @@ class Supervisor:
             with trio.move_on_after(wait_s) as patience:
                 while self._process.poll() is None:
                     await trio.sleep(0.02)
-                    if ask is None and writes():
+                    if ask is None and writes is not None and await writes():
                         patience.deadline = trio.current_time() + wait_s
 
     def kill(self) -> None:

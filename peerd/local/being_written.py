@@ -8,11 +8,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from peerd.local.local_socket import process_fields
+
+LAST = "last"
+"""What is being written where all that a process still has to write is meant, from before it begins."""
+
 
 @contextmanager
-def being_written(folder: Path, step: int) -> Iterator[Path]:
+def being_written(folder: Path, what: int | str) -> Iterator[Path]:
     """The empty temporary folder of this process for a step: gone afterwards, moved or deleted. Raises OSError."""
-    temporary = folder / f"tmp-{os.getpid()}-{step}"
+    temporary = folder / f"tmp-{os.getpid()}-{what}"
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -23,8 +28,11 @@ def being_written(folder: Path, step: int) -> Iterator[Path]:
 
 
 def is_writing(folder: Path, pid: int) -> bool:
-    """Whether process `pid` writes a checkpoint in `folder`."""
-    return _lives(pid) and any(folder.glob(f"tmp-{pid}-*"))
+    """Whether process `pid` writes a checkpoint in `folder`, as far as that can be seen."""
+    try:
+        return _lives(pid) and any(folder.glob(f"tmp-{pid}-*"))
+    except OSError:
+        return False
 
 
 def leftovers(folder: Path) -> list[Path]:
@@ -40,4 +48,5 @@ def _others(pid: str) -> bool:
 
 
 def _lives(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
+    """One that has ended, and whose parent does not ask for it, does nothing any more."""
+    return process_fields(pid)[:1] not in ([], [b"Z"], [b"X"])

@@ -403,6 +403,8 @@ class Membership:
             return
         self._tell(record, now)
         self._suspicions.clear(record.id)
+        if record.state == State.ALIVE:  # a new life, or a refutation: what was seen before says nothing of it
+            self._vacant.pop(record.id, None)
         if record.state == State.SUSPECT:
             vacant = self._is_vacant(record.id, now)
             self._suspicions.begin(record.id, record.accuser, roster.population, now, vacant=vacant)

@@ -1,6 +1,6 @@
 """Is that member there? One probe at a time, and probes on behalf of others.
 
-How this works. Members are probed in turn (`probe_rounds`). A probe goes through
+How this works. Members are probed in turn (`probe_rounds`), but for one that seems dead. A probe goes through
 
     opened --ack--> answered                          the target is there
        |
@@ -126,9 +126,10 @@ class Prober:
 
     def hasten(self, id: NodeId, now: float) -> None:
         """Probe this one next, as soon as the probe under way is answered; then again one whose turn it is."""
-        if id not in self._urgent and (self._probe is None or self._probe.target != id):
+        asked = self._probe if self._probe is not None and not self._probe.answered else None
+        if id not in self._urgent and (asked is None or id != asked.target):
             self._urgent.append(id)
-        if self._probe is None or self._probe.answered:
+        if asked is None and not self._was_urgent:
             self._next = min(self._next, now)
 
     def has_answered(self, id: NodeId) -> bool:

@@ -29,6 +29,7 @@ class _Suspicion:
     not_before: float = 0.0  # moved by a stall
     accusers: set[NodeId] = field(default_factory=set)
     deadline: float = 0.0
+    short: bool = False  # nobody listens at its address
     asked: bool = False  # for its last word
 
     def lasts_s(self) -> float:
@@ -69,13 +70,13 @@ class Suspicions:
 
     def shorten(self, id: NodeId) -> None:
         """Nobody listens at the address of this one, which may be a suspect."""
-        if (suspicion := self._suspects.get(id)) is not None and suspicion.most_s > suspicion.least_s:
+        if (suspicion := self._suspects.get(id)) is not None and not suspicion.short:
             self._shorten(suspicion)
             self._arm(id, suspicion)
 
     def _shorten(self, suspicion: _Suspicion) -> None:
-        suspicion.least_s *= self._timing.suspicion_vacant_share
-        suspicion.most_s = suspicion.least_s
+        suspicion.short = True
+        suspicion.most_s = suspicion.least_s = self._timing.suspicion_vacant_share * suspicion.least_s
 
     def confirm(self, id: NodeId, accuser: NodeId) -> bool:
         """Another accusation; True if it counts, and so is worth telling others."""

@@ -50,9 +50,9 @@ class Timing:
     waiting longer (memberlist: 6) would only delay the case of a few members, where few can confirm."""
 
     suspicion_vacant_share: float = 0.4
-    """Of the shortest suspicion: how long one lasts where nobody listens at the member's address, as its host has told
-    us. For a process that stands still its kernel listens, so only the refutation of one that lives behind whatever
-    told us must have the time to come: 2 s, ten rounds of gossip."""
+    """Of the shortest suspicion: how long one lasts where our dial was answered by "nobody listens here". For a process
+    that stands still its kernel listens, so only the refutation of one that lives behind a firewall that answers so
+    must have the time to come: 2 s, ten rounds of gossip."""
 
     suspicion_accusers: int = 3
     """Distinct further accusers that bring a suspicion from its longest to its shortest (Lifeguard's K)."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from peerd.local.being_written import being_written
+from peerd.local.being_written import LAST, being_written
 from peerd.process.niceness import yield_to_others
 from peerd.trainer import checkpoint
 from peerd.trainer.rest import Rest
@@ -57,15 +58,17 @@ class CheckpointWriter:
         self._start(work)
 
     def write_last(self, step: int) -> None:
-        """Without a thread: an interpreter that exits starts none."""
-        self._thread.join()
-        if (generation := self._captured(step, stands=True)) is not None:
-            self._save(generation)
+        """Without a thread: an interpreter that exits starts none. The daemon sees it from its beginning to its end."""
+        with ExitStack() as stack:
+            with suppress(OSError):  # which the writing itself will say
+                stack.enter_context(being_written(self._folder, LAST))
+            self._thread.join()
+            if (generation := self._captured(step, stands=True)) is not None:
+                self._save(generation)
 
     def _captured(self, step: int, *, stands: bool) -> checkpoint.Generation | None:
         try:
-            with being_written(self._folder, step):  # by now: the copy of a large model from a GPU takes its time
-                return self._capture(step, stands)
+            return self._capture(step, stands)
         except Exception as error:
             _say_not_written(step, error)
             return None

@@ -194,7 +194,7 @@ def test_a_second_signal_says_what_it_ends(machine: Machine) -> None:
     node.says("waiting for the script's last checkpoint")
     node.signal(signal.SIGINT)
     assert node.end() == 128 + signal.SIGINT
-    node.says("ended at once by a second signal, without the script's last checkpoint")
+    node.says("ended at once by SIGINT, without the script's last checkpoint")
     eventually(lambda: not machine.processes())
 
 

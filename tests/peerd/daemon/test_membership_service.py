@@ -31,6 +31,7 @@ class Core:
     """A membership core that asks for nothing by itself."""
 
     deadline = math.inf
+    me: Member
     verifications = forgeries = 0
 
     def __init__(self) -> None:
@@ -110,6 +111,28 @@ async def running(**settings: Any) -> AsyncIterator[Shell]:
         await trio.testing.wait_all_tasks_blocked()
         yield shell
         nursery.cancel_scope.cancel()
+
+
+def a_member(id: str, state: State, epoch: int) -> Member:
+    return Member(id, "node-" + id, "10.0.0.1", 1, epoch, 0, state, "", b"")
+
+
+async def test_who_leaves_and_comes_again_and_again_fills_nobodys_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    async with running() as shell:
+        shell.core.me = a_member("me", State.ALIVE, 1)
+        for epoch in range(1, 1001):
+            for state in (State.ALIVE, State.LEFT, State.ALIVE) if epoch % 2 else (State.ALIVE,):
+                shell.core.members["c"] = a_member("c", state, epoch)
+                await shell.service.perform([MemberChanged("c")])
+        told = [record.message.removeprefix("node-c (10.0.0.1:1) ") for record in caplog.records]
+        assert told == ["left", "is back", "is back: it ended without a word, and was started again"]
+        await trio.sleep(60)
+        for state in (State.SUSPECT, State.FAILED, State.ALIVE, State.LEFT):
+            shell.core.members["c"] = a_member("c", state, 1000)
+            await shell.service.perform([MemberChanged("c")])
+        again = [record.message.removeprefix("node-c (10.0.0.1:1) ") for record in caplog.records][3:]
+        assert again == ["failed: this node has never heard from it", "is back", "left"]
 
 
 async def test_a_suspect_is_dialled_at_once_whatever_black_holes_are_dialled() -> None:

@@ -231,7 +231,7 @@ async def test_a_script_that_writes_its_checkpoint_is_given_all_the_time_that_ta
     made = shell(folder, f'{asked}{PID} until [ -e "$FOLDER/stop" ]; do sleep 0.05; done')
     left = 20
 
-    def writes() -> bool:
+    async def writes() -> bool:
         nonlocal left
         left -= 1
         if not left:

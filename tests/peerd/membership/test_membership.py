@@ -475,26 +475,23 @@ def test_three_further_accusers_make_it_short() -> None:
 
 @PROPERTY
 @given(
-    times=st.lists(st.floats(0, 12), max_size=6),
-    population=st.integers(2, 2000),
-    vacant_at=st.integers(0, 6),
-    vacant_first=st.booleans(),
+    accusers=st.integers(0, 6), population=st.integers(2, 2000), vacant_at=st.integers(0, 6), vacant_first=st.booleans()
 )
 def test_where_nobody_listens_a_suspicion_is_short_from_whenever_that_is_known(
-    times: list[float], population: int, vacant_at: int, vacant_first: bool
+    accusers: int, population: int, vacant_at: int, vacant_first: bool
 ) -> None:
     suspicions = Suspicions(LAN)
     suspicions.begin("n1", "a", population, 0.0, vacant=vacant_first)
     short_s = LAN.suspicion_vacant_share * LAN.suspicion_min_s(population)
     known = vacant_first
-    for number in range(len(times)):
+    suspicions.shorten("who is not suspected")
+    for number in range(accusers):
         if number == vacant_at:
             suspicions.shorten("n1")
             suspicions.shorten("n1")
             known = True
         assert (suspicions.deadline == pytest.approx(short_s)) == known
         suspicions.confirm("n1", f"b{number}")
-    suspicions.shorten("who is not suspected")
 
 
 def serve(membership: Membership, end: float, answers: Callable[[str], bool], through_others: bool = False) -> None:
@@ -551,6 +548,27 @@ def test_who_is_heard_though_nobody_seems_to_listen_is_not_suspected(through_oth
     assert state(membership, "n3") == State.ALIVE
     assert not membership.counts["suspicions"]
     assert membership.counts["probes"] - probes <= 22, "each sign of it hastens one probe an interval at most"
+
+
+def test_one_that_dies_just_after_it_was_probed_is_probed_again() -> None:
+    membership = core(*[member(f"n{number}") for number in range(1, 9)])
+    now, ping = first_ping(membership)
+    membership.on_datagram(Ack(ping.seq, ping.target, ()), HERE, now + 0.001)
+    membership.vacant(ping.target, now + 0.1)
+    [(_, again)] = messages(run_until(membership, now + 0.2), Ping)
+    assert isinstance(again, Ping)
+    assert again.target == ping.target
+
+
+@pytest.mark.parametrize("again", [member("n1", epoch=2), member("n1", incarnation=1)], ids=["restarts", "refutes"])
+def test_what_was_seen_of_a_former_life_shortens_no_later_suspicion(again: Member) -> None:
+    membership = core(*[member(f"n{number}") for number in range(1, 9)])
+    hear(membership, member("n1", State.SUSPECT, accuser="n2"), now=0.0)
+    membership.vacant("n1", 0.0)
+    hear(membership, again, now=1.0)
+    hear(membership, replace(again, state=State.SUSPECT, accuser="n2"), now=1.5)
+    serve(membership, 1.5 + LAN.suspicion_min_s(9) - 0.1, lambda id: id != "n1")
+    assert state(membership, "n1") == State.SUSPECT
 
 
 def test_members_where_again_and_again_nobody_listens_do_not_hide_a_death() -> None:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.local.being_written import is_writing
+from peerd.local.being_written import being_written, is_writing
 from peerd.process.niceness import NICE
 from peerd.trainer import checkpoint
 from peerd.trainer.checkpoint_writer import COST_MAX, CheckpointWriter
@@ -122,12 +122,42 @@ def test_the_daemon_can_see_one_from_its_copy_to_its_end(monkeypatch: pytest.Mon
         seen.append(is_writing(FOLDER, os.getpid()))
         raise OSError("disk full")
 
+    class SlowRest:
+        def write(self, folder: Path) -> None:
+            deadline = time.monotonic() + 30
+            while not is_writing(FOLDER, os.getpid()) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            seen.append(is_writing(FOLDER, os.getpid()))
+
     seen: list[bool] = []
     monkeypatch.setattr(checkpoint, "save_file", save_file)
-    kept = writer(1.0, capture)
+    kept = CheckpointWriter(FOLDER, 1.0, SlowRest(), capture)  # type: ignore[arg-type]
     kept.write_last(8)
-    assert seen == [True, True]
+    assert seen == [True, True, True], "of what goes beside it, too"
     assert not is_writing(FOLDER, os.getpid())
+
+
+def test_who_has_ended_or_cannot_be_seen_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    try:
+        (FOLDER / f"tmp-{child}-7").mkdir(parents=True)
+        deadline = time.monotonic() + 30
+        while is_writing(FOLDER, child) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert Path(f"/proc/{child}").exists(), "nobody has asked for its end yet"
+        assert not is_writing(FOLDER, child)
+    finally:
+        os.waitpid(child, 0)
+    with being_written(FOLDER, 8):
+        assert is_writing(FOLDER, os.getpid())
+
+        def fails(*_: Any) -> Any:
+            raise PermissionError(13, "no")
+
+        monkeypatch.setattr(Path, "glob", fails)
+        assert not is_writing(FOLDER, os.getpid())
 
 
 def test_a_model_that_cannot_be_captured_is_trained_on(capsys: pytest.CaptureFixture[str]) -> None:
