@@ -31,6 +31,7 @@ def status(
     consensus distance  of models from the swarm's mean, relative to their norm
     EXCHANGES, ROUNDS   with that partner since this mode began
     DISTANCE            of the two models at their last exchange, absolute
+                        (of gradients: of this node's from their mean)
     GAIN                the share of it that a correction takes away, at most 0.5
     CODEC               of the next exchange with that partner
     LAST REASON         why this node last began an exchange: the model's change,

@@ -89,6 +89,9 @@ class ModeClass:
         """How many steps lie between the end of a round and the next one, whatever `every` says."""
         return 0
 
+    def succeeds(self, last: Mode) -> None:
+        """See `Mode`: nothing."""
+
     def works_in_place(self, spares: Callable[[], list[Vector]]) -> bool:
         """See `Mode`."""
         return False
@@ -137,6 +140,9 @@ class Mode(Protocol):
     barrier: int
     """The trainer publishes at each step that is a multiple of this, and waits there for a Resume, from `stand_step` of
     `quiet` on; 0: never."""
+
+    def succeeds(self, last: Mode) -> None:
+        """Before its first event: take over what still holds of the mode that was in force, on the same model."""
 
     def works_in_place(self, spares: Callable[[], list[Vector]]) -> bool:
         """Asked once, of a mode just made: whether it never writes to what `values()` gives, and needs it no more once

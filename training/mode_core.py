@@ -336,7 +336,9 @@ class ModeCore:
         if self.mode is not None and (left := self.mode.end()) is not None:
             self.model.add(left)
         self._in_place = False
-        self.mode = event.make(self._values)
+        last, self.mode = self.mode, event.make(self._values)
+        if last is not None:
+            self.mode.succeeds(last)
         self._in_place = self.mode.works_in_place(self._spares)
         self.plan = event.plan
         self._ended_at = None

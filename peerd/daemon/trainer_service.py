@@ -151,9 +151,10 @@ class TrainerService:
     def _partners(self, known: Mapping[NodeId, Member], plan: Plan, *, paired: bool) -> frozenset[NodeId]:
         """Who can exchange. Who is refused has no link: its place is another's, and no run's end waits for it.
 
-        Unless members are `paired`, all must name the same ones.
+        Unless members are `paired`, all must name the same ones. Who shares a model to the bit makes no step without
+        those who have not come to the plan yet.
         """
-        found = partners(known, self._me, self.signature, plan)
+        found = partners(known, self._me, self.signature, None if self._shares_all else plan)
         if not paired:
             return found
         return frozenset(id for id in found if not self._peers.offences.refused_s(id, known[id].host))
@@ -482,9 +483,13 @@ class TrainerService:
 
     def exchange(self) -> tuple[str, bool]:
         """What members give each other, and whether the optimizer's state is a part of the model for it."""
+        return self._settings.exchange, self._shares_all
+
+    @property
+    def _shares_all(self) -> bool:
         settings = self._settings
         shares = class_of(settings.mode).exchanging(settings.exchange).SHARES_OPTIMIZER
-        return settings.exchange, shares and settings.exchange == GRADIENTS
+        return shares and settings.exchange == GRADIENTS
 
     async def model_values(self) -> tuple[npt.NDArray[np.float32], int]:
         """The model as it stands, shape (total,), and the step that it is of. Raises UserError when there is none."""

@@ -90,6 +90,7 @@ class Session:
             raise Refused(
                 "quasi_global_momentum: nodes that exchange gradients have one momentum already; leave it out"
             )
+        self._states: OptimizerState | None = None  # where it is a part of the model
         try:
             if has_shards(model) and ranks is not None:
                 ranks.say(RankCommand.COMES)
@@ -97,7 +98,8 @@ class Session:
             else:
                 self.flat = FlatModel(model, optimizer, exclude)
                 if shares_optimizer:
-                    self.flat.share_states(OptimizerState(optimizer, self.flat.pieces).tensors)
+                    self._states = OptimizerState(optimizer, self.flat.pieces)
+                    self.flat.share_states(self._states.tensors)
         except (ValueError, RuntimeError, NotImplementedError, TypeError) as error:  # torch's own, of odd tensors
             raise Refused(str(error).splitlines()[0]) from None
         self._frozen = FrozenBase(model)  # before a checkpoint changes what the script made
@@ -480,6 +482,8 @@ class Session:
         elif isinstance(said, Load):
             self.flat.load(self._memory.copies[said.copy])
             self.step = said.step
+            if self._states is not None and self._client.state is ClientState.WITH_GRADIENT:
+                self._states.take_rates()  # the step that follows is of that model
         if (answer := self._client.hear(said)) is not None:
             self._say(answer)
 

@@ -150,11 +150,18 @@ class Swarm:
         _SWARMS.add(self)
         if session is not None:
             atexit.register(self._at_exit)
-        self.step_count = session.step if session else follower.step if follower else 0
-        """Steps done, those before a resume or before joining included."""
+        self._step_count = follower.step if follower else 0  # where there is no session (any more)
         self._others = session.others if session is not None and ranks is None else 0
         """How far other nodes are in their runs (over.py); the same on all ranks, which hear it after each step."""
         self._drop_momentum()
+
+    @property
+    def step_count(self) -> int:
+        """Steps done, those before a resume or before joining included.
+
+        Where gradients are exchanged and this node takes over the others' model, it is right from the backward pass on.
+        """
+        return self._step_count if self._session is None else self._session.step
 
     @property
     def alone(self) -> bool:
@@ -167,7 +174,7 @@ class Swarm:
         All of them may be Python's numbers, numpy's, or tensors of one value; what is no number is left out, and named
         once.
         """
-        self.step_count = (self.step_count if self._session is None else self._session.step) + 1
+        self._step_count = step = self.step_count + 1
         if self._follower is not None:
             self._follower.follow()
             self._others = self._follower.others
@@ -179,9 +186,7 @@ class Swarm:
             self._named.add(name)
             say(f"{name} is not shown: {figures.left_out[name]}")
         session = self._session
-        if self._daemon_outlives(
-            lambda: session.on_step(self.step_count, figures.loss, figures.samples, figures.metrics)
-        ):
+        if self._daemon_outlives(lambda: session.on_step(step, figures.loss, figures.samples, figures.metrics)):
             self._others = session.others
             self._lead(session.take_command())
 
@@ -321,7 +326,7 @@ class Swarm:
         atexit.unregister(self._at_exit)
         if self._session is not None:
             self._session.close()
-            self._session = None
+            self._step_count, self._session = self.step_count, None
         self._drop_momentum()
 
 

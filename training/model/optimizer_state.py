@@ -1,7 +1,9 @@
 """What of an optimizer must be the same on all members that step by one gradient? Its momentum, and what else it keeps.
 
 Torch's optimizers make their state at the first step. Here it is made at once, as that step would begin with it, so
-that it is a part of the flat model from the start and a newcomer takes it over with the model.
+that it is a part of the flat model from the start and a newcomer takes it over with the model. The learning rates are,
+too: who takes over a model in a backward pass makes the same step after it as those who had it, by a schedule that it
+has not come to yet.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from peerd.training.model.pieces import Piece
 
+RATE_PARTS = 3  # of 24 bits each
+
 
 class OptimizerState:
     """The state of the optimizer of some parameters, each tensor of it under a name."""
@@ -26,11 +30,16 @@ class OptimizerState:
         self._names = {id(tensor): piece.name for piece, tensor in stepped if not piece.is_buffer}
         for part in self._parts:
             _require_known(part)
+        self._rates: dict[str, torch.Tensor] = {}
 
     @torch.no_grad()
     def tensors(self) -> dict[str, torch.Tensor]:
         """Made where they are missing; the same names in the same order for the same optimizer of the same model."""
         found = {}
+        for key, group in self._groups():
+            rate = self._rates.setdefault(key, torch.empty(RATE_PARTS))
+            rate.copy_(_in_parts(float(group["lr"])))
+            found[key] = rate
         for part in self._parts:
             for group in part.param_groups:
                 for parameter in group["params"]:
@@ -43,6 +52,28 @@ class OptimizerState:
                             state[key] = make()
                         found[f"optimizer.{name}.{key}"] = state[key]
         return found
+
+    def take_rates(self) -> None:
+        """Step by the learning rates that have been written to their tensors."""
+        for name, group in self._groups():
+            rate = float(self._rates[name].double().sum())
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+    def _groups(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for number, group in enumerate(group for part in self._parts for group in part.param_groups):
+            yield f"optimizer.lr.{number}", group
+
+
+def _in_parts(rate: float) -> torch.Tensor:
+    """As float32 values whose sum it is, to the bit, for a rate is a float64."""
+    parts = torch.zeros(RATE_PARTS)
+    for index in range(RATE_PARTS):
+        parts[index] = rate
+        rate -= float(parts[index])
+    return parts
 
 
 def _require_known(part: Any) -> None:

@@ -29,7 +29,7 @@ from peerd.training.codecs.difference import norm_of_sum
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Averaged, Become, Effect, Proceed, StepReport, Vector
 from peerd.training.kernels.passes import is_finite, mean
-from peerd.training.mode import LinkStatus, ModeClass, not_finite
+from peerd.training.mode import LinkStatus, Mode, ModeClass, not_finite
 from peerd.training.mode_settings import GRADIENTS, ModeSettings
 from peerd.training.model.quiet import Quiet
 from peerd.training.rounds.attempt import EXACT_CODEC
@@ -80,6 +80,12 @@ class GradientAllReduce(ModeClass):
         self._again_at = math.inf  # when to come to a round again, after we had to withdraw
         self._partners: list[NodeId] = []
         self._distance = 0.0
+
+    def succeeds(self, last: Mode) -> None:
+        """See `Mode`: all go on from the model that they hold together, so each one's gradient counts."""
+        if isinstance(last, GradientAllReduce):
+            self._basis, self._outdated = last._basis, last._outdated
+            self._rounds.go_on_from(last._rounds)
 
     # ---------------------------------------------------------------- events
 

@@ -246,6 +246,11 @@ class Rounds:
         """What the rounds of this member's last trainer knew of leaders still holds."""
         self._passing = last._passing
 
+    def go_on_from(self, last: Rounds) -> None:
+        """The rounds of another plan, from whose last model all go on."""
+        self.succeeds(last)
+        self.round, self._agreed, self._seen, self._pace = last.round, last._agreed, last._seen, last._pace
+
     def copied(self, now: float) -> list[Outcome]:
         """There is a copy of the model as it stands, which Publish has asked for."""
         self._offer = replace(self._offer, copied=True)

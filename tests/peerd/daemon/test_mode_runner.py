@@ -93,6 +93,9 @@ class Mode:
         self.left: npt.NDArray[np.float32] | None = None  # that the model has not got
         self.answer: Callable[[Any], list[Effect]] = lambda _: []
 
+    def succeeds(self, last: Any) -> None:
+        pass
+
     def works_in_place(self, spares: Any) -> bool:
         return False
 

@@ -35,6 +35,9 @@ class Asking:
 
     on_message = on_peers = on_timer = on_step
 
+    def succeeds(self, last: Any) -> None:
+        pass
+
     def works_in_place(self, spares: Any) -> bool:
         return False
 

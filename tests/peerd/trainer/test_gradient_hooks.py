@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from peerd.trainer.gradient_hooks import GradientHooks
@@ -231,6 +233,32 @@ def test_state_that_is_made_at_once_steps_as_torchs_own(kind: Any, options: dict
         backward(model, 9)
         optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(models[1].parameters(), newcomer.parameters(), strict=True))
+
+
+@given(rates=st.lists(st.floats(1e-12, 1e12), min_size=2, max_size=2), is_tensor=st.booleans())
+@settings(deadline=None)
+def test_who_takes_over_a_model_steps_by_its_learning_rates_to_the_bit(rates: list[float], is_tensor: bool) -> None:
+    def made(at: list[float]) -> tuple[torch.optim.Optimizer, FlatModel, OptimizerState]:
+        model = normed()
+        given = [torch.tensor(rate, dtype=torch.float64) if is_tensor else rate for rate in at]
+        groups = [{"params": list(model[0].parameters()), "lr": given[0]}, {"params": list(model[2].parameters())}]
+        optimizer = torch.optim.Adam(groups, lr=given[1])
+        flat = FlatModel(model, optimizer)
+        state = OptimizerState(optimizer, flat.pieces)
+        flat.share_states(state.tensors)
+        return optimizer, flat, state
+
+    (giver, given, _), (taker, taken, state) = made([1.0, 2.0]), made([3.0, 4.0])
+    for group, rate in zip(giver.param_groups, rates, strict=True):  # as a schedule does
+        group["lr"] = torch.tensor(rate, dtype=torch.float64) if is_tensor else rate
+    values = given.values().numpy()
+    taken.load(values)
+    assert [float(group["lr"]) for group in taker.param_groups] == [3.0, 4.0], "a model alone is no reason"
+    taken.load(values)
+    state.take_rates()
+    assert [float(group["lr"]) for group in taker.param_groups] == rates
+    assert isinstance(taker.param_groups[0]["lr"], torch.Tensor) == is_tensor
+    assert (taken.values().numpy() == values).all()
 
 
 def test_other_optimizers_are_refused_in_one_line() -> None:
