@@ -97,6 +97,8 @@ def simulate(
 ) -> None:
     """Run a swarm of PEERS simulated nodes with the production code and watch every invariant."""
     modes = [(adopted(one), said) for one, said in parse_modes(mode)]
+    if twice := [one for number, one in enumerate(modes) if one in modes[:number]]:
+        raise UserError(f"--mode {mode}: {twice[0][0]} is there twice, and both would be the same run")
     exchange = told.get("exchange", WEIGHTS)
     of_some = {  # the others each mode refuses
         key for key in told if any(heeds(one, key, said.get("exchange", exchange)) for one, said in modes)

@@ -30,7 +30,7 @@ from peerd.transport.connection import Connection, ConnectionLost, Datagrams, Tr
 from peerd.transport.errors import PeerError, UserError
 from peerd.transport.hello import Refused, check_identity, greet
 from peerd.transport.ids import Address, NodeId, shown
-from peerd.transport.messages import Hello, MemberTable, SecretsMessage, State
+from peerd.transport.messages import Hello, Member, MemberTable, SecretsMessage, State
 
 SAID_MAX = 256
 PUSH_PULLS_MAX = 8  # at once
@@ -81,6 +81,7 @@ class MembershipService:
         self._nursery: trio.Nursery | None = None
         self._said: dict[Address, str] = {}  # the last failure told of each address: said once
         self._heard_at: dict[NodeId, float] = {}  # members of whom a message came, and when the last one did
+        self._told_of_kinds = False
         self._told_at: dict[tuple[NodeId, str], float] = {}  # of members what they bring about themselves
         self._believed: dict[NodeId, tuple[State, int]] = {}  # of each member, when it last changed, and its epoch
 
@@ -185,6 +186,8 @@ class MembershipService:
         if member is None or id == self.membership.me.id or (before == State.FAILED and member.state == State.SUSPECT):
             return  # dropped meanwhile; or whether it is back is not known yet
         self._believed[id] = member.state, member.epoch
+        if member.state == State.ALIVE:
+            self._tell_of_kinds(member)
         who = f"{member.name} ({shown((member.host, member.port))})"
         if before is not None and before < State.FAILED == member.state:
             heard_at = self._heard_at.get(id)
@@ -202,6 +205,17 @@ class MembershipService:
             self._believed = {id: believed for id, believed in self._believed.items() if id in members}
             self._heard_at = {id: at for id, at in self._heard_at.items() if id in members}
             self._told_at = {(id, what): at for (id, what), at in self._told_at.items() if id in members}
+
+    def _tell_of_kinds(self, member: Member) -> None:
+        """Once: in one of the two directions, at least, no datagram can be sent."""
+        mine, theirs = self.membership.me.host, member.host
+        if (":" in mine) != (":" in theirs) and not self._told_of_kinds:
+            self._told_of_kinds = True
+            text = (
+                "%s is at %s, this node at %s: members that are not all at IPv4 or all at IPv6 addresses take each "
+                "other for dead; start them anew with --bind of one kind"
+            )
+            LOGGER.warning(text, member.name, theirs, mine)
 
     def _tell_seldom(self, id: NodeId, who: str, what: str) -> None:
         """A member can say that it left and came as often as it likes."""

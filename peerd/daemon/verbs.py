@@ -84,9 +84,9 @@ class Verbs:
         }
 
     def _state_of(self, member: Member) -> str:
-        """A revoked one has failed for ever."""
+        """A revoked one is out for ever, though it may have left as it heard of it, before the others did."""
         secrets = self._node.secrets
-        is_out = member.state == State.FAILED and secrets is not None and secrets.is_revoked(member.id)
+        is_out = member.state >= State.FAILED and secrets is not None and secrets.is_revoked(member.id)
         return "revoked" if is_out else member.state.name.lower()
 
     def _refused(self) -> dict[str, float]:

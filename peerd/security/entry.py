@@ -115,7 +115,7 @@ async def entered(told: Told, key: NodeKey, dial: Dial) -> Entry:
         kept.write(told.state, got)
         durable.replace(told.state / _USED, told.token.id.hex())
         (told.state / _ASKED).unlink(missing_ok=True)
-        LOGGER.info("let in with a token in %.2f s; it is of no use any more", trio.current_time() - began)
+        LOGGER.info("let in with a token in %.2f s; this node needs it no more", trio.current_time() - began)
         return _let_in(told, key, got, "a token")
     if told.joins:
         raise UserError(

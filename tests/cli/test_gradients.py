@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+from typing import Any
 
 import torch
 from machine import Machine, Node
@@ -90,7 +91,9 @@ GRADIENTS = ("--mode", "allreduce", "--exchange", "gradients", "--wait-for", "3"
 
 def start(machine: Machine, rank: int, join: Node | None, seed: int = 0, **environment: str) -> Node:
     environment |= {"OUT": str(machine.path / f"{rank}.states"), "RANK": str(rank), "SEED": str(seed)}
-    return machine.start(f"n{rank}", *GRADIENTS, machine.script("train.py", TRAIN), join=join, **environment)
+    return machine.start(
+        f"n{rank}", *GRADIENTS, machine.script("train.py", TRAIN), join=join, **dict[str, Any](environment)
+    )
 
 
 def test_a_change_of_the_mode_costs_nobody_a_step(machine: Machine) -> None:

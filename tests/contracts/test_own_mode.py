@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import test_modes as contract
 
+from peerd.daemon.offences import Offences
 from peerd.settings import load
 from peerd.training.modes import MODES, parse_mode
 from peerd.training.modes.own_mode import adopted, as_told
@@ -63,6 +64,15 @@ def test_it_leaves_a_straggler_alone_and_its_message_comes(row: contract.Row) ->
     swarm.nodes["a"].core._made["b"] = 1
     swarm.train(4)
     assert swarm.nodes["a"].core.counts["left_alone"] > 0
+
+
+def test_its_bugs_are_its_own(file: Path, row: contract.Row, caplog: pytest.LogCaptureFixture) -> None:
+    for name, told in ((str(file), f"a bug in {file}"), ("elsewhere.py", "a bug in peerd, please report it")):
+        try:
+            eval(compile("1 / 0", name, "eval"))  # noqa: S307
+        except ZeroDivisionError as error:
+            Offences().unforeseen(error, "a step could not be handled")
+        assert caplog.messages[-1] == f"a step could not be handled: {told}; this node goes on"
 
 
 def test_settings_and_processes_call_it_by_its_name(file: Path, row: contract.Row) -> None:

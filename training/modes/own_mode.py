@@ -45,6 +45,11 @@ def as_told(mode: str) -> str:
     return f"{_sources.get(name, name)}{colon}{argument}"
 
 
+def is_own(file: str) -> bool:
+    """Whether this is the file of a mode that was adopted."""
+    return any(str(file) == source.rpartition(":")[0] for source in _sources.values())
+
+
 def _load(file: Path, text: str, name: str) -> type[ModeClass]:
     module_name = f"peerd_mode_{file.resolve()}"
     module = sys.modules.get(module_name)

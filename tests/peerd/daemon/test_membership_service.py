@@ -6,6 +6,7 @@ import math
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -133,6 +134,18 @@ async def test_who_leaves_and_comes_again_and_again_fills_nobodys_log(caplog: py
             await shell.service.perform([MemberChanged("c")])
         again = [record.message.removeprefix("node-c (10.0.0.1:1) ") for record in caplog.records][3:]
         assert again == ["failed: this node has never heard from it", "is back", "left"]
+
+
+async def test_members_at_addresses_of_two_kinds_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    async with running() as shell:
+        shell.core.me = a_member("me", State.ALIVE, 1)
+        for id, host in (("b", "10.0.0.2"), ("c", "fd00::2"), ("d", "fd00::3")):
+            shell.core.members[id] = replace(a_member(id, State.ALIVE, 1), host=host)
+            await shell.service.perform([MemberChanged(id)])
+    [told] = [record.message for record in caplog.records]
+    assert told.startswith(
+        "node-c is at fd00::2, this node at 10.0.0.1: members that are not all at IPv4 or all at IPv6 "
+    )
 
 
 async def test_a_suspect_is_dialled_at_once_whatever_black_holes_are_dialled() -> None:

@@ -241,7 +241,10 @@ def test_who_takes_over_a_model_steps_by_its_learning_rates_to_the_bit(rates: li
     def made(at: list[float]) -> tuple[torch.optim.Optimizer, FlatModel, OptimizerState]:
         model = normed()
         given = [torch.tensor(rate, dtype=torch.float64) if is_tensor else rate for rate in at]
-        groups = [{"params": list(model[0].parameters()), "lr": given[0]}, {"params": list(model[2].parameters())}]
+        groups: list[dict[str, Any]] = [
+            {"params": list(model[0].parameters()), "lr": given[0]},
+            {"params": list(model[2].parameters())},
+        ]
         optimizer = torch.optim.Adam(groups, lr=given[1])
         flat = FlatModel(model, optimizer)
         state = OptimizerState(optimizer, flat.pieces)
