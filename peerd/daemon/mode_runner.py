@@ -55,6 +55,7 @@ from peerd.training.mode_core import (
     TrainerLost,
 )
 from peerd.training.mode_settings import ModeSettings
+from peerd.training.modes.own_mode import whose
 from peerd.training.room import is_large
 from peerd.transport.errors import UserError
 from peerd.transport.ids import NodeId
@@ -135,7 +136,12 @@ class ModeRunner:
     ) -> None:
         """From now on there is this mode, on the model that the node has."""
         self._hurries = False
-        await self.compute.call(ModeBegins(plan, alive, lambda values: make(me, layout, rng, settings, values)))
+        try:
+            await self.compute.call(ModeBegins(plan, alive, lambda values: make(me, layout, rng, settings, values)))
+        except Exception as error:
+            if (own := whose(error)) is None or isinstance(error, UserError):
+                raise
+            raise UserError(f"{own} fails with {type(error).__name__}: {error}") from None
 
     async def wind_up(self) -> None:
         """Have the mode begin nothing new, and wait for the end of what is under way, if that comes soon."""

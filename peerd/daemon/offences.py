@@ -15,7 +15,7 @@ import trio
 
 from peerd.node.strikes import Strikes
 from peerd.process.logs import LOGGER
-from peerd.training.modes.own_mode import is_own
+from peerd.training.modes.own_mode import whose
 from peerd.transport.errors import Blameless
 from peerd.transport.ids import NodeId
 
@@ -59,9 +59,9 @@ class Offences:
         kind = (type(error), frames[-1].filename, frames[-1].lineno or 0) if frames else (type(error), "", 0)
         if kind not in self._told and len(self._told) < TOLD_MAX:
             self._told.add(kind)
-            own = next((frame.filename for frame in reversed(frames) if is_own(frame.filename)), None)
-            whose = f"a bug in {own}" if own is not None else "a bug in peerd, please report it"
-            LOGGER.error("%s: %s; this node goes on", what, whose, exc_info=error)
+            own = whose(error)
+            where = f"a bug in {own}" if own is not None else "a bug in peerd, please report it"
+            LOGGER.error("%s: %s; this node goes on", what, where, exc_info=error)
 
 
 def _can_be_struck(node: NodeId, host: str) -> bool:

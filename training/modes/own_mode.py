@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
+import traceback
 from pathlib import Path
 
 from peerd.training.mode import ModeClass
@@ -45,9 +46,11 @@ def as_told(mode: str) -> str:
     return f"{_sources.get(name, name)}{colon}{argument}"
 
 
-def is_own(file: str) -> bool:
-    """Whether this is the file of a mode that was adopted."""
-    return any(str(file) == source.rpartition(":")[0] for source in _sources.values())
+def whose(error: Exception) -> str | None:
+    """The file of a mode that was adopted, where this comes from it."""
+    files = {source.rpartition(":")[0] for source in _sources.values()}
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    return next((frame.filename for frame in frames if frame.filename in files), None)
 
 
 def _load(file: Path, text: str, name: str) -> type[ModeClass]:

@@ -632,6 +632,20 @@ async def begin(it: There, plan: Plan = PLAN) -> Busy:
     return made
 
 
+@pytest.mark.parametrize("file", ["own.py", None])
+async def test_a_mode_of_the_users_that_cannot_begin_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, file: str | None
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(mode_runner, "whose", lambda error: file)
+    async with there() as it:
+        with pytest.raises(UserError if file else RuntimeError) as told:
+            await it.runner.begin(PLAN, frozenset("ab"), fails, "me", LAYOUT, random.Random(1), ModeSettings())
+        assert str(told.value) == ("own.py fails with RuntimeError: no such thing" if file else "no such thing")
+
+
 async def test_each_mode_hears_only_what_was_meant_for_it() -> None:
     async with there() as it:
         before = it.mode
