@@ -30,6 +30,8 @@ def cured(failure: Exception) -> str:
 def cure_of_model(one: str, other: str) -> str:
     """What to do where two models first differ in these lines of theirs; a line that is none: the other has no more."""
     (tensor, frozen, _), (other_tensor, other_frozen, _) = one.partition(" frozen "), other.partition(" frozen ")
+    if any(line.startswith("optimizer.") for line in (tensor, other_tensor)):
+        return "give the optimizer the same kind, options and param_groups on all nodes"
     if tensor == other_tensor and frozen and other_frozen:
         return "its frozen values differ: load the same base on all nodes before peerd.attach"
     if tensor == other_tensor:

@@ -226,6 +226,8 @@ class Session:
         self.step = step
         if self.hooks is not None:
             self.hooks.after_step()
+        if self._states is not None:
+            self._states.give_back()  # where a scaler has left the step out
         self._weight = float(samples or 1)
         now = time.monotonic()
         lr, ratio = self._note(step, now, loss, samples, metrics)

@@ -2,8 +2,8 @@
 
 Torch's optimizers make their state at the first step. Here it is made at once, as that step would begin with it, so
 that it is a part of the flat model from the start and a newcomer takes it over with the model. The learning rates are,
-too: who takes over a model in a backward pass makes the same step after it as those who had it, by a schedule that it
-has not come to yet.
+too: who takes over a model in a backward pass makes the same step after it as those who had it, though its own schedule
+is elsewhere.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from peerd.training.model.pieces import Piece
 
 RATE_PARTS = 3  # of 24 bits each
+RATE_MAX = 1e38  # beyond it the vector would hold what is not finite
 
 
 class OptimizerState:
@@ -30,16 +31,15 @@ class OptimizerState:
         self._names = {id(tensor): piece.name for piece, tensor in stepped if not piece.is_buffer}
         for part in self._parts:
             _require_known(part)
-        self._rates: dict[str, torch.Tensor] = {}
+        self._rates = torch.empty(len(self._groups), RATE_PARTS)  # of the groups that there are now
+        self._own: list[tuple[Any, dict[str, Any], float, float]] = []  # part, group, its rate, and that of one step
+        self._gives_back = False  # after each step
 
     @torch.no_grad()
     def tensors(self) -> dict[str, torch.Tensor]:
         """Made where they are missing; the same names in the same order for the same optimizer of the same model."""
-        found = {}
-        for key, group in self._groups():
-            rate = self._rates.setdefault(key, torch.empty(RATE_PARTS))
-            rate.copy_(_in_parts(float(group["lr"])))
-            found[key] = rate
+        self._rates.copy_(_in_parts([float(group["lr"]) for _, group in self._groups[: len(self._rates)]]))
+        found = {"optimizer.lr": self._rates}
         for part in self._parts:
             for group in part.param_groups:
                 for parameter in group["params"]:
@@ -53,27 +53,51 @@ class OptimizerState:
                         found[f"optimizer.{name}.{key}"] = state[key]
         return found
 
+    @property
+    def _groups(self) -> list[tuple[Any, dict[str, Any]]]:
+        """Each with the optimizer that it is of: as they are now, for a checkpoint that is loaded replaces them."""
+        return [(part, group) for part in self._parts for group in part.param_groups]
+
     def take_rates(self) -> None:
-        """Step by the learning rates that have been written to their tensors."""
-        for name, group in self._groups():
-            rate = float(self._rates[name].double().sum())
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
+        """Step once by the learning rates that have been written to their tensor.
 
-    def _groups(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        for number, group in enumerate(group for part in self._parts for group in part.param_groups):
-            yield f"optimizer.lr.{number}", group
+        Groups without a schedule keep them. A schedule of torch may multiply what it finds, from its own first step on:
+        it finds what it has left.
+        """
+        self.give_back()
+        if not self._gives_back:
+            self._gives_back = True
+            for part in self._parts:
+                part.register_step_post_hook(lambda stepped, *_: self.give_back(stepped))
+        for (part, group), taken in zip(self._groups, self._rates.double().sum(1).tolist(), strict=False):
+            if "initial_lr" in group:
+                self._own.append((part, group, float(group["lr"]), taken))
+            _put_rate(group, taken)
+
+    def give_back(self, stepped: Any = None) -> None:
+        """To the groups of the optimizer that has stepped, or all: their own rates, where they have no newer ones."""
+        for part, group, rate, taken in self._own:
+            if stepped in (None, part) and float(group["lr"]) == taken:
+                _put_rate(group, rate)
+        self._own = [one for one in self._own if stepped not in (None, one[0])]
 
 
-def _in_parts(rate: float) -> torch.Tensor:
-    """As float32 values whose sum it is, to the bit, for a rate is a float64."""
-    parts = torch.zeros(RATE_PARTS)
-    for index in range(RATE_PARTS):
-        parts[index] = rate
-        rate -= float(parts[index])
-    return parts
+@torch.no_grad()
+def _put_rate(group: dict[str, Any], rate: float) -> None:
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
+
+
+def _in_parts(rates: list[float]) -> torch.Tensor:
+    """As float32 values whose sum each is, shape (rates, RATE_PARTS): to the bit, for a rate is a float64."""
+    left = torch.tensor(rates, dtype=torch.float64).nan_to_num(nan=0.0).clamp(-RATE_MAX, RATE_MAX)
+    parts = []
+    for _ in range(RATE_PARTS):
+        parts.append(left.float())
+        left = left - parts[-1].double()
+    return torch.stack(parts, 1)
 
 
 def _require_known(part: Any) -> None:

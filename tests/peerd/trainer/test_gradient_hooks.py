@@ -235,6 +235,43 @@ def test_state_that_is_made_at_once_steps_as_torchs_own(kind: Any, options: dict
     assert all(torch.equal(a, b) for a, b in zip(models[1].parameters(), newcomer.parameters(), strict=True))
 
 
+def test_a_schedule_of_the_takers_own_goes_on_from_its_own_rate() -> None:
+    """LinearLR multiplies what it finds: at the swarm's full rate it would make a hundred times that of it."""
+    model = normed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.01, total_iters=20)
+    state = OptimizerState(optimizer, FlatModel(model, optimizer).pieces)
+    used = []
+    optimizer.register_step_pre_hook(lambda *_: used.append(optimizer.param_groups[0]["lr"]))
+    for step in range(30):
+        backward(model, step)
+        if step in (3, 5):
+            state.tensors()["optimizer.lr"][0] = torch.tensor([0.5, 0.0, 0.0])
+            state.take_rates()
+        if step != 5:  # a scaler leaves it out
+            optimizer.step()
+        state.give_back()
+        warm_up.step()
+    assert [rate for rate in used if rate > 0.021] == [0.5]
+    assert used[-1] == pytest.approx(0.02)
+
+
+def test_a_group_without_a_schedule_keeps_the_rate_and_one_that_was_loaded_anew_is_found() -> None:
+    model = normed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    state = OptimizerState(optimizer, FlatModel(model, optimizer).pieces)
+    optimizer.load_state_dict(optimizer.state_dict())  # which makes other groups
+    optimizer.param_groups[0]["lr"] = 0.25
+    assert state.tensors()["optimizer.lr"].sum() == 0.25
+    state.tensors()["optimizer.lr"][0, 0] = 0.5
+    state.take_rates()
+    optimizer.step()
+    state.give_back()
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    optimizer.param_groups[0]["lr"] = float("inf")
+    assert torch.isfinite(state.tensors()["optimizer.lr"]).all()
+
+
 @given(rates=st.lists(st.floats(1e-12, 1e12), min_size=2, max_size=2), is_tensor=st.booleans())
 @settings(deadline=None)
 def test_who_takes_over_a_model_steps_by_its_learning_rates_to_the_bit(rates: list[float], is_tensor: bool) -> None:
