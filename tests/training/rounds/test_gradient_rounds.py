@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -42,6 +43,56 @@ def test_all_step_by_the_mean_of_all_from_the_first_step_on(count: int, topology
         assert scales(order.weights) == [1.0] * count, "the gradients of the first step count, too"
     swarm.end()
     swarm.one_model()
+
+
+def change_plan(swarm: GradientSwarm) -> None:
+    """Another plan: each member's next core, of the same mode; what was meant under the last one is dropped."""
+    for queue in swarm.queues.values():
+        queue.clear()
+    for name, node in sorted(swarm.nodes.items()):
+        last, node.core = node.core, swarm.make(name, swarm.layout, random.Random(swarm.lives), node._values)
+        node.core.succeeds(last)
+        swarm.perform(name, node.core.on_peers(node.heard, swarm.now))
+
+
+def with_a_newcomer(swarm: GradientSwarm) -> None:
+    swarm.live("a", swarm.first_model() + 1)  # it leads from now on
+    swarm.all_hear()
+    swarm.settle()
+
+
+@pytest.mark.parametrize("newcomer", [False, True])
+def test_after_a_change_of_the_plan_every_gradient_of_who_was_there_counts(*, newcomer: bool) -> None:
+    swarm = GradientSwarm("bcd")
+    swarm.train(3, drawn(swarm))
+    change_plan(swarm)
+    if newcomer:
+        with_a_newcomer(swarm)
+    for step in range(4, 7):
+        swarm.train(1, drawn(swarm))
+        order = swarm.nodes["b"].core._rounds.order
+        counting = dict(zip(order.roster, scales(order.weights), strict=True))
+        assert [counting[name] for name in "bcd"] == [1.0] * 3
+        assert {node.steps for node in swarm.nodes.values()} == {step}
+        swarm.one_model()
+    taken = {name: node.core.counts["models_taken_over"] for name, node in swarm.nodes.items()}
+    assert taken == {"b": 0, "c": 0, "d": 0, **({"a": 1} if newcomer else {})}
+
+
+def test_who_has_taken_a_model_over_as_the_plan_changes_gives_no_gradient_of_its_former_one() -> None:
+    swarm = GradientSwarm("bcd")
+    swarm.train(3, drawn(swarm))
+    with_a_newcomer(swarm)
+    for name in "abcd":
+        swarm.step(name)
+    node = swarm.nodes["a"]
+    while node.core._outdated is None:
+        swarm.deliver(*swarm.waiting()[0])
+    last = node.core
+    change_plan(swarm)
+    assert node.core is not last
+    assert (node.core._outdated, node.core._basis) == (last._outdated, last._basis) == (3, last._rounds._agreed)
+    assert node.core._rounds._agreed == last._rounds._agreed > 0
 
 
 @given(st.lists(st.floats(0.1, 1e6), min_size=2, max_size=5), st.integers(0, 2**16))
