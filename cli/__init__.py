@@ -10,9 +10,14 @@ from contextlib import contextmanager
 from types import FrameType
 
 from peerd.process.ending import ENDING
+from peerd.transport.errors import UserError
 
 INTERRUPTED = "peerd: interrupted\n"
 INTERRUPTED_CODE = 128 + signal.SIGINT
+
+
+class Interrupted(UserError):
+    """The user pressed Ctrl-C where there is something to say of what becomes of the work."""
 
 
 def run() -> None:

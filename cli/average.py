@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from peerd.cli import Interrupted
 from peerd.cli.output import Format, FormatOption, NameOption, echo, print_json, size
 from peerd.local.local_socket import find_node, request
-from peerd.transport.errors import Interrupted
 
 
 def average(name: NameOption = None, format: FormatOption = Format.TEXT) -> None:

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from peerd.cli import INTERRUPTED_CODE, interrupts_end_at_once
+from peerd.cli import INTERRUPTED_CODE, Interrupted, interrupts_end_at_once
 from peerd.cli.number_options import take_plain_numbers
 from peerd.trainer.say import say
-from peerd.transport.errors import Interrupted, UserError
+from peerd.transport.errors import UserError
 
 VERBS = {
     "start": "start", "join": "join", "leave": "leave", "members": "members", "forgive": "admittance",

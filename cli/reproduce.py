@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.progress import Progress as Bar
 from rich.progress import TaskID
 
-from peerd.cli import interrupts_end_at_once
+from peerd.cli import Interrupted, interrupts_end_at_once
 from peerd.cli.output import Format, FormatOption, check_report, finite, print_json, progress_bar, write_report
-from peerd.transport.errors import Interrupted, UserError
+from peerd.transport.errors import UserError
 
 
 def reproduce(

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from peerd.cli import interrupts_end_at_once
+from peerd.cli import Interrupted, interrupts_end_at_once
 from peerd.cli.mode_options import with_mode_options
 from peerd.cli.output import Format, FormatOption, check_report, print_json, progress_bar, size, write_report
 from peerd.simulation.byzantine import ATTACKS
@@ -29,7 +29,7 @@ from peerd.training.mode_settings import WEIGHTS
 from peerd.training.modes import heeds
 from peerd.training.modes.own_mode import adopted
 from peerd.training.tasks import TASKS
-from peerd.transport.errors import Interrupted, UserError
+from peerd.transport.errors import UserError
 
 
 @with_mode_options()

@@ -22,7 +22,3 @@ class Encrypted(Blameless):
 
 class UserError(Exception):
     """The user can mend this: one clear line, a non-zero exit, no traceback."""
-
-
-class Interrupted(UserError):
-    """The user pressed Ctrl-C where there is something to say of what becomes of the work."""

@@ -16,7 +16,7 @@ LAST = "last"
 
 @contextmanager
 def being_written(folder: Path, what: int | str) -> Iterator[Path]:
-    """The empty temporary folder of this process for a step: gone afterwards, moved or deleted. Raises OSError."""
+    """The empty temporary folder of this process for a step, or LAST; gone afterwards. Raises OSError."""
     temporary = folder / f"tmp-{os.getpid()}-{what}"
     shutil.rmtree(temporary, ignore_errors=True)
     try:

@@ -31,14 +31,15 @@ class OptimizerState:
         self._names = {id(tensor): piece.name for piece, tensor in stepped if not piece.is_buffer}
         for part in self._parts:
             _require_known(part)
-        self._rates = torch.empty(len(self._groups), RATE_PARTS)  # of the groups that there are now
+        self._rates = torch.empty(len(self._groups), RATE_PARTS)  # of the groups that there are at first
         self._own: list[tuple[Any, dict[str, Any], float, float]] = []  # part, group, its rate, and that of one step
         self._gives_back = False  # after each step
 
     @torch.no_grad()
     def tensors(self) -> dict[str, torch.Tensor]:
         """Made where they are missing; the same names in the same order for the same optimizer of the same model."""
-        self._rates.copy_(_in_parts([float(group["lr"]) for _, group in self._groups[: len(self._rates)]]))
+        rates = _in_parts([float(group["lr"]) for _, group in self._groups[: len(self._rates)]])
+        self._rates[: len(rates)] = rates  # a script may have taken groups away
         found = {"optimizer.lr": self._rates}
         for part in self._parts:
             for group in part.param_groups:

@@ -272,6 +272,21 @@ def test_a_group_without_a_schedule_keeps_the_rate_and_one_that_was_loaded_anew_
     assert torch.isfinite(state.tensors()["optimizer.lr"]).all()
 
 
+def test_groups_that_come_or_go_later_stop_nobody() -> None:
+    model = normed()
+    groups: list[dict[str, Any]] = [{"params": list(layer.parameters())} for layer in model]
+    optimizer = torch.optim.SGD(groups[:2], lr=0.02)
+    optimizer.add_param_group({**groups[2], "lr": 0.25})
+    state = OptimizerState(optimizer, FlatModel(model, optimizer).pieces)
+    shape = state.tensors()["optimizer.lr"].shape
+    gone = [optimizer.param_groups.pop()]
+    assert state.tensors()["optimizer.lr"].shape == shape
+    state.take_rates()
+    assert optimizer.param_groups[0]["lr"] == 0.02
+    optimizer.param_groups += [*gone, {**gone[0], "lr": 0.5}]
+    assert state.tensors()["optimizer.lr"].shape == shape
+
+
 @given(rates=st.lists(st.floats(1e-12, 1e12), min_size=2, max_size=2), is_tensor=st.booleans())
 @settings(deadline=None)
 def test_who_takes_over_a_model_steps_by_its_learning_rates_to_the_bit(rates: list[float], is_tensor: bool) -> None:
