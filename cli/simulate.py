@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import sys
@@ -291,20 +292,22 @@ def _summary(result: dict[str, Any]) -> dict[str, str]:
         rows["codec"] = codec if codec == said else f"{codec}, not {said}"
     if "computing_share" in result:
         rows["computing"] = f"{result['computing_share']:.1%} of the time"
-    if "consensus_distance" in result:
+    if math.isfinite(result.get("consensus_distance", math.nan)):
         rows["from the mean"] = f"{result['consensus_distance']:.3%}"
     if "liars" in result:
         rows["liars"] = ", ".join(map(str, result["liars"])) + "; all models below are the others'"
     if "accuracy" in result:
         rows["accuracy"] = f"{result['accuracy']:.2%}, averaged model"
         rows["worst node's"] = f"{result['accuracy_worst']:.2%}"
+    if result.get("diverged"):
+        rows["diverged"] = "models are no numbers any more, or too large for any"
     if result["dropped"]:
         rows["lost"] = f"{result['dropped']:,} messages"
     if "mean_bias" in result:
         rows["mean moved"] = f"{result['mean_bias']:.2g} of its norm"
     if "staleness" in result:
         rows["staleness"] = f"{result['staleness']['mean']:.2f} steps, p99 {result['staleness']['p99']}"
-    if "error" in result:
+    if math.isfinite(result.get("error", math.nan)):
         rows["from the optimum"] = f"{result['error']:.3%}"
     if "clean_distance" in result:
         rows["without lies"] = f"{result['clean_distance']:.3%} away" + "".join(

@@ -96,8 +96,8 @@ def parse_target(text: str) -> Target:
         value = number(rest)
     except ValueError:
         value = math.nan
-    if metric not in ("accuracy", "loss") or not math.isfinite(value) or (metric == "accuracy" and not 0 < value <= 1):
-        raise UserError(f"--target {text}: wanted accuracy:SHARE with a share above 0, or loss:VALUE")
+    if metric not in ("accuracy", "loss") or not 0 < value < math.inf or (metric == "accuracy" and value > 1):
+        raise UserError(f"--target {text}: wanted accuracy:SHARE with a share above 0, or loss:VALUE above 0")
     return Target(metric, value)
 
 

@@ -329,9 +329,9 @@ def scores_of(models: Sequence[Vector], score: Callable[[Vector], dict[str, floa
 
 
 def mean_and_distance(models: Sequence[Vector]) -> tuple[Vector, float]:
-    """The averaged model, and the root mean square distance from it over its norm."""
+    """The averaged model, and the root mean square distance from it over its norm; nan of models that diverged."""
     stacked = np.asarray(models, dtype=np.float64)
     mean = stacked.mean(axis=0)
     norm = float(np.linalg.norm(mean))
     spread = float(np.sqrt(((stacked - mean) ** 2).sum(axis=1).mean()))
-    return mean, spread / norm if norm > 0 else 0.0
+    return mean, spread / norm if norm != 0 else 0.0

@@ -145,6 +145,8 @@ class _Run:
         if models and self.problem is not None:
             mean, figures["consensus_distance"] = mean_and_distance(models)
             figures |= self.problem.score(models)
+            finite = all(bool(np.isfinite(model).all()) for model in models)
+            figures["diverged"] = not finite or not math.isfinite(figures.get("loss", 0.0))
             self.mean = mean
             if class_of(self.scenario.mode).KEEPS_LINKS:
                 figures["mean_bias"] = swarm.mean_bias()
@@ -204,7 +206,7 @@ class _Run:
 def simulate(scenario: Scenario, trace: TextIO | None = None, progress: Progress = lambda share, look: None) -> Outcome:
     """Run it. Raises UserError for settings that make no sense; a violation is in the result."""
     began = time.perf_counter()
-    with _rare_collections():
+    with _rare_collections(), np.errstate(over="ignore", invalid="ignore"):  # a run that diverges says so in the end
         run = _Run(scenario, trace)
         if trace is not None and trace.seekable():
             trace.truncate(0)  # not before: an older one outlives settings that make no sense

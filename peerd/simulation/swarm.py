@@ -392,6 +392,7 @@ class Swarm:
             and (trainer := node.trainer) is not None
             and trainer.phase is Phase.TRAINING
             and trainer.lie is None
+            and np.isfinite(trainer.model()).all()  # nobody exchanges what is no number
         }
         trigger = parse_trigger(self.settings.mode_settings.trigger)
         if not isinstance(trigger, PeriodTrigger):  # which may be silent for any time

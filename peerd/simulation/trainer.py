@@ -10,6 +10,7 @@ import math
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, Protocol
@@ -25,6 +26,7 @@ from peerd.simulation.checkers import Checkers
 from peerd.simulation.node_model import FirstModel, LearnersModel, Newcomer
 from peerd.simulation.problems import Compute, Learner, Moved
 from peerd.simulation.world import Kind, World
+from peerd.training.codecs.vector import NotFinite
 from peerd.training.effects import (
     Apply,
     Averaged,
@@ -336,7 +338,8 @@ class SimulatedTrainer:
         self._kept.keep(self.values(), self.steps)  # production asks for it, and waits a step
         kept = self._kept.kept
         self._kept.kept = self._shown(lambda: kept)()
-        self._handle(event)
+        with suppress(NotFinite):  # who asks finds another donor, if there is one
+            self._handle(event)
         self._kept.kept = kept
 
     def _start_from(self, values: Vector | None, step: int) -> None:

@@ -70,6 +70,17 @@ def test_digits_train_in_virtual_time() -> None:
     assert result["steps"] == 120
 
 
+@pytest.mark.parametrize("mode", ["gossip", "elastic", "push-sum", "noloco", "allreduce", "diloco"])
+def test_a_run_that_diverges_ends_and_says_so(mode: str) -> None:
+    words = ("--peers", "3", "--steps", "40", "--compute", "fixed:0.1", "--faults", "none", "--mode", mode)
+    shown = CliRunner().invoke(app, ["simulate", *words, "--lr", "1e30"], catch_exceptions=False)
+    assert (shown.exit_code, shown.stderr) == (0, "")
+    assert "\ndiverged" in shown.stdout
+    assert "nan" not in shown.stdout
+    assert simulate(*words, "--lr", "1e30")["diverged"]
+    assert not simulate(*words)["diverged"]
+
+
 def test_a_trace_holds_every_event_and_changes_none(tmp_path: Path) -> None:
     trace, report = tmp_path / "trace.jsonl", tmp_path / "report.html"
     traced = simulate(*SHORT, "--seed", "8", "--trace", str(trace), "--report", str(report))
@@ -198,6 +209,7 @@ def test_of_several_modes_each_is_told_what_it_takes() -> None:
         (["--minutes", "1", "--mode", "gossip,push-sum", "--servers", "2"], "servers: without effect in mode gossip"),
         (["--minutes", "1", "--join-over", "61"], "--join-over 61: the run ends after 60 s"),
         (["--minutes", "1", "--target", "speed:3"], "--target speed:3: wanted accuracy:SHARE"),
+        (["--minutes", "1", "--target", "loss:-1"], "or loss:VALUE above 0"),
         (["--minutes", "1", "--problem", "members", "--target", "loss:1"], "--problem members has no accuracy"),
         (["--minutes", "1", "--batch", "8"], "--batch: without effect on --problem consensus, which takes --lr"),
         (["--minutes", "1", "--lr", "nan"], "--lr: 'nan' is not a number"),

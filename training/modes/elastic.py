@@ -32,7 +32,7 @@ from peerd.training.codecs.vector import GAIN_MAX, Layout
 from peerd.training.counts import within_step
 from peerd.training.effects import Apply, Effect, Proceed, Send, StepReport, Vector
 from peerd.training.flush import FLUSH_TOLERANCE
-from peerd.training.mode import LinkedMode, LinkStatus, ModeMaker
+from peerd.training.mode import LinkedMode, LinkStatus, ModeMaker, not_finite
 from peerd.training.mode_settings import ModeSettings
 from peerd.training.model.quiet import EVERY_STEP, Quiet
 from peerd.training.modes.elastic_pairs import ALPHA, ElasticPairs
@@ -327,7 +327,11 @@ class Elastic(LinkedMode):
             origin, message = self._inside.popleft()
             other = self._centre if origin is self._worker else self._worker
             if other is not None:
-                out += self._sort(other, other.on_message(self._me, message, now))
+                try:
+                    out += self._sort(other, other.on_message(self._me, message, now))
+                except PeerError:  # this node's model is none that it would take from a peer
+                    out += [*not_finite(self.counts), *self._sort(other, other.end_link(self._me, now))]
+                    break  # the rest at the next event: it may come to this again
         return out
 
     def _sort(self, core: Gossip, effects: list[Effect]) -> list[Effect]:

@@ -186,6 +186,10 @@ class Gossip(PartneredMode[PairLink]):
         """Of these links this core knows nothing, and never will: who asks for one again is told so."""
         self._links.disown(numbers)
 
+    def end_link(self, peer: NodeId, now: float) -> list[Effect]:
+        """End the link with this one, whose model is none to take."""
+        return self._links.end(peer, now)
+
     @property
     def graylist(self) -> Graylist:
         """Whom this node leaves alone."""

@@ -114,6 +114,26 @@ def test_worker_and_centre_move_by_the_elastic_step(mode: str, beta: float) -> N
     assert np.allclose(centre, before + moved, atol=1e-5)
 
 
+@pytest.mark.parametrize("robust", [True, False])
+def test_a_centre_whose_own_model_leaps_away_goes_on_and_is_back_when_it_is(robust: bool) -> None:
+    swarm = elastic_swarm(3, 50, "float32", robust=robust)
+    away = np.full(50, 1e35)
+    swarm.step("a", away)
+    for _ in range(3):
+        swarm.step("a", 0.0)
+        swarm.settle()
+    a = swarm.nodes["a"].core
+    assert a.counts["not_finite"] > 0
+    (centre,) = swarm.centres()
+    assert np.linalg.norm(centre) < 100, "it takes nothing of that"
+    swarm.nodes["a"].x = np.ones(50)
+    before = a.counts["exchanges"]
+    for _ in range(8):
+        swarm.step("a", 0.0)
+        swarm.settle()
+    assert a.counts["exchanges"] > before
+
+
 def test_a_newcomer_of_a_smaller_id_does_not_take_the_centre() -> None:
     swarm = GossipSwarm(4, 50, "float32", mode="elastic")
     for name in "bcd":
