@@ -168,13 +168,13 @@ class Leadership:
 
     def on_timer(self, now: float, repeat_s: float) -> None:
         """Ask again those who have not promised."""
-        for id in [id for id, at in self._heard.items() if now - at >= HEARD_S]:
+        for id in [id for id, at in self._heard.items() if now >= at + HEARD_S]:  # as in `deadline`, rounded alike
             del self._heard[id]
             for shard in self.shards:
                 if shard.preparing is not None:
                     shard.preparing.waiting.discard(id)
         for shard in self.shards:
-            if shard.preparing is not None and now - shard.preparing.asked_at >= repeat_s:
+            if shard.preparing is not None and now >= shard.preparing.asked_at + repeat_s:
                 shard.preparing.asked_at = now
                 for id in sorted(shard.preparing.waiting):
                     self._ask(shard, id)

@@ -255,7 +255,7 @@ class Attempt:
     def repeat_overdue(self, now: float) -> list[Effect]:
         """Send again what nobody has confirmed for long."""
         overdue = [
-            peer for peer, sent in self._sent.items() if any(now - at >= self._pace.repeat_s for _, at in sent.values())
+            peer for peer, sent in self._sent.items() if any(now >= at + self._pace.repeat_s for _, at in sent.values())
         ]
         return [effect for peer in overdue for effect in self.repeat(peer, now)]
 

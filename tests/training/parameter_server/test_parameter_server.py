@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import numpy as np
@@ -513,6 +514,28 @@ def course_of_newcomers(seed: int, topology: str, servers: int, names: str, who:
     assert all(marks[0][name].seq == mark.seq for each in marks for name, mark in each.items()), "rounds apart"
     assert min(marks[0][name].seq for name in who) > 3
     return reminders
+
+
+@settings(deadline=None)
+@given(started=st.floats(0, 1e6), slowest_s=st.floats(0, 100), wait_s=st.lists(st.floats(0.001, 20), max_size=4))
+def test_a_timer_that_is_due_is_not_due_at_once_again(started: float, slowest_s: float, wait_s: list[float]) -> None:
+    swarm = ServerSwarm("hardsync", "ab", size=4)
+    swarm.now = started
+    swarm.join("c", "a")  # whoever prepares hears nothing
+    for node in swarm.nodes.values():
+        node.core._slowest_s = slowest_s
+    swarm.hear("a")
+    swarm.hear("b")
+    armed = 0
+    for seconds in [*wait_s, 0.0]:
+        swarm.pass_time(seconds)
+        for name, node in sorted(swarm.nodes.items()):
+            if (due := node.core.deadline) < math.inf:
+                swarm.now = max(swarm.now, due)
+                swarm.perform(name, node.core.on_timer(swarm.now))
+                assert node.core.deadline > swarm.now
+                armed += 1
+    assert armed
 
 
 @given(
