@@ -10,7 +10,8 @@ arXiv:2202.01545), an honest pair breaks the mean.)
 
 A limit is an allowance of the peer. It grows with what this node's own steps move the tensor, corrections left out: a
 model that is dragged away does not widen it. A step counts as half of a usual one at least: where a node's own data is
-learnt, as one class alone soon is, steps hardly move anything, and nobody could bring such a node back. All peers
+learnt, as one class alone soon is, steps hardly move anything, and nobody could bring such a node back. And as two at
+most: a model that is dragged to where its gradients explode would widen it, and be dragged the further. All peers
 together have so a multiple of the node's own way, by tensor, whatever they say; a budget for the whole model could be
 spent on one bias. From a peer whose tensor is further away than FAR times the median of the others', less is taken the
 further it is: an honest one that has lost touch still comes closer, ever faster, and one that is anywhere at all has
@@ -39,8 +40,9 @@ from peerd.transport.ids import NodeId
 
 RATE = 4.0
 """What all peers together may move the model, for each unit of its own way."""
-STEP_MIN = 0.5
-"""A step counts as at least this share of the mean step at its learning rate."""
+STEP_MIN, STEP_MAX = 0.5, 2.0
+"""A step of a tensor counts as at least, one of the model as at most, these times the mean one at its learning rate."""
+STEPS_KNOWN = 5.0  # of which there is a mean
 FAR = 4.0
 """Times the others' median distance: beyond it a peer counts less."""
 COMPARED_MIN = 3  # partners of which one can be told from the others
@@ -152,6 +154,7 @@ class Allowances:
         self._last = np.zeros(len(self._tensors))  # the last of them that was one
         self._looked_at: int | None = None  # the step of the last look at which one was known
         self._walked = np.zeros(len(self._tensors))  # as `_way`, with no step counted for more than it was
+        self._whole_walked = 0.0  # the same of all parameters together
         self._weighted_steps = 0.0  # made on that way, each weighted by `lr_ratio`
         self._peers: dict[NodeId, Allowance] = {}
         self._ended = False
@@ -174,8 +177,15 @@ class Allowances:
         least = np.zeros(len(moved))
         if self._weighted_steps:
             least = STEP_MIN * made * self._walked / self._weighted_steps
+        whole = self._tensors.whole(moved)
+        if self._weighted_steps >= STEPS_KNOWN:  # by the whole model: one tensor may begin to move late
+            most = STEP_MAX * made * self._whole_walked / self._weighted_steps
+            if most < whole < np.inf:
+                moved *= most / whole
+                whole = most
         if 0 < moved.sum() + least.sum() < np.inf:  # what stood from the start on has no usual step
             self._walked += moved
+            self._whole_walked += whole
             self._weighted_steps += made
             self._last = np.maximum(moved, least)
             self._way += self._last

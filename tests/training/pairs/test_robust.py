@@ -19,7 +19,9 @@ from peerd.training.pairs.reference import ExchangeHalf, PairedReference
 from peerd.training.pairs.robust import (
     FAR,
     RATE,
+    STEP_MAX,
     STEP_MIN,
+    STEPS_KNOWN,
     Allowances,
     CentreAllowances,
     Tensors,
@@ -130,7 +132,9 @@ def test_whatever_peers_say_they_move_a_model_by_no_more_than_a_multiple_of_its_
         values = values + np.array([step, 0.0, 0.0])
         allowances.look(values, number, rate)
         made = min(rate, steps) if steps else rate
-        counted = max(step, STEP_MIN * made * walked / steps if steps else 0.0)
+        usual = made * walked / steps if steps else 0.0
+        step = min(step, STEP_MAX * usual) if steps >= STEPS_KNOWN else step
+        counted = max(step, STEP_MIN * usual)
         if counted:
             way, longest = way + counted, max(longest, counted)
             walked, steps = walked + step, steps + made
@@ -164,6 +168,27 @@ def test_a_node_whose_steps_move_nothing_any_more_can_still_be_brought_back() ->
     assert half == pytest.approx(RATE / 4 * STEP_MIN * 10)
     allowances.look(values, 31, 0.1)
     assert 0 < float(allowances.limits("a", "abcd")[0]) - before - half < 0.1 * half, "its rate has fallen"
+
+
+def test_steps_that_explode_widen_no_limit() -> None:
+    allowances, values, before = after_eleven_steps()
+    for number in range(12, 22):
+        values = values + np.array([10.0 ** (number - 10), 0.0, 0.0])
+        allowances.look(values, number, 1.0)
+    widened = float(allowances.limits("a", "abcd")[0]) - before
+    assert RATE / 4 * STEP_MAX * 10 <= widened < 2 * RATE / 4 * STEP_MAX * 10, "their mean is twice as large in the end"
+
+
+def test_a_tensor_that_begins_to_move_late_has_a_way() -> None:
+    allowances, values = Allowances(LAYOUT), np.zeros(14)
+    for number in range(20):
+        values[:2] += 1.0
+        values[2:8] += number >= 10
+        allowances.look(values, number, 1.0)
+        if number == 9:
+            assert allowances.limits("a", "abcd")[1] == 0
+    late = float(allowances.limits("a", "abcd")[1])
+    assert late == pytest.approx(RATE / 4 * 10 * math.sqrt(6), rel=0.4)
 
 
 @pytest.mark.parametrize("begins_at", [0, 100_000])
