@@ -269,7 +269,8 @@ def _over_seeds(results: list[dict[str, Any]]) -> dict[str, str]:
     }
     rows = {"seeds": f"{len(results)}"}
     for key, (name, written) in figures.items():
-        values = sorted(result[key] for result in results if result.get(key) is not None)
+        known = [result[key] for result in results if result.get(key) is not None]
+        values = sorted(value for value in known if math.isfinite(value))
         if values:
             rows[name] = f"{written(median(values))} ({written(values[0])} to {written(values[-1])})"
         if "target" in key and "target" in results[0] and len(values) < len(results):

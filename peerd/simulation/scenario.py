@@ -247,13 +247,14 @@ def _against_honest(scenario: Scenario, run: _Run) -> dict[str, Any]:
     """How far the lies have taken the honest members from where the same run without lies takes all."""
     if run.mean is None:
         return {}
+    liars = {"liars": sorted(run.swarm.liars)}
     honest = _honest(replace(scenario, byzantine="none"))
     if honest.mean is None:  # other crashes may leave nobody with a model
-        return {"liars": sorted(run.swarm.liars)}
+        return liars
     apart = float(np.linalg.norm(run.mean - honest.mean) / max(1e-30, float(np.linalg.norm(honest.mean))))
     scores = ("accuracy", "accuracy_worst", "error")
     clean = {f"clean_{name}": honest.measured[name] for name in scores if name in honest.measured}
-    return {"liars": sorted(run.swarm.liars), "clean_distance": apart, **clean}
+    return {**liars, "clean_distance": apart, **clean}
 
 
 @lru_cache(maxsize=4)

@@ -77,6 +77,8 @@ def test_a_run_that_diverges_ends_and_says_so(mode: str) -> None:
     assert (shown.exit_code, shown.stderr) == (0, "")
     assert "\ndiverged" in shown.stdout
     assert "nan" not in shown.stdout
+    several = CliRunner().invoke(app, ["simulate", *words, "--lr", "1e30", "--seeds", "0,1"], catch_exceptions=False)
+    assert "nan" not in several.stdout
     assert simulate(*words, "--lr", "1e30")["diverged"]
     assert not simulate(*words)["diverged"]
 

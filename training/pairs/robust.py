@@ -10,14 +10,14 @@ arXiv:2202.01545), an honest pair breaks the mean.)
 
 A limit is an allowance of the peer. It grows with what this node's own steps move the tensor, corrections left out: a
 model that is dragged away does not widen it. A step counts as half of a usual one at least: where a node's own data is
-learnt, as one class alone soon is, steps hardly move anything, and nobody could bring such a node back. And as two at
-most: a model that is dragged to where its gradients explode would widen it, and be dragged the further. All peers
-together have so a multiple of the node's own way, by tensor, whatever they say; a budget for the whole model could be
-spent on one bias. From a peer whose tensor is further away than FAR times the median of the others', less is taken the
-further it is: an honest one that has lost touch still comes closer, ever faster, and one that is anywhere at all has
-next to no say. A run that ends makes no more steps, but has to agree: then each peer may move it by what was usual
-between it and its peers, and again when its own run ends. Between fewer than four members nobody can say who is the odd
-one out, and a run that ends has no bounds.
+learnt, as one class alone soon is, steps hardly move anything, and nobody could bring such a node back. One of the
+whole model counts as two at most: who is dragged to where gradients explode would widen it, and be dragged the further.
+All peers together have so a multiple of the node's own way, by tensor, whatever they say; a budget for the whole model
+could be spent on one bias. From a peer whose tensor is further away than FAR times the median of the others', less is
+taken the further it is: an honest one that has lost touch still comes closer, ever faster, and one that is anywhere at
+all has next to no say. A run that ends makes no more steps, but has to agree: then each peer may move it by what was
+usual between it and its peers, and again when its own run ends. Between fewer than four members nobody can say who is
+the odd one out, and a run that ends has no bounds.
 """
 
 from __future__ import annotations
