@@ -399,11 +399,13 @@ class Gossip(PartneredMode[PairLink]):
 
         Where both models `stood`, one end makes no steps, and lets nobody move it: that says nothing of the other.
         """
-        far = not self._report.finishing and self._allowances.is_far(link.peer, self._partners())
-        self.counts["far_away"] += far
-        if far and stood:
+        farness = self._allowances.farness(link.peer, self._partners()) if not self._report.finishing else 0.0
+        if farness is None:
             return []
-        gray_s = self._links.graylist.note(link.peer, link.distance, now, far=far)
+        self.counts["far_away"] += farness > 1
+        if farness > 1 and stood:
+            return []
+        gray_s = self._links.graylist.note(link.peer, link.distance, now, farness)
         if not gray_s:
             return []
         self.counts["graylisted"] += 1

@@ -10,10 +10,9 @@ arXiv:2202.01545), an honest pair breaks the mean.)
 
 A limit is an allowance of the peer. It grows with what this node's own steps move the tensor, corrections left out: a
 model that is dragged away does not widen it. A step counts as half of a usual one at least: where a node's own data is
-learnt, as one class alone soon is, steps hardly move anything, and nobody could bring such a node back. One of the
-whole model counts as two at most: who is dragged to where gradients explode would widen it, and be dragged the further.
-All peers together have so a multiple of the node's own way, by tensor, whatever they say; a budget for the whole model
-could be spent on one bias. From a peer whose tensor is further away than FAR times the median of the others', less is
+learnt, as one class alone soon is, steps hardly move anything, and nobody could bring such a node back. All peers
+together have so a multiple of the node's own way, by tensor, whatever they say; a budget for the whole model could be
+spent on one bias. From a peer whose tensor is further away than FAR times the median of the others', less is
 taken the further it is: an honest one that has lost touch still comes closer, ever faster, and one that is anywhere at
 all has next to no say. A run that ends makes no more steps, but has to agree: then each peer may move it by what was
 usual between it and its peers, and again when its own run ends. Between fewer than four members nobody can say who is
@@ -40,9 +39,8 @@ from peerd.transport.ids import NodeId
 
 RATE = 4.0
 """What all peers together may move the model, for each unit of its own way."""
-STEP_MIN, STEP_MAX = 0.5, 2.0
-"""A step of a tensor counts as at least, one of the model as at most, these times the mean one at its learning rate."""
-STEPS_KNOWN = 5.0  # of which there is a mean
+STEP_MIN = 0.5
+"""A step of a tensor counts as at least this times the mean one at its learning rate."""
 FAR = 4.0
 """Times the others' median distance: beyond it a peer counts less."""
 COMPARED_MIN = 3  # partners of which one can be told from the others
@@ -141,6 +139,8 @@ class Allowance:
     distances: Norms | None = None  # at the last exchange of the training
     usual: Norms | None = None  # the same, a running mean: two exchanges may follow closely
     granted: bool = False  # what a run that ends allows
+    met_at: int = 0  # the number of the exchange, of those with all peers, that `distances` are of
+    compared_at: int = 0  # and of the last one when these were last compared with the others'
 
 
 class Allowances:
@@ -154,9 +154,9 @@ class Allowances:
         self._last = np.zeros(len(self._tensors))  # the last of them that was one
         self._looked_at: int | None = None  # the step of the last look at which one was known
         self._walked = np.zeros(len(self._tensors))  # as `_way`, with no step counted for more than it was
-        self._whole_walked = 0.0  # the same of all parameters together
         self._weighted_steps = 0.0  # made on that way, each weighted by `lr_ratio`
         self._peers: dict[NodeId, Allowance] = {}
+        self._exchanges = 0
         self._ended = False
 
     def look(self, values: Vector, step: int | None = None, lr_ratio: float = 1.0) -> None:
@@ -177,15 +177,8 @@ class Allowances:
         least = np.zeros(len(moved))
         if self._weighted_steps:
             least = STEP_MIN * made * self._walked / self._weighted_steps
-        whole = self._tensors.whole(moved)
-        if self._weighted_steps >= STEPS_KNOWN:  # by the whole model: one tensor may begin to move late
-            most = STEP_MAX * made * self._whole_walked / self._weighted_steps
-            if most < whole < np.inf:
-                moved *= most / whole
-                whole = most
         if 0 < moved.sum() + least.sum() < np.inf:  # what stood from the start on has no usual step
             self._walked += moved
-            self._whole_walked += whole
             self._weighted_steps += made
             self._last = np.maximum(moved, least)
             self._way += self._last
@@ -219,20 +212,28 @@ class Allowances:
             np.minimum(one.left, one.refilled, out=one.left)
         one.refilled.fill(0.0)
         if not self._ended or one.usual is None:
-            _note(one, distances)
+            self._note(one, distances)
 
     def met(self, peer: NodeId, distances: Norms) -> None:
         """The two were so far apart, and came together by other means than halves: who has seen to it bounds that."""
         self._base = None  # the way until the run ends is not looked at here
-        _note(self._peers.get(peer) or self._first(peer, np.zeros(len(self._tensors))), distances)
+        self._note(self._peers.get(peer) or self._first(peer, np.zeros(len(self._tensors))), distances)
 
-    def is_far(self, peer: NodeId, peers: Collection[NodeId]) -> bool:
-        """Whether the peer's whole model is further away than FAR times the others' median."""
+    def farness(self, peer: NodeId, peers: Collection[NodeId]) -> float | None:
+        """How far away the peer's whole model is, as a share of FAR times the others' median; None: nobody can say.
+
+        For that two others must have been met since it was last asked: after a pause of this node's own, what it knows
+        of them is old.
+        """
         one = self._peers.get(peer)
         if one is None or one.distances is None:
-            return False
-        others = sorted(self._tensors.whole(norms) for norms in self._others(peer, peers))
-        return len(others) > 1 and self._tensors.whole(one.distances) > FAR * others[(len(others) - 1) // 2]
+            return None
+        others = sorted(self._tensors.whole(norms) for norms in self._others(peer, peers, since=one.compared_at))
+        if len(others) < 2:
+            return None
+        one.compared_at = self._exchanges
+        usual = FAR * others[(len(others) - 1) // 2]
+        return self._tensors.whole(one.distances) / usual if usual > 0 else None
 
     def end_run(self, peers: Collection[NodeId]) -> None:
         """No more steps are made: what is usual is what each peer may move the model until all agree."""
@@ -274,13 +275,18 @@ class Allowances:
         usual, apart = (FAR * _low_median(others)).tolist(), distances.tolist()
         return np.array([most / far if far > most else 1.0 for most, far in zip(usual, apart, strict=True)])
 
-    def _others(self, peer: NodeId, peers: Collection[NodeId]) -> list[Norms]:
+    def _others(self, peer: NodeId, peers: Collection[NodeId], since: int = 0) -> list[Norms]:
         found = []
         for id in peers:
             one = self._peers.get(id)
-            if one is not None and one.distances is not None and id != peer:
+            if one is not None and one.distances is not None and id != peer and one.met_at > since:
                 found.append(one.distances)
         return found
+
+    def _note(self, one: Allowance, distances: Norms) -> None:
+        self._exchanges += 1
+        one.met_at, one.distances = self._exchanges, distances
+        one.usual = distances if one.usual is None else one.usual + USUAL_WEIGHT * (distances - one.usual)
 
     def _grant(self, one: Allowance, peer: NodeId, peers: Collection[NodeId], *, anew: bool = True) -> None:
         """What a run that ends allows: the usual; until that of two is known, no more than its own way, if `anew`."""
@@ -327,11 +333,6 @@ def _moved(mine: Sliced, where: slice, outgoing: Vector, theirs: Sliced, followi
     found = move_references(ours, outgoing, other, following, stops)
     mine[where], theirs[where] = ours, other
     return found
-
-
-def _note(one: Allowance, distances: Norms) -> None:
-    one.distances = distances
-    one.usual = distances if one.usual is None else one.usual + USUAL_WEIGHT * (distances - one.usual)
 
 
 @lru_cache(maxsize=8)
