@@ -22,7 +22,7 @@ from peerd.simulation.world import World
 from peerd.training.codecs.compress import Compressor, unpack
 from peerd.training.effects import Vector
 from peerd.training.mode_settings import ModeSettings
-from peerd.transport.errors import UserError
+from peerd.transport.errors import PeerError, UserError
 from peerd.transport.messages import CHUNK_VALUES, Message
 
 HUGE = 1e6  # added to each value
@@ -160,4 +160,7 @@ def _numbers(world: World, *name: object) -> np.random.Generator:
 
 def _all_ones(chunk: bytes | bytearray | memoryview) -> bytes | bytearray | memoryview:
     """The chunk with every bit of its body set: a NaN in any format of floats, a scale that is one in the others."""
-    return Compressor().pack(b"\xff" * len(unpack(chunk, BODY_MAX)))
+    try:
+        return Compressor().pack(b"\xff" * len(unpack(chunk, BODY_MAX)))
+    except PeerError:  # some messages have their values as they are
+        return b"\xff" * len(chunk)

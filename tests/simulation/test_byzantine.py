@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from peerd.node.second_opinion import SecondOpinion
-from peerd.simulation.byzantine import ATTACKS, parse_byzantine
+from peerd.simulation.byzantine import ATTACKS, Lie, parse_byzantine
 from peerd.simulation.scenario import Scenario, _Run, simulate
 from peerd.transport.errors import UserError
 
@@ -24,6 +26,19 @@ def test_a_run_with_liars_is_the_same_again_and_breaks_no_invariant(attack: str)
     assert len(first["liars"]) == 1
     assert math.isfinite(first["error"])
     assert f"--byzantine {attack}:1" in first["replay"]
+
+
+@dataclass(frozen=True)
+class _Said:
+    chunks: tuple[bytes, ...]
+
+
+def test_values_that_no_codec_packed_are_altered_too() -> None:
+    lie = Lie(ATTACKS["nan"], np.random.default_rng(0), np.random.default_rng(0))
+    said: Any = _Said((b"PEER", b"\x00" + bytes(3)))
+    altered: Any = lie.sent(said)
+    assert altered.chunks[0] == b"\xff\xff\xff\xff"
+    assert altered.chunks[1] != said.chunks[1]
 
 
 @pytest.mark.parametrize("attack", ["huge", "nan"])
