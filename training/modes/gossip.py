@@ -402,8 +402,9 @@ class Gossip(PartneredMode[PairLink]):
         farness = self._allowances.farness(link.peer, self._partners()) if not self._report.finishing else 0.0
         if farness is None:
             return []
-        self.counts["far_away"] += farness > 1
-        if farness > 1 and stood:
+        far = farness > 1
+        self.counts["far_away"] += far
+        if far and stood:
             return []
         gray_s = self._links.graylist.note(link.peer, link.distance, now, farness)
         if not gray_s:

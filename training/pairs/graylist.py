@@ -15,7 +15,7 @@ from peerd.training.flush import CLOSER
 from peerd.training.refusal import Refusal
 from peerd.transport.ids import NodeId
 
-FAR_MAX = 8.0  # exchanges in a row after which a peer is far away and no closer
+FAR_MAX = 8  # exchanges in a row after which a peer is far away and no closer
 WEIGHT_MAX = 4.0  # exchanges that one counts as, at most, of a peer that has gone further away
 REMEMBERED_MAX = 1024
 

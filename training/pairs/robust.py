@@ -12,11 +12,11 @@ A limit is an allowance of the peer. It grows with what this node's own steps mo
 model that is dragged away does not widen it. A step counts as half of a usual one at least: where a node's own data is
 learnt, as one class alone soon is, steps hardly move anything, and nobody could bring such a node back. All peers
 together have so a multiple of the node's own way, by tensor, whatever they say; a budget for the whole model could be
-spent on one bias. From a peer whose tensor is further away than FAR times the median of the others', less is
-taken the further it is: an honest one that has lost touch still comes closer, ever faster, and one that is anywhere at
-all has next to no say. A run that ends makes no more steps, but has to agree: then each peer may move it by what was
-usual between it and its peers, and again when its own run ends. Between fewer than four members nobody can say who is
-the odd one out, and a run that ends has no bounds.
+spent on one bias. From a peer whose tensor is further away than FAR times the median of the others', less is taken the
+further it is: an honest one that has lost touch still comes closer, ever faster, and one that is anywhere at all has
+next to no say. A run that ends makes no more steps, but has to agree: then each peer may move it by what was usual
+between it and its peers, and again when its own run ends. Between fewer than four members nobody can say who is the odd
+one out, and a run that ends has no bounds.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from peerd.transport.ids import NodeId
 RATE = 4.0
 """What all peers together may move the model, for each unit of its own way."""
 STEP_MIN = 0.5
-"""A step of a tensor counts as at least this times the mean one at its learning rate."""
+"""A step counts as at least this share of the mean step at its learning rate."""
 FAR = 4.0
 """Times the others' median distance: beyond it a peer counts less."""
 COMPARED_MIN = 3  # partners of which one can be told from the others

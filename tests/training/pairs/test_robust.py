@@ -330,7 +330,7 @@ def test_who_stays_away_is_refused_for_longer_each_time_until_forgiven() -> None
         now += seconds
         assert not graylist.refuses("p", now)
     assert said == [REFUSED_S, 2 * REFUSED_S, 4 * REFUSED_S]
-    for _ in range(int(FAR_MAX)):
+    for _ in range(FAR_MAX):
         graylist.note("p", 7.0, now, 1.5)
     assert graylist.forgive("p")
     assert not graylist.refuses("p", now)
