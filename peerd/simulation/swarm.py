@@ -21,6 +21,7 @@ from peerd.simulation.problems import Compute, Problem
 from peerd.simulation.referee import Referee
 from peerd.simulation.trainer import READY, NodeSettings, Phase, SimulatedTrainer
 from peerd.simulation.world import Kind, World
+from peerd.training.codecs.vector import VALUE_MAX
 from peerd.training.effects import Vector
 from peerd.training.mode_settings import ModeSettings
 from peerd.training.modes import class_of, settings_of
@@ -392,7 +393,7 @@ class Swarm:
             and (trainer := node.trainer) is not None
             and trainer.phase is Phase.TRAINING
             and trainer.lie is None
-            and np.isfinite(trainer.model()).all()  # nobody exchanges what is no number
+            and np.abs(trainer.model()).max() <= VALUE_MAX  # what is no number, or too large, is refused
         }
         trigger = parse_trigger(self.settings.mode_settings.trigger)
         if not isinstance(trigger, PeriodTrigger):  # which may be silent for any time

@@ -34,6 +34,13 @@ def look(at: float, sent: int, accuracy: float) -> Sample:
 # ---------------------------------------------------------------- runs
 
 
+def test_models_too_large_to_be_exchanged_may_be_silent() -> None:
+    grown = Scenario(peers=2, steps=30, compute="fixed:20", network="wan", mode="elastic:pairwise", lr=100.0)
+    result = run(replace(grown, codec="sign_largest", faults="none")).result
+    assert result["violations"] == []
+    assert result["exchanges"] > 0, "they were not too large at first"
+
+
 def test_runs_are_the_same_in_other_processes_and_in_their_order() -> None:
     scenarios = [
         replace(SMALL, seed=seed, mode=mode, every=every)
