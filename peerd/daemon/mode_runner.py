@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import random
+import re
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 
 import numpy as np
@@ -59,7 +61,7 @@ from peerd.training.modes.own_mode import whose
 from peerd.training.room import is_large
 from peerd.transport.errors import UserError
 from peerd.transport.ids import NodeId
-from peerd.transport.messages import AS_STARTED, Delta, Message, Plan
+from peerd.transport.messages import AS_STARTED, Delta, Member, Message, Plan
 
 EXCHANGE_SHARE = 4  # times the slowest exchange so far: how long a leaving node's hand-over may take
 DRAIN_MIN_S = 3.0
@@ -74,13 +76,14 @@ MAY_SURFACE = (  # at which an error may be what a peer said earlier
 )  # fmt: skip
 REST_S = 0.005  # between two looks at the mode's deadline, at least
 IGNORED_S = 0.05  # where nothing has come of one
+WORD = re.compile(r"\w+")
 LOOK_MAX_S = 0.5  # of a mode that has moved it with no event
 
 
 class ModeRunner:
     """The shell around one node's mode and its copy of the model."""
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: Peers, members: Callable[[], Mapping[NodeId, Member]] = dict) -> None:
         self.core = NodeCore()
         self.compute: ComputeThread[NodeEvent, list[NodeEffect]] = ComputeThread(
             self.core.handle_all, self._perform, self._forgiven
@@ -94,6 +97,7 @@ class ModeRunner:
         self._looks_at = math.inf
         self._drained = trio.Event()  # every partner has what this node had not yet sent
         self._peers = peers
+        self._members = members
         self._late: dict[NodeId, PeersChanged | Reconnected] = {}  # the last of each kind that there was no room for
         self._publish_asked = False
         self._resume_asked = False
@@ -362,13 +366,20 @@ class ModeRunner:
                     if settled:
                         (self.averaged if self.core.plan.once else self.settled).set()
                 case Log(level, text):
-                    LOGGER.log(logging.getLevelNamesMapping()[level.upper()], "%s", text)
+                    LOGGER.log(logging.getLevelNamesMapping()[level.upper()], "%s", self._with_names(text))
         if self._resume_asked and self.session is not None and self.all_taken:
             self._resume_asked = False
             await self.session.tell(protocol.Resume())
         if self._go_on is not None and self.session is not None and self.all_taken:
             go_on, self._go_on = self._go_on, None
             await self.session.tell(protocol.GradientIs(go_on.gradient))
+
+    def _with_names(self, text: str) -> str:
+        """A mode knows its peers by their ids alone; names are not certain, so some of the id stays."""
+        members = self._members()
+        return WORD.sub(
+            lambda word: f"{members[word[0]].name} ({word[0][:8]})" if word[0] in members else word[0], text
+        )
 
     def _shares_memory_with(self, session: TrainerSession) -> bool:
         return self.core.model is not None and self.core.model.is_shared_with(session.board)

@@ -98,7 +98,7 @@ class TrainerService:
         self._rng = rng
         self._peers = peers
         peers.offences.on_refused = self._on_refused
-        self._runner = ModeRunner(peers)
+        self._runner = ModeRunner(peers, self._members)
         self._catch_up = CatchUp(
             me, peers, members, known, rng, has_seeds=bool(settings.seeds), awaited=awaited, awaited_until=awaited_until
         )

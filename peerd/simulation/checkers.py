@@ -139,9 +139,9 @@ class Checkers:
         at = (message.link, node.id)
         before = self._versions.get(at, 0)
         corrections: list[Vector | None] = [effect.correction for effect in effects if isinstance(effect, Apply)]
-        if node.is_centre:
-            known = node.references.get(peer)
-            corrections = [None] * (known is not None and known.link == message.link and known.version > before)
+        known = node.references.get(peer)
+        if node.is_centre and known is not None and known.link == message.link:  # else it is a link of its trainer's
+            corrections = [None] * (known.version > before)
         if not corrections:
             return
         if len(corrections) > 1:

@@ -379,8 +379,9 @@ class Swarm:
         return self._gone_bytes + sum(node.bytes_sent for node in self.nodes.values())
 
     def finished(self) -> bool:
-        """Whether every node's run has ended."""
-        return bool(self.nodes) and all(trainer.phase is Phase.FINISHED for trainer in self.trainers)
+        """Whether every node's run has ended; a liar that waits may have been left out by the others, for good."""
+        ended = (trainer.phase is Phase.FINISHED or (trainer.lie and trainer.waits) for trainer in self.trainers)
+        return bool(self.nodes) and all(ended)
 
     def look_at_links(self) -> None:
         """Ask the checkers whether anybody has been silent for too long, whether the models sum up to what was put in,

@@ -205,6 +205,11 @@ class SimulatedTrainer:
         return self.mode.counts if self.mode is not None else Counter()
 
     @property
+    def waits(self) -> bool:
+        """Whether its next step is the mode's to allow."""
+        return self._at_barrier or self._waits_with is not None
+
+    @property
     def trained_s(self) -> float:
         """From the first step's begin to the end of the run, its last exchanges included, or until now."""
         until = self._world.now if math.isnan(self.trained_until) else self.trained_until

@@ -56,6 +56,19 @@ def test_no_end_waits_for_who_is_not_heard(attack: str) -> None:
     assert all(trainer is not None and trainer.trained_until < 60 + 1 for trainer in trainers)
 
 
+def test_no_end_waits_for_a_liar_that_rounds_go_on_without() -> None:
+    result = simulate(replace(SMALL, mode="allreduce", byzantine="huge:1", steps=20, seed=0)).result
+    assert result["violations"] == []
+    assert result["liars"] == [1]
+    assert result["steps_least"] < 20 == result["steps_most"]
+
+
+def test_a_leader_whose_values_are_no_numbers_costs_seconds() -> None:
+    result = simulate(replace(SMALL, mode="allreduce", byzantine="nan:1", steps=20, seed=3)).result
+    assert result["liars"] == [0], "it leads"
+    assert result["virtual_seconds"] < 40, "each makes 20 steps of a second"
+
+
 def test_without_the_robust_merge_a_huge_value_ruins_the_honest_models() -> None:
     result = simulate(replace(SMALL, byzantine="huge:1", robust=False)).result
     assert result["error"] > 100 > result["clean_error"]

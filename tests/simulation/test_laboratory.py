@@ -41,6 +41,12 @@ def test_models_too_large_to_be_exchanged_may_be_silent() -> None:
     assert result["exchanges"] > 0, "they were not too large at first"
 
 
+def test_a_centre_answers_over_what_was_its_trainers_link() -> None:
+    """Two centres, as clogs heal: exchange 20 with the other one is of the trainer's model, not of its centre."""
+    clogged = Scenario(peers=8, steps=150, mode="elastic", codec="sign_largest", seed=502035)
+    assert run(replace(clogged, faults="swizzle-clog", fault_every=20.0)).result["violations"] == []
+
+
 def test_runs_are_the_same_in_other_processes_and_in_their_order() -> None:
     scenarios = [
         replace(SMALL, seed=seed, mode=mode, every=every)

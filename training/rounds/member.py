@@ -49,6 +49,7 @@ from peerd.transport.messages import (
     RoundPhase,
     RoundPieces,
     RoundReport,
+    RoundsWithout,
 )
 
 REPEAT_S = 2.0
@@ -135,6 +136,8 @@ class Rounds:
         self._is_early = False  # what is contributed to the next round
         self._lengths: deque[Lengths] = deque([()], maxlen=4)  # of our contribution, the last last
         self._blames: NodeId = ""
+        self._leader_spoils = False  # what it has sent for an attempt cannot be
+        self._is_left_out = False  # as the leader says
         self.concentration = 0.0  # of our contribution's own progress
         self.work = Work()  # behind our contribution
         self._me = me
@@ -333,7 +336,8 @@ class Rounds:
         leads = self._passing.leader(self._alive)
         if leads == self._leads:
             return frozenset()
-        self._leads, self._awaited = leads, None
+        self._leads, self._awaited, self._is_left_out = leads, None, False
+        self._leader_spoils = False
         if self.phase == RoundPhase.RUNNING:
             self._give_up()
         self._leader = self._leadership()
@@ -350,7 +354,8 @@ class Rounds:
         waits &= self._there == WHOLE  # else the rest of ours may be what is awaited
         if not waits:
             self._patience.begins_anew(now)
-        elif self._patience.is_over(limit_s, now, finished=self.finished):
+        elif self._leader_spoils or self._patience.is_over(limit_s, now, finished=self.finished):
+            self._leader_spoils = False
             self._passing.complain(self._leads, self._alive)
             told += [self._leads, self._me]
         told += self._passing.join(self._alive, ALONE_PATIENCES * limit_s, now)
@@ -398,6 +403,8 @@ class Rounds:
                 return list(self._attempt.on_taken(sender, message, now))
             case LeaderPassed():
                 return self._on_passed(sender, message, now)
+            case RoundsWithout():
+                return self._without(message) if sender == self._leads else []
             case Connected():
                 self._leader.untold(sender)
                 outcomes = [*self._passed(self._passing.counts, frozenset({sender})), *self._repeat(sender, now)]
@@ -429,7 +436,18 @@ class Rounds:
             self._pace.answered(now - self._begun_at)  # the first answer to a RoundBegin
             self._begun_at = None
         self._leader.heard(sender, report, now)
-        return self.say(now)
+        outcomes = self.say(now)
+        is_left_out = self._leader.left_out.get(sender) == report.life
+        return [*outcomes, Send(sender, RoundsWithout(report.life))] if is_left_out else outcomes
+
+    def _without(self, word: RoundsWithout) -> list[Outcome]:
+        if self._is_left_out or word.life != self._life:
+            return []
+        self._is_left_out = True
+        self._counts["left_out_of_rounds"] += 1
+        why = "what it contributed is far longer than what the others did, or cannot be summed"
+        cure = "look at its learning rate, loss and data, and restart it to have it back"
+        return [Log("warning", f"rounds go on without this node: {why}; {cure}")]
 
     def _answer_leader(self, sender: NodeId, report: RoundReport, now: float) -> list[Outcome]:
         """Where this member is, as it was asked: by one life once in a while.
@@ -479,7 +497,7 @@ class Rounds:
         if begin.source == self._me and len(begin.roster) > 1 and not self._offer.copied:
             self._awaited = begin
             return [Publish()]  # pieces that come meanwhile are kept
-        self._awaited, self.order = None, begin
+        self._awaited, self.order, self._is_left_out = None, begin, False
         self._seen, self._is_void = begin.attempt, False
         if self.phase != RoundPhase.READY:
             self._round_since = now
@@ -571,6 +589,7 @@ class Rounds:
         except PeerError:
             if self.phase == RoundPhase.RUNNING and sender in self._attempt.begin.roster:
                 self._blames = sender  # an honest one would have blamed whom it had this from
+                self._leader_spoils = sender == self._leads
                 self._give_up()
             raise
         return [*outcomes, *self._advance(now)]

@@ -81,6 +81,7 @@ from peerd.transport.messages.rounds import (
     RoundPhase,
     RoundPieces,
     RoundReport,
+    RoundsWithout,
 )
 from peerd.transport.messages.secrets import (
     Generation,
@@ -161,6 +162,7 @@ __all__ = [
     "RoundPhase",
     "RoundPieces",
     "RoundReport",
+    "RoundsWithout",
     "SecretsHeld",
     "SecretsMessage",
     "ShardLeader",

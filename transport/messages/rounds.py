@@ -115,3 +115,12 @@ class LeaderPassed(Message):
     KIND: ClassVar[int] = 69
     leader: Name
     times: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoundsWithout(Message):
+    """From the leader: rounds go on without the receiver for the rest of its life, as what it contributed is far longer
+    than what the others did, or cannot be summed."""
+
+    KIND: ClassVar[int] = 70
+    life: Drawn  # of the receiver

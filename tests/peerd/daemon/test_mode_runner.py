@@ -59,10 +59,12 @@ from peerd.transport.messages import (
     Delta,
     LinkClose,
     LinkOpen,
+    Member,
     Message,
     ModelPromise,
     ModelSnapshot,
     Plan,
+    State,
 )
 
 pytestmark = pytest.mark.trio(clock="still")  # the compute thread takes no time
@@ -527,6 +529,15 @@ async def test_what_the_mode_says_is_logged(caplog: pytest.LogCaptureFixture) ->
     assert [(record.levelno, record.message) for record in caplog.records] == [
         (logging.WARNING, "the model is not finite")
     ]
+
+
+async def test_members_are_logged_by_their_names(caplog: pytest.LogCaptureFixture) -> None:
+    member = Member("0123456789abcdef", "gpu-7", "10.0.0.1", 1, 1, 0, State.ALIVE, "", b"")
+    async with there() as it:
+        it.runner._members = lambda: {member.id: member}
+        it.asks(Log("warning", f"without {member.id}: 0123456789abcdef0, 01234567 and a are others"))
+        await it.runner.on_message("a", HALF)
+    assert caplog.messages == ["without gpu-7 (01234567): 0123456789abcdef0, 01234567 and a are others"]
 
 
 async def test_proceed_says_what_is_done() -> None:
