@@ -23,6 +23,7 @@ from peerd.training.trigger import TRIGGERS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*(ROOT / f"{name}.md" for name in ("README", "ARCHITECTURE", "CONTRIBUTING")), *sorted(ROOT.glob("docs/*.md"))]
+RESULTS = [ROOT / "SECURITY.md", *sorted(ROOT.glob("benchmarks/**/*.md"))]
 FOLDERS = ("peerd", "training", "transport", "cli", "tests", "benchmarks", "docs")
 MADE_UP = ("NAME", "*")  # in a path that is a pattern
 DEFAULTS = {  # where the table says it in other words
@@ -52,7 +53,7 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     assert not missing
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *RESULTS], ids=lambda page: page.name)
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
         path, _, anchor = target.partition("#")
