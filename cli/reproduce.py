@@ -15,12 +15,16 @@ from peerd.cli import Interrupted, interrupts_end_at_once
 from peerd.cli.output import Format, FormatOption, check_report, finite, print_json, progress_bar, write_report
 from peerd.transport.errors import UserError
 
+JOBS_MAX = 256
+
 
 def reproduce(
     experiments: Annotated[list[str] | None, typer.Argument(help="E1, E2, ... or all; none: the list of them")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="a minute or two each, fewer seeds")] = False,
     tiny: Annotated[bool, typer.Option("--tiny", help="seconds each, for tests: figures without a meaning")] = False,
-    jobs: Annotated[int, typer.Option(min=1, max=256, help="processes (default: one a core)")] = os.cpu_count() or 1,
+    jobs: Annotated[int, typer.Option(min=1, max=JOBS_MAX, help="processes (default: one a core)")] = min(
+        os.cpu_count() or 1, JOBS_MAX
+    ),
     report: Annotated[Path, typer.Option(help="the page; a .json is written beside it")] = Path("reproduction.html"),
     cells: Annotated[
         Path | None, typer.Option(help="where finished cells are kept (default: the cache folder)")

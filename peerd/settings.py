@@ -18,12 +18,20 @@ from peerd.protocol import plan
 from peerd.security.token import TEXT_MAX, Token
 from peerd.security.token import parse as parse_token
 from peerd.training.mode_settings import AUTO, OPTIONS, PLANNED, WEIGHTS, check_choice, check_count
-from peerd.training.modes import MODES, ModeSettings, check_given, check_options, in_one_form, settings_of
+from peerd.training.modes import (
+    MODES,
+    ModeSettings,
+    alike_at_start,
+    check_given,
+    check_options,
+    in_one_form,
+    settings_of,
+)
 from peerd.training.modes.own_mode import adopted
 from peerd.training.plain_numbers import number, whole
 from peerd.transport.errors import UserError
 from peerd.transport.ids import Address
-from peerd.transport.messages import NAME
+from peerd.transport.messages import NAME, VISIBLE_MAX
 from peerd.transport.sending.budget import Budget, parse_rate
 
 DEFAULT_PORT = 7946
@@ -160,6 +168,8 @@ def load(flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | 
         values["mode"] = adopted(str(values["mode"]))
     loaded = replace(Settings(), **values)
     check_given(loaded.mode, values, loaded.exchange)
+    if len(alike := alike_at_start(loaded.mode, loaded.mode_settings)) > VISIBLE_MAX:
+        raise UserError(f"mode: more than {VISIBLE_MAX} characters that all nodes must have alike: {alike[:60]!r}...")
     if loaded.transport == "tcp" and (idle := [key for key in values if key in OF_RDMA]):
         raise UserError(f"{', '.join(idle)}: without effect with transport tcp; leave it out, or take rdma or auto")
     return loaded

@@ -27,12 +27,12 @@ class EarlyMessages:
 
     def keep(self, sender: NodeId, message: Message) -> None:
         """Hold it, in place of one that it repeats or supersedes; or drop it, where it does not fit."""
-        messages = self._held.setdefault(sender, {})
+        messages = self._held.get(sender, {})
         said, size = message.said, _size(message)
         freed = _size(messages[said]) if said in messages else 0
         if (said not in messages and len(messages) >= MESSAGES_MAX) or size > BYTES_MAX:
             return
-        messages[said] = message
+        self._held.setdefault(sender, messages)[said] = message
         self._bytes += size - freed
         self._held.move_to_end(sender)
         while len(self._held) > SENDERS_MAX or self._bytes > BYTES_MAX:

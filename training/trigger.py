@@ -52,11 +52,10 @@ class Trigger(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ChangeTrigger:
-    """Fires when change > threshold * worth * lr_ratio * norm, or after `max_silence_s`."""
+    """Fires when change > threshold * worth * lr_ratio * norm, or after SILENCE_MAX_S."""
 
     name: ClassVar[str] = "change"
     threshold: float
-    max_silence_s: float = SILENCE_MAX_S
 
     def fires(self, link: LinkChange) -> str | None:
         """See `Trigger.fires`."""
@@ -66,7 +65,7 @@ class ChangeTrigger:
             return "finishing"
         if link.change > link.worth * self.limit(link):
             return "change"
-        return "silence" if link.silence_s >= self.max_silence_s else None
+        return "silence" if link.silence_s >= SILENCE_MAX_S else None
 
     def quiet(self, link: LinkChange) -> tuple[float, int]:
         """See `Trigger.quiet`."""

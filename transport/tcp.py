@@ -296,16 +296,12 @@ def unmapped(source: Any) -> Address:
     return source[0].removeprefix("::ffff:") if "." in source[0] else source[0], source[1]
 
 
-async def resolve(
-    address: Address, kind: socket.SocketKind, family: int = 0, flags: int = 0
-) -> list[tuple[socket.AddressFamily, Any]]:
+async def resolve(address: Address, kind: socket.SocketKind, flags: int = 0) -> list[tuple[socket.AddressFamily, Any]]:
     """Return the families and socket addresses behind an address; OSError or ValueError when there is none."""
     host, port = address
     if not 0 <= port <= 65535:  # getaddrinfo takes it modulo 65536
         raise ValueError(f"there is no port {port}")
-    if family == socket.AF_INET6:  # its sockets reach IPv4 under these names
-        flags |= socket.AI_V4MAPPED
-    found = await trio.socket.getaddrinfo(host, port, family, kind, flags=flags)
+    found = await trio.socket.getaddrinfo(host, port, 0, kind, flags=flags)
     return [(entry[0], entry[4]) for entry in found]
 
 

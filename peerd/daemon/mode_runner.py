@@ -72,7 +72,8 @@ TAKES = (TrainerPhase.TRAINING, TrainerPhase.FINISHING)  # when a trainer takes 
 TAKEN_MAX_S = 5.0  # for which this peer's other messages wait, too; a stream that stands for 10 s is thought broken
 WAITING_MAX = 1024  # events for the compute thread
 MAY_SURFACE = (  # at which an error may be what a peer said earlier
-    PeersChanged, Reconnected, TimerDue, Stepped, GradientCame, TrainerLost, RunStands, NodeLeaves, BarrierKnown,
+    PeersChanged, Reconnected, TimerDue, Stepped, GradientCame, TrainerGone, TrainerLost, RunStands, NodeLeaves,
+    BarrierKnown,
 )  # fmt: skip
 REST_S = 0.005  # between two looks at the mode's deadline, at least
 IGNORED_S = 0.05  # where nothing has come of one

@@ -189,6 +189,8 @@ class Peers:
                         LOGGER.info("%s", said)
                     if isinstance(error, NobodyListens):
                         self._vacant(peer)
+                except Exception as error:
+                    self.offences.unforeseen(error, f"what there was to say to {peer} could not be said")
                 broken = True
                 box.queue.clear()
                 await trio.sleep(delay_s)
@@ -197,7 +199,10 @@ class Peers:
             del self._boxes[peer]
 
     async def _write(self, peer: NodeId, connection: Connection, box: _Outgoing) -> None:
-        """Send what is queued, while watching for the end of the connection. Raises ConnectionLost or PeerError."""
+        """Send what is queued, while watching for the end of the connection.
+
+        Raises ConnectionLost, PeerError, or what was wrong with a message of ours.
+        """
         ended: Exception | None = None
         said = AS_STARTED
         try:
@@ -219,7 +224,7 @@ class Peers:
                         box.scope.cancel()
                         if self._boxes.get(peer) is box:
                             del self._boxes[peer]  # what is sent from now on dials anew
-        except* (ConnectionLost, PeerError) as group:
+        except* Exception as group:
             ended = group.exceptions[0]  # the watcher or the writer: whoever saw it first
         assert ended is not None, "the writer only ends with its connection"
         raise ended

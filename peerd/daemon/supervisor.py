@@ -65,13 +65,13 @@ class Supervisor:
                     line = "%s ended without swarm.finish(): its last steps may be missing in this node's model"
                     LOGGER.warning(line, self.name)
                 return
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+            how = f"was killed by {_name_of(-code)}" if code < 0 else f"exited with code {code}"
             if after is not None and after.phase is TrainerPhase.FINISHED and not after.at_exit:
                 LOGGER.warning("%s %s after its model was finished: it is not started again", self.name, how)
                 return
             killed = -code in KILLED_BY or code - SIGNALLED in KILLED_BY
             if not self.attached and not killed:
-                raise UserError(f"{self.name} {how} before it called peerd.attach; {OUTPUT_ABOVE}")
+                raise UserError(f"{self.name} {how} before peerd.attach was done; {OUTPUT_ABOVE}")
             fruitless = code > 0 and (after is None or not after.has_stepped)
             if fruitless and code == hopeless:
                 raise UserError(f"{self.name} {how} twice before its first step: giving up; {OUTPUT_ABOVE}")
@@ -177,3 +177,11 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 def die_with_parent() -> None:
     """For `preexec_fn`: the child gets SIGTERM when its parent dies, however that happens."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _name_of(number: int) -> str:
+    """Of a signal; real-time signals have none but for the first and the last."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

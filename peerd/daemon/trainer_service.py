@@ -351,8 +351,13 @@ class TrainerService:
             fresh.step = step
             return None, step
         values, donor_step = fetched
-        start = max(step, donor_step)
-        return await trio.to_thread.run_sync(fresh.load, values, start), start
+        if step > donor_step:
+            older = (
+                "the swarm's model is of step %d, this node's checkpoint of step %d: training goes on from the former. "
+                "If all nodes were started anew, stop them, and start this one first"
+            )
+            LOGGER.warning(older, donor_step, step)
+        return await trio.to_thread.run_sync(fresh.load, values, donor_step), donor_step
 
     # ---------------------------------------------------------------- a trainer trains, and ends
 
@@ -407,6 +412,11 @@ class TrainerService:
         status.enter(TrainerPhase.FINISHED)
         await session.tell(protocol.Finished())
         LOGGER.info("training finished at step %d; still a member, with the model", status.step)
+        if status.step == status.first_step:
+            LOGGER.warning(
+                "the script made no step: it went on from step %d, and had none left. To begin anew, start it under "
+                "another --name, or delete %s", status.step, self._settings.checkpoints,
+            )  # fmt: skip
 
     async def drain(self) -> None:
         """For a node that leaves: have the trainer publish once more and end, then give what is not yet given."""

@@ -15,7 +15,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -156,19 +156,12 @@ def restore(generation: Generation, model: nn.Module, optimizer: torch.optim.Opt
             weights[name] = taken_apart(weights[name], held)
     weights |= {name[6:]: value for name, value in generation.extra.items()}
     may_lack = {name for name, held in model.named_parameters(remove_duplicate=False) if not held.requires_grad}
+    _check_before(weights, model, may_lack)
     try:
         missing, unknown = model.load_state_dict(weights, strict=False)
     except RuntimeError as error:
         raise Damaged(f"does not fit this model: {str(error).splitlines()[0]}") from None
-    frozen = tuple(f"{name}." for name in may_lack)
-    lacks = [
-        name
-        for name in missing
-        if name not in may_lack and not name.startswith(frozen) and name.rpartition(".")[2] != EXTRA_STATE
-    ]
-    if lacks or unknown:
-        cause = f"it lacks {lacks[0]}" if lacks else f"it has {unknown[0]}, which the model has not"
-        raise Damaged(f"does not fit this model: {cause}")
+    _check_names(missing, unknown, may_lack)
     plain = generation.optimizer
     if plain is None or plain["class"] != kind(optimizer):
         return False
@@ -186,6 +179,44 @@ def restore(generation: Generation, model: nn.Module, optimizer: torch.optim.Opt
     except ValueError:  # it groups the parameters in another way
         return False
     return True
+
+
+def _check_before(weights: dict[str, Any], model: nn.Module, may_lack: set[str]) -> None:
+    """As `load_state_dict` finds out when it has loaded what does fit. Raises Damaged.
+
+    Modules that load in a way of their own take what they know, and are not judged before.
+    """
+    by_themselves = tuple(
+        f"{path}." if path else ""
+        for path, module in model.named_modules()
+        if module._load_state_dict_pre_hooks
+        or not (
+            type(module).__module__.startswith("torch.")
+            or type(module)._load_from_state_dict is nn.Module._load_from_state_dict
+        )
+    )
+    there = model.state_dict()
+    judged = [name for name in [*there, *weights] if not name.startswith(by_themselves)]
+    _check_names(
+        [name for name in judged if name not in weights], [name for name in judged if name not in there], may_lack
+    )
+    for name in judged:
+        held, value = there.get(name), weights.get(name)
+        if isinstance(held, torch.Tensor) and isinstance(value, torch.Tensor) and held.shape != value.shape:
+            shapes = f"{tuple(value.shape)} in the checkpoint, {tuple(held.shape)} in the model"
+            raise Damaged(f"does not fit this model: {name} has shape {shapes}")
+
+
+def _check_names(missing: Sequence[str], unknown: Sequence[str], may_lack: set[str]) -> None:
+    frozen = tuple(f"{name}." for name in may_lack)
+    lacks = [
+        name
+        for name in missing
+        if name not in may_lack and not name.startswith(frozen) and name.rpartition(".")[2] != EXTRA_STATE
+    ]
+    if lacks or unknown:
+        cause = f"it lacks {lacks[0]}" if lacks else f"it has {unknown[0]}, which the model has not"
+        raise Damaged(f"does not fit this model: {cause}")
 
 
 def _as_before(group: dict[str, Any], had: dict[str, Any]) -> dict[str, Any]:

@@ -166,7 +166,7 @@ class Session:
         self._client.hear(start)
         if start.load is not None:
             flat.load(self._memory.copies[start.load])
-            self.step = max(self.step, start.step)
+            self.step = start.step
         if restored is not None:
             _say_restored(*restored, model_too=start.load is None)
         for message in self._early:

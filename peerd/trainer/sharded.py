@@ -49,7 +49,7 @@ class ShardedModel:
     device = torch.device("cpu")  # where its flat vectors are
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, ranks: Ranks, exclude: Sequence[str] = ()) -> None:
-        """To be called on all ranks at once, by rank 0 after `Word.COMES`. Raises ValueError as `FlatModel` does."""
+        """On all ranks at once, by rank 0 after `RankCommand.COMES`. Raises ValueError as `FlatModel` does."""
         _reshard(model)
         self._model, self._optimizer, self._ranks = model, optimizer, ranks
         self._shards = FlatModel(model, optimizer, exclude)

@@ -305,7 +305,7 @@ def test_a_script_that_dies_at_import(machine: Machine) -> None:
     lines = node.log.splitlines()
     assert "mine" in lines
     assert "ModuleNotFoundError: No module named 'nosuchmodule'" in lines
-    assert lines[-1].startswith("peerd: dies.py exited with code 1 before it called peerd.attach")
+    assert lines[-1].startswith("peerd: dies.py exited with code 1 before peerd.attach was done")
     assert node.log.count("Traceback") == 1  # the script's own
     assert not node.socket.exists()
 

@@ -309,6 +309,15 @@ def test_a_number_may_be_whole_and_a_list_one_string(tmp_path: Path) -> None:
     assert (loaded.checkpoint_every_s, loaded.join) == (5.0, ("host:1",))
 
 
+def test_more_than_a_greeting_can_say_is_refused() -> None:
+    digits = "1234567890123456"
+    values = f"beta1=0.9{digits},beta2=0.98{digits},eps=1.{digits}e-06,weight_decay=0.{digits},clip=1.{digits}"
+    optimizer = f"adamw:{values}"
+    told = {"mode": "hardsync:batch=4096:backup=1", "exchange": "gradients", "server_optimizer": optimizer}
+    with pytest.raises(UserError, match="mode: more than 200 characters that all nodes must have alike: 'hardsync"):
+        load(told, {}, None)
+
+
 def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"config .*missing\.toml: No such file or directory"):
         load({}, {}, tmp_path / "missing.toml")

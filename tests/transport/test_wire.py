@@ -29,6 +29,7 @@ from peerd.transport.messages import (
     Ping,
     PingRequest,
     Plan,
+    Promise,
     RoundBegin,
     RoundCommit,
     State,
@@ -272,6 +273,7 @@ OUT_OF_RANGE = {
         [1, 2, "sign", "ring", True, True, ["a"], [-1], [], [], False, "", 0, 0, [], 0, []],
         RoundBegin,
     ),
+    "a worker with a name longer than an id": ([[], 1, 1, 1, 1, [["a" * 33, 1, 1]]], Promise),
     "one of the pieces": ([1, 2, [3, 2**53]], PiecesTaken),
 }
 

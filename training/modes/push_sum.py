@@ -43,7 +43,7 @@ from peerd.transport.errors import PeerError
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import Push
 
-PART_SHARE = 0.8  # of the largest stable part: as delta.GAIN_SHARE
+PART_SHARE = 0.8  # of the largest stable part: as GAIN_SHARE of codecs/vector.py
 WEIGHT_MIN = 1e-3  # a node that gave away all but this waits for some to come
 WEIGHT_MAX = 1e6  # more than a swarm has
 GONE: NodeId = ""  # in place of all peers that are no more

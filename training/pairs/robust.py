@@ -68,9 +68,9 @@ class Tensors:
     def __len__(self) -> int:
         return len(self.stops)
 
-    def norms(self, values: Vector, known: Vector | None = None) -> Norms:
-        """||values - known|| of each."""
-        return np.sqrt(squares_by(values, known, self.stops))
+    def norms(self, values: Vector) -> Norms:
+        """||values|| of each."""
+        return np.sqrt(squares_by(values, None, self.stops))
 
     def move(self, mine: Sliced, each_outgoing: EachPiece, theirs: Sliced, following: Vector) -> Norms:
         """Move two references (kernels/passes.py): returns how far apart they are then, which is in `following`.

@@ -38,7 +38,7 @@ from peerd.training.rounds.weights import capped, scales
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import NO_MEAN, RoundBegin, RoundCommit, RoundPhase, RoundReport
 
-ROSTER_MAX = 1024  # of a message's array
+ROSTER_MAX = 512  # an order has two lengths of each, and an array of a message 1024 items
 ATTEMPT_STEP = 1 << 20  # the low bits are drawn, so that two who both lead for a while do not number alike
 PATIENCE_FIRST_S = 300.0  # before anything was measured
 PATIENCE_MIN_S = 30.0
@@ -57,7 +57,6 @@ class Leader:
     ) -> None:  # fmt: skip
         """`differences`: from an agreed model on, contributions are differences from it. `every`: see `Choice`."""
         self.begun: RoundBegin | None = None
-        self.abandoned = 0  # attempts that were begun in vain
         self.left_out: dict[NodeId, int] = {}  # whose contribution was far too long, in this life
         self._blames: dict[NodeId, NodeId] = {}  # whom each member blamed first
         self._far: set[NodeId] = set()  # whose contribution to the next round is too long
@@ -140,7 +139,6 @@ class Leader:
             if not is_void and len(survivors) == len(self.begun.roster) and not stuck:
                 late = [id for id in survivors if reports[id].attempt < self.begun.attempt]
                 return orders + self._tell(late, self.begun)
-            self.abandoned += 1
             self._shuffle = stuck  # other neighbours may reach each other
             left = is_void or len(survivors) < sum(id in reports for id in self.begun.roster)  # it lives
             self._fell_apart += left

@@ -10,6 +10,7 @@ mean is shortened: it can turn a round its own way, by no more than an honest on
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 
@@ -78,7 +79,8 @@ def longest_mean(lengths: Sequence[float], shares: Sequence[float]) -> float:
     said = [length if length >= 0 else math.inf for length in lengths]
     usual = _median(length for length, share in zip(said, shares, strict=True) if share > 0 and length < math.inf)
     worth = sum(share * min(length, FAR * usual) for length, share in zip(said, shares, strict=True))
-    return max(LIMIT * usual, (1 + ROUNDING) * worth / (sum(shares) or 1.0))
+    longest = max(LIMIT * usual, (1 + ROUNDING) * worth / (sum(shares) or 1.0))
+    return longest if longest < math.inf else sys.float_info.max  # of lengths that no gradient of float32 has
 
 
 class FarRounds:

@@ -30,6 +30,7 @@ COMPLAINT = 2  # counts
 HEARD_MAX = 1024  # leaders that one member speaks of
 AT_ONCE = 4  # times that the only other member is heeded at once
 BEYOND_MAX = 64  # our own counts: of what it says
+TIMES_MAX = 1 << 48  # of what one says: our own complaints go on from there, and the wire holds 2 ** 53
 
 AGREED = 3  # voices: two honest ones at least, and these are heard by all
 JOINED = 2  # voices, of which one is honest
@@ -57,7 +58,7 @@ class Passing:
 
     def heard(self, sender: NodeId, leader: NodeId, times: int) -> bool:
         """A member says so; whether it has not before. Less than it said is its next life's word."""
-        said = self._said.setdefault(sender, {})
+        said, times = self._said.setdefault(sender, {}), min(times, TIMES_MAX)
         if times == said.get(leader, 0) or (leader not in said and len(said) >= HEARD_MAX):
             return False
         said[leader] = times

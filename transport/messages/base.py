@@ -34,9 +34,12 @@ Drawn = Annotated[int, Within(0, (1 << 63) - 1)]
 """A number that was drawn at random, and is compared only."""
 Name = Annotated[str, NAME]
 """Of a node, a swarm, a codec; ids are names too."""
+Worker = Annotated[str, re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,31}", re.ASCII)]
+"""Of a node, where a message has as many as there are workers: an id has 32 digits."""
 NameOrNone = Annotated[str, re.compile(f"(?:{NAME.pattern})?", re.ASCII)]
 Host = Annotated[str, re.compile(r"[A-Za-z0-9._:%-]{0,255}", re.ASCII)]
-Visible = Annotated[str, re.compile(r"[!-~]{0,128}", re.ASCII)]
+VISIBLE_MAX = 200
+Visible = Annotated[str, re.compile(f"[!-~]{{0,{VISIBLE_MAX}}}", re.ASCII)]
 """Of a mode and its argument, a topology: what can be seen, and no blank."""
 VisibleText = Annotated[str, re.compile(r"[ -~]{0,200}", re.ASCII)]
 

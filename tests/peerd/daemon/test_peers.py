@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -22,6 +23,7 @@ from peerd.transport.messages import (
     ModelSnapshot,
     Plan,
     Refuse,
+    RoundCommit,
     RoundPhase,
     RoundReport,
     Welcome,
@@ -198,6 +200,19 @@ async def test_another_node_at_the_address_hears_nothing(caplog: pytest.LogCaptu
         assert there.far.heard == opens(2)
         assert there.reconnected == ["far"]
     assert [record.message for record in caplog.records].count("another node answers at far:1") == 1
+
+
+async def test_what_cannot_be_said_is_dropped_and_told_and_the_daemon_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    async with setting() as there:
+        await there.listen(there.far)
+        there.peers.send("far", RoundCommit(1, 1, math.inf))
+        await trio.sleep(1)
+        there.peers.send("far", LinkOpen(1))
+        await trio.sleep(RETRY_MAX_S)
+        assert there.far.heard == opens(1)
+        assert there.peers.offences.counts["unforeseen_errors"] == 1
+        assert there.reconnected == ["far"]
+    assert "what there was to say to far could not be said: a bug in peerd" in caplog.text
 
 
 async def test_who_refuses_is_asked_again_later() -> None:

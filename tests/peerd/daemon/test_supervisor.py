@@ -81,10 +81,16 @@ async def test_an_end_that_gave_no_last_model_is_told(
 
 
 @pytest.mark.parametrize(
-    ("end", "how"), [("exit 3", "exited with code 3"), ("kill -11 $$", "was killed by SIGSEGV")], ids=["exit", "crash"]
+    ("end", "how"),
+    [
+        ("exit 3", "exited with code 3"),
+        ("kill -11 $$", "was killed by SIGSEGV"),
+        ("kill -40 $$", "was killed by signal 40"),
+    ],
+    ids=["exit", "crash", "no name"],
 )
 async def test_a_script_that_dies_before_it_attaches_is_not_started_again(folder: Path, end: str, how: str) -> None:
-    with pytest.raises(UserError, match=f"^sh {how} before it called peerd.attach; its own output above says why$"):
+    with pytest.raises(UserError, match=f"^sh {how} before peerd.attach was done; its own output above says why$"):
         await shell(folder, COUNT + end, attached=False).run()
     assert starts(folder) == 1
 
@@ -100,7 +106,7 @@ async def test_a_script_that_others_kill_before_it_attaches_is_started_again(fol
 async def test_a_python_script_that_dies_at_import(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = folder / "train.py"
     script.write_text("import no_such_module\n")
-    with pytest.raises(UserError, match=r"^train.py exited with code 1 before it called peerd.attach"):
+    with pytest.raises(UserError, match=r"^train.py exited with code 1 before peerd.attach was done"):
         await Supervisor([str(script)], {}).run()
     assert "No module named 'no_such_module'" in capfd.readouterr().err
 

@@ -240,6 +240,48 @@ def test_a_checkpoint_of_before_is_loaded_with_its_frozen_parameters(tmp_path: P
     assert torch.equal(again.norm.weight, model.norm.weight)
 
 
+class Headed(nn.Module):
+    def __init__(self, classes: int, *, counts: bool = False) -> None:
+        super().__init__()
+        self.body = nn.Linear(2, 2)
+        self.head = nn.Linear(2, classes)
+        if counts:
+            self.register_buffer("seen", torch.zeros(1, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        (Headed(3), r"head.weight has shape \(2, 2\) in the checkpoint, \(3, 2\) in the model"),
+        (Headed(2, counts=True), "it lacks seen"),
+        (nn.ModuleDict({"body": nn.Linear(2, 2)}), "it has head.weight, which the model has not"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_leaves_the_model_as_it_is(other: nn.Module, why: str) -> None:
+    model = Headed(2)
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    with pytest.raises(Damaged, match=f"does not fit this model: {why}"):
+        restore(capture(model, OPTIMIZERS["sgd"](model), 1, "s"), other, OPTIMIZERS["sgd"](other))
+    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
+
+
+class Grows(nn.Module):
+    """It has as many values as were ever loaded, or asked for."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.zeros(size))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        self.values = nn.Parameter(state_dict[f"{prefix}values"].clone())
+
+
+def test_a_module_that_loads_in_its_own_way_does_so() -> None:
+    model, again = nn.Sequential(Grows(3)), nn.Sequential(Grows(2))
+    restore(capture(model, OPTIMIZERS["sgd"](model), 1, "s"), again, OPTIMIZERS["sgd"](again))
+    assert again[0].values.shape == (3,)
+
+
 class Counted(nn.Linear):
     """Its extra state is what it was made with, until another is set."""
 

@@ -19,7 +19,8 @@ from peerd.training.rounds.culprits import MISSES_MAX
 from peerd.training.rounds.leader import PATIENCE_MIN_S
 from peerd.training.rounds.member import REPEAT_S
 from peerd.training.rounds.passing import ALONE_PATIENCES, UNCOMMITTED_PATIENCES, UNORDERED_PATIENCES, Passing
-from peerd.transport.messages import LeaderPassed, Message, RoundBegin, RoundCommit, RoundPhase, RoundReport
+from peerd.transport import wire
+from peerd.transport.messages import COUNT, LeaderPassed, Message, RoundBegin, RoundCommit, RoundPhase, RoundReport
 
 STEP_S = 5
 TURNS = 12  # of everybody's messages, in one step's time
@@ -211,6 +212,19 @@ def test_the_word_of_the_leader_alone_keeps_nobody_from_passing_it_by() -> None:
             member.heard(other, "a", 2)
         member.join(others, ALONE_PATIENCES, 0.0)
         assert member.leader(others) != "a"
+
+
+@pytest.mark.parametrize("names", ["ab", "abcd"])
+def test_no_word_takes_a_count_to_its_end(names: str) -> None:
+    member, others = Passing("b"), frozenset(names) - {"b"}
+    for _ in range(3):
+        for leader in "aba":
+            member.heard("a", leader, COUNT.high)
+            member.join(others, ALONE_PATIENCES, 0.0)
+    member.complain("a", others)
+    for leader, times in member.counts.items():
+        wire.encode(LeaderPassed(leader, times + 1000))
+    assert names != "ab" or member.leader(others) == "b", "of more, others have to say so, too"
 
 
 @given(

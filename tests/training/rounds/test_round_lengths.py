@@ -13,9 +13,11 @@ from round_swarm import RoundSwarm
 
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Vector
+from peerd.training.rounds.leader import ROSTER_MAX
 from peerd.training.rounds.lengths import (
     FAR,
     FORGIVEN,
+    GROUPS,
     LIMIT,
     PATIENCE,
     SHORTENED,
@@ -27,6 +29,7 @@ from peerd.training.rounds.lengths import (
     shorten,
     shortening,
 )
+from peerd.transport import wire
 from peerd.transport.errors import PeerError
 from peerd.transport.messages import RoundBegin, RoundPieces
 
@@ -66,6 +69,18 @@ def test_no_mean_of_gradients_is_longer_than_can_be_and_no_honest_one_is_shorten
     worth = [share * min(length, FAR * usual) for (length, _), share in zip(said, shares, strict=True)]
     assert most >= sum(worth) / sum(shares) * (1 - 1e-12)
     assert most <= max(LIMIT, FAR) * usual * (1 + 1e-5)
+
+
+def test_a_length_that_none_has_makes_no_limit_that_is_none() -> None:
+    assert math.isfinite(longest_mean([1.79e308, 1.0], [1.0, 0.0]))
+
+
+def test_an_order_to_as_many_as_there_may_be_can_be_sent() -> None:
+    ids = tuple(f"{number:032x}" for number in range(ROSTER_MAX))
+    many = (2**61,) * ROSTER_MAX
+    order = RoundBegin(1, 2**52, "top_k_2bit", "halving", False, False, ids, many, (1.5,) * GROUPS * ROSTER_MAX)
+    order = replace(order, waited=(0.5,) * ROSTER_MAX, shares=(0.5,) * ROSTER_MAX)
+    assert wire.decode(order.KIND, wire.encode(order)[0], 0).message() == order
 
 
 def test_who_is_far_longer_than_the_others_is_told_apart() -> None:
