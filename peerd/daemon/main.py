@@ -34,7 +34,7 @@ from peerd.transport.ids import Address, shown
 SCRIPT_ENDS_S = 15.0  # for a script that was told to end: ranks part, and torchrun looks after them now and then
 SCRIPT_MIN_S = 0.5  # for one that does not know of us
 LOOK_AT_CHECKPOINT_S = 0.25
-WRITING_LONG_S = 2.0  # then whoever waits is told
+AWAITED_LONG_S = 2.0  # then whoever waits is told
 LOOK_AT_TRAINER_S = 1.0
 
 
@@ -84,24 +84,39 @@ async def _end(daemon: Daemon, supervisor: Supervisor | None) -> None:
     """Leave the swarm in good order, and see the script to its end."""
     if supervisor is not None:
         supervisor.stopping = True  # no further start while it hands over
-    if daemon.model.fatal is None or daemon.model.meta.ready:  # who was refused never was in it
+    was_in_it = daemon.model.fatal is None or daemon.model.meta.ready  # who was refused never was
+    if was_in_it:
         LOGGER.info("leaving the swarm")
-    if supervisor is not None and _trainer_waits(daemon):
-        await supervisor.stop(0)
-    daemon.ending = "the hand-over of what was not yet sent"
-    await daemon.leave()
-    daemon.ending = SCRIPT_ENDS
-    if supervisor is not None:
-        await supervisor.stop(SCRIPT_ENDS_S if supervisor.attached else SCRIPT_MIN_S, _watch_of_checkpoint(daemon))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_say_what_is_awaited, daemon)
+        if supervisor is not None and _trainer_waits(daemon):
+            await supervisor.stop(0)
+        daemon.ending = "the hand-over of what was not yet sent"
+        await daemon.leave()
+        daemon.ending = SCRIPT_ENDS
+        if supervisor is not None:
+            await supervisor.stop(SCRIPT_ENDS_S if supervisor.attached else SCRIPT_MIN_S, _watch_of_checkpoint(daemon))
+        nursery.cancel_scope.cancel()
+    if was_in_it:
+        LOGGER.info("left the swarm")
+
+
+async def _say_what_is_awaited(daemon: Daemon) -> None:
+    """Once for each, where it takes long."""
+    said = ""
+    while True:
+        await trio.sleep(AWAITED_LONG_S)
+        if daemon.ending != said:
+            said = daemon.ending
+            LOGGER.info("waiting for %s; another Ctrl-C or SIGTERM ends it without", said)
 
 
 def _watch_of_checkpoint(daemon: Daemon) -> Callable[[], Awaitable[bool]]:
-    """Asked again and again, tells whether the script writes one, and says so once where that takes long."""
-    began, checkpoint = trio.current_time(), "the script's last checkpoint"
-    looked_at, writing, said = -math.inf, False, False
+    """Asked again and again, tells whether the script writes one."""
+    looked_at, writing = -math.inf, False
 
     async def writes() -> bool:
-        nonlocal looked_at, writing, said
+        nonlocal looked_at, writing
         status, now = daemon.model.status, trio.current_time()
         if status is None or now - looked_at < LOOK_AT_CHECKPOINT_S:
             return writing
@@ -109,10 +124,7 @@ def _watch_of_checkpoint(daemon: Daemon) -> Callable[[], Awaitable[bool]]:
         writing = await trio.to_thread.run_sync(
             is_writing, daemon.settings.checkpoints, status.pid, abandon_on_cancel=True
         )
-        daemon.ending = checkpoint if writing else SCRIPT_ENDS
-        if writing and not said and now - began > WRITING_LONG_S:
-            said = True
-            LOGGER.info("waiting for %s; another Ctrl-C or SIGTERM ends it without", checkpoint)
+        daemon.ending = "the script's last checkpoint" if writing else SCRIPT_ENDS
         return writing
 
     return writes

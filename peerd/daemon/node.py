@@ -38,7 +38,7 @@ from peerd.security.shared_secrets import SharedSecrets
 from peerd.settings import Settings, is_loopback
 from peerd.training.modes import alike_at_start
 from peerd.transport.connection import Datagrams, Transport
-from peerd.transport.errors import PeerError
+from peerd.transport.errors import PeerError, UserError
 from peerd.transport.hello import Refused
 from peerd.transport.ids import Address, NodeId, shown
 from peerd.transport.messages import Hello, Member, State
@@ -285,8 +285,10 @@ async def running(
     told = settings.carrier_settings
     carrier = CARRIERS[settings.transport](told)
     host, port = await carrier.resolve(settings.bind_address)
-    for seed in settings.seeds:
-        await carrier.resolve(seed)
+    seeds = {await carrier.resolve(seed) for seed in settings.seeds}
+    if seeds and not kept and seeds <= {(host, port), (carrier.reached(host), port)}:
+        own = shown(settings.seeds[0])
+        raise UserError(f"join: {own} is this node's own address; leave --join out where a swarm begins")
     seal = None if settings.insecure_plaintext else DatagramSeal()
     async with aclosing(await carrier.bind((host, port), seal)) as datagrams, trio.open_nursery() as nursery:
         bound = (host, datagrams.address[1])

@@ -282,6 +282,8 @@ class TrainerService:
             self._view_max = told.view if told.view < plan.view else None
 
     def _refuse(self, comes: Said | None, connection: LocalConnection) -> str | None:
+        if self._leaving:  # its script died, and was being started again
+            return "this node is leaving the swarm"
         if self._runner.session is not None:
             if isinstance(comes, Attach) and comes.pid == self._runner.session.facts.pid:
                 return (

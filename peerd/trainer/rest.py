@@ -2,9 +2,9 @@
 
     rest-0123456789abcdef.safetensors    one for a model (its signature), beside the checkpoints
 
-It is written once, when a trainer attaches. Checkpoints then leave out a frozen base, which the script makes again, and
-`peerd export --complete` puts the model together: what is shared from the node, the rest from the newest checkpoint
-that has it, else from here.
+It is written once, when a trainer attaches, and anew where it cannot be read. Checkpoints then leave out a frozen
+base, which the script makes again, and `peerd export --complete` puts the model together: what is shared from the node,
+the rest from the newest checkpoint that has it, else from here.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from peerd.local.durable import flush
 from peerd.training.model.pieces import Piece
 from peerd.training.model.shards import is_sharded
 from peerd.transport.errors import cause
@@ -96,9 +97,9 @@ class Rest:
             self._sources[name] = (*source, str(value.dtype).removeprefix("torch."))
 
     def write(self, folder: Path) -> None:
-        """Unless it is there; that of an earlier model goes. Raises OSError."""
+        """Unless it is there, whole by its length; that of an earlier model goes. Raises OSError."""
         path = _path(folder, self._signature)
-        if path.exists():
+        if _is_whole(path, self._signature):
             return
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for leftover in folder.glob(".rest-*.tmp"):
@@ -107,10 +108,13 @@ class Rest:
         header = {"signature": self._signature, "sources": self._sources, "no_tensors": self._no_tensors}
         try:
             tensors = {name: value.cpu().contiguous() for name, value in self._tensors.items()}
+            header["sums"] = {name: _sum(value) for name, value in tensors.items()}
             save_file(tensors, temporary, metadata={"rest": json.dumps(header)})
+            flush(temporary)
             for other in folder.glob("rest-*.safetensors"):
                 other.unlink()
             temporary.replace(path)
+            flush(folder)
         except SafetensorError as error:  # it wraps what the disk said
             raise OSError(str(error)) from None
         finally:
@@ -149,12 +153,25 @@ def read(folder: Path, signature: str) -> Kept:
         with safe_open(path, "pt") as file:
             header: dict[str, Any] = json.loads(file.metadata()["rest"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no dict
+        if damaged := [name for name, value in tensors.items() if _sum(value) != header["sums"][name]]:
+            raise ValueError(f"{damaged[0]} is not what was written")
         sources = {str(name): (str(a), str(b), str(c)) for name, (a, b, c) in header["sources"].items()}
         return Kept(str(header["signature"]), tensors, sources, list(map(str, header["no_tensors"])))
     except FileNotFoundError:
         raise Incomplete(f"{path} is missing: frozen tensors and second names stand there alone") from None
     except (OSError, SafetensorError, LookupError, ValueError, TypeError, AttributeError) as error:
-        raise Incomplete(f"{path} cannot be read: {cause(error)}") from None
+        raise Incomplete(
+            f"{path} cannot be read: {cause(error)}; delete it, and the next start of the script writes it anew"
+        ) from None
+
+
+def _is_whole(path: Path, signature: str) -> bool:
+    try:
+        with safe_open(path, "pt") as file:  # it compares the lengths
+            header = json.loads(file.metadata()["rest"])
+            return bool(header["signature"] == signature and header["sums"].keys() == set(file.keys()))
+    except (OSError, SafetensorError, LookupError, ValueError, TypeError, AttributeError):
+        return False
 
 
 def _path(folder: Path, signature: str) -> Path:

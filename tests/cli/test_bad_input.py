@@ -125,6 +125,7 @@ def test_wrong_configuration(machine: Machine, terminal: Terminal, text: str, ex
         (("start", "--bind", "192.0.2.1:0"), "cannot listen on 192.0.2.1:0"),  # TEST-NET: nobody's address
         ((*START, "--join", "10.0.0.5:7x"), "join: '10.0.0.5:7x' is not HOST:PORT"),
         ((*START, "--join", "nosuch.invalid"), "cannot resolve nosuch.invalid:7946"),
+        (("start", "--bind", "localhost:7949", "--join", "127.0.0.1:7949"), "join: 127.0.0.1:7949 is this node's own"),
         ((*START, "--name", "a/b"), "name: 'a/b' must be"),
         ((*START, "--view", "0"), "view: 0 must be at least 1"),
         ((*START, "--view", "1_0"), "--view: '1_0' is not a whole number"),

@@ -97,6 +97,33 @@ def test_what_cannot_be_complete_is_told(tmp_path: Path, how: str) -> None:
     assert not (tmp_path / "whole.safetensors").exists()
 
 
+def frozen_base(tmp_path: Path) -> tuple[Rest, str, Path]:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    flat = FlatModel(model)
+    rest = Rest(model, flat.pieces, flat.signature)
+    rest.write(tmp_path)
+    (path,) = tmp_path.glob("rest-*")
+    return rest, flat.signature, path
+
+
+@pytest.mark.parametrize("left", [0, 20, -1], ids=["nothing", "a beginning", "all but a byte"])
+def test_a_file_that_is_not_whole_is_written_anew(tmp_path: Path, left: int) -> None:
+    rest, signature, path = frozen_base(tmp_path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:left])
+    rest.write(tmp_path)
+    assert path.read_bytes() == whole
+    read(tmp_path, signature)
+
+
+def test_values_that_are_not_what_was_written_are_refused(tmp_path: Path) -> None:
+    _, signature, path = frozen_base(tmp_path)
+    path.write_bytes(path.read_bytes()[:-4] + bytes(4))
+    with pytest.raises(Incomplete, match=r"rest-.* is not what was written; delete it, and the next start"):
+        read(tmp_path, signature)
+
+
 def test_a_name_of_which_only_the_script_knows_what_it_holds(tmp_path: Path) -> None:
     class Renamed(nn.Linear):
         def state_dict(self, *arguments: Any, **options: Any) -> Any:
