@@ -13,6 +13,7 @@ import typer
 from peerd.carriers import CARRIERS
 from peerd.cli import interrupts_end_at_once
 from peerd.cli.mode_options import with_mode_options
+from peerd.training.modes import MODES
 from peerd.transport.errors import UserError
 
 NEAR = 0.85  # of two words, as difflib measures it: --nme and --name have 0.91
@@ -35,12 +36,18 @@ def start(
         bool | None, typer.Option("--insecure-plaintext", help="neither encrypt nor ask who it is, on all nodes")
     ] = None,
     config: Annotated[Path | None, typer.Option(help="a TOML file with the same keys")] = None,
-    swarm: Annotated[str | None, typer.Option(help="only nodes of the same swarm talk to each other")] = None,
-    mode: Annotated[str | None, typer.Option(help="how models are combined")] = None,
+    swarm: Annotated[
+        str | None, typer.Option(help="only nodes of the same swarm talk to each other (default: peerd)")
+    ] = None,
+    mode: Annotated[
+        str | None, typer.Option(help=f"how models are combined: {', '.join(MODES)} (default: gossip)")
+    ] = None,
     told: dict[str, Any],
-    wait_for: Annotated[int | None, typer.Option(help="hold the first step until this many members are ready")] = None,
+    wait_for: Annotated[
+        int | None, typer.Option(help="hold the first step until this many members are ready (default: 1)")
+    ] = None,
     transport: Annotated[
-        str | None, typer.Option(help=f"how models travel between machines: {', '.join(CARRIERS)}")
+        str | None, typer.Option(help=f"how models travel between machines: {', '.join(CARRIERS)} (default: tcp)")
     ] = None,
     budget: Annotated[
         str | None,
@@ -52,7 +59,9 @@ def start(
     rdma_allow_fallback: Annotated[
         bool | None, typer.Option("--rdma-allow-fallback", help="without RDMA take whatever UCX has, for tests")
     ] = None,
-    log: Annotated[str | None, typer.Option(help="auto, human or json")] = None,
+    log: Annotated[
+        str | None, typer.Option(help="auto (json where stderr is no terminal), human or json (default: auto)")
+    ] = None,
 ) -> None:
     """Run a node in the foreground: join a swarm, launch SCRIPT, gossip. Ctrl-C leaves in good order.
 

@@ -28,7 +28,8 @@ def status(
     """Show a node's training, links, traffic, and why its trigger decided what it did.
 
     \b
-    consensus distance  of models from the swarm's mean, relative to their norm
+    consensus distance  of models from the swarm's mean, relative to their norm,
+                        as the last exchanges found it, before they lessened it
     EXCHANGES, ROUNDS   with that partner since this mode began
     DISTANCE            of the two models at their last exchange, absolute
                         (of gradients: of this node's from their mean)
