@@ -414,7 +414,7 @@ class TrainerService:
         status.enter(TrainerPhase.FINISHED)
         await session.tell(protocol.Finished())
         LOGGER.info("training finished at step %d; still a member, with the model", status.step)
-        if status.step == status.first_step:
+        if status.step == status.first_step > 0:
             LOGGER.warning(
                 "the script made no step: it went on from step %d, and had none left. To begin anew, start it under "
                 "another --name, or delete %s", status.step, self._settings.checkpoints,

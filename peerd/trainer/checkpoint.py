@@ -151,12 +151,13 @@ def restore(generation: Generation, model: nn.Module, optimizer: torch.optim.Opt
     fit.
     """
     weights = {name[6:]: value for name, value in generation.tensors.items() if name.startswith("model.")}
-    for name, held in model.state_dict().items():
+    there = model.state_dict()
+    for name, held in there.items():
         if name in weights and isinstance(held, torch.Tensor) and weights[name].shape == held.shape:
             weights[name] = taken_apart(weights[name], held)
     weights |= {name[6:]: value for name, value in generation.extra.items()}
     may_lack = {name for name, held in model.named_parameters(remove_duplicate=False) if not held.requires_grad}
-    _check_before(weights, model, may_lack)
+    _check_before(weights, there, model, may_lack)
     try:
         missing, unknown = model.load_state_dict(weights, strict=False)
     except RuntimeError as error:
@@ -181,10 +182,10 @@ def restore(generation: Generation, model: nn.Module, optimizer: torch.optim.Opt
     return True
 
 
-def _check_before(weights: dict[str, Any], model: nn.Module, may_lack: set[str]) -> None:
-    """As `load_state_dict` finds out when it has loaded what does fit. Raises Damaged.
+def _check_before(weights: dict[str, Any], there: dict[str, Any], model: nn.Module, may_lack: set[str]) -> None:
+    """What `load_state_dict` only finds out when it has loaded what does fit: `there` is what it would go to.
 
-    Modules that load in a way of their own take what they know, and are not judged before.
+    Raises Damaged. Modules that load in a way of their own take what they know, and are not judged before.
     """
     by_themselves = tuple(
         f"{path}." if path else ""
@@ -195,7 +196,6 @@ def _check_before(weights: dict[str, Any], model: nn.Module, may_lack: set[str])
             or type(module)._load_from_state_dict is nn.Module._load_from_state_dict
         )
     )
-    there = model.state_dict()
     judged = [name for name in [*there, *weights] if not name.startswith(by_themselves)]
     _check_names(
         [name for name in judged if name not in weights], [name for name in judged if name not in there], may_lack

@@ -314,6 +314,41 @@ raise TypeError("in the evaluation")
 }
 
 
+COUNTED = """
+with peerd.attach(model, optimizer) as swarm:
+    while swarm.step_count < 25:
+        train(swarm, model, [optimizer])
+keep(model)
+"""
+
+
+def test_a_run_that_is_complete_makes_no_step_again_and_says_so(machine: Machine) -> None:
+    script = machine.script("train.py", HEAD + PLAIN + COUNTED)
+    a = machine.start("a", script)
+    a.says("training finished at step 25")
+    assert "made no step" not in a.log
+    a.signal(signal.SIGINT)
+    assert a.end() == 0
+    a.says("left the swarm")
+    again = machine.start("a", script)
+    again.says("the script made no step: it went on from step 25, and had none left. To begin anew, start it under ano")
+
+
+def test_the_count_comes_with_the_model(machine: Machine) -> None:
+    """A node that found the swarm at an earlier step than its own checkpoint had ended its loop at once."""
+    longer = machine.script("longer.py", HEAD + PLAIN + COUNTED.replace("25", "60"))
+    b = machine.start("b", longer)
+    b.says("training finished at step 60")
+    b.signal(signal.SIGINT)
+    assert b.end() == 0
+    a = machine.start("a", machine.script("train.py", HEAD + PLAIN + COUNTED))
+    a.says("training finished at step 25")
+    b = machine.start("b", longer, join=a)
+    b.says("the swarm's model is of step 25, this node's checkpoint of step 60: training goes on from the former")
+    b.says("training from step 25")
+    b.says("training finished at step 60")
+
+
 @pytest.mark.parametrize("end", ENDS)
 def test_an_end_gives_the_last_step_to_the_node_and_is_the_last(machine: Machine, end: str) -> None:
     a = machine.start("a", machine.script("train.py", HEAD + PLAIN + ENDS[end]), PEERD_TRIGGER="period:1000")
