@@ -59,6 +59,9 @@ def start(
     rdma_allow_fallback: Annotated[
         bool | None, typer.Option("--rdma-allow-fallback", help="without RDMA take whatever UCX has, for tests")
     ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="not from this name's last checkpoint, which is put aside")
+    ] = False,
     log: Annotated[
         str | None, typer.Option(help="auto (json where stderr is no terminal), human or json (default: auto)")
     ] = None,
@@ -88,7 +91,7 @@ def start(
     loaded = settings.load(flags, os.environ, file)
     _tell_near_misses(command or [], _options(context))
     with identity.taken(loaded.state_path, runtime_dir(), secrets_folder.FILES) as mine:
-        code = trio.run(main.run, loaded, mine, command or [])
+        code = trio.run(main.run, loaded, mine, command or [], fresh)
     if code:
         raise typer.Exit(code)
 

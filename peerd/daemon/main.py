@@ -21,6 +21,7 @@ from peerd.daemon.trainer_watch import TrainerWatch
 from peerd.daemon.verbs import Verbs
 from peerd.local import identity
 from peerd.local.being_written import is_writing
+from peerd.local.durable import put_aside
 from peerd.local.local_socket import socket_path
 from peerd.process.allocator import keep_freed_chunks
 from peerd.process.logs import LOGGER, configure
@@ -38,14 +39,21 @@ AWAITED_LONG_S = 2.0  # then whoever waits is told
 LOOK_AT_TRAINER_S = 1.0
 
 
-async def run(settings: Settings, mine: identity.Identity, command: list[str]) -> int:
-    """The life of a daemon; returns the exit code. Raises UserError for what the user can mend."""
+async def run(settings: Settings, mine: identity.Identity, command: list[str], fresh: bool = False) -> int:
+    """The life of a daemon; returns the exit code. A `fresh` one has no past but who it is.
+
+    Raises UserError for what the user can mend.
+    """
     with spread(to_spare(), yield_to_others):
-        return await _run(settings, mine, command)
+        return await _run(settings, mine, command, fresh)
 
 
-async def _run(settings: Settings, mine: identity.Identity, command: list[str]) -> int:
+async def _run(settings: Settings, mine: identity.Identity, command: list[str], fresh: bool) -> int:
     configure(settings.name, settings.run, settings.log)
+    if fresh:
+        known_members.forget(settings)
+        if (aside := put_aside(settings.checkpoints)) is not None:
+            LOGGER.info("beginning anew; the checkpoints of before are in %s", aside)
     keep_freed_chunks()
     if (ignored := unknown_variables(os.environ)) is not None:
         LOGGER.warning("%s", ignored)

@@ -415,10 +415,8 @@ class TrainerService:
         await session.tell(protocol.Finished())
         LOGGER.info("training finished at step %d; still a member, with the model", status.step)
         if status.step == status.first_step > 0:
-            LOGGER.warning(
-                "the script made no step: it went on from step %d, and had none left. To begin anew, start it under "
-                "another --name, or delete %s", status.step, self._settings.checkpoints,
-            )  # fmt: skip
+            complete = "it went on from step %d, and had none left. To begin anew, start it with --fresh"
+            LOGGER.warning(f"the script made no step: {complete}", status.step)
 
     async def drain(self) -> None:
         """For a node that leaves: have the trainer publish once more and end, then give what is not yet given."""

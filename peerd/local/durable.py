@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from itertools import count
 from pathlib import Path
+
+from peerd.transport.errors import UserError
 
 
 def flush(path: Path) -> None:
@@ -13,6 +16,21 @@ def flush(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def put_aside(folder: Path) -> Path | None:
+    """Give a folder a name that nothing has, and return that; None: there is no such folder. Raises UserError."""
+    if not os.path.lexists(folder):
+        return None
+    aside = next(
+        aside for number in count(1) if not os.path.lexists(aside := folder.with_name(f"{folder.name}-{number}"))
+    )
+    try:
+        folder.rename(aside)
+        flush(folder.parent)
+    except OSError as error:
+        raise UserError(f"cannot put {folder} aside: {error.strerror}") from None
+    return aside
 
 
 def write(path: Path, text: str) -> None:

@@ -331,7 +331,17 @@ def test_a_run_that_is_complete_makes_no_step_again_and_says_so(machine: Machine
     assert a.end() == 0
     a.says("left the swarm")
     again = machine.start("a", script)
-    again.says("the script made no step: it went on from step 25, and had none left. To begin anew, start it under ano")
+    again.says(
+        "the script made no step: it went on from step 25, and had none left. To begin anew, start it with --fresh"
+    )
+    again.signal(signal.SIGINT)
+    assert again.end() == 0
+    fresh = machine.start("a", "--fresh", script)
+    fresh.says("training from step 0")
+    fresh.says("training finished at step 25")
+    aside = machine.state / "peerd" / "a" / "checkpoints-1"
+    fresh.says(f"beginning anew; the checkpoints of before are in {aside}")
+    assert [*aside.glob("step-00000025/manifest.json")]
 
 
 def test_the_count_comes_with_the_model(machine: Machine) -> None:
