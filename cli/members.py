@@ -15,6 +15,8 @@ def members(name: NameOption = None, format: FormatOption = Format.TEXT) -> None
 
     The JSON says more.
 
+    "no model": it has none yet; "no trainer": nor does a script come; "finished": its script's run has ended.
+
     "no steps": its trainer has made none for more than ten times its slowest, and ten seconds.
 
     "refused": this node exchanges nothing with it, for broken rules or a model far from all others'; see peerd forgive.
@@ -43,9 +45,18 @@ def members(name: NameOption = None, format: FormatOption = Format.TEXT) -> None
 
 
 def _state(row: dict[str, Any]) -> str:
-    stalled = ", no steps" if row["stalled"] and row["state"] == "alive" else ""
     refused = f", refused for {row['refused_s'] / 60:.0f} min" if row["refused_s"] else ""
-    return f"{row['state']}{stalled}{refused}"
+    return f"{row['state']}{_trainers(row) if row['state'] == 'alive' else ''}{refused}"
+
+
+def _trainers(row: dict[str, Any]) -> str:
+    if row["stalled"]:
+        return ", no steps"
+    if row["ended"]:
+        return ", finished"
+    if not row["ready"]:
+        return ", no model" if row["expects"] else ", no trainer"
+    return ""
 
 
 def _marked(row: dict[str, Any]) -> str:

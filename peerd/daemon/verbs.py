@@ -76,6 +76,8 @@ class Verbs:
             "carrier": self._carrier_of(member),
             "model": meta.model,
             "ready": meta.ready,
+            "expects": meta.expects,
+            "ended": meta.ended,
             "plan": meta.plan.number,
             "mode": self._mode_under(meta.plan),
             "stalled": meta.stalled,

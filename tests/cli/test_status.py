@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from peerd.cli.main import app
+from peerd.cli.members import _state
 from peerd.cli.status import status
 from peerd.training.trigger import TRIGGERS
 
@@ -74,6 +75,7 @@ def test_tables_fit_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     row = {
         "name": "gpu-node-7", "address": "255.255.255.255:65535", "state": "suspect", "carrier": "tcp", "self": True,
         "mode": "allreduce", "model": "0" * 16, "id": "0123456789abcdef", "stalled": False, "refused_s": None,
+        "ready": True, "expects": True, "ended": False,
     }  # fmt: skip
     monkeypatch.setattr("peerd.cli.members.find_node", lambda name: name)
     monkeypatch.setattr("peerd.cli.members.request", lambda path, verb: {"members": [row]})
@@ -81,6 +83,23 @@ def test_tables_fit_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "gpu-node-7 (this)" in shown
     assert "01234567" in shown
     assert max(len(line.rstrip()) for line in shown.splitlines()) <= 80
+
+
+@pytest.mark.parametrize(
+    ("about", "state"),
+    [
+        ({}, "alive"),
+        ({"stalled": True}, "alive, no steps"),
+        ({"ended": True}, "alive, finished"),
+        ({"ready": False}, "alive, no model"),
+        ({"ready": False, "expects": False}, "alive, no trainer"),
+        ({"ended": True, "refused_s": 60.0}, "alive, finished, refused for 1 min"),
+        ({"ended": True, "state": "failed"}, "failed"),
+    ],
+)
+def test_what_a_member_does_is_in_its_state(about: dict[str, Any], state: str) -> None:
+    row = {"state": "alive", "stalled": False, "refused_s": None, "ready": True, "expects": True, "ended": False}
+    assert _state({**row, **about}) == state
 
 
 def test_the_help_fits_a_narrow_terminal() -> None:
