@@ -14,6 +14,7 @@ from peerd.transport.messages import (
     Message,
     ModelRequest,
     ModelSnapshot,
+    PairAnswer,
     RoundPhase,
     RoundReport,
 )  # fmt: skip
@@ -32,6 +33,7 @@ messages: st.SearchStrategy[Message] = st.one_of(
     st.integers(0, 3).map(report),
     st.builds(half, st.integers(0, 3), st.sampled_from([b"a", b"b"])),
     st.integers(0, 3).map(lambda link: LinkClosed(link, 1)),
+    st.builds(PairAnswer, st.integers(0, 3), st.booleans()),
     st.just(ModelRequest()),
     st.builds(ModelSnapshot, st.integers(0, 3), st.just("raw"), st.just(())),
 )
@@ -48,10 +50,10 @@ def test_it_is_what_a_list_with_the_same_rules_is(script: list[tuple[Any, ...]])
             same = [at for at, (other, one) in enumerate(waiting) if other == scope and alike(one, message)]
             is_leaving = leaving is not None and leaving[0] == scope and alike(leaving[1], message)
             news = queue.put(message, (scope, message), scope)
-            if isinstance(message, RoundReport) and same:
+            if isinstance(message, RoundReport | PairAnswer) and same:
                 waiting[same[0]] = scope, message
                 assert news
-            elif same or (is_leaving and not isinstance(message, RoundReport)):
+            elif same or (is_leaving and not isinstance(message, RoundReport | PairAnswer)):
                 assert not news
             else:
                 waiting.append((scope, message))
@@ -75,6 +77,8 @@ def alike(one: Message, other: Message) -> bool:
     """As its reader would say: the same news, whatever its bytes."""
     if isinstance(one, Delta) and isinstance(other, Delta):
         return (one.link, one.seq) == (other.link, other.seq)
+    if isinstance(one, PairAnswer) and isinstance(other, PairAnswer):
+        return one == other or not (one.accepts or other.accepts)
     return type(one) is type(other) and (isinstance(one, RoundReport | ModelSnapshot) or one == other)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -106,8 +107,16 @@ class PairAnswer(Message):
     """I wait for your half of exchange `seq`, or will have no part in it."""
 
     KIND: ClassVar[int] = 98
+    supersedes: ClassVar[bool] = (
+        True  # behind a slow model they would pile up: who asks again has given the last one up
+    )
     seq: Drawn
     accepts: bool
+
+    @property
+    def said(self) -> Hashable:
+        """One refusal makes way for the next."""
+        return (type(self), self.seq) if self.accepts else (type(self),)
 
 
 @dataclass(frozen=True, slots=True)
