@@ -322,14 +322,15 @@ class OneWay(PartneredMode[Partner]):
         return self._push(sender, self._current(), now, None, "", back=True)
 
     def _answer(self, incoming: Incoming, distance: float | None = None) -> Send:
-        incoming.answers += 1
         if distance is None:
             parameters = self._layout.parameters
             distance = norm_of_difference(incoming.known[:parameters], self._current()[:parameters])
         if not distance <= DISTANCE_MAX:  # or NaN: of a model that is not finite (any more)
             distance = DISTANCE_MAX
-        finishing = self._report.finishing
-        return Send(incoming.peer, Pushed(incoming.link, incoming.answers, incoming.version, distance, finishing))
+        told = incoming.version, distance, self._report.finishing
+        if told != incoming.told:
+            incoming.answers, incoming.told = incoming.answers + 1, told
+        return Send(incoming.peer, Pushed(incoming.link, incoming.answers, *told))
 
     def _norm(self, values: Vector) -> float:
         return norm_of_difference(values[: self._layout.parameters])
