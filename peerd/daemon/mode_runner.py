@@ -77,8 +77,8 @@ MAY_SURFACE = (  # at which an error may be what a peer said earlier
 )  # fmt: skip
 REST_S = 0.005  # between two looks at the mode's deadline, at least
 IGNORED_S = 0.05  # where nothing has come of one
-WORD = re.compile(r"\w+")
 LOOK_MAX_S = 0.5  # of a mode that has moved it with no event
+WORD = re.compile(r"\w+")
 
 
 class ModeRunner:

@@ -27,6 +27,7 @@ from peerd.training.model.shards import is_sharded
 from peerd.transport.errors import cause
 
 SHARED, REST, UNKNOWN = "shared", "rest", "unknown"
+UNREADABLE = (OSError, SafetensorError, LookupError, ValueError, TypeError, AttributeError)
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -159,7 +160,7 @@ def read(folder: Path, signature: str) -> Kept:
         return Kept(str(header["signature"]), tensors, sources, list(map(str, header["no_tensors"])))
     except FileNotFoundError:
         raise Incomplete(f"{path} is missing: frozen tensors and second names stand there alone") from None
-    except (OSError, SafetensorError, LookupError, ValueError, TypeError, AttributeError) as error:
+    except UNREADABLE as error:
         raise Incomplete(
             f"{path} cannot be read: {cause(error)}; delete it, and the next start of the script writes it anew"
         ) from None
@@ -170,7 +171,7 @@ def _is_whole(path: Path, signature: str) -> bool:
         with safe_open(path, "pt") as file:  # it compares the lengths
             header = json.loads(file.metadata()["rest"])
             return bool(header["signature"] == signature and header["sums"].keys() == set(file.keys()))
-    except (OSError, SafetensorError, LookupError, ValueError, TypeError, AttributeError):
+    except UNREADABLE:
         return False
 
 
