@@ -157,11 +157,22 @@ def load(flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | 
     values: dict[str, Any] = {}
     if file is not None:
         values.update(_from_file(file))
+    origins = dict.fromkeys(values, f"config {file}")
     for item in fields(Settings):
         variable = f"PEERD_{item.name.upper()}"
         if variable in environment:
-            values[item.name] = _from_text(item.name, environment[variable], variable)
-    values.update({key: value for key, value in flags.items() if value is not None})
+            values[item.name], origins[item.name] = _from_text(item.name, environment[variable], variable), variable
+    said = {key: value for key, value in flags.items() if value is not None}
+    try:
+        return _checked(values | said)
+    except UserError as error:
+        named = re.match(r"(?:--)?(\w+)", str(error))
+        if named and named[1] in origins and named[1] not in said:
+            raise UserError(f"{origins[named[1]]}: {error}") from None
+        raise
+
+
+def _checked(values: dict[str, Any]) -> Settings:
     if str(values.get("token", "")).startswith("@"):
         values["token"] = _read_token(Path(str(values["token"])[1:]))
     if "mode" in values:
@@ -234,6 +245,8 @@ def _state_home() -> Path:
 
 
 def _read_token(file: Path) -> str:
+    if file == Path():
+        raise UserError("token: '@' and no file; @FILE reads it from there")
     try:
         with file.open() as lines:
             return lines.read(TEXT_MAX + 1).strip()
@@ -270,6 +283,8 @@ def _from_file(file: Path) -> dict[str, Any]:
         if key not in names:
             near = difflib.get_close_matches(key, names, 1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; known keys: {', '.join(names)}"
+            if isinstance(value, dict):
+                hint = f"; settings stand above all tables: leave the line [{key}] out"
             raise UserError(f"config {file}: unknown key {key!r}{hint}")
         table[key] = _typed(key, value, f"config {file}")
     return table

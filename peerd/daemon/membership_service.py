@@ -84,6 +84,7 @@ class MembershipService:
         self._told_of_kinds = False
         self._told_at: dict[tuple[NodeId, str], float] = {}  # of members what they bring about themselves
         self._believed: dict[NodeId, tuple[State, int]] = {}  # of each member, when it last changed, and its epoch
+        self._introduced = False  # whether a table has come: who is heard of after it is new to the others, too
 
     async def run(self) -> None:
         """Probe and gossip until cancelled."""
@@ -132,6 +133,7 @@ class MembershipService:
 
     async def answer(self, connection: Connection, first: MemberTable) -> None:
         """The accepting side of a push-pull, whose first message has arrived: it hears first, so that it can refute."""
+        self._introduced = True  # who is dialled is a member
         await self._receive_table(connection, first, None)
         await self._keep_to_budget(connection, len(self.membership.members))
         await self._send_table(connection)
@@ -180,7 +182,7 @@ class MembershipService:
             self._nursery.start_soon(self.perform, effects)
 
     def _tell_of(self, id: NodeId) -> None:
-        """Say when a member has failed or left, and when one that had is back; each node says it once."""
+        """Say when a member has come, failed or left, and when one that had is back; each node says it once."""
         members = self.membership.members
         member, (before, epoch) = members.get(id), self._believed.get(id, (None, 0))
         if member is None or id == self.membership.me.id or (before == State.FAILED and member.state == State.SUSPECT):
@@ -195,6 +197,9 @@ class MembershipService:
             LOGGER.warning("%s failed: this node %s", who, ago or "has never heard from it")
         elif before is not None and before < State.LEFT == member.state:
             self._tell_seldom(id, who, "left")
+        elif before is None and member.state == State.ALIVE:
+            if self._introduced:
+                LOGGER.info("%s joined", who)
         elif before == State.FAILED and member.state == State.ALIVE:
             LOGGER.info("%s is back", who)
         elif before == State.LEFT and member.state == State.ALIVE:
@@ -299,6 +304,7 @@ class MembershipService:
                             await self._secrets.exchange(connection)
                         await self._send_table(connection)
                         await self._receive_table(connection, None, address)
+                        self._introduced = True
                     finally:
                         await self._peers.close(connection)
         except (ConnectionLost, Refused, PeerError) as error:

@@ -244,7 +244,8 @@ def test_what_has_no_effect_with_the_transport_is_refused(transport: str, key: s
     if transport != "tcp":
         assert getattr(load(flags, environment, None), key) == value
     else:
-        with pytest.raises(UserError, match=f"^{key}: without effect with transport tcp"):
+        where = "" if source == "flag" else f"PEERD_{key.upper()}: "
+        with pytest.raises(UserError, match=f"^{where}{key}: without effect with transport tcp"):
             load(flags, environment, None)
 
 
@@ -257,16 +258,18 @@ A_TOPOLOGY = {"hardsync": "adv:2", "softsync:3": "adv:2", "async": "adv:2"}
 def test_what_has_no_effect_in_the_mode_is_refused_wherever_it_is_given(tmp_path: Path, mode: str, key: str) -> None:
     value = A_TOPOLOGY.get(mode, "auto") if key == "topology" else GOOD[key][1]
     (tmp_path / "peerd.toml").write_text(as_toml({key: value}))
-    sources: list[Any] = [
-        ({"mode": mode, key: value}, {}, None),
-        ({"mode": mode}, {f"PEERD_{key.upper()}": as_text(value)}, None),
-        ({"mode": mode}, {}, tmp_path / "peerd.toml"),
-    ]
-    for source in sources:
+    variable, file = f"PEERD_{key.upper()}", tmp_path / "peerd.toml"
+    sources: dict[str, Any] = {
+        "": ({"mode": mode, key: value}, {}, None),
+        f"{variable}: ": ({"mode": mode}, {variable: as_text(value)}, None),
+        f"config {file}: ": ({"mode": mode}, {}, file),
+    }
+    for where, source in sources.items():
         if key in class_of(mode).TAKES:
             assert getattr(load(*source), key) == value
         else:
-            with pytest.raises(UserError, match=f"^{key}: without effect in mode {mode}, which takes codec, "):
+            said = f"^{re.escape(where)}{key}: without effect in mode {mode}, which takes codec, "
+            with pytest.raises(UserError, match=said):
                 load(*source)
 
 
@@ -281,7 +284,9 @@ def test_it_is_known_of_every_mode_what_has_an_effect() -> None:
     [
         ("nmae = 'x'", "unknown key 'nmae'; did you mean 'name'?"),
         ("zzz = 1", "unknown key 'zzz'; known keys: codec, trigger, "),
-        ("[peerd]\nname = 'x'", "unknown key 'peerd'"),
+        ("[peerd]\nname = 'x'", "unknown key 'peerd'; settings stand above all tables: leave the line [peerd] out"),
+        ("mode = 'foo'", "mode: 'foo' is not one of"),
+        ("codec = 'int8'\noverlap = 'quorum'", "overlap: without effect in mode gossip"),
         ("view = 'three'", "view must be a whole number, not 'three'"),
         ("view = true", "view must be a whole number, not True"),
         ("view = 2.0", "view must be a whole number, not 2.0"),
@@ -343,11 +348,15 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
         ("PEERD_NAME", "", "name: it is empty; leave --name and PEERD_NAME out"),
         ("PEERD_NAME", "..", "name: '..' must be"),
         ("PEERD_NAME", "a/b", "name: 'a/b' must be"),
+        ("PEERD_MODE", "", "mode: '' is not one of"),
+        ("PEERD_MODE", "diloco:0", "--mode diloco:0: what takes an argument is"),
+        ("PEERD_TOKEN", "@", "token: '@' and no file"),
     ],
 )
 def test_a_mistake_in_a_variable_is_one_line(variable: str, text: str, line: str) -> None:
     with pytest.raises(UserError) as failure:
         load({}, {variable: text}, None)
+    assert str(failure.value).startswith(f"{variable}: ")
     pieces = line.split(".*")
     assert all(piece in str(failure.value) for piece in pieces), str(failure.value)
 
@@ -468,3 +477,8 @@ def test_commas_alone_are_no_list() -> None:
     with pytest.raises(UserError, match=r"^PEERD_JOIN: join: ', ,' has nothing between its commas$"):
         load({}, {"PEERD_JOIN": ", ,"}, None)
     assert load({}, {"PEERD_JOIN": ""}, None).join == ()
+
+
+def test_a_flag_is_not_blamed_on_the_variable_that_it_overrides() -> None:
+    with pytest.raises(UserError, match=r"^mode: .foo. is not one of"):
+        load({"mode": "foo"}, {"PEERD_MODE": "gossip"}, None)

@@ -109,6 +109,8 @@ def test_a_death_and_a_return_are_a_line_in_each_others_log(caplog: pytest.LogCa
         for record in caplog.records
         if "(10.0.0.99:7946)" in record.message or "(10.0.0.98:7946)" in record.message
     ]
+    joined, told = [line for line in told if "joined" in line], [line for line in told if "joined" not in line]
+    assert sorted(joined) == ["b (10.0.0.98:7946) joined"] + ["c (10.0.0.99:7946) joined"] * 2  # by who was there
     died, came, again, left = told[:3], told[3:6], told[6:9], told[9:]
     heard = [
         re.fullmatch(r"c \(10\.0\.0\.99:7946\) failed: this node last heard from it (\d+) s ago", line) for line in died

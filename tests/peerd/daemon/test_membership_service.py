@@ -136,6 +136,22 @@ async def test_who_leaves_and_comes_again_and_again_fills_nobodys_log(caplog: py
         assert again == ["failed: this node has never heard from it", "is back", "left"]
 
 
+async def test_who_joins_is_told_not_who_was_there_before_this_node(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    async with running() as shell:
+        shell.core.me = a_member("me", State.ALIVE, 1)
+
+        async def hears_of(id: str) -> None:
+            shell.core.members[id] = a_member(id, State.ALIVE, 1)
+            await shell.service.perform([MemberChanged(id)])
+
+        await hears_of("old")  # as from the first table, before it is whole
+        await shell.service.answer(_any(Link(1)), MemberTable("n1", Link.rows))
+        for _ in range(2):
+            await hears_of("new")
+        assert [record.message for record in caplog.records] == ["node-new (10.0.0.1:1) joined"]
+
+
 async def test_members_at_addresses_of_two_kinds_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
     async with running() as shell:
         shell.core.me = a_member("me", State.ALIVE, 1)
