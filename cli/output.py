@@ -40,17 +40,22 @@ def echo(line: str, *, err: bool = False) -> None:
     typer.echo(printable(line), err=err)
 
 
-def print_table(columns: list[str], rows: list[list[str]]) -> None:
-    """A plain table, as wide as it needs to be when nobody watches."""
+def plain_table(columns: list[str], rows: list[list[str]]) -> Table:
+    """Without lines."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in columns:
         table.add_column(column, no_wrap=True)
     for row in rows:
         table.add_row(*(Text(printable(cell)) for cell in row))  # no markup: names are what peers say
+    return table
+
+
+def print_table(columns: list[str], rows: list[list[str]]) -> None:
+    """A plain table, as wide as it needs to be when nobody watches."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=240)
-    console.print(table)
+    console.print(plain_table(columns, rows))
 
 
 def progress_bar() -> Progress:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Group, RenderableType
+from rich.text import Text
 
-from peerd.cli.output import NameOption, echo, mean_of, print_json, print_table, size
+from peerd.cli.output import NameOption, echo, mean_of, plain_table, print_json, print_table, size
 from peerd.local.local_socket import find_node, request
+from peerd.transport.errors import UserError
+from peerd.transport.printable import printable
 
 BARS = 12  # of a histogram
 
@@ -24,6 +30,9 @@ class StatusFormat(StrEnum):
 def status(
     name: NameOption = None,
     format: Annotated[StatusFormat, typer.Option("--format", help="text, json, or prometheus")] = StatusFormat.TEXT,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="once a second, with trends, until the node ends (json: a line each)")
+    ] = False,
 ) -> None:
     """Show a node's training, links, traffic, and why its trigger decided what it did.
 
@@ -51,7 +60,11 @@ def status(
     no_idle_link        there is no partner, or each is in an exchange already
     light               push-sum: the node has given away nearly all its weight
     """
-    answer = request(find_node(name), "status")
+    path = find_node(name)
+    if watch:
+        _watch(path, format)
+        return
+    answer = request(path, "status")
     if format is StatusFormat.JSON:
         print_json(answer)
     elif format is StatusFormat.PROMETHEUS:
@@ -62,9 +75,30 @@ def status(
         _print_text(answer)
 
 
+def _watch(path: Path, format: StatusFormat) -> None:
+    from peerd.cli.watch import looks, show
+
+    try:
+        if format is StatusFormat.TEXT:
+            show(path, _view)
+            return
+        if format is StatusFormat.PROMETHEUS:
+            raise UserError("--watch: not with --format prometheus, whose reader comes again by itself; leave it out")
+        for answer in looks(path):
+            print_json({"time": time.time(), **answer})
+    except KeyboardInterrupt:  # as a view ends
+        pass
+
+
+def _view(answer: dict[str, Any]) -> RenderableType:
+    lines = [Text(printable(_headline(answer)))]
+    if trainer := answer["trainer"]:
+        lines.append(Text(f"step {trainer['step']}; {answer['counts'].get(_unit(answer), 0)} {_unit(answer)}"))
+    return Group(*lines, *([plain_table(*_links(answer))] if answer["links"] else []))
+
+
 def _print_text(answer: dict[str, Any]) -> None:
-    members = ", ".join(f"{count} {state}" for state, count in answer["members"].items() if count)
-    echo(f"{answer['name']}: {answer['phase']}; mode: {answer['mode']}; members: {members}")
+    echo(_headline(answer))
     if trainer := answer["trainer"]:
         metrics = "".join(f", {key} {value:.4g}" for key, value in trainer["metrics"].items())
         loss = "" if trainer["loss"] is None else f", loss {trainer['loss']:.4f}"
@@ -83,22 +117,14 @@ def _print_text(answer: dict[str, Any]) -> None:
     echo(f"sent {sent}, received {received}; {whole} model{'s' * (whole != 1)} sent whole")
     if rate := answer["budget_bytes_s"]:
         echo(f"budget {8 * rate / 1e6:g} Mbit/s; sends waited {_seconds(answer['budget_waited_s'])} for it, together")
-    unit = "rounds" if answer["counts"].get("rounds") else "exchanges"  # of a mode that has rounds a link counts those
+    unit = _unit(answer)
     echo(f"{answer['counts'].get(unit, 0)} {unit} since this mode began")
     if cut := answer["counts"].get("exchanges_cut", 0):
         why = "a crash, or too many absent partners, may have taken a part of the models' mean"
         echo(f"{cut} exchange{'s' * (cut != 1)} cut: {why}")
     echo(f"event loop late by {answer['loop_latency_p99_s'] * 1e3:.1f} ms (p99)")
     if answer["links"]:
-        columns = ["PARTNER", unit.upper(), "DISTANCE", "GAIN", "CODEC", "LAST REASON"]
-        rows = [
-            [link["peer"], str(link["exchanges"]), f"{link['distance']:.3g}" if link["exchanges"] else "-",
-             f"{link['gain']:.2f}", link["codec"] or "-",
-             link["last_reason"] or "-"]
-            for link in answer["links"]
-        ]  # fmt: skip
-        shown = len(columns) - (unit == "rounds")  # all take part in a round, for no reason of this node's
-        print_table(columns[:shown], [row[:shown] for row in rows])
+        print_table(*_links(answer))
     if staleness := {int(steps): count for steps, count in answer["staleness"].items()}:
         pushes, most = sum(staleness.values()), max(staleness)
         echo(f"served {pushes} pushes; staleness {mean_of(staleness):.2f} on average, {most} at most")
@@ -106,6 +132,29 @@ def _print_text(answer: dict[str, Any]) -> None:
     decisions = {key[8:]: value for key, value in answer["counts"].items() if key.startswith("trigger_")}
     if decisions:
         echo("trigger decisions: " + ", ".join(f"{key} {value}" for key, value in decisions.items()))
+
+
+def _headline(answer: dict[str, Any]) -> str:
+    members = ", ".join(f"{count} {state}" for state, count in answer["members"].items() if count)
+    return f"{answer['name']}: {answer['phase']}; mode: {answer['mode']}; members: {members}"
+
+
+def _unit(answer: dict[str, Any]) -> str:
+    return "rounds" if answer["counts"].get("rounds") else "exchanges"  # of a mode that has rounds a link counts those
+
+
+def _links(answer: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """The columns, and a row each."""
+    unit = _unit(answer)
+    columns = ["PARTNER", unit.upper(), "DISTANCE", "GAIN", "CODEC", "LAST REASON"]
+    rows = [
+        [link["peer"], str(link["exchanges"]), f"{link['distance']:.3g}" if link["exchanges"] else "-",
+         f"{link['gain']:.2f}", link["codec"] or "-",
+         link["last_reason"] or "-"]
+        for link in answer["links"]
+    ]  # fmt: skip
+    shown = len(columns) - (unit == "rounds")  # all take part in a round, for no reason of this node's
+    return columns[:shown], [row[:shown] for row in rows]
 
 
 def _histogram(staleness: dict[int, int]) -> list[list[str]]:

@@ -108,6 +108,7 @@ class TrainerService:
         self._ends = RunEnds()
         self._giving: set[NodeId] = set()  # members to whom the model is about to be sent
         self._leaving = False
+        self._took_the_swarms = False  # the first model was
         self._view_max: int | None = None  # where the host has no memory for more
 
     async def run(self) -> None:
@@ -353,7 +354,11 @@ class TrainerService:
             fresh.step = step
             return None, step
         values, donor_step = fetched
-        if step > donor_step:
+        self._took_the_swarms = True
+        if step > donor_step and self._catch_up.returns:  # nodes count their own steps, and the donor may be slower
+            LOGGER.info("this node counts on from its own checkpoint, of step %d", step)
+            donor_step = step
+        elif step > donor_step:
             older = (
                 "the swarm's model is of step %d, this node's checkpoint of step %d: training goes on from the former. "
                 "If all nodes were started anew, stop them, and start this one first"
@@ -415,8 +420,9 @@ class TrainerService:
         await session.tell(protocol.Finished())
         LOGGER.info("training finished at step %d; still a member, with the model", status.step)
         if status.step == status.first_step > 0:
-            complete = "it went on from step %d, and had none left. To begin anew, start it with --fresh"
-            LOGGER.warning(f"the script made no step: {complete}", status.step)
+            complete = "the script made no step: it went on from step %d, and had none left"
+            cure = "" if self._took_the_swarms else ". To begin anew, start it with --fresh"
+            LOGGER.warning(f"{complete}{cure}", status.step)
 
     async def drain(self) -> None:
         """For a node that leaves: have the trainer publish once more and end, then give what is not yet given."""

@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from peerd.local.being_written import being_written, leftovers
-from peerd.local.durable import flush, write
+from peerd.local.durable import flush, free_name, write
 from peerd.trainer.optimizers import kind
 from peerd.training.model.shards import taken_apart, whole
 
@@ -188,13 +188,7 @@ def _check_before(weights: dict[str, Any], there: dict[str, Any], model: nn.Modu
     Raises Damaged. Modules that load in a way of their own take what they know, and are not judged before.
     """
     by_themselves = tuple(
-        f"{path}." if path else ""
-        for path, module in model.named_modules()
-        if module._load_state_dict_pre_hooks
-        or not (
-            type(module).__module__.startswith("torch.")
-            or type(module)._load_from_state_dict is nn.Module._load_from_state_dict
-        )
+        f"{path}." if path else "" for path, module in model.named_modules() if _loads_by_itself(module)
     )
     judged = [name for name in [*there, *weights] if not name.startswith(by_themselves)]
     _check_names(
@@ -205,6 +199,13 @@ def _check_before(weights: dict[str, Any], there: dict[str, Any], model: nn.Modu
         if isinstance(held, torch.Tensor) and isinstance(value, torch.Tensor) and held.shape != value.shape:
             shapes = f"{tuple(value.shape)} in the checkpoint, {tuple(held.shape)} in the model"
             raise Damaged(f"does not fit this model: {name} has shape {shapes}")
+
+
+def _loads_by_itself(module: nn.Module) -> bool:
+    """Whether it may take what does not fit its tensors; of torch's own, those for quantization do."""
+    where, own = type(module).__module__, type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
+    as_usual = where.startswith("torch.") and not where.startswith("torch.ao.")
+    return bool(module._load_state_dict_pre_hooks) or (own and not as_usual)
 
 
 def _check_names(missing: Sequence[str], unknown: Sequence[str], may_lack: set[str]) -> None:
@@ -254,6 +255,18 @@ def save(folder: Path, generation: Generation) -> Path:
     for old in passed[KEEP_GENERATIONS:]:
         shutil.rmtree(old, ignore_errors=True)
     return final
+
+
+def put_later_aside(folder: Path, step: int) -> Path:
+    """Move what was written after `step` to a folder beside, as training does not go on from it. Raises OSError."""
+    aside = free_name(folder)
+    aside.mkdir(mode=0o700)
+    for path in _generations(folder):
+        if _step(path) > step:
+            path.rename(aside / path.name)
+    for changed in (aside, folder, folder.parent):
+        flush(changed)
+    return aside
 
 
 def newest(folder: Path, signature: str, warn: Callable[[str], None]) -> Generation | None:

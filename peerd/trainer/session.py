@@ -166,6 +166,8 @@ class Session:
         self._client.hear(start)
         if start.load is not None:
             flat.load(self._memory.copies[start.load])
+            if start.step < self.step:  # or it would be the newest, were this script started again
+                _put_later_aside(self._checkpoints, start.step)
             self.step = start.step
         if restored is not None:
             _say_restored(*restored, model_too=start.load is None)
@@ -533,6 +535,13 @@ def _exchange_of(socket: LocalSocket) -> tuple[bool, bool]:
             say("waiting for the daemon's answer; if its process is stopped, kill -CONT lets it go on")
     # a daemon that knows no such question exchanges weights
     return said.get("exchange") == "gradients", said.get("optimizer") is True
+
+
+def _put_later_aside(folder: Path, step: int) -> None:
+    try:
+        say(f"checkpoints of later steps than {step} are in {checkpoint.put_later_aside(folder, step)} now")
+    except OSError as error:
+        say(f"checkpoints of later steps than {step} cannot be put aside: {error.strerror}")
 
 
 def _say_restored(step: int, whole: bool, *, model_too: bool) -> None:

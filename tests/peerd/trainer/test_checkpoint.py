@@ -18,9 +18,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 from torch import nn
+from torch.ao.quantization import PerChannelMinMaxObserver
 
 from peerd.trainer import checkpoint
-from peerd.trainer.checkpoint import EXTRA_BYTES_MAX, Damaged, Generation, capture, newest, not_kept, restore, save
+from peerd.trainer.checkpoint import (
+    EXTRA_BYTES_MAX,
+    Damaged,
+    Generation,
+    capture,
+    newest,
+    not_kept,
+    put_later_aside,
+    restore,
+    save,
+)
 from peerd.trainer.optimizers import Several, as_one
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
@@ -704,3 +715,28 @@ def test_a_full_disk_is_an_oserror(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert names(tmp_path) == ["step-00000001"]
     assert value_of(newest(tmp_path, "signature", silent)) == 1
+
+
+def test_an_observer_whose_range_has_grown_comes_back(tmp_path: Path) -> None:
+    """It has no range before it has seen something: its tensors take the size of what is loaded."""
+    model, again = (nn.Sequential(nn.Linear(2, 3), PerChannelMinMaxObserver()) for _ in range(2))
+    model(torch.randn(4, 2))
+    save(tmp_path, capture(model, OPTIMIZERS["sgd"](model), 1, "s"))
+    found = newest(tmp_path, "s", silent)
+    assert found is not None
+    assert restore(found, again, OPTIMIZERS["sgd"](again))
+    assert torch.equal(again[1].min_val, model[1].min_val)
+    assert model[1].min_val.numel() == 4
+
+
+def test_what_training_does_not_go_on_from_is_put_aside(tmp_path: Path) -> None:
+    folder, model = tmp_path / "checkpoints", nn.Linear(2, 1)
+    for step in (3, 5, 9):
+        save(folder, capture(model, OPTIMIZERS["sgd"](model), step, "s"))
+    (tmp_path / "checkpoints-1").mkdir()
+    aside = put_later_aside(folder, 5)
+    assert aside == tmp_path / "checkpoints-2"
+    kept, passed = newest(folder, "s", silent), newest(aside, "s", silent)
+    assert kept is not None
+    assert passed is not None
+    assert (kept.step, passed.step) == (5, 9)
