@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,21 +49,24 @@ async def run(settings: Settings, mine: identity.Identity, command: list[str], f
         return await _run(settings, mine, command, fresh)
 
 
+def _begin_anew(settings: Settings) -> None:
+    if (aside := put_aside(settings.checkpoints)) is not None:
+        LOGGER.info("beginning anew; the checkpoints of before are in %s", aside)
+    known_members.forget(settings)
+
+
 async def _run(settings: Settings, mine: identity.Identity, command: list[str], fresh: bool) -> int:
     configure(settings.name, settings.run, settings.log)
-    if fresh:
-        known_members.forget(settings)
-        if (aside := put_aside(settings.checkpoints)) is not None:
-            LOGGER.info("beginning anew; the checkpoints of before are in %s", aside)
     keep_freed_chunks()
     if (ignored := unknown_variables(os.environ)) is not None:
         LOGGER.warning("%s", ignored)
-    kept = known_members.read(settings)
+    kept = () if fresh else known_members.read(settings)
+    begin = partial(_begin_anew, settings) if fresh else lambda: None
     path = socket_path(settings.name)
     if settings.token:
         check_free(path)  # before it is spent
     supervisor = Supervisor(command, {"PEERD_SOCKET": str(path), "PEERD_NAME": settings.name}) if command else None
-    async with running(settings, mine, expects=bool(command), kept=kept) as (daemon, address):
+    async with running(settings, mine, expects=bool(command), kept=kept, begin=begin) as (daemon, address):
         start_soon = daemon.nursery.start_soon
         await daemon.nursery.start(_watch_signals, daemon, supervisor, path)  # first: the script may send one
         verbs = {**Verbs(daemon).table(), "refused": _refusal_hook(supervisor)}

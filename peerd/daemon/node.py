@@ -6,7 +6,7 @@ What `peerd VERB` asks of it is verbs.py's, the process that it lives in main.py
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 
 import trio
@@ -47,7 +47,7 @@ from peerd.transport.secure.signing import Signing
 from peerd.transport.sending.budget import Budget
 from peerd.transport.tcp import TcpTransport
 
-PROTOCOL = 17
+PROTOCOL = 18
 TENSORS_BYTES_MAX = 40 << 10  # of tensor names in a HELLO; the rest is covered by the hash
 TENSORS_MAX = 1000  # names in a HELLO, of TENSOR_BYTES_MAX each
 TENSOR_BYTES_MAX = 256
@@ -276,10 +276,12 @@ async def running(
     *,
     expects: bool,
     kept: tuple[Address, ...] = (),
+    begin: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[tuple[Daemon, Address]]:
     """Yield a node that runs until the block ends, and the address that it listens on. Raises UserError.
 
-    Its tasks are in its `nursery`, whose errors end the block. A trainer is on its way where it `expects` one.
+    Its tasks are in its `nursery`, whose errors end the block. A trainer is on its way where it `expects` one. `begin`
+    is called once nothing stands against the start, before what an earlier life has kept is read.
     """
     trio.socket.set_custom_hostname_resolver(LookUps())
     told = settings.carrier_settings
@@ -300,6 +302,7 @@ async def running(
             _secrets(settings, identity, entry, seal, alone=not (settings.seeds or kept)) if entry and seal else None
         )
         issuer = entry is not None and entry.issuer is not None
+        begin()
         meta = NodeMeta(expects=expects, founder=not settings.seeds, issuer=issuer).pack()
         me = Member(identity.id, settings.name, *reached, identity.epoch, 0, State.ALIVE, "", meta)
         transport = carrier.transport(nursery, entry.trust if entry else None)

@@ -190,7 +190,8 @@ class Peers:
                     if isinstance(error, NobodyListens):
                         self._vacant(peer)
                 except Exception as error:
-                    self.offences.unforeseen(error, f"what there was to say to {peer} could not be said")
+                    self.offences.unforeseen(error, f"the connection to {peer} failed")
+                    delay_s = RETRY_MAX_S
                 broken = True
                 box.queue.clear()
                 await trio.sleep(delay_s)
@@ -214,7 +215,10 @@ class Peers:
                         if plan != said:
                             await connection.send(plan)
                             said = plan
-                        await connection.send(message)
+                        try:
+                            await connection.send(message)
+                        except (ValueError, TypeError, OverflowError) as error:  # encoding it: no byte has left
+                            self.offences.unforeseen(error, f"a message to {peer} that cannot be written is left out")
                         await connection.flushed()  # until then it waits, and need not be said again
                         box.queue.left()
                     box.filled = trio.Event()

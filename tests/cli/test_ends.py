@@ -336,6 +336,9 @@ def test_a_run_that_is_complete_makes_no_step_again_and_says_so(machine: Machine
     )
     again.signal(signal.SIGINT)
     assert again.end() == 0
+    refused = machine.peerd("start", "--name", "a", "--bind", "192.0.2.1:0", "--fresh", script)
+    assert refused.returncode == 1
+    assert not [*(machine.state / "peerd" / "a").glob("checkpoints-*")], "what cannot start forgets nothing"
     fresh = machine.start("a", "--fresh", script)
     fresh.says("training from step 0")
     fresh.says("training finished at step 25")

@@ -117,7 +117,7 @@ SAMPLES = [
     LinkEqual(6), ModelEqual(7), ModelPromise(bytes(32)), SketchRequest(bytes(16)), ModelSketch(bytes(16), bytes(488)),
     Delta(6, 7, "sign", 0.25, True, False, b"\x00" * 8, 16.0, 20.0, (b"x" * 100,)),
     LinkClose(6, 7), LinkClosed(6, 7), DeltaTaken(6, 7),
-    Push(1, 2, "sign", 0.5, 0.25, True, False, (b"p" * 99,)), Pushed(1, 2, 2, 0.125, False), PushForgotten(1, 2),
+    Push(1, 2, "sign", 0.5, 0.25, True, False, (b"p" * 99,)), Pushed(1, 2, 0.125, False), PushForgotten(1, 2),
     Pull(1, 0, True),
     BulkOffer("1.22", 5, (b"there",)), BulkAnswer("no", 0, ()), Plan(1, "id", False, "gossip"),
     AuthorityShown(bytes(400), (bytes(300),)), EnrolmentRequest(bytes(8), bytes(200), bytes(32)),

@@ -23,7 +23,7 @@ MESSAGES: list[Message] = [
     ModelRequest(),
     LinkOpen(1),
     Pull(1, 1, False),
-    Pushed(1, 1, 1, 0.5, False),
+    Pushed(1, 1, 0.5, False),
     PushForgotten(1, 1),
 ]
 

@@ -15,10 +15,13 @@ from peerd.transport.messages import (
     ModelRequest,
     ModelSnapshot,
     PairAnswer,
+    Pushed,
     RoundPhase,
     RoundReport,
 )  # fmt: skip
 from peerd.transport.peer_queue import QUEUE_MAX, PeerQueue
+
+SUPERSEDING = RoundReport | PairAnswer | Pushed
 
 
 def report(number: int) -> RoundReport:
@@ -34,6 +37,7 @@ messages: st.SearchStrategy[Message] = st.one_of(
     st.builds(half, st.integers(0, 3), st.sampled_from([b"a", b"b"])),
     st.integers(0, 3).map(lambda link: LinkClosed(link, 1)),
     st.builds(PairAnswer, st.integers(0, 3), st.booleans()),
+    st.builds(Pushed, st.integers(0, 1), st.integers(0, 3), st.floats(0, 1), st.booleans()),
     st.just(ModelRequest()),
     st.builds(ModelSnapshot, st.integers(0, 3), st.just("raw"), st.just(())),
 )
@@ -50,10 +54,10 @@ def test_it_is_what_a_list_with_the_same_rules_is(script: list[tuple[Any, ...]])
             same = [at for at, (other, one) in enumerate(waiting) if other == scope and alike(one, message)]
             is_leaving = leaving is not None and leaving[0] == scope and alike(leaving[1], message)
             news = queue.put(message, (scope, message), scope)
-            if isinstance(message, RoundReport | PairAnswer) and same:
+            if isinstance(message, SUPERSEDING) and same:
                 waiting[same[0]] = scope, message
                 assert news
-            elif same or (is_leaving and not isinstance(message, RoundReport | PairAnswer)):
+            elif same or (is_leaving and not isinstance(message, SUPERSEDING)):
                 assert not news
             else:
                 waiting.append((scope, message))
@@ -79,6 +83,8 @@ def alike(one: Message, other: Message) -> bool:
         return (one.link, one.seq) == (other.link, other.seq)
     if isinstance(one, PairAnswer) and isinstance(other, PairAnswer):
         return one == other or not (one.accepts or other.accepts)
+    if isinstance(one, Pushed) and isinstance(other, Pushed):
+        return one.link == other.link
     return type(one) is type(other) and (isinstance(one, RoundReport | ModelSnapshot) or one == other)
 
 

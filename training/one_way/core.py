@@ -327,10 +327,7 @@ class OneWay(PartneredMode[Partner]):
             distance = norm_of_difference(incoming.known[:parameters], self._current()[:parameters])
         if not distance <= DISTANCE_MAX:  # or NaN: of a model that is not finite (any more)
             distance = DISTANCE_MAX
-        told = incoming.version, distance, self._report.finishing
-        if told != incoming.told:
-            incoming.answers, incoming.told = incoming.answers + 1, told
-        return Send(incoming.peer, Pushed(incoming.link, incoming.answers, *told))
+        return Send(incoming.peer, Pushed(incoming.link, incoming.version, distance, self._report.finishing))
 
     def _norm(self, values: Vector) -> float:
         return norm_of_difference(values[: self._layout.parameters])
@@ -372,7 +369,7 @@ class OneWay(PartneredMode[Partner]):
         if ended is None or not self._report.finishing:
             return []
         link, taken = ended
-        return [Send(peer, Pushed(link, 0, taken, 0.0, True))]
+        return [Send(peer, Pushed(link, taken, 0.0, True))]
 
     def _waits(self) -> dict[NodeId, float]:
         """Who owes an answer, since when."""

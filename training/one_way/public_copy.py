@@ -69,8 +69,6 @@ class Incoming:
         self.peer = peer
         self.link = link
         self.version = 0  # what was taken
-        self.answers = 0
-        self.told: tuple[int, float, bool] | None = None  # in the last one: said again, it is the same answer
         self.inflow = Inflow(0.0)  # push-sum's
         self.taken_at = float("-inf")
         self.distance = 0.0  # of the last push that was merged, from the model then

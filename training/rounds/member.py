@@ -137,7 +137,7 @@ class Rounds:
         self._lengths: deque[Lengths] = deque([()], maxlen=4)  # of our contribution, the last last
         self._blames: NodeId = ""
         self._leader_spoils = False  # what it has sent for an attempt cannot be
-        self._is_left_out = False  # as the leader says
+        self._left_out_life: int | None = None  # the life of which a leader has said so
         self.concentration = 0.0  # of our contribution's own progress
         self.work = Work()  # behind our contribution
         self._me = me
@@ -336,7 +336,7 @@ class Rounds:
         leads = self._passing.leader(self._alive)
         if leads == self._leads:
             return frozenset()
-        self._leads, self._awaited, self._is_left_out = leads, None, False
+        self._leads, self._awaited = leads, None
         self._leader_spoils = False
         if self.phase == RoundPhase.RUNNING:
             self._give_up()
@@ -441,9 +441,9 @@ class Rounds:
         return [*outcomes, Send(sender, RoundsWithout(report.life))] if is_left_out else outcomes
 
     def _without(self, word: RoundsWithout) -> list[Outcome]:
-        if self._is_left_out or word.life != self._life:
+        if word.life != self._life or word.life == self._left_out_life:
             return []
-        self._is_left_out = True
+        self._left_out_life = word.life
         self._counts["left_out_of_rounds"] += 1
         why = "what it contributed is far longer than what the others did, or cannot be summed"
         cure = "look at its learning rate, loss and data, and restart it to have it back"
@@ -473,6 +473,7 @@ class Rounds:
         self._enter(RoundPhase.READY if self.finished else RoundPhase.IDLE)
         self._counts["rounds"] += 1
         self._pace.round_took(now - self._round_since)
+        self._leader_spoils = False
         if self._committed_at is not None:
             self._pace.committed_after(now - self._committed_at)
         self._committed_at = now
@@ -497,7 +498,7 @@ class Rounds:
         if begin.source == self._me and len(begin.roster) > 1 and not self._offer.copied:
             self._awaited = begin
             return [Publish()]  # pieces that come meanwhile are kept
-        self._awaited, self.order, self._is_left_out = None, begin, False
+        self._awaited, self.order = None, begin
         self._seen, self._is_void = begin.attempt, False
         if self.phase != RoundPhase.READY:
             self._round_since = now

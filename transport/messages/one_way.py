@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -30,11 +31,16 @@ class Pushed(Message):
     """All of `link` up to number `taken` is in my model."""
 
     KIND: ClassVar[int] = 57
+    supersedes: ClassVar[bool] = True
     link: Drawn
-    seq: int  # counts these answers: a later one is not the repetition of one that still waits
     taken: int
     distance: float  # ||what I know of your model - mine||
     finishing: bool  # my trainer has ended
+
+    @property
+    def said(self) -> Hashable:
+        """Of one link the last answer counts."""
+        return (type(self), self.link)
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,9 +107,7 @@ class PairAnswer(Message):
     """I wait for your half of exchange `seq`, or will have no part in it."""
 
     KIND: ClassVar[int] = 98
-    supersedes: ClassVar[bool] = (
-        True  # behind a slow model they would pile up: who asks again has given the last one up
-    )
+    supersedes: ClassVar[bool] = True  # of refusals: who asks again has given the last exchange up
     seq: Drawn
     accepts: bool
 
