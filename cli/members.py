@@ -54,9 +54,9 @@ def _trainers(row: dict[str, Any]) -> str:
         return ", no steps"
     if row["ended"]:
         return ", finished"
-    if not row["ready"]:
-        return ", no model" if row["expects"] else ", no trainer"
-    return ""
+    if not row["expects"]:
+        return ", no trainer"
+    return "" if row["ready"] else ", no model"
 
 
 def _marked(row: dict[str, Any]) -> str:

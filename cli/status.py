@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -85,7 +84,7 @@ def _watch(path: Path, format: StatusFormat) -> None:
         if format is StatusFormat.PROMETHEUS:
             raise UserError("--watch: not with --format prometheus, whose reader comes again by itself; leave it out")
         for answer in looks(path):
-            print_json({"time": time.time(), **answer})
+            print_json(answer)
     except KeyboardInterrupt:  # as a view ends
         pass
 

@@ -38,6 +38,7 @@ SCRIPT_MIN_S = 0.5  # for one that does not know of us
 LOOK_AT_CHECKPOINT_S = 0.25
 AWAITED_LONG_S = 2.0  # then whoever waits is told
 LOOK_AT_TRAINER_S = 1.0
+TWICE_S = 0.5
 
 
 async def run(settings: Settings, mine: identity.Identity, command: list[str], fresh: bool = False) -> int:
@@ -178,6 +179,7 @@ async def _supervise(daemon: Daemon, supervisor: Supervisor) -> None:
         await supervisor.run(lambda: daemon.model.status)
         if not supervisor.attached and not supervisor.stopping:
             LOGGER.warning("%s ended without calling peerd.attach: this node trains nothing", supervisor.name)
+        if not supervisor.stopping:
             await daemon.model.expect_none()
     except UserError as error:
         daemon.fail(str(error))
@@ -188,8 +190,12 @@ async def _watch_trainer(daemon: Daemon) -> None:
     watch: TrainerWatch | None = None
     told = False
     while True:
+        slept_at = trio.current_time()
         await trio.sleep(LOOK_AT_TRAINER_S)
-        if (status := daemon.model.status) is None:
+        stood_still = (
+            trio.current_time() - slept_at > 2 * LOOK_AT_TRAINER_S
+        )  # and the trainer with this daemon, perhaps
+        if (status := daemon.model.status) is None or stood_still:
             continue
         if watch is None or watch.status is not status:
             watch = TrainerWatch(status)
@@ -231,13 +237,19 @@ async def _watch_signals(
 ) -> None:
     """The first SIGINT or SIGTERM leaves in good order; the second ends at once, with the script and the socket.
 
+    One that follows within TWICE_S is the first again: timeout(1) signals its child, and then the group that it is in.
+
     So does the first SIGHUP, unless whoever started this (nohup) ignores it; a terminal that ends often sends two.
     """
     wanted = [signal.SIGINT, signal.SIGTERM]
     wanted += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []
     with trio.open_signal_receiver(*wanted) as signals:
         task_status.started()
+        first_at = -math.inf
         async for number in signals:
+            if trio.current_time() - first_at < TWICE_S:
+                continue
+            first_at = trio.current_time()
             if daemon.leaving.is_set() and number != signal.SIGHUP:
                 LOGGER.warning("ended at once by %s, without %s", signal.Signals(number).name, daemon.ending)
                 if supervisor is not None:

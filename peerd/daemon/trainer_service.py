@@ -108,6 +108,7 @@ class TrainerService:
         self._ends = RunEnds()
         self._giving: set[NodeId] = set()  # members to whom the model is about to be sent
         self._leaving = False
+        self._is_left = False  # its trainer ended in the middle of a run, and none comes
         self._took_the_swarms = False  # the first model was
         self._view_max: int | None = None  # where the host has no memory for more
 
@@ -260,6 +261,7 @@ class TrainerService:
         status = self._status = TrainerStatus(pid=comes.pid, step=before.step, lr_max=before.lr_max)
         session = self._runner.session = TrainerSession(connection, status, memory.board)
         self.attaches += 1
+        self._is_left = False
         try:
             await self._start(session, comes, memory)
             await self._serve(session)
@@ -413,13 +415,14 @@ class TrainerService:
         with trio.move_on_after(patience_s) as patience:
             await self._runner.settled.wait()
         if patience.cancelled_caught:
-            LOGGER.info("other members still train after %.0f s: this run ends with the model as it is", patience_s)
+            late = "not all members have ended their runs after %.0f s: this one ends with the model as it is"
+            LOGGER.info(late, patience_s)
         while not self._runner.all_taken:
             await trio.sleep(0.01)
         status.enter(TrainerPhase.FINISHED)
         await session.tell(protocol.Finished())
         LOGGER.info("training finished at step %d; still a member, with the model", status.step)
-        if status.step == status.first_step > 0:
+        if status.step == status.first_step > 0 and not self._ends.are_over:  # else it ends with the others' runs
             complete = "the script made no step: it went on from step %d, and had none left"
             cure = "" if self._took_the_swarms else ". To begin anew, start it with --fresh"
             LOGGER.warning(f"{complete}{cure}", status.step)
@@ -440,7 +443,14 @@ class TrainerService:
             await self._runner.drain(status.step)
 
     async def expect_none(self) -> None:
-        """No trainer comes: members without a model need not wait for this one to go first."""
+        """No trainer comes: members without a model need not wait for it to go first, nor the others for its steps."""
+        died = self.status is not None and self.status.phase is TrainerPhase.GONE
+        self._is_left = died and self.mode is not None and not self._leaving
+        if self._is_left:
+            LOGGER.warning(
+                "no script trains here any more: members go on with the model as it is, and need no step of it"
+            )
+            self._tell_end()
         await self._tell(expects=False)
 
     async def tell_stalled(self, stalled: bool) -> None:
@@ -486,8 +496,12 @@ class TrainerService:
         await self._tell(plan=plan, averaged=False, stands=False)
         self.on_members()
         if self.mode is not None:
-            self._runner.go_on_finishing(self.status.step if self.status else 0, stands=False)
+            self._tell_end()
         self._join_average()
+
+    def _tell_end(self) -> None:
+        """A mode that has not heard of it hears that the run has ended, if it has, or that its trainer is gone."""
+        self._runner.go_on_finishing(self.status.step if self.status else 0, stands=self._is_left)
 
     def _join_average(self) -> None:
         """Where no trainer trains, none will come to the barrier: the model as it stands is this node's part."""

@@ -18,6 +18,7 @@ class RunEnds:
 
     def __init__(self) -> None:
         self._ended: dict[NodeId, bool] = {}
+        self.are_over = False  # as was heard last
 
     def heard(self, partners: Mapping[NodeId, NodeMeta]) -> int:
         """Take in what those who live say now: so many parts of their runs have most made, or OVER.
@@ -28,7 +29,8 @@ class RunEnds:
         ended = {id for id, had in self._ended.items() if (partners[id].ended if id in partners else had)}
         trains = {id for id, meta in partners.items() if meta.expects and not (meta.ended or meta.stalled)}
         self._ended = dict.fromkeys(ended, True) | dict.fromkeys(trains, False)
-        if len(ended) > len(trains):
+        self.are_over = len(ended) > len(trains)
+        if self.are_over:
             return OVER
         made = [PARTS] * len(ended) + [partners[id].made for id in trains]
         return median_low(made) if made else 0

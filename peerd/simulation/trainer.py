@@ -436,7 +436,7 @@ class SimulatedTrainer:
         self._take_corrections()
         change = learner.change()
         total = self._settings.steps
-        ended = total is not None and is_over(self.steps, total, self._others)
+        ended = total is not None and is_over(self.steps, total, self._others, self._number)
         barrier = self.mode.barrier if self.mode is not None else 0
         self._at_barrier = not ended and self.mode is not None and self.mode.quiet.stands_at(self.steps, barrier)
         published = self._asked_publish or ended or self._at_barrier or self._wants_copy(change)

@@ -106,10 +106,13 @@ def _open(
     except Refused:
         _give_up(socket)
         raise
-    except (OSError, EOFError):
+    except (ConnectionError, EOFError):
         socket.close()
         say("the daemon went away; training alone")
         return None
+    except OSError as error:  # of this process: no file descriptors, or a limit on files
+        _give_up(socket)
+        raise Refused(f"the model cannot be shared with the daemon: {error.strerror or error}") from None
 
 
 def _give_up(socket: LocalSocket) -> None:
@@ -196,18 +199,18 @@ class Swarm:
         A node that is slower than most others goes by their count: it leaves out the steps that it comes too late for,
         so its learning rate falls when theirs does, and ends its run with theirs, and says so. What it learnt alone
         from there on would be of its own data, and their models would follow it. Who has made nine tenths of `total`
-        makes them all. `step_count` is of the steps that this node makes itself.
+        goes on to the last. No number comes twice. `step_count` is of the steps that this node makes itself.
         """
         total = int(total)
         if self._session is not None:
             self._session.say_total(total)
         number = -1
-        while not self.is_over(total):
+        while not is_over(self.step_count, total, self._others, number):
             number = number_of(number, self.step_count, total, self._others)
             yield number
         if self.step_count < total and self._follower is None:
             made = f"{self.step_count:,} of {total:,}"
-            say(f"most other nodes' runs have ended: this one ends with them, after {made} steps")
+            say(f"this node is slower than most others: its run ends with theirs, after {made} steps")
 
     def is_over(self, total: int) -> bool:
         """Whether a run of `total` steps ends here, for a loop that is not over `steps`; the same on all ranks."""

@@ -11,6 +11,7 @@ import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -382,6 +383,61 @@ def test_an_end_gives_the_last_step_to_the_node_and_is_the_last(machine: Machine
     assert a.ask("status")["phase"] == "finished"
 
 
+GONE = """
+with peerd.attach(model, optimizer) as swarm:
+    while swarm.step_count < 10**6:
+        train(swarm, model, [optimizer])
+        if "GONE" in os.environ and swarm.step_count == 30:
+            os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        {"PEERD_MODE": "hardsync"},
+        {"PEERD_MODE": "allreduce", "PEERD_OVERLAP": "blocking"},
+        {"PEERD_MODE": "diloco", "PEERD_EVERY": "10"},
+        {"PEERD_MODE": "gossip"},
+    ],
+    ids=lambda mode: mode["PEERD_MODE"],
+)
+def test_a_script_that_is_gone_for_good_holds_nobody_up(machine: Machine, mode: dict[str, str]) -> None:
+    """Its node lives, and is a member with the model as it stands."""
+    script = machine.script("train.py", HEAD + PLAIN + GONE)
+    told: Any = {**mode, "PEERD_WAIT_FOR": "3"}
+    a = machine.start("a", script, **told)
+    b, c = machine.start("b", script, join=a, GONE="1", **told), machine.start("c", script, join=a, **told)
+    b.says("no script trains here any more")
+    rounds = a.ask("status")["counts"].get("rounds", 0)
+    for node in (a, c):
+        node.trains(beyond=node.step + 100)
+    if mode["PEERD_MODE"] in ("allreduce", "diloco"):
+        assert a.ask("status")["counts"]["rounds"] > rounds + 5
+    (row,) = (line for line in machine.peerd("members", "--name", "a").stdout.splitlines() if line.startswith("b "))
+    assert "alive, no trainer" in row
+
+
+def test_what_a_script_may_not_do_ends_it_and_says_so(machine: Machine) -> None:
+    """It trained alone, as if its daemon had gone away."""
+    limited = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
+    node = machine.start("x")
+    eventually(node.socket.exists)
+    hand = machine.spawn("hand", [str(machine.script("train.py", HEAD + PLAIN + limited + COUNTED))], PEERD_NAME="x")
+    assert hand.end() == 1
+    hand.says("peerd: the model cannot be shared with the daemon: File too large")
+
+
+def test_a_signal_that_comes_twice_at_once_is_one(machine: Machine) -> None:
+    """As timeout(1) has it, which signals its child, and then its group."""
+    a = machine.start("a", machine.script("train.py", HEAD + PLAIN + GONE))
+    a.trains(beyond=10)
+    a.signal(signal.SIGTERM)
+    a.signal(signal.SIGTERM)
+    assert a.end() == 0
+    a.says("left the swarm")
+
+
 def test_an_end_that_nothing_can_flush_is_told(machine: Machine) -> None:
     body = ENDS["no finish"].replace("keep(model)", "os._exit(0)")
     a = machine.start("a", machine.script("train.py", HEAD + PLAIN + body))
@@ -628,7 +684,7 @@ def test_who_leaves_in_the_middle_ends_nobodys_run(machine: Machine) -> None:
     for node in others:
         node.end()
     a.trains(beyond=a.step + 100)
-    assert "most other nodes' runs" not in a.log
+    assert "slower than most others" not in a.log
 
 
 def test_a_slow_script_that_dies_after_the_others_ends_ends_with_them(machine: Machine) -> None:
@@ -641,7 +697,7 @@ def test_a_slow_script_that_dies_after_the_others_ends_ends_with_them(machine: M
     for node in others:
         comes_to(node, "finishing", "finished")
     os.kill(pid, signal.SIGKILL)
-    slow.says("this one ends with them, after ")
+    slow.says("its run ends with theirs, after ")
     comes_to(slow, "finished")
     assert slow.step < 1000
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from scripts import MOTLEY, STUBBORN, TRAIN
 
 import peerd
+from peerd.daemon.main import TWICE_S
 
 DETECTION_S = 12.0
 SLACK = 3
@@ -172,6 +173,7 @@ def test_a_second_interrupt_ends_at_once(machine: Machine) -> None:
     assert alive(pid)
     node.signal(signal.SIGINT)
     node.says("leaving the swarm")
+    time.sleep(2 * TWICE_S)
     node.signal(signal.SIGINT)
     assert node.end() == 128 + signal.SIGINT
     eventually(lambda: not alive(pid))

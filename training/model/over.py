@@ -23,12 +23,11 @@ def parts_of(step: int, total: int) -> int:
 def number_of(last: int, made: int, total: int, others: int) -> int:
     """Which of `total` steps a node makes next, that has `made` so many, the `last` of which bore this number.
 
-    Most others have made these parts of their runs. No step is made twice, but the very last, where a run goes on
-    beyond it.
+    Most others have made these parts of their runs. No step is made twice.
     """
     return min(total - 1, max(last + 1, made, total * min(others, PARTS - 1) // PARTS))
 
 
-def is_over(made: int, total: int, others: int) -> bool:
-    """Whether a run of `total` steps ends for a node that has `made` so many."""
-    return made >= total or (others >= OVER and made < NEARLY * total)
+def is_over(made: int, total: int, others: int, last: int = -1) -> bool:
+    """Whether a run of `total` steps ends for a node that has `made` so many, the `last` of which bore this number."""
+    return made >= total or last >= total - 1 or (others >= OVER and made < NEARLY * total)

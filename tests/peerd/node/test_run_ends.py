@@ -73,6 +73,19 @@ def test_a_slow_node_goes_by_the_others_count(last: int, made: int, total: int, 
     assert parts_of(following, 0) == 0
 
 
+@given(total=st.integers(1, 60), resumed=st.integers(0, 70), others=st.lists(st.integers(0, OVER), max_size=80))
+def test_no_number_comes_twice_and_the_last_one_ends_a_run(total: int, resumed: int, others: list[int]) -> None:
+    made, numbers = resumed, [-1]
+    for told in [*sorted(others), *[OVER] * total]:
+        if is_over(made, total, told, numbers[-1]):
+            break
+        numbers.append(number_of(numbers[-1], made, total, told))
+        made += 1
+    assert is_over(made, total, OVER, numbers[-1])
+    assert numbers == sorted(set(numbers))
+    assert numbers[-1] < total
+
+
 @pytest.mark.parametrize(
     ("made", "others", "over"),
     [(99, PARTS, False), (100, 0, True), (89, OVER, True), (90, OVER, False), (0, OVER, True), (100, OVER, True)],
