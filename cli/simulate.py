@@ -302,6 +302,8 @@ def _summary(result: dict[str, Any]) -> dict[str, str]:
         rows["worst node's"] = f"{result['accuracy_worst']:.2%}"
     if result.get("diverged"):
         rows["diverged"] = "models are no numbers any more, or too large for any"
+    if result["ended_by"] == "standstill":
+        rows["stood still"] = "liars held the others up: no step for an hour"
     if result["dropped"]:
         rows["lost"] = f"{result['dropped']:,} messages"
     if "mean_bias" in result:

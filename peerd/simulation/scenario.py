@@ -40,6 +40,7 @@ SAMPLES = 200  # looks at a run of so many minutes
 SCORED_SAMPLES = 100  # at a run with a target, where nobody says how often
 CHECK_EVERY_S = 10.0  # at all links and models: a tenth of a run's cost if done at every look
 VIEWS = 8  # nodes whose membership a look counts
+STANDS_S, STANDS_SHARE = 3600.0, 10.0  # without a step: then, beside liars, a run has come to a stand
 DISTANCES = 100  # nodes whose models a look compares
 
 Progress = Callable[[float, Sample], None]
@@ -79,6 +80,8 @@ class _Run:
         self.measured: dict[str, Any] = {}
         self.mean: Vector | None = None  # of the honest members' models, at the end
         self._busy = 0.0
+        self._made, self._made_at = 0, 0.0  # steps of honest members, and when that was looked at and had grown
+        self._stands = False
 
     def go(self, progress: Progress) -> list[str]:
         """Run to the end; returns the violations."""
@@ -93,12 +96,13 @@ class _Run:
             inject_faults(swarm, self.faults, scenario.fault_every, lambda: bool(self.measured))
             if scenario.scores:
                 self.series.append(self._look())
-            while world.now < self.ends_s and not self._trained():
+            while world.now < self.ends_s and not self._trained() and not self._stands:
                 swarm.run(min(every_s, self.ends_s - world.now), self._trained)
                 if world.now >= check_at_s:
                     swarm.look_at_links()
                     check_at_s = world.now + CHECK_EVERY_S
                 self.series.append(self._look())
+                self._note_steps()
                 progress(self._share(), self.series[-1])
             self.measured = self._measure()
             self._agree()
@@ -106,6 +110,13 @@ class _Run:
             self.measured = self.measured or self._measure()
             return [str(violation)]
         return []
+
+    def _note_steps(self) -> None:
+        """Some modes have a member that all wait for; where it lies, nobody's run comes to an end."""
+        made, now = sum(trainer.steps for trainer in self.swarm.trainers if trainer.lie is None), self.world.now
+        if made != self._made or self.scenario.byzantine == "none":
+            self._made, self._made_at = made, now
+        self._stands = now - self._made_at > max(STANDS_S, STANDS_SHARE * self._made_at)
 
     def _looks_every_s(self) -> float:
         scenario = self.scenario
@@ -124,7 +135,7 @@ class _Run:
         steps = [trainer.steps for trainer in swarm.trainers] or [0]
         figures: dict[str, Any] = {
             "virtual_seconds": round(self.world.now, 3),
-            "ended_by": "steps" if self._trained() else "minutes" if self.world.now >= self.ends_s else "violation",
+            "ended_by": self._ended_by(),
             "steps": int(np.median(steps)),  # of a node
             "steps_least": min(steps),
             "steps_most": max(steps),
@@ -151,6 +162,13 @@ class _Run:
             if class_of(self.scenario.mode).KEEPS_LINKS:
                 figures["mean_bias"] = swarm.mean_bias()
         return figures
+
+    def _ended_by(self) -> str:
+        if self._trained():
+            return "steps"
+        if self.world.now >= self.ends_s:
+            return "minutes"
+        return "standstill" if self._stands else "violation"
 
     def _trained(self) -> bool:
         return self.problem is not None and self.swarm.finished()

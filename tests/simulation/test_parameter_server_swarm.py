@@ -129,3 +129,10 @@ def test_the_rate_suits_the_samples_of_all_workers() -> None:
 
     assert series("hardsync:batch=32", 16) == series("hardsync", 16)
     assert series("hardsync:batch=32", 8) != series("hardsync", 8)
+
+
+def test_a_run_that_a_lying_server_holds_up_ends_and_says_so() -> None:
+    outcome = simulate(Scenario(peers=3, steps=3, mode="softsync", faults="none", byzantine="nan:1", seed=0))
+    assert outcome.result["violations"] == []
+    assert (outcome.result["ended_by"], outcome.result["liars"]) == ("standstill", [0])
+    assert outcome.result["virtual_seconds"] < 4000

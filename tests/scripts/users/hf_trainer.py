@@ -31,7 +31,7 @@ class Together(TrainerCallback):
         self.swarm = peerd.attach(model, optimizer)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **rest: Any) -> None:
-        self.swarm.step(samples=args.train_batch_size)
+        self.swarm.step(samples=args.train_batch_size * args.gradient_accumulation_steps)
         say(self.swarm, test_loss(model))
         control.should_training_stop = self.swarm.step_count >= STEPS or self.swarm.alone
 
