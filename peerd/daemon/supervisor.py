@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import fields
 from pathlib import Path
 
 import trio
@@ -17,6 +18,7 @@ import trio
 from peerd.daemon.trainer_session import TrainerPhase, TrainerStatus
 from peerd.process import launch
 from peerd.process.logs import LOGGER
+from peerd.settings import Settings
 from peerd.training.tasks import TASKS
 from peerd.transport.errors import UserError
 
@@ -154,6 +156,9 @@ def _argv(command: list[str]) -> list[str]:
     if script in TASKS:
         return [sys.executable, "-u", "-m", TASKS[script].module, *command[1:]]
     if script.startswith("-"):
+        key = script.removeprefix("--").partition("=")[0].replace("-", "_")
+        if key in {item.name for item in fields(Settings)}:
+            raise UserError(f"{script} is no option of peerd start: set PEERD_{key.upper()}, or {key} in --config's file")
         raise UserError(f"{script} is neither an option of peerd start nor a script; see peerd start --help")
     if not script.endswith(".py"):
         if shutil.which(script) is None:

@@ -385,7 +385,7 @@ def test_an_end_gives_the_last_step_to_the_node_and_is_the_last(machine: Machine
 
 GONE = """
 with peerd.attach(model, optimizer) as swarm:
-    while swarm.step_count < 10**6:
+    while swarm.step_count < int(os.environ.get("STEPS", 10**6)):
         train(swarm, model, [optimizer])
         if "GONE" in os.environ and swarm.step_count == 30:
             os._exit(0)
@@ -416,6 +416,18 @@ def test_a_script_that_is_gone_for_good_holds_nobody_up(machine: Machine, mode: 
         assert a.ask("status")["counts"]["rounds"] > rounds + 5
     (row,) = (line for line in machine.peerd("members", "--name", "a").stdout.splitlines() if line.startswith("b "))
     assert "alive, no trainer" in row
+
+
+def test_the_node_of_a_script_that_is_gone_ends_with_the_others_model(machine: Machine) -> None:
+    script = machine.script("train.py", HEAD + PLAIN + GONE)
+    told: Any = {"STEPS": "300", "PEERD_WAIT_FOR": "3"}
+    a = machine.start("a", script, **told)
+    b, c = machine.start("b", script, join=a, GONE="1", **told), machine.start("c", script, join=a, **told)
+    for node in (a, c):
+        node.says("training finished at step 300")
+    one, other = exported(a), exported(b)
+    for name, value in one.items():
+        assert float((value - other[name]).norm()) < 0.05 * float(value.norm()), name
 
 
 def test_what_a_script_may_not_do_ends_it_and_says_so(machine: Machine) -> None:

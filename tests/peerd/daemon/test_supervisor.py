@@ -195,6 +195,7 @@ async def test_what_cannot_be_started_is_the_users_to_mend(folder: Path) -> None
     ("command", "why"),
     [
         ("--verbose", "neither an option of peerd start nor a script"),
+        ("--checkpoint-every-s", "set PEERD_CHECKPOINT_EVERY_S, or checkpoint_every_s in --config's file"),
         ("nowhere/train.py", "no such script: nowhere/train.py"),
         ("digitz", "no such command or task: digitz; built-in tasks: digits, "),
     ],
