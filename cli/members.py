@@ -17,7 +17,7 @@ def members(name: NameOption = None, format: FormatOption = Format.TEXT) -> None
 
     "no model": it has none yet; "no trainer": nor does a script come; "finished": its script's run has ended.
 
-    "no steps": its trainer has made none for more than ten times its slowest, and ten seconds.
+    "no steps": its trainer has made none for more than ten times its slowest, and ten seconds; or it has died.
 
     "refused": this node exchanges nothing with it, for broken rules or a model far from all others'; see peerd forgive.
 
@@ -50,12 +50,12 @@ def _state(row: dict[str, Any]) -> str:
 
 
 def _trainers(row: dict[str, Any]) -> str:
-    if row["stalled"]:
-        return ", no steps"
     if row["ended"]:
         return ", finished"
     if not row["expects"]:
         return ", no trainer"
+    if row["stalled"]:
+        return ", no steps"
     return "" if row["ready"] else ", no model"
 
 

@@ -204,7 +204,7 @@ async def _watch_trainer(daemon: Daemon) -> None:
         if watch.stalled == told:
             continue
         told = watch.stalled
-        if told:
+        if told and status.phase is TrainerPhase.TRAINING:
             silent_s = trio.current_time() - (status.last_step_at or 0.0)
             text = "the trainer (pid %d) made its last step %.0f s ago, and its slowest took %.1f s: does it hang?"
             LOGGER.warning(text, status.pid, silent_s, watch.slowest_s)

@@ -158,7 +158,9 @@ def _argv(command: list[str]) -> list[str]:
     if script.startswith("-"):
         key = script.removeprefix("--").partition("=")[0].replace("-", "_")
         if key in {item.name for item in fields(Settings)}:
-            raise UserError(f"{script} is no option of peerd start: set PEERD_{key.upper()}, or {key} in --config's file")
+            raise UserError(
+                f"{script} is no option of peerd start: set PEERD_{key.upper()}, or {key} in --config's file"
+            )
         raise UserError(f"{script} is neither an option of peerd start nor a script; see peerd start --help")
     if not script.endswith(".py"):
         if shutil.which(script) is None:

@@ -30,7 +30,9 @@ class TrainerWatch:
             self._stepped_at = stepped_at
         self._began = began
         limit_s = max(STALL_MIN_S, STALL_SHARE * self.slowest_s)
-        self.stalled = began is not None and self.slowest_s > 0 and now - began > limit_s
+        hangs = began is not None and self.slowest_s > 0 and now - began > limit_s
+        died = self.status.phase is TrainerPhase.GONE and stepped_at is not None and now - stepped_at > STALL_MIN_S
+        self.stalled = hangs or died
 
 
 def computes_since(status: TrainerStatus) -> float | None:

@@ -155,6 +155,11 @@ class Verbs:
             "phase": model.status.phase if model.status else "no trainer",
             "uptime_s": trio.current_time() - node.began,
             "members": {state.name.lower(): states.count(state) for state in State},
+            "no_steps": sorted(
+                member.name
+                for member in members.values()
+                if member.state == State.ALIVE and NodeMeta.unpack(member.meta).stalled
+            ),
             "awareness": membership.awareness,
             "mode": self._mode_under(model.plans.plan),
             "plan": model.plans.plan.number,

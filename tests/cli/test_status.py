@@ -28,6 +28,7 @@ def test_the_help_explains_every_trigger_decision() -> None:
 
 ANSWER: dict[str, Any] = {
     "name": "a", "phase": "training", "mode": "allreduce", "members": {"alive": 2}, "trainer": None,
+    "no_steps": [],
     "no_partner_s": None, "refused": {}, "consensus_distance": 0.0, "bytes_sent": 0, "bytes_received": 0,
     "snapshots": 0, "budget_bytes_s": None, "budget_waited_s": 0.0,
     "loop_latency_p99_s": 0.0, "staleness": {},
@@ -60,6 +61,14 @@ def test_what_is_counted_in_all_is_what_the_table_counts(
     assert ("LAST REASON" in shown) == (unit == "exchanges"), "a round has no reason of this node's"
     assert "received 0 B; 0 models sent whole" in shown
     assert "budget" not in shown
+
+
+def test_who_makes_no_step_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = {**ANSWER, "no_steps": ["b", "c"], "exchanges": 0, "counts": {}, "links": []}
+    monkeypatch.setattr("peerd.cli.status.find_node", lambda name: name)
+    monkeypatch.setattr("peerd.cli.status.request", lambda path, verb: answer)
+    shown = CliRunner().invoke(app, ["status"], catch_exceptions=False).stdout
+    assert "no steps from b, c: the script hangs, or has died\n" in shown
 
 
 def test_what_a_budget_has_cost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,8 +65,10 @@ def test_a_silence_that_is_long_beside_its_steps_is_one_and_a_step_ends_it(steps
     watch.look(now + silent_s + 3)
     assert [*stalled, watch.stalled] == [True, False]
     watch.status.enter(TrainerPhase.GONE)
-    watch.look(now + 100 * silent_s)
-    assert not watch.stalled
+    watch.look(now + silent_s + 3)
+    gone = [watch.stalled]
+    watch.look(now + silent_s + 3 + STALL_MIN_S)
+    assert [*gone, watch.stalled] == [False, True]
 
 
 def test_who_waits_for_the_swarm_does_not_hang() -> None:
