@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from fuzz import CORPUS, TARGETS, Run
+from simulate_fuzz import came_to, command
 from target import Drawn, Target, episode, keep, read, replay, shrunk
 
 FILES = sorted(path for path in CORPUS.iterdir() if path.name.partition("-")[0] in TARGETS)
@@ -34,6 +36,24 @@ def test_the_same_seed_draws_the_same_items() -> None:
         for name, target in TARGETS.items():
             episode(replace(target, items=50), "again", each[name])
     assert {name for name in TARGETS if drawn[0][name] != drawn[1][name]} == set()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_simulated_run_that_was_drawn_holds(seed: int) -> None:
+    words = command(random.Random(seed))
+    assert words == command(random.Random(seed))
+    assert came_to(words) == ("held", "")
+
+
+def test_an_error_in_a_simulated_run_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(*_: object) -> None:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr("peerd.cli.simulate.run_scenario", breaks)
+    verdict, said = came_to(["--peers", "3", "--steps", "1"])
+    assert verdict == "wrong"
+    assert "ValueError: a bug" in said
+    assert came_to(["--peers", "3", "--mode", "hardsync", "--view", "2"])[0] == "refused"
 
 
 class Touchy(Drawn):
