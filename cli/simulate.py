@@ -303,7 +303,7 @@ def _summary(result: dict[str, Any]) -> dict[str, str]:
     if result.get("diverged"):
         rows["diverged"] = "models are no numbers any more, or too large for any"
     if result["ended_by"] == "standstill":
-        rows["stood still"] = "liars held the others up: no step for an hour"
+        rows["stood still"] = "liars held the others up: no step for long"
     if result["dropped"]:
         rows["lost"] = f"{result['dropped']:,} messages"
     if "mean_bias" in result:

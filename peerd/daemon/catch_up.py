@@ -57,12 +57,6 @@ class CatchUp:
         self._refused: set[NodeId] = set()  # donors that will not have us
         self._came: tuple[NodeId, ModelSnapshot | ModelEqual] | None = None  # and who sent it
 
-    @property
-    def returns(self) -> bool:
-        """Whether this is the swarm that the node was in when it was killed: a member that it knew is there."""
-        live = {(member.host, member.port) for member in self._members().values() if member.state <= State.SUSPECT}
-        return not live.isdisjoint(self._awaited)
-
     def on_members(self) -> None:
         """The membership changed."""
         self._wake()

@@ -158,7 +158,7 @@ def _attach_hook(
     async def attach(connection: LocalConnection, message: dict[str, Any]) -> None:
         if supervisor is not None:
             supervisor.attached = True
-        await daemon.model.attach(connection, message, comes_again=supervisor is not None)
+        await daemon.model.attach(connection, message, lambda: supervisor is not None and supervisor.runs)
 
     return attach
 
@@ -177,6 +177,7 @@ def _refusal_hook(supervisor: Supervisor | None) -> Verb:
 async def _supervise(daemon: Daemon, supervisor: Supervisor) -> None:
     try:
         await supervisor.run(lambda: daemon.model.status)
+        supervisor.runs = False
         if not supervisor.attached and not supervisor.stopping:
             LOGGER.warning("%s ended without calling peerd.attach: this node trains nothing", supervisor.name)
         if not supervisor.stopping:
@@ -192,10 +193,8 @@ async def _watch_trainer(daemon: Daemon) -> None:
     while True:
         slept_at = trio.current_time()
         await trio.sleep(LOOK_AT_TRAINER_S)
-        stood_still = (
-            trio.current_time() - slept_at > 2 * LOOK_AT_TRAINER_S
-        )  # and the trainer with this daemon, perhaps
-        if (status := daemon.model.status) is None or stood_still:
+        slept_s = trio.current_time() - slept_at
+        if (status := daemon.model.status) is None or slept_s > 2 * LOOK_AT_TRAINER_S:  # it may have stood still, too
             continue
         if watch is None or watch.status is not status:
             watch = TrainerWatch(status)
@@ -237,9 +236,8 @@ async def _watch_signals(
 ) -> None:
     """The first SIGINT or SIGTERM leaves in good order; the second ends at once, with the script and the socket.
 
-    One that follows within TWICE_S is the first again: timeout(1) signals its child, and then the group that it is in.
-
-    So does the first SIGHUP, unless whoever started this (nohup) ignores it; a terminal that ends often sends two.
+    So does the first SIGHUP, unless whoever started this (nohup) ignores it; a terminal that ends often sends two. What
+    follows within TWICE_S is the first again: timeout(1) signals its child, and then the group that it is in.
     """
     wanted = [signal.SIGINT, signal.SIGTERM]
     wanted += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []

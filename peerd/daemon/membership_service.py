@@ -38,6 +38,7 @@ PUSH_PULLS_WAITING_MAX = 256  # more are left out: whoever is to be dialled for 
 VIEW_SHARE = 0.1  # of the loop's time, at most, that goes into what follows from changed members
 UNFORESEEN_S = 1.0  # the least between two errors of the membership's own
 TELL_EVERY_S = 60.0  # that one left or came again
+JOINED_EVERY_S, JOINED_NAMED_MAX = 5.0, 8  # lines of who is new
 GONE_MAX = 1024  # members forgotten whose traces are kept until all are cleared at once
 
 
@@ -85,6 +86,8 @@ class MembershipService:
         self._told_at: dict[tuple[NodeId, str], float] = {}  # of members what they bring about themselves
         self._believed: dict[NodeId, tuple[State, int]] = {}  # of each member, when it last changed, and its epoch
         self._introduced = False  # whether a table has come: who is heard of after it is new to the others, too
+        self._joined: list[str] = []  # and not told yet
+        self._has_joined = trio.Event()
 
     async def run(self) -> None:
         """Probe and gossip until cancelled."""
@@ -92,6 +95,7 @@ class MembershipService:
             self._nursery = nursery
             nursery.start_soon(self._receive)
             nursery.start_soon(self._tell_changes)
+            nursery.start_soon(self._tell_joined)
             while True:
                 self._touched = trio.Event()
                 with trio.move_on_at(self.membership.deadline):
@@ -199,7 +203,8 @@ class MembershipService:
             self._tell_seldom(id, who, "left")
         elif before is None and member.state == State.ALIVE:
             if self._introduced:
-                LOGGER.info("%s joined", who)
+                self._joined.append(who)
+                self._has_joined.set()
         elif before == State.FAILED and member.state == State.ALIVE:
             LOGGER.info("%s is back", who)
         elif before == State.LEFT and member.state == State.ALIVE:
@@ -255,6 +260,17 @@ class MembershipService:
             except Exception as error:
                 self._peers.offences.unforeseen(error, "what members say of themselves could not be handled")
             await trio.sleep((1 / VIEW_SHARE - 1) * (trio.current_time() - began))
+
+    async def _tell_joined(self) -> None:
+        """Some by name: thousands may come at once, or be made up."""
+        while True:
+            await self._has_joined.wait()
+            joined, self._joined, self._has_joined = self._joined, [], trio.Event()
+            for who in joined[:JOINED_NAMED_MAX]:
+                LOGGER.info("%s joined", who)
+            if (more := len(joined) - JOINED_NAMED_MAX) > 0:
+                LOGGER.info("%d more members joined", more)
+            await trio.sleep(JOINED_EVERY_S)
 
     async def _ask_twin(self, asked: AskTwin) -> None:
         with trio.move_on_after(TWIN_DEADLINE_S):

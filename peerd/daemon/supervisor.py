@@ -43,6 +43,7 @@ class Supervisor:
         self.name = Path(command[0]).name
         self.attached = False  # the session sets it: the script got as far as peerd.attach
         self.stopping = False
+        self.runs = True  # the script, or it is about to be started (again)
         own = {key: value for key, value in os.environ.items() if key != "PEERD_TOKEN"}  # a secret of this node's
         self._environment = {**own, **environment}
         self._process: subprocess.Popen[bytes] | None = None

@@ -233,8 +233,10 @@ class TrainerService:
 
     # ---------------------------------------------------------------- a trainer comes
 
-    async def attach(self, connection: LocalConnection, message: dict[str, Any], *, comes_again: bool = False) -> None:
-        """Serve one trainer until it is gone; one that dies `comes_again` where somebody starts it."""
+    async def attach(
+        self, connection: LocalConnection, message: dict[str, Any], comes_again: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Serve one trainer until it is gone; one that dies `comes_again` where somebody starts it then."""
         earlier = self._runner.session
         if earlier is not None and earlier.cut_if_dead():
             while self._runner.session is earlier:
@@ -275,7 +277,7 @@ class TrainerService:
             if status.phase is not TrainerPhase.FINISHED:
                 status.enter(TrainerPhase.GONE)
             self._join_average()
-        if not comes_again:
+        if not comes_again():
             await self.expect_none()
 
     def _tell_memory(self, values: int) -> None:
@@ -357,10 +359,7 @@ class TrainerService:
             return None, step
         values, donor_step = fetched
         self._took_the_swarms = True
-        if step > donor_step and self._catch_up.returns:  # nodes count their own steps, and the donor may be slower
-            LOGGER.info("this node counts on from its own checkpoint, of step %d", step)
-            donor_step = step
-        elif step > donor_step:
+        if step > donor_step:
             older = (
                 "the swarm's model is of step %d, this node's checkpoint of step %d: training goes on from the former. "
                 "If all nodes were started anew, stop them, and start this one first"
@@ -445,8 +444,8 @@ class TrainerService:
     async def expect_none(self) -> None:
         """No trainer comes: members without a model need not wait for it to go first, nor the others for its steps."""
         died = self.status is not None and self.status.phase is TrainerPhase.GONE
-        self._is_left = died and self.mode is not None and not self._leaving
-        if self._is_left:
+        if died and self.mode is not None and not (self._leaving or self._is_left):
+            self._is_left = True
             LOGGER.warning(
                 "no script trains here any more: members go on with the model as it is, and need no step of it"
             )

@@ -133,6 +133,9 @@ class Session:
         self._is_owed = False  # the mean of a gradient that was given
         self._weight = 1.0  # of a gradient in the mean: samples of the last step, if they were said
         self.restored_from: Path | None = None
+        self._passed: int | None = (
+            None  # checkpoints of later steps are there, whose model the swarm's takes the place of
+        )
         self._command = RankCommand.GO_ON
         self._is_over = False  # the last checkpoint is written, or is being written
         self._attach()
@@ -166,9 +169,10 @@ class Session:
         self._client.hear(start)
         if start.load is not None:
             flat.load(self._memory.copies[start.load])
-            if start.step < self.step:  # or it would be the newest, were this script started again
-                _put_later_aside(self._checkpoints, start.step)
+            self._passed = start.step if start.step < self.step else None
             self.step = start.step
+            if self._ranks == 1:  # other ranks have yet to read what they resume from
+                self._put_passed_aside()
         if restored is not None:
             _say_restored(*restored, model_too=start.load is None)
         for message in self._early:
@@ -199,6 +203,17 @@ class Session:
         self.step = generation.step
         return generation.step, whole
 
+    def _put_passed_aside(self) -> None:
+        """Or they would be the newest, were this script started again."""
+        step, self._passed = self._passed, None
+        if step is None:
+            return
+        try:
+            aside = checkpoint.put_later_aside(self._checkpoints, step)
+            say(f"checkpoints of later steps than {step} are in {aside} now")
+        except OSError as error:
+            say(f"checkpoints of later steps than {step} cannot be put aside: {error.strerror}")
+
     def _expect(self, kind: type[Expected]) -> Expected:
         while True:
             said = self._receive(None)
@@ -226,6 +241,7 @@ class Session:
         Where the daemon wants nothing of it, a step costs the figures on the board, whatever the size of the model.
         """
         self.step = step
+        self._put_passed_aside()
         if self.hooks is not None:
             self.hooks.after_step()
         if self._states is not None:
@@ -535,13 +551,6 @@ def _exchange_of(socket: LocalSocket) -> tuple[bool, bool]:
             say("waiting for the daemon's answer; if its process is stopped, kill -CONT lets it go on")
     # a daemon that knows no such question exchanges weights
     return said.get("exchange") == "gradients", said.get("optimizer") is True
-
-
-def _put_later_aside(folder: Path, step: int) -> None:
-    try:
-        say(f"checkpoints of later steps than {step} are in {checkpoint.put_later_aside(folder, step)} now")
-    except OSError as error:
-        say(f"checkpoints of later steps than {step} cannot be put aside: {error.strerror}")
 
 
 def _say_restored(step: int, whole: bool, *, model_too: bool) -> None:

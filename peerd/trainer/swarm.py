@@ -199,14 +199,18 @@ class Swarm:
         A node that is slower than most others goes by their count: it leaves out the steps that it comes too late for,
         so its learning rate falls when theirs does, and ends its run with theirs, and says so. What it learnt alone
         from there on would be of its own data, and their models would follow it. Who has made nine tenths of `total`
-        goes on to the last. No number comes twice. `step_count` is of the steps that this node makes itself.
+        goes on to the last. A number comes again only where no `step` was made of it. `step_count` is of the steps that
+        this node makes itself.
         """
         total = int(total)
         if self._session is not None:
             self._session.say_total(total)
-        number = -1
-        while not is_over(self.step_count, total, self._others, number):
-            number = number_of(number, self.step_count, total, self._others)
+        number, drawn_at = -1, -1
+        while not self.is_over(total):
+            if self.step_count != drawn_at:  # else nothing was made of the last one, which comes again
+                if is_over(self.step_count, total, self._others, number):
+                    break
+                number, drawn_at = number_of(number, self.step_count, total, self._others), self.step_count
             yield number
         if self.step_count < total and self._follower is None:
             made = f"{self.step_count:,} of {total:,}"

@@ -430,6 +430,36 @@ def test_the_node_of_a_script_that_is_gone_ends_with_the_others_model(machine: M
         assert float((value - other[name]).norm()) < 0.05 * float(value.norm()), name
 
 
+def test_a_script_by_hand_after_one_that_is_gone_holds_nobody_up_either(machine: Machine) -> None:
+    script = machine.script("train.py", HEAD + PLAIN + GONE)
+    told: Any = {"PEERD_MODE": "hardsync"}
+    a = machine.start("a", script, PEERD_WAIT_FOR="2", **told)
+    b = machine.start("b", script, join=a, GONE="1", PEERD_WAIT_FOR="2", **told)
+    b.says("no script trains here any more")
+    hand = machine.spawn("hand", [str(script)], PEERD_NAME="b")
+    eventually(lambda: b.ask("status")["phase"] == "training")
+    a.trains(beyond=a.step + 10)
+    hand.signal(signal.SIGKILL)
+    hand.end()
+    b.says("no script trains here any more", times=2)
+    a.trains(beyond=a.step + 100)
+
+
+def test_a_number_is_drawn_for_each_step_not_for_each_batch(machine: Machine) -> None:
+    loop = """
+with peerd.attach(model, optimizer) as swarm:
+    for batch, step in enumerate(swarm.steps(10)):
+        print("number", step, flush=True)
+        if batch % 4 == 3:
+            train(swarm, model, [optimizer])
+"""
+    script = machine.script("train.py", HEAD + PLAIN + loop)
+    for node in (machine.start("a", script), machine.spawn("alone", [str(script)])):
+        eventually(lambda node=node: node.log.count("number 9") == 4)  # type: ignore[misc]
+        assert [int(found) for found in re.findall(r"number (\d+)", node.log)] == [at // 4 for at in range(40)]
+        assert "slower than most" not in node.log
+
+
 def test_what_a_script_may_not_do_ends_it_and_says_so(machine: Machine) -> None:
     """It trained alone, as if its daemon had gone away."""
     limited = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
@@ -444,8 +474,8 @@ def test_a_signal_that_comes_twice_at_once_is_one(machine: Machine) -> None:
     """As timeout(1) has it, which signals its child, and then its group."""
     a = machine.start("a", machine.script("train.py", HEAD + PLAIN + GONE))
     a.trains(beyond=10)
-    a.signal(signal.SIGTERM)
-    a.signal(signal.SIGTERM)
+    a.signal(signal.SIGINT)
+    a.signal(signal.SIGTERM)  # two of one kind might be one to the kernel
     assert a.end() == 0
     a.says("left the swarm")
 

@@ -131,7 +131,7 @@ class Stranger:
     def __init__(self, id: str | None = None, name: str = "stranger", papers: Papers | None = None) -> None:
         """Papers say who it is."""
         self.papers = papers
-        self.id = papers.id if papers else id or os.urandom(32).hex()
+        self.id = papers.id if papers else id or os.urandom(16).hex()
         self.name = name
         self._lines: list[Line] = []
         self.udp = self._bound()

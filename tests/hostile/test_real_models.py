@@ -35,14 +35,14 @@ from peerd.transport.messages import (
     Weights,
 )
 
-FIRST, LAST = "0" * 48, "f" * 48  # what an id begins with that is before, or after, all others
+FIRST, LAST = "0" * 16, "f" * 16  # what an id begins with that is before, or after, all others
 WHO = pytest.mark.parametrize("who", ["stranger", "insider"])
 
 
 @contextmanager
 def attacker(who: str, them: Victims, begins: str = "") -> Iterator[Stranger]:
     """One who is a member of this plan, with a model, or who is nobody: another each time, for the last is refused."""
-    id = begins + os.urandom(32).hex()[len(begins) :]
+    id = begins + os.urandom(16).hex()[len(begins) :]
     if who == "stranger":
         with Stranger(id=id) as stranger:
             yield stranger
@@ -62,7 +62,7 @@ def chunks(them: Victims, codec: str, size: float) -> Chunks:
 
 
 def plans() -> list[tuple[str, Plan]]:
-    author = "f" * 64
+    author = "f" * 32
     return [
         ("few", Plan(1000, author, True, "allreduce overlap=blocking min_peers=1000000")),
         ("servers", Plan(2000, author, True, f"hardsync servers={10**15}")),

@@ -7,7 +7,7 @@ import os
 import random
 import socket
 import time
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from peerd.daemon.trainer_service import TrainerService
 from peerd.local.shared_memory import SharedMemory
 from peerd.node.meta import NodeMeta
 from peerd.settings import Settings
-from peerd.transport.ids import Address, NodeId
+from peerd.transport.ids import NodeId
 from peerd.transport.messages import Member, Message, State
 
 TENSORS = ["weight float32 2x2", "bias float32 2"]
@@ -30,14 +30,13 @@ SIGNATURE = "5" * 64
 class Node:
     """What a daemon builds around a model side."""
 
-    def __init__(self, folder: Path, awaited: Collection[Address] = (), **settings: Any) -> None:
+    def __init__(self, folder: Path, **settings: Any) -> None:
         self.bytes_received = 0
         self.offences = Offences()
         self.sent: list[tuple[NodeId, Message]] = []
         self.members: dict[NodeId, Member] = {}
         told = Settings(**{"name": "me", "state_dir": str(folder), "codec": "float32", "trigger": "always", **settings})
-        members, rng = lambda: dict(self.members), random.Random(1)
-        self.side = TrainerService("me", told, self, members, self._say, rng, awaited=awaited)  # type: ignore[arg-type]
+        self.side = TrainerService("me", told, self, lambda: dict(self.members), self._say, random.Random(1))  # type: ignore[arg-type]
         self.member("me", self.side.meta)
 
     @property

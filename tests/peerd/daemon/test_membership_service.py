@@ -13,7 +13,13 @@ import pytest
 import trio
 import trio.testing
 
-from peerd.daemon.membership_service import PUSH_PULLS_MAX, PUSH_PULLS_WAITING_MAX, MembershipService
+from peerd.daemon.membership_service import (
+    JOINED_EVERY_S,
+    JOINED_NAMED_MAX,
+    PUSH_PULLS_MAX,
+    PUSH_PULLS_WAITING_MAX,
+    MembershipService,
+)
 from peerd.membership.effects import AskTwin, IdentityTaken, MemberChanged, MembershipEffect, PushPull
 from peerd.membership.table_budget import BURST_ROWS, ROWS_PER_S
 from peerd.membership.table_exchange import TABLE_PART
@@ -149,7 +155,13 @@ async def test_who_joins_is_told_not_who_was_there_before_this_node(caplog: pyte
         await shell.service.answer(_any(Link(1)), MemberTable("n1", Link.rows))
         for _ in range(2):
             await hears_of("new")
+        await trio.sleep(1)
         assert [record.message for record in caplog.records] == ["node-new (10.0.0.1:1) joined"]
+        for number in range(1000):
+            await hears_of(f"{number}")
+        await trio.sleep(JOINED_EVERY_S)
+        named = [f"node-{number} (10.0.0.1:1) joined" for number in range(JOINED_NAMED_MAX)]
+        assert [record.message for record in caplog.records][1:] == [*named, f"{1000 - len(named)} more members joined"]
 
 
 async def test_members_at_addresses_of_two_kinds_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
