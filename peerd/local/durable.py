@@ -18,18 +18,13 @@ def flush(path: Path) -> None:
         os.close(fd)
 
 
-def free_name(folder: Path) -> Path:
-    """A name like a folder's that nothing has."""
-    return next(
-        aside for number in count(1) if not os.path.lexists(aside := folder.with_name(f"{folder.name}-{number}"))
-    )
-
-
 def put_aside(folder: Path) -> Path | None:
     """Give a folder a name that nothing has, and return that; None: there is no such folder. Raises UserError."""
     if not os.path.lexists(folder):
         return None
-    aside = free_name(folder)
+    aside = next(
+        aside for number in count(1) if not os.path.lexists(aside := folder.with_name(f"{folder.name}-{number}"))
+    )
     try:
         folder.rename(aside)
         flush(folder.parent)

@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from peerd.local.being_written import being_written, leftovers
-from peerd.local.durable import flush, free_name, write
+from peerd.local.durable import flush, write
 from peerd.trainer.optimizers import kind
 from peerd.training.model.shards import taken_apart, whole
 
@@ -258,8 +258,12 @@ def save(folder: Path, generation: Generation) -> Path:
 
 
 def put_later_aside(folder: Path, step: int) -> Path:
-    """Move what was written after `step` to a folder beside, as training does not go on from it. Raises OSError."""
-    aside = free_name(folder)
+    """Move what was written after `step`, from which training does not go on, in place of what was so moved before.
+
+    Returns the folder that has it. Raises OSError.
+    """
+    aside = folder.with_name(f"{folder.name}-passed")
+    shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(mode=0o700)
     for path in _generations(folder):
         if _step(path) > step:

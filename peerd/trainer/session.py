@@ -133,9 +133,7 @@ class Session:
         self._is_owed = False  # the mean of a gradient that was given
         self._weight = 1.0  # of a gradient in the mean: samples of the last step, if they were said
         self.restored_from: Path | None = None
-        self._passed: int | None = (
-            None  # checkpoints of later steps are there, whose model the swarm's takes the place of
-        )
+        self._passed: int | None = None  # the swarm's model is of this step, and there are checkpoints of later ones
         self._command = RankCommand.GO_ON
         self._is_over = False  # the last checkpoint is written, or is being written
         self._attach()

@@ -361,7 +361,7 @@ def test_the_count_comes_with_the_model(machine: Machine) -> None:
     b.says("the swarm's model is of step 25, this node's checkpoint of step 60: training goes on from the former")
     b.says("training from step 25")
     b.says("training finished at step 60")
-    aside = machine.state / "peerd" / "b" / "checkpoints-1"
+    aside = machine.state / "peerd" / "b" / "checkpoints-passed"
     assert [*aside.glob("step-00000060/manifest.json")], "or a script that is started again would go on from it"
 
 

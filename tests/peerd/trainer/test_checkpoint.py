@@ -732,12 +732,13 @@ def test_an_observer_whose_range_has_grown_comes_back(tmp_path: Path) -> None:
 
 def test_what_training_does_not_go_on_from_is_put_aside(tmp_path: Path) -> None:
     folder, model = tmp_path / "checkpoints", nn.Linear(2, 1)
-    for step in (3, 5, 9):
-        save(folder, capture(model, OPTIMIZERS["sgd"](model), step, "s"))
-    (tmp_path / "checkpoints-1").mkdir()
-    aside = put_later_aside(folder, 5)
-    assert aside == tmp_path / "checkpoints-2"
-    kept, passed = newest(folder, "s", silent), newest(aside, "s", silent)
-    assert kept is not None
-    assert passed is not None
-    assert (kept.step, passed.step) == (5, 9)
+    for last in (9, 12):
+        for step in (3, 5, last):
+            save(folder, capture(model, OPTIMIZERS["sgd"](model), step, "s"))
+        aside = put_later_aside(folder, 5)
+        assert aside == tmp_path / "checkpoints-passed"
+        kept, passed = newest(folder, "s", silent), newest(aside, "s", silent)
+        assert kept is not None
+        assert passed is not None
+        assert (kept.step, passed.step) == (5, last)
+        assert len([*aside.iterdir()]) == 1, "that of the last time is gone"
