@@ -203,9 +203,9 @@ class Session:
 
     def _put_passed_aside(self) -> None:
         """Or they would be the newest, were this script started again."""
-        step, self._passed = self._passed, None
-        if step is None:
+        if self._passed is None:
             return
+        step, self._passed = self._passed, None
         try:
             aside = checkpoint.put_later_aside(self._checkpoints, step)
             say(f"checkpoints of later steps than {step} are in {aside} now")

@@ -454,8 +454,12 @@ with peerd.attach(model, optimizer) as swarm:
             train(swarm, model, [optimizer])
 """
     script = machine.script("train.py", HEAD + PLAIN + loop)
-    for node in (machine.start("a", script), machine.spawn("alone", [str(script)])):
-        eventually(lambda node=node: node.log.count("number 9") == 4)  # type: ignore[misc]
+    alone = machine.spawn("alone", [str(script)])
+    assert alone.end() == 0
+    a = machine.start("a", script)
+    a.says("training finished at step 10")
+    for node in (alone, a):
+        assert node.log.count("number 9") == 4
         assert [int(found) for found in re.findall(r"number (\d+)", node.log)] == [at // 4 for at in range(40)]
         assert "slower than most" not in node.log
 

@@ -34,8 +34,8 @@ Drawn = Annotated[int, Within(0, (1 << 63) - 1)]
 """A number that was drawn at random, and is compared only."""
 Name = Annotated[str, NAME]
 """Of a node, a swarm, a codec; ids are names too."""
-Worker = Annotated[str, re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,31}", re.ASCII)]
-"""Of a node, where a message has as many as there are workers: an id has 32 digits."""
+MemberName = Annotated[str, re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,31}", re.ASCII)]
+"""Of a member, as long as an id at most: messages have as many of them as there are workers."""
 NameOrNone = Annotated[str, re.compile(f"(?:{NAME.pattern})?", re.ASCII)]
 Host = Annotated[str, re.compile(r"[A-Za-z0-9._:%-]{0,255}", re.ASCII)]
 VISIBLE_MAX = 200

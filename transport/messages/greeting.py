@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from peerd.transport.messages.base import Chunks, Drawn, Host, Message, Name, NameOrNone, Port, Visible, Worker
+from peerd.transport.messages.base import Chunks, Drawn, Host, MemberName, Message, Name, NameOrNone, Port, Visible
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class Hello(Message):
     protocol: int
     swarm: NameOrNone
     run: NameOrNone
-    node: Worker
+    node: MemberName
     name: Name
     epoch: int
     host: Host
@@ -31,7 +31,7 @@ class Welcome(Message):
     """The acceptor's answer: who it is."""
 
     KIND: ClassVar[int] = 17
-    node: Worker
+    node: MemberName
     name: Name
     epoch: int
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Annotated, ClassVar
 
-from peerd.transport.messages.base import COUNT, Chunks, Drawn, Message, Name, NameOrNone, Within, Worker
+from peerd.transport.messages.base import COUNT, Chunks, Drawn, MemberName, Message, Name, NameOrNone, Within
 
 WeightsClock = Annotated[int, Within(-1, COUNT.high)]  # -1: of a model that came from no server
 
@@ -15,7 +15,7 @@ WeightsClock = Annotated[int, Within(-1, COUNT.high)]  # -1: of a model that cam
 class Applied:
     """The last push of a worker's life that went into some weights, as it travels."""
 
-    worker: Worker
+    worker: MemberName
     life: Drawn
     seq: int
 
