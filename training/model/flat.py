@@ -33,6 +33,7 @@ from peerd.training.model.pieces import Piece, variances_in, variances_of
 from peerd.training.model.published import PART_ON_CPU, Published, parts_of
 from peerd.training.model.shards import is_sharded, shard_of
 from peerd.training.model.signature import described, signature_of, type_name
+from peerd.training.model.transfers import sent, wait_for
 from peerd.training.model.variances import bounded
 
 Flat = npt.NDArray[np.float32]
@@ -214,7 +215,7 @@ class FlatModel:
         """The same with a tensor."""
         self.look_again()
         for index, piece in enumerate(self.pieces):
-            own = delta[piece.start : piece.stop].to(piece.source.device)  # over the bus once
+            own = sent(delta[piece.start : piece.stop], piece.source.device)
             if piece.is_low_parameter:
                 self._published.add(index, own)
                 continue
@@ -229,6 +230,7 @@ class FlatModel:
                 piece.source.add_(own.view(piece.source.shape).to(piece.source.dtype))
                 if piece.master is not None:
                     piece.tensor.copy_(piece.source)
+        wait_for(piece.source.device for piece in self.pieces)
 
     def load(self, values: Flat) -> None:
         """x = values, shape (total,)."""
@@ -265,10 +267,11 @@ class FlatModel:
         self.look_again()
         for piece in self.pieces:
             self._write(piece, values[piece.start : piece.stop])
+        wait_for(piece.source.device for piece in self.pieces)
 
     @torch.no_grad()
     def put_buffers(self, values: torch.Tensor) -> None:
-        """The buffers of the model become their part of `values`, whatever stands elsewhere."""
+        """The buffers of the model become their part of `values`, whatever stands elsewhere; not waited for."""
         for piece in self._buffers:
             self._write(piece, values[piece.start : piece.stop])
 
@@ -287,7 +290,7 @@ class FlatModel:
         if source.dtype not in EXACT:
             self._published.write(piece, values)
             return
-        wanted = values.view(source.shape).to(source.device)
+        wanted = sent(values.view(source.shape), source.device)
         if source.dtype == torch.float32 and not piece.is_buffer:
             source.copy_(wanted)
         else:

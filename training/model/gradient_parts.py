@@ -18,6 +18,7 @@ import torch
 from peerd.training.model.flat import FlatModel
 from peerd.training.model.gradients import FlatGradients
 from peerd.training.model.pieces import Piece
+from peerd.training.model.transfers import fetch
 
 BUCKET_VALUES = 12 << 20
 """That are told of together, 50 MB: where cores are scarce, messages for smaller ones cost more than they gain."""
@@ -149,7 +150,7 @@ class GradientParts:
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for part, gradient in pairs:
-                part.copy_(gradient, non_blocking=True)
+                fetch(gradient, part)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(stream)
         return [event]

@@ -12,6 +12,7 @@ import torch
 
 from peerd.training.model.flat import FlatModel
 from peerd.training.model.pieces import Piece
+from peerd.training.model.transfers import fetch, wait_for
 
 
 class FlatGradients:
@@ -44,9 +45,10 @@ class FlatGradients:
             if gradient.layout != torch.strided:
                 raise ValueError(f"the gradient of {piece.name} is sparse: make it with sparse=False")
             flags[index] = 1.0
-            part.view(gradient.shape).copy_(gradient)
+            fetch(gradient, part.view(gradient.shape))
         for piece in self._buffers:
-            out[piece.start : piece.stop].copy_(piece.source.reshape(-1))
+            fetch(piece.source.reshape(-1), out[piece.start : piece.stop])
+        wait_for(piece.source.device for piece in self._flat.pieces)
 
     @torch.no_grad()
     def scatter(self, values: torch.Tensor | None) -> None:
@@ -66,8 +68,9 @@ class FlatGradients:
             part = values[piece.start : piece.stop].view(piece.held.shape)
             if piece.held.grad is None:
                 piece.held.grad = torch.empty_like(piece.held)
-            piece.held.grad.copy_(part)
+            piece.held.grad.copy_(part, non_blocking=True)
         self._flat.put_buffers(values)
+        wait_for(piece.held.device for piece in self._flat.pieces)
 
     @property
     def parameters(self) -> list[Piece]:

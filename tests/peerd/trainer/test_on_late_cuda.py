@@ -1,0 +1,61 @@
+"""A whole trainer on a device that is as late as CUDA may be: what its daemon reads, and what it takes from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from late_cuda import CUDA, late_cuda, moved
+from model_node import Node, until
+from test_trainer import path, with_daemon
+from torch import nn
+
+import peerd
+
+__all__ = ["path"]
+
+COPIES, CORRECTIONS = 12, 6
+STEPS_MAX = 100_000
+
+
+@pytest.mark.parametrize("eagerness", [0.0, 0.5])
+def test_the_daemon_reads_whole_copies_and_each_correction_comes_once(path: Path, eagerness: float) -> None:
+    """A step adds 1, a correction 256: a torn or early copy, a lost correction, or memory of others' would show."""
+    found: list[tuple[int, int, set[float]]] = []
+    waits: list[int] = []
+    corrected = 0
+
+    def script() -> None:
+        with late_cuda(1, eagerness) as gpu:
+            model = moved(nn.Sequential(nn.Linear(30, 1, bias=False), nn.Linear(1, 20, bias=False)))
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(0.0)
+            with peerd.attach(model, torch.optim.SGD(model.parameters(), lr=1.0)) as swarm:
+                while (len(found) < COPIES or corrected < CORRECTIONS) and swarm.step_count < STEPS_MAX:
+                    with torch.no_grad():
+                        for parameter in model.parameters():
+                            parameter.add_(torch.full(parameter.shape, 1.0, device=CUDA))
+                    waits.append(gpu.waits_of(swarm.step))
+            ends = {float(value) for one in model.parameters() for value in one.detach().cpu().flatten()}
+            assert ends == {swarm.step_count + 256.0 * corrected}
+
+    async def beside(node: Node) -> None:
+        nonlocal corrected
+        await until(lambda: node.attached and node.side.status is not None and node.side.status.step > 2)
+        while len(found) < COPIES or corrected < CORRECTIONS:
+            values, step = await node.side.model_values()
+            found.append((step, corrected, {*np.asarray(values).tolist()}))
+            model = node.side._runner.core.model
+            assert model is not None
+            if corrected < CORRECTIONS:
+                model.add(np.full(50, 256.0, np.float32))
+                corrected += 1
+
+    status = with_daemon(path, script, beside).side.status
+    assert status is not None
+    assert status.phase == "finished"
+    assert all(values == {step + 256.0 * given} for step, given, values in found)
+    assert min(waits) == 0, "of a step of which nothing is wanted nobody waits for the device"
