@@ -6,15 +6,19 @@ QUICK := tests/training tests/contracts/test_codec_contract.py tests/contracts/t
 	tests/peerd/node tests/peerd/membership tests/peerd/protocol tests/peerd/local/test_board.py
 
 # tests start hundreds of interpreters: where the environment says so, each compiles all that it imports
-test quick scripts soak: export PYTHONDONTWRITEBYTECODE =
+test thorough quick scripts soak: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test quick scripts check soak fuzz bench format clean
+.PHONY: demo test thorough quick scripts check soak fuzz bench format clean
 
 demo: .venv/installed
 	$(BIN)/peerd demo
 
 test: .venv/installed
 	$(BIN)/python -m pytest -q -n 4 --dist worksteal -m "not soak and not scripts"
+
+# all cases and examples, of which make test draws some: a quarter of an hour
+thorough: .venv/installed
+	$(BIN)/python -m pytest -q -n 4 --dist worksteal -m "not soak and not scripts" --all-cases --hypothesis-profile=thorough
 
 # for whoever changed one core: what has no process, no socket and no simulated hour
 quick: .venv/installed

@@ -7,8 +7,10 @@ import inspect
 import logging
 import math
 import os
+import random
 import signal
 import sys
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import partial, wraps
 from pathlib import Path
@@ -24,11 +26,16 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 settings.register_profile("peerd", deadline=None, print_blob=True)  # slow is no failure; a failure is replayed
 settings.register_profile("quick", parent=settings.get_profile("peerd"), max_examples=10)
+settings.register_profile("thorough", parent=settings.get_profile("peerd"))
 settings.register_profile("long", parent=settings.get_profile("peerd"), max_examples=10_000)  # by hand, with a seed
 settings.load_profile("peerd")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background, and inherited
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+SHARES = {"peerd": 0.4, "quick": 0.1}
+"""By profile: of the examples that a test says itself, so many are drawn."""
+_fewer: set[object] = set()  # whose examples are that many now
 
 HELPERS = ("training", "transport", "simulation", "peerd", "cli")
 sys.path[:0] = [str(Path(__file__).parent / folder) for folder in HELPERS]
@@ -64,17 +71,49 @@ def machine() -> Iterator[object]:
         yield machine
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """By the profile `quick` no test draws more examples than that says, whatever it says itself."""
-    if settings.get_current_profile_name() != "quick":
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all-cases", action="store_true", help="run all cases of every test (make thorough)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        os.environ["PEERD_TESTS_LOT"] = str(random.randrange(2**32))  # one for all workers, which inherit it
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A run takes some of the cases and examples of tests that take long, others each time.
+
+    `make thorough` takes all; so does whoever names files or tests, of cases.
+    """
+    share = SHARES.get(settings.get_current_profile_name() or "")
+    if share is not None:
+        for item in items:
+            _draw_fewer_examples(item, share)
+    named = config.option.keyword or any(".py" in arg for arg in config.args)
+    if config.getoption("--all-cases") or named:
         return
+    lot = random.Random(os.environ["PEERD_TESTS_LOT"])
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        held, name = getattr(item, "obj", None), "_hypothesis_internal_use_settings"
-        if isinstance(item, pytest.Function) and item.cls is not None and hasattr(item.cls, "settings"):
-            held, name = item.cls, "settings"  # a state machine's test case
-        own = getattr(held, name, None)
-        if own is not None:
-            setattr(held, name, settings(own, max_examples=min(own.max_examples, settings().max_examples)))
+        if item.get_closest_marker("cases") is not None and item.get_closest_marker("soak") is None:
+            cases[item.nodeid.partition("[")[0]].append(item)
+    left_out: set[pytest.Item] = set()
+    for each in cases.values():
+        count = next(each[0].iter_markers("cases")).args[0]
+        left_out.update(lot.sample(each, max(0, len(each) - count)))
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
+
+
+def _draw_fewer_examples(item: pytest.Item, share: float) -> None:
+    """Of a test that says itself how many it draws."""
+    held, name = getattr(item, "obj", None), "_hypothesis_internal_use_settings"
+    if isinstance(item, pytest.Function) and item.cls is not None and hasattr(item.cls, "settings"):
+        held, name = item.cls, "settings"  # a state machine's test case
+    own = getattr(held, name, None)
+    if own is not None and own.max_examples != settings().max_examples and held not in _fewer:
+        _fewer.add(held)  # once, whatever its cases
+        setattr(held, name, settings(own, max_examples=math.ceil(share * own.max_examples)))
 
 
 def pytest_collection_finish() -> None:

@@ -10,6 +10,7 @@ import errno
 import json
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -30,13 +31,14 @@ TEXT_MAX = 1 << 16  # characters of a file
 LOOK_EVERY_S = 1.0  # the members of a swarm that forms come in crowds: one writing for each crowd
 _FILE = "members.json"
 _PLAN_FILE = "plan.json"
+_LEFT_FILE = "left.json"  # who was a member when this node left
 _ONE_AT_A_TIME = Lock()  # a plan that is being written in a thread when the node leaves must not come after the end
 
 
-def read(settings: Settings) -> tuple[Address, ...]:
+def read(settings: Settings, file: str = _FILE) -> tuple[Address, ...]:
     """The addresses kept; none when their file is damaged, or of another swarm or run."""
     try:
-        kept = json.loads(_text(settings.state_path / _FILE))
+        kept = json.loads(_text(settings.state_path / file))
         same_swarm = _is_of(settings, kept)
         addresses = tuple((host, port) for host, port in kept["members"])
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
@@ -45,10 +47,18 @@ def read(settings: Settings) -> tuple[Address, ...]:
     return addresses[:KNOWN_MAX] if whole and same_swarm else ()
 
 
-def write(settings: Settings, addresses: tuple[Address, ...]) -> None:
+def write(settings: Settings, addresses: tuple[Address, ...], file: str = _FILE) -> None:
     """Keep these addresses. Raises OSError."""
     kept = {**_swarm(settings), "members": addresses}
-    replace(settings.state_path / _FILE, json.dumps(kept))
+    replace(settings.state_path / file, json.dumps(kept))
+
+
+def take_left(settings: Settings) -> tuple[Address, ...]:
+    """Who was a member when this node left in its last run: said once."""
+    left = read(settings, _LEFT_FILE)
+    with suppress(OSError):
+        (settings.state_path / _LEFT_FILE).unlink()
+    return left
 
 
 def read_plan(settings: Settings) -> Plan:
@@ -110,8 +120,8 @@ def _started(settings: Settings) -> dict[str, str | int]:
     return {key: getattr(settings, key) for key in ("mode", *PLANNED)}
 
 
-def forget(settings: Settings) -> None:
-    """Keep nothing."""
+def forget(settings: Settings, left: tuple[Address, ...] = ()) -> None:
+    """Keep nothing, but the addresses of those whom this node has `left`."""
     with _ONE_AT_A_TIME:
         for file, consequence in ((_FILE, "asks the members named there"), (_PLAN_FILE, "takes up the plan there")):
             path = settings.state_path / file
@@ -119,6 +129,9 @@ def forget(settings: Settings) -> None:
                 path.unlink(missing_ok=True)
             except OSError as error:
                 LOGGER.warning("%s: %s; the next start %s", path, error.strerror, consequence)
+        if left:
+            with suppress(OSError):  # it is a hint, no more
+                write(settings, left, _LEFT_FILE)
 
 
 def known(members: Mapping[NodeId, Member], me: NodeId, before: tuple[Address, ...]) -> tuple[Address, ...]:

@@ -62,6 +62,7 @@ async def _run(settings: Settings, mine: identity.Identity, command: list[str], 
     if (ignored := unknown_variables(os.environ)) is not None:
         LOGGER.warning("%s", ignored)
     kept = () if fresh else known_members.read(settings)
+    left = known_members.take_left(settings)
     begin = partial(_begin_anew, settings) if fresh else lambda: None
     path = socket_path(settings.name)
     if settings.token:
@@ -81,6 +82,9 @@ async def _run(settings: Settings, mine: identity.Identity, command: list[str], 
             if daemon.entry.folder is None and not settings.seeds and not kept:  # its swarm began elsewhere
                 alone = "this node was let into a swarm and knows no address there: it begins alone. peerd leave and "
                 LOGGER.warning("%sCtrl-C forget the members; start it again with --join HOST:PORT of one", alone)
+        if left and not (settings.seeds or kept or fresh):
+            text = "this node left a swarm that had a member at %s, and begins another, alone; to be in that one, "
+            LOGGER.warning(text + "stop it and start it with --join %s", *2 * [shown(left[0])])
         if supervisor is not None:
             start_soon(_supervise, daemon, supervisor)
         start_soon(_watch_failure, daemon)
@@ -228,7 +232,7 @@ async def _keep_known_members(daemon: Daemon, kept: tuple[Address, ...]) -> None
     finally:
         never_in_it = not kept and not daemon.model.meta.ready
         if daemon.leaving.is_set() and (daemon.model.fatal is None or never_in_it):
-            known_members.forget(daemon.settings)
+            known_members.forget(daemon.settings, known_members.known(membership.members, membership.me.id, ()))
 
 
 async def _watch_signals(

@@ -23,6 +23,7 @@ from peerd.membership.proofs import VERIFICATION_ROWS
 from peerd.membership.suspicion import LAST_WORDS_MAX
 from peerd.membership.table_budget import TableBudget
 from peerd.membership.table_exchange import PUSH_PULL_DEADLINE_S, TABLE_PART, TABLE_PARTS_MAX
+from peerd.node.meta import NodeMeta
 from peerd.process.logs import LOGGER
 from peerd.security.secrets_exchange import SecretsExchange
 from peerd.training.effects import Log
@@ -85,6 +86,7 @@ class MembershipService:
         self._told_of_kinds = False
         self._told_at: dict[tuple[NodeId, str], float] = {}  # of members what they bring about themselves
         self._believed: dict[NodeId, tuple[State, int]] = {}  # of each member, when it last changed, and its epoch
+        self._stalled: set[NodeId] = set()  # members that have said that their trainers make no step
         self._introduced = False  # whether a table has come: who is heard of after it is new to the others, too
         self._joined: list[str] = []  # and not told yet
         self._has_joined = trio.Event()
@@ -211,10 +213,23 @@ class MembershipService:
             self._tell_seldom(id, who, "is back")
         elif before is not None and member.epoch > epoch and member.state == State.ALIVE:
             self._tell_seldom(id, who, "is back: it ended without a word, and was started again")
+        self._tell_of_steps(member, who)
         if len(self._believed) > len(members) + GONE_MAX:  # a full table drops the failed
             self._believed = {id: believed for id, believed in self._believed.items() if id in members}
             self._heard_at = {id: at for id, at in self._heard_at.items() if id in members}
             self._told_at = {(id, what): at for (id, what), at in self._told_at.items() if id in members}
+            self._stalled &= members.keys()
+
+    def _tell_of_steps(self, member: Member, who: str) -> None:
+        lives = member.state <= State.SUSPECT
+        stalled = lives and NodeMeta.unpack(member.meta).stalled
+        if stalled == (member.id in self._stalled):
+            return
+        self._stalled ^= {member.id}
+        if stalled:
+            self._tell_seldom(member.id, who, "makes no step: its script hangs, or has died")
+        elif lives:
+            self._tell_seldom(member.id, who, "makes steps again")
 
     def _tell_of_kinds(self, member: Member) -> None:
         """Once: in one of the two directions, at least, no datagram can be sent."""

@@ -355,5 +355,9 @@ def _trainer(status: TrainerStatus) -> dict[str, Any]:
     """What the status shows of it; times as seconds ago, for nobody else has the loop's clock."""
     rows = asdict(status)
     del rows["released_at"], rows["waits"]
-    stepped_at = rows.pop("last_step_at")
-    return {**rows, "last_step_s_ago": None if stepped_at is None else trio.current_time() - stepped_at}
+    now, began, stepped_at = trio.current_time(), rows.pop("began"), rows.pop("last_step_at")
+    return {
+        **rows,
+        "began_s_ago": now - began if began else None,
+        "last_step_s_ago": None if stepped_at is None else now - stepped_at,
+    }

@@ -244,6 +244,7 @@ run()
 """
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("module", "arguments"),
     [

@@ -254,6 +254,7 @@ next(loader)
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", FORKS)
 def test_a_helper_does_not_keep_the_next_trainer_out(machine: Machine, kind: str) -> None:
     body = (
@@ -392,6 +393,7 @@ with peerd.attach(model, optimizer) as swarm:
 """
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "mode",
     [

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,6 +37,14 @@ def no_trace_of(node: Node) -> None:
     assert f"{node.name}.sock" not in os.listdir(node.machine.runtime / "peerd")
 
 
+def documented_keys() -> list[set[str]]:
+    """Of the tables of docs/json.md, in turn."""
+    page = (Path(__file__).parent.parent.parent / "docs" / "json.md").read_text()
+    tables = page.split("|---|---|")[1:]
+    rows = [[line.split(" | ")[0] for line in table.splitlines() if line.startswith("| `")] for table in tables]
+    return [{key for row in table for key in re.findall(r"`(\w+)`", row)} for table in rows]
+
+
 def test_the_life_of_a_swarm(machine: Machine) -> None:
     script = machine.script("train.py", TRAIN)
     a, b, c = machine.three(script)
@@ -46,6 +56,11 @@ def test_the_life_of_a_swarm(machine: Machine) -> None:
     assert shown.returncode == 0
     assert [line.split()[0] for line in shown.stdout.splitlines()] == ["NAME", "a", "b", "c"]
     assert "several nodes run here: a, b, c" in machine.peerd("members").stderr
+    a.eventually(lambda: a.ask("status")["links"])
+    told = a.ask("status")
+    assert [told.keys(), told["trainer"].keys(), told["links"][0].keys(), a.ask("members")["members"][0].keys()] == (
+        documented_keys()
+    )
 
     # a killed daemon takes its trainer along; a killed trainer is started again, its daemon lives on
     orphan, killed, reached = b.trainer_pid, c.trainer_pid, c.step
@@ -91,6 +106,10 @@ def test_the_life_of_a_swarm(machine: Machine) -> None:
     left = machine.peerd("leave", "--name", "b")
     assert not alive(b.process.pid)  # not only leaving: its name, port and state folder are free
     assert (left.returncode, left.stdout) == (0, "b has left\n"), left.stderr
+    again = machine.start("b")
+    again.says("this node left a swarm that had a member at ")
+    again.signal(signal.SIGINT)
+    assert again.end() == 0
     c.signal(signal.SIGINT)
     d.signal(signal.SIGTERM)
     for node in (b, c, d):

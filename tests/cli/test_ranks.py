@@ -49,6 +49,7 @@ def said(node: Node) -> dict[int, list[str]]:
     return found
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("text", [pytest.param(DDP, id="ddp"), pytest.param(FSDP, id="fsdp", marks=needs_fsdp)])
 def test_two_nodes_of_two_ranks_train_one_model(machine: Machine, text: str) -> None:
     a = torchrun(machine, "a", seed=1, text=text)

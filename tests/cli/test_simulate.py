@@ -70,6 +70,7 @@ def test_digits_train_in_virtual_time() -> None:
     assert result["steps"] == 120
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("mode", ["gossip", "elastic", "push-sum", "noloco", "allreduce", "diloco"])
 def test_a_run_that_diverges_ends_and_says_so(mode: str) -> None:
     words = ("--peers", "3", "--steps", "40", "--compute", "fixed:0.1", "--faults", "none", "--mode", mode)
@@ -136,6 +137,7 @@ def test_people_get_a_summary() -> None:
 TWO = "gossip;codec=top_k_3;trigger=change:0.1,noloco;codec=sign;every=20;outer-lr=0.3"
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("seeds", [["--seed", "7"], ["--seeds", "0..2"]])
 @pytest.mark.parametrize("modes", ["gossip,allreduce,diloco,hardsync,async", TWO, "gossip"])
 def test_a_summary_fits_a_narrow_terminal_and_its_commands_can_be_copied(modes: str, seeds: list[str]) -> None:

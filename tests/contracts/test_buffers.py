@@ -175,6 +175,7 @@ def live_with(row: Row, codec: str, seed: int) -> None:
     look(swarm)
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("row", list(rows()), ids=name_of)
 def test_tables_keep_their_bits_and_variances_stay_positive(row: Row) -> None:
     live_with(row, class_of(row[0]).CODEC, 1)

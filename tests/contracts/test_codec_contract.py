@@ -106,6 +106,7 @@ def test_contraction_of_special_vectors(codec: Codec, kind: str) -> None:
     check_contraction(codec, special_vectors()[kind])
 
 
+@pytest.mark.cases(6)
 @every_codec
 @given(values=vectors)
 @settings(deadline=None, max_examples=40)
@@ -176,6 +177,7 @@ def test_error_feedback_sends_the_whole_in_the_end(codec: Codec, seed: int, heav
     assert left[-1] < (0.85 if heavy else 0.2) * left[0]
 
 
+@pytest.mark.cases(6)
 @every_codec
 @given(data=st.data(), count=st.sampled_from([0, 1, 9, 256, 257, 700]))
 @settings(deadline=None, max_examples=60)
@@ -215,6 +217,7 @@ def test_limits_grow_with_the_count_and_fit_a_chunk(codec: Codec) -> None:
     assert codec.body_limit(CHUNK_VALUES) <= 4 * CHUNK_VALUES
 
 
+@pytest.mark.cases(6)
 @every_codec
 def test_a_whole_chunk(codec: Codec) -> None:
     check_contraction(codec, gaussian(CHUNK_VALUES))

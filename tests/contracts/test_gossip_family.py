@@ -44,6 +44,7 @@ def mode(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.mark.cases(12)
 @pytest.mark.parametrize("codec", sorted(CODECS))
 def test_models_meet(mode: str, codec: str) -> None:
     swarm = CountingSwarm(6, 600, codec, seed=3, mode=mode)

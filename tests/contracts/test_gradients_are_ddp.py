@@ -59,6 +59,7 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
     assert max(apart.values()) <= CLOSE, apart
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("topology", "bucket"), [("ring", None), ("tree", None), ("halving", None), ("ring", 24)])
 def test_the_model_is_that_of_ddp(
     topology: str,
@@ -100,6 +101,7 @@ def test_the_model_is_that_of_ddp(
         assert all(torch.equal(found[rank][name], value) for name, value in found[0].items()), "to the bit"
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("topology", ["auto", "adv:2"])
 @pytest.mark.parametrize(
     ("optimizer", "names"),
@@ -187,6 +189,7 @@ def bits(state: list[torch.Tensor]) -> bytes:
     return b"".join(tensor.numpy().tobytes() for tensor in state)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("where", "given", "answered_s"),
     [

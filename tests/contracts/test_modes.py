@@ -148,6 +148,7 @@ def test_who_leaves_in_good_order_leaves_its_steps_behind(row: Row, leaver: str)
     assert share_of(leaver, swarm) > LEFT_BEHIND
 
 
+@pytest.mark.cases(12)
 @pytest.mark.parametrize("early", "ab")
 def test_who_ends_early_holds_nobody_back(row: Row, early: str) -> None:
     """The others train on, and what they learn is in every model at the end; who leads may be the one, or another."""
@@ -168,6 +169,7 @@ def test_who_ends_early_holds_nobody_back(row: Row, early: str) -> None:
     assert min(share_of(name, swarm) for name in others) > HEEDED * LONG
 
 
+@pytest.mark.cases(70)
 @pytest.mark.parametrize("order", ["abc", "bca", "cab"])
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])
 def test_runs_end_one_after_the_other(row: Row, order: str, ahead: int) -> None:
@@ -253,6 +255,7 @@ def happens_at_messages(row: Row, event: Event, every: int, *, ends: bool) -> No
         end(row, swarm)
 
 
+@pytest.mark.cases(40)
 @pytest.mark.parametrize(("event", "ends"), AT_MESSAGES, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_at_any_message(row: Row, event: Event, ends: bool) -> None:
     """Something happens to one member, and the others go on; nobody waits for what will not come."""
@@ -265,6 +268,7 @@ def test_at_every_message(row: Row, event: Event, ends: bool) -> None:
     happens_at_messages(row, event, 1, ends=ends)
 
 
+@pytest.mark.cases(5)
 def test_what_comes_twice_counts_once(row: Row) -> None:
     """Each message of a step and of an end in turn, at once or behind what follows it: the same models, to the bit."""
 
@@ -325,6 +329,7 @@ def in_any_weather(row: Row, examples: int) -> None:
     run_state_machine_as_test(machine, settings=weather_settings(examples))
 
 
+@pytest.mark.cases(6)
 def test_in_any_weather(row: Row) -> None:
     in_any_weather(row, EXAMPLES)
 
@@ -369,6 +374,7 @@ async def whole_life(row: Row, swarm: thin.Swarm) -> tuple[dict[str, thin.Model]
     return models, took_part, {carrier for name in models for carrier in await nodes[name].carriers()}
 
 
+@pytest.mark.cases(10)
 @pytest.mark.parametrize(
     ("run", "carrier"),
     [
@@ -384,6 +390,7 @@ def test_daemons_live_through_it(row: Row, run: Callable[[Any], Any], carrier: s
     check_that_all_agree(row, models.values())
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("mode", ["gossip", "push-sum", "allreduce", "hardsync"])  # of each kind: modes see no carriers
 @pytest.mark.parametrize(
     ("run", "carrier"),
@@ -418,6 +425,7 @@ def simulated(row: Row, seed: int) -> None:
     check_that_all_agree(row, swarm.models())
 
 
+@pytest.mark.cases(6)
 def test_a_simulated_swarm_lives_through_every_fault(row: Row) -> None:
     simulated(row, 1)
 

@@ -338,6 +338,7 @@ async def test_membership_overtakes_bulk_and_the_rest_does_not(carrier: MakeEnds
 # ---------------------------------------------------------------------------------------------------- limits
 
 
+@pytest.mark.cases(4)
 @carriers
 async def test_a_stopped_reader_stops_the_sender(carrier: MakeEnds) -> None:
     async with linked(carrier) as (near, far):
@@ -452,6 +453,7 @@ async def test_closing_wakes_those_who_wait(carrier: MakeEnds) -> None:
         await near.aclose()
 
 
+@pytest.mark.cases(4)
 @carriers
 async def test_a_cancelled_receive_loses_nothing(carrier: MakeEnds) -> None:
     async with linked(carrier) as (near, far):

@@ -54,6 +54,7 @@ def test_the_table_is_whole() -> None:
     assert list(EXPERIMENTS) == ["E1", "E2", "E3", "E4", "E5", "E5b", *(f"E{number}" for number in range(6, 13))]
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("name", [name for name in EXPERIMENTS if name != "E6"])
 def test_a_tiny_one_measures_what_its_criteria_ask_for(tiny: Callable[[str], Report], name: str) -> None:
     report = tiny(name)

@@ -100,6 +100,7 @@ def test_whatever_happens_to_honest_members_none_is_graylisted(mode: str, seed: 
     assert result["graylisted"] == 0
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("attack", "seed"), [("sign-flip", 5), ("huge", 3), ("pull", 5)])
 def test_a_node_that_comes_back_starts_from_no_liars_model(
     attack: str, seed: int, monkeypatch: pytest.MonkeyPatch

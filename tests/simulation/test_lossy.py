@@ -40,6 +40,7 @@ def test_only_what_may_be_lost_is(seed: int, share: float, messages: list[Messag
     assert [certain.drops(message) for message in messages] == [isinstance(message, may) for message in messages]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("mode", LOSSY)
 def test_a_mode_that_can_do_with_loss_ends_its_run_with_one_model(mode: str) -> None:
     distances = []

@@ -101,6 +101,7 @@ class Crowded:
         node.perform(node.membership.met(id, node.now))
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("sealed", [True, False], ids=["sealed", "plain"])
 @pytest.mark.parametrize("again_every_s", [0.0, 3.0], ids=["told once", "told again"])
 @pytest.mark.parametrize("made_up", [0, CROWD])
@@ -117,6 +118,7 @@ def test_news_is_known_to_all_within_moments(peers: int, made_up: int, again_eve
     check(crowded.swarm, statistics.median(took_s) < 1 and max(took_s) < 60, took_s)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("again_every_s", [0.0, 3.0], ids=["told once", "told again"])
 def test_who_was_made_up_is_soon_dead_and_stays_so(again_every_s: float) -> None:
     crowded = Crowded(3, CROWD, seed=2)

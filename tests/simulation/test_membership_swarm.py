@@ -77,6 +77,7 @@ def test_a_quiet_swarm_sends_two_datagrams_per_member_and_second() -> None:
     check(swarm, 0 < sent <= 2 * 16 * 101, sent)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("seed", [0, 1, 2, 3, 4, 6, 7, 8])  # 99 of 100; with 5 nobody happens to probe for 6 s
 def test_a_crash_is_known_to_all_of_64_within_12_seconds(seed: int) -> None:
     swarm = grown(64, seed)
@@ -131,6 +132,7 @@ def test_a_graceful_leave_is_left_everywhere_and_never_failed(loss: float) -> No
     check(swarm, swarm.run(5, swarm.agreed), "one that left and came back must be alive", states(swarm, leaver.id))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("seed", [6, 7])
 def test_halves_find_together_after_ten_minutes(seed: int) -> None:
     swarm = grown(24, seed)
@@ -152,6 +154,7 @@ def test_five_minutes_at_five_percent_loss_declare_nobody_failed(seed: int) -> N
     check(swarm, swarm.counts()["suspicions"] > 0, "the test did not test anything", swarm.counts())
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("seed", "stop_s"), [(10, 2.0), (11, 4.0), (12, 16.0)])
 def test_stopped_processes_accuse_nobody_who_was_not(seed: int, stop_s: float) -> None:
     swarm = grown(32, seed)

@@ -53,6 +53,7 @@ async def mean_at_rest(swarm: Swarm) -> Model:
     return mean
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_gossip_then_all_reduce_then_gossip_with_a_death_between(seed: int) -> None:
     async def scenario(swarm: Swarm) -> dict[str, Model]:
@@ -85,6 +86,7 @@ def test_gossip_then_all_reduce_then_gossip_with_a_death_between(seed: int) -> N
     check_that_they_agree(simulate(seed, scenario))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_an_average_makes_all_models_the_same_to_the_bit(seed: int) -> None:
     async def scenario(swarm: Swarm) -> dict[str, Model]:

@@ -53,6 +53,7 @@ def test_a_trees_time_grows_with_the_logarithm_of_the_peers() -> None:
     assert all(1.0 <= step / (2 * whole_s) < 1.01 for step in steps), "one level more, up and down"
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("overlap", "steps", "least", "most"),
     [("blocking", 60, 0.0, 0.12), ("quorum", 200, 0.4, 0.55), ("delayed", 500, 0.95, 1.0), ("hpsgd", 500, 0.95, 1.0)],
@@ -70,6 +71,7 @@ def test_trainers_compute_while_a_round_takes_eight_steps(overlap: str, steps: i
     assert least <= result["computing_share"] <= most
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_who_trains_on_is_in_the_rounds_of_those_who_have_just_ended(seed: int) -> None:
     """What waits beside a model is longer than the way since the last round: who ends says both, as the others do."""
@@ -83,6 +85,7 @@ def test_who_trains_on_is_in_the_rounds_of_those_who_have_just_ended(seed: int) 
     assert result["virtual_seconds"] < 20, "who was left out waited for 60 s"
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_digits_train_and_end_as_one_model(overlap: str) -> None:
     scenario = Scenario(
@@ -96,6 +99,7 @@ def test_digits_train_and_end_as_one_model(overlap: str) -> None:
     assert result["accuracy"] > 0.85
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("mode", ["allreduce", "diloco"])
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_members_crash_and_come_back_and_the_run_ends(mode: str, overlap: str) -> None:
@@ -112,7 +116,7 @@ def test_members_crash_and_come_back_and_the_run_ends(mode: str, overlap: str) -
 
 def unequal(overlap: str, **told: Any) -> dict[str, Any]:
     scenario = Scenario(
-        peers=4, problem="digits", steps=200, mode="allreduce", codec="top_k_2bit", every=2, overlap=overlap,
+        peers=4, problem="digits", steps=100, mode="allreduce", codec="top_k_2bit", every=2, overlap=overlap,
         compute="fixed:0.1", faults="none", **told,
     )  # fmt: skip
     result = simulate(scenario).result
@@ -157,6 +161,7 @@ def test_digits_train_by_gradients() -> None:
     assert result["accuracy"] > 0.5
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("optimizer", ["sgd", "nesterov", "adamw"])
 @pytest.mark.parametrize("task", ["teacher", "digits"])
 def test_who_comes_and_who_comes_back_take_over_the_optimizers_state(task: str, optimizer: str) -> None:

@@ -137,6 +137,7 @@ def test_a_restart_that_nobody_noticed_starts_from_the_swarms_model_too() -> Non
     check_that_they_agree(simulate(3, scenario))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("seed", range(4))
 def test_who_comes_is_given_the_model_at_the_first_request(seed: int) -> None:
     """Though the news of it has not reached the donor yet, or the donor still dials its former life."""

@@ -83,6 +83,7 @@ def test_absent_peers_have_the_places_that_the_living_leave() -> None:
     assert all(whole <= VIEW + 1 for _, whole in places(swarm).values())
 
 
+@pytest.mark.cases(1)
 @pytest.mark.usefixtures("large")
 @pytest.mark.parametrize("codec", ["sign", "int8"])
 @pytest.mark.parametrize(("dtype", "drift"), [("float64", 1e-9), ("float32", 1e-5)])

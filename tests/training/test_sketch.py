@@ -24,6 +24,7 @@ def difference(where: str, count: int, rng: np.random.Generator) -> Vector:
     return apart
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("where", ["all", "a column", "a run"])
 @pytest.mark.parametrize("count", [3 * WIDTH * 512, LONG])
 @given(seed=SEEDS, number=st.integers(0, 99))

@@ -16,6 +16,7 @@ ONCE_BROKEN = [
 ]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_each_mode_keeps_what_it_promises(mode: str) -> None:
     with quick():

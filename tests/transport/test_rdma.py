@@ -206,6 +206,7 @@ async def test_a_chunk_with_its_seal_lies_in_huge_pages() -> None:
         staging.close()
 
 
+@pytest.mark.cases(4)
 @over
 @pytest.mark.parametrize("does", ["sends", "receives"])
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])

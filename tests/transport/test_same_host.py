@@ -419,6 +419,7 @@ def intact(message: ModelSnapshot) -> bool:
     return all((np.frombuffer(each, np.uint8) == number).all() for number, each in enumerate(message.chunks))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("does", ["sends", "receives"])
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize("seed", [1, 2])

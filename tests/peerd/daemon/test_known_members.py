@@ -47,6 +47,15 @@ def test_what_was_written_is_read(tmp_path: Path, addresses: list[Address]) -> N
     assert read(told(tmp_path)) == tuple(addresses)
 
 
+def test_whom_a_node_left_is_said_once(tmp_path: Path) -> None:
+    write(told(tmp_path), (A, B))
+    assert known_members.take_left(told(tmp_path)) == ()
+    forget(told(tmp_path), (B,))
+    assert read(told(tmp_path)) == ()
+    assert known_members.take_left(told(tmp_path)) == (B,)
+    assert known_members.take_left(told(tmp_path)) == ()
+
+
 def test_a_plan_that_comes_when_the_node_leaves_is_not_kept(tmp_path: Path) -> None:
     write_plan(told(tmp_path), PLAN, lambda: True)
     assert read_plan(told(tmp_path)) == AS_STARTED

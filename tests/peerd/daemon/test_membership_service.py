@@ -23,6 +23,7 @@ from peerd.daemon.membership_service import (
 from peerd.membership.effects import AskTwin, IdentityTaken, MemberChanged, MembershipEffect, PushPull
 from peerd.membership.table_budget import BURST_ROWS, ROWS_PER_S
 from peerd.membership.table_exchange import TABLE_PART
+from peerd.node.meta import NodeMeta
 from peerd.process.look_up import LOOK_UPS_MAX, LookUps
 from peerd.transport.connection import ConnectionLost
 from peerd.transport.ids import Address
@@ -162,6 +163,27 @@ async def test_who_joins_is_told_not_who_was_there_before_this_node(caplog: pyte
         await trio.sleep(JOINED_EVERY_S)
         named = [f"node-{number} (10.0.0.1:1) joined" for number in range(JOINED_NAMED_MAX)]
         assert [record.message for record in caplog.records][1:] == [*named, f"{1000 - len(named)} more members joined"]
+
+
+async def test_who_makes_no_step_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    async with running() as shell:
+        shell.core.me = a_member("me", State.ALIVE, 1)
+
+        async def hears_of_c(state: State = State.ALIVE, *, stalled: bool) -> None:
+            shell.core.members["c"] = replace(a_member("c", state, 1), meta=NodeMeta(stalled=stalled).pack())
+            await shell.service.perform([MemberChanged("c")])
+
+        for stalled in (False, True, True, False):
+            await hears_of_c(stalled=stalled)
+        told = [record.message.removeprefix("node-c (10.0.0.1:1) ") for record in caplog.records]
+        assert told == ["makes no step: its script hangs, or has died", "makes steps again"]
+        await trio.sleep(60)
+        for state in (State.ALIVE, State.SUSPECT, State.ALIVE):
+            await hears_of_c(state, stalled=True)
+        await hears_of_c(State.FAILED, stalled=True)
+        again = [record.message.removeprefix("node-c (10.0.0.1:1) ") for record in caplog.records][2:]
+        assert again == [told[0], "failed: this node has never heard from it"]
 
 
 async def test_members_at_addresses_of_two_kinds_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -111,6 +111,7 @@ def said(caplog: pytest.LogCaptureFixture, text: str) -> int:
     return sum(text in record.message for record in caplog.records)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("pause_s", [0.5, 40.0], ids=["unnoticed", "buried"])
 def test_a_founder_comes_back_to_its_swarm(seed: int, pause_s: float, caplog: pytest.LogCaptureFixture) -> None:
@@ -199,6 +200,7 @@ def drawn(seed: int) -> dict[str, float]:
     return {name: chance.choice([0.0, 0.01, chance.uniform(0, 30), PATIENCE_S, PATIENCE_S + 0.01]) for name in "abcd"}
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(8, 20))])
 def test_after_a_power_cut_all_go_on_from_one_model(seed: int) -> None:
     async def scenario(swarm: Swarm) -> None:

@@ -629,6 +629,7 @@ def every_call() -> Iterator[int]:
     return iter(range(1, 1000))
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("power_cut", [False, True], ids=["kill -9", "power cut"])
 @pytest.mark.parametrize("step", [3, 2], ids=["a new step", "the same step again"])
 @pytest.mark.parametrize("before", [(1, 2), (2,)], ids=["two before", "one before"])

@@ -249,6 +249,7 @@ def starts(kind: str) -> Vector:
     return random.standard_t(3, (16, 600)) if kind == "student t" else random.standard_normal((16, 600))
 
 
+@pytest.mark.cases(6)
 @every_codec
 @pytest.mark.parametrize("kind", ["gaussian", "student t"])
 def test_consensus_with_every_codec(codec: str, kind: str) -> None:

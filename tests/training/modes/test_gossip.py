@@ -270,6 +270,7 @@ def test_an_exchange_that_overtakes_a_lost_answer_keeps_the_mean() -> None:
     assert not swarm.nodes["b"].core.counts["link_mismatches"]
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("codec", WITH)
 def test_models_meet(codec: str) -> None:
     swarm = GossipSwarm(8, 600, codec, seed=3)

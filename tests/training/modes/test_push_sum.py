@@ -71,6 +71,7 @@ def test_the_mean_is_kept_where_links_make_room_for_others(seed: int) -> None:
     assert all(node.proceeded == [False, True] for node in swarm.nodes.values())
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("codec", sorted(CODECS))
 def test_in_float32_the_mean_drifts_by_rounding_alone(codec: str) -> None:
     swarm = GossipSwarm(4, 300, codec, seed=1, mode="push-sum", dtype="float32")
@@ -92,6 +93,7 @@ def test_in_float32_the_mean_drifts_by_rounding_alone(codec: str) -> None:
     assert swarm.spread() < 0.01
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("codec", sorted(CODECS))
 def test_what_a_codec_drops_does_not_grow(codec: str) -> None:
     swarm = GossipSwarm(3, 600, codec, seed=1, mode="push-sum")

@@ -158,6 +158,7 @@ def assert_all_are_in_rounds(swarm: RoundSwarm) -> None:
     assert all(len(node.rounds) - before[name] >= 8 for name, node in swarm.nodes.items())
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("lie", LIES)
 def test_who_keeps_rounds_from_their_end_costs_the_others_little(lie: Callable[[str], Lie]) -> None:
     assert_costs_little(RoundSwarm("abc", overlap="blocking"), "b", lie)

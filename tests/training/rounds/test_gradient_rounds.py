@@ -375,6 +375,7 @@ def at_messages(event: str) -> None:
         swarm.one_model()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("event", ["dies", "restarts", "trainer lost", "loses its connections"])
 def test_at_any_message_of_a_step(event: str) -> None:
     at_messages(event)
@@ -445,6 +446,7 @@ def test_who_ends_early_has_the_last_model_in_the_end() -> None:
     swarm.one_model()
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("codec", "robust"), [*((codec, False) for codec in sorted(CODECS)), ("top_k", True), ("top_k_3", True)]
 )

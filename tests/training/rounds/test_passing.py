@@ -114,6 +114,7 @@ def leaders(swarm: ModeSwarm, but: str) -> set[str]:
     return {node.core._rounds._leads for name, node in swarm.nodes.items() if name != but}
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     ("exchange", "names"),
     [("diloco", "abcd"), ("weights", "ab"), ("weights", "abcde"), ("gradients", "abcd")],
@@ -276,6 +277,7 @@ def test_a_newcomer_follows_whom_the_others_follow() -> None:
     assert leaders(swarm, "") == {leader}, "another life is the same member"
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("liar", "ce")
 def test_who_complains_without_end_costs_little(liar: str) -> None:
     """Of each leader in turn, to some of the others."""

@@ -117,6 +117,7 @@ class Paced:
         return {name: node.core.counts[what] for name, node in self.swarm.nodes.items()}
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("codec", ["float32", "bfloat16", "int8", "sign"])
 @pytest.mark.parametrize("mode", ["allreduce", "diloco"])
 def test_as_many_slow_as_fast_members_hold_nobody_up_and_lose_nobody(mode: str, codec: str) -> None:

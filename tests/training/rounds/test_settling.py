@@ -81,6 +81,7 @@ def test_a_trainer_that_goes_on_from_an_earlier_step_waits_for_nothing() -> None
     assert swarm.nodes["a"].core.counts["rounds"] > before
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("a_s", "b_s"), [(4.0, 2.0), (2.0, 4.0), (10.0, 2.0), (8.0, 5.0)])
 def test_members_of_unequal_speed_meet_in_every_round(a_s: float, b_s: float) -> None:
     """The slower one comes later than all patience that a round alone would teach."""
