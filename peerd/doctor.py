@@ -117,8 +117,16 @@ def _gpu() -> Iterator[Finding]:
     import torch
 
     if torch.cuda.is_available():
-        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-        yield Finding("gpu", "ok", ", ".join(names))
+        for index in range(torch.cuda.device_count()):
+            name = torch.cuda.get_device_name(index)
+            try:
+                torch.zeros(1, device=f"cuda:{index}").add_(1).item()
+                yield Finding("gpu", "ok", name)
+            except RuntimeError as error:
+                cure = (
+                    f"install a torch that has kernels for it; this one says: {next(iter(str(error).splitlines()), '')}"
+                )
+                yield Finding("gpu", "fail", f"{name} does not compute", cure)
     elif shutil.which("nvidia-smi") is not None:
         cure = "install a CUDA build of torch that the driver (nvidia-smi) supports, and look at CUDA_VISIBLE_DEVICES"
         yield Finding("gpu", "fail", "the machine has an NVIDIA driver, and torch sees no GPU", cure)

@@ -161,16 +161,20 @@ class CatchUp:
                 await trio.to_thread.run_sync(vector.decode, model.codec, layout, model.chunks, values)
             await self._judge(donor, layout, values, self._opinion.seed(donor, promise))
         except PeerError as error:
-            LOGGER.warning("the model from %s: %s; asking another member", donor, error)
+            LOGGER.warning("the model from %s: %s; asking another member", self._name_of(donor), error)
         except Exception as error:
             self._peers.offences.unforeseen(error, f"dropped the model from {donor}")
         else:
             how = "came from" if isinstance(model, ModelSnapshot) else "is that of"
-            giver = self._members().get(donor)  # a slow donor may be gone by now
-            LOGGER.info("the model of step %d %s %s", model.step, how, giver.name if giver is not None else donor)
+            LOGGER.info("the model of step %d %s %s", model.step, how, self._name_of(donor))
             return values, model.step
         self._reject(donor)
         return None
+
+    def _name_of(self, donor: NodeId) -> str:
+        """A slow one may be gone by now."""
+        member = self._members().get(donor)
+        return member.name if member is not None else donor
 
     def _reject(self, donor: NodeId) -> None:
         self._choice.reject(donor)

@@ -523,7 +523,7 @@ class TrainerService:
     async def model_values(self) -> tuple[npt.NDArray[np.float32], int]:
         """The model as it stands, shape (total,), and the step that it is of. Raises UserError when there is none."""
         if self._runner.core.model is None:
-            raise UserError("this node has no model yet: no trainer has attached")
+            raise UserError(f"this node has no model yet: {self._runner.why_no_model}")
         await self._runner.catch_up()
         return await self._runner.values()
 

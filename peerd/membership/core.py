@@ -487,7 +487,9 @@ class Membership:
         self._prober.adjust_awareness(+1)
         self._speak(replace(me, incarnation=record.incarnation + 1), now)
         if record.state >= State.FAILED and not self._leaving:
-            effects.append(Log("warning", f"we were declared {record.state.name} by {record.accuser!r}: refuting"))
+            accuser = self._roster.rows.get(record.accuser)
+            who = accuser.name if accuser is not None else record.accuser
+            effects.append(Log("warning", f"we were declared {record.state.name} by {who!r}: refuting"))
             self._exchange.hasten(now + FOLLOW_UP_S)
 
     def _suspect_twin(self, record: Member, now: float, effects: list[MembershipEffect]) -> None:

@@ -1,23 +1,27 @@
 """Several processes train one model on one node (torchrun and DDP over NCCL or gloo): who of them talks to the daemon?
 
 Rank 0 does, and the others follow it. DDP keeps them equal from step to step; whatever the swarm changes, rank 0
-broadcasts over the same process group at the end of its `swarm.step`, so all go on from the same bits. A step in which
-the swarm changed nothing costs one broadcast of 24 bytes. Of a sharded model all do each part together (sharded.py),
-which costs a step two and a sum of 16 bytes.
+broadcasts at the end of its `swarm.step`, so all go on from the same bits: the model over the job's process group. What
+it says goes over one of its own, of gloo: NCCL would have the script wait for its GPU in each step, and ends ranks that
+hear nothing for ten minutes, as they do while rank 0 waits for the daemon. A step in which the swarm changed nothing
+costs one broadcast of 24 bytes. Of a sharded model all do each part together (sharded.py), which costs a step two and a
+sum of 16 bytes.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
+from datetime import timedelta
 from enum import IntEnum
 from pathlib import Path
 
 import torch
-from torch import distributed
+from torch import distributed, nn
 
 from peerd.training.model.flat import FlatModel
 
 PATH_BYTES_MAX = 4096  # as Linux has it
+PATIENCE = timedelta(days=30)  # with rank 0
 
 
 class RankCommand(IntEnum):
@@ -39,24 +43,26 @@ class RankCommand(IntEnum):
 
 
 class Ranks:
-    """The default process group."""
+    """Of this job. What is of the model goes over the default process group, from and to `device`."""
 
-    def __init__(self) -> None:
-        """Use `of_this_job`."""
-        cuda = distributed.get_backend() == "nccl"
-        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        self.leads = distributed.get_rank() == 0
+    def __init__(self, model: nn.Module) -> None:
+        """On all ranks at once, of one model. Use `of_this_job`."""
+        self._words = distributed.new_group(backend="gloo", timeout=PATIENCE)
+        self.device = _device_of(model)
+        self.leads = is_first()
         self.count = distributed.get_world_size()
         self.others = 0  # how far they are in their runs, as rank 0 said it last
 
     def say(self, command: RankCommand, step: int = 0) -> tuple[RankCommand, int]:
         """Rank 0's command and step, and `others`, on every rank."""
-        said = torch.tensor([command, step, self.others], dtype=torch.int64, device=self.device)
-        distributed.broadcast(said, 0)
+        said = torch.tensor([command, step, self.others], dtype=torch.int64)
+        distributed.broadcast(said, 0, self._words)
         command, step, self.others = RankCommand(int(said[0])), int(said[1]), int(said[2])
         if command == RankCommand.STOP:
             with suppress(RuntimeError):  # of one that is gone already
-                distributed.all_reduce(said)  # nobody ends before all have heard it, or gloo fails theirs
+                distributed.all_reduce(
+                    said, group=self._words
+                )  # nobody ends before all have heard it, or gloo fails theirs
         return command, step
 
     def share(self, flat: FlatModel) -> None:
@@ -68,15 +74,34 @@ class Ranks:
     def share_path(self, path: Path | None) -> Path | None:
         """Rank 0's path, on every rank; None stays None."""
         text = str(path).encode()[:PATH_BYTES_MAX] if path is not None else b""
-        padded = torch.zeros(PATH_BYTES_MAX, dtype=torch.uint8, device=self.device)
+        padded = torch.zeros(PATH_BYTES_MAX, dtype=torch.uint8)
         padded[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-        distributed.broadcast(padded, 0)
-        found = bytes(padded.cpu().tolist()).rstrip(b"\0")
+        distributed.broadcast(padded, 0, self._words)
+        found = bytes(padded.tolist()).rstrip(b"\0")
         return Path(found.decode()) if found else None
 
 
-def of_this_job() -> Ranks | None:
-    """The ranks of this process's job; None when it is the only one."""
-    if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
-        return None
-    return Ranks()
+def of_this_job(model: nn.Module) -> Ranks | None:
+    """The ranks of this process's job, which all call this at once; None when it is the only one."""
+    return Ranks(model) if _are_several() and distributed.get_world_size() > 1 else None
+
+
+def is_first() -> bool:
+    """Whether this process is the one of its job that talks to the daemon."""
+    return not _are_several() or distributed.get_rank() == 0
+
+
+def _are_several() -> bool:
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Where the default group takes this model's tensors: NCCL a GPU's, gloo those in host memory."""
+    backends = distributed.get_backend_config()  # as "cpu:gloo,cuda:nccl"
+    if "cuda:nccl" not in backends:
+        return torch.device("cpu")
+    # the one that it is on, whatever the process's current one is
+    on_gpus = [parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"]
+    if not on_gpus and "cpu:" not in backends:
+        return torch.device("cuda", torch.cuda.current_device())
+    return on_gpus[0] if on_gpus else torch.device("cpu")

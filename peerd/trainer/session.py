@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -43,10 +45,11 @@ from peerd.trainer.ranks import RankCommand, Ranks
 from peerd.trainer.rest import FrozenBase, Rest
 from peerd.trainer.say import say
 from peerd.trainer.sharded import ShardedModel, has_shards
-from peerd.training.model.flat import FlatModel, pin
+from peerd.training.model.flat import FlatModel
 from peerd.training.model.gradient_parts import GradientParts
 from peerd.training.model.gradients import FlatGradients
 from peerd.training.model.optimizer_state import OptimizerState
+from peerd.training.model.transfers import pin, unpin, wait_for
 from peerd.training.model.watch import ChangeWatch
 
 LR_RATIO_MIN = 1e-3  # a schedule that ends at 0 must not make what rounding moves worth an exchange
@@ -108,10 +111,8 @@ class Session:
         self._gradients = FlatGradients(self.flat) if self._exchanges and isinstance(self.flat, FlatModel) else None
         gradients = self._gradients.total if self._gradients is not None else 0
         self._memory = SharedMemory.create(self.flat.total, gradients)
-        if self.flat.device.type == "cuda" and not (
-            pin(self._memory.vectors) and (not gradients or pin(self._memory.gradient))
-        ):
-            say("CUDA does not pin the shared memory: copies of the model will be slower")
+        self._pinned: list[npt.NDArray[np.float32]] = []
+        self._pin()
         self._board = self._memory.board
         self._watch = ChangeWatch()
         self._samples = 0  # since this trainer came
@@ -139,6 +140,15 @@ class Session:
         self._attach()
 
     # ---------------------------------------------------------------- coming
+
+    def _pin(self) -> None:
+        on_gpus = [piece.tensor.device for piece in self.flat.pieces if piece.tensor.device.type == "cuda"]
+        if not on_gpus:
+            return
+        memories = [memory for memory in (self._memory.vectors, self._memory.gradient) if memory.size]
+        self._pinned = [memory for memory in memories if pin(memory, on_gpus[0])]
+        if len(self._pinned) < len(memories):
+            say("CUDA does not pin the shared memory: copies of the model will be slower")
 
     def _attach(self) -> None:
         flat = self.flat
@@ -227,6 +237,7 @@ class Session:
     def _say_published(self) -> None:
         """What was said of the last copy, now that it is whole: before anything else, as it was true before that."""
         self._publication.wait()
+        self._copy_cost_s = max(self._copy_cost_s, self._publication.device_s)
         if self._unsaid is not None:
             said, self._unsaid = self._unsaid, None
             self._socket.send(encoded(said))
@@ -289,6 +300,11 @@ class Session:
         assert self._parts is not None, "hooks are set where gradients are exchanged"
         if self._is_owed:
             return  # the memory is the mean's
+        if parameter.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise SystemExit(
+                "peerd: this backward pass goes into a CUDA graph, whose replays would exchange no gradients: run it "
+                "without one, or exchange weights"
+            )
         with self._telling:
             anew = self._parts.is_first
             if (first := self._parts.came(parameter)) is not None:
@@ -389,6 +405,18 @@ class Session:
         if self.hooks is not None:
             self.hooks.remove()
         self._socket.close()
+        if self._pinned:
+            with suppress(RuntimeError):  # of a device that has failed
+                self._publication.wait()
+                if self._parts is not None:
+                    self._parts.wait()
+            while self._pinned:
+                unpin(self._pinned.pop())
+
+    def abandon(self) -> None:
+        """In a forked child: let go of the daemon. What is CUDA's is the parent's."""
+        self._pinned.clear()
+        self.close()
 
     def _note(
         self, step: int, now: float, loss: float | None, samples: int, metrics: dict[str, float]
@@ -414,6 +442,7 @@ class Session:
 
     def _look(self, step: int) -> bool:
         """See how far the model has moved; one that is not finite goes back to its last copy. Whether it was finite."""
+        wait_for([self.flat.device])  # the step's own work is no part of a look
         began = time.monotonic()
         change = float(self.flat.change())
         self._watch.looked(change, began, time.monotonic())

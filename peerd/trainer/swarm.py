@@ -31,7 +31,7 @@ from peerd.trainer import checkpoint
 from peerd.trainer.figures import clean
 from peerd.trainer.follower import Follower
 from peerd.trainer.optimizers import Optimizers, as_one
-from peerd.trainer.ranks import RankCommand, Ranks, of_this_job
+from peerd.trainer.ranks import RankCommand, Ranks, is_first, of_this_job
 from peerd.trainer.say import say
 from peerd.trainer.session import Refused, Session
 from peerd.training.model.flat import FlatModel
@@ -60,14 +60,14 @@ def attach(
     nearer to training on all data. It needs a momentum above 0 and dampening 0, parameters in float32 or float64, nodes
     that exchange weights, and memory for two more tensors of each parameter's size; else the script ends with a line.
     """
-    ranks = of_this_job()
     try:
         model, optimizer, exclude = one_model(model), as_one(optimizer), patterns_of(exclude)
         momentum = QuasiGlobalMomentum(optimizer) if quasi_global_momentum else None
     except ValueError as error:  # on every rank
-        if (ranks is None or ranks.leads) and (socket := _connect()) is not None:
+        if is_first() and (socket := _connect()) is not None:
             _give_up(socket)
         raise SystemExit(f"peerd: {error}") from None
+    ranks = of_this_job(model)
     if ranks is not None and not ranks.leads:
         return Swarm(None, ranks, Follower(ranks, model, optimizer, exclude), momentum)
     session = None
@@ -123,6 +123,10 @@ def _give_up(socket: LocalSocket) -> None:
 
 
 _SWARMS: weakref.WeakSet[Swarm] = weakref.WeakSet()
+
+
+_OF_PARENTS: list[object] = []
+"""In a forked child, which has no CUDA: sessions whose tensors and pinned memory it may not let go, or it aborts."""
 
 
 def _in_forked_child() -> None:
@@ -302,7 +306,10 @@ class Swarm:
         return True
 
     def _stay_out(self) -> None:
+        _OF_PARENTS.append(self._session)
         self._ranks = self._follower = None
+        if self._session is not None:
+            self._session.abandon()
         self._close()
 
     def _lead(self, command: RankCommand) -> None:

@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -69,7 +69,7 @@ class Stream:
 class Event:
     """A mark in one."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, enable_timing: bool = False) -> None:
         self.mark: tuple[Stream, int] | None = None
 
     def record(self, stream: Stream | None = None) -> None:
@@ -92,6 +92,11 @@ class Event:
                 stream.gpu.waits += 1
                 stream.run_to(count)
 
+    def elapsed_time(self, other: Event) -> float:
+        assert self.query()
+        assert other.query(), "CUDA raises: there is no time yet"
+        return 1.0
+
 
 class Gpu:
     """Streams, of each thread the one that it is in, and what was pinned."""
@@ -103,6 +108,7 @@ class Gpu:
         self.streams: list[Stream] = []
         self.pinned: list[tuple[int, int]] = []
         self.waits = 0
+        self.error = ""  # that the runtime has kept: the next call has it
         self.local = threading.local()
         self.default: Stream
 
@@ -173,6 +179,9 @@ class Late(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         gpu = _gpu()
+        if gpu.error:
+            error, gpu.error = gpu.error, ""
+            raise RuntimeError(error)
         with gpu.lock:
             gpu.some_time()
             return _run(gpu, func, args, kwargs or {})
@@ -240,12 +249,13 @@ def _copy(gpu: Gpu, target: Any, source: Any, non_blocking: bool = False) -> Any
     if isinstance(target, Late):
         to, given = target.held, _held(source) if isinstance(source, Late) or gpu.is_pinned(source) else source.clone()
         gpu.current.push(lambda: to.copy_(given))
-        if not isinstance(source, Late) and not non_blocking:
+        if not isinstance(source, Late) and not (non_blocking and target.dtype == source.dtype):
             gpu.current.synchronize()
     else:
         given = source.held
         gpu.current.push(lambda: target.copy_(given))
-        if not (non_blocking and gpu.is_pinned(target) and target.stride() == source.stride()):
+        like = (target.stride(), target.dtype) == (source.stride(), source.dtype)  # else it goes by pageable memory
+        if not (non_blocking and gpu.is_pinned(target) and like):
             gpu.current.synchronize()
     return target
 
@@ -287,6 +297,13 @@ class _Runtime:
         _gpu().pinned.append((start, start + size))
         return 0
 
+    @staticmethod
+    def cudaHostUnregister(start: int) -> int:  # noqa: N802
+        gpu = _gpu()
+        assert all(stream.done == stream.issued for stream in gpu.streams if stream is not gpu.default), "in use"
+        gpu.pinned = [memory for memory in gpu.pinned if memory[0] != start]
+        return 0
+
 
 @contextmanager
 def _stream(stream: Stream) -> Iterator[None]:
@@ -309,11 +326,18 @@ def late_cuda(seed: int, eagerness: float = 0.5) -> Iterator[Gpu]:
     _now.append(gpu)
     gpu.default = Stream()
     put: dict[Any, dict[str, Any]] = {
-        torch.cuda: {"Stream": Stream, "Event": Event, "stream": _stream, "cudart": _Runtime,
-                     "current_stream": lambda device=None: gpu.current},
+        torch.cuda: {
+            "Stream": Stream,
+            "Event": Event,
+            "stream": _stream,
+            "current_stream": lambda device=None: gpu.current,
+            "is_current_stream_capturing": lambda: False,
+            "device": nullcontext,
+            "cudart": _Runtime,
+        },
         torch: {name: _by_own_name(getattr(torch, name)) for name in ("empty", "zeros", "full", "tensor")},
         torch.Tensor: {"to": _by_own_name(torch.Tensor.to)},
-    }  # fmt: skip
+    }
     try:
         with pytest.MonkeyPatch.context() as patch:
             for owner, names in put.items():

@@ -359,15 +359,6 @@ def _sum(value: torch.Tensor, delta: torch.Tensor, variances: Iterable[tuple[int
     return after
 
 
-def pin(memory: npt.NDArray[np.float32]) -> bool:
-    """Have CUDA copy to and from `memory` at the full speed of the bus; False when it will not (copies still work)."""
-    try:
-        code = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)  # type: ignore[no-untyped-call]
-        return int(code) == 0
-    except (RuntimeError, AttributeError):
-        return False
-
-
 def _require_shapes(parameters: dict[str, nn.Parameter]) -> None:
     for name, parameter in parameters.items():
         if isinstance(parameter, UninitializedParameter):

@@ -52,6 +52,7 @@ class GradientParts:
 
     def begin(self) -> None:
         """A backward pass begins; what was said of one before is void."""
+        self.wait()  # for the copies of one that raised, before its gradients are let go
         self._begin_nothing()
         self._pieces = self._gradients.parameters
         self._places = {id(piece.held): place for place, piece in enumerate(self._pieces)}
@@ -106,6 +107,12 @@ class GradientParts:
         self._used = used if self._stale_passes < STALE_MAX else None
         self._begin_nothing()
         return is_first
+
+    def wait(self) -> None:
+        """Until no copy is under way."""
+        for _, events in self._under_way:
+            for event in events:
+                event.synchronize()
 
     def _is_as_copied(self, place: int, now: list[Piece]) -> bool:
         if place >= len(now) or now[place].held is not self._pieces[place].held:

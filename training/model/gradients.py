@@ -12,7 +12,7 @@ import torch
 
 from peerd.training.model.flat import FlatModel
 from peerd.training.model.pieces import Piece
-from peerd.training.model.transfers import fetch, wait_for
+from peerd.training.model.transfers import fetch, sent, wait_for
 
 
 class FlatGradients:
@@ -68,7 +68,7 @@ class FlatGradients:
             part = values[piece.start : piece.stop].view(piece.held.shape)
             if piece.held.grad is None:
                 piece.held.grad = torch.empty_like(piece.held)
-            piece.held.grad.copy_(part, non_blocking=True)
+            piece.held.grad.copy_(sent(part, piece.held.grad.device))
         self._flat.put_buffers(values)
         wait_for(piece.held.device for piece in self._flat.pieces)
 

@@ -321,7 +321,7 @@ async def test_a_model_that_is_far_from_all_others_is_asked_of_another(
         assert await there.fetched()
         assert there.asked in ([there.asked[0]], [liar, there.asked[-1]])
     warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    far = f"the model from {liar}: it is far from those of most others; asking another member"
+    far = f"the model from node-{liar}: it is far from those of most others; asking another member"
     assert warnings == [far] * (len(there.asked) - 1)
 
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import late_cuda as late
 import numpy as np
 import pytest
 import torch
-from late_cuda import CUDA, late_cuda, moved
+from late_cuda import CUDA, Late, late_cuda, moved
 from model_node import Node, until
 from test_trainer import path, with_daemon
 from torch import nn
 
 import peerd
+from peerd.trainer import swarm as swarm_module
+from peerd.trainer.session import Session
 
 __all__ = ["path"]
 
@@ -40,6 +47,7 @@ def test_the_daemon_reads_whole_copies_and_each_correction_comes_once(path: Path
                             parameter.add_(torch.full(parameter.shape, 1.0, device=CUDA))
                     waits.append(gpu.waits_of(swarm.step))
             ends = {float(value) for one in model.parameters() for value in one.detach().cpu().flatten()}
+            assert not gpu.pinned, "the addresses are given back"
             assert ends == {swarm.step_count + 256.0 * corrected}
 
     async def beside(node: Node) -> None:
@@ -59,3 +67,49 @@ def test_the_daemon_reads_whole_copies_and_each_correction_comes_once(path: Path
     assert status.phase == "finished"
     assert all(values == {step + 256.0 * given} for step, given, values in found)
     assert min(waits) == 0, "of a step of which nothing is wanted nobody waits for the device"
+
+
+def test_memory_that_cuda_does_not_pin_is_told_and_ends_nothing(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def refuses(start: int, size: int, flags: int) -> int:
+        late._gpu().error = "CUDA error: out of memory"  # kept for whoever asks next
+        return 2
+
+    monkeypatch.setattr(late._Runtime, "cudaHostRegister", staticmethod(refuses))
+
+    def script() -> None:
+        with late_cuda(1):
+            model = moved(nn.Linear(3, 1))
+            with peerd.attach(model, torch.optim.SGD(model.parameters(), lr=1.0)) as swarm:
+                swarm.step()
+
+    status = with_daemon(path, script).side.status
+    assert status is not None
+    assert status.phase == "finished"
+    assert "CUDA does not pin the shared memory: copies of the model will be slower" in capfd.readouterr().err
+
+
+def test_a_forked_child_lets_nothing_go_that_is_cudas(path: Path) -> None:
+    def script() -> None:
+        with late_cuda(1) as gpu:
+            model = moved(nn.Linear(3, 1))
+            with peerd.attach(model, torch.optim.SGD(model.parameters(), lr=1.0)) as swarm:
+                swarm.step()
+                session = weakref.ref(swarm._session)
+                swarm_module._in_forked_child()  # as in one; this test has none, and ends alone
+                assert swarm.alone
+                gc.collect()
+                assert session() is not None
+                assert gpu.pinned
+        swarm_module._OF_PARENTS.clear()
+
+    with_daemon(path, script)
+
+
+def test_a_backward_pass_of_a_cuda_graph_exchanges_no_gradients() -> None:
+    session: Any = SimpleNamespace(_parts=object(), _is_owed=False)
+    with late_cuda(1), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(SystemExit, match="goes into a CUDA graph"):
+            Session._on_gradient(session, Late(torch.zeros(1)))

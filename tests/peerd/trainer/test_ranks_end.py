@@ -13,12 +13,13 @@ from machine import eventually
 RANK = """
 import os
 import sys
+import torch
 from torch import distributed
 from peerd.trainer.ranks import RankCommand, Ranks
 
 rank = int(sys.argv[1])
 distributed.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
-ranks = Ranks()
+ranks = Ranks(torch.nn.Linear(1, 1))
 ranks.say(RankCommand.GO_ON)
 print("ready", flush=True)
 if rank == 0:

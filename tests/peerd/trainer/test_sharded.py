@@ -25,7 +25,7 @@ from peerd.trainer.sharded import ShardedModel, has_shards
 from peerd.training.model.flat import FlatModel
 
 distributed.init_process_group("gloo")
-ranks = Ranks()
+ranks = Ranks(torch.nn.Linear(1, 1))
 mesh = init_device_mesh("cpu", (2,))
 
 

@@ -15,9 +15,10 @@ from torch import nn
 
 from peerd.trainer.publication import Publication
 from peerd.training.model import gradient_parts
-from peerd.training.model.flat import FlatModel, pin
+from peerd.training.model.flat import FlatModel
 from peerd.training.model.gradient_parts import GradientParts
 from peerd.training.model.gradients import FlatGradients
+from peerd.training.model.transfers import pin
 
 SEEDS = st.integers(0, 2**32 - 1)
 EAGERNESS = st.sampled_from([0.0, 0.3, 0.9])
@@ -59,7 +60,7 @@ class Node:
         self.copy, self.correction = torch.from_numpy(self.memory[0]), self.memory[1]
         self.publication = Publication()
         if self.flat.device == CUDA:
-            assert pin(self.memory)
+            assert pin(self.memory, CUDA)
 
     @torch.no_grad()
     def do(self, what: str, seed: int) -> None:
@@ -145,7 +146,7 @@ class Passes:
         self.memory: Array = np.full(self.gradients.total, np.nan, np.float32)
         self.out = torch.from_numpy(self.memory)
         if self.flat.device == CUDA:
-            assert pin(self.memory)
+            assert pin(self.memory, CUDA)
         self.parts = GradientParts(self.flat, self.gradients, self.out)
         self.told: list[tuple[int, Array]] = []
         for parameter in model.parameters():
