@@ -6,7 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+import torch
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from peerd.trainer.figures import one_number
 
@@ -40,8 +42,21 @@ def as_one(given: Any) -> Optimizer:
 
 def learning_rates(optimizer: Optimizer, key: str = "lr") -> list[float]:
     """Those that its groups have, all finite and >= 0; some optimizers have none, or None. Never raises."""
-    found = [one_number(group.get(key)) for group in optimizer.param_groups]
+    found = [_number(group.get(key)) for group in optimizer.param_groups]
     return [rate for rate in found if rate is not None and math.isfinite(rate) and rate >= 0]
+
+
+_READ = WeakIdKeyDictionary()
+"""Tensors on GPUs: a version, and what they held then. Who reads one waits for all that its GPU has yet to do."""
+
+
+def _number(value: Any) -> float | None:
+    if not isinstance(value, torch.Tensor) or value.device.type == "cpu" or value.is_inference():
+        return one_number(value)
+    read: tuple[int, float | None] | None = _READ.get(value)  # type: ignore[no-untyped-call]
+    if read is None or read[0] != value._version:
+        read = _READ[value] = value._version, one_number(value)
+    return read[1]
 
 
 def kind(optimizer: Any) -> str:

@@ -19,6 +19,7 @@ from torch import nn
 
 import peerd
 from peerd.trainer import swarm as swarm_module
+from peerd.trainer.optimizers import learning_rates
 from peerd.trainer.session import Session
 
 __all__ = ["path"]
@@ -105,6 +106,17 @@ def test_a_forked_child_lets_nothing_go_that_is_cudas(path: Path) -> None:
         swarm_module._OF_PARENTS.clear()
 
     with_daemon(path, script)
+
+
+def test_a_rate_on_the_device_is_waited_for_when_it_has_changed() -> None:
+    with late_cuda(1) as gpu:
+        rate = Late(torch.tensor(0.5))
+        optimizer = torch.optim.Adam(moved(nn.Linear(3, 1)).parameters(), lr=rate, capturable=True)
+        assert learning_rates(optimizer) == [0.5]
+        assert gpu.waits_of(learning_rates, optimizer) == 0
+        rate.fill_(0.25)
+        assert gpu.waits_of(lambda: learning_rates(optimizer)) == 1
+        assert learning_rates(optimizer) == [0.25]
 
 
 def test_a_backward_pass_of_a_cuda_graph_exchanges_no_gradients() -> None:
