@@ -77,7 +77,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
-        os.environ["PEERD_TESTS_LOT"] = str(random.randrange(2**32))  # one for all workers, which inherit it
+        os.environ.setdefault("PEERD_TESTS_LOT", str(random.randrange(2**32)))  # one for all workers, which inherit it
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if terminalreporter.stats.get("failed"):
+        terminalreporter.write_line(f"PEERD_TESTS_LOT={os.environ['PEERD_TESTS_LOT']} draws the same cases again")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -89,7 +94,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if share is not None:
         for item in items:
             _draw_fewer_examples(item, share)
-    named = config.option.keyword or any(".py" in arg for arg in config.args)
+    named = config.option.keyword or config.option.lf or any(".py" in arg for arg in config.args)
     if config.getoption("--all-cases") or named:
         return
     lot = random.Random(os.environ["PEERD_TESTS_LOT"])

@@ -54,7 +54,7 @@ def write(settings: Settings, addresses: tuple[Address, ...], file: str = _FILE)
 
 
 def take_left(settings: Settings) -> tuple[Address, ...]:
-    """Who was a member when this node left in its last run: said once."""
+    """Who was a member when this node left in its last run: once."""
     left = read(settings, _LEFT_FILE)
     with suppress(OSError):
         (settings.state_path / _LEFT_FILE).unlink()

@@ -62,7 +62,6 @@ async def _run(settings: Settings, mine: identity.Identity, command: list[str], 
     if (ignored := unknown_variables(os.environ)) is not None:
         LOGGER.warning("%s", ignored)
     kept = () if fresh else known_members.read(settings)
-    left = known_members.take_left(settings)
     begin = partial(_begin_anew, settings) if fresh else lambda: None
     path = socket_path(settings.name)
     if settings.token:
@@ -79,12 +78,9 @@ async def _run(settings: Settings, mine: identity.Identity, command: list[str], 
             ends = shown_time(daemon.entry.trust.certificate.not_valid_after_utc)
             by = "connections are encrypted; this node is a member by %s; its certificate ends %s"
             LOGGER.info(by, daemon.entry.by, ends)
-            if daemon.entry.folder is None and not settings.seeds and not kept:  # its swarm began elsewhere
-                alone = "this node was let into a swarm and knows no address there: it begins alone. peerd leave and "
-                LOGGER.warning("%sCtrl-C forget the members; start it again with --join HOST:PORT of one", alone)
-        if left and not (settings.seeds or kept or fresh):
-            text = "this node left a swarm that had a member at %s, and begins another, alone; to be in that one, "
-            LOGGER.warning(text + "stop it and start it with --join %s", *2 * [shown(left[0])])
+        left = known_members.take_left(settings)
+        if not (settings.seeds or kept):
+            _tell_where_it_was(daemon, () if fresh else left)
         if supervisor is not None:
             start_soon(_supervise, daemon, supervisor)
         start_soon(_watch_failure, daemon)
@@ -95,6 +91,16 @@ async def _run(settings: Settings, mine: identity.Identity, command: list[str], 
     if daemon.model.fatal is not None:
         raise UserError(daemon.model.fatal)
     return 0
+
+
+def _tell_where_it_was(daemon: Daemon, left: tuple[Address, ...]) -> None:
+    """To a node that begins alone, though it was in a swarm."""
+    if left:
+        text = "this node left a swarm that had a member at %s, and begins another, alone; to be in that one, "
+        LOGGER.warning(text + "stop it and start it with --join %s", *2 * [shown(left[0])])
+    elif daemon.entry is not None and daemon.entry.folder is None:  # its swarm began elsewhere
+        alone = "this node was let into a swarm and knows no address there: it begins alone. peerd leave and "
+        LOGGER.warning("%sCtrl-C forget the members; start it again with --join HOST:PORT of one", alone)
 
 
 async def _end(daemon: Daemon, supervisor: Supervisor | None) -> None:
@@ -232,7 +238,8 @@ async def _keep_known_members(daemon: Daemon, kept: tuple[Address, ...]) -> None
     finally:
         never_in_it = not kept and not daemon.model.meta.ready
         if daemon.leaving.is_set() and (daemon.model.fatal is None or never_in_it):
-            known_members.forget(daemon.settings, known_members.known(membership.members, membership.me.id, ()))
+            others = known_members.known(membership.members, membership.me.id, ())
+            known_members.forget(daemon.settings, others if daemon.model.fatal is None else ())
 
 
 async def _watch_signals(

@@ -39,7 +39,7 @@ PUSH_PULLS_WAITING_MAX = 256  # more are left out: whoever is to be dialled for 
 VIEW_SHARE = 0.1  # of the loop's time, at most, that goes into what follows from changed members
 UNFORESEEN_S = 1.0  # the least between two errors of the membership's own
 TELL_EVERY_S = 60.0  # that one left or came again
-JOINED_EVERY_S, JOINED_NAMED_MAX = 5.0, 8  # lines of who is new
+CROWDS_EVERY_S, NAMED_MAX = 5.0, 8  # lines of who is new
 GONE_MAX = 1024  # members forgotten whose traces are kept until all are cleared at once
 
 
@@ -88,8 +88,8 @@ class MembershipService:
         self._believed: dict[NodeId, tuple[State, int]] = {}  # of each member, when it last changed, and its epoch
         self._stalled: set[NodeId] = set()  # members that have said that their trainers make no step
         self._introduced = False  # whether a table has come: who is heard of after it is new to the others, too
-        self._joined: list[str] = []  # and not told yet
-        self._has_joined = trio.Event()
+        self._crowds: dict[str, list[str]] = {}  # what members did, and who, and not told yet
+        self._news = trio.Event()
 
     async def run(self) -> None:
         """Probe and gossip until cancelled."""
@@ -97,7 +97,7 @@ class MembershipService:
             self._nursery = nursery
             nursery.start_soon(self._receive)
             nursery.start_soon(self._tell_changes)
-            nursery.start_soon(self._tell_joined)
+            nursery.start_soon(self._tell_crowds)
             while True:
                 self._touched = trio.Event()
                 with trio.move_on_at(self.membership.deadline):
@@ -205,8 +205,7 @@ class MembershipService:
             self._tell_seldom(id, who, "left")
         elif before is None and member.state == State.ALIVE:
             if self._introduced:
-                self._joined.append(who)
-                self._has_joined.set()
+                self._tell_in_crowds(who, "joined")
         elif before == State.FAILED and member.state == State.ALIVE:
             LOGGER.info("%s is back", who)
         elif before == State.LEFT and member.state == State.ALIVE:
@@ -221,15 +220,12 @@ class MembershipService:
             self._stalled &= members.keys()
 
     def _tell_of_steps(self, member: Member, who: str) -> None:
-        lives = member.state <= State.SUSPECT
-        stalled = lives and NodeMeta.unpack(member.meta).stalled
-        if stalled == (member.id in self._stalled):
-            return
-        self._stalled ^= {member.id}
-        if stalled:
-            self._tell_seldom(member.id, who, "makes no step: its script hangs, or has died")
-        elif lives:
-            self._tell_seldom(member.id, who, "makes steps again")
+        if not (member.state <= State.SUSPECT and NodeMeta.unpack(member.meta).stalled):
+            self._stalled.discard(member.id)
+        elif member.id not in self._stalled:
+            self._stalled.add(member.id)
+            if self._is_news(member.id, "stalled"):
+                self._tell_in_crowds(who, "made no step for long: the script hangs, or has died")
 
     def _tell_of_kinds(self, member: Member) -> None:
         """Once: in one of the two directions, at least, no datagram can be sent."""
@@ -243,11 +239,20 @@ class MembershipService:
             LOGGER.warning(text, member.name, theirs, mine)
 
     def _tell_seldom(self, id: NodeId, who: str, what: str) -> None:
+        if self._is_news(id, what):
+            LOGGER.info("%s %s", who, what)
+
+    def _is_news(self, id: NodeId, what: str) -> bool:
         """A member can say that it left and came as often as it likes."""
         now = trio.current_time()
-        if now - self._told_at.get((id, what), -math.inf) >= TELL_EVERY_S:
-            self._told_at[id, what] = now
-            LOGGER.info("%s %s", who, what)
+        if now - self._told_at.get((id, what), -math.inf) < TELL_EVERY_S:
+            return False
+        self._told_at[id, what] = now
+        return True
+
+    def _tell_in_crowds(self, who: str, what: str) -> None:
+        self._crowds.setdefault(what, []).append(who)
+        self._news.set()
 
     def _note_heard(self, sender: NodeId) -> None:
         if sender in self.membership.members:
@@ -276,16 +281,17 @@ class MembershipService:
                 self._peers.offences.unforeseen(error, "what members say of themselves could not be handled")
             await trio.sleep((1 / VIEW_SHARE - 1) * (trio.current_time() - began))
 
-    async def _tell_joined(self) -> None:
+    async def _tell_crowds(self) -> None:
         """Some by name: thousands may come at once, or be made up."""
         while True:
-            await self._has_joined.wait()
-            joined, self._joined, self._has_joined = self._joined, [], trio.Event()
-            for who in joined[:JOINED_NAMED_MAX]:
-                LOGGER.info("%s joined", who)
-            if (more := len(joined) - JOINED_NAMED_MAX) > 0:
-                LOGGER.info("%d more members joined", more)
-            await trio.sleep(JOINED_EVERY_S)
+            await self._news.wait()
+            crowds, self._crowds, self._news = self._crowds, {}, trio.Event()
+            for what, names in crowds.items():
+                for who in names[:NAMED_MAX]:
+                    LOGGER.info("%s %s", who, what)
+                if (more := len(names) - NAMED_MAX) > 0:
+                    LOGGER.info("%d more members %s", more, what)
+            await trio.sleep(CROWDS_EVERY_S)
 
     async def _ask_twin(self, asked: AskTwin) -> None:
         with trio.move_on_after(TWIN_DEADLINE_S):

@@ -13,7 +13,9 @@ from __future__ import annotations
 from contextlib import suppress
 from datetime import timedelta
 from enum import IntEnum
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import distributed, nn
@@ -47,7 +49,7 @@ class Ranks:
 
     def __init__(self, model: nn.Module) -> None:
         """On all ranks at once, of one model. Use `of_this_job`."""
-        self._words = distributed.new_group(backend="gloo", timeout=PATIENCE)
+        self._words = _group_for_words(distributed.group.WORLD)
         self.device = _device_of(model)
         self.leads = is_first()
         self.count = distributed.get_world_size()
@@ -79,6 +81,12 @@ class Ranks:
         distributed.broadcast(padded, 0, self._words)
         found = bytes(padded.tolist()).rstrip(b"\0")
         return Path(found.decode()) if found else None
+
+
+@lru_cache(maxsize=1)
+def _group_for_words(_: object) -> Any:
+    """One for each default group, whatever the number of models."""
+    return distributed.new_group(backend="gloo", timeout=PATIENCE)
 
 
 def of_this_job(model: nn.Module) -> Ranks | None:

@@ -111,7 +111,7 @@ class Session:
         self._gradients = FlatGradients(self.flat) if self._exchanges and isinstance(self.flat, FlatModel) else None
         gradients = self._gradients.total if self._gradients is not None else 0
         self._memory = SharedMemory.create(self.flat.total, gradients)
-        self._pinned: list[npt.NDArray[np.float32]] = []
+        self._pinned: list[tuple[npt.NDArray[np.float32], torch.device]] = []
         self._pin()
         self._board = self._memory.board
         self._watch = ChangeWatch()
@@ -137,7 +137,11 @@ class Session:
         self._passed: int | None = None  # the swarm's model is of this step, and there are checkpoints of later ones
         self._command = RankCommand.GO_ON
         self._is_over = False  # the last checkpoint is written, or is being written
-        self._attach()
+        try:
+            self._attach()
+        except BaseException:
+            self._unpin()
+            raise
 
     # ---------------------------------------------------------------- coming
 
@@ -146,9 +150,18 @@ class Session:
         if not on_gpus:
             return
         memories = [memory for memory in (self._memory.vectors, self._memory.gradient) if memory.size]
-        self._pinned = [memory for memory in memories if pin(memory, on_gpus[0])]
+        self._pinned = [(memory, on_gpus[0]) for memory in memories if pin(memory, on_gpus[0])]
         if len(self._pinned) < len(memories):
             say("CUDA does not pin the shared memory: copies of the model will be slower")
+
+    def _unpin(self) -> None:
+        if self._pinned:
+            with suppress(RuntimeError):  # of a device that has failed
+                self._publication.wait()
+                if self._parts is not None:
+                    self._parts.wait()
+            while self._pinned:
+                unpin(*self._pinned.pop())
 
     def _attach(self) -> None:
         flat = self.flat
@@ -405,13 +418,7 @@ class Session:
         if self.hooks is not None:
             self.hooks.remove()
         self._socket.close()
-        if self._pinned:
-            with suppress(RuntimeError):  # of a device that has failed
-                self._publication.wait()
-                if self._parts is not None:
-                    self._parts.wait()
-            while self._pinned:
-                unpin(self._pinned.pop())
+        self._unpin()
 
     def abandon(self) -> None:
         """In a forked child: let go of the daemon. What is CUDA's is the parent's."""

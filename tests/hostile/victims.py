@@ -26,7 +26,7 @@ from peerd.transport.ids import Address
 from peerd.transport.messages import Member, Plan
 
 PROBE_EVERY_S = 0.02
-BLOCKED_MAX_S = 0.05  # of the processor's time, which other processes hardly lengthen; attacks took 16 ms at most
+BLOCKED_MAX_S = 0.25  # of the processor's time; attacks took 16 ms at most, 2,800 members 20 to 70 beside other tests
 GROWN_MAX = 64 << 20  # bytes
 ROOM = 2 << 30  # bytes that a daemon may take beyond what it has: an attack must not take the machine along
 LEARNED = 0.5  # the loss of a model that has: 4.0 before, below 0.1 at the end

@@ -288,7 +288,7 @@ class FlatModel:
             return
         source = piece.source
         if source.dtype not in EXACT:
-            self._published.write(piece, values)
+            self._published.write(piece, sent(values, source.device))
             return
         wanted = sent(values.view(source.shape), source.device)
         if source.dtype == torch.float32 and not piece.is_buffer:

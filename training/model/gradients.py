@@ -48,7 +48,7 @@ class FlatGradients:
             fetch(gradient, part.view(gradient.shape))
         for piece in self._buffers:
             fetch(piece.source.reshape(-1), out[piece.start : piece.stop])
-        wait_for(piece.source.device for piece in self._flat.pieces)
+        wait_for(piece.held.device for piece in self._flat.pieces)  # a master may be elsewhere
 
     @torch.no_grad()
     def scatter(self, values: torch.Tensor | None) -> None:

@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from peerd.training.model.published import parts_of
+
 
 def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """`values` on `device`. Before what is in the host's memory is written again, `wait_for` that device."""
@@ -20,9 +22,12 @@ def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def fetch(values: torch.Tensor, out: torch.Tensor) -> None:
     """Copy `values` to `out`, host memory in rows of the same shape: there once their device was waited for."""
-    if values.device != out.device:  # of another type or order they would go by a copy in pageable memory
-        values = values.to(out.dtype).contiguous()
-    out.copy_(values, non_blocking=True)
+    if values.device == out.device:
+        out.copy_(values)
+        return
+    flat, to = values.contiguous().view(-1), out.view(-1)  # in another order or type they would go by pageable memory
+    for where in parts_of(flat):
+        to[where].copy_(flat[where].to(out.dtype), non_blocking=True)
 
 
 def wait_for(devices: Iterable[torch.device]) -> None:
@@ -47,7 +52,7 @@ def pin(memory: npt.NDArray[np.float32], device: torch.device) -> bool:
         return int(code) == 0
 
 
-def unpin(memory: npt.NDArray[np.float32]) -> None:
+def unpin(memory: npt.NDArray[np.float32], device: torch.device) -> None:
     """No copy is under way: forget the addresses, which will be another memory's."""
-    with suppress(RuntimeError, AttributeError):
+    with torch.cuda.device(device), suppress(RuntimeError, AttributeError):
         torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data)  # type: ignore[no-untyped-call]

@@ -20,7 +20,7 @@ from torch import nn
 import peerd
 from peerd.trainer import swarm as swarm_module
 from peerd.trainer.optimizers import learning_rates
-from peerd.trainer.session import Session
+from peerd.trainer.session import Refused, Session
 
 __all__ = ["path"]
 
@@ -89,6 +89,22 @@ def test_memory_that_cuda_does_not_pin_is_told_and_ends_nothing(
     assert status is not None
     assert status.phase == "finished"
     assert "CUDA does not pin the shared memory: copies of the model will be slower" in capfd.readouterr().err
+
+
+def test_a_script_that_is_refused_gives_the_addresses_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(_: Session) -> None:
+        raise Refused("as a daemon may")
+
+    monkeypatch.setattr(Session, "_attach", refuses)
+
+    def script() -> None:
+        with late_cuda(1) as gpu:
+            model = moved(nn.Linear(3, 1))
+            with pytest.raises(SystemExit, match="as a daemon may"):
+                peerd.attach(model, torch.optim.SGD(model.parameters(), lr=1.0))
+            assert not gpu.pinned
+
+    with_daemon(path, script)
 
 
 def test_a_forked_child_lets_nothing_go_that_is_cudas(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +35,7 @@ class Motley(nn.Module):
         self.first.weight.data = self.first.weight.data.contiguous(memory_format=torch.channels_last)
         self.norm = nn.BatchNorm2d(3)
         self.low = nn.Linear(3, 4, dtype=torch.bfloat16)
+        self.low.register_buffer("mean", torch.zeros(3, dtype=torch.bfloat16))
         self.high = nn.Linear(4, 2, dtype=torch.float64)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -134,6 +136,21 @@ def test_a_correction_is_waited_for_once(layers: int) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ gradients
+
+
+def test_gradients_are_waited_for_where_they_are() -> None:
+    """Masters may be in the host's memory, where the optimizer steps them."""
+    with late_cuda(0, 0.0):
+        model = moved(nn.Linear(2, 1))
+        flat = FlatModel(model)
+        flat.pieces[:] = [replace(piece, master=torch.zeros(piece.held.shape)) for piece in flat.pieces]
+        gradients = FlatGradients(flat)
+        memory: Array = np.zeros(gradients.total, np.float32)
+        assert pin(memory, CUDA)
+        for piece in flat.pieces:
+            piece.held.grad = torch.full_like(piece.held, 3.0)
+        gradients.gather(torch.from_numpy(memory))
+        assert memory.tolist() == [3.0, 3.0, 3.0, 1.0, 1.0]
 
 
 class Passes:
