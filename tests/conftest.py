@@ -94,7 +94,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if share is not None:
         for item in items:
             _draw_fewer_examples(item, share)
-    named = config.option.keyword or config.option.lf or any(".py" in arg for arg in config.args)
+    named = config.option.keyword or getattr(config.option, "lf", False) or any(".py" in arg for arg in config.args)
     if config.getoption("--all-cases") or named:
         return
     lot = random.Random(os.environ["PEERD_TESTS_LOT"])
