@@ -39,7 +39,7 @@ PUSH_PULLS_WAITING_MAX = 256  # more are left out: whoever is to be dialled for 
 VIEW_SHARE = 0.1  # of the loop's time, at most, that goes into what follows from changed members
 UNFORESEEN_S = 1.0  # the least between two errors of the membership's own
 TELL_EVERY_S = 60.0  # that one left or came again
-CROWDS_EVERY_S, NAMED_MAX = 5.0, 8  # lines of who is new
+CROWDS_EVERY_S, NAMED_MAX = 5.0, 8  # lines of what many may do at once
 GONE_MAX = 1024  # members forgotten whose traces are kept until all are cleared at once
 
 

@@ -62,9 +62,8 @@ class Ranks:
         command, step, self.others = RankCommand(int(said[0])), int(said[1]), int(said[2])
         if command == RankCommand.STOP:
             with suppress(RuntimeError):  # of one that is gone already
-                distributed.all_reduce(
-                    said, group=self._words
-                )  # nobody ends before all have heard it, or gloo fails theirs
+                # nobody ends before all have heard it, or gloo fails theirs
+                distributed.all_reduce(said, group=self._words)
         return command, step
 
     def share(self, flat: FlatModel) -> None:
