@@ -24,9 +24,10 @@ from trio.testing import MockClock
 # read as torch is imported: its threads spin while they wait for each other, and other tests have the cores
 os.environ["OMP_NUM_THREADS"] = "1"
 
-settings.register_profile("peerd", deadline=None, print_blob=True)  # slow is no failure; a failure is replayed
+# slow is no failure; a failure is replayed
+settings.register_profile("peerd", deadline=None, print_blob=True, max_examples=45)
 settings.register_profile("quick", parent=settings.get_profile("peerd"), max_examples=10)
-settings.register_profile("thorough", parent=settings.get_profile("peerd"))
+settings.register_profile("thorough", parent=settings.get_profile("peerd"), max_examples=100)
 settings.register_profile("long", parent=settings.get_profile("peerd"), max_examples=10_000)  # by hand, with a seed
 settings.load_profile("peerd")
 
