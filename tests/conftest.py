@@ -91,22 +91,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     `make thorough` takes all; so does whoever names files or tests, of cases.
     """
-    share = SHARES.get(settings.get_current_profile_name() or "")
-    if share is not None:
-        for item in items:
-            _draw_fewer_examples(item, share)
+    share = SHARES.get(settings.get_current_profile_name() or "", 1.0)
+    for item in items:
+        _draw_fewer_examples(item, share)
     named = config.option.keyword or getattr(config.option, "lf", False) or any(".py" in arg for arg in config.args)
     if config.getoption("--all-cases") or named:
         return
     lot = random.Random(os.environ["PEERD_TESTS_LOT"])
-    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    cases: dict[tuple[str, int], list[pytest.Item]] = defaultdict(list)  # by their test, and how many of them are drawn
     for item in items:
-        if item.get_closest_marker("cases") is not None and item.get_closest_marker("soak") is None:
-            cases[item.nodeid.partition("[")[0]].append(item)
-    left_out: set[pytest.Item] = set()
-    for each in cases.values():
-        count = next(each[0].iter_markers("cases")).args[0]
-        left_out.update(lot.sample(each, max(0, len(each) - count)))
+        mark = item.get_closest_marker("cases")
+        if mark is not None and item.get_closest_marker("soak") is None:
+            cases[item.nodeid.partition("[")[0], mark.args[0]].append(item)
+    left_out = {one for (_, count), each in cases.items() for one in lot.sample(each, max(0, len(each) - count))}
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
 

@@ -123,7 +123,11 @@ def _started(settings: Settings) -> dict[str, str | int]:
 def forget(settings: Settings, left: tuple[Address, ...] = ()) -> None:
     """Keep nothing, but the addresses of those whom this node has `left`."""
     with _ONE_AT_A_TIME:
-        for file, consequence in ((_FILE, "asks the members named there"), (_PLAN_FILE, "takes up the plan there")):
+        for file, consequence in (
+            (_FILE, "asks the members named there"),
+            (_PLAN_FILE, "takes up the plan there"),
+            (_LEFT_FILE, "says that it left those named there"),
+        ):
             path = settings.state_path / file
             try:
                 path.unlink(missing_ok=True)

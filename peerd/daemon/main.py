@@ -80,7 +80,7 @@ async def _run(settings: Settings, mine: identity.Identity, command: list[str], 
             LOGGER.info(by, daemon.entry.by, ends)
         left = known_members.take_left(settings)
         if not (settings.seeds or kept):
-            _tell_where_it_was(daemon, () if fresh else left)
+            _tell_where_it_was(daemon, left)
         if supervisor is not None:
             start_soon(_supervise, daemon, supervisor)
         start_soon(_watch_failure, daemon)

@@ -229,10 +229,10 @@ class ModeRunner:
         self._hurries = True
         self._taken.set()
 
-    @property
-    def why_no_model(self) -> str:
-        """Where there is none."""
-        return "no trainer has attached" if self.session is None else "its trainer waits for the swarm's"
+    def no_model(self) -> UserError:
+        """What to say of a node that has none."""
+        why = "no trainer has attached" if self.session is None else "its trainer waits for the swarm's"
+        return UserError(f"this node has no model yet: {why}")
 
     async def give_model(self, peer: NodeId, layout: Layout, digest: bytes) -> None:
         """Send the whole model as it stands, with the step that it is of; or that it is the one of this digest.

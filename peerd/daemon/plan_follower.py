@@ -134,7 +134,7 @@ class PlanFollower:
         Cancelled, for nobody waits for it any more, it is taken back: the swarm goes on in the mode that was.
         """
         if self._runner.core.mode is None:
-            raise UserError(f"this node has no model yet: {self._runner.why_no_model}")
+            raise self._runner.no_model()
         if self.plan.once or self._newest().once:
             raise UserError("an average is under way already")
         plan = self.propose(self._newest().text, once=True)

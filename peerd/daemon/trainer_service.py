@@ -40,7 +40,7 @@ from peerd.training.mode_core import GradientCame
 from peerd.training.mode_settings import AUTO, GRADIENTS
 from peerd.training.modes import Mode, class_of, parse_mode
 from peerd.training.modes.average import Average
-from peerd.transport.errors import PeerError, UserError, cause
+from peerd.transport.errors import PeerError, cause
 from peerd.transport.ids import Address, NodeId
 from peerd.transport.messages import (
     Member,
@@ -523,7 +523,7 @@ class TrainerService:
     async def model_values(self) -> tuple[npt.NDArray[np.float32], int]:
         """The model as it stands, shape (total,), and the step that it is of. Raises UserError when there is none."""
         if self._runner.core.model is None:
-            raise UserError(f"this node has no model yet: {self._runner.why_no_model}")
+            raise self._runner.no_model()
         await self._runner.catch_up()
         return await self._runner.values()
 

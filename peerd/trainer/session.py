@@ -421,9 +421,8 @@ class Session:
         self._unpin()
 
     def abandon(self) -> None:
-        """In a forked child: let go of the daemon. What is CUDA's is the parent's."""
+        """In a forked child, before `close`: what is CUDA's is the parent's."""
         self._pinned.clear()
-        self.close()
 
     def _note(
         self, step: int, now: float, loss: float | None, samples: int, metrics: dict[str, float]

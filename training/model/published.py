@@ -94,11 +94,14 @@ class Published:
         return value if carry is None else joined(value, carry)
 
     def write(self, piece: Piece, values: torch.Tensor) -> None:
-        """Make the tensor, of lower precision, and its carry these (count,); what it is already stays the same bits."""
+        """Make the tensor, of lower precision, and its carry these (count,), where it lives.
+
+        What it is already stays the same bits.
+        """
         carry = self._carry_of(piece)
         with _flat(piece.tensor) as flat:
             for where in parts_of(flat):
-                wanted, own = values[where].to(flat.device, torch.float32), flat[where]
+                wanted, own = values[where].float(), flat[where]
                 stays = own.float() == wanted
                 after, left = torch.empty_like(own), torch.empty_like(carry[where])
                 split(wanted, after, left)
@@ -106,7 +109,7 @@ class Published:
                 carry[where] = torch.where(stays, 0, left)
 
     def add(self, index: int, delta: torch.Tensor) -> None:
-        """Correct the tensor, of lower precision, by (count,).
+        """Correct the tensor, of lower precision, by (count,), where it lives.
 
         What it was moves as far as the tensor does, not by `delta`: what is only carried is in both.
         """
@@ -114,7 +117,7 @@ class Published:
         carry = self._carry_of(piece)
         with _flat(piece.tensor) as flat:
             for where in parts_of(flat):
-                add(delta[where].to(flat.device, torch.float32), flat[where], carry[where], values[where])
+                add(delta[where].float(), flat[where], carry[where], values[where])
 
     def drop_carries(self, *names: str) -> None:
         """Of these, or of all: their tensors are others now."""

@@ -54,6 +54,9 @@ def test_whom_a_node_left_is_said_once(tmp_path: Path) -> None:
     assert read(told(tmp_path)) == ()
     assert known_members.take_left(told(tmp_path)) == (B,)
     assert known_members.take_left(told(tmp_path)) == ()
+    forget(told(tmp_path), (B,))
+    forget(told(tmp_path))  # as a fresh start does
+    assert known_members.take_left(told(tmp_path)) == ()
 
 
 def test_a_plan_that_comes_when_the_node_leaves_is_not_kept(tmp_path: Path) -> None:

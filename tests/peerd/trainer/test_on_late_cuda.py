@@ -131,7 +131,7 @@ def test_a_rate_on_the_device_is_waited_for_when_it_has_changed() -> None:
         assert learning_rates(optimizer) == [0.5]
         assert gpu.waits_of(learning_rates, optimizer) == 0
         rate.fill_(0.25)
-        assert gpu.waits_of(lambda: learning_rates(optimizer)) == 1
+        assert gpu.waits_of(learning_rates, optimizer) == 1
         assert learning_rates(optimizer) == [0.25]
 
 
