@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 SAMPLES_MAX = 2**53  # in one step; whole numbers beyond it are no exact floats
 
@@ -41,6 +44,41 @@ def clean(loss: Any, samples: Any, metrics: Mapping[str, Any]) -> Figures:
         left_out["samples"] = _no_number(samples) if count is None else f"it is {count:g}, and should count samples"
         count = 0
     return Figures(taken, int(count), found, left_out)
+
+
+class FromGpus:
+    """Figures that are tensors on a GPU, read when they have come: who reads one at once waits for all that it does."""
+
+    def __init__(self) -> None:
+        self._coming: deque[tuple[dict[str, torch.Tensor], list[torch.cuda.Event]]] = deque()
+
+    def exchange(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """What a step gives; in place of all that is on a GPU, what has come of steps before. Never waits."""
+        come: dict[str, Any] = {}
+        while self._coming and all(mark.query() for mark in self._coming[0][1]):  # type: ignore[no-untyped-call]
+            come |= self._coming.popleft()[0]
+        late = {name: value.detach() for name, value in given.items() if _is_on_gpu(value)}
+        if late:  # torch pins the memory of what is to be there later
+            copies = {name: value.to("cpu", non_blocking=True) for name, value in late.items()}
+            self._coming.append((copies, [_mark(device) for device in {value.device for value in late.values()}]))
+        return come | {name: value for name, value in given.items() if name not in late}
+
+    def rest(self) -> dict[str, Any]:
+        """What has not been seen yet; waits for it."""
+        for _, marks in self._coming:
+            for mark in marks:
+                mark.synchronize()
+        return self.exchange({})
+
+
+def _mark(device: torch.device) -> torch.cuda.Event:
+    mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    mark.record(torch.cuda.current_stream(device))
+    return mark
+
+
+def _is_on_gpu(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_cuda and value.numel() == 1
 
 
 def one_number(value: Any) -> float | None:

@@ -68,9 +68,7 @@ class Ranks:
 
     def share(self, flat: FlatModel) -> None:
         """Give every rank rank 0's model, to the bit."""
-        values = flat.values().to(self.device)
-        distributed.broadcast(values, 0)
-        flat.put(values)
+        flat.pass_on(lambda values: distributed.broadcast(values, 0), self.device)
 
     def share_path(self, path: Path | None) -> Path | None:
         """Rank 0's path, on every rank; None stays None."""

@@ -37,7 +37,7 @@ from peerd.protocol.trainer import (
 from peerd.protocol.trainer_client import ClientState, TrainerClient
 from peerd.trainer import checkpoint
 from peerd.trainer.checkpoint_writer import CheckpointWriter
-from peerd.trainer.figures import SAMPLES_MAX
+from peerd.trainer.figures import SAMPLES_MAX, Figures
 from peerd.trainer.gradient_hooks import GradientHooks
 from peerd.trainer.optimizers import forget, learning_rates
 from peerd.trainer.publication import Publication
@@ -257,7 +257,7 @@ class Session:
 
     # ---------------------------------------------------------------- training
 
-    def on_step(self, step: int, loss: float | None, samples: int, metrics: dict[str, float]) -> None:
+    def on_step(self, step: int, figures: Figures) -> None:
         """Between two optimizer steps: the only moment at which the model is touched.
 
         Where the daemon wants nothing of it, a step costs the figures on the board, whatever the size of the model.
@@ -268,9 +268,9 @@ class Session:
             self.hooks.after_step()
         if self._states is not None:
             self._states.give_back()  # where a scaler has left the step out
-        self._weight = float(samples or 1)
+        self._weight = float(figures.samples or 1)
         now = time.monotonic()
-        lr, ratio = self._note(step, now, loss, samples, metrics)
+        lr, ratio = self._note(step, now, figures)
         if self._unsaid is not None and not self._publication.under_way:
             self._say_published()
         if self._board.sent != self._client.heard or now - self._heard_at >= LISTEN_EVERY_S:
@@ -285,7 +285,7 @@ class Session:
         rolled_back = False
         keeps = self._writer.due(now)
         looks = due or keeps or must_copy or (may_copy and (asked or quiet.wants_copy(self._watch.change, step)))
-        if looks or (loss is not None and not math.isfinite(loss)):
+        if looks or (figures.loss is not None and not math.isfinite(figures.loss)):
             rolled_back = not self._look(step)
         if self._client.leaves:
             self._report_last(step, ratio, rolled_back=rolled_back)
@@ -368,9 +368,10 @@ class Session:
         self._is_owed = False  # now: scattered halfway, it is there to be scattered again
         return mean is None or math.isfinite(float(mean[0]))  # a mean that is not finite is NaN in each value
 
-    def finish(self, step: int, *, at_exit: bool = False) -> None:
+    def finish(self, step: int, last: Figures | None, *, at_exit: bool = False) -> None:
         """Publish the last model, take what comes until the daemon says that the flush is done; `keep` is to follow.
 
+        `last` are figures that have come since the last step.
         `at_exit`: the interpreter ends, and only its exit code will say whether the script did well.
         """
         if self._is_over:
@@ -378,6 +379,8 @@ class Session:
         self._poll(timeout_s=0)
         self._is_owed = False  # and is not given any more: the daemon drops a gradient of a run that ends
         _, ratio = self._rates()
+        if last is not None:
+            self._note(step, time.monotonic(), last)
         rolled_back = not self._look(step)
         self._client.enter(ClientState.FINISHING)
         self._report_last(step, ratio, rolled_back=rolled_back, at_exit=at_exit)
@@ -424,18 +427,16 @@ class Session:
         """In a forked child, before `close`: what is CUDA's is the parent's."""
         self._pinned.clear()
 
-    def _note(
-        self, step: int, now: float, loss: float | None, samples: int, metrics: dict[str, float]
-    ) -> tuple[float, float]:
+    def _note(self, step: int, now: float, figures: Figures) -> tuple[float, float]:
         """The figures, for whoever looks; returns the learning rate, and its ratio to the largest so far."""
         lr, ratio = self._rates()
-        self._samples = min(self._samples + samples, SAMPLES_MAX)
-        if samples:
+        self._samples = min(self._samples + figures.samples, SAMPLES_MAX)
+        if figures.samples:
             self._batches = min(self._batches + 1, BATCHES)
-            self._batch += (samples - self._batch) / self._batches
-        if loss is not None and math.isfinite(loss):
-            self._loss = loss
-        self._board.note(step, self._samples, now, self._loss, lr, self._lr_max, metrics)
+            self._batch += (figures.samples - self._batch) / self._batches
+        if figures.loss is not None and math.isfinite(figures.loss):
+            self._loss = figures.loss
+        self._board.note(step, self._samples, now, self._loss, lr, self._lr_max, figures.metrics)
         return lr, ratio
 
     def _rates(self) -> tuple[float, float]:

@@ -3,7 +3,7 @@
     with peerd.attach(model, optimizer) as swarm:
         for batch in loader:
             ...; loss.backward(); optimizer.step(); optimizer.zero_grad()
-            swarm.step(loss=loss.item(), samples=len(batch))
+            swarm.step(loss=loss, samples=len(batch))
 
 `step` adds the corrections that the daemon has ready, looks how far the model has moved where that may matter, and
 publishes a copy when that is far enough, when the daemon asks, or when its last one is old. It waits for the network
@@ -21,14 +21,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import SupportsFloat
+from typing import Any, SupportsFloat
 
 import torch
 from torch import nn
 
 from peerd.local.local_socket import LocalSocket, find_node
 from peerd.trainer import checkpoint
-from peerd.trainer.figures import clean
+from peerd.trainer.figures import Figures, FromGpus, clean
 from peerd.trainer.follower import Follower
 from peerd.trainer.optimizers import Optimizers, as_one
 from peerd.trainer.ranks import RankCommand, Ranks, is_first, of_this_job
@@ -153,6 +153,7 @@ class Swarm:
         self._momentum = momentum
         self._ranks = ranks if session is not None else None
         self._follower = follower
+        self._on_gpus = FromGpus()
         self._named: set[str] = set()  # figures that were no numbers
         _SWARMS.add(self)
         if session is not None:
@@ -179,7 +180,7 @@ class Swarm:
         """Call after each optimizer step; `metrics` (accuracy=...) are shown by `peerd status` and the demo.
 
         All of them may be Python's numbers, numpy's, or tensors of one value; what is no number is left out, and named
-        once.
+        once. Who gives a tensor on a GPU does not wait for it: it is shown, and looked at, a step or so later.
         """
         self._step_count = step = self.step_count + 1
         if self._follower is not None:
@@ -188,12 +189,9 @@ class Swarm:
         if self._session is None:
             self._drop_momentum()
             return
-        figures = clean(loss, samples, metrics)
-        for name in figures.left_out.keys() - self._named:
-            self._named.add(name)
-            say(f"{name} is not shown: {figures.left_out[name]}")
-        session = self._session
-        if self._daemon_outlives(lambda: session.on_step(step, figures.loss, figures.samples, figures.metrics)):
+        given = metrics if loss is None else {"loss": loss, **metrics}
+        session, figures = self._session, self._clean(self._on_gpus.exchange(given), samples)
+        if self._daemon_outlives(lambda: session.on_step(step, figures)):
             self._others = session.others
             self._lead(session.take_command())
 
@@ -258,8 +256,9 @@ class Swarm:
         if self._session is None:
             self._drop_momentum()
             return
-        session = self._session
-        if self._daemon_outlives(lambda: session.finish(self.step_count, at_exit=at_exit)):
+        come = self._on_gpus.rest()
+        session, last = self._session, self._clean(come) if come else None
+        if self._daemon_outlives(lambda: session.finish(self.step_count, last, at_exit=at_exit)):
             try:
                 session.keep(self.step_count)
                 self._lead(RankCommand.CHANGED)
@@ -291,6 +290,13 @@ class Swarm:
                 pass
             except Exception as error:  # whatever is left of the script at this point
                 say(f"the script ended without swarm.finish(), and its last steps could not be given: {error!r}")
+
+    def _clean(self, given: dict[str, Any], samples: SupportsFloat = 0) -> Figures:
+        figures = clean(given.pop("loss", None), samples, given)
+        for name in figures.left_out.keys() - self._named:
+            self._named.add(name)
+            say(f"{name} is not shown: {figures.left_out[name]}")
+        return figures
 
     def _daemon_outlives(self, act: Callable[[], None]) -> bool:
         """Do it; whether the daemon is still there. Raises SystemExit where the node leaves: all ranks end then."""

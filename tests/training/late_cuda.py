@@ -107,6 +107,7 @@ class Gpu:
         self.lock = threading.RLock()
         self.streams: list[Stream] = []
         self.pinned: list[tuple[int, int]] = []
+        self.pinned_by_torch: list[tuple[int, int]] = []
         self.waits = 0
         self.error = ""  # that the runtime has kept: the next call has it
         self.local = threading.local()
@@ -124,7 +125,13 @@ class Gpu:
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         at = tensor.data_ptr()
-        return any(start <= at < stop for start, stop in self.pinned)
+        return any(start <= at < stop for start, stop in [*self.pinned, *self.pinned_by_torch])
+
+    def pin(self, tensor: torch.Tensor) -> None:
+        """For as long as it is there."""
+        memory = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        self.pinned_by_torch.append(memory)
+        weakref.finalize(tensor, self.pinned_by_torch.remove, memory).atexit = False
 
     def some_time(self) -> None:
         while self.chance.random() < self.eagerness:
@@ -217,7 +224,11 @@ def _run(gpu: Gpu, func: Any, args: Any, kwargs: Any) -> Any:
         source = args[0]
         options = {"dtype": kwargs.get("dtype") or source.dtype, "memory_format": kwargs.get("memory_format")}
         like = torch.empty_like(source.held if isinstance(source, Late) else source, **options)
-        return _copy(gpu, like if isinstance(source, Late) else Late(like), source, kwargs.get("non_blocking", False))
+        if not isinstance(source, Late):
+            return _copy(gpu, Late(like), source, kwargs.get("non_blocking", False))
+        if kwargs.get("non_blocking", False):  # torch pins what it makes for that
+            gpu.pin(like)
+        return _copy(gpu, like, source, kwargs.get("non_blocking", False))
     own_args, own = tree_map(_held, (args, kwargs))
     if to is not None and to.type == _TYPE:
         own["device"] = torch.device("cpu")

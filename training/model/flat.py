@@ -30,7 +30,7 @@ from peerd.training.model.apart import distinct, overlapping
 from peerd.training.model.masters import EXACT, StateMasters, masters_of, strangers_of
 from peerd.training.model.names import buffers_of, matching, parameters_of
 from peerd.training.model.pieces import Piece, variances_in, variances_of
-from peerd.training.model.published import PART_ON_CPU, Published, parts_of
+from peerd.training.model.published import PART_ON_CPU, PART_ON_GPU, Published, parts_of
 from peerd.training.model.shards import is_sharded, shard_of
 from peerd.training.model.signature import described, signature_of, type_name
 from peerd.training.model.transfers import sent, wait_for
@@ -239,7 +239,10 @@ class FlatModel:
     @torch.no_grad()
     def replace(self, values: torch.Tensor) -> None:
         """The same with a tensor."""
-        self.put(values)
+        self.look_again()
+        for piece in self.pieces:
+            self._write(piece, values[piece.start : piece.stop])
+        wait_for(piece.source.device for piece in self.pieces)
         self._published.replace(values)
 
     @torch.no_grad()
@@ -253,21 +256,31 @@ class FlatModel:
                 self._write(piece, base)
 
     @torch.no_grad()
-    def values(self) -> torch.Tensor:
-        """The model as it is now, shape (total,), with the carries; the base stays."""
-        self.look_again()
-        values = torch.empty(self.total, device=self.device)
-        for piece in self.pieces:
-            values[piece.start : piece.stop].copy_(self._published.now(piece))
-        return values
+    def pass_on(self, act: Callable[[torch.Tensor], object], device: torch.device) -> None:
+        """The model as it is now, with the carries, becomes what `act` makes of it in place; the base stays.
 
-    @torch.no_grad()
-    def put(self, values: torch.Tensor) -> None:
-        """x = values, shape (total,); the base stays."""
+        `act` gets it in parts of whole tensors, float32, shape (count,), on `device`, one after the other.
+        """
         self.look_again()
+        for pieces in self._parts():
+            start = pieces[0].start
+            values = torch.empty(pieces[-1].stop - start, device=device)
+            for piece in pieces:
+                values[piece.start - start : piece.stop - start].copy_(self._published.now(piece))
+            act(values)
+            for piece in pieces:
+                self._write(piece, values[piece.start - start : piece.stop - start])
+            if device.type == "cpu":
+                wait_for(piece.source.device for piece in pieces)
+
+    def _parts(self) -> Iterator[list[Piece]]:
+        part: list[Piece] = []
         for piece in self.pieces:
-            self._write(piece, values[piece.start : piece.stop])
-        wait_for(piece.source.device for piece in self.pieces)
+            if part and piece.stop - part[0].start > PART_ON_GPU:
+                yield part
+                part = []
+            part.append(piece)
+        yield part
 
     @torch.no_grad()
     def put_buffers(self, values: torch.Tensor) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from flat_values import values_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -221,7 +222,7 @@ def test_state_that_is_made_at_once_steps_as_torchs_own(kind: Any, options: dict
             optimizer.zero_grad()
     ours, theirs = (model.state_dict() for model in models)
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
-    values = flat.values()
+    values = values_of(flat)
     assert values[flat.total - flat.states :].any() == bool(flat.states)
     newcomer = normed(1)
     other = kind(newcomer.parameters(), lr=0.1, **options)
@@ -306,14 +307,14 @@ def test_who_takes_over_a_model_steps_by_its_learning_rates_to_the_bit(rates: li
     (giver, given, _), (taker, taken, state) = made([1.0, 2.0]), made([3.0, 4.0])
     for group, rate in zip(giver.param_groups, rates, strict=True):  # as a schedule does
         group["lr"] = torch.tensor(rate, dtype=torch.float64) if is_tensor else rate
-    values = given.values().numpy()
+    values = values_of(given).numpy()
     taken.load(values)
     assert [float(group["lr"]) for group in taker.param_groups] == [3.0, 4.0], "a model alone is no reason"
     taken.load(values)
     state.take_rates()
     assert [float(group["lr"]) for group in taker.param_groups] == rates
     assert isinstance(taker.param_groups[0]["lr"], torch.Tensor) == is_tensor
-    assert (taken.values().numpy() == values).all()
+    assert (values_of(taken).numpy() == values).all()
 
 
 def test_other_optimizers_are_refused_in_one_line() -> None:

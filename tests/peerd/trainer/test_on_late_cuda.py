@@ -19,6 +19,7 @@ from torch import nn
 
 import peerd
 from peerd.trainer import swarm as swarm_module
+from peerd.trainer.figures import FromGpus
 from peerd.trainer.optimizers import learning_rates
 from peerd.trainer.session import Refused, Session
 
@@ -122,6 +123,43 @@ def test_a_forked_child_lets_nothing_go_that_is_cudas(path: Path) -> None:
         swarm_module._OF_PARENTS.clear()
 
     with_daemon(path, script)
+
+
+@pytest.mark.parametrize("eagerness", [0.0, 0.5, 0.9])
+def test_figures_on_the_device_come_later_and_nobody_waits(eagerness: float) -> None:
+    with late_cuda(2, eagerness) as gpu:
+        figures = FromGpus()
+        seen = [0.0]
+
+        def step(number: float) -> None:
+            loss = torch.full((), number, device=CUDA, requires_grad=True) * 2
+            come = figures.exchange({"loss": loss, "here": number})
+            assert come.pop("here") == number
+            seen.extend(float(value) / 2 for value in come.values())
+
+        waits = [gpu.waits_of(step, float(number)) for number in range(1, 101)]
+        assert not any(waits)
+        assert len(seen) > 10, "they come while steps are made"
+        assert gpu.waits_of(lambda: seen.append(float(figures.rest()["loss"]) / 2)) > 0
+        assert seen == sorted({*seen})
+        assert seen[-1] == 100.0
+        assert figures.rest() == {}
+        gc.collect()
+        assert not gpu.pinned_by_torch
+
+
+def test_the_last_figures_of_a_script_are_waited_for_at_its_end(path: Path) -> None:
+    def script() -> None:
+        with late_cuda(1, 0.0):
+            model = moved(nn.Linear(3, 1))
+            with peerd.attach(model, torch.optim.SGD(model.parameters(), lr=1.0)) as swarm:
+                for number in range(1, 4):
+                    swarm.step(loss=torch.full((), float(number), device=CUDA), samples=2)
+                swarm.step(accuracy=torch.full((), 0.5, device=CUDA))
+
+    status = with_daemon(path, script).side.status
+    assert status is not None
+    assert (status.step, status.loss, status.metrics) == (4, 3.0, {"accuracy": 0.5})
 
 
 def test_a_rate_on_the_device_is_waited_for_when_it_has_changed() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from flat_values import values_of
 from torch import nn
 
 from peerd.trainer.optimizers import as_one
@@ -40,7 +41,7 @@ def test_a_correction_survives_the_next_step() -> None:
     before = flat.gather().clone()
     flat.add(np.full(flat.total, 0.01, np.float32))
     step(model, masters, optimizer)
-    np.testing.assert_allclose(flat.values(), before + 0.009, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(values_of(flat), before + 0.009, rtol=1e-5, atol=1e-7)
     assert float(flat.change()) == pytest.approx(0.001 * flat.total**0.5, rel=1e-3), "below what bfloat16 shows"
     flat.load(np.full(flat.total, 1.001, np.float32))
     assert all(bool(torch.eq(master, float(np.float32(1.001))).all()) for master in masters)
@@ -246,10 +247,10 @@ def test_a_correction_reaches_the_masters_that_an_optimizer_keeps_in_its_state(s
         flat.add(np.full(flat.total, 0.01, np.float32))
         for part in parts:
             part.step()
-        np.testing.assert_allclose(flat.values(), before + 0.009, rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(values_of(flat), before + 0.009, rtol=1e-5, atol=1e-7)
         for part in parts:
             part.state.clear()
-        flat.values()
+        values_of(flat)
         assert not any(piece.master is not None for piece in flat.pieces)
 
 

@@ -9,12 +9,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from flat_values import values_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from late_cuda import CUDA, late_cuda, moved
 from torch import nn
 
 from peerd.trainer.publication import Publication
+from peerd.training.model import flat as flat_module
 from peerd.training.model import gradient_parts
 from peerd.training.model.flat import FlatModel
 from peerd.training.model.gradient_parts import GradientParts
@@ -91,7 +93,7 @@ class Node:
         self.publication.wait()
         yield self.copy.clone()
         yield self.flat.change().cpu()
-        yield self.flat.values().cpu()
+        yield values_of(self.flat)
         yield from (value.detach().cpu() for value in [*self.model.parameters(), *self.model.buffers()])
 
 
@@ -114,13 +116,41 @@ def test_whatever_is_done_to_it(seed: int, eagerness: float, kind: str, course: 
             torch.testing.assert_close(other, own, rtol=0, atol=0, equal_nan=True)
 
 
+@given(
+    seed=SEEDS,
+    eagerness=EAGERNESS,
+    kind=st.sampled_from(["float32", "bfloat16", "motley"]),
+    count=st.integers(0, 40),
+    where=st.sampled_from([CUDA, torch.device("cpu")]),
+)
+@settings(max_examples=60)
+def test_it_is_passed_on_in_parts(seed: int, eagerness: float, kind: str, count: int, where: torch.device) -> None:
+    near = FlatModel(made(kind))
+    before = values_of(near)
+    near.load((2 * before).numpy())
+    with pytest.MonkeyPatch.context() as patch, late_cuda(seed, eagerness):
+        patch.setattr(flat_module, "PART_ON_GPU", count)
+        far = FlatModel(moved(made(kind)))
+        parts: list[int] = []
+
+        def act(values: torch.Tensor) -> None:
+            assert values.device == where
+            parts.append(len(values))
+            values.mul_(2)
+
+        far.pass_on(act, where)
+        assert sum(parts) == far.total
+        assert torch.equal(values_of(far), values_of(near))
+        assert all(length <= count or length in [piece.stop - piece.start for piece in far.pieces] for length in parts)
+
+
 @given(seed=SEEDS, eagerness=EAGERNESS)
 @settings(max_examples=20)
 def test_a_copy_outlives_what_it_is_of(seed: int, eagerness: float) -> None:
     with late_cuda(seed, eagerness) as gpu:
         node = Node(moved(made("bfloat16")))
         node.do("add", 1)  # so that there are carries
-        expected = node.flat.values().cpu()
+        expected = values_of(node.flat)
         node.do("publish", 0)
         del node.flat, node.model
         gpu.default.synchronize()  # whose memory was theirs
