@@ -155,6 +155,7 @@ class Swarm:
         self._follower = follower
         self._on_gpus = FromGpus()
         self._named: set[str] = set()  # figures that were no numbers
+        self._told_cut_short = False
         _SWARMS.add(self)
         if session is not None:
             atexit.register(self._at_exit)
@@ -214,13 +215,20 @@ class Swarm:
                     break
                 number, drawn_at = number_of(number, self.step_count, total, self._others), self.step_count
             yield number
-        if self.step_count < total and self._follower is None:
-            made = f"{self.step_count:,} of {total:,}"
-            say(f"this node is slower than most others: its run ends with theirs, after {made} steps")
+        self._say_cut_short(total)
 
     def is_over(self, total: int) -> bool:
         """Whether a run of `total` steps ends here, for a loop that is not over `steps`; the same on all ranks."""
-        return is_over(self.step_count, total, self._others)
+        over = is_over(self.step_count, total, self._others)
+        if over:
+            self._say_cut_short(total)
+        return over
+
+    def _say_cut_short(self, total: int) -> None:
+        if self.step_count < total and self._follower is None and not self._told_cut_short:
+            self._told_cut_short = True
+            made = f"{self.step_count:,} of {total:,}"
+            say(f"this node is slower than most others: its run ends with theirs, after {made} steps")
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

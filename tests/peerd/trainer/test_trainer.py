@@ -23,6 +23,7 @@ from peerd.local import local_socket
 from peerd.protocol.trainer import Stepped
 from peerd.trainer import checkpoint, session
 from peerd.training.effects import StepReport
+from peerd.training.model.over import OVER
 
 
 @pytest.fixture
@@ -397,3 +398,32 @@ def test_quasi_global_momentum_where_it_cannot_be(path: Path, make: Any, exchang
         return {}
 
     with_daemon(path, script, verbs={"exchange": asked, "refused": refused})
+
+
+@pytest.mark.parametrize("by_steps", [True, False])
+def test_a_run_that_ends_before_its_last_step_says_why_once(
+    path: Path, capfd: pytest.CaptureFixture[str], by_steps: bool
+) -> None:
+    made = 0
+
+    def script() -> None:
+        nonlocal made
+        model = nn.Linear(2, 1)
+        with peerd.attach(model, torch.optim.SGD(model.parameters(), lr=0.1)) as swarm:
+            if by_steps:
+                for _ in swarm.steps(10**6):
+                    swarm.step()
+            else:
+                while not swarm.is_over(10**6):
+                    swarm.step()
+                assert swarm.is_over(10**6)
+            made = swarm.step_count
+
+    async def beside(node: Node) -> None:
+        await until(lambda: node.attached and node.side.status is not None and node.side.status.step > 2)
+        assert node.side.runner.session is not None
+        node.side.runner.session.board.say_others(OVER)
+
+    with_daemon(path, script, beside)
+    line = f"peerd: this node is slower than most others: its run ends with theirs, after {made:,} of 1,000,000 steps"
+    assert capfd.readouterr().err.count(line) == 1
