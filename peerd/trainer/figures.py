@@ -54,10 +54,12 @@ class FromGpus:
 
     def exchange(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """What a step gives; in place of all that is on a GPU, what has come of steps before. Never waits."""
+        late = {name: value.detach() for name, value in given.items() if _is_on_gpu(value)}
+        if not late and not self._coming:  # each step of who has no GPU
+            return dict(given)
         come: dict[str, Any] = {}
         while self._coming and all(mark.query() for mark in self._coming[0][1]):  # type: ignore[no-untyped-call]
             come |= self._coming.popleft()[0]
-        late = {name: value.detach() for name, value in given.items() if _is_on_gpu(value)}
         if late:  # torch pins the memory of what is to be there later
             copies = {name: value.to("cpu", non_blocking=True) for name, value in late.items()}
             self._coming.append((copies, [_mark(device) for device in {value.device for value in late.values()}]))
