@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from peerd.training.model.shards import is_sharded
+
 SAMPLES_MAX = 2**53  # in one step; whole numbers beyond it are no exact floats
 
 
@@ -80,7 +82,7 @@ def _mark(device: torch.device) -> torch.cuda.Event:
 
 
 def _is_on_gpu(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_cuda and value.numel() == 1
+    return isinstance(value, torch.Tensor) and value.is_cuda and value.numel() == 1 and not is_sharded(value)
 
 
 def one_number(value: Any) -> float | None:
