@@ -21,6 +21,7 @@ exchange at each step, at one rate:
 
 from __future__ import annotations
 
+import math
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
@@ -74,33 +75,50 @@ class QuasiGlobalMomentum:
         for group in optimizer.param_groups:
             lr, beta = float(group["lr"]), float(group["momentum"])
             self._lr_max = max(self._lr_max, lr)
+            going: dict[torch.Tensor, _Kept] = {}
             for parameter in group["params"]:
                 kept = self._kept.get(parameter)
                 buffer = _buffer_of(optimizer, parameter)
                 if kept is not None and kept.buffer is buffer:
-                    self._correct(kept, parameter, lr, beta)
+                    going[parameter] = kept
                 elif buffer is None:  # it was cleared: an older model is back
                     self._kept.pop(parameter, None)
                 else:
                     self._kept[parameter] = _begun(parameter, buffer, buffer.clone(), lr)
+            if going:
+                self._correct(list(going), list(going.values()), lr, beta)
 
-    def _correct(self, kept: _Kept, parameter: torch.Tensor, lr: float, beta: float) -> None:
-        correction = kept.known.neg_().add_(parameter)
-        kept.uncorrected += 1
-        came = (correction != 0).any()
-        if (rate := max(kept.lr, RATE_MIN * self._lr_max)) > torch.finfo(torch.float32).tiny:
-            share = (max(1.0, 1 / (3 * (1 - beta))) / kept.uncorrected).clamp(max=1)
-            kept.momentum -= correction * (came * share * ((1 - beta) / rate))
-        kept.uncorrected *= ~came
-        if lr > kept.lr:
-            kept.momentum *= kept.lr / lr
-        kept.known.copy_(parameter)
-        kept.buffer.copy_(kept.momentum)
+    def _correct(self, parameters: list[torch.Tensor], kept: list[_Kept], lr: float, beta: float) -> None:
+        """Operations on all parameters at once: on a GPU one on a single parameter is done before it is launched."""
+        momenta, uncorrected = [one.momentum for one in kept], [one.uncorrected for one in kept]
+        corrections = [one.known for one in kept]
+        torch._foreach_neg_(corrections)
+        torch._foreach_add_(corrections, parameters)
+        torch._foreach_add_(uncorrected, 1)
+        came = torch._foreach_sign(torch._foreach_norm(corrections, ord=math.inf))  # 0 or 1
+        shares = torch._foreach_reciprocal(uncorrected)
+        torch._foreach_mul_(shares, max(1.0, 1 / (3 * (1 - beta))))
+        torch._foreach_clamp_max_(shares, 1)
+        torch._foreach_mul_(shares, came)
+        torch._foreach_mul_(shares, [-(1 - beta) / self._rate_of(one) for one in kept])
+        torch._foreach_mul_(corrections, shares)
+        torch._foreach_add_(momenta, corrections)
+        torch._foreach_mul_(uncorrected, torch._foreach_add(torch._foreach_neg(came), 1))
+        if any(lr > one.lr for one in kept):
+            torch._foreach_mul_(momenta, [min(1.0, one.lr / lr) for one in kept])
+        torch._foreach_copy_(corrections, parameters)
+        torch._foreach_copy_([one.buffer for one in kept], momenta)
+
+    def _rate_of(self, kept: _Kept) -> float:
+        """At which what was corrected counts; infinite where that is too small to tell."""
+        rate = max(kept.lr, RATE_MIN * self._lr_max)
+        return rate if rate > torch.finfo(torch.float32).tiny else math.inf
 
     @torch.no_grad()
     def _after_step(self, optimizer: SGD, _: object, __: object) -> None:
         for group in optimizer.param_groups:
             lr, beta = float(group["lr"]), float(group["momentum"])
+            stepped: dict[torch.Tensor, _Kept] = {}
             for parameter in group["params"]:
                 buffer = _buffer_of(optimizer, parameter)
                 if parameter.grad is None or buffer is None:  # it has not stepped
@@ -108,15 +126,19 @@ class QuasiGlobalMomentum:
                 kept = self._kept.get(parameter)
                 if kept is None:  # the first step of all
                     kept = self._kept[parameter] = _begun(parameter, buffer, torch.zeros_like(buffer), lr)
-                kept.momentum.mul_(beta).add_(buffer, alpha=1 - beta)
-                kept.known.copy_(parameter)
                 kept.lr = lr
+                stepped[parameter] = kept
+            if stepped:
+                momenta = [kept.momentum for kept in stepped.values()]
+                torch._foreach_mul_(momenta, beta)
+                torch._foreach_add_(momenta, [kept.buffer for kept in stepped.values()], alpha=1 - beta)
+                torch._foreach_copy_([kept.known for kept in stepped.values()], list(stepped))
 
 
 def _buffer_of(optimizer: SGD, parameter: torch.Tensor) -> torch.Tensor | None:
-    """Torch's momentum of this parameter, if it has one. That of sparse gradients is sparse, and stays torch's."""
+    """Torch's momentum of this parameter, if it has one: of values, for that of sparse gradients stays torch's."""
     buffer = optimizer.state[parameter].get("momentum_buffer") if parameter in optimizer.state else None
-    return None if buffer is None or buffer.layout != torch.strided else buffer
+    return None if buffer is None or buffer.layout != torch.strided or not buffer.numel() else buffer
 
 
 def _begun(parameter: torch.Tensor, buffer: torch.Tensor, momentum: torch.Tensor, lr: float) -> _Kept:
