@@ -53,6 +53,8 @@ def doctor(
         from peerd.settings import load
 
         told = {key: value for key, value in flags.items() if value is not None}
+        if token is not None:
+            told["token"] = load({"token": token}, {}, None).token  # it may be @FILE
         is_new = bind is not None or token is not None or config is not None
         whose = name or os.environ.get("PEERD_NAME")
         running = settings_of_running(whose, told, only=not is_new)

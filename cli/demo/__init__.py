@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -82,11 +83,16 @@ def demo(
             from peerd.cli.demo.picture import draw
         show_live(console, f"{task} on {peers} nodes", settings.mode, follow(swarm, watch))
         result = sum_up(swarm, watch, task, seed, settings.mode)
-    draw(picture, watch.samples, f"{task}, {peers} nodes, {shard}")
+    drawn: Path | None = picture
+    try:
+        draw(picture, watch.samples, f"{task}, {peers} nodes, {shard}")
+    except OSError as error:  # what was measured is told in any case
+        drawn = None
+        watch.failures.append(f"--picture {picture}: {error.strerror or error}")
     if format is Format.JSON:
-        print_json({**result, "picture": str(picture)})
+        print_json({**result, "picture": str(drawn) if drawn else None})
     else:
-        print_summary(console, result, picture)
+        print_summary(console, result, drawn)
     if watch.failures:
         sys.exit(1)
 
@@ -103,3 +109,7 @@ def _check_picture(picture: Path) -> None:
         raise UserError(f"--picture {picture}: the name must end in .png, .svg or .pdf")
     if not picture.absolute().parent.is_dir():
         raise UserError(f"--picture {picture}: no such folder: {picture.absolute().parent}")
+    if picture.is_dir():
+        raise UserError(f"--picture {picture}: this is a folder")
+    if not os.access(picture if picture.exists() else picture.absolute().parent, os.W_OK):
+        raise UserError(f"--picture {picture}: you may not write there; say where you may")

@@ -78,9 +78,10 @@ def sum_up(swarm: LocalSwarm, watch: Watch, task: str, seed: int, mode: str) -> 
     squares = [sum(float(((m[key] - average[key]) ** 2).sum()) for key in average) for m in models]
     norm = sum(float((value**2).sum()) for value in average.values()) ** 0.5
     final = {name: swarm.status(name) for name in nodes}
-    own_steps = [status["trainer"]["step"] - status["trainer"]["first_step"] for status in final.values()]
-    sent = sum(status["bytes_sent"] for status in {**watch.latest, **final}.values())
-    every_step = sum(steps * 4 * status["values"] for steps, status in zip(own_steps, final.values(), strict=True))
+    of_all = {**watch.latest, **final}.values()  # of one that was killed, what it said last
+    sent = sum(status["bytes_sent"] for status in of_all)
+    trained = [(status["trainer"], status["values"]) for status in of_all if status["trainer"] is not None]
+    every_step = sum((trainer["step"] - trainer["first_step"]) * 4 * values for trainer, values in trained)
     restarts = {name: status["trainer_restarts"] for name, status in final.items() if status["trainer_restarts"]}
     watch.failures += [
         f"{name}: the trainer died and was started again {count} times" for name, count in restarts.items()
@@ -98,9 +99,9 @@ def sum_up(swarm: LocalSwarm, watch: Watch, task: str, seed: int, mode: str) -> 
         "bytes_sent_total": sent,
         "bytes_every_step_fp32": every_step,
         "bytes_saved_fraction": 1 - sent / every_step if every_step else 0.0,
-        "exchanges": exchanges(mode, sum(status["exchanges"] for status in final.values())),
+        "exchanges": exchanges(mode, sum(status["exchanges"] for status in of_all)),
         "rounds": max(status["counts"].get("rounds", 0) for status in final.values()),
-        "snapshots": sum(status["snapshots"] for status in final.values()),
+        "snapshots": sum(status["snapshots"] for status in of_all),
         "carriers": sorted(set().union(*carriers.values())),
         "consensus_distance": (sum(squares) / len(squares)) ** 0.5 / norm,
         "seconds": watch.seconds,
@@ -111,7 +112,7 @@ def sum_up(swarm: LocalSwarm, watch: Watch, task: str, seed: int, mode: str) -> 
     }
 
 
-def print_summary(console: Console, result: dict[str, Any], picture: Path) -> None:
+def print_summary(console: Console, result: dict[str, Any], picture: Path | None) -> None:
     """For people."""
     unit = counted_in(result["mode"])
     shm = " (shm: memory that nodes of one machine share)" if "shm" in result["carriers"] else ""
@@ -123,9 +124,10 @@ def print_summary(console: Console, result: dict[str, Any], picture: Path) -> No
         f"{result['snapshots']} models sent whole\n"
         f"           every-step fp32 gossip would send {size(result['bytes_every_step_fp32'])}: {_saved(result)}\n"
         f"went over  {', '.join(result['carriers']) or 'nothing'}{shm}\n"
-        f"consensus  nodes are {result['consensus_distance']:.3%} from their mean\n"
-        f"picture    {picture}"
+        f"consensus  nodes are {result['consensus_distance']:.3%} from their mean"
     )
+    if picture is not None:
+        console.print(f"picture    {picture}")
     if result["killed"] is not None:
         console.print(f"killed     {result['killed']}; the others stood still for {result['stalled_s']:.1f} s at most")
     for failure in result["failures"]:

@@ -20,6 +20,7 @@ from peerd.transport.errors import UserError
 START_S = 60.0  # a cold Python import on a busy machine; a daemon that dies is noticed at once
 END_S = 30.0
 AT_ONCE_S = 3.0
+_OF_ALL = ("PEERD_DATA", "PEERD_UCX_LIBRARY")  # the user's others are for a node of theirs
 _LOGGED = re.compile(r"\d\d:\d\d:\d\d |peerd: ")  # how a line of ours begins
 
 
@@ -86,6 +87,7 @@ class LocalSwarm:
     def kill(self, name: str) -> None:
         """SIGKILL, as a crash would."""
         self._processes[name].send_signal(signal.SIGKILL)
+        self._processes[name].wait()
 
     def ended(self) -> dict[str, int]:
         """Exit codes of the nodes that are gone."""
@@ -110,16 +112,11 @@ class LocalSwarm:
         flags = [part for option in options.items() for part in option if part]
         rank = {"PEERD_RANK": str(self.names.index(name)), "PEERD_PEERS": str(len(self.names))}
         folders = {"XDG_RUNTIME_DIR": self._folder.name, "XDG_STATE_HOME": str(self.folder / "state")}
-        alone = {
-            "PEERD_JOIN": "",
-            "PEERD_TOKEN": "",
-            "PEERD_STATE_DIR": "",
-            "PEERD_CONFIG": "",
-        }  # the user's are for a node of theirs
+        ours = {name: value for name, value in os.environ.items() if name in _OF_ALL or not name.startswith("PEERD_")}
         with self._log(name).open("wb") as log:
             self._processes[name] = subprocess.Popen(
                 [sys.executable, "-m", "peerd.cli.main", "start", *flags, "--", *self._command],
-                env={**os.environ, **alone, **folders, **rank},
+                env={**ours, **folders, **rank},
                 stdout=log,
                 stderr=log,
                 start_new_session=True,  # Ctrl-C reaches this process alone, which ends the nodes in good order

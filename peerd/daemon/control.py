@@ -20,6 +20,7 @@ from peerd.process.logs import LOGGER
 from peerd.transport.errors import UserError
 
 FOLDER_TRIES = 5  # to make the sockets' folder, and bind in it
+PAUSE_S = 0.1  # with no descriptor left, until another attempt
 ANSWER_S = 3.0  # for an answer to be taken: a command line reads at once, one that is stopped must not hold the end up
 
 Answer = dict[str, Any]
@@ -93,8 +94,12 @@ async def serve(
         async with trio.open_nursery() as nursery:
             task_status.started()
             while True:
-                connection, _ = await listener.accept()
-                nursery.start_soon(_converse, connection, verbs, attach, nursery)
+                try:
+                    connection, _ = await listener.accept()
+                except OSError:  # no descriptors are left, or whoever asked is gone
+                    await trio.sleep(PAUSE_S)
+                else:
+                    nursery.start_soon(_converse, connection, verbs, attach, nursery)
     finally:
         listener.close()
         path.unlink(missing_ok=True)

@@ -161,13 +161,16 @@ async def keep(
     leaving: trio.Event,
 ) -> None:
     """Have the members' file, which holds `kept`, follow the members until the node leaves."""
+    told = False
     while not leaving.is_set():
         if (found := known(members(), me, kept)) != kept:
-            kept = found
             try:
-                await trio.to_thread.run_sync(write, settings, kept)
-            except OSError as error:
+                await trio.to_thread.run_sync(write, settings, found)
+                kept, told = found, False
+            except OSError as error:  # it is tried again
                 cause = f"{settings.state_path / _FILE}: {error.strerror}"
-                LOGGER.warning("%s; after a crash this node may not find its swarm", cause)
+                if not told:
+                    LOGGER.warning("%s; after a crash this node may not find its swarm", cause)
+                told = True
         with trio.move_on_after(LOOK_EVERY_S):
             await leaving.wait()

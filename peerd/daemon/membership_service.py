@@ -12,7 +12,6 @@ from peerd.daemon.peers import Peers
 from peerd.membership.core import Membership
 from peerd.membership.effects import (
     AskTwin,
-    IdentityTaken,
     MemberChanged,
     MembershipEffect,
     PushPull,
@@ -124,9 +123,7 @@ class MembershipService:
                     self.tell_changes()
                 case AskTwin():
                     if self._nursery is not None:
-                        self._nursery.start_soon(self._ask_twin, effect)
-                case IdentityTaken():
-                    self._taken(effect.address)
+                        self._nursery.start_soon(self._ask_twin, effect.address)
                 case Log():
                     LOGGER.log(20 if effect.level == "info" else 30, "%s", effect.text)
         self._touched.set()
@@ -293,10 +290,10 @@ class MembershipService:
                     LOGGER.info("%d more members %s", more, what)
             await trio.sleep(CROWDS_EVERY_S)
 
-    async def _ask_twin(self, asked: AskTwin) -> None:
+    async def _ask_twin(self, where: Address) -> None:
         with trio.move_on_after(TWIN_DEADLINE_S):
-            if await self._prove(asked.address):
-                await self.perform(self.membership.on_twin(asked.address, asked.epoch))
+            if await self._prove(where):
+                self._taken(where)
 
     def _start_push_pull(self, address: Address) -> None:
         """Soon dial this address, unless that is about to happen.

@@ -28,7 +28,6 @@ from types import MappingProxyType
 from peerd.membership.dissemination import DATAGRAM_BYTES, ENVELOPE_BYTES, News, record_bytes
 from peerd.membership.effects import (
     AskTwin,
-    IdentityTaken,
     MemberChanged,
     MembershipEffect,
     PushPull,
@@ -222,10 +221,6 @@ class Membership:
                 self._suspicions.clear(id)
                 self._declare_failed(id, now, effects)
         return self._ask_wake(now, effects)
-
-    def on_twin(self, where: Address, epoch: int) -> list[MembershipEffect]:
-        """The node at this address has proved that it holds our key."""
-        return [IdentityTaken(where, epoch)]
 
     def revoke(self, id: NodeId, now: float) -> list[MembershipEffect]:
         """This member is out for ever: it has failed, and nothing is heard of it, or said of it, any more."""
@@ -500,7 +495,7 @@ class Membership:
             said = f"{shown(where)}, epoch {record.epoch}; ours is {me.epoch}"
             effects.append(Log("warning", f"another node is said to run under our identity ({said})"))
             if where != address(me):
-                effects.append(AskTwin(where, record.epoch))
+                effects.append(AskTwin(where))
 
     def _accuse(self, id: NodeId, now: float, effects: list[MembershipEffect]) -> None:
         """Our probe of this member failed."""

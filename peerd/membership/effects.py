@@ -33,18 +33,10 @@ class MemberChanged:
 
 @dataclass(frozen=True, slots=True)
 class AskTwin:
-    """Somebody says that this node's identity lives there, in this epoch: ask that address to prove it."""
+    """Somebody says that this node's identity lives there, and is newer: ask that address to prove it. Then this one
+    must end."""
 
     address: Address
-    epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class IdentityTaken:
-    """Another node holds this node's key, and is newer: this one must end."""
-
-    address: Address
-    epoch: int
-
-
-MembershipEffect = SendDatagram | PushPull | MemberChanged | AskTwin | IdentityTaken | Log
+MembershipEffect = SendDatagram | PushPull | MemberChanged | AskTwin | Log

@@ -74,11 +74,15 @@ class Renewal:
             now = wall_clock.now()
             if trust.outdated and (made := authority_folder.load(self._entry.folder, now)) is not None:
                 here.authority.become(made)  # another node of this user has replaced it
-            chain = here.authority.issue_own(self._key, now)
-            trust.renew(chain, trust.authorities)
-            if not trust.outdated:
-                return True
-            said.append(f"{self._entry.folder} has an authority that was replaced on another machine; copy that one")
+            if (end := here.authority.certificate.not_valid_after_utc) <= now:
+                said.append(f"the authority in {self._entry.folder} ended {wall_clock.shown(end)}")
+            else:
+                chain = here.authority.issue_own(self._key, now)
+                trust.renew(chain, trust.authorities)
+                if not trust.outdated:
+                    return _good_for(chain[0]) > timedelta(0)
+                replaced = "has an authority that was replaced on another machine; copy that one"
+                said.append(f"{self._entry.folder} {replaced}")
         for address in self._issuers():
             try:
                 got = await self._ask(address)

@@ -35,6 +35,7 @@ from peerd.transport.messages import RevocationList, SecretsHeld, Successor
 from peerd.transport.secure.datagrams import DatagramSeal
 
 LOOK_EVERY_S = 3600.0  # at the wall clock, which may be set
+WRITE_AGAIN_S = 10.0  # after a disk did not take it
 FIRST_KEY_S = 10.0  # an issuer that has heard of none makes one: nobody answers, or nobody has any
 
 
@@ -67,6 +68,7 @@ class SharedSecrets:
         self._behind_at: float | None = None  # since when a key is to be made
         self._touched = trio.Event()
         self._unwritten = False
+        self._why_unwritten = ""  # as the log said it
         self._writing = trio.Lock()
         self._load(successors)
 
@@ -99,7 +101,8 @@ class SharedSecrets:
                 self._make_key(now)
             self._apply(now)
             await self._write()
-            retires = now + min(self.succession.deadline(unix := _unix()) - unix, LOOK_EVERY_S)
+            look_s = WRITE_AGAIN_S if self._unwritten else LOOK_EVERY_S
+            retires = now + min(self.succession.deadline(unix := _unix()) - unix, look_s)
             with trio.move_on_at(min(self.keyring.deadline(now), self._make_at(now), retires)):
                 await self._touched.wait()
 
@@ -119,6 +122,9 @@ class SharedSecrets:
         self.put_out([node])
         self._make_key(trio.current_time())
         await self._write()
+        if self._unwritten:
+            then = "it is written as soon as that can be; let this node run until its log says so"
+            raise UserError(f"{node} is out, and others hear of it, but {self._folder}: {self._why_unwritten}; {then}")
         return True
 
     async def replace_authority(self, folder: Path, until: datetime) -> None:
@@ -258,11 +264,17 @@ class SharedSecrets:
                 return
             self._unwritten = False
             kept = Kept(self.succession.statements(), self.revocations.all(), self.keyring.generations)
+            why = ""
             try:
                 await trio.to_thread.run_sync(secrets_folder.write, self._folder, kept)
             except OSError as error:
-                lost = "who is out and what the keys are, other members must tell this node after a restart"
-                LOGGER.warning("%s: %s; %s", self._folder, error.strerror, lost)
+                self._unwritten, why = True, error.strerror or str(error)
+            if why and why != self._why_unwritten:
+                lost = "until it is written, other members must tell this node after a restart who is out and the keys"
+                LOGGER.warning("%s: %s; %s", self._folder, why, lost)
+            elif self._why_unwritten and not why:
+                LOGGER.info("%s: written now", self._folder)
+            self._why_unwritten = why
 
     def _load(self, successors: Sequence[Successor]) -> None:
         """What was kept; what is not believed any more, or is of another swarm, is left out."""

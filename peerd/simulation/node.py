@@ -15,7 +15,6 @@ from typing import NamedTuple, Protocol
 from peerd.membership.core import Membership
 from peerd.membership.effects import (
     AskTwin,
-    IdentityTaken,
     MemberChanged,
     MembershipEffect,
     PushPull,
@@ -238,7 +237,7 @@ class Node:
                     self._push_pull(effect.address)
                 case MemberChanged():
                     self._member_changed(effect.id)
-                case AskTwin() | IdentityTaken():
+                case AskTwin():
                     pass  # nobody has keys here: of two lives the older goes on
                 case Send():
                     self.send(effect.peer, effect.message)

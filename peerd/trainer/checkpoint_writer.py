@@ -62,7 +62,8 @@ class CheckpointWriter:
         with ExitStack() as stack:
             with suppress(OSError):  # which the writing itself will say
                 stack.enter_context(being_written(self._folder, LAST))
-            self._thread.join()
+            if self._thread.is_alive():
+                self._thread.join()
             if (generation := self._captured(step, stands=True)) is not None:
                 self._save(generation)
 
@@ -85,7 +86,10 @@ class CheckpointWriter:
             work()
 
         self._thread = threading.Thread(target=run, name="peerd-checkpoint")
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # this machine, or its container, has as many as it may have
+            work()
 
 
 def _say_not_written(step: int, error: Exception) -> None:

@@ -26,6 +26,7 @@ def test_a_demo_that_is_killed_leaves_nothing(
 ) -> None:
     # of a node of the user's
     placed: dict[str, Any] = {"PEERD_JOIN": "127.0.0.1:1", "PEERD_STATE_DIR": str(machine.path / "mine")}
+    placed["PEERD_EVERY"] = "8"  # with which no gossip would start
     demo = machine.spawn("demo", ["-m", "peerd.cli.main", "demo", "--peers", "2"], TMPDIR=str(machine.path), **placed)
 
     def runs() -> bool:

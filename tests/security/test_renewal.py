@@ -280,3 +280,18 @@ async def test_an_issuer_becomes_one_of_the_authority_that_takes_the_old_ones_pl
         assert it.entry.issuer.authority.root == following.certificate
         assert again.issuer is not None
         assert it.entry.issuer.authority.issuer_certificate == der(again.issuer)
+
+
+@pytest.mark.parametrize("past_h", [0.2, 3.0])
+async def test_an_authority_that_has_ended_issues_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, past_h: float
+) -> None:
+    at = ROOT.certificate.not_valid_after_utc + timedelta(hours=past_h)
+    monkeypatch.setattr(wall_clock, "now", lambda: at)
+    enrolment = granted(ROOT, request_of(KEY), NOW, issuer=False)
+    own = entry(enrolment, Issuer(ROOT, TokenStore(tmp_path)), tmp_path)
+    async with trio.open_nursery() as nursery:
+        renewal = Renewal(own, KEY, tmp_path, MemoryNetwork(nursery).transport("10.0.0.9"), list)
+        assert not await renewal.renewed()
+    said = "\n".join(record.message for record in caplog.records)
+    assert f"the authority in {tmp_path} ended " in said

@@ -14,7 +14,7 @@ from secret_swarm import ISSUER, KEYS, OTHER, ROOT, Node, ends, inline_threads, 
 from peerd.security import revocations, secrets_exchange, secrets_folder, shared_secrets, wall_clock
 from peerd.security.keyring import SPREAD_S
 from peerd.security.secrets_exchange import UNBELIEVED_MAX
-from peerd.security.shared_secrets import FIRST_KEY_S
+from peerd.security.shared_secrets import FIRST_KEY_S, WRITE_AGAIN_S
 from peerd.transport.errors import PeerError, UserError
 from peerd.transport.messages import Hello, Keys, RevocationList, SecretsHeld, Successors
 
@@ -248,4 +248,23 @@ async def test_a_revocation_without_its_key_gets_one_from_another_issuer(tmp_pat
         assert not b.secrets.keyring.is_behind(1)
         await push_pull(b, a)
         assert a.secrets.keyring.digest == b.secrets.keyring.digest
+        nursery.cancel_scope.cancel()
+
+
+async def test_what_the_disk_does_not_take_is_told_and_written_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    async with trio.open_nursery() as nursery:
+        (a,) = await started(nursery, tmp_path, 0)
+        with patch.object(secrets_folder, "write", side_effect=OSError(28, "No space left on device")):
+            with pytest.raises(UserError, match=f"^{KEYS[5].id} is out, and others hear of it, but .*No space left"):
+                await a.secrets.revoke(KEYS[5].id)
+            await trio.sleep(5 * WRITE_AGAIN_S)
+        assert a.secrets.is_revoked(KEYS[5].id)
+        assert not secrets_folder.read(a.folder).revocations
+        await trio.sleep(2 * WRITE_AGAIN_S)
+        assert [said.node for said in secrets_folder.read(a.folder).revocations] == [KEYS[5].id]
+        told = [record.message for record in caplog.records if str(a.folder) in record.message]
+        assert ["No space left" in text for text in told] == [True, False], "once, and when it is written"
         nursery.cancel_scope.cancel()

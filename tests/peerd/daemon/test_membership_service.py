@@ -20,7 +20,7 @@ from peerd.daemon.membership_service import (
     PUSH_PULLS_WAITING_MAX,
     MembershipService,
 )
-from peerd.membership.effects import AskTwin, IdentityTaken, MemberChanged, MembershipEffect, PushPull
+from peerd.membership.effects import AskTwin, MemberChanged, MembershipEffect, PushPull
 from peerd.membership.table_budget import BURST_ROWS, ROWS_PER_S
 from peerd.membership.table_exchange import TABLE_PART
 from peerd.node.meta import NodeMeta
@@ -51,9 +51,6 @@ class Core:
     def on_unreachable(self, where: Address, now: float) -> list[MembershipEffect]:
         self.unreachable.append(where)
         return []
-
-    def on_twin(self, where: Address, epoch: int) -> list[MembershipEffect]:
-        return [IdentityTaken(where, epoch)]
 
     def on_table(self, table: MemberTable, now: float, dialled: Address | None) -> list[MembershipEffect]:
         self.heard += len(table.members)
@@ -241,7 +238,7 @@ async def test_many_changes_are_one_new_view() -> None:
 @pytest.mark.parametrize("proves", [True, False])
 async def test_only_a_proof_ends_the_node(proves: bool) -> None:
     async with running(proves=proves) as shell:
-        await shell.service.perform([AskTwin(SUSPECT, 9)])
+        await shell.service.perform([AskTwin(SUSPECT)])
         await trio.sleep(20)
         assert shell.taken == ([SUSPECT] if proves else [])
 

@@ -431,3 +431,24 @@ def test_another_users_folder_is_not_asked(runtime: Path, monkeypatch: pytest.Mo
         monkeypatch.setattr(os, "getuid", lambda: 12345)
         with pytest.raises(UserError, match="belongs to another user"):
             find_node("one")
+
+
+async def test_a_process_without_descriptors_goes_on_serving(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, failures = socket_path("node"), [errno.EMFILE, errno.ECONNABORTED]
+    with trio.socket.socket() as any_one:
+        kind: Any = type(any_one)
+    accept = kind.accept
+
+    async def fails(self: Any) -> Any:
+        if failures:
+            raise OSError(failures.pop(), "as the system says it")
+        return await accept(self)
+
+    async def echo(_: dict[str, Any]) -> dict[str, Any]:
+        return {"there": True}
+
+    monkeypatch.setattr(kind, "accept", fails)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(control.serve, path, {"echo": echo}, None)
+        assert await trio.to_thread.run_sync(request, path, "echo") == {"there": True}
+        nursery.cancel_scope.cancel()

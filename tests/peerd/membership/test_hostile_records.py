@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peerd.membership.core import LAN, Membership
-from peerd.membership.effects import AskTwin, IdentityTaken, MembershipEffect, PushPull, SendDatagram
+from peerd.membership.effects import AskTwin, MembershipEffect, PushPull, SendDatagram
 from peerd.membership.lives import DISOWNED_S, TWIN_AGAIN_S, TWIN_DEADLINE_S
 from peerd.membership.roster import EPOCH_JUMP, INCARNATION_JUMP, NUMBER_END, TABLE_MEMBERS
 from peerd.membership.suspicion import Suspicions
@@ -57,16 +57,15 @@ def run_until(membership: Membership, end: float) -> list[MembershipEffect]:
 # Another life of ours --------------------------------------------------------------------------------------------
 
 
-def questions(effects: list[MembershipEffect]) -> list[tuple[Address, int]]:
-    return [(effect.address, effect.epoch) for effect in effects if isinstance(effect, AskTwin)]
+def questions(effects: list[MembershipEffect]) -> list[Address]:
+    return [effect.address for effect in effects if isinstance(effect, AskTwin)]
 
 
 def test_a_later_life_of_ours_is_asked_to_prove_itself_and_ends_nothing() -> None:
     membership = core(member("n1"))
     twin = replace(member("n0", epoch=9), host="10.9.9.9")
-    assert questions(hear(membership, twin)) == [(("10.9.9.9", 7000), 9)]
+    assert questions(hear(membership, twin)) == [("10.9.9.9", 7000)]
     assert membership.me == member("n0")
-    assert membership.on_twin(("10.9.9.9", 7000), 9) == [IdentityTaken(("10.9.9.9", 7000), 9)]
 
 
 def test_nobody_is_asked_at_our_own_address() -> None:
@@ -82,7 +81,7 @@ def test_a_flood_of_lives_asks_one_at_a_time_and_each_address_once_a_minute() ->
         lie = replace(member("n0", epoch=2 + step), host=f"10.9.9.{step % 3}")
         effects = hear(membership, lie, now=now)
         logs += sum(isinstance(effect, Log) for effect in effects)
-        for where, _ in questions(effects):
+        for where in questions(effects):
             asked.setdefault(where, []).append(now)
     times = sorted(time for each in asked.values() for time in each)
     assert all(later - earlier >= TWIN_DEADLINE_S for earlier, later in itertools.pairwise(times))
@@ -97,7 +96,7 @@ def test_a_flood_of_lives_asks_one_at_a_time_and_each_address_once_a_minute() ->
 def test_a_copy_in_our_own_epoch_is_asked_and_refuted_meanwhile() -> None:
     membership = core(member("n1"))
     lie = replace(member("n0", State.LEFT, incarnation=3), host="10.9.9.9")
-    assert questions(hear(membership, lie)) == [(("10.9.9.9", 7000), 1)]
+    assert questions(hear(membership, lie)) == [("10.9.9.9", 7000)]
     assert membership.me == member("n0", incarnation=4)
 
 

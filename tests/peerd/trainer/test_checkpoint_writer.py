@@ -171,3 +171,17 @@ def test_a_model_that_cannot_be_captured_is_trained_on(capsys: pytest.CaptureFix
     assert [line.partition("no checkpoint written at ")[2] for line in said] == [
         f"step {step}: no storage; the older ones are kept" for step in (7, 8)
     ]
+
+
+def test_a_machine_that_gives_no_thread_ends_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = []
+    monkeypatch.setattr(checkpoint, "save", lambda _, generation: saved.append(generation.step))
+
+    def refuses(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuses)
+    kept = CheckpointWriter(FOLDER, 1.0, NoRest(), generation)  # type: ignore[arg-type]
+    kept.write(1)
+    kept.write_last(2)
+    assert saved == [1, 2]
