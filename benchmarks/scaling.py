@@ -37,7 +37,7 @@ SERVED_SHARE = 20
 
 
 def run(peers: int, parameters: int, seed: int, steps: int, mode: str, **told: Any) -> tuple[float, int]:
-    """Virtual seconds until all have ended, and the bytes of the model's messages that one node sends at most."""
+    """Virtual seconds until all have ended, and the bytes of the model's messages that the median node sends."""
     swarm = Swarm(
         World(seed), peers, BytesOnly(seed, parameters, steps), mode=mode, steps=steps,
         told=ModeSettings(codec="float32", **told), compute=f"fixed:{COMPUTE_S}",

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import asdict
+import time
+from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from peerd import __version__
+import peerd
 from peerd.reproduce.experiment import Cell, Experiment, Result
 from peerd.transport.errors import UserError
 
@@ -26,37 +28,47 @@ def default_folder() -> Path:
         raise UserError("this user has no home folder for finished cells: set XDG_CACHE_HOME, or --cells") from None
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What was measured, and on which day (UTC)."""
+
+    result: Result
+    date: str
+
+
 class CellStore:
-    """The finished cells of all experiments. A cell is found again if it, its experiment's revision and peerd's
-    version are the same."""
+    """The finished cells of all experiments. A cell is found again if it and peerd's sources are the same."""
 
     def __init__(self, folder: Path) -> None:
         """The folder is made when there is something to keep."""
         self._folder = folder
 
-    def find(self, experiment: Experiment, cell: Cell) -> Result | None:
-        """What was measured; None: nothing yet, or what is kept is damaged."""
+    def find(self, experiment: Experiment, cell: Cell) -> Kept | None:
+        """None: nothing yet, or what is kept is damaged."""
         path = self._path(experiment, cell)
         try:
             with path.open(encoding="utf-8") as file:
-                kept = json.loads(file.read(FILE_MAX))
+                found = json.loads(file.read(FILE_MAX))
         except (OSError, ValueError, RecursionError):
             return None
-        whole = isinstance(kept, dict) and kept.get("of") == _of(experiment, cell)
-        result = kept.get("result") if whole else None
-        return result if isinstance(result, dict) else None
+        if not isinstance(found, dict) or found.get("of") != _of(experiment, cell):
+            return None
+        result, date = found.get("result"), found.get("date")
+        return Kept(result, date) if isinstance(result, dict) and isinstance(date, str) else None
 
-    def keep(self, experiment: Experiment, cell: Cell, result: Result) -> None:
+    def keep(self, experiment: Experiment, cell: Cell, result: Result) -> Kept:
         """Either all of it or nothing is there afterwards. Raises UserError."""
+        kept = Kept(result, time.strftime("%Y-%m-%d", time.gmtime()))
         path = self._path(experiment, cell)
         unfinished = path.with_suffix(f".{os.getpid()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished.write_text(json.dumps({"of": _of(experiment, cell), "result": result}), encoding="utf-8")
+            unfinished.write_text(json.dumps({"of": _of(experiment, cell), **asdict(kept)}), encoding="utf-8")
             unfinished.replace(path)
         except OSError as error:
             unfinished.unlink(missing_ok=True)
             raise UserError(f"cannot keep a finished cell in {path.parent}: {error.strerror}") from None
+        return kept
 
     def _path(self, experiment: Experiment, cell: Cell) -> Path:
         text = json.dumps(_of(experiment, cell), sort_keys=True)
@@ -64,6 +76,18 @@ class CellStore:
 
 
 def _of(experiment: Experiment, cell: Cell) -> dict[str, Any]:
-    said = {"experiment": experiment.name, "revision": experiment.revision, "peerd": __version__, **asdict(cell)}
+    said = {"experiment": experiment.name, "sources": _sources(), **asdict(cell)}
     normal: dict[str, Any] = json.loads(json.dumps(said))  # tuples become lists, as they are read
     return normal
+
+
+@cache
+def _sources() -> str:
+    """A digest of all code of peerd: what a cell finds may come from any of it."""
+    root = Path(peerd.__file__).parent
+    folders = [root, root / "training", root / "transport"]  # which are links where peerd was installed to be edited
+    files = {path for folder in folders for kind in ("py", "c") for path in folder.rglob(f"*.{kind}")}
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:32]

@@ -128,7 +128,6 @@ class Experiment:
     criteria: Sequence[Criterion]
     measure: Callable[[Cell], Result]
     study: Callable[[Size, Run], Findings]
-    revision: int = 1  # raised when the code of `measure` changes what it finds
     alone: bool = False  # its cells measure time: one at once
     notes: Sequence[str] = field(default=())  # which inputs are unverified, what differs from the paper
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
@@ -40,7 +40,7 @@ class Report:
 
     experiment: Experiment
     size: Size
-    date: str
+    date: str  # on which the cells were measured: a day, or the first and the last
     seeds: Sequence[int]
     cells: int
     verdict: Verdict
@@ -56,7 +56,7 @@ def run_experiment(
 ) -> Report:
     """Run what is not yet kept. What the user can mend makes it NOT RUN, with the reason; whatever else is a bug."""
     with processes(1 if experiment.alone else jobs) as pool:
-        runner = _Runner(experiment, store, pool, jobs, tell)
+        runner = _Runner(experiment, store, pool, tell)
         try:
             findings = experiment.study(size, runner)
         except UserError as error:
@@ -64,18 +64,24 @@ def run_experiment(
             figures = {criterion.key: missing for criterion in experiment.criteria}
             findings = Findings(f"It was not run: {error}.", figures, [])
     judged = [judge(criterion, findings.figures[criterion.key]) for criterion in experiment.criteria]
-    date = time.strftime("%Y-%m-%d", time.gmtime())
-    return Report(experiment, size, date, sorted(runner.seeds), runner.done, verdict(judged), judged, findings)
+    return Report(
+        experiment, size, _days(runner.dates), sorted(runner.seeds), runner.done, verdict(judged), judged, findings
+    )
+
+
+def _days(dates: Collection[str]) -> str:
+    """From the first to the last; today where nothing was measured."""
+    first, last = (min(dates), max(dates)) if dates else [time.strftime("%Y-%m-%d", time.gmtime())] * 2
+    return first if first == last else f"{first} to {last}"
 
 
 class _Runner:
     """What a study calls to have its cells measured."""
 
-    def __init__(
-        self, experiment: Experiment, store: CellStore, pool: ProcessPoolExecutor | None, jobs: int, tell: Tell
-    ) -> None:
+    def __init__(self, experiment: Experiment, store: CellStore, pool: ProcessPoolExecutor | None, tell: Tell) -> None:
         self.done = 0
         self.seeds: set[int] = set()
+        self.dates: set[str] = set()
         self._of = 0
         self._measured = 0
         self._began = time.monotonic()
@@ -91,14 +97,15 @@ class _Runner:
         found: dict[int, Result] = {}
         for number, cell in enumerate(cells):
             if (kept := store.find(experiment, cell)) is not None:
-                found[number] = kept
+                found[number] = kept.result
+                self.dates.add(kept.date)
                 self.done += 1
         self._say()
         missing = [number for number in range(len(cells)) if number not in found]
         for place, result in as_they_end(self._pool, experiment.measure, [cells[number] for number in missing]):
             number = missing[place]
-            store.keep(experiment, cells[number], result)
             found[number] = result
+            self.dates.add(store.keep(experiment, cells[number], result).date)
             self.done += 1
             self._measured += 1
             self._say()

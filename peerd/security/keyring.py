@@ -50,7 +50,6 @@ Order = tuple[int, int, bytes]
 class _Held:
     generation: Generation
     order: Order
-    signer: NodeId
     since: float
 
     @property
@@ -101,7 +100,7 @@ class Keyring:
         if self._revoked(signer):
             self.counts["keys_of_revoked"] += 1
             return False
-        self._held.append(_Held(generation, place, signer, now - known_for_s))
+        self._held.append(_Held(generation, place, now - known_for_s))
         self._held.sort(key=lambda held: held.order, reverse=True)
         del self._held[GENERATIONS_MAX:]
         return True

@@ -281,7 +281,7 @@ class Swarm:
         return self._referee.signing(id) if self._referee is not None else None
 
     def listener(self, index: int) -> Node | None:
-        """See `Surroundings`."""
+        """See `Environment`."""
         return self.nodes.get(index)
 
     def address(self, index: int) -> Address:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from peerd.reproduce import cells
 from peerd.reproduce.cells import CellStore
 from peerd.reproduce.experiment import (
     Cell,
@@ -49,14 +51,27 @@ EXAMPLE = Experiment(
 )
 
 
-def test_a_cell_is_found_by_its_content_and_the_revision(tmp_path: Path) -> None:
+def test_a_cell_is_found_by_its_content_and_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, cell = CellStore(tmp_path), CELLS[0]
     assert store.find(EXAMPLE, cell) is None
     store.keep(EXAMPLE, cell, {"value": 1.5})
-    assert CellStore(tmp_path).find(EXAMPLE, cell) == {"value": 1.5}
+    kept = CellStore(tmp_path).find(EXAMPLE, cell)
+    assert kept is not None
+    assert kept.result == {"value": 1.5}
     for other in (replace(cell, seed=9), replace(cell, tag="other"), replace(cell, settings={"steps": 4})):
         assert store.find(EXAMPLE, other) is None
-    assert store.find(replace(EXAMPLE, revision=2), cell) is None
+    monkeypatch.setattr(cells, "_sources", lambda: "of another day")
+    assert store.find(EXAMPLE, cell) is None
+
+
+def test_a_report_is_of_the_days_on_which_its_cells_were_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CellStore(tmp_path)
+    for seed, day in ((0, "2026-11-03"), (2, "2026-11-01")):
+        monkeypatch.setattr(time, "strftime", lambda *_, day=day: day)
+        store.keep(EXAMPLE, CELLS[seed], {"value": float(seed)})
+    assert run_experiment(EXAMPLE, Size.TINY, store, 1).date == "2026-11-01 to 2026-11-03"
 
 
 @given(damage=st.binary(max_size=60))
@@ -83,11 +98,11 @@ def test_a_run_that_was_ended_goes_on_where_it_was(tmp_path: Path) -> None:
 
 def test_an_interrupt_keeps_what_is_finished(tmp_path: Path) -> None:
     store = CellStore(tmp_path)
-    cells = [replace(cell, settings={"broken": [2]}) for cell in CELLS]
-    broken = replace(EXAMPLE, study=lambda size, run: Findings(str(run(cells)), {}, []))
+    some = [replace(cell, settings={"broken": [2]}) for cell in CELLS]
+    broken = replace(EXAMPLE, study=lambda size, run: Findings(str(run(some)), {}, []))
     with pytest.raises(KeyboardInterrupt):
         run_experiment(broken, Size.TINY, store, 1)
-    assert [store.find(broken, cell) is not None for cell in cells] == [True, True, False, False]
+    assert [store.find(broken, cell) is not None for cell in some] == [True, True, False, False]
 
 
 def test_what_the_user_can_mend_is_not_run_and_says_why(tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ class Rounds:
         self._said_at = self._reached_at = 0.0
         self._round_since = 0.0  # when our contribution was there, or an attempt began after one that was in vain
         self._committed_at: float | None = None
-        self._begun_at: float | None = None  # when our RoundBegins went out
+        self._begun_at: float | None = None  # when our RoundBegin went out
 
     # ---------------------------------------------------------------- from the mode
 
