@@ -28,6 +28,8 @@ SGD = "sgd"
 """What servers make of gradients, unless told otherwise: optimizer.py."""
 
 
+ROSTER_MAX = 512
+"""Members of one round: its order has two lengths of each, and an array of a message 1024 items."""
 OUTER_LR_MAX = 10.0  # beyond 2 a plain outer step already throws the model back and forth
 
 
@@ -61,7 +63,7 @@ class ModeSettings:
     outer_momentum: str = _option(
         AUTO, "of the outer step: a number from 0 to below 1; auto: the mode's own", Scope.ALIKE
     )
-    min_peers: int = _option(1, "a round of fewer members waits for more", most=4096)
+    min_peers: int = _option(1, "a round of fewer members waits for more", most=ROSTER_MAX)
     exchange: str = _option(WEIGHTS, "weights after a step, or gradients before it", Scope.START)
     server_optimizer: str = _option(
         SGD, "of servers that get gradients: sgd or adamw, with options as in sgd:momentum=0.9", Scope.START

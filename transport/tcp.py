@@ -308,14 +308,17 @@ async def resolve(address: Address, kind: socket.SocketKind, flags: int = 0) -> 
 async def _connect(address: Address) -> tuple[socket.socket, str]:
     """Return a socket connected to the first of the addresses behind a name that answers, and that address."""
     failure: OSError = OSError(errno.EADDRNOTAVAIL, "it has no address")
-    for family, target in await resolve(address, socket.SOCK_STREAM):
+    found = await resolve(address, socket.SOCK_STREAM)
+    for family, target in found:
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
             sock.setblocking(False)
             code = sock.connect_ex(target)
             if code == errno.EINPROGRESS:
-                await trio.lowlevel.wait_writable(sock)
-                code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                code = errno.ETIMEDOUT
+                with trio.move_on_after(DIAL_TIMEOUT_S / len(found)):  # one that is silent hides no other
+                    await trio.lowlevel.wait_writable(sock)
+                    code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if code == 0:
                 return sock, target[0]
             failure = OSError(code, os.strerror(code))

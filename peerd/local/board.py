@@ -114,7 +114,7 @@ class Board:
         self, step: int, samples: int, at: float, loss: float, lr: float, lr_max: float, metrics: Mapping[str, float]
     ) -> None:
         """The figures of a step. Metrics that it has not stay; those for which there is no room are left out."""
-        self._numbers[_VERSION] += 1
+        self._numbers[_VERSION] |= 1  # odd already where the last one was interrupted (Ctrl-C in a notebook)
         if metrics and not self._takes(metrics):
             for name, number in metrics.items():
                 self._takes({name: number})

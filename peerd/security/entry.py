@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -104,7 +105,8 @@ async def entered(told: Told, key: NodeKey, dial: Dial) -> Entry:
             got = await enrolled(told.token, key, dial)
         except UserError as error:
             if isinstance(error, Unanswered):
-                (told.state / _ASKED).touch(0o600)
+                with suppress(OSError):  # it is for `outlook` to say more
+                    (told.state / _ASKED).touch(0o600)
             if before is None or why_not is not None:
                 raise
             LOGGER.warning("%s; going on with the certificate that this node has", error)
@@ -113,8 +115,11 @@ async def entered(told: Told, key: NodeKey, dial: Dial) -> Entry:
             still = certificates.signed(before.issuer, got.authorities[0])
             got = replace(got, issuer=before.issuer if still else None)
         kept.write(told.state, got)
-        durable.replace(told.state / _USED, told.token.id.hex())
-        (told.state / _ASKED).unlink(missing_ok=True)
+        try:
+            durable.replace(told.state / _USED, told.token.id.hex())
+            (told.state / _ASKED).unlink(missing_ok=True)
+        except OSError as error:
+            raise UserError(f"{told.state}: {error.strerror}") from None
         LOGGER.info("let in with a token in %.2f s; this node needs it no more", trio.current_time() - began)
         return _let_in(told, key, got, "a token")
     if told.joins:

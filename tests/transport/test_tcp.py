@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from contextlib import ExitStack, asynccontextmanager, closing
 from typing import Any, NoReturn
 
 import pytest
@@ -103,6 +103,32 @@ async def test_a_dial_without_an_answer_ends(monkeypatch: pytest.MonkeyPatch) ->
                 await TcpTransport(nursery).dial(full.getsockname())
         for filler in fillers:
             filler.close()
+
+
+async def test_an_address_that_is_silent_hides_no_other_of_the_same_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ExitStack() as stack:
+        silent = stack.enter_context(socket.socket())
+        silent.bind(("127.0.0.2", 0))
+        silent.listen(0)
+        for _ in range(4):  # until its backlog is full
+            one = stack.enter_context(socket.socket())
+            one.setblocking(False)
+            one.connect_ex(silent.getsockname())
+        port = silent.getsockname()[1]
+
+        async def kept(_: Connection) -> None:
+            await trio.sleep_forever()
+
+        async def both(*_: object, **__: object) -> list[tuple[int, Address]]:
+            return [(socket.AF_INET, (host, port)) for host in ("127.0.0.2", "127.0.0.1")]
+
+        monkeypatch.setattr(tcp, "DIAL_TIMEOUT_S", 1.0)
+        async with trio.open_nursery() as nursery:
+            transport = TcpTransport(nursery)
+            await nursery.start(transport.listen, ("127.0.0.1", port), kept)
+            monkeypatch.setattr(tcp, "resolve", both)
+            assert await transport.dial(("both", port))
+            nursery.cancel_scope.cancel()
 
 
 async def test_a_dial_that_is_given_up_as_it_connects_leaves_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:

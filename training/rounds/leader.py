@@ -28,7 +28,7 @@ from collections import Counter
 from typing import Any
 
 from peerd.training.batch_sizes import Work, shares
-from peerd.training.mode_settings import AUTO, GRADIENTS, STANDING, ModeSettings
+from peerd.training.mode_settings import AUTO, GRADIENTS, ROSTER_MAX, STANDING, ModeSettings
 from peerd.training.rounds.attempt import EXACT_CODEC, LAST_CODEC, Pace, ends_whole
 from peerd.training.rounds.choice import Choice, is_left_to_leader
 from peerd.training.rounds.culprits import MISSES_MAX, Culprits
@@ -38,7 +38,6 @@ from peerd.training.rounds.weights import capped, scales
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import NO_MEAN, RoundBegin, RoundCommit, RoundPhase, RoundReport
 
-ROSTER_MAX = 512  # an order has two lengths of each, and an array of a message 1024 items
 ATTEMPT_STEP = 1 << 20  # the low bits are drawn, so that two who both lead for a while do not number alike
 PATIENCE_FIRST_S = 300.0  # before anything was measured
 PATIENCE_MIN_S = 30.0
@@ -69,6 +68,7 @@ class Leader:
         self._gradients = settings.exchange == GRADIENTS
         self._reports: dict[NodeId, RoundReport] = {}
         self._since: dict[NodeId, float] = {}  # when each member came to the round
+        self._taken_in: dict[NodeId, int] = {}  # the last round that each was ordered to
         self._told: dict[NodeId, RoundBegin | RoundCommit] = {}  # since its last report
         self._silent: dict[NodeId, float] = {}  # since when each living member has not reported
         self._done_without: set[NodeId] = set()  # who was silent for too long, until it has been in a round
@@ -117,6 +117,7 @@ class Leader:
         """This member is gone, or messages to it were lost."""
         self._reports.pop(peer, None)
         self._since.pop(peer, None)
+        self._taken_in.pop(peer, None)
         self._told.pop(peer, None)
         self._waits_again_for(peer)
 
@@ -266,7 +267,11 @@ class Leader:
             id
             for id, report in reports.items()
             if report.phase != RoundPhase.IDLE and (final or not (self._gradients and report.finished))
-        ][:ROSTER_MAX]
+        ]
+        if len(roster) > ROSTER_MAX and not self._gradients:  # in turn; those who give gradients are to be alike
+            taken = set(sorted(roster, key=lambda id: (self._taken_in.get(id, 0), self._rng.random()))[:ROSTER_MAX])
+            roster = [id for id in roster if id in taken]
+        roster = roster[:ROSTER_MAX]
         wanting = [
             id
             for id in roster
@@ -315,6 +320,7 @@ class Leader:
             **(self._of_gradients(roster, reports, whole=whole) if self._gradients else {}),
         )
         self._begun_at = now
+        self._taken_in |= dict.fromkeys(roster, newest + 1)
         self._moved.clear()
         self._said.clear()
         self._far_rounds.note(self._far, roster)

@@ -130,3 +130,19 @@ def test_a_trainer_stands_at_the_barriers_multiples_from_the_step_that_is_told_o
     quiet = Quiet(stand_step=stand_step)
     stands = [step for step in range(1, 60) if quiet.stands_at(step, barrier)]
     assert stands == [step for step in range(max(1, stand_step), 60) if barrier and step % barrier == 0]
+
+
+def test_a_note_that_is_interrupted_hides_none_that_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Ctrl-C does in a notebook, whose process trains on."""
+
+    def interrupted(_: object) -> bytes:
+        raise KeyboardInterrupt
+
+    trainers, daemons = two_views()
+    with monkeypatch.context() as patch:
+        patch.setattr(msgpack, "packb", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            trainers.note(1, 1, 1.0, 0.5, 0.1, 0.1, {"a": 1.0})
+    assert daemons.last_step() is None
+    trainers.note(2, 2, 2.0, 0.5, 0.1, 0.1, {"a": 2.0})
+    assert daemons.last_step() == LastStep(2, 2, 2.0, 0.5, 0.1, 0.1, {"a": 2.0})

@@ -13,7 +13,7 @@ from round_swarm import RoundSwarm
 
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Vector
-from peerd.training.rounds.leader import ROSTER_MAX
+from peerd.training.mode_settings import ROSTER_MAX
 from peerd.training.rounds.lengths import (
     FAR,
     FORGIVEN,

@@ -15,6 +15,7 @@ from weather import weather_settings
 
 from peerd.training.mode_settings import AUTO, OVERLAPS, QUORUM, STANDING
 from peerd.training.modes.allreduce import LANDS_WITHIN, SETTLE_STEPS
+from peerd.training.rounds import leader
 from peerd.training.rounds.attempt import LAST_CODEC, WINDOW
 from peerd.training.rounds.culprits import MISSES_MAX
 from peerd.training.rounds.leader import PATIENCE_FIRST_S, PATIENCE_MIN_S
@@ -472,6 +473,22 @@ def test_fewer_than_min_peers_wait() -> None:
     swarm.step("c")
     swarm.settle()
     assert not any(node.waits for node in swarm.nodes.values())
+
+
+@pytest.mark.parametrize("overlap", ["blocking", "quorum", "delayed"])
+def test_members_beyond_what_one_round_has_take_turns(overlap: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leader, "ROSTER_MAX", 3)
+    swarm = RoundSwarm("abcde", overlap=overlap, every=2)
+    swarm.all_hear()
+    swarm.settle()
+    for _ in range(60):
+        for name, node in swarm.nodes.items():
+            if not node.waits:
+                swarm.step(name)
+        swarm.settle()
+    rounds = [len(node.rounds) for node in swarm.nodes.values()]
+    assert min(rounds) >= 10
+    assert max(rounds) <= 2 * min(rounds), rounds
 
 
 def test_both_sides_of_a_partition_train_and_meet_again() -> None:
