@@ -37,6 +37,7 @@ from peerd.transport.messages import (
 )
 
 SNAPSHOT_CODEC = "float32"  # a newcomer starts from exactly the donor's model
+SLOWEST_KEPT = 0.9  # of the slowest, at each exchange that was sooner: one of a bad day is forgotten
 LAST_WORDS_S = 60.0  # how long one who has gone is heard: what it said last may come after the news of its leave
 
 
@@ -236,7 +237,8 @@ class ModeCore:
         self.phase = ModePhase.RUNS
         self._in_place = False  # the mode leaves the model that it looks at as it is
         self.untold = 0  # changes of the mode that the trainer does not know of yet
-        self.slowest_s = 0.0  # of the exchanges so far that this node began
+        self._slowest: dict[NodeId, float] = {}  # seconds, of the exchanges of late that this node began with each
+        self.slowest_s = 0.0
         self._last_report: StepReport | None = None
         self._ended_at: int | None = None  # the last step of a run of whose end the mode has heard
         self._partners: frozenset[NodeId] = frozenset()
@@ -301,7 +303,9 @@ class ModeCore:
                     mode.counts["unheard"] += 1
                     self._early.keep(sender, message)
                     return []
-                self.slowest_s = max(self.slowest_s, now - self._began.pop(sender, now))
+                if (began := self._began.pop(sender, None)) is not None:
+                    self._slowest[sender] = max(SLOWEST_KEPT * self._slowest.get(sender, 0.0), now - began)
+                    self.slowest_s = max(self._slowest.values())
                 return mode.on_message(sender, message, now)
             case Reconnected(peer):
                 self._began.pop(peer, None)

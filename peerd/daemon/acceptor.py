@@ -80,7 +80,9 @@ class Acceptor:
         except ConnectionLost:
             pass
         except PeerError as error:
-            LOGGER.warning("dropped %s", error if connection.remote in str(error) else f"{connection.remote}: {error}")
+            if not self._offences.refused_s(self._who(connection), connection.host):  # else it was said why
+                told = error if connection.remote in str(error) else f"{connection.remote}: {error}"
+                LOGGER.warning("dropped %s", told)
             # who has no model yet knows of no bulk; a peer may still send it what its last life wanted
             if self._trainer_service.layout is not None or connection not in self._nodes:
                 self._strike(connection, error)
@@ -173,11 +175,14 @@ class Acceptor:
 
     def _strike(self, connection: Connection, error: Exception) -> None:
         """Count it, and drop what else this peer has here."""
-        node = self._nodes.get(connection) or connection.identity or ""
+        node = self._who(connection)
         self._offences.strike(node, connection.host, error)
         if node and not isinstance(error, Blameless):
             _close(self._greeted.of((node, connection.host)), "its peer broke the rules")
             self._peers.cut(node, connection.host)
+
+    def _who(self, connection: Connection) -> NodeId:
+        return self._nodes.get(connection) or connection.identity or ""
 
     def _check_heard(self, node: NodeId, connection: Connection) -> None:
         if self._offences.refused_s(node, connection.host):

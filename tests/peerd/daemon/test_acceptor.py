@@ -182,6 +182,26 @@ async def test_who_does_it_again_and_again_is_refused_for_a_while(caplog: pytest
     ]
 
 
+async def test_a_stranger_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    async with setting("good") as there:
+        serve = there.acceptor.accept
+
+        async def shake_hands() -> None:
+            raise PeerError("its handshake is not TLS")
+
+        async def accept(connection: Connection) -> None:
+            assert isinstance(connection, StreamConnection)
+            connection.host, connection.shake_hands = "10.0.0.7", shake_hands  # type: ignore[method-assign]
+            await serve(connection)
+
+        await there.nursery.start(there.network.transport("me").listen, ("me", 2), accept)
+        for _ in range(10 * STRIKES_MAX):
+            await is_closed(await there.network.transport("10.0.0.7").dial(("me", 2)))
+    messages = [record.message for record in caplog.records]
+    assert len(messages) == STRIKES_MAX + 1
+    assert sum("refused for 10 min" in text for text in messages) == 1
+
+
 async def test_a_node_that_has_no_model_yet_forgives_what_its_last_life_was_sent() -> None:
     async with setting("good") as there:
         there.layout = None

@@ -476,6 +476,21 @@ def test_fewer_than_min_peers_wait() -> None:
 
 
 @pytest.mark.parametrize("overlap", ["blocking", "quorum", "delayed"])
+def test_a_lossy_codec_takes_nothing_of_a_lone_members_progress(overlap: str) -> None:
+    swarm = RoundSwarm("a", codec="top_k_2bit", overlap=overlap, every=2)
+    swarm.settle()
+    node = swarm.nodes["a"]
+    own = node.x.copy()
+    for _ in range(20):
+        before = node.x.copy()
+        swarm.step("a")
+        own += node.x - before
+        swarm.settle()
+    assert len(node.rounds) > 5
+    np.testing.assert_allclose(node.x, own, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("overlap", ["blocking", "quorum", "delayed"])
 def test_members_beyond_what_one_round_has_take_turns(overlap: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leader, "ROSTER_MAX", 3)
     swarm = RoundSwarm("abcde", overlap=overlap, every=2)
