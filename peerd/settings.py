@@ -249,9 +249,12 @@ def _read_token(file: Path) -> str:
         raise UserError("token: '@' and no file; @FILE reads it from there")
     try:
         with file.open() as lines:
-            return lines.read(TEXT_MAX + 1).strip()
+            text = lines.read(TEXT_MAX + 1).strip()
     except (OSError, ValueError) as error:
         raise UserError(f"token: {file}: {(isinstance(error, OSError) and error.strerror) or error}") from None
+    if not text:  # without a token the node would be the first one of another swarm
+        raise UserError(f"token: {file} is empty; it should hold the line that peerd token printed on a member")
+    return text
 
 
 def is_loopback(host: str) -> bool:

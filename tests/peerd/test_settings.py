@@ -351,6 +351,7 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
         ("PEERD_MODE", "", "mode: '' is not one of"),
         ("PEERD_MODE", "diloco:0", "--mode diloco:0: what takes an argument is"),
         ("PEERD_TOKEN", "@", "token: '@' and no file"),
+        ("PEERD_TOKEN", "@/dev/null", "token: /dev/null is empty"),
     ],
 )
 def test_a_mistake_in_a_variable_is_one_line(variable: str, text: str, line: str) -> None:
