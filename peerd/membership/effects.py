@@ -33,8 +33,7 @@ class MemberChanged:
 
 @dataclass(frozen=True, slots=True)
 class AskTwin:
-    """Somebody says that this node's identity lives there, and is newer: ask that address to prove it. Then this one
-    must end."""
+    """Somebody says that this node's identity lives there: ask that address to prove it, which ends this one."""
 
     address: Address
 
