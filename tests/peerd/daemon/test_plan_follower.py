@@ -116,7 +116,7 @@ async def test_a_plan_that_was_kept_unsigned_is_not_taken_up(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     "text",
-    ["allreduce servers=1000000000000000", "gossip view=9999999", "async servers=0", "allreduce min_peers=4097",
+    ["allreduce servers=1000000000000000", "gossip view=9999999", "async servers=0", "allreduce min_peers=513",
      "nonsense", "allreduce topology=nonsense", "gossip codec=nonsense", "gossip every=1000000001",
      "allreduce topology=tree:1000000", "diloco:1000000", "softsync:x"],
 )  # fmt: skip

@@ -29,7 +29,7 @@ from peerd.protocol.plan import (
 from peerd.settings import Settings, planned
 from peerd.simulation.referee import Referee
 from peerd.training.codecs import CODECS
-from peerd.training.mode_settings import OVERLAPS, PLANNED
+from peerd.training.mode_settings import OPTIONS, OVERLAPS, PLANNED
 from peerd.training.modes import MODES, class_of
 from peerd.training.modes.parameter_server import ParameterServer
 from peerd.transport.errors import UserError
@@ -178,16 +178,21 @@ def test_nobody_makes_an_average_of_what_was_proposed_for_good() -> None:
     assert is_signed(AS_STARTED, REFEREE.signing("b"))
 
 
+def counts(name: str) -> st.SearchStrategy[int | None]:
+    most = OPTIONS[name].metadata["most"]
+    return st.none() | st.integers(1, most) | st.just(most)
+
+
 changes = st.fixed_dictionaries(
     {
         "codec": st.none() | st.sampled_from(["auto", *CODECS]),
         "trigger": st.sampled_from([None, "always", "period:10", "change:0.125"]),
-        "every": st.none() | st.integers(1, 10**6),
+        "every": counts("every"),
         "overlap": st.sampled_from([None, *OVERLAPS]),
         "topology": st.sampled_from([None, "auto", "ring", "tree:4", "halving"]),
-        "servers": st.none() | st.integers(1, 128),
-        "min_peers": st.none() | st.integers(1, 1000),
-        "view": st.none() | st.integers(1, 100),
+        "servers": counts("servers"),
+        "min_peers": counts("min_peers"),
+        "view": counts("view"),
         "outer_lr": st.sampled_from([None, "auto", "0.5"]),
         "outer_momentum": st.sampled_from([None, "auto", "0"]),
     },
