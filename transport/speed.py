@@ -19,7 +19,6 @@ SAMPLE_BYTES = 1 << 20
 UNDER_WAY = 16  # samples: enough for 1 Gbit/s over 100 ms
 MEASURE_S, MEASURE_BYTES = 2.0, 256 << 20  # whichever is reached first
 SAMPLES_MAX = MEASURE_BYTES // SAMPLE_BYTES + UNDER_WAY
-_TURN = trio.Lock()  # one sample at a time: the loop has other things to do
 LOOK_S = 0.01  # on a slow line a sample takes long: what has come of it counts
 
 
@@ -34,13 +33,12 @@ async def serve(connection: Connection) -> Message:
     for _ in range(SAMPLES_MAX):
         if not isinstance(message := await connection.receive(), SpeedRequest):
             return message
-        async with _TURN:
-            before = connection.bytes_sent
-            try:
-                await connection.send(_sample())
-                await connection.flushed()
-            finally:
-                connection.bytes_measured += connection.bytes_sent - before
+        before = connection.bytes_sent
+        try:
+            await connection.send(_sample())
+            await connection.flushed()
+        finally:
+            connection.bytes_measured += connection.bytes_sent - before
     raise PeerError(f"{connection.remote}: asked for more than {SAMPLES_MAX} samples")
 
 

@@ -69,9 +69,9 @@ class RoundSwarm(ModeSwarm):
                 swarm.contributions[self._rounds._seen, self._me] = summand.copy()
                 return summand
 
-            def _on_committed(self, committed: Committed) -> list[Effect]:
+            def _on_committed(self, committed: Committed, now: float) -> list[Effect]:
                 swarm.committed(self._me, committed)
-                effects: list[Effect] = super()._on_committed(committed)
+                effects: list[Effect] = super()._on_committed(committed, now)
                 return effects
 
         def made(name: str, layout: Layout, rng: random.Random, values: Callable[[], Vector]) -> AllReduce:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerd.transport.messages import (
+    Applied,
     Delta,
     LinkClosed,
     Message,
@@ -18,6 +19,7 @@ from peerd.transport.messages import (
     Pushed,
     RoundPhase,
     RoundReport,
+    Weights,
 )  # fmt: skip
 from peerd.transport.peer_queue import QUEUE_MAX, PeerQueue
 
@@ -32,6 +34,10 @@ def half(seq: int, chunk: bytes) -> Delta:
     return Delta(1, seq, "sign", 0.5, True, False, b"", 0.0, 0.0, (chunk,))
 
 
+def weights(clock: int, worker: str, final: bool, chunk: bytes) -> Weights:
+    return Weights(0, 1, "s", clock, (Applied(worker, 1, 1),), final, (), (chunk,))
+
+
 messages: st.SearchStrategy[Message] = st.one_of(
     st.integers(0, 3).map(report),
     st.builds(half, st.integers(0, 3), st.sampled_from([b"a", b"b"])),
@@ -40,6 +46,7 @@ messages: st.SearchStrategy[Message] = st.one_of(
     st.builds(Pushed, st.integers(0, 1), st.integers(0, 3), st.floats(0, 1), st.booleans()),
     st.just(ModelRequest()),
     st.builds(ModelSnapshot, st.integers(0, 3), st.just("raw"), st.just(())),
+    st.builds(weights, st.integers(0, 1), st.sampled_from("ab"), st.booleans(), st.sampled_from([b"a", b"b"])),
 )
 puts = st.tuples(st.just("put"), messages, st.integers(0, 1))
 events = st.lists(st.one_of(puts, st.tuples(st.just("take")), st.tuples(st.just("left")), st.tuples(st.just("clear"))))
@@ -81,6 +88,8 @@ def alike(one: Message, other: Message) -> bool:
     """As its reader would say: the same news, whatever its bytes."""
     if isinstance(one, Delta) and isinstance(other, Delta):
         return (one.link, one.seq) == (other.link, other.seq)
+    if isinstance(one, Weights) and isinstance(other, Weights):
+        return (one.clock, one.answers, one.final) == (other.clock, other.answers, other.final)
     if isinstance(one, PairAnswer) and isinstance(other, PairAnswer):
         return one == other or not (one.accepts or other.accepts)
     if isinstance(one, Pushed) and isinstance(other, Pushed):

@@ -120,6 +120,7 @@ class AllReduce(ModeClass):
         self._merge: Vector | None = None  # hpsgd: the agreed model that the next published copy is replaced by
         self._lost: Vector | None = None  # what our encoding dropped, to be contributed
         self._landing: Vector | None = None  # the final average, until the model is it
+        self._land_at = 0.0  # when to look whether it is
         self._unapplied: Vector | None = None  # the correction that this event's effects will bring
         self._due = False  # a round should begin
         self._due_step = self._every  # the next step after which one should
@@ -210,7 +211,8 @@ class AllReduce(ModeClass):
         if self._quorum is not None and self._rounds.phase == RoundPhase.IDLE and now >= self._quorum.due_at:
             self.counts["rounds_early"] += 1
             outcomes += self._take(now, early=True)
-        return self._perform([*self._land(), *outcomes, *self._rounds.on_timer(now)], now)
+        landed = self._land(now) if now >= self._land_at else []
+        return self._perform([*landed, *outcomes, *self._rounds.on_timer(now)], now)
 
     # ---------------------------------------------------------------- what there is to see
 
@@ -368,7 +370,7 @@ class AllReduce(ModeClass):
         for outcome in outcomes:
             match outcome:
                 case Committed():
-                    effects += self._on_committed(outcome)
+                    effects += self._on_committed(outcome, now)
                     if self._quorum is not None:
                         self._quorum.committed(outcome.begin, self._me, now, self._every)
                 case Withdrawn():
@@ -379,10 +381,10 @@ class AllReduce(ModeClass):
         if self._quorum is not None and self._rounds.phase == RoundPhase.IDLE:
             self.deadline = min(self.deadline, max(now, self._quorum.due_at))
         if self._landing is not None:
-            self.deadline = min(self.deadline, now + LAND_AGAIN_S)
+            self.deadline = min(self.deadline, max(now, self._land_at))
         return effects
 
-    def _on_committed(self, committed: Committed) -> list[Effect]:
+    def _on_committed(self, committed: Committed, now: float) -> list[Effect]:
         if self._agreed is None and not committed.begin.whole:
             self._agreed = self._start
         begin, where, mean = committed.begin, committed.where, self._bounded(committed)
@@ -416,7 +418,7 @@ class AllReduce(ModeClass):
         if begin.final:
             self._taken, self._landing = None, target
             self._rounds.measured((0.0,) * GROUPS)
-            return self._land()
+            return self._land(now)
         effects: list[Effect] = []
         if self._overlap == "hpsgd" and not self._rounds.finished:
             self._merge = target
@@ -469,13 +471,14 @@ class AllReduce(ModeClass):
         self._measure(self._look(), ends=True)
         return effects + self._perform(self._rounds.finish(True, now), now)
 
-    def _land(self) -> list[Effect]:
+    def _land(self, now: float) -> list[Effect]:
         """x + (average - x) is rounded, the same again from there is not: at the second time x is the average."""
         if self._landing is None:
             return []
         left = self._current()
         np.subtract(self._landing, left, out=left)
         if left.any():
+            self._land_at = now + LAND_AGAIN_S
             return [self._apply(left)]
         self._landing = None
         return [Proceed(settled=False), Proceed(settled=True)]

@@ -41,6 +41,6 @@ class Average(AllReduce):
         stands = report.stands or report.finishing
         return self._end_run(now) if stands and not self._rounds.finished else []
 
-    def _on_committed(self, committed: Committed) -> list[Effect]:
+    def _on_committed(self, committed: Committed, now: float) -> list[Effect]:
         """Without those whom the leader did not wait for the round is not a run's last, but this mean is as exact."""
-        return super()._on_committed(replace(committed, begin=replace(committed.begin, final=True)))
+        return super()._on_committed(replace(committed, begin=replace(committed.begin, final=True)), now)

@@ -504,8 +504,10 @@ class HardSync(ParameterServer):
 
     @staticmethod
     def _numbers(argument: str) -> dict[str, int]:
-        given = dict(word.partition("=")[::2] for word in argument.split(":")) if argument else {}
-        return {key: count(text) for key, text in given.items()}
+        """A word said twice is none."""
+        words = [word.partition("=")[::2] for word in argument.split(":")] if argument else []
+        given = dict(words)
+        return {key: count(text) if len(given) == len(words) else 0 for key, text in given.items()}
 
 
 class SoftSync(ParameterServer):

@@ -189,6 +189,7 @@ class PairLinks:
         self._counts = counts
         self._alive: frozenset[NodeId] = frozenset()
         self._declined: set[NodeId] = set()
+        self._lacking_since = float("inf")  # or since those who declined were last asked again
         self.graylist = Graylist()
 
     def live(self) -> list[PairLink]:
@@ -230,7 +231,10 @@ class PairLinks:
         if self.remnants:
             unanswered += [remnant.said_at for remnant in self.remnants.values() if remnant.peer in self._alive]
         if live + len(self.opening) < self._wanted():
-            unanswered.append(now)  # those who declined are asked again
+            self._lacking_since = min(self._lacking_since, now)
+            unanswered.append(self._lacking_since)  # those who declined are asked again
+        else:
+            self._lacking_since = float("inf")
         return min(unanswered, default=float("inf")) + WAKE_AFTER_S
 
     # ---------------------------------------------------------------- events
@@ -267,6 +271,7 @@ class PairLinks:
                 self._counts["repeats"] += 1
                 effects += self.repeat(peer, now)
         self._declined.clear()
+        self._lacking_since = float("inf")
         return effects + self.fill_view(now)
 
     def on_open(self, sender: NodeId, message: LinkOpen, now: float) -> list[Effect]:

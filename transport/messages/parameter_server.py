@@ -66,7 +66,7 @@ class Weights(Message):
     """A shard's weights at `clock`, in float32, and behind them what its optimizer remembers, if it has one."""
 
     KIND: ClassVar[int] = 82
-    key_fields: ClassVar[tuple[str, ...]] = ("shard", "term", "clock")
+    key_fields: ClassVar[tuple[str, ...]] = ("shard", "term", "clock", "answers", "final")
     shard: int
     term: int
     server: NameOrNone

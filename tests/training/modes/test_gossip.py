@@ -692,6 +692,27 @@ def test_an_overdue_link_that_its_trigger_declines_is_not_looked_at_for_ever() -
     assert node.deadline > swarm.now + 1
 
 
+def test_who_declined_is_asked_again_however_often_others_exchange() -> None:
+    swarm = GossipSwarm(3, 10, "sign", view=2)
+    swarm.peers("a", {"b", "c"})
+    asked: list[float] = []
+    for _ in range(30):
+        while swarm.queues["a", "c"]:
+            message = swarm.queues["a", "c"].popleft()
+            assert isinstance(message, LinkOpen)
+            asked.append(swarm.now)
+            swarm.perform("a", swarm.nodes["a"].core.on_message("c", LinkClosed(message.link, 0), swarm.now))
+        swarm.deliver("a", "b")
+        swarm.deliver("b", "a")
+        swarm.step("a", np.ones(10))
+        swarm.now += 5.0
+        if swarm.now >= swarm.nodes["a"].core.deadline:
+            swarm.perform("a", swarm.nodes["a"].core.on_timer(swarm.now))
+    waits = [later - before for before, later in pairwise(asked)]
+    assert len(waits) >= 1
+    assert all(SILENCE_MAX_S <= wait <= SILENCE_MAX_S + 10 for wait in waits)
+
+
 def test_a_half_that_came_too_early_is_not_waited_for() -> None:
     """Without a timer: the peer that lacks an answer asks again, and gets what came too early with it."""
     swarm = GossipSwarm(2, 10, "float32", view=1)

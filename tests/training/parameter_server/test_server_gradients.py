@@ -435,8 +435,10 @@ def test_parse(mode: str, rule: Rule) -> None:
 
 
 @pytest.mark.parametrize(
-    "mode", ["hardsync:backup", "hardsync:backup=0", "hardsync:batch=x", "hardsync:backup=1:more=1", "async:fast"]
-)
+    "mode",
+    ["hardsync:backup", "hardsync:backup=0", "hardsync:batch=x", "hardsync:backup=1:more=1", "async:fast",
+     "hardsync:batch=4:batch=8"],
+)  # fmt: skip
 def test_a_bad_argument_is_the_users_error(mode: str) -> None:
     with pytest.raises(UserError, match=f"--mode {mode}"):
         parse_mode(mode)
