@@ -30,7 +30,7 @@ from typing import ClassVar
 import numpy as np
 
 from peerd.training.codecs.vector import Layout
-from peerd.training.effects import Apply, Averaged, Effect, Proceed, Resume, Send, StepReport, Vector
+from peerd.training.effects import Apply, Averaged, Effect, Log, Proceed, Resume, Send, StepReport, Vector
 from peerd.training.mode import LAND_AGAIN_S, LinkStatus, ModeClass, ModeMaker, not_finite
 from peerd.training.mode_settings import EXCHANGES, GRADIENTS, SGD, ModeSettings
 from peerd.training.model.quiet import EVERY_STEP, Quiet
@@ -63,6 +63,7 @@ from peerd.transport.messages import (
 
 REPEAT_MIN_S = 10.0  # a connection that breaks is told of; this is for what else may be lost
 REPEAT_SHARE = 4  # times the slowest answer of late: how long one may take
+TOLD_AFTER = 3  # reminders in vain: 70 s, if answers are quick
 SLOWEST_KEPT = 0.9  # of the slowest, at each answer that came sooner
 
 
@@ -233,6 +234,8 @@ class ParameterServer(ModeClass):
             shard.part.asked_at = now
             shard.part.repeats += 1
             self.counts["repeats"] += 1
+        in_vain = [shard for shard in late if shard.part.repeats == TOLD_AFTER]
+        self._effects += [Log("warning", text) for text in sorted(set(map(self._why_it_waits, in_vain)))]
         if (
             late
             and self._rule.n == 0
@@ -257,6 +260,17 @@ class ParameterServer(ModeClass):
         pull = ShardPull(part.number, part.seq, self._worker.life, passes, shard.announced)
         for peer in [leader, *self._relay.above(shard)]:
             self._send(peer, pull)
+
+    def _why_it_waits(self, shard: ShardState) -> str:
+        """For whoever reads the log: of a push that has no answer."""
+        since = f"this node's step has waited for {self._now - shard.part.pushed_at:.0f} s"
+        missing = self._leadership.missing(shard)
+        if missing:
+            return f"{since} for {', '.join(f'member {member}' for member in sorted(missing))}"
+        return (
+            f"{since} for member {shard.leader[1]}, which serves the parameters: it waits for others' steps, as its log "
+            "says, or one of the two cannot reach the other (peerd doctor on each, --join the other's address)"
+        )
 
     def _receive(self, sender: NodeId, message: Message | Connected) -> None:
         leadership, now = self._leadership, self._now

@@ -186,6 +186,12 @@ class Leadership:
         asked_again = [shard.preparing.asked_at + repeat_s for shard in self.shards if shard.preparing is not None]
         return min([*asked_again, *(at + HEARD_S for at in self._heard.values())], default=float("inf"))
 
+    def missing(self, shard: ShardState) -> frozenset[NodeId]:
+        """Whom the server waits for, if it is here or is to be."""
+        if shard.preparing is not None:
+            return frozenset(shard.preparing.waiting)
+        return shard.server.missing(self._members.training) if shard.server is not None else frozenset()
+
     # ---------------------------------------------------------------- ballots
 
     def _reconsider(self, shard: ShardState, now: float) -> None:

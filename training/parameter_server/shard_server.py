@@ -196,14 +196,17 @@ class ShardServer:
         else:
             if self.rule.backup:  # what is dropped came late: its worker shall be in this round
                 self.dropped.clear()
-            waiting = {*self.pushers, *self.dropped}
-            if waiting and len(training - waiting - self.passed.keys()) <= self.rule.backup:
+            if (self.pushers or self.dropped) and len(self.missing(training)) <= self.rule.backup:
                 self._update(1)
             answered = [worker for worker in self.owed if worker not in self.pushers and worker not in self.dropped]
         for worker in answered:
             del self.owed[worker]
         self.pulled.update(answered)
         return answered
+
+    def missing(self, training: frozenset[NodeId]) -> frozenset[NodeId]:
+        """Whose pushes the next round of hardsync waits for."""
+        return training - {*self.pushers, *self.dropped} - self.passed.keys()
 
     def _update(self, updates: int) -> None:
         """With sums from a tree what has come may be several updates at once: as many steps of its mean.
