@@ -8,6 +8,7 @@ import typer
 
 from peerd.cli.output import Format, FormatOption, NameOption, echo, print_json
 from peerd.local.local_socket import find_node, request
+from peerd.settings import is_loopback, parse_address
 
 
 def token(
@@ -24,8 +25,11 @@ def token(
     answer = request(find_node(name), "token", uses=uses, expires=expires, issuer=issuer)
     if format is Format.JSON:
         print_json(answer)
-    else:
-        echo(answer["token"])
+        return
+    echo(answer["token"])
+    if is_loopback(parse_address(answer["address"], "address")[0]):
+        only = f"this node listens on {answer['address']}, where no other machine reaches it"
+        echo(f"peerd: {only}; its own nodes need no token. Start it with --bind ADDRESS to let others in", err=True)
 
 
 def revoke(

@@ -55,21 +55,22 @@ class Verbs(TyperGroup):
             try:
                 return super().make_context(*arguments, **named)
             except UsageError as error:
-                raise _misused(error) from None
+                raise _misused(error, "peerd") from None
 
     def invoke(self, ctx: Any) -> Any:
         """Run the one that was typed."""
         try:
             return super().invoke(ctx)
         except UsageError as error:
-            raise _misused(error) from None
+            raise _misused(error, f"{ctx.command_path} {ctx.invoked_subcommand or ''}".rstrip()) from None
         except KeyboardInterrupt:
             say("interrupted")
             raise typer.Exit(INTERRUPTED_CODE) from None
 
 
-def _misused(error: Any) -> Exception:
-    said, path = error.format_message().rstrip("."), error.ctx.command_path if error.ctx is not None else "peerd"
+def _misused(error: Any, typed: str) -> Exception:
+    """`typed`: which command was, where the error does not know."""
+    said, path = error.format_message().rstrip("."), error.ctx.command_path if error.ctx is not None else typed
     if not said or "\n" in said:  # the help, of who typed no verb
         own: Exception = error
         return own

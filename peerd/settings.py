@@ -173,6 +173,8 @@ def load(flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | 
 
 
 def _checked(values: dict[str, Any]) -> Settings:
+    if values.get("token") == "":  # without one the node would be the first of another swarm
+        raise UserError("token: empty; it should be the line that peerd token printed on a member, or left out")
     if str(values.get("token", "")).startswith("@"):
         values["token"] = _read_token(Path(str(values["token"])[1:]))
     if "mode" in values:
@@ -229,7 +231,7 @@ def parse_address(text: str, where: str) -> Address:
         if after.isdecimal() and _is_ipv6(bare):
             raise UserError(f"{where}: {text!r} needs brackets: [{bare}]:{after}, or [{text}]:{DEFAULT_PORT}")
         return text, DEFAULT_PORT
-    match = re.fullmatch(r"(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:\[\]]+))(?::(?P<port>[0-9]{1,5}))?", text)
+    match = re.fullmatch(r"(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^-:\[\]][^:\[\]]*))(?::(?P<port>[0-9]{1,5}))?", text)
     if match is None or int(match["port"] or DEFAULT_PORT) > 65535:
         raise UserError(f"{where}: {text!r} is not HOST:PORT (for example 10.0.0.5:{DEFAULT_PORT})")
     return match["v6"] or match["host"], int(match["port"] or DEFAULT_PORT)
@@ -252,7 +254,7 @@ def _read_token(file: Path) -> str:
             text = lines.read(TEXT_MAX + 1).strip()
     except (OSError, ValueError) as error:
         raise UserError(f"token: {file}: {(isinstance(error, OSError) and error.strerror) or error}") from None
-    if not text:  # without a token the node would be the first one of another swarm
+    if not text:
         raise UserError(f"token: {file} is empty; it should hold the line that peerd token printed on a member")
     return text
 

@@ -180,6 +180,7 @@ def test_wrong_arguments(
     [
         (("nosuch",), "No such command 'nosuch'; peerd -h lists"),
         (("demo", "--nosuch"), "No such option: --nosuch; peerd demo -h lists"),
+        (("status", "--name"), "Option '--name' requires an argument; peerd status -h lists"),
         (("demo", "--peers", "0"), "'--peers'"),
         (("demo", "extra"), "extra"),
         (("status", "--format", "yaml"), "'--format'"),

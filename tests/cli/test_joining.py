@@ -175,6 +175,7 @@ def test_bad_wishes_for_a_token(machine: Machine, arguments: tuple[str, ...], sa
     ran = machine.peerd("token", *arguments)
     assert ran.returncode == 1
     assert said in ran.stderr
+    assert "where no other machine reaches it" in machine.peerd("token").stderr
     answer = json.loads(machine.peerd("token", "--format", "json", "--expires", "7d").stdout)
     assert parse(answer["token"]).expires == answer["expires"]
 

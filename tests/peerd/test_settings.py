@@ -344,6 +344,7 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
         ("PEERD_TRIGGER", "never", "trigger 'never' is not one"),
         ("PEERD_BIND", "host:99999", "bind: 'host:99999' is not HOST:PORT"),
         ("PEERD_RDMA_SUBNETS", "10.1.0.0/16,10.1.2.3/8", "rdma_subnets: 10.1.2.3/8 has host bits set; an example is"),
+        ("PEERD_JOIN", "--steps", "join: '--steps' is not HOST:PORT"),
         ("PEERD_JOIN", "a:1, :2", "join: ':2' is not HOST:PORT"),
         ("PEERD_NAME", "", "name: it is empty; leave --name and PEERD_NAME out"),
         ("PEERD_NAME", "..", "name: '..' must be"),
@@ -352,6 +353,7 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
         ("PEERD_MODE", "diloco:0", "--mode diloco:0: what takes an argument is"),
         ("PEERD_TOKEN", "@", "token: '@' and no file"),
         ("PEERD_TOKEN", "@/dev/null", "token: /dev/null is empty"),
+        ("PEERD_TOKEN", "", "PEERD_TOKEN: token: empty; it should be the line that peerd token printed"),
     ],
 )
 def test_a_mistake_in_a_variable_is_one_line(variable: str, text: str, line: str) -> None:

@@ -268,8 +268,8 @@ class ParameterServer(ModeClass):
         if missing:
             return f"{since} for {', '.join(f'member {member}' for member in sorted(missing))}"
         return (
-            f"{since} for member {shard.leader[1]}, which serves the parameters: it waits for others' steps, as its log "
-            "says, or one of the two cannot reach the other (peerd doctor on each, --join the other's address)"
+            f"{since} for member {shard.leader[1]}, which serves the parameters: it waits for others' steps, as its "
+            "log says, or one of the two cannot reach the other (peerd doctor on each, --join the other's address)"
         )
 
     def _receive(self, sender: NodeId, message: Message | Connected) -> None:
