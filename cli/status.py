@@ -109,6 +109,8 @@ def _print_text(answer: dict[str, Any]) -> None:
         distance = f"consensus distance {measured}"
         echo(f"step {trainer['step']}{loss}{metrics}{stepped}")
         echo(distance if alone is None else f"no partner for {_seconds(alone)}")
+    if seeds := answer["joining"]:
+        echo(f"no member found yet through {', '.join(seeds)}; the log says why")
     if answer["no_steps"]:
         echo(f"no steps from {', '.join(answer['no_steps'])}: the script hangs, or has died")
     for peer, seconds in answer["refused"].items():

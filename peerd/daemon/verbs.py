@@ -152,9 +152,10 @@ class Verbs:
         }
         return {
             "name": node.me.name,
-            "phase": model.status.phase if model.status else "no trainer",
+            "phase": model.status.phase if model.status else "script awaited" if model.meta.expects else "no trainer",
             "uptime_s": trio.current_time() - node.began,
             "members": {state.name.lower(): states.count(state) for state in State},
+            "joining": [shown(seed) for seed in node.settings.seeds] if len(members) == 1 else [],
             "no_steps": sorted(
                 member.name
                 for member in members.values()

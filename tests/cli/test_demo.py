@@ -19,7 +19,9 @@ from peerd.transport.errors import UserError
 
 
 @pytest.mark.cases(2)
-@pytest.mark.parametrize("phases", [("no trainer", "starting", "training"), ("training",)], ids=["imports", "trains"])
+@pytest.mark.parametrize(
+    "phases", [("script awaited", "starting", "training"), ("training",)], ids=["imports", "trains"]
+)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_demo_that_is_killed_leaves_nothing(
     machine: Machine, number: signal.Signals, phases: tuple[str, ...]

@@ -236,6 +236,7 @@ def test_a_trainer_that_dies_while_it_waits_may_come_again(machine: Machine) -> 
     assert "others join with" not in b.log  # they would wait with it
     b.says(f"cannot reach 127.0.0.1:{port}: Connection refused; trying again")
     assert b.log.count("cannot reach ") == 1
+    assert f"no member found yet through 127.0.0.1:{port};" in machine.peerd("status", "--name", "b").stdout
     killed = b.trainer_pid
     os.kill(killed, signal.SIGKILL)
     b.eventually(lambda: b.trainer_pid != killed)
@@ -243,6 +244,7 @@ def test_a_trainer_that_dies_while_it_waits_may_come_again(machine: Machine) -> 
     a = machine.start("a", "--bind", f"127.0.0.1:{port}", "--join", b.address)
     b.trains()
     a.sees(b="alive")
+    assert b.ask("status")["joining"] == []
     assert b.log.count("warning") <= 3
     assert "is attached to this node already" not in b.log
 

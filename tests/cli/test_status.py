@@ -28,7 +28,7 @@ def test_the_help_explains_every_trigger_decision() -> None:
 
 ANSWER: dict[str, Any] = {
     "name": "a", "phase": "training", "mode": "allreduce", "members": {"alive": 2}, "trainer": None,
-    "no_steps": [],
+    "joining": [], "no_steps": [],
     "no_partner_s": None, "refused": {}, "consensus_distance": 0.0, "bytes_sent": 0, "bytes_received": 0,
     "snapshots": 0, "budget_bytes_s": None, "budget_waited_s": 0.0,
     "loop_latency_p99_s": 0.0, "staleness": {},
