@@ -21,6 +21,8 @@ def members(name: NameOption = None, format: FormatOption = Format.TEXT) -> None
 
     "refused": this node exchanges nothing with it, for broken rules or a model far from all others'; see peerd forgive.
 
+    "not reached": for half a minute or longer this node could make no connection to it, and exchanges nothing with it.
+
     VIA is how models travel between that member and this node, while they exchange: tcp, shm (memory that nodes of one
     machine share), rdma, or ucx (for tests: what the library for RDMA has without it).
     """
@@ -46,7 +48,8 @@ def members(name: NameOption = None, format: FormatOption = Format.TEXT) -> None
 
 def _state(row: dict[str, Any]) -> str:
     refused = f", refused for {row['refused_s'] / 60:.0f} min" if row["refused_s"] else ""
-    return f"{row['state']}{_trainers(row) if row['state'] == 'alive' else ''}{refused}"
+    unreached = ", not reached" if row["unreached_s"] else ""
+    return f"{row['state']}{_trainers(row) if row['state'] == 'alive' else ''}{unreached}{refused}"
 
 
 def _trainers(row: dict[str, Any]) -> str:

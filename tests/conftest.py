@@ -87,7 +87,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A run takes some of the cases and examples of tests that take long, others each time.
+    """Of the tests that take long a run takes some, with some of their cases and examples: others each time.
 
     `make thorough` takes all; so does whoever names files or tests, of cases.
     """
@@ -104,6 +104,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if mark is not None and item.get_closest_marker("soak") is None:
             cases[item.nodeid.partition("[")[0], mark.args[0]].append(item)
     left_out = {one for (_, count), each in cases.items() for one in lot.sample(each, max(0, len(each) - count))}
+    seldom: dict[tuple[str, int], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        mark = item.get_closest_marker("one_run_in")
+        if mark is not None:
+            seldom[item.nodeid.partition("[")[0], mark.args[0]].append(item)
+    left_out.update(item for (_, runs), each in seldom.items() if lot.randrange(runs) for item in each)
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
 

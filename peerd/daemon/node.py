@@ -108,6 +108,7 @@ class Daemon:
             refused=self._on_refused_by_peer,
             met=self.acquaintances.note,
             vacant=lambda peer: self.view.vacant(peer),
+            reach=self._on_reach,
         )
         self.meetings = Meetings(
             self.acquaintances, self.peers, transport, self._said_to_live, lambda id: self.view.missed(id)
@@ -247,6 +248,20 @@ class Daemon:
         if node in issuers_of(self.entry.trust.certificate):
             why = f"this node is a member by the word of {node}, an issuer that was revoked"
             self.fail(f"{why}: the swarm takes its certificate no more; enter again with a new token")
+
+    def _on_reach(self, peer: NodeId, error: Exception | None) -> None:
+        if (member := self.members().get(peer)) is None:
+            return
+        who = f"{member.name} ({peer[:8]})"
+        if error is None:
+            LOGGER.info("%s can be reached again", who)
+        else:
+            LOGGER.warning(
+                "%s is alive, but this node cannot connect to it: %s; nothing is exchanged with it until it can (nodes "
+                "must be able to dial each other: peerd doctor --join %s)",
+                who, error, shown((member.host, member.port)),
+            )  # fmt: skip
+        self.model.on_members()
 
     def _on_refused_by_peer(self, peer: NodeId, refusal: Refused) -> None:
         self._hear_proof(refusal)

@@ -25,6 +25,7 @@ from peerd.transport.peer_queue import PeerQueue
 
 IDLE_S = 300.0  # a connection to a former partner is closed; the trigger's longest silence is 60 s
 REFUSED_RETRY_S = 30.0  # it may have been restarted with the right model
+UNREACHED_S = 30.0  # without a connection; one that is dead is no member by then
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +35,8 @@ class _Outgoing:
     scope: trio.CancelScope
     queue: PeerQueue[tuple[Plan, Message]] = field(default_factory=PeerQueue)
     filled: trio.Event = field(default_factory=trio.Event)
+    failing_since: float | None = None  # no dial of since then came to a greeting
+    unreached: bool = False  # for so long that it was said
 
 
 class Peers:
@@ -48,11 +51,12 @@ class Peers:
         refused: Callable[[NodeId, Refused], None],
         met: Callable[[NodeId | None], None] = lambda _: None,
         vacant: Callable[[NodeId], None] = lambda _: None,
+        reach: Callable[[NodeId, Exception | None], None] = lambda *_: None,
     ) -> None:
         """`hello` is asked anew for every connection: the model may have become known meanwhile.
 
         `met` is told who is at the other end of each connection that `count` sees, `vacant` at whose address nobody
-        listens.
+        listens, `reach` whom no connection can be made to for UNREACHED_S, with the last error; None: now it can.
         """
         self.offences = Offences()
         self.plan = AS_STARTED  # of what is sent from now on
@@ -63,6 +67,7 @@ class Peers:
         self._refused = refused
         self._met = met
         self._vacant = vacant
+        self._reach = reach
         self._boxes: dict[NodeId, _Outgoing] = {}
         self._ended = False
         self._open: set[Connection] = set()
@@ -125,6 +130,15 @@ class Peers:
         """Read from the sockets of all connections seen by `count`."""
         return self._closed_received + sum(connection.bytes_received for connection in self._open)
 
+    def unreached(self) -> dict[NodeId, float]:
+        """For how many seconds no connection could be made, to those for whom that is long."""
+        now = trio.current_time()
+        return {
+            peer: now - box.failing_since
+            for peer, box in self._boxes.items()
+            if box.unreached and box.failing_since is not None
+        }
+
     def carrier(self, peer: NodeId) -> str:
         """What bulk to `peer` travels over; "" where there is no connection."""
         return self._connections[peer].carrier if peer in self._connections else ""
@@ -147,6 +161,7 @@ class Peers:
         delay_s, broken, said, stays = RETRY_FIRST_S, False, "", ""
         with box.scope:
             while (address := self._address_of(peer)) is not None:
+                greeted = False
                 try:
                     connection = await self._transport.dial(address)
                     self.count(connection)
@@ -156,6 +171,8 @@ class Peers:
                             or (await greet(connection, self._hello())).node != peer
                         ):
                             raise ConnectionLost(f"another node answers at {connection.remote}")
+                        greeted = True
+                        self._note_reach(peer, box, None)
                         if refused_s := self.offences.refused_s(peer, connection.host):
                             delay_s = max(RETRY_MAX_S, min(refused_s, REFUSED_RETRY_S))
                             raise ConnectionLost(f"{connection.remote}: it broke the rules too often")
@@ -181,12 +198,15 @@ class Peers:
                         self._connections.pop(peer, None)
                         await self.close(connection)
                 except Refused as refusal:
+                    self._note_reach(peer, box, None)
                     self._refused(peer, refusal)
                     delay_s = REFUSED_RETRY_S
                 except (ConnectionLost, PeerError) as error:
                     if str(error) != said:
                         said = str(error)
                         LOGGER.info("%s", said)
+                    if not greeted:
+                        self._note_reach(peer, box, error)
                     if isinstance(error, NobodyListens):
                         self._vacant(peer)
                 except Exception as error:
@@ -198,6 +218,17 @@ class Peers:
                 delay_s = min(2 * delay_s, RETRY_MAX_S)
         if self._boxes.get(peer) is box:
             del self._boxes[peer]
+
+    def _note_reach(self, peer: NodeId, box: _Outgoing, error: Exception | None) -> None:
+        """A dial has failed with this error, or has not."""
+        was, now = box.unreached, trio.current_time()
+        if error is None:
+            box.failing_since = None
+        elif box.failing_since is None:
+            box.failing_since = now
+        box.unreached = box.failing_since is not None and now - box.failing_since >= UNREACHED_S
+        if box.unreached != was:
+            self._reach(peer, error)
 
     async def _write(self, peer: NodeId, connection: Connection, box: _Outgoing) -> None:
         """Send what is queued, while watching for the end of the connection.

@@ -151,7 +151,8 @@ class TrainerService:
             session.board.say_others(others)
 
     def _partners(self, known: Mapping[NodeId, Member], plan: Plan, *, paired: bool) -> frozenset[NodeId]:
-        """Who can exchange. Who is refused has no link: its place is another's, and no run's end waits for it.
+        """Who can exchange. Who is refused, or cannot be dialled, has no link: its place is another's, and no run's end
+        waits for it.
 
         Unless members are `paired`, all must name the same ones. Who shares a model to the bit makes no step without
         those who have not come to the plan yet.
@@ -159,7 +160,8 @@ class TrainerService:
         found = partners(known, self._me, self.signature, None if self._shares_all else plan)
         if not paired:
             return found
-        return frozenset(id for id in found if not self._peers.offences.refused_s(id, known[id].host))
+        refused_s, unreached = self._peers.offences.refused_s, self._peers.unreached()
+        return frozenset(id for id in found if id not in unreached and not refused_s(id, known[id].host))
 
     def _on_refused(self, node: NodeId, seconds: float) -> None:
         if self._nursery is not None and node in self._members():

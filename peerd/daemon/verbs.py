@@ -60,8 +60,11 @@ class Verbs:
         }
 
     async def _members(self, _: dict[str, Any]) -> Answer:
-        refused = self._refused()
-        rows = [{**self._row(member), "refused_s": refused.get(id)} for id, member in self._node.members().items()]
+        refused, unreached = self._refused(), self._node.peers.unreached()
+        rows = [
+            {**self._row(member), "refused_s": refused.get(id), "unreached_s": unreached.get(id)}
+            for id, member in self._node.members().items()
+        ]
         return {"members": sorted(rows, key=lambda row: (str(row["name"]), str(row["id"])))}
 
     def _row(self, member: Member) -> Answer:

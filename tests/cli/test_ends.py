@@ -750,6 +750,7 @@ def test_a_slow_script_that_dies_after_the_others_ends_ends_with_them(machine: M
     assert slow.step < 1000
 
 
+@pytest.mark.one_run_in(3)
 def test_a_slow_script_goes_by_the_others_count(machine: Machine) -> None:
     """And they, which are as fast as each other, by their own."""
     loop = LOOP.replace("        train(", "        print('number', step, flush=True)\n        train(")

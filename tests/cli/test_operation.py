@@ -378,6 +378,7 @@ def test_a_state_folder_that_cannot_be_written_ends_no_training(machine: Machine
 # ---------------------------------------------------------------- without root
 
 
+@pytest.mark.one_run_in(3)
 def test_what_the_readme_starts_needs_no_root(machine: Machine, as_nobody: Callable[..., Node]) -> None:
     script = machine.script("train.py", TRAIN)
     flags = ["--name", "a", "--bind", "127.0.0.1:0"]

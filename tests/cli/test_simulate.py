@@ -50,6 +50,7 @@ def test_the_result_is_one_object_with_what_a_plan_needs() -> None:
     assert result["bytes_sent_total"] > 0
 
 
+@pytest.mark.one_run_in(3)
 def test_a_seed_replays_a_run_bit_for_bit_in_other_processes() -> None:
     here = simulate(*SHORT, "--seed", "5")["digest"]
     assert [elsewhere(hash_seed, *SHORT, "--replay", "5") for hash_seed in ("0", "4711")] == [here, here]
@@ -167,6 +168,7 @@ def test_the_codec_in_force_is_told() -> None:
     assert "settings" not in simulate("--problem", "members", "--peers", "4", "--minutes", "1"), "nobody trains"
 
 
+@pytest.mark.one_run_in(3)
 def test_modes_are_compared_in_one_run(tmp_path: Path) -> None:
     words, report = [*SHORT, "--mode", "gossip,allreduce,async"], tmp_path / "report.html"
     runs = simulate(*words, "--report", str(report))["runs"]

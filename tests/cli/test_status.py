@@ -84,7 +84,7 @@ def test_tables_fit_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     row = {
         "name": "gpu-node-7", "address": "255.255.255.255:65535", "state": "suspect", "carrier": "tcp", "self": True,
         "mode": "allreduce", "model": "0" * 16, "id": "0123456789abcdef", "stalled": False, "refused_s": None,
-        "ready": True, "expects": True, "ended": False,
+        "unreached_s": None, "ready": True, "expects": True, "ended": False,
     }  # fmt: skip
     monkeypatch.setattr("peerd.cli.members.find_node", lambda name: name)
     monkeypatch.setattr("peerd.cli.members.request", lambda path, verb: {"members": [row]})
@@ -103,11 +103,13 @@ def test_tables_fit_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"ready": False}, "alive, no model"),
         ({"ready": False, "expects": False}, "alive, no trainer"),
         ({"ended": True, "refused_s": 60.0}, "alive, finished, refused for 1 min"),
+        ({"unreached_s": 31.0}, "alive, not reached"),
         ({"ended": True, "state": "failed"}, "failed"),
     ],
 )
 def test_what_a_member_does_is_in_its_state(about: dict[str, Any], state: str) -> None:
-    row = {"state": "alive", "stalled": False, "refused_s": None, "ready": True, "expects": True, "ended": False}
+    row = {"state": "alive", "stalled": False, "ready": True, "expects": True, "ended": False}
+    row |= {"refused_s": None, "unreached_s": None}
     assert _state({**row, **about}) == state
 
 

@@ -76,6 +76,7 @@ def test_nodes_over_ucx_beside_one_over_tcp(machine: Machine) -> None:
     lose_one(machine, b, [a, c])
 
 
+@pytest.mark.one_run_in(3)
 @needs_ucx
 def test_a_demo_over_ucx_survives_the_kill_of_a_node(machine: Machine, tmp_path: Path) -> None:
     options = ["--peers", "3", "--steps", "200", "--mode", "allreduce", "--codec", "float32", "--kill", "1@0.5"]

@@ -122,6 +122,7 @@ def test_the_simulator_runs_it_and_says_how_to_run_it_again(file: Path, tmp_path
     assert f"{file}:Bounded:50" in result["replay"]
 
 
+@pytest.mark.one_run_in(3)
 def test_the_demo_runs_it(file: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "peerd.cli.main", "demo", "--peers", "2", "--steps", "60", "--format", "json"]
     done = subprocess.run(

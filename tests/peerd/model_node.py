@@ -33,6 +33,7 @@ class Node:
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.bytes_received = 0
         self.offences = Offences()
+        self.far: list[NodeId] = []  # whom nobody can dial
         self.sent: list[tuple[NodeId, Message]] = []
         self.members: dict[NodeId, Member] = {}
         told = Settings(**{"name": "me", "state_dir": str(folder), "codec": "float32", "trigger": "always", **settings})
@@ -56,6 +57,9 @@ class Node:
 
     def send(self, peer: NodeId, message: Message) -> None:
         self.sent.append((peer, message))
+
+    def unreached(self) -> dict[NodeId, float]:
+        return dict.fromkeys(self.far, 31.0)
 
     async def drain(self) -> None:
         await trio.lowlevel.checkpoint()

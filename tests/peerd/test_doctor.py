@@ -259,6 +259,7 @@ def refuse_to_register(*_: object) -> None:
     raise ucx.UcxError("ucp_mem_map: Input/output error")
 
 
+@pytest.mark.one_run_in(3)
 def test_the_verb_speaks_json_and_exits_with_what_it_found() -> None:
     flags = ["--bind", "127.0.0.1:0", "--join", "127.0.0.1:1", "--format", "json"]
     command = [sys.executable, "-m", "peerd.cli.main", "doctor", *flags]

@@ -125,6 +125,7 @@ def test_the_prediction_is_its_own_calibration() -> None:
         assert predicted(32.0, 32, 128, law) == pytest.approx(128.0)  # no cost at all
 
 
+@pytest.mark.one_run_in(3)
 def test_servers_and_trees_over_real_sockets_come_to_the_mean(tmp_path: Path) -> None:
     """Where no namespace can be made the limit is in each process: that is what runs here, without privileges."""
     settings = {"peers": 3, "values": 20_000, "mbit": 50.0, "repeats": 1, "namespaces": False}

@@ -92,6 +92,7 @@ def test_sparse_outer_steps_keep_what_they_drop() -> None:
     torch.testing.assert_close(moved + rival._error[: len(start)], 3 * came, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.one_run_in(3)
 @pytest.mark.parametrize("row", ["local SGD 8", "peerd"])
 def test_a_tiny_run(row: str, tmp_path: Path) -> None:
     cell = Cell(row, 0, peers=2, steps=32, pace=0.0, mbit=0.0, shard="iid")

@@ -73,6 +73,7 @@ def test_a_lie_told_to_all_of_a_signed_swarm_is_believed_by_nobody(lies: list[di
     check(swarm, not swarm.counts()["identity_conflict"], swarm.counts())
 
 
+@pytest.mark.one_run_in(3)
 def test_a_member_that_accuses_all_others_at_every_chance_buries_nobody() -> None:
     """Whoever is accused refutes it, as fast as it hears of it; what such a member costs is the work."""
     swarm = grown(12, seed=33)

@@ -151,6 +151,7 @@ def test_a_crash_is_missed_as_soon_among_them() -> None:
     check(crowded.swarm, crowded.swarm.run(20, lambda: bool(crowded.swarm.detections_s)))
 
 
+@pytest.mark.one_run_in(3)
 def test_halves_find_together_though_many_more_are_dead() -> None:
     crowded = Crowded(8, CROWD, seed=5)
     crowded.come()

@@ -132,6 +132,7 @@ def test_a_graceful_leave_is_left_everywhere_and_never_failed(loss: float) -> No
     check(swarm, swarm.run(5, swarm.agreed), "one that left and came back must be alive", states(swarm, leaver.id))
 
 
+@pytest.mark.one_run_in(3)
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("seed", [6, 7])
 def test_halves_find_together_after_ten_minutes(seed: int) -> None:
@@ -146,6 +147,7 @@ def test_halves_find_together_after_ten_minutes(seed: int) -> None:
     check(swarm, len(swarm.verdicts) == before, "accused each other after the heal", swarm.verdicts[before:])
 
 
+@pytest.mark.one_run_in(3)
 @pytest.mark.parametrize("seed", [8, pytest.param(9, marks=pytest.mark.soak)])
 def test_five_minutes_at_five_percent_loss_declare_nobody_failed(seed: int) -> None:
     swarm = grown(48, seed, replace(NEAR, loss=0.05))
@@ -154,6 +156,7 @@ def test_five_minutes_at_five_percent_loss_declare_nobody_failed(seed: int) -> N
     check(swarm, swarm.counts()["suspicions"] > 0, "the test did not test anything", swarm.counts())
 
 
+@pytest.mark.one_run_in(3)
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(("seed", "stop_s"), [(10, 2.0), (11, 4.0), (12, 16.0)])
 def test_stopped_processes_accuse_nobody_who_was_not(seed: int, stop_s: float) -> None:

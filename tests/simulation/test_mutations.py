@@ -126,6 +126,7 @@ def lose_a_correction_before_the_model(planted: pytest.MonkeyPatch) -> None:
     planted.setattr(_Descent, "add", losing)
 
 
+@pytest.mark.one_run_in(3)
 @pytest.mark.parametrize(
     ("patch", "says"),
     [

@@ -24,6 +24,7 @@ def test_mean_staleness_is_that_of_the_law(n: int, group: int) -> None:
     assert sum(count for staleness, count in outcome.staleness.items() if staleness > 2 * n) <= 0.01 * pushes
 
 
+@pytest.mark.one_run_in(3)
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(("n", "group"), [(1, 10), (2, 5), (10, 1)])
 def test_a_tree_keeps_the_law(n: int, group: int) -> None:

@@ -138,6 +138,7 @@ def test_nobody_stays_in_an_average_whose_member_dies(victim: str) -> None:
     simulate(1, scenario)
 
 
+@pytest.mark.one_run_in(3)
 @pytest.mark.parametrize("late", ["a", pytest.param("d", marks=pytest.mark.soak)])
 def test_a_trainer_that_does_not_come_to_the_average_is_left_out_and_named(late: str) -> None:
     async def scenario(swarm: Swarm) -> None:

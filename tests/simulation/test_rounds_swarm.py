@@ -71,6 +71,7 @@ def test_trainers_compute_while_a_round_takes_eight_steps(overlap: str, steps: i
     assert least <= result["computing_share"] <= most
 
 
+@pytest.mark.one_run_in(3)
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_who_trains_on_is_in_the_rounds_of_those_who_have_just_ended(seed: int) -> None:
@@ -85,6 +86,7 @@ def test_who_trains_on_is_in_the_rounds_of_those_who_have_just_ended(seed: int) 
     assert result["virtual_seconds"] < 20, "who was left out waited for 60 s"
 
 
+@pytest.mark.one_run_in(3)
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_digits_train_and_end_as_one_model(overlap: str) -> None:
@@ -125,6 +127,7 @@ def unequal(overlap: str, **told: Any) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.one_run_in(3)
 def test_a_quorum_does_not_wait_for_one_that_is_slower() -> None:
     """Its rounds come at the pace of the others, by GRACE at most, and what it learns is in them, too."""
     waiting, going = (unequal(overlap, slow_node=6.0, ends_together=True) for overlap in ("blocking", "quorum"))
@@ -135,6 +138,7 @@ def test_a_quorum_does_not_wait_for_one_that_is_slower() -> None:
     assert going["accuracy"] > waiting["accuracy"] - 0.02
 
 
+@pytest.mark.one_run_in(3)
 def test_a_quorum_of_members_alike_is_a_round_of_all() -> None:
     blocking, quorum = (unequal(overlap) for overlap in ("blocking", "quorum"))
     same = ("accuracy", "bytes_sent_total", "rounds", "virtual_seconds")

@@ -95,6 +95,7 @@ def test_two_go_their_shares_of_one_way_and_nobody_goes_further_than_all_of_it(o
         assert here * worth == pytest.approx(there)
 
 
+@pytest.mark.one_run_in(3)
 @pytest.mark.cases(3)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("codec", ["float32", "sign", "top_k_3", "auto"])

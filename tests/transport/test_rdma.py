@@ -273,6 +273,7 @@ async def test_smaller_chunks_do_not_pile_up_where_nobody_receives(transports: s
             assert len((await receive_a(ModelSnapshot, far)).chunks) == 32 * MIB // size
 
 
+@pytest.mark.one_run_in(3)
 @over
 @pytest.mark.parametrize("kind", [UcxFabric, Staged], ids=["direct", "staged"])
 @pytest.mark.trio(limit_s=240)

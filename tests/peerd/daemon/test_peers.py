@@ -11,7 +11,7 @@ import pytest
 import trio
 import trio.testing
 
-from peerd.daemon.peers import IDLE_S, REFUSED_RETRY_S, Peers
+from peerd.daemon.peers import IDLE_S, REFUSED_RETRY_S, UNREACHED_S, Peers
 from peerd.transport.connection import Connection
 from peerd.transport.hello import Refused, answer
 from peerd.transport.ids import Address, NodeId
@@ -70,6 +70,7 @@ class Setting:
         self.addresses: dict[NodeId, Address] = {"far": FAR}
         self.reconnected: list[NodeId] = []
         self.refusals: list[Refused] = []
+        self.reach: list[tuple[NodeId, str]] = []
         self.far = FarNode("far")
         self.peers = Peers(
             self.network.transport("here"),
@@ -77,6 +78,7 @@ class Setting:
             self.addresses.get,
             self.reconnected.append,
             lambda _, refusal: self.refusals.append(refusal),
+            reach=lambda peer, error: self.reach.append((peer, str(error or "can"))),
         )
 
     async def listen(self, node: FarNode) -> trio.CancelScope:
@@ -200,6 +202,37 @@ async def test_another_node_at_the_address_hears_nothing(caplog: pytest.LogCaptu
         assert there.far.heard == opens(2)
         assert there.reconnected == ["far"]
     assert [record.message for record in caplog.records].count("another node answers at far:1") == 1
+
+
+async def test_who_cannot_be_dialled_for_long_is_told_of_until_it_can() -> None:
+    async with setting() as there:
+        there.peers.send("far", LinkOpen(1))
+        await trio.sleep(UNREACHED_S - 1)
+        assert there.peers.unreached() == {}
+        assert there.reach == []
+        await trio.sleep(2 * UNREACHED_S)
+        ((_, why),) = there.reach
+        assert "far:1" in why
+        assert there.peers.unreached()["far"] > 2 * UNREACHED_S
+        scope = await there.listen(there.far)
+        await trio.sleep(RETRY_MAX_S)
+        assert there.reach[1:] == [("far", "can")]
+        assert there.peers.unreached() == {}
+        scope.cancel()  # a connection that breaks is no dial that fails
+        await trio.sleep(UNREACHED_S / 2)
+        await there.listen(there.far)
+        await trio.sleep(2 * UNREACHED_S)
+        assert len(there.reach) == 2
+
+
+async def test_who_refuses_is_reached() -> None:
+    async with setting() as there:
+        there.far.refuses = True
+        await there.listen(there.far)
+        there.peers.send("far", LinkOpen(1))
+        await trio.sleep(3 * UNREACHED_S)
+        assert len(there.refusals) > 1
+        assert there.reach == []
 
 
 async def test_what_cannot_be_said_is_dropped_and_told_and_the_daemon_goes_on(caplog: pytest.LogCaptureFixture) -> None:

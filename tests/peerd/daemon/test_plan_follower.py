@@ -166,6 +166,7 @@ async def test_while_nobody_has_a_model_all_have_a_say() -> None:
     assert await following(node, lambda: node.says("a", plan, ready=False)) == [plan]
 
 
+@pytest.mark.one_run_in(3)
 async def test_averages_again_and_again_leave_most_of_the_time_to_training() -> None:
     node, stood, hours = Node(), 0.0, 1.5
 

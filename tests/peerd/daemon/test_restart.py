@@ -222,6 +222,7 @@ async def start_a_stranger(swarm: Swarm, name: str) -> Node:
     return stranger
 
 
+@pytest.mark.one_run_in(3)
 def test_an_address_that_now_belongs_to_another_swarm_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
 

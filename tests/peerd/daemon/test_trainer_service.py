@@ -140,6 +140,23 @@ async def test_who_is_refused_has_no_link_until_it_is_heard_again(
     assert told == [frozenset({"other"} if stays else ()), frozenset({"other"})]
 
 
+@pytest.mark.parametrize(("mode", "stays"), [("gossip", False), ("gossip-push", False), ("allreduce", True)])
+async def test_who_cannot_be_dialled_has_no_link_until_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, stays: bool
+) -> None:
+    told: list[frozenset[str]] = []
+    node = Node(tmp_path, mode=mode)
+    async with running(node) as nursery:
+        with script() as trainer:
+            nursery.start_soon(trainer.serve, node)
+            await trainer.trains()
+            node.member("other", READY)
+            monkeypatch.setattr(node.side._runner, "on_partners", told.append)
+            for node.far in (["other"], []):
+                node.side.on_members()
+    assert told == [frozenset({"other"} if stays else ()), frozenset({"other"})]
+
+
 @pytest.mark.parametrize(("kept", "load", "goes_on_at"), [(4, 0, 9), (9, 0, 9), (11, None, 11)])
 async def test_a_trainer_that_comes_back_goes_on_from_what_is_newer(
     tmp_path: Path, kept: int, load: int | None, goes_on_at: int

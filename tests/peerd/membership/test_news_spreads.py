@@ -59,6 +59,7 @@ class Gossips:
         return sum(core.members["n0"].meta != b"news" for core in self.cores.values())
 
 
+@pytest.mark.one_run_in(3)
 @pytest.mark.parametrize("count", [3, 5, 8, 9])
 def test_news_hardly_ever_misses_anybody(count: int) -> None:
     """13 of 150 did among 9, when members below 10 told it four times each."""

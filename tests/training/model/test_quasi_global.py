@@ -147,6 +147,7 @@ def test_rates_that_rise_again_and_again_repeat_nothing() -> None:
     assert largest < 5
 
 
+@pytest.mark.one_run_in(3)
 @settings(max_examples=25)
 @given(st.integers(1, 100), st.sampled_from([0.5, 0.9]), st.integers(0, 2**32 - 1))
 def test_nodes_that_seldom_exchange_do_not_fly_apart(every: int, beta: float, seed: int) -> None:

@@ -100,6 +100,7 @@ def test_a_round_costs_a_fragment_and_leaves_the_others_progress() -> None:
     assert all(size < whole / 2 for size in sent.values()), "a fourth, and what frames cost"
 
 
+@pytest.mark.one_run_in(3)
 def test_a_lossy_codec_loses_nothing_of_any_fragment_for_good() -> None:
     swarm = formed("abc", SIZE, mode="diloco:4", codec="sign", every=4)
     still = np.zeros(SIZE)

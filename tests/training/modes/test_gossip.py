@@ -270,6 +270,7 @@ def test_an_exchange_that_overtakes_a_lost_answer_keeps_the_mean() -> None:
     assert not swarm.nodes["b"].core.counts["link_mismatches"]
 
 
+@pytest.mark.one_run_in(3)
 @pytest.mark.cases(3)
 @pytest.mark.parametrize("codec", WITH)
 def test_models_meet(codec: str) -> None:
@@ -557,6 +558,7 @@ def test_a_restarted_peer_gets_a_new_snapshot() -> None:
     assert swarm.nodes["b"].core.counts["exchanges"] > 0
 
 
+@pytest.mark.one_run_in(3)
 def test_views_are_bounded_and_rotate() -> None:
     swarm = GossipSwarm(12, 20, "float32", view=2, seed=2)
     swarm.everyone_alive()

@@ -562,6 +562,7 @@ def test_a_timer_that_is_due_is_not_due_at_once_again(started: float, slowest_s:
     assert armed
 
 
+@pytest.mark.one_run_in(3)
 @given(
     seed=st.integers(0, 2**32), topology=st.sampled_from(["auto", "adv:2"]), servers=st.sampled_from(SHARDS),
     names=st.sampled_from(OLD), who=st.sampled_from(NEW),
@@ -572,6 +573,7 @@ def test_who_comes_is_taken_in_by_all_servers(seed: int, topology: str, servers:
     course_of_newcomers(seed, topology, servers, names, who)
 
 
+@pytest.mark.one_run_in(3)
 def test_newcomers_seldom_stand_still_until_a_timer() -> None:
     """A worker that waits for a server that waits for a worker of another server: in some 50 of 3,000 courses."""
     rng = random.Random(1)

@@ -168,6 +168,7 @@ def test_one_of_two_that_sends_nothing_leaves_the_other_to_train_alone() -> None
     assert_costs_little(RoundSwarm("ab", overlap="blocking"), "b", no_pieces)
 
 
+@pytest.mark.one_run_in(3)
 @given(st.integers(3, 6), st.integers(1, 5), st.sampled_from(LIES), st.sampled_from(["ring", "tree", "halving"]))
 @settings(max_examples=3, deadline=None, print_blob=True)
 def test_whoever_it_is_among_any_number(count: int, place: int, lie: Callable[[str], Lie], topology: str) -> None:

@@ -446,6 +446,7 @@ def test_who_ends_early_has_the_last_model_in_the_end() -> None:
     swarm.one_model()
 
 
+@pytest.mark.one_run_in(3)
 @pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("codec", "robust"), [*((codec, False) for codec in sorted(CODECS)), ("top_k", True), ("top_k_3", True)]

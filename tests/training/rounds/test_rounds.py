@@ -542,6 +542,7 @@ def test_more_pieces_than_the_window_has_are_refused(attempt: int) -> None:
         swarm.nodes["a"].core.on_message("b", many, 0.0)
 
 
+@pytest.mark.one_run_in(3)
 @given(st.sampled_from("abcd"), st.integers(1, 12), st.sampled_from(["allreduce", "diloco"]), st.integers(0, 2**16))
 @settings(deadline=None, max_examples=6, phases=[Phase.explicit, Phase.generate])
 @example("a", 6, "allreduce", 0)

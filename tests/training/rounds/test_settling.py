@@ -45,6 +45,7 @@ def spread(curvature: float, round_steps: int, mode: str = "allreduce", *, excha
     return apart
 
 
+@pytest.mark.one_run_in(3)
 @settings(max_examples=40)
 @given(curvature=st.floats(0.01, 1.5), round_steps=st.integers(1, 12))
 def test_members_that_go_on_meanwhile_stay_together(curvature: float, round_steps: int) -> None:
