@@ -112,8 +112,11 @@ async def _end(daemon: Daemon, supervisor: Supervisor | None) -> None:
         LOGGER.info("leaving the swarm")
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_say_what_is_awaited, daemon)
-        if supervisor is not None and _trainer_waits(daemon):
-            await supervisor.stop(0)
+        if _trainer_waits(daemon):
+            if supervisor is not None:
+                await supervisor.stop(0)
+            elif daemon.model.fatal is not None:
+                await daemon.model.tell_failed(daemon.model.fatal)
         daemon.ending = "the hand-over of what was not yet sent"
         await daemon.leave()
         daemon.ending = SCRIPT_ENDS

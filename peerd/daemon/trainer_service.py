@@ -214,6 +214,11 @@ class TrainerService:
             self.fatal = str(refusal)
             self.failed.set()
 
+    async def tell_failed(self, why: str) -> None:
+        """To a script that waits to start, and that nobody here looks after."""
+        if self._runner.session is not None:
+            await self._runner.session.refuse(why)
+
     async def _give_model(self, sender: NodeId, digest: bytes) -> None:
         try:
             if self.meta.ready and self.layout is not None:

@@ -154,6 +154,10 @@ class TrainerSession:
             self._released()
         await self._connection.send(encoded(said))
 
+    async def refuse(self, why: str) -> None:
+        """End it with this reason."""
+        await self._connection.send({"error": why})
+
     async def receive(self) -> Said | None:
         """What the trainer says next; None when it is gone, or says what nobody understands."""
         try:

@@ -228,6 +228,19 @@ def test_a_script_attached_by_hand(machine: Machine) -> None:
     assert hand.log == "ready, in a swarm at step 0\n" + ("peerd: the daemon went away; training goes on alone\ndone\n")
 
 
+def test_a_script_started_by_hand_with_another_model_is_told_why(machine: Machine) -> None:
+    script = str(machine.script("train.py", TRAIN))
+    a = machine.start("a", script)
+    a.trains()
+    b = machine.start("b", join=a)
+    b.sees(a="alive")
+    hand = machine.spawn("hand", [script], PEERD_NAME="b", HIDDEN="8")
+    assert hand.end() == 1
+    assert hand.log.count("build the model with the same sizes and types on all nodes") == 1
+    assert "Traceback" not in hand.log
+    assert b.end() == 1
+
+
 def test_a_trainer_that_dies_while_it_waits_may_come_again(machine: Machine) -> None:
     port = Machine.free_port()
     b = machine.start("b", machine.script("train.py", TRAIN), join=f"127.0.0.1:{port}")
