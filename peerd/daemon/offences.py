@@ -48,9 +48,9 @@ class Offences:
         """For how many seconds a peer is not heard; 0: it is."""
         return self._strikes.refused_s((node, host), trio.current_time()) if _can_be_struck(node, host) else 0.0
 
-    def forgive(self, node: NodeId) -> bool:
-        """Hold nothing against this node, wherever it was; whether there was anything."""
-        return self._strikes.forgive(lambda who: isinstance(who, tuple) and who[0] == node)
+    def forgive(self, node: NodeId) -> None:
+        """Hold nothing against this node, wherever it was."""
+        self._strikes.forgive(lambda who: isinstance(who, tuple) and who[0] == node)
 
     def unforeseen(self, error: Exception, what: str) -> None:
         """Count an error that is a bug here, whoever found it; the first one of a kind and place is told in full."""

@@ -49,12 +49,10 @@ class Strikes:
         record = self._records.get(who)
         return record.refusal.left_s(now) if record is not None else 0.0
 
-    def forgive(self, whom: Callable[[Hashable], bool]) -> bool:
-        """Hold nothing against these any more; whether there was anything."""
-        found = [who for who in self._records if whom(who)]
-        for who in found:
+    def forgive(self, whom: Callable[[Hashable], bool]) -> None:
+        """Hold nothing against these any more."""
+        for who in [who for who in self._records if whom(who)]:
             del self._records[who]
-        return bool(found)
 
     def _make_room(self, now: float) -> None:
         if len(self._records) < REMEMBERED_MAX:

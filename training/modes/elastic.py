@@ -174,7 +174,7 @@ class Elastic(LinkedMode):
         effects = self._perform(self._worker, self._worker.on_step(report, now), now)
         if self._centre is not None and (report.finishing or was_finishing):
             effects += self._perform(self._centre, self._centre.on_step(report, now), now)
-        return self._end(effects, now)
+        return self._end(effects)
 
     def on_message(self, sender: NodeId, message: Message | Connected, now: float) -> list[Effect]:
         """One event of one link, or news of the centre."""
@@ -196,7 +196,7 @@ class Elastic(LinkedMode):
                 effects = self._tell(core, sender, message, now)
             case _:
                 raise PeerError(f"{type(message).__name__} has no meaning in elastic averaging")
-        return self._end(effects, now)
+        return self._end(effects)
 
     def on_peers(self, alive: frozenset[NodeId], now: float) -> list[Effect]:
         """Peers came or went; perhaps the centre."""
@@ -211,14 +211,14 @@ class Elastic(LinkedMode):
         elif self._centre is not None:
             effects += [Send(peer, CentreIs(self._me, self._age)) for peer in sorted(came)]
             effects += self._perform(self._centre, self._centre.on_peers(alive | {self._me}, now), now)
-        return self._end(effects, now)
+        return self._end(effects)
 
     def on_timer(self, now: float) -> list[Effect]:
         """See gossip."""
         self._reclaim()
         self._sent_on.clear()
         effects = [effect for core in self._cores() for effect in self._perform(core, core.on_timer(now), now)]
-        return self._end(effects, now)
+        return self._end(effects)
 
     # ---------------------------------------------------------------- what there is to see
 
@@ -361,7 +361,7 @@ class Elastic(LinkedMode):
             self._correction.fill(0.0)
         self._corrected = False
 
-    def _end(self, effects: list[Effect], now: float) -> list[Effect]:
+    def _end(self, effects: list[Effect]) -> list[Effect]:
         cores = self._cores()
         if self._correction is not None and self._corrected:
             effects.append(Apply(self._correction))

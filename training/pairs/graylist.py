@@ -78,6 +78,6 @@ class Graylist:
         left = ((peer, record.refusal.left_s(now)) for peer, record in list(self._records.items()))
         return ((peer, left_s) for peer, left_s in left if left_s > 0)
 
-    def forgive(self, peer: NodeId) -> bool:
-        """Hold nothing against it; whether it was refused, or ever had been."""
-        return self._records.pop(peer, None) is not None
+    def forgive(self, peer: NodeId) -> None:
+        """Hold nothing against it, though it never was refused."""
+        self._records.pop(peer, None)

@@ -292,7 +292,7 @@ class Leader:
         whole = (final and ends_whole(self._settings)) or not self._differences or not alike
         topology = self._settings.topology
         if topology == AUTO:
-            topology = choose(self._size_bytes, len(roster), pace.latency_s, pace.bytes_per_s)[0]
+            topology = choose(self._size_bytes, len(roster), pace.latency_s, pace.bytes_per_s)
         if self._shuffle:
             self._rng.shuffle(roster)
         lengths = [length for id in roster for length in reports[id].lengths] if alike and not self._gradients else []

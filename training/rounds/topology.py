@@ -178,8 +178,8 @@ def parse_topology(text: str) -> Topology:
     raise UserError(f"topology {text[:40]!r}: not one of ring, halving, tree, tree:K with K from 2 to {ARITY_MAX}")
 
 
-def choose(size_bytes: float, peers: int, latency_s: float, bytes_per_s: float) -> tuple[str, dict[str, float]]:
-    """The fastest topology by FireCaffe's cost model, and what it predicts for each, in seconds.
+def choose(size_bytes: float, peers: int, latency_s: float, bytes_per_s: float) -> str:
+    """The fastest topology by FireCaffe's cost model.
 
     The model does not know that a ring's connections carry bulk one way only: the ring is taken where it is told apart
     by less than `RING_SLACK`.
@@ -190,4 +190,4 @@ def choose(size_bytes: float, peers: int, latency_s: float, bytes_per_s: float) 
     predicted = {each.name: each.seconds(size_bytes, peers, latency_s, bytes_per_s) for each in candidates}
     assert all(math.isfinite(seconds) for seconds in predicted.values())
     fastest = min(predicted, key=lambda name: predicted[name])
-    return ("ring" if predicted["ring"] <= RING_SLACK * predicted[fastest] else fastest), predicted
+    return "ring" if predicted["ring"] <= RING_SLACK * predicted[fastest] else fastest
