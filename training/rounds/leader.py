@@ -98,6 +98,11 @@ class Leader:
         """Without whom rounds go on for a while, as no attempt with it ends."""
         return self._culprits.found(patience_s(pace), now)
 
+    def life(self, member: NodeId) -> int:
+        """Of one that has been heard; 0: none."""
+        report = self._reports.get(member)
+        return report.life if report is not None else 0
+
     def heard(self, sender: NodeId, report: RoundReport, now: float) -> None:
         """A member said where it is; said again, what it was told has not reached it."""
         changed = self._reports.get(sender) != report

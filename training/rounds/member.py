@@ -52,6 +52,7 @@ from peerd.transport.messages import (
     RoundsWithout,
 )
 
+ASIDE_TOLD_S = 60.0  # a leader may lie, and a log is not to be filled
 REPEAT_S = 2.0
 EARLY_MAX = 64  # messages of an attempt whose beginning has not been heard of: the windows of 16 neighbours at least
 EARLY_OF_ONE = 2 * WINDOW  # pieces of one member: its window, and the same of another attempt
@@ -138,6 +139,7 @@ class Rounds:
         self._blames: NodeId = ""
         self._leader_spoils = False  # what it has sent for an attempt cannot be
         self._left_out_life: int | None = None  # the life of which a leader has said so
+        self._set_aside_at = float("-inf")  # when one last said that it is for a while
         self.concentration = 0.0  # of our contribution's own progress
         self.work = Work()  # behind our contribution
         self._me = me
@@ -303,7 +305,12 @@ class Rounds:
     def _set_aside(self, members: frozenset[NodeId]) -> list[Outcome]:
         self._counts["members_set_aside"] += len(members)
         why = "no round with it has come to its end; it is tried again"
-        return [Log("warning", f"rounds go on without member {member} for a while: {why}") for member in members]
+        outcomes: list[Outcome] = []
+        for member in sorted(members):
+            outcomes.append(Log("warning", f"rounds go on without member {member} for a while: {why}"))
+            if member != self._me:
+                outcomes.append(Send(member, RoundsWithout(self._leader.life(member), again=True)))
+        return outcomes
 
     def deadline(self) -> float:
         """When to call `on_timer`."""
@@ -404,7 +411,7 @@ class Rounds:
             case LeaderPassed():
                 return self._on_passed(sender, message, now)
             case RoundsWithout():
-                return self._without(message) if sender == self._leads else []
+                return self._without(message, now) if sender == self._leads else []
             case Connected():
                 self._leader.untold(sender)
                 outcomes = [*self._passed(self._passing.counts, frozenset({sender})), *self._repeat(sender, now)]
@@ -438,11 +445,17 @@ class Rounds:
         self._leader.heard(sender, report, now)
         outcomes = self.say(now)
         is_left_out = self._leader.left_out.get(sender) == report.life
-        return [*outcomes, Send(sender, RoundsWithout(report.life))] if is_left_out else outcomes
+        return [*outcomes, Send(sender, RoundsWithout(report.life, again=False))] if is_left_out else outcomes
 
-    def _without(self, word: RoundsWithout) -> list[Outcome]:
+    def _without(self, word: RoundsWithout, now: float) -> list[Outcome]:
         if word.life != self._life or word.life == self._left_out_life:
             return []
+        if word.again:
+            if now - self._set_aside_at < ASIDE_TOLD_S:
+                return []
+            self._set_aside_at = now
+            why = "no round with it has come to its end; it is tried again. All members must be able to dial each other"
+            return [Log("warning", f"rounds go on without this node for a while: {why}")]
         self._left_out_life = word.life
         self._counts["left_out_of_rounds"] += 1
         why = "what it contributed is far longer than what the others did, or cannot be summed"

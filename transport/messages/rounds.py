@@ -119,8 +119,12 @@ class LeaderPassed(Message):
 
 @dataclass(frozen=True, slots=True)
 class RoundsWithout(Message):
-    """From the leader: rounds go on without the receiver for the rest of its life, as what it contributed is far longer
-    than what the others did, or cannot be summed."""
+    """From the leader: rounds go on without the receiver.
+
+    For the rest of its life, as what it contributed is far longer than what the others did, or cannot be summed; or
+    for a while, as no round with it has come to its end.
+    """
 
     KIND: ClassVar[int] = 70
     life: Drawn  # of the receiver
+    again: bool  # it is tried again
