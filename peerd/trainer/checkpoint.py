@@ -81,7 +81,9 @@ def capture(
     if of_optimizer is None:
         return Generation(step, signature, tensors, None, extra)
     groups = [{key: _untensored(value) for key, value in group.items()} for group in of_optimizer["param_groups"]]
-    plain: dict[str, Any] = {"class": kind(optimizer), "param_groups": groups, "state": {}}
+    plain: dict[str, Any] = {
+        "class": kind(optimizer), "param_groups": groups, "state": {}, "names": _names_of(model, optimizer),
+    }  # fmt: skip
     for index, entries in of_optimizer["state"].items():
         plain["state"][str(index)] = {
             key: value for key, value in entries.items() if not isinstance(value, torch.Tensor)
@@ -167,12 +169,16 @@ def restore(generation: Generation, model: nn.Module, optimizer: torch.optim.Opt
     if plain is None or plain["class"] != kind(optimizer):
         return False
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    state: dict[int, dict[str, Any]] = {int(index): dict(entries) for index, entries in plain["state"].items()}
+    moved = _moved(plain.get("names", []), _names_of(model, optimizer))
+    state: dict[int, dict[str, Any]] = {
+        moved.get(int(index), int(index)): dict(entries) for index, entries in plain["state"].items()
+    }
     for name, value in generation.tensors.items():
         if name.startswith("optimizer."):
             _, index, key = name.split(".", 2)
-            held = parameters[int(index)] if int(index) < len(parameters) else value
-            state.setdefault(int(index), {})[key] = taken_apart(value, held) if value.shape == held.shape else value
+            at = moved.get(int(index), int(index))
+            held = parameters[at] if at < len(parameters) else value
+            state.setdefault(at, {})[key] = taken_apart(value, held) if value.shape == held.shape else value
     groups = [_as_before(group, had) for group, had in zip(plain["param_groups"], optimizer.param_groups, strict=False)]
     groups += plain["param_groups"][len(groups) :]
     try:
@@ -180,6 +186,20 @@ def restore(generation: Generation, model: nn.Module, optimizer: torch.optim.Opt
     except ValueError:  # it groups the parameters in another way
         return False
     return True
+
+
+def _names_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """The model's names of the optimizer's parameters, in its order; "" of one that is not the model's."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [names.get(id(parameter), "") for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _moved(before: list[str], now: list[str]) -> dict[int, int]:
+    """From which place to which each parameter's state goes, if the script gives the same ones in another order."""
+    places = {name: place for place, name in enumerate(now)}
+    if before == now or len(places) < len(now) or "" in places or sorted(before) != sorted(now):
+        return {}
+    return {place: places[name] for place, name in enumerate(before)}
 
 
 def _check_before(weights: dict[str, Any], there: dict[str, Any], model: nn.Module, may_lack: set[str]) -> None:

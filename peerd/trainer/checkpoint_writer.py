@@ -52,8 +52,9 @@ class CheckpointWriter:
             return
 
         def work() -> None:
+            began_s = time.thread_time()  # of the script's thread, where no other can be started
             self._save(generation)
-            self._cost_s = copying_s + time.thread_time()  # not what it waited for a core or a disk
+            self._cost_s = copying_s + time.thread_time() - began_s  # not what it waited for a core or a disk
 
         self._start(work)
 

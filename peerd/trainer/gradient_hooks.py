@@ -114,7 +114,21 @@ class GradientHooks:
         self._finite = self._exchange()
         self._stepped.clear()
 
-    def _on_step(self, part: Optimizer, *_: Any) -> None:
+    def _on_step(self, part: Optimizer, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any] | None:
+        """A closure makes the gradients within the step: what is to come after them comes after each call of it."""
+        closure = named.get("closure", given[1] if len(given) > 1 else None)
+        if not callable(closure):
+            self._before_update(part)
+            return None
+
+        def then() -> Any:
+            loss = closure()
+            self._before_update(part)
+            return loss
+
+        return ((given[0], then, *given[2:]), named) if len(given) > 1 else (given, {**named, "closure": then})
+
+    def _before_update(self, part: Optimizer) -> None:
         """No scaler has left this step out: what is not finite would spoil the model."""
         if id(part) in self._stepped:
             self._at_end()

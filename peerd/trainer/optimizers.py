@@ -13,6 +13,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from peerd.trainer.figures import one_number
 
 WRAPPERS_MAX = 8  # one around the other; none is deeper that does not contain itself
+KEEP_NOTHING = {"LightningOptimizer", "_FabricOptimizer", "AcceleratedOptimizer"}
+"""Wrappers that are optimizers of torch's by their classes: what they load, the one within does not know."""
 
 
 Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
@@ -32,9 +34,10 @@ def as_one(given: Any) -> Optimizer:
         return parts[0] if len(parts) == 1 else cast(Optimizer, Several(parts))
     inner = given
     for _ in range(WRAPPERS_MAX):
-        if isinstance(inner, Optimizer):
+        if isinstance(inner, Optimizer) and KEEP_NOTHING.isdisjoint(base.__name__ for base in type(inner).__mro__):
             return inner
-        if all(hasattr(inner, name) for name in ("param_groups", "state_dict", "load_state_dict")):
+        looks_like_one = all(hasattr(inner, name) for name in ("param_groups", "state_dict", "load_state_dict"))
+        if looks_like_one and not isinstance(inner, Optimizer):
             return cast(Optimizer, inner)
         inner = getattr(inner, "optimizer", None)  # as Accelerate's, Lightning's and learning rate schedulers have it
     raise ValueError(f"{type(given).__name__} is no optimizer: give the one that updates the model")

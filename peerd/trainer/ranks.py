@@ -57,7 +57,7 @@ class Ranks:
 
     def say(self, command: RankCommand, step: int = 0) -> tuple[RankCommand, int]:
         """Rank 0's command and step, and `others`, on every rank."""
-        said = torch.tensor([command, step, self.others], dtype=torch.int64)
+        said = torch.tensor([command, step, self.others], dtype=torch.int64, device="cpu")
         distributed.broadcast(said, 0, self._words)
         command, step, self.others = RankCommand(int(said[0])), int(said[1]), int(said[2])
         if command == RankCommand.STOP:
@@ -73,8 +73,8 @@ class Ranks:
     def share_path(self, path: Path | None) -> Path | None:
         """Rank 0's path, on every rank; None stays None."""
         text = str(path).encode()[:PATH_BYTES_MAX] if path is not None else b""
-        padded = torch.zeros(PATH_BYTES_MAX, dtype=torch.uint8)
-        padded[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+        padded = torch.zeros(PATH_BYTES_MAX, dtype=torch.uint8, device="cpu")
+        padded[: len(text)] = torch.tensor(list(text), dtype=torch.uint8, device="cpu")
         distributed.broadcast(padded, 0, self._words)
         found = bytes(padded.tolist()).rstrip(b"\0")
         return Path(found.decode()) if found else None
@@ -88,16 +88,17 @@ def _group_for_words(_: object) -> Any:
 
 def of_this_job(model: nn.Module) -> Ranks | None:
     """The ranks of this process's job, which all call this at once; None when it is the only one."""
-    return Ranks(model) if _are_several() and distributed.get_world_size() > 1 else None
+    return Ranks(model) if are_several() else None
 
 
 def is_first() -> bool:
     """Whether this process is the one of its job that talks to the daemon."""
-    return not _are_several() or distributed.get_rank() == 0
+    return not are_several() or distributed.get_rank() == 0
 
 
-def _are_several() -> bool:
-    return distributed.is_available() and distributed.is_initialized()
+def are_several() -> bool:
+    """Whether this process's job has a process group of more than one."""
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -24,6 +24,7 @@ from torch import nn
 from peerd.local.durable import flush
 from peerd.training.model.pieces import Piece
 from peerd.training.model.shards import is_sharded
+from peerd.training.model.transfers import wait_for
 from peerd.transport.errors import cause
 
 SHARED, REST, UNKNOWN = "shared", "rest", "unknown"
@@ -96,6 +97,7 @@ class Rest:
                 if source[1] == name:
                     self._tensors[name] = value.detach().clone() if id(value) in buffers else value.detach()
             self._sources[name] = (*source, str(value.dtype).removeprefix("torch."))
+        wait_for(value.device for value in self._tensors.values())  # another thread reads them, by a stream of its own
 
     def write(self, folder: Path) -> None:
         """Unless it is there, whole by its length; that of an earlier model goes. Raises OSError."""

@@ -176,9 +176,9 @@ class ShardedModel:
     @torch.no_grad()
     def _spread(self, values: torch.Tensor | None) -> torch.Tensor:
         """Rank 0's flat vector as this rank's shards of it."""
-        shards = torch.empty(self._shards.total, device=self._ranks.device)
+        shards = torch.empty(self._shards.total, dtype=torch.float32, device=self._ranks.device)
         for piece, own in zip(self.pieces, self._shards.pieces, strict=True):
-            part = torch.empty(piece.held.shape, device=self._ranks.device)
+            part = torch.empty(piece.held.shape, dtype=torch.float32, device=self._ranks.device)
             if values is not None:
                 part.copy_(values[piece.start : piece.stop].view(part.shape))
             distributed.broadcast(part, 0)

@@ -31,7 +31,7 @@ from peerd.trainer import checkpoint
 from peerd.trainer.figures import Figures, FromGpus, clean
 from peerd.trainer.follower import Follower
 from peerd.trainer.optimizers import Optimizers, as_one
-from peerd.trainer.ranks import RankCommand, Ranks, is_first, of_this_job
+from peerd.trainer.ranks import RankCommand, Ranks, are_several, is_first, of_this_job
 from peerd.trainer.say import say
 from peerd.trainer.session import Refused, Session
 from peerd.training.model.flat import FlatModel
@@ -190,6 +190,8 @@ class Swarm:
         if self._session is None:
             self._drop_momentum()
             return
+        if self._ranks is None and are_several():
+            raise SystemExit("peerd: the process group was made after peerd.attach: make it before, on all ranks")
         given = metrics if loss is None else {"loss": loss, **metrics}
         session, figures = self._session, self._clean(self._on_gpus.exchange(given), samples)
         if self._daemon_outlives(lambda: session.on_step(step, figures)):
@@ -320,7 +322,7 @@ class Swarm:
         return True
 
     def _stay_out(self) -> None:
-        _OF_PARENTS.append(self._session)
+        _OF_PARENTS.extend([self._session, self._on_gpus])
         self._ranks = self._follower = None
         if self._session is not None:
             self._session.abandon()

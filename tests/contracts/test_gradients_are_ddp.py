@@ -24,6 +24,7 @@ from peerd.trainer.session import Session
 from peerd.training.model import gradient_parts
 from peerd.training.model.gradients import FlatGradients
 from peerd.training.rounds import collective
+from peerd.training.tasks import digits
 
 STEPS = 100
 WORLD = 3
@@ -320,3 +321,33 @@ def test_survivors_of_a_kill_are_ddp_and_a_newcomer_enters_with_their_bits(how: 
         entered = [step for step, same in newcomers if step == same]
         assert len(entered) == len(newcomers)
     assert len(entered) >= more - 1
+
+
+def test_a_built_in_task_that_joins_has_one_model_with_the_others(tmp_path: Path) -> None:
+    """Its first learning rate is the swarm's, not that of the step at which it was before it had their gradient."""
+    steps, joins_at = 24, 6
+    runs = [
+        digits.prepare(digits.parse(["--steps", str(steps), "--rank", str(rank), "--peers", "3"])) for rank in range(3)
+    ]
+    seen: dict[int, dict[int, bytes]] = {rank: {} for rank in range(3)}
+
+    def script(rank: int) -> None:
+        run = runs[rank]
+        with peerd.attach(run.model, run.optimizer) as swarm:
+            for number in swarm.steps(steps):
+                loss, samples = run.step(number)
+                swarm.step(loss=loss, samples=samples)
+                seen[rank][swarm.step_count] = bits([parameter.detach() for parameter in run.model.parameters()])
+                time.sleep(0.05 if not seen[2] else 0)
+
+    async def scenario(swarm: Swarm) -> None:
+        for rank, node in enumerate("ab"):
+            await swarm.start(node, partial(script, rank), wait_for=2)
+        await swarm.until(lambda: len(seen[0]) >= joins_at)
+        await swarm.start("c", partial(script, 2))
+        await swarm.ended("abc")
+
+    script_nodes.run(tmp_path, scenario)
+    both = sorted(seen[0].keys() & seen[2].keys())
+    assert joins_at <= both[0] < both[-1] == steps
+    assert [step for step in both if seen[0][step] != seen[2][step]] == []

@@ -36,7 +36,7 @@ def overlapping(tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None:
 def _owner(near: list[tuple[int, str, torch.Tensor]], end: int) -> str | None:
     """Of whom the last one has a value, byte for byte."""
     first = near[0][0]
-    mine = torch.zeros(end - first, dtype=torch.bool)
+    mine = torch.zeros(end - first, dtype=torch.bool, device="cpu")
     *others, (start, _, last) = near
     _bytes_of(mine, start - first, last).fill_(True)
     return next((name for begin, name, one in others if bool(_bytes_of(mine, begin - first, one).any())), None)
@@ -54,7 +54,8 @@ def distinct(buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             by_storage[own.untyped_storage().data_ptr(), own.dtype].append((name, own))
     views = set()
     for group in by_storage.values():
-        covered = torch.zeros(group[0][1].untyped_storage().nbytes() if len(group) > 1 else 0, dtype=torch.bool)
+        size = group[0][1].untyped_storage().nbytes() if len(group) > 1 else 0
+        covered = torch.zeros(size, dtype=torch.bool, device="cpu")
         for name, own in sorted(group, key=lambda one: -one[1].nbytes) if len(group) > 1 else ():
             part = _bytes_of(covered, int(own.storage_offset()) * own.itemsize, own)
             if bool(part.all()):
@@ -66,7 +67,7 @@ def distinct(buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def runs_within(views: Iterable[torch.Tensor], whole: torch.Tensor) -> list[tuple[int, int]]:
     """Which of the values of `whole`, counted row by row, are values of `views`, too: starts and stops, in order."""
     memory = whole.untyped_storage()
-    covered = torch.zeros(memory.nbytes() // whole.itemsize, dtype=torch.bool)
+    covered = torch.zeros(memory.nbytes() // whole.itemsize, dtype=torch.bool, device="cpu")
     for view in views:
         if view.untyped_storage().data_ptr() == memory.data_ptr() and view.dtype == whole.dtype:
             covered.as_strided(view.shape, view.stride(), int(view.storage_offset())).fill_(True)

@@ -35,7 +35,7 @@ def joined(values: torch.Tensor, carry: torch.Tensor) -> torch.Tensor:
     if values.dtype != torch.bfloat16:
         return values.float() + carry
     if (kernels := _kernels(values, carry)) is not None:
-        exact = torch.empty(len(values))
+        exact = torch.empty(len(values), dtype=torch.float32, device="cpu")
         kernels.peerd_carry_join(values.data_ptr(), carry.data_ptr(), len(values), exact.data_ptr())
         return exact
     upper = values.view(torch.int16).int()

@@ -143,7 +143,7 @@ class FlatModel:
     @torch.no_grad()
     def gather(self) -> torch.Tensor:
         """`snapshot` as one vector on the model's device, shape (total,)."""
-        flat = torch.empty(self.total, device=self.device)
+        flat = torch.empty(self.total, dtype=torch.float32, device=self.device)
         for where, values in self.snapshot():
             flat[where].copy_(values)
         return flat
@@ -179,7 +179,7 @@ class FlatModel:
         buffers = [piece.tensor for piece in self.pieces[self._trainable :] if piece.stop > piece.start]
         peaks = [torch.linalg.vector_norm(buffer, ord=math.inf) for buffer in buffers]
         zeros = [0 * peak.to(self.device, torch.float32) for peak in peaks]
-        return torch.stack(zeros).sum() if zeros else torch.zeros((), device=self.device)
+        return torch.stack(zeros).sum() if zeros else torch.zeros((), dtype=torch.float32, device=self.device)
 
     @torch.no_grad()
     def beyond_float32(self) -> str | None:
@@ -264,7 +264,7 @@ class FlatModel:
         self.look_again()
         for pieces in self._parts():
             start = pieces[0].start
-            values = torch.empty(pieces[-1].stop - start, device=device)
+            values = torch.empty(pieces[-1].stop - start, dtype=torch.float32, device=device)
             for piece in pieces:
                 values[piece.start - start : piece.stop - start].copy_(self._published.now(piece))
             act(values)

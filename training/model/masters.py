@@ -179,8 +179,7 @@ class StateMasters:
 
     def __init__(self, optimizer: Any) -> None:
         parts = getattr(optimizer, "parts", None)  # of several that act as one
-        states = [getattr(part, "state", None) for part in (parts if isinstance(parts, list) else [optimizer])]
-        self._states = [state for state in states if isinstance(state, Mapping)]
+        self._parts = parts if isinstance(parts, list) else [optimizer]
         self._name: str | None = None
         self._was_sought = False
 
@@ -202,7 +201,8 @@ class StateMasters:
         return self._entries(parameter).get(self._name) if self._name is not None else None
 
     def _entries(self, parameter: torch.Tensor) -> Mapping[str, Any]:
-        found = (state.get(parameter) for state in self._states)
+        states = (getattr(part, "state", None) for part in self._parts)  # one that is restored is another object
+        found = (state.get(parameter) for state in states if isinstance(state, Mapping))
         return next((entries for entries in found if isinstance(entries, Mapping) and entries), {})
 
 

@@ -31,7 +31,9 @@ class OptimizerState:
         self._names = {id(tensor): piece.name for piece, tensor in stepped if not piece.is_buffer}
         for part in self._parts:
             _require_known(part)
-        self._rates = torch.empty(len(self._groups), RATE_PARTS)  # of the groups that there are at first
+        self._rates = torch.empty(
+            len(self._groups), RATE_PARTS, dtype=torch.float32, device="cpu"
+        )  # of the groups that there are at first
         self._own: list[tuple[Any, dict[str, Any], float, float]] = []  # part, group, its rate, and that of one step
         self._gives_back = False  # after each step
 
@@ -93,7 +95,7 @@ def _put_rate(group: dict[str, Any], rate: float) -> None:
 
 def _in_parts(rates: list[float]) -> torch.Tensor:
     """As float32 values whose sum each is, shape (rates, RATE_PARTS): to the bit, for a rate is a float64."""
-    left = torch.tensor(rates, dtype=torch.float64).nan_to_num(nan=0.0).clamp(-RATE_MAX, RATE_MAX)
+    left = torch.tensor(rates, dtype=torch.float64, device="cpu").nan_to_num(nan=0.0).clamp(-RATE_MAX, RATE_MAX)
     parts = []
     for _ in range(RATE_PARTS):
         parts.append(left.float())

@@ -33,7 +33,7 @@ class Published:
         self._whole: torch.Tensor | None = None  # all of it as one vector, where it is float32 and in one place
         kinds = [_kind_of(piece) for piece in pieces]
         if set(kinds) == {(device, torch.float32)}:
-            self._whole = torch.zeros(total, device=device)
+            self._whole = torch.zeros(total, dtype=torch.float32, device=device)
             self.values = [self._whole[piece.start : piece.stop] for piece in pieces]
             """Each piece, shape (count,), where it lives."""
         else:

@@ -38,14 +38,20 @@ class Run:
         self._next = -1
 
     def step(self, number: int) -> tuple[float, int]:
-        """Make optimizer step `number`; returns the loss before it and the samples that it saw."""
+        """Make optimizer step `number`; returns the loss before it and the samples that it saw.
+
+        Where gradients are exchanged its learning rate may have become the swarm's with the gradient.
+        """
         found = self.backward(number)
-        self.descend(number)
+        self._update()
         return found
 
     def descend(self, number: int) -> None:
         """The optimizer's step `number`, by the gradients that there are."""
         self._schedule(number)  # whoever has taken over a model since its gradient is at another step
+        self._update()
+
+    def _update(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
 

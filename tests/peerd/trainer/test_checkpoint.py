@@ -212,6 +212,27 @@ def test_another_grouping_of_parameters_starts_afresh() -> None:
     assert restore(taken, again, OPTIMIZERS["adam in two groups"](again)) is False
 
 
+def test_state_goes_with_the_name_of_its_parameter_whatever_their_order(tmp_path: Path) -> None:
+    def made(order: list[int]) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        parameters = list(model.parameters())
+        return model, torch.optim.AdamW([parameters[index] for index in order], lr=0.01)
+
+    model, optimizer = made([0, 1, 2, 3])
+    for _ in range(3):
+        model(torch.randn(5, 3)).square().mean().backward()
+        optimizer.step()
+    save(tmp_path, capture(model, optimizer, 3, "s"))
+    again, other = made([3, 0, 2, 1])
+    found = newest(tmp_path, "s", print)
+    assert found is not None
+    assert restore(found, again, other)
+    for mine, theirs in zip(model.parameters(), again.parameters(), strict=True):
+        for key in ("exp_avg", "exp_avg_sq", "step"):
+            assert torch.equal(optimizer.state[mine][key], other.state[theirs][key])
+
+
 def test_an_optimizer_with_values_that_are_not_plain_is_left_out(tmp_path: Path) -> None:
     model = Net()
     optimizer = OPTIMIZERS["sgd"](model)

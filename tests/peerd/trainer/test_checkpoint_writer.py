@@ -54,9 +54,9 @@ def test_the_next_one_waits_until_the_last_has_cost_a_fiftieth(
     every_s: float, copying_s: float, writing_s: float
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        now = [1000.0]
+        now, spent = [1000.0], [5.0]
         patch.setattr(time, "monotonic", lambda: now[0])
-        patch.setattr(time, "thread_time", lambda: writing_s)
+        patch.setattr(time, "thread_time", lambda: spent[0])
 
         def capture(step: int, stands: bool) -> checkpoint.Generation:
             now[0] += copying_s
@@ -64,6 +64,7 @@ def test_the_next_one_waits_until_the_last_has_cost_a_fiftieth(
 
         def save(folder: Path, generation: checkpoint.Generation) -> None:
             now[0] += 3600.0  # the disk stood still
+            spent[0] += writing_s
 
         patch.setattr(checkpoint, "save", save)
         kept = writer(every_s, capture)

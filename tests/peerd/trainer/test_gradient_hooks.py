@@ -91,6 +91,26 @@ def test_gradients_that_no_backward_pass_made_are_exchanged_as_the_optimizer_ste
     assert exchange.count == 2
 
 
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("finite", [False, True])
+def test_a_closures_gradients_are_exchanged_once_and_stepped_by_only_where_they_are_finite(
+    named: bool, finite: bool
+) -> None:
+    model, (optimizer,), _ = hooked(exchange := Counting(finite=finite))
+    before = [parameter.clone() for parameter in model.parameters()]
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        backward(model)
+        return 1.5
+
+    for count in (1, 2, 3):
+        loss = optimizer.step(closure=closure) if named else optimizer.step(closure)
+        assert loss == 1.5
+        assert exchange.count == count
+    assert finite != all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+
+
 def test_what_is_not_finite_moves_no_parameter() -> None:
     model, (optimizer,), _ = hooked(Counting(finite=False))
     before = [parameter.clone() for parameter in model.parameters()]

@@ -43,6 +43,30 @@ def test_the_optimizer_is_found_in_what_wraps_it() -> None:
     assert kind(as_one([one, Wrapper(torch.optim.SGD(parameters(1)))])) == "Adam+SGD"
 
 
+class LightningOptimizer:
+    """An optimizer of torch's by its class, as Lightning makes one; what it loads stays in it."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.__dict__ = {**inner.__dict__, "optimizer": inner}
+        self.__class__ = type(f"Lightning{type(inner).__name__}", (type(self), type(inner)), {})
+
+
+def test_a_wrapper_that_is_an_optimizer_itself_and_keeps_nothing_is_looked_through() -> None:
+    one = torch.optim.Adam(parameters(1))
+    wrapped = LightningOptimizer(one)
+    assert isinstance(wrapped, torch.optim.Optimizer)
+    assert as_one(wrapped) is one
+    assert as_one([wrapped, Wrapper(wrapped)]).parts == [one, one]  # type: ignore[attr-defined]
+
+    class Lookahead(torch.optim.Adam):
+        """One that has a state beside what is within it."""
+
+        optimizer = one
+
+    outer = Lookahead(parameters(1))
+    assert as_one(outer) is outer
+
+
 def test_what_is_none_is_told() -> None:
     endless = Wrapper(None)
     endless.optimizer = endless

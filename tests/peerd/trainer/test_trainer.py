@@ -14,7 +14,8 @@ import torch
 import trio
 from model_node import Node, running, until
 from safetensors.torch import load_file
-from torch import nn
+from torch import distributed, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import peerd
 from peerd.daemon import control, trainer_service
@@ -103,6 +104,25 @@ def test_a_run(path: Path) -> None:
     assert status is not None
     assert (status.step, status.samples, status.loss, status.metrics) == (5, 40, 1.5, {"accuracy": 0.5})
     assert (status.phase, status.rollbacks, status.lr) == ("finished", 0, 0.01)
+
+
+def test_a_process_group_that_is_made_after_attach_ends_the_script(path: Path) -> None:
+    """This rank alone would take corrections."""
+    told: list[str] = []
+
+    def script() -> None:
+        with peerd.attach(*normed()) as swarm:
+            swarm.step()
+            distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+            try:
+                swarm.step()
+            except SystemExit as end:
+                told.append(str(end))
+            finally:
+                distributed.destroy_process_group()
+
+    with_daemon(path, script)
+    assert told == ["peerd: the process group was made after peerd.attach: make it before, on all ranks"]
 
 
 def test_a_session_that_has_ended_itself_is_not_finished_again(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 
 from peerd.training.kernels import library
 from peerd.training.model.flat import FlatModel
+from peerd.training.model.optimizer_state import OptimizerState
 
 PRINTED = settings(deadline=None, print_blob=True)
 BF16_ULP_AT_ONE = 2.0**-7
@@ -39,6 +40,33 @@ def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def vector(flat: FlatModel, seed: int, scale: float = 1.0) -> np.ndarray:
     return (scale * np.random.default_rng(seed).standard_normal(flat.total)).astype(np.float32)
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_what_a_script_makes_its_tensors_of_changes_nothing(default: torch.dtype) -> None:
+    """With carries of bfloat16 the kernel wrote 4 bytes a value into 2, and the process died."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 50), nn.Linear(50, 60, dtype=torch.bfloat16))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    torch.set_default_dtype(default)
+    torch.set_default_device("meta")
+    try:
+        flat = FlatModel(model, optimizer)
+        flat.keep()
+        before = flat.gather()
+        flat.add(np.full(flat.total, 1e-3, np.float32))
+        after = flat.gather()
+        passed: list[torch.dtype] = []
+        flat.pass_on(lambda values: passed.append(values.dtype), torch.device("cpu"))
+        finite = flat.nonfinite_buffers()
+        rates = OptimizerState(optimizer, flat.pieces).tensors()["optimizer.lr"]
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    assert before.dtype == after.dtype == finite.dtype == torch.float32
+    np.testing.assert_allclose(after.numpy(), (before + 1e-3).numpy(), rtol=1e-6, atol=1e-9)
+    assert set(passed) == {torch.float32}
+    assert rates.double().sum().item() == 3e-4
 
 
 # ---------------------------------------------------------------------------------------------------- what it holds

@@ -254,6 +254,24 @@ def test_a_correction_reaches_the_masters_that_an_optimizer_keeps_in_its_state(s
         assert not any(piece.master is not None for piece in flat.pieces)
 
 
+def test_masters_are_found_in_a_state_that_was_restored() -> None:
+    """`load_state_dict` puts another object in its place."""
+    trained, model = build(), build()
+    saved = Fused(trained.parameters())
+    saved.step()
+    optimizer = Fused(model.parameters())
+    flat = FlatModel(model, optimizer)
+    model.load_state_dict(trained.state_dict())
+    optimizer.load_state_dict(saved.state_dict())
+    for now, then in zip(model.parameters(), trained.parameters(), strict=True):  # torch makes them bfloat16
+        optimizer.state[now]["master_param"] = saved.state[then]["master_param"].clone()
+    flat.loaded()
+    before = flat.gather().clone()
+    flat.add(np.full(flat.total, 0.01, np.float32))
+    optimizer.step()
+    np.testing.assert_allclose(values_of(flat), before + 0.009, rtol=1e-5, atol=1e-7)
+
+
 def test_a_model_that_went_back_without_its_masters_is_published_as_it_is() -> None:
     """A session that goes back clears the optimizer's state, and its masters with it."""
     model = build()
