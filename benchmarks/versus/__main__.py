@@ -31,6 +31,7 @@ from rich.table import Table
 from benchmarks.versus.cell import DISTURBANCES, Cell, run
 from benchmarks.versus.rivals import OURS, RIVALS
 from peerd.process.ending import kill_cleans_up
+from peerd.reproduce.cells import sources
 from peerd.reproduce.experiment import Curve, Plot
 from peerd.reproduce.page import drawn
 from peerd.reproduce.sockets.lines import can_make_namespaces
@@ -61,8 +62,8 @@ class Kept:
         self._found: dict[str, Result] = dict(json.loads(line) for line in lines)
 
     def result(self, cell: Cell, target: float) -> Result:
-        """Of a cell; it is run unless it was."""
-        key = f"{cell.key()} {target:g}"
+        """Of a cell; it is run unless it was, by this code."""
+        key = f"{cell.key()} {target:g} {sources()}"
         if key not in self._found:
             self._found[key] = run(cell, target)
             with self._path.open("a") as file:

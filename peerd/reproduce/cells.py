@@ -76,13 +76,13 @@ class CellStore:
 
 
 def _of(experiment: Experiment, cell: Cell) -> dict[str, Any]:
-    said = {"experiment": experiment.name, "sources": _sources(), **asdict(cell)}
+    said = {"experiment": experiment.name, "sources": sources(), **asdict(cell)}
     normal: dict[str, Any] = json.loads(json.dumps(said))  # tuples become lists, as they are read
     return normal
 
 
 @cache
-def _sources() -> str:
+def sources() -> str:
     """A digest of all code of peerd: what a cell finds may come from any of it."""
     root = Path(peerd.__file__).parent
     folders = [root, root / "training", root / "transport"]  # which are links where peerd was installed to be edited

@@ -69,7 +69,7 @@ def study(size: Size, run: Run) -> Findings:
     seen = (
         f"Here gossip-pull reached 95 % of the synchronous accuracy sooner by {said} (below 1: later); with {most} "
         f"nodes the synchronous run with a scaled learning rate ended {100 * beyond.mean:+.2f} points from gossip with "
-        f"the unscaled one."
+        f"the unscaled one, each at the end of its own steps, which take unlike times."
     )
     peers_all = [float(peers) for peers in plan["peers"]]
     curves = [

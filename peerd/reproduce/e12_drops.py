@@ -58,7 +58,7 @@ def study(size: Size, run: Run) -> Findings:
     seen = (
         f"With {LOSS:.0%} of the messages lost exchanges moved the mean of all models by "
         f"{bias['push-sum', LOSS].mean:.1e} of itself with push-sum and by {bias['pull', LOSS].mean:.1e} with pull; "
-        f"with a tenth of the {peers} members killed, at most {100 * worst.mean:.2f} points of accuracy were lost."
+        f"with kills of one in ten of the {peers} members on average, at most {100 * worst.mean:.2f} points of accuracy were lost."
     )
     places = [float(place) for place in range(len(MODES))]
     across = ", ".join(f"{place}: {label}" for place, label in enumerate(MODES))
@@ -89,7 +89,7 @@ EXPERIMENT = Experiment(
     (
         Criterion("push-sum", "push-sum: the mean's relative bias at 20 % loss", most=BIAS_MAX),
         Criterion("pull", "pull: its bias is visible", least=VISIBLE_MIN),
-        Criterion("churn", "accuracy lost with a tenth of the members killed (share, worst method)", most=LOST_MAX),
+        Criterion("churn", "accuracy lost with kills of one in ten members (share, worst method)", most=LOST_MAX),
     ),
     swarms.measure,
     study,

@@ -60,7 +60,7 @@ def test_a_cell_is_found_by_its_content_and_the_code(tmp_path: Path, monkeypatch
     assert kept.result == {"value": 1.5}
     for other in (replace(cell, seed=9), replace(cell, tag="other"), replace(cell, settings={"steps": 4})):
         assert store.find(EXAMPLE, other) is None
-    monkeypatch.setattr(cells, "_sources", lambda: "of another day")
+    monkeypatch.setattr(cells, "sources", lambda: "of another day")
     assert store.find(EXAMPLE, cell) is None
 
 
