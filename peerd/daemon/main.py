@@ -31,7 +31,8 @@ from peerd.security.wall_clock import shown as shown_time
 from peerd.settings import Settings, is_loopback, unknown_variables
 from peerd.training.kernels.cores import spread, to_spare
 from peerd.transport.errors import UserError
-from peerd.transport.ids import Address, shown
+from peerd.transport.ids import Address, NodeId, shown
+from peerd.transport.messages import Member
 
 SCRIPT_ENDS_S = 15.0  # for a script that was told to end: ranks part, and torchrun looks after them now and then
 SCRIPT_MIN_S = 0.5  # for one that does not know of us
@@ -235,13 +236,18 @@ async def _watch_failure(daemon: Daemon) -> None:
 
 async def _keep_known_members(daemon: Daemon, kept: tuple[Address, ...]) -> None:
     """Until it leaves: a node that left on purpose starts from its flags, one that was killed looks for its swarm."""
-    membership = daemon.view.membership
+    me = daemon.me.id
+
+    def met() -> dict[NodeId, Member]:
+        """A member that lies may name as many others as it likes."""
+        return daemon.acquaintances.of(daemon.members())
+
     try:
-        await known_members.keep(daemon.settings, membership.me.id, lambda: membership.members, kept, daemon.leaving)
+        await known_members.keep(daemon.settings, me, met, kept, daemon.leaving)
     finally:
         never_in_it = not kept and not daemon.model.meta.ready
         if daemon.leaving.is_set() and (daemon.model.fatal is None or never_in_it):
-            others = known_members.known(membership.members, membership.me.id, ())
+            others = known_members.known(met(), me, ())
             known_members.forget(daemon.settings, others if daemon.model.fatal is None else ())
 
 

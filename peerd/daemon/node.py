@@ -53,6 +53,7 @@ TENSORS_MAX = 1000  # names in a HELLO, of TENSOR_BYTES_MAX each
 TENSOR_BYTES_MAX = 256
 SCRIPT_ENDS = "the script's end"
 LEAVE_SPREAD_S = 3.0  # a few gossip rounds; whoever misses the word hears it from others
+PUT_OUT = ("revoked", "issuer")  # what ends a node is the statement beside it: a word without one is anybody's
 ANOTHER_SWARM = ("protocol", "swarm", "run", "authority")  # where a refusal names one of these, none of ours listens
 
 
@@ -265,6 +266,9 @@ class Daemon:
 
     def _on_refused_by_peer(self, peer: NodeId, refusal: Refused) -> None:
         self._hear_proof(refusal)
+        if refusal.field in PUT_OUT:
+            LOGGER.warning("%s", refusal)
+            return
         self.model.on_refused(PeerError(cured(refusal)), newcomer=self.model.meta.expects, peer=peer)
 
     def _on_refused_by_seed(self, where: Address, refusal: Refused) -> None:
@@ -272,6 +276,8 @@ class Daemon:
         if refusal.field in ANOTHER_SWARM and where in self._kept and where not in self.settings.seeds:
             LOGGER.warning("%s; it is no member any more, and is not asked again", refusal)
             self.view.membership.drop_seed(where)
+        elif refusal.field in PUT_OUT or where not in self.settings.seeds:
+            LOGGER.warning("%s", refusal)
         else:
             self.model.on_refused(PeerError(cured(refusal)), newcomer=len(self.members()) == 1)
 

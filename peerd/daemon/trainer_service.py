@@ -275,6 +275,8 @@ class TrainerService:
             await self._start(session, comes, memory)
             await self._serve(session)
         except TrainerGone:
+            if self._runner.core.model is None:
+                self.signature, self.tensors, self.layout = "", [], None
             if not self._leaving:
                 LOGGER.info("the trainer went away before its first step")
         finally:
@@ -312,7 +314,8 @@ class TrainerService:
             return f"this node exchanges {here}, and the script's peerd does not: are they of one version?"
         if self.signature and comes.signature != self.signature:
             theirs, ours = comes.tensors, self.tensors
-            differing = next((a, b) for a, b in zip([*theirs, "nothing"], [*ours, "nothing"], strict=False) if a != b)
+            lines = zip([*theirs, "nothing"], [*ours, "nothing"], strict=False)
+            differing = next(((a, b) for a, b in lines if a != b), ("another signature", "one"))
             cure = f"{cure_of_model(*differing)}, or peerd leave and start this node anew"
             return f"this node holds another model: {differing[1]} here, {differing[0]} in the script; {cure}"
         return None

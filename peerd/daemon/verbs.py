@@ -250,7 +250,9 @@ class Verbs:
 
     def _other_seeds(self) -> list[Address]:
         """Of a few members that do not issue: whoever asks them for a certificate is told so, and is not to blame."""
-        live = [one for one in self._node.members().values() if one.state == State.ALIVE and one.id != self._node.me.id]
+        node = self._node
+        met = node.acquaintances.of(node.members()).values()
+        live = [one for one in met if one.state == State.ALIVE and one.id != node.me.id]
         others = [(one.host, one.port) for one in live if not NodeMeta.unpack(one.meta).issuer]
         return random.sample(others, min(OTHER_SEEDS, len(others)))
 

@@ -86,7 +86,9 @@ class Membership:
         self.counts: Counter[str] = Counter()
         self._rng = rng
         self._timing = timing
-        self._roster = Roster(me if signing is None else claimed(me, signing), handshakes=handshakes)
+        self._roster = Roster(
+            me if signing is None else claimed(me, signing), handshakes=handshakes, signed=signing is not None
+        )
         self.members: Mapping[NodeId, Member] = MappingProxyType(self._roster.rows)
         self._proofs = None if signing is None else Proofs(signing, self.members)
         self._budget = TableBudget()  # of what is verified for those who send datagrams

@@ -58,7 +58,8 @@ def study(size: Size, run: Run) -> Findings:
     seen = (
         f"With {LOSS:.0%} of the messages lost exchanges moved the mean of all models by "
         f"{bias['push-sum', LOSS].mean:.1e} of itself with push-sum and by {bias['pull', LOSS].mean:.1e} with pull; "
-        f"with kills of one in ten of the {peers} members on average, at most {100 * worst.mean:.2f} points of accuracy were lost."
+        f"with kills of one in ten of the {peers} members on average, at most {100 * worst.mean:.2f} points of "
+        "accuracy were lost."
     )
     places = [float(place) for place in range(len(MODES))]
     across = ", ".join(f"{place}: {label}" for place, label in enumerate(MODES))

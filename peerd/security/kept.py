@@ -53,7 +53,8 @@ def read(state: Path, key: NodeKey) -> Enrolment | None:
         raise UserError(f"the certificate {path} is of another key than the node's; {cure}")
     chain = (nodes[0], *above)
     try:
-        certificates.check_chain(chain, authorities, nodes[0].not_valid_before_utc)
+        begins = max(one.not_valid_before_utc for one in chain)  # the clocks of those who gave them may differ
+        certificates.check_chain(chain, authorities, begins)
     except Untrusted:
         raise UserError(f"the node's certificate {path} is not of the authority beside it; {cure}") from None
     return Enrolment(chain, tuple(authorities), own[0] if own else None)

@@ -59,7 +59,10 @@ async def _ask(token: Token, key: NodeKey, dial: Dial, address: Address) -> Enro
     credentials = Newcomer()
     connection = await dial(credentials, address)
     try:
-        first = await _answer(connection)
+        try:
+            first = await _answer(connection)
+        except _Refused as refused:  # of one that has shown no authority yet: it may be anybody
+            raise PeerError(f"{connection.remote}: {refused}") from None
         if not isinstance(first, AuthorityShown):
             raise PeerError(f"{connection.remote}: a {type(first).__name__} before anything was asked")
         if credentials.shown is None:

@@ -83,18 +83,21 @@ class Renewal:
                     return _good_for(chain[0]) > timedelta(0)
                 replaced = "has an authority that was replaced on another machine; copy that one"
                 said.append(f"{self._entry.folder} {replaced}")
+        second: Enrolment | None = None  # of another such issuer, which cannot renew what this one issues by
         for address in self._issuers():
             try:
                 got = await self._ask(address)
-                await trio.to_thread.run_sync(kept.write, self._state, got)
+                if here is not None and got.issuer is None:
+                    second = second or got
+                    continue
+                return await self._take(got)
             except (ConnectionLost, PeerError, UserError) as error:
                 said.append(str(error))
-                continue
-            trust.renew(got.chain, trust.authorities)
-            if here is not None and got.issuer is not None:  # what it issues from now on may end later
-                here.authority.become(Authority(self._key, got.issuer, got.authorities[0]))
-            LOGGER.info("the certificate is renewed until %s", wall_clock.shown(got.chain[0].not_valid_after_utc))
-            return True
+        try:
+            if second is not None:
+                return await self._take(second)
+        except UserError as error:
+            said.append(str(error))
         why = "; ".join(said) or "no member issues any now"
         begins, ends = (
             wall_clock.shown(one)
@@ -106,6 +109,16 @@ class Renewal:
         else:
             LOGGER.warning("this node's certificate ends at %s, and is not renewed yet: %s", ends, why)
         return False
+
+    async def _take(self, got: Enrolment) -> bool:
+        """Raises UserError where it cannot be kept."""
+        trust, here = self._entry.trust, self._entry.issuer
+        await trio.to_thread.run_sync(kept.write, self._state, got)
+        trust.renew(got.chain, trust.authorities)
+        if here is not None and got.issuer is not None:  # what it issues from now on may end later
+            here.authority.become(Authority(self._key, got.issuer, got.authorities[0]))
+        LOGGER.info("the certificate is renewed until %s", wall_clock.shown(got.chain[0].not_valid_after_utc))
+        return True
 
     async def _ask(self, address: Address) -> Enrolment:
         trust, here = self._entry.trust, self._entry.issuer

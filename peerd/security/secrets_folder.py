@@ -61,8 +61,7 @@ def succession(authorities: Iterable[Certificate], *kept: Iterable[Successor]) -
     """The authorities that a node knows, which begins with some, and keeps what replaced them. Raises UserError."""
     known = Succession(map(pin_of, authorities), read_successor)
     try:
-        for one in (one for some in kept for one in some):
-            known.recall(one)
+        known.recall(one for some in kept for one in some)
     except PeerError as error:
         raise UserError(f"{_SUCCESSION} has a statement {error}; restore it from a backup, or remove it") from None
     return known

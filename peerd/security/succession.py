@@ -43,9 +43,16 @@ class Succession:
         self._read = read
         self._kept: dict[tuple[bytes, bytes], tuple[Replacement, Successor]] = {}
 
-    def recall(self, said: Successor) -> None:
-        """Take in what was kept on the disk, whether it has ended or not. Raises PeerError."""
-        self._keep(self._read(said), said)
+    def recall(self, said: Iterable[Successor]) -> None:
+        """Take in what was kept on the disk, whether it has ended or not. Raises PeerError.
+
+        What no statement links to an authority that the node begins with is another swarm's, in which it was before.
+        """
+        left = [(self._read(one), one) for one in said]
+        while linked := [pair for pair in left if {pair[0].old, pair[0].new} & self.known]:
+            for replacement, one in linked:
+                self._keep(replacement, one)
+            left = [pair for pair in left if pair not in linked]
 
     def add(self, said: Sequence[Successor], now: float) -> bool:
         """Believe what was heard; True where that changed anything. Raises PeerError, and believes what it can."""

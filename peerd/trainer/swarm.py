@@ -181,8 +181,8 @@ class Swarm:
         """Call after each optimizer step; `metrics` (accuracy=...) are shown by `peerd status` and the demo.
 
         All of them may be Python's numbers, numpy's, or tensors of one value; what is no number is left out, and named
-        once. Who gives a tensor on a GPU does not wait for it, `samples` aside: it is shown, and looked at, a step or so
-        later.
+        once. Who gives a tensor on a GPU does not wait for it, `samples` aside: it is shown, and looked at, a step or
+        so later.
         """
         self._step_count = step = self.step_count + 1
         if self._follower is not None:

@@ -126,9 +126,9 @@ def test_a_retired_one_says_nothing_more_but_the_disk_may_remember() -> None:
         here.add([said(0, 2, 90)], 11)
     assert not here.add([said(0, 1, 9)], 11), "it has ended"
     again = of(0)
-    again.recall(said(0, 1, 10))
-    assert again.in_force(11) == [PINS[1]]
-    assert again.known == {PINS[0], PINS[1]}
+    again.recall([said(1, 2, 10), said(0, 1, 10), said(3, 4, 90)])
+    assert again.in_force(11) == [PINS[2]]
+    assert again.known == {PINS[0], PINS[1], PINS[2]}, "the rest is of a swarm in which it was before"
 
 
 def test_there_is_a_bound() -> None:

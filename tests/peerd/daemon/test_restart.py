@@ -23,8 +23,9 @@ from peerd.local.identity import Identity
 from peerd.local.node_key import NodeKey
 from peerd.node.meta import NodeMeta
 from peerd.settings import Settings
+from peerd.transport.hello import Refused
 from peerd.transport.ids import Address
-from peerd.transport.messages import Member, State
+from peerd.transport.messages import Member, Refuse, State
 
 ALIVE = State.ALIVE
 STEPS = 10**6  # nobody finishes
@@ -241,6 +242,27 @@ def test_an_address_that_now_belongs_to_another_swarm_is_given_up(caplog: pytest
     simulate(1, scenario)
     given_up = "10.0.0.98:7946 refused this node: its swarm is 'theirs', ours 'peerd'; it is no member any more"
     assert said(caplog, given_up) == 2, "once by each"
+
+
+def test_a_word_that_anybody_can_say_ends_no_node_that_was_started_again() -> None:
+    """TLS's alerts are not authenticated: only the seed that the user named is believed, and not that we are out."""
+
+    async def scenario(swarm: Swarm) -> None:
+        await formed(swarm, "ab")
+        await crash(swarm, "ab")
+        await swarm.nodes["b"].start(STEPS)
+        daemon = swarm.nodes["b"].daemon
+        seed = daemon.settings.seeds[0]
+        for where in (seed, ("10.0.0.77", 7946)):
+            for field in ("revoked", "issuer", "certificate", "encryption"):
+                if where != seed or field in ("revoked", "issuer"):
+                    daemon._on_refused_by_seed(where, Refused("refused", Refuse(field, "theirs", "ours")))
+                    daemon._on_refused_by_peer("a", Refused("refused", Refuse("revoked", "theirs", "ours")))
+        assert daemon.model.fatal is None
+        daemon._on_refused_by_seed(seed, Refused("refused", Refuse("certificate", "expired", "ours")))
+        assert daemon.model.fatal == "refused; look at the clocks of both machines"
+
+    simulate(1, scenario)
 
 
 def test_a_node_told_to_join_another_swarm_ends_as_ever() -> None:

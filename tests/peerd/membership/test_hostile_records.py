@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from peerd.membership.core import LAN, Membership
 from peerd.membership.effects import AskTwin, MembershipEffect, PushPull, SendDatagram
 from peerd.membership.lives import DISOWNED_S, TWIN_AGAIN_S, TWIN_DEADLINE_S
-from peerd.membership.roster import EPOCH_JUMP, INCARNATION_JUMP, NUMBER_END, TABLE_MEMBERS
+from peerd.membership.roster import EPOCH_JUMP, INCARNATION_JUMP, NUMBER_END, TABLE_MEMBERS, Roster
 from peerd.membership.suspicion import Suspicions
 from peerd.membership.table_budget import BURST_ROWS, ROWS_PER_S, SOURCES_MAX, TableBudget
 from peerd.membership.table_exchange import FOLLOW_UP_S
@@ -188,6 +188,15 @@ def test_no_record_moves_a_number_by_more_than_its_bound(records: list[Member]) 
             reached = before[id].incarnation if now.epoch == before[id].epoch else 0
             assert now.incarnation - reached <= INCARNATION_JUMP + 1
             assert max(now.epoch, now.incarnation) < NUMBER_END
+
+
+def test_a_member_that_lost_its_count_of_lives_goes_on_from_the_clock_where_records_are_signed() -> None:
+    known = replace(member("n1"), epoch=1)
+    for signed, refused in ((False, "epoch_jump"), (True, "")):
+        roster = Roster(member("n0"), signed=signed)
+        assert roster.refusal(known) == ""
+        roster.put(known)
+        assert roster.refusal(replace(known, epoch=1_800_000_000)) == refused
 
 
 # What is kept of what peers send ---------------------------------------------------------------------------------
