@@ -87,7 +87,7 @@ class Renewal:
         for address in self._issuers():
             try:
                 got = await self._ask(address)
-                if here is not None and got.issuer is None:
+                if here is not None and got.issuer == here.authority.certificate:
                     second = second or got
                     continue
                 return await self._take(got)

@@ -27,7 +27,7 @@ from peerd.transport.connection import Connection, ConnectionLost
 from peerd.transport.errors import Blameless, PeerError, UserError
 from peerd.transport.ids import Address
 from peerd.transport.memory import MemoryNetwork
-from peerd.transport.messages import AuthorityShown, EnrolmentRequest, Hello, Message, RenewalRequest
+from peerd.transport.messages import AuthorityShown, EnrolmentRefused, EnrolmentRequest, Hello, Message, RenewalRequest
 from peerd.transport.secure.credentials import Credentials
 
 NOW = wall_clock.now()
@@ -434,6 +434,29 @@ async def test_a_damaged_certificate_is_one_line(tmp_path: Path, content: str) -
     (tmp_path / "certificate.pem").write_text(content)
     with pytest.raises(UserError, match=r"is damaged; restore it from a backup, or remove it and give"):
         kept.read(tmp_path, NEW)
+
+
+def test_whom_an_issuer_lets_in_whose_clock_is_behind_can_start_again(tmp_path: Path) -> None:
+    """Its certificate begins before that of the issuer."""
+    issuer = Authority(SERVER, ROOT.make_issuer(request_of(SERVER), NOW), ROOT.certificate)
+    for behind in (timedelta(), timedelta(minutes=30)):
+        kept.write(tmp_path, granted(issuer, request_of(NEW), NOW - behind, issuer=False))
+        assert kept.read(tmp_path, NEW) is not None
+
+
+async def test_who_refuses_before_it_has_shown_an_authority_may_be_anybody(tmp_path: Path) -> None:
+    async with swarm(tmp_path) as there:
+        stranger = ("10.0.0.1", 1)
+
+        async def lies(connection: Connection) -> None:
+            await connection.send(EnrolmentRefused("used-up"))
+            await connection.flushed()
+
+        async with trio.open_nursery() as nursery:
+            await nursery.start(there.network.transport(stranger[0]).listen, stranger, lies)
+            token = there.token()
+            assert await enrolled(replace(token, addresses=(stranger, *token.addresses)), NEW, there.dial)
+            nursery.cancel_scope.cancel()
 
 
 async def test_a_certificate_of_another_key(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ class Node:
     """One that is due, and an issuer that it may ask."""
 
     def __init__(self, network: MemoryNetwork, folder: Path, *, issues: bool = False) -> None:
-        self.folder = folder
+        self.folder, self.network = folder, network
         enrolment = granted(ROOT, request_of(KEY), NOW, issuer=issues)
         issuer = (
             Issuer(Authority(KEY, enrolment.issuer, ROOT.certificate), TokenStore(folder)) if enrolment.issuer else None
@@ -91,6 +91,30 @@ async def test_an_issuer_renews_it(tmp_path: Path) -> None:
         again = kept.read(tmp_path, KEY)
         assert again is not None
         assert again.chain == it.entry.trust.chain
+
+
+@pytest.mark.parametrize("there", [False, True])
+async def test_an_issuer_asks_on_until_its_own_certificate_as_one_is_renewed(tmp_path: Path, there: bool) -> None:
+    """Another one like it can renew what makes it a member, and is the second best."""
+    other = Authority(ISSUER_KEY, ROOT.make_issuer(request_of(ISSUER_KEY), DUE), ROOT.certificate)
+    like_it = ("10.0.0.6", 7946)
+    async with node(tmp_path, issues=True) as it, trio.open_nursery() as nursery:
+
+        async def serve(connection: Connection) -> None:
+            request = await connection.receive()
+            assert isinstance(request, RenewalRequest)
+            await connection.send(granted(other, request.request, DUE, issuer=False).message())
+            await connection.flushed()
+
+        await nursery.start(it.network.transport(like_it[0]).listen, like_it, serve)
+        it.issuers = [like_it, WHERE] if there else [like_it]
+        assert await it.renewal.renewed()
+        again = kept.read(tmp_path, KEY)
+        assert again is not None
+        assert again.chain[0].not_valid_after_utc == DUE + NODE_LIFE
+        renewed = again.issuer is not None and again.issuer.not_valid_after_utc == DUE + authority.ISSUER_LIFE
+        assert renewed == there
+        nursery.cancel_scope.cancel()
 
 
 async def test_an_issuer_stays_one(tmp_path: Path) -> None:

@@ -6,13 +6,14 @@ import gc
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import trio
 
-from peerd.daemon.acceptor import NEWS_S, Acceptor
+from peerd.daemon.acceptor import NEWS_S, TOLD_EVERY_S, Acceptor
 from peerd.daemon.peers import Peers
 from peerd.node.strikes import STRIKES_MAX
 from peerd.settings import Settings
@@ -23,7 +24,7 @@ from peerd.transport.admission import GREETED_MAX, UNPROVED_IDLE_S
 from peerd.transport.connection import Connection, ConnectionLost
 from peerd.transport.errors import PeerError, UserError
 from peerd.transport.framing import FrameReader, frames
-from peerd.transport.hello import greet
+from peerd.transport.hello import Refused, greet
 from peerd.transport.ids import NodeId
 from peerd.transport.memory import MemoryNetwork
 from peerd.transport.messages import (
@@ -160,6 +161,23 @@ async def test_strangers_have_no_member_refused_that_shares_their_host(identity:
         else:
             with pytest.raises(ConnectionLost):
                 await greet(connection, hello("good"))
+
+
+async def test_a_host_that_is_refused_is_said_once_a_minute_for_each_reason(caplog: pytest.LogCaptureFixture) -> None:
+    async with setting() as there:
+
+        async def refused(**said: Any) -> None:
+            for _ in range(20):
+                connection = await there.network.transport("one").dial(("me", 1))
+                with pytest.raises(Refused):
+                    await greet(connection, replace(hello("x"), **said))
+
+        await refused(swarm="theirs")
+        await refused(run="theirs")
+        await trio.sleep(TOLD_EVERY_S)
+        await refused(swarm="theirs")
+    told = [record.message.partition(": its ")[2].partition(" is ")[0] for record in caplog.records]
+    assert told == ["swarm", "run", "swarm"]
 
 
 async def test_who_does_it_again_and_again_is_refused_for_a_while(caplog: pytest.LogCaptureFixture) -> None:
