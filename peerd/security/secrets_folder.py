@@ -10,6 +10,7 @@ from typing import TypeVar
 from cryptography.x509 import Certificate
 
 from peerd.local.durable import replace
+from peerd.security import wall_clock
 from peerd.security.authority import read_successor
 from peerd.security.certificates import pin_of
 from peerd.security.succession import Succession
@@ -38,6 +39,7 @@ class Kept:
     successors: Sequence[Successor] = ()
     revocations: Sequence[Revocation] = ()
     generations: Sequence[Generation] = ()
+    keys_age_s: float = 0.0  # since the newest came, by the clock on the wall
 
 
 def write(folder: Path, kept: Kept) -> None:
@@ -54,6 +56,7 @@ def read(folder: Path) -> Kept:
         [one for said in _read(folder / _SUCCESSION, Successors) for one in said.successors],
         [one for said in _read(folder / _REVOCATIONS, RevocationList) for one in said.revocations],
         [one for said in _read(folder / _KEYRING, Keys) for one in said.generations],
+        _age_s(folder / _KEYRING),
     )
 
 
@@ -71,6 +74,13 @@ def _replace(path: Path, messages: Sequence[Message]) -> None:
     text = "".join(wire.encode(message)[0].hex() + "\n" for message in messages)
     if messages and not (path.is_file() and path.read_text() == text):
         replace(path, text)
+
+
+def _age_s(path: Path) -> float:
+    try:
+        return max(0.0, wall_clock.now().timestamp() - path.stat().st_mtime)
+    except OSError:
+        return 0.0
 
 
 def _read(path: Path, kind: type[Said]) -> list[Said]:

@@ -64,6 +64,7 @@ class SharedSecrets:
         self._folder = folder
         self._me = me
         self._patience = 0.0 if alone else FIRST_KEY_S * (1 + rng.random())
+        self._replacing = trio.Lock()
         self._jitter = 1 + rng.random() / 4  # that not all issuers make the next key at once
         self._behind_at: float | None = None  # since when a key is to be made
         self._touched = trio.Event()
@@ -132,6 +133,10 @@ class SharedSecrets:
 
         The old one is in force `until` then. Raises UserError.
         """
+        async with self._replacing:
+            await self._replace_authority(folder, until)
+
+    async def _replace_authority(self, folder: Path, until: datetime) -> None:
         assert self.issuer is not None
         if not math.isinf(ends := self.succession.deadline(_unix())):
             until_then = shown(datetime.fromtimestamp(ends, UTC))
@@ -291,9 +296,9 @@ class SharedSecrets:
                 f"remove {self._folder} or take another --name, and enter with a new token"
             )
         self._follow()
-        for generation in kept.generations:
+        for generation in kept.generations:  # a node may be started again more often than keys change
             with suppress(PeerError):
-                self.keyring.add(generation, now, known_for_s=SPREAD_S)
+                self.keyring.add(generation, now, known_for_s=max(SPREAD_S, kept.keys_age_s))
         self._apply(now)
 
     def _signer_of(self, purpose: str, message: bytes, signature: bytes, issuer: bytes) -> NodeId | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -12,7 +13,7 @@ import trio
 from secret_swarm import ISSUER, KEYS, OTHER, ROOT, Node, ends, inline_threads, push_pull
 
 from peerd.security import revocations, secrets_exchange, secrets_folder, shared_secrets, wall_clock
-from peerd.security.keyring import SPREAD_S
+from peerd.security.keyring import ROTATE_S, SPREAD_S
 from peerd.security.secrets_exchange import UNBELIEVED_MAX
 from peerd.security.shared_secrets import FIRST_KEY_S, WRITE_AGAIN_S
 from peerd.transport.errors import PeerError, UserError
@@ -76,6 +77,42 @@ async def test_an_authority_is_not_replaced_where_members_would_not_remember_it(
         await a.secrets.replace_authority(a.authority, wall_clock.now() + timedelta(hours=1))
         assert a.secrets.held != before
         nursery.cancel_scope.cancel()
+
+
+async def test_of_two_replacements_at_once_one_is_refused(tmp_path: Path) -> None:
+    async with trio.open_nursery() as nursery:
+        (a,) = await started(nursery, tmp_path, 0)
+        refused: list[str] = []
+
+        async def replace_it() -> None:
+            try:
+                await a.secrets.replace_authority(a.authority, wall_clock.now() + timedelta(hours=1))
+            except UserError as error:
+                refused.append(str(error))
+
+        async with trio.open_nursery() as both:
+            both.start_soon(replace_it)
+            both.start_soon(replace_it)
+        assert len(a.secrets.succession.statements()) == 1
+        assert len(refused) == 1
+        assert "is being replaced already" in refused[0]
+        nursery.cancel_scope.cancel()
+
+
+async def test_the_key_changes_though_its_maker_is_started_again_each_day(tmp_path: Path) -> None:
+    numbers = []
+    async with trio.open_nursery() as nursery:
+        (a,) = await started(nursery, tmp_path, 0)
+        for _ in range(3):
+            await trio.sleep(0.8 * ROTATE_S)
+            numbers.append(a.secrets.keyring.generations[0].number)
+            a.crash()
+            (kept,) = tmp_path.rglob("keyring.hex")
+            aged = kept.stat().st_mtime - 0.8 * ROTATE_S  # to the clock on the wall no time has passed
+            os.utime(kept, times=(aged, aged))
+            a.start(nursery)
+        nursery.cancel_scope.cancel()
+    assert numbers[0] == 1 < numbers[-1]
 
 
 async def test_nothing_goes_to_a_stranger_or_over_what_proves_nothing(tmp_path: Path) -> None:
