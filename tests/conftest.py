@@ -25,7 +25,7 @@ from trio.testing import MockClock
 os.environ["OMP_NUM_THREADS"] = "1"
 
 # slow is no failure; a failure is replayed
-settings.register_profile("peerd", deadline=None, print_blob=True, max_examples=45)
+settings.register_profile("peerd", deadline=None, print_blob=True, max_examples=30)
 settings.register_profile("quick", parent=settings.get_profile("peerd"), max_examples=10)
 settings.register_profile("thorough", parent=settings.get_profile("peerd"), max_examples=100)
 settings.register_profile("long", parent=settings.get_profile("peerd"), max_examples=10_000)  # by hand, with a seed
@@ -34,7 +34,7 @@ settings.load_profile("peerd")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background, and inherited
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-SHARES = {"peerd": 0.4, "quick": 0.1}
+SHARES = {"peerd": 0.3, "quick": 0.1}
 """By profile: of the examples that a test says itself, so many are drawn."""
 _fewer: set[object] = set()  # whose examples are that many now
 

@@ -108,6 +108,7 @@ class TrainerService:
         self._ends = RunEnds()
         self._giving: set[NodeId] = set()  # members to whom the model is about to be sent
         self._leaving = False
+        self._begins = trio.Lock()
         self._is_left = False  # its trainer ended in the middle of a run, and none comes
         self._took_the_swarms = False  # the first model was
         self._view_max: int | None = None  # where the host has no memory for more
@@ -478,7 +479,11 @@ class TrainerService:
     # ---------------------------------------------------------------- the mode
 
     async def _begin_mode(self) -> None:
-        """That of the plan in force, which may change meanwhile."""
+        """That of the plan in force, which may change meanwhile: then it is begun once."""
+        async with self._begins:
+            await self._begin_the_plans_mode()
+
+    async def _begin_the_plans_mode(self) -> None:
         while self.mode is None or self._runner.core.plan != self.plans.plan:
             assert self.layout is not None, "known once a trainer has attached"
             plan, settings = self.plans.plan, self.plans.settings
