@@ -239,7 +239,7 @@ OLD_WORDS: dict[str, tuple[str, ...]] = dict.fromkeys(
     "link": (  # what two partners remember, and what is told of it
         "peerd.training", "peerd.transport.messages.pairs", "peerd.transport.messages.one_way", "peerd.simulation",
         "peerd.process.host_memory", "peerd.daemon.verbs", "peerd.daemon.plan_follower",
-        "peerd.daemon.trainer_service", "peerd.reproduce.sockets.rank", "peerd.reproduce.controls.unpacked",
+        "peerd.reproduce.sockets.rank", "peerd.reproduce.controls.unpacked",
         "peerd.cli.status", "peerd.cli.watch", "peerd.cli.demo.figures",
     ),
     "shard": (

@@ -53,7 +53,8 @@ TENSORS_MAX = 1000  # names in a HELLO, of TENSOR_BYTES_MAX each
 TENSOR_BYTES_MAX = 256
 SCRIPT_ENDS = "the script's end"
 LEAVE_SPREAD_S = 3.0  # a few gossip rounds; whoever misses the word hears it from others
-PUT_OUT = ("revoked", "issuer")  # what ends a node is the statement beside it: a word without one is anybody's
+PUT_OUT = ("revoked", "issuer")  # what ends a node that was in the swarm is the statement beside it
+ALERTS = (*PUT_OUT, "certificate", "authority", "encryption")  # said before a handshake is over: by anybody
 ANOTHER_SWARM = ("protocol", "swarm", "run", "authority")  # where a refusal names one of these, none of ours listens
 
 
@@ -258,26 +259,27 @@ class Daemon:
             LOGGER.info("%s can be reached again", who)
         else:
             LOGGER.warning(
-                "%s is alive, but this node cannot connect to it: %s; nothing is exchanged with it until it can (nodes "
-                "must be able to dial each other: peerd doctor --join %s)",
+                "%s is alive, but this node cannot connect to it: %s; until that can be it hears nothing from here "
+                "(nodes must be able to dial each other: peerd doctor --join %s)",
                 who, error, shown((member.host, member.port)),
             )  # fmt: skip
-        self.model.on_members()
+        self.view.tell_changes()
 
     def _on_refused_by_peer(self, peer: NodeId, refusal: Refused) -> None:
         self._hear_proof(refusal)
         if refusal.field in PUT_OUT:
-            LOGGER.warning("%s", refusal)
+            LOGGER.warning("%s", cured(refusal))
             return
         self.model.on_refused(PeerError(cured(refusal)), newcomer=self.model.meta.expects, peer=peer)
 
     def _on_refused_by_seed(self, where: Address, refusal: Refused) -> None:
         self._hear_proof(refusal)
-        if refusal.field in ANOTHER_SWARM and where in self._kept and where not in self.settings.seeds:
+        named = where in self.settings.seeds
+        if refusal.field in ANOTHER_SWARM and where in self._kept and not named:
             LOGGER.warning("%s; it is no member any more, and is not asked again", refusal)
             self.view.membership.drop_seed(where)
-        elif refusal.field in PUT_OUT or where not in self.settings.seeds:
-            LOGGER.warning("%s", refusal)
+        elif (refusal.field in PUT_OUT and self._kept) or (refusal.field in ALERTS and not named):
+            LOGGER.warning("%s", cured(refusal))
         else:
             self.model.on_refused(PeerError(cured(refusal)), newcomer=len(self.members()) == 1)
 

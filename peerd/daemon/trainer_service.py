@@ -40,6 +40,7 @@ from peerd.training.mode_core import GradientCame
 from peerd.training.mode_settings import AUTO, GRADIENTS
 from peerd.training.modes import Mode, class_of, parse_mode
 from peerd.training.modes.average import Average
+from peerd.training.partnered import PartneredMode
 from peerd.transport.errors import PeerError, cause
 from peerd.transport.ids import Address, NodeId
 from peerd.transport.messages import (
@@ -145,23 +146,23 @@ class TrainerService:
         self.plans.on_members()
         known = self._members()
         if self.mode is not None:
-            paired = isinstance(self.mode, LinkedMode)
-            self._runner.on_partners(self._partners(known, self._runner.core.plan, paired=paired))
+            self._runner.on_partners(self._partners(known, self._runner.core.plan, type(self.mode)))
         others = self._ends.heard(partners_said(known, self._me, self.signature))
         if (session := self._runner.session) is not None:
             session.board.say_others(others)
 
-    def _partners(self, known: Mapping[NodeId, Member], plan: Plan, *, paired: bool) -> frozenset[NodeId]:
-        """Who can exchange. Who is refused, or cannot be dialled, has no link: its place is another's, and no run's end
-        waits for it.
+    def _partners(self, known: Mapping[NodeId, Member], plan: Plan, mode: type) -> frozenset[NodeId]:
+        """Who can exchange. Who is refused has no link: its place is another's, and no run's end waits for it. Nor has
+        who cannot be dialled, where partners are anybody.
 
-        Unless members are `paired`, all must name the same ones. Who shares a model to the bit makes no step without
+        In modes without links all must name the same ones. Who shares a model to the bit makes no step without
         those who have not come to the plan yet.
         """
         found = partners(known, self._me, self.signature, None if self._shares_all else plan)
-        if not paired:
+        if not issubclass(mode, LinkedMode):
             return found
-        refused_s, unreached = self._peers.offences.refused_s, self._peers.unreached()
+        refused_s = self._peers.offences.refused_s
+        unreached = self._peers.unreached() if issubclass(mode, PartneredMode) else {}
         return frozenset(id for id in found if id not in unreached and not refused_s(id, known[id].host))
 
     def _on_refused(self, node: NodeId, seconds: float) -> None:
@@ -499,8 +500,7 @@ class TrainerService:
                 )
             make = Average if plan.once else parse_mode(settings.mode, settings.exchange)
             known = self._members() if self.meta.ready else {}  # a newcomer hears of the others once it may exchange
-            paired = not plan.once and class_of(settings.mode).KEEPS_LINKS
-            alive = self._partners(known, plan, paired=paired)
+            alive = self._partners(known, plan, Average if plan.once else class_of(settings.mode))
             await self._runner.begin(plan, alive, make, self._me, self.layout, self._rng, used)
 
     async def _change_plan(self, plan: Plan) -> None:

@@ -65,6 +65,8 @@ class SharedSecrets:
         self._me = me
         self._patience = 0.0 if alone else FIRST_KEY_S * (1 + rng.random())
         self._replacing = trio.Lock()
+        self._began = trio.current_time()
+        self._spread_s = SPREAD_S * (1 + 9 * rng.random())  # issuers that all start again hear of the first one's key
         self._jitter = 1 + rng.random() / 4  # that not all issuers make the next key at once
         self._behind_at: float | None = None  # since when a key is to be made
         self._touched = trio.Event()
@@ -247,7 +249,7 @@ class SharedSecrets:
             return math.inf
         if not self.keyring.is_behind(len(self.revocations)):
             self._behind_at = None
-            return self.keyring.newest_since + self._jitter * ROTATE_S
+            return max(self.keyring.newest_since + self._jitter * ROTATE_S, self._began + self._spread_s)
         if self._behind_at is None:
             self._behind_at = now
         # who revokes makes the key, too; others only if it died in between, or keys of two halves have met

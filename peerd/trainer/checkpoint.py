@@ -15,8 +15,9 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -179,8 +180,10 @@ def restore(generation: Generation, model: nn.Module, optimizer: torch.optim.Opt
             at = moved.get(int(index), int(index))
             held = parameters[at] if at < len(parameters) else value
             state.setdefault(at, {})[key] = taken_apart(value, held) if value.shape == held.shape else value
-    groups = [_as_before(group, had) for group, had in zip(plain["param_groups"], optimizer.param_groups, strict=False)]
-    groups += plain["param_groups"][len(groups) :]
+    if (kept := _regrouped(plain["param_groups"], optimizer, moved) if moved else plain["param_groups"]) is None:
+        return False
+    groups = [_as_before(group, had) for group, had in zip(kept, optimizer.param_groups, strict=False)]
+    groups += kept[len(groups) :]
     try:
         optimizer.load_state_dict({"state": state, "param_groups": groups})
     except ValueError:  # it groups the parameters in another way
@@ -191,7 +194,7 @@ def restore(generation: Generation, model: nn.Module, optimizer: torch.optim.Opt
 def _names_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """The model's names of the optimizer's parameters, in its order; "" of one that is not the model's."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [names.get(id(parameter), "") for group in optimizer.param_groups for parameter in group["params"]]
+    return [names.get(id(parameter), "") for group in optimizer.param_groups for parameter in group.get("params", ())]
 
 
 def _moved(before: list[str], now: list[str]) -> dict[int, int]:
@@ -200,6 +203,24 @@ def _moved(before: list[str], now: list[str]) -> dict[int, int]:
     if before == now or len(places) < len(now) or "" in places or sorted(before) != sorted(now):
         return {}
     return {place: places[name] for place, name in enumerate(before)}
+
+
+def _regrouped(
+    kept: list[dict[str, Any]], optimizer: torch.optim.Optimizer, moved: dict[int, int]
+) -> list[dict[str, Any]] | None:
+    """Each group at the place of the one that has its parameters now; None: they are grouped in another way."""
+    before = _places(len(group["params"]) for group in kept)
+    now = [set(places) for places in _places(len(group["params"]) for group in optimizer.param_groups)]
+    had = [{moved[place] for place in places} for places in before]
+    if len(had) != len(now) or any(places not in had for places in now):
+        return None
+    return [{**kept[had.index(places)], "params": sorted(places)} for places in now]
+
+
+def _places(sizes: Iterable[int]) -> list[range]:
+    """Of the parameters of groups so large, one after the other."""
+    ends = list(accumulate(sizes))
+    return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def _check_before(weights: dict[str, Any], there: dict[str, Any], model: nn.Module, may_lack: set[str]) -> None:

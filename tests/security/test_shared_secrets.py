@@ -115,6 +115,28 @@ async def test_the_key_changes_though_its_maker_is_started_again_each_day(tmp_pa
     assert numbers[0] == 1 < numbers[-1]
 
 
+async def test_issuers_that_all_start_again_late_make_no_key_each(tmp_path: Path) -> None:
+    async with trio.open_nursery() as nursery:
+        nodes = await started(nursery, tmp_path, 0, 1)
+        await push_pull(nodes[1], nodes[0])
+        await trio.sleep(SPREAD_S)
+        for node in nodes:
+            node.crash()
+        for kept in tmp_path.rglob("keyring.hex"):
+            aged = kept.stat().st_mtime - 2 * ROTATE_S
+            os.utime(kept, times=(aged, aged))
+        for node in nodes:
+            node.start(nursery)
+        await trio.sleep(SPREAD_S)
+        assert all(node.secrets.keyring.generations[0].number == 1 for node in nodes)
+        for _ in range(20):
+            await trio.sleep(SPREAD_S / 2)
+            await push_pull(nodes[1], nodes[0])
+        assert [node.secrets.keyring.generations[0].number for node in nodes] == [2, 2]
+        assert len({node.secrets.keyring.generations[0].key for node in nodes}) == 1
+        nursery.cancel_scope.cancel()
+
+
 async def test_nothing_goes_to_a_stranger_or_over_what_proves_nothing(tmp_path: Path) -> None:
     async with trio.open_nursery() as nursery:
         (a,) = await started(nursery, tmp_path, 0)

@@ -431,7 +431,7 @@ class Gossip(PartneredMode[PairLink]):
             for link in self._round(sorted(live, key=lambda link: link.peer)):
                 effects += self._begin(link, self._current(), "finishing", now)
                 self.counts["trigger_finishing"] += 1
-        return effects + self._proceed(live, expects_more=bool(self._links.opening), under_way=under_way)
+        return effects + self._proceed(live, expects_more=self._links.expects_more, under_way=under_way)
 
     def _round(self, live: list[PairLink]) -> list[PairLink]:
         """Who is exchanged with next: a partner still training gets our model once, and comes back when it ends too."""

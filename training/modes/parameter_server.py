@@ -266,7 +266,8 @@ class ParameterServer(ModeClass):
         since = f"this node's step has waited for {self._now - shard.part.pushed_at:.0f} s"
         missing = self._leadership.missing(shard)
         if missing:
-            return f"{since} for {', '.join(f'member {member}' for member in sorted(missing))}"
+            some = "" if self._rule.n == 0 else "some of "
+            return f"{since} for {some}{', '.join(f'member {member}' for member in sorted(missing))}"
         return (
             f"{since} for member {shard.leader[1]}, which serves the parameters: it waits for others' steps, as its "
             "log says, or one of the two cannot reach the other (peerd doctor on each, --join the other's address)"

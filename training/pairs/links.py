@@ -55,6 +55,7 @@ from peerd.transport.messages import Delta, LinkClose, LinkClosed, LinkEqual, Li
 
 UNKNOWN = -1  # the version of a link that this end knows nothing of: it was another life's
 UNFINISHED_MAX = 64
+REMINDERS = 10  # a minute apart: a whole model on a thin line takes long, and may still come after them
 
 
 class LinkState(Enum):
@@ -175,6 +176,7 @@ class PairLinks:
         """Open links until there are `view`, and accept as many as room.py says; one that does not open accepts all."""
         self.held: dict[NodeId, PairLink] = {}
         self.opening: dict[NodeId, tuple[int, float]] = {}  # link number, when it was last asked for
+        self._reminded: Counter[NodeId] = Counter()  # of these
         self._offered: tuple[bytes, Sliced] | None = None  # of these: a start that needs not travel, and its digest
         self.remnants: dict[int, Remnant] = {}  # by link number, the oldest first
         self._ended: OrderedDict[int, int] = OrderedDict()  # link number -> version: LinkClosed was, or can be, said
@@ -230,7 +232,7 @@ class PairLinks:
                     unanswered.append(link.sent_at)
         if self.remnants:
             unanswered += [remnant.said_at for remnant in self.remnants.values() if remnant.peer in self._alive]
-        if live + len(self.opening) < self._wanted():
+        if live + self._answers_due < self._wanted():
             self._lacking_since = min(self._lacking_since, now)
             unanswered.append(self._lacking_since)  # those who declined are asked again
         else:
@@ -269,6 +271,7 @@ class PairLinks:
         for peer, since in sorted(since_when.items()):
             if now - since >= SILENCE_MAX_S:
                 self._counts["repeats"] += 1
+                self._reminded[peer] += peer in self.opening
                 effects += self.repeat(peer, now)
         self._declined.clear()
         self._lacking_since = float("inf")
@@ -455,6 +458,7 @@ class PairLinks:
 
     def _asked_no_more(self, peer: NodeId) -> int:
         number, _ = self.opening.pop(peer)
+        self._reminded.pop(peer, None)
         if not self.opening:
             self._offered = None
         return number
@@ -526,7 +530,17 @@ class PairLinks:
         return min(self._view, len(self._alive)) if self.opens else 0
 
     def _places_taken(self) -> int:
-        return len(self.live()) + len(self.opening)
+        return len(self.live()) + self._answers_due
+
+    @property
+    def _answers_due(self) -> int:
+        """Of links that were asked for. Who has been silent for long may not reach us: its place is another's, too."""
+        return sum(self._reminded[peer] < REMINDERS for peer in self.opening)
+
+    @property
+    def expects_more(self) -> bool:
+        """Whether a link that was asked for may still come."""
+        return self._answers_due > 0
 
     def _make_room(self) -> None:
         """Keep as many links to absent peers as there is room for, those with an exchange to finish first, and as much

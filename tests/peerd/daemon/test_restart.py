@@ -265,6 +265,20 @@ def test_a_word_that_anybody_can_say_ends_no_node_that_was_started_again() -> No
     simulate(1, scenario)
 
 
+def test_a_node_started_again_with_another_mode_ends_with_a_line() -> None:
+    """Its members say so over connections that have proved who they are."""
+
+    async def scenario(swarm: Swarm) -> None:
+        await formed(swarm, "ab")
+        await crash(swarm, "ab")
+        await swarm.nodes["b"].start(STEPS)
+        daemon = swarm.nodes["b"].daemon
+        daemon._on_refused_by_seed(("10.0.0.77", 7946), Refused("refused", Refuse("mode", "gossip", "allreduce")))
+        assert str(daemon.model.fatal).startswith("refused; start all nodes with the same --mode")
+
+    simulate(1, scenario)
+
+
 def test_a_node_told_to_join_another_swarm_ends_as_ever() -> None:
     async def scenario(swarm: Swarm) -> None:
         await formed(swarm, "ab")

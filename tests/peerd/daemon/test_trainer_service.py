@@ -140,7 +140,10 @@ async def test_who_is_refused_has_no_link_until_it_is_heard_again(
     assert told == [frozenset({"other"} if stays else ()), frozenset({"other"})]
 
 
-@pytest.mark.parametrize(("mode", "stays"), [("gossip", False), ("gossip-push", False), ("allreduce", True)])
+@pytest.mark.parametrize(
+    ("mode", "stays"),
+    [("gossip", False), ("gossip-push", False), ("elastic:pairwise", False), ("elastic", True), ("allreduce", True)],
+)
 async def test_who_cannot_be_dialled_has_no_link_until_it_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, stays: bool
 ) -> None:

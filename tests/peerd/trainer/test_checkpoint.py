@@ -233,6 +233,28 @@ def test_state_goes_with_the_name_of_its_parameter_whatever_their_order(tmp_path
             assert torch.equal(optimizer.state[mine][key], other.state[theirs][key])
 
 
+@pytest.mark.parametrize(("groups", "whole"), [([[3, 1], [2, 0]], True), ([[0, 1], [2, 3]], False)])
+def test_what_a_group_is_told_goes_with_its_parameters(groups: list[list[int]], whole: bool) -> None:
+    """Of matrices and biases, as people part them; where they are parted in another way nothing fits."""
+
+    def made(order: list[list[int]], rates: list[float]) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        parameters = list(model.parameters())
+        told = [{"params": [parameters[at] for at in group], "lr": lr} for group, lr in zip(order, rates, strict=True)]
+        return model, torch.optim.Adam(told)
+
+    model, optimizer = made([[0, 2], [1, 3]], [0.01, 0.02])
+    model(torch.randn(5, 3)).square().mean().backward()
+    optimizer.step()
+    again, other = made(groups, [0.5, 0.5])
+    assert restore(capture(model, optimizer, 1, "s"), again, other) == whole
+    if whole:
+        assert [group["lr"] for group in other.param_groups] == [0.02, 0.01]
+        for mine, theirs in zip(model.parameters(), again.parameters(), strict=True):
+            assert torch.equal(optimizer.state[mine]["exp_avg"], other.state[theirs]["exp_avg"])
+
+
 def test_an_optimizer_with_values_that_are_not_plain_is_left_out(tmp_path: Path) -> None:
     model = Net()
     optimizer = OPTIMIZERS["sgd"](model)

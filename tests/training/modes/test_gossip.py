@@ -20,11 +20,11 @@ from peerd.training.effects import Effect, Log, Vector
 from peerd.training.mode_settings import AUTO
 from peerd.training.modes import gossip
 from peerd.training.pairs.codec_choice import FINE_EXCHANGES, FINE_WORTH
-from peerd.training.pairs.links import CAME, TRANSITIONS, WENT, LinkState
+from peerd.training.pairs.links import CAME, REMINDERS, TRANSITIONS, WENT, LinkState
 from peerd.training.pairs.reference import Exchanged
 from peerd.training.trigger import SILENCE_MAX_S, WAKE_AFTER_S
 from peerd.transport.errors import PeerError
-from peerd.transport.messages import Connected, Delta, LinkClosed, LinkOpen, LinkSnapshot
+from peerd.transport.messages import Connected, Delta, LinkClosed, LinkEqual, LinkOpen, LinkSnapshot
 
 WITH = [*sorted(CODECS), AUTO]
 BATCHES: list[list[float]] = [[], [16, 16, 16, 16], [64, 8, 8, 8], [100, 64, 16, 8]]
@@ -713,6 +713,25 @@ def test_who_declined_is_asked_again_however_often_others_exchange() -> None:
     waits = [later - before for before, later in pairwise(asked)]
     assert len(waits) >= 1
     assert all(SILENCE_MAX_S <= wait <= SILENCE_MAX_S + 10 for wait in waits)
+
+
+def test_who_never_answers_keeps_no_place_for_ever_and_may_still_answer() -> None:
+    swarm = GossipSwarm(3, 10, "sign", view=1)
+    swarm.peers("a", {"b", "c"})
+    links = swarm.nodes["a"].core._links
+    (silent,) = links.opening
+    (number, _), other = links.opening[silent], "bc"[silent == "b"]
+    for _ in range(REMINDERS):
+        assert links.expects_more
+        assert list(links.opening) == [silent]
+        swarm.now += WAKE_AFTER_S
+        swarm.perform("a", swarm.nodes["a"].core.on_timer(swarm.now))
+    assert set(links.opening) == {silent, other}
+    start = swarm.nodes["a"].core._links._offer()
+    assert start
+    swarm.perform("a", swarm.nodes["a"].core.on_message(silent, LinkEqual(number), swarm.now))
+    assert links.held[silent].active
+    assert set(links.opening) == {other}
 
 
 def test_a_half_that_came_too_early_is_not_waited_for() -> None:
