@@ -135,21 +135,19 @@ class SharedSecrets:
 
         The old one is in force `until` then. Raises UserError.
         """
-        async with self._replacing:
-            await self._replace_authority(folder, until)
-
-    async def _replace_authority(self, folder: Path, until: datetime) -> None:
         assert self.issuer is not None
-        if not math.isinf(ends := self.succession.deadline(_unix())):
-            until_then = shown(datetime.fromtimestamp(ends, UTC))
-            raise UserError(f"the authority is being replaced already, until {until_then}; then it may be again")
-        if len(self.succession.statements()) >= SUCCESSORS_MAX:
-            raise UserError(f"the authority was replaced {SUCCESSORS_MAX} times, and members remember no more of it")
-        made, said = await trio.to_thread.run_sync(authority_folder.rotate, folder, wall_clock.now(), until)
-        self.issuer.become(made)
-        self.hear_successors([said])
-        self._make_key(trio.current_time())
-        await self._write()
+        async with self._replacing:
+            if not math.isinf(ends := self.succession.deadline(_unix())):
+                until_then = shown(datetime.fromtimestamp(ends, UTC))
+                raise UserError(f"the authority is being replaced already, until {until_then}; then it may be again")
+            if len(self.succession.statements()) >= SUCCESSORS_MAX:
+                times = f"{SUCCESSORS_MAX} times, and members remember no more of it"
+                raise UserError(f"the authority was replaced {times}")
+            made, said = await trio.to_thread.run_sync(authority_folder.rotate, folder, wall_clock.now(), until)
+            self.issuer.become(made)
+            self.hear_successors([said])
+            self._make_key(trio.current_time())
+            await self._write()
 
     @property
     def _may_sign(self) -> bool:
