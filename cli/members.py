@@ -21,7 +21,7 @@ def members(name: NameOption = None, format: FormatOption = Format.TEXT) -> None
 
     "refused": this node exchanges nothing with it, for broken rules or a model far from all others'; see peerd forgive.
 
-    "not reached": for half a minute or longer this node could make no connection to it, and exchanges nothing with it.
+    "not reached": for half a minute or longer this node could make no connection to it: it hears nothing from here.
 
     VIA is how models travel between that member and this node, while they exchange: tcp, shm (memory that nodes of one
     machine share), rdma, or ucx (for tests: what the library for RDMA has without it).

@@ -31,9 +31,8 @@ class OptimizerState:
         self._names = {id(tensor): piece.name for piece, tensor in stepped if not piece.is_buffer}
         for part in self._parts:
             _require_known(part)
-        self._rates = torch.empty(
-            len(self._groups), RATE_PARTS, dtype=torch.float32, device="cpu"
-        )  # of the groups that there are at first
+        of_these = len(self._groups)  # the groups that there are at first
+        self._rates = torch.empty(of_these, RATE_PARTS, dtype=torch.float32, device="cpu")
         self._own: list[tuple[Any, dict[str, Any], float, float]] = []  # part, group, its rate, and that of one step
         self._gives_back = False  # after each step
 
