@@ -27,7 +27,7 @@ class Tap:
         self.carried = 0  # bytes, until now
         self.datagrams = 0
         self._packets: list[bytes] = []
-        self._sock = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(_ETH_P_IP))
+        self._sock = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, 0)  # of no protocol: nothing before the filter
         self._sock.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, BUFFER_BYTES)
         number = int.from_bytes(socket.inet_aton(address), "big")
         instructions = (
