@@ -482,26 +482,24 @@ class TrainerService:
     async def _begin_mode(self) -> None:
         """That of the plan in force, which may change meanwhile: then it is begun once."""
         async with self._begins:
-            await self._begin_the_plans_mode()
-
-    async def _begin_the_plans_mode(self) -> None:
-        while self.mode is None or self._runner.core.plan != self.plans.plan:
-            assert self.layout is not None, "known once a trainer has attached"
-            plan, settings = self.plans.plan, self.plans.settings
-            used = settings.mode_settings
-            if self._view_max is not None:
-                used = replace(used, view=min(used.view, self._view_max))
-            if settings.codec not in (AUTO, used.codec):
-                LOGGER.warning(
-                    "mode %s takes codec %s in place of %s, which drops too much",
-                    settings.mode,
-                    used.codec,
-                    settings.codec,
-                )
-            make = Average if plan.once else parse_mode(settings.mode, settings.exchange)
-            known = self._members() if self.meta.ready else {}  # a newcomer hears of the others once it may exchange
-            alive = self._partners(known, plan, Average if plan.once else class_of(settings.mode))
-            await self._runner.begin(plan, alive, make, self._me, self.layout, self._rng, used)
+            while self.mode is None or self._runner.core.plan != self.plans.plan:
+                assert self.layout is not None, "known once a trainer has attached"
+                plan, settings = self.plans.plan, self.plans.settings
+                used = settings.mode_settings
+                if self._view_max is not None:
+                    used = replace(used, view=min(used.view, self._view_max))
+                if settings.codec not in (AUTO, used.codec):
+                    LOGGER.warning(
+                        "mode %s takes codec %s in place of %s, which drops too much",
+                        settings.mode,
+                        used.codec,
+                        settings.codec,
+                    )
+                make = Average if plan.once else parse_mode(settings.mode, settings.exchange)
+                # a newcomer hears of the others once it may exchange
+                known = self._members() if self.meta.ready else {}
+                alive = self._partners(known, plan, Average if plan.once else class_of(settings.mode))
+                await self._runner.begin(plan, alive, make, self._me, self.layout, self._rng, used)
 
     async def _change_plan(self, plan: Plan) -> None:
         """Another plan is in force."""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from peerd.training.codecs.vector import Layout
-from peerd.training.effects import Apply, Effect, Proceed, Publish, Resume, Send, StepReport, Vector
+from peerd.training.effects import Apply, Effect, Log, Proceed, Publish, Resume, Send, StepReport, Vector
 from peerd.training.mode_settings import AUTO
 from peerd.training.modes import Mode, ModeSettings, parse_mode, settings_of
 from peerd.transport import wire
@@ -104,6 +104,7 @@ class ModeSwarm:
         self.messages = 0
         self.lives = 1000 * seed
         self.queues: defaultdict[tuple[str, str], deque[Message]] = defaultdict(deque)
+        self.logged: list[tuple[str, str]] = []  # by whom, and the line
         self.nodes: dict[str, Life] = {}
         for name in names:
             self.live(name, self.first_model())
@@ -221,6 +222,8 @@ class ModeSwarm:
                     node.waits = False
                 case Proceed():
                     node.proceed(effect.settled)
+                case Log():
+                    self.logged.append((name, effect.text))
 
     # ---------------------------------------------------------------- connections
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -119,24 +119,33 @@ async def test_a_run_from_the_attach_to_the_end(tmp_path: Path) -> None:
             assert (await node.side.model_values())[0].tolist() == (2 * MODEL).tolist()
 
 
-@pytest.mark.parametrize(("mode", "stays"), [("gossip", False), ("allreduce", True)])
-async def test_who_is_refused_has_no_link_until_it_is_heard_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, stays: bool
-) -> None:
-    """With rounds all must name the same members."""
-    monkeypatch.setattr(refusal, "REFUSED_S", 0.1)
+@asynccontextmanager
+async def beside_another(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> AsyncIterator[tuple[Node, list[frozenset[str]]]]:
+    """A node that trains, and whom its mode is told of since there is another."""
     told: list[frozenset[str]] = []
-    node = Node(tmp_path, mode=mode)
+    node = Node(folder, mode=mode)
     async with running(node) as nursery:
         with script() as trainer:
             nursery.start_soon(trainer.serve, node)
             await trainer.trains()
             node.member("other", READY)
             monkeypatch.setattr(node.side._runner, "on_partners", told.append)
-            for _ in range(STRIKES_MAX):
-                node.offences.strike("other", "h", PeerError("garbage"))
-            assert node.offences.counts["peers_refused"] == 1
-            await until(lambda: len(told) == 2)
+            yield node, told
+
+
+@pytest.mark.parametrize(("mode", "stays"), [("gossip", False), ("allreduce", True)])
+async def test_who_is_refused_has_no_link_until_it_is_heard_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, stays: bool
+) -> None:
+    """With rounds all must name the same members."""
+    monkeypatch.setattr(refusal, "REFUSED_S", 0.1)
+    async with beside_another(tmp_path, monkeypatch, mode) as (node, told):
+        for _ in range(STRIKES_MAX):
+            node.offences.strike("other", "h", PeerError("garbage"))
+        assert node.offences.counts["peers_refused"] == 1
+        await until(lambda: len(told) == 2)
     assert told == [frozenset({"other"} if stays else ()), frozenset({"other"})]
 
 
@@ -147,16 +156,9 @@ async def test_who_is_refused_has_no_link_until_it_is_heard_again(
 async def test_who_cannot_be_dialled_has_no_link_until_it_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, stays: bool
 ) -> None:
-    told: list[frozenset[str]] = []
-    node = Node(tmp_path, mode=mode)
-    async with running(node) as nursery:
-        with script() as trainer:
-            nursery.start_soon(trainer.serve, node)
-            await trainer.trains()
-            node.member("other", READY)
-            monkeypatch.setattr(node.side._runner, "on_partners", told.append)
-            for node.far in (["other"], []):
-                node.side.on_members()
+    async with beside_another(tmp_path, monkeypatch, mode) as (node, told):
+        for node.far in (["other"], []):
+            node.side.on_members()
     assert told == [frozenset({"other"} if stays else ()), frozenset({"other"})]
 
 

@@ -16,7 +16,7 @@ from weather import NAMES, Connections, Partings, weather_settings
 
 from peerd.training import room
 from peerd.training.codecs import CODECS
-from peerd.training.effects import Effect, Log, Vector
+from peerd.training.effects import Vector
 from peerd.training.mode_settings import AUTO
 from peerd.training.modes import gossip
 from peerd.training.pairs.codec_choice import FINE_EXCHANGES, FINE_WORTH
@@ -648,16 +648,8 @@ def test_a_delta_that_overflows_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("more", "told"), [(2, 0), (40, 1)])
-def test_who_trains_on_alone_for_long_is_told_once(more: int, told: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines: list[str] = []
+def test_who_trains_on_alone_for_long_is_told_once(more: int, told: int) -> None:
     swarm = GossipSwarm(3, 30, "float32", seed=1)
-    perform = swarm.perform
-
-    def noted(name: str, effects: list[Effect]) -> None:
-        lines.extend(f"{name}: {effect.text}" for effect in effects if isinstance(effect, Log))
-        perform(name, effects)
-
-    monkeypatch.setattr(swarm, "perform", noted)
     swarm.everyone_alive()
     swarm.settle()
     for steps, names in ((100, "abc"), (more, "c")):
@@ -668,7 +660,7 @@ def test_who_trains_on_alone_for_long_is_told_once(more: int, told: int, monkeyp
         for name in set("ab") & set(names):
             swarm.step(name, finishing=True)
         swarm.settle()
-    assert [line.split(" runs have ended")[0] for line in lines] == told * ["c: all partners'"]
+    assert [(name, line.split(" runs have ended")[0]) for name, line in swarm.logged] == told * [("c", "all partners'")]
 
 
 def test_a_finished_node_hands_its_model_over_once() -> None:

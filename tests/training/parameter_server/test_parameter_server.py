@@ -15,7 +15,7 @@ from weather import weather_settings
 
 from peerd.training.codecs import CODECS
 from peerd.training.codecs.vector import Layout
-from peerd.training.effects import Effect, Log, Vector
+from peerd.training.effects import Vector
 from peerd.training.modes import parse_mode
 from peerd.training.parameter_server.leadership import HEARD_S
 from peerd.training.parameter_server.optimizer import DIFFERENCE
@@ -219,27 +219,19 @@ def test_a_server_that_dies_after_any_message_holds_nobody_up(mode: str, message
     assert not [name for name, node in swarm.nodes.items() if node.waits], "without any timer"
 
 
-def test_who_is_waited_for_is_named_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_is_waited_for_is_named_in_the_log() -> None:
     """Once a step: on the server the worker that has not pushed, on the other workers the server."""
     swarm = ServerSwarm("hardsync", "abcd", servers=1)
     (server,) = swarm.serving()
     missing, *others = sorted(swarm.nodes.keys() - {server})
-    lines: list[tuple[str, str]] = []
-    perform = swarm.perform
-
-    def noted(name: str, effects: list[Effect]) -> None:
-        lines.extend((name, effect.text) for effect in effects if isinstance(effect, Log))
-        perform(name, effects)
-
-    monkeypatch.setattr(swarm, "perform", noted)
     for name in (server, *others):
         swarm.step(name, 1.0)
     swarm.settle()
     for _ in range(60):
         swarm.pass_time(10.0)
         swarm.settle()
-    assert sorted(name for name, _ in lines) == sorted([server, *others])
-    for name, text in lines:
+    assert sorted(name for name, _ in swarm.logged) == sorted([server, *others])
+    for name, text in swarm.logged:
         assert f"s for member {missing if name == server else server}" in text
 
 

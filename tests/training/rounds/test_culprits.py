@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from round_swarm import Lie, RoundSwarm
 
-from peerd.training.effects import Effect, Log
 from peerd.training.rounds import collective
 from peerd.training.rounds.culprits import MISSES_MAX, TRIES_APART, Culprits
 from peerd.training.rounds.leader import PATIENCE_MIN_S
@@ -238,22 +237,14 @@ def test_a_slow_line_is_no_reason_to_begin_again(topology: str) -> None:
     assert counts["attempts"] == counts["rounds"], "none was in vain"
 
 
-def test_who_ends_no_round_is_counted_and_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_ends_no_round_is_counted_and_told_once() -> None:
     swarm = RoundSwarm("abcd", overlap="blocking")
-    lines: list[tuple[str, str]] = []
-    perform = swarm.perform
-
-    def noted(name: str, effects: list[Effect]) -> None:
-        lines.extend((name, effect.text) for effect in effects if isinstance(effect, Log))
-        perform(name, effects)
-
-    monkeypatch.setattr(swarm, "perform", noted)
     swarm.all_hear()
     live_through(swarm, 20)
     swarm.lies["d"] = no_pieces("d")
     live_through(swarm, 250)
     assert swarm.nodes["a"].core.counts["members_set_aside"] == 1
-    said = [(name, text.partition(" for a while")[0]) for name, text in lines]
+    said = [(name, text.partition(" for a while")[0]) for name, text in swarm.logged]
     assert said == [("a", "rounds go on without member d"), ("d", "rounds go on without this node")]
 
 
