@@ -30,6 +30,10 @@ def start(
     ] = None,
     name: Annotated[str | None, typer.Option(help="this node's name (default: the host's)")] = None,
     bind: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="default 127.0.0.1:7946; port 0: any")] = None,
+    advertise: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="where others reach it: behind address translation, in a container"),
+    ] = None,
     join: Annotated[list[str] | None, typer.Option(metavar="HOST:PORT", help="a member of the swarm to join")] = None,
     token: Annotated[str | None, typer.Option(help="what peerd token printed on a member, or @FILE")] = None,
     insecure_plaintext: Annotated[
@@ -82,7 +86,7 @@ def start(
 
     file = config if config is not None else _config_from_environment()
     flags = {
-        "name": name, "bind": bind, "join": tuple(join) if join else None, "token": token,
+        "name": name, "bind": bind, "advertise": advertise, "join": tuple(join) if join else None, "token": token,
         "insecure_plaintext": insecure_plaintext, "swarm": swarm, "mode": mode, **told, "wait_for": wait_for,
         "transport": transport, "budget": budget,
         "rdma_subnets": tuple(rdma_subnet) if rdma_subnet else None, "rdma_allow_fallback": rdma_allow_fallback,

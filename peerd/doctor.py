@@ -41,7 +41,8 @@ HANG_UP_S = 1.0
 MTU_MIN = 1432  # a datagram of 1400 bytes, with its swarm's tag and its headers
 NETWORK = Path("/sys/class/net")
 OF_A_NODE = (
-    "name", "bind", "swarm", "run", "insecure_plaintext", "transport", "rdma_subnets", "rdma_allow_fallback",
+    "name", "bind", "advertise", "swarm", "run", "insecure_plaintext", "transport", "rdma_subnets",
+    "rdma_allow_fallback",
 )  # fmt: skip
 """What a running node's settings say of how it is reached."""
 IPV6 = Path("/proc/net/if_inet6")
@@ -63,8 +64,7 @@ def settings_of_running(name: str | None, told: Mapping[str, Any], *, only: bool
     info = request(find_node(name), "info")
     own = {key: tuple(value) if isinstance(value, list) else value for key, value in info["settings"].items()}
     kept = {key: own[key] for key in OF_A_NODE if key in own}
-    host, _ = parse_address(info["settings"]["bind"], "bind")
-    kept["bind"] = shown((host, parse_address(info["address"], "address")[1]))  # where it was told any port, 0
+    kept["bind"] = info["bound"]  # it may have been told any port, 0
     return replace(Settings(), **{**kept, "state_dir": info["state_dir"], **told})
 
 
@@ -78,9 +78,10 @@ def which_node() -> Iterator[Finding]:
 def examine(settings: Settings) -> list[Finding]:
     """Run every check, for a node with these settings."""
     host, port = settings.bind_address
-    findings = [*_software(), *_gpu(), *_port(settings.name, host, port), *_network(host), *_clock()]
-    address, token = _resolved(host) or host, settings.invitation
-    told = Told(settings.state_path, settings.authority_path, is_loopback(address), token, bool(settings.seeds))
+    advertised = settings.advertised(port)
+    findings = [*_software(), *_gpu(), *_port(settings.name, host, port), *_network(host, port, advertised), *_clock()]
+    local = all(is_loopback(_resolved(one) or one) for one in (host, advertised[0] if advertised else host))
+    told = Told(settings.state_path, settings.authority_path, local, settings.invitation, bool(settings.seeds))
     if settings.insecure_plaintext:
         findings.append(Finding("member", "note", "connections are plain: whoever reaches a node is a member"))
     else:
@@ -166,16 +167,22 @@ def _node_on(host: str, port: int) -> str | None:
             info = request(socket_path(name), "info")
         except UserError:  # it has just ended, or is stopped
             continue
-        bound, _ = parse_address(info["settings"]["bind"], "bind")
-        same = _resolved(bound) == _resolved(host) or {bound, host} & {"0.0.0.0", "::"}
-        if same and parse_address(info["address"], "address")[1] == port:
+        bound, its_port = parse_address(info["bound"], "bound")
+        same = bound == _resolved(host) or {bound, host} & {"0.0.0.0", "::"}
+        if same and its_port == port:
             return name
     return None
 
 
-def _network(host: str) -> Iterator[Finding]:
+def _network(host: str, port: int, advertised: Address | None) -> Iterator[Finding]:
     address = _resolved(host)
-    if address is None or address.startswith("127.") or address == "::1":
+    if advertised is not None and _resolved(advertised[0]) is None:
+        cure = "--advertise HOST:PORT with the address at which others reach this node"
+        yield Finding("address", "fail", f"nobody finds {advertised[0]}, which is to be advertised", cure)
+    elif advertised is not None:
+        lead = f"others are told {shown(advertised)}, which must lead to {shown((host, port))} by TCP and UDP"
+        yield Finding("address", "ok", f"{lead}; peerd doctor --join {shown(advertised)} on another machine tries it")
+    elif address is None or address.startswith("127.") or address == "::1":
         yield Finding(
             "address", "note", f"{host}: only nodes on this machine reach it", "--bind ADDRESS:PORT for others"
         )

@@ -52,6 +52,7 @@ class Settings(ModeSettings):
         default_factory=lambda: re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).lstrip(".-")[:64] or "node"
     )
     bind: str = f"127.0.0.1:{DEFAULT_PORT}"
+    advertise: str = ""  # where others reach this node; "": where it is bound
     join: tuple[str, ...] = ()
     token: str = field(default="", repr=False)  # what `peerd token` printed; @FILE is replaced by what is in it
     insecure_plaintext: bool = False  # connections are neither encrypted nor authenticated, and all nodes must do so
@@ -81,6 +82,8 @@ class Settings(ModeSettings):
                 rule = "up to 64 letters, digits, '_', '.' or '-', the first no '.' or '-'"
                 raise UserError(f"{key}: {text[:80]!r} must be {rule}")
         parse_address(self.bind, "bind")
+        if (where := self.advertised(DEFAULT_PORT)) is not None and where[1] == 0:
+            raise UserError(f"advertise: {self.advertise!r}: port 0 is nobody's; give the one that others reach")
         for seed in self.join:
             parse_address(seed, "join")
         if self.invitation is not None and self.insecure_plaintext:
@@ -140,6 +143,10 @@ class Settings(ModeSettings):
     def bind_address(self) -> Address:
         """`bind`, parsed."""
         return parse_address(self.bind, "bind")
+
+    def advertised(self, port: int) -> Address | None:
+        """`advertise`, parsed; without a port of its own with this one, which the node is bound to."""
+        return parse_address(self.advertise, "advertise", port) if self.advertise else None
 
     @property
     def seeds(self) -> tuple[Address, ...]:
@@ -224,17 +231,17 @@ def unknown_variables(environment: Mapping[str, str]) -> str | None:
     return f"peerd knows no such settings, they are ignored: {', '.join(told)}" if told else None
 
 
-def parse_address(text: str, where: str) -> Address:
+def parse_address(text: str, where: str, default: int = DEFAULT_PORT) -> Address:
     """HOST:PORT, HOST (the default port), [V6]:PORT or V6. Raises UserError."""
     bare, _, after = text.rpartition(":")
     if _is_ipv6(text):
         if after.isdecimal() and _is_ipv6(bare):
             raise UserError(f"{where}: {text!r} needs brackets: [{bare}]:{after}, or [{text}]:{DEFAULT_PORT}")
-        return text, DEFAULT_PORT
+        return text, default
     match = re.fullmatch(r"(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^-:\[\]][^:\[\]]*))(?::(?P<port>[0-9]{1,5}))?", text)
-    if match is None or int(match["port"] or DEFAULT_PORT) > 65535:
+    if match is None or int(match["port"] or default) > 65535:
         raise UserError(f"{where}: {text!r} is not HOST:PORT (for example 10.0.0.5:{DEFAULT_PORT})")
-    return match["v6"] or match["host"], int(match["port"] or DEFAULT_PORT)
+    return match["v6"] or match["host"], int(match["port"] or default)
 
 
 def _state_home() -> Path:

@@ -74,7 +74,7 @@ async def _run(settings: Settings, mine: identity.Identity, command: list[str], 
         verbs = {**Verbs(daemon).table(), "refused": _refusal_hook(supervisor)}
         await daemon.nursery.start(serve, path, verbs, _attach_hook(daemon, supervisor))
         issues = daemon.entry is not None and daemon.entry.issuer is not None
-        _announce(settings, address, (daemon.me.host, address[1]), command, issues=issues)
+        _announce(settings, address, (daemon.me.host, daemon.me.port), command, issues=issues)
         if daemon.entry is not None:
             ends = shown_time(daemon.entry.trust.certificate.not_valid_after_utc)
             by = "connections are encrypted; this node is a member by %s; its certificate ends %s"
@@ -281,9 +281,10 @@ async def _watch_signals(
 
 
 def _announce(settings: Settings, bound: Address, reached: Address, command: list[str], *, issues: bool) -> None:
-    where, local = shown(reached), is_loopback(reached[0])
+    where, local = shown(reached), is_loopback(bound[0]) and is_loopback(reached[0])
+    here = f"{shown(bound)}, which others reach at {where}" if settings.advertise else shown(bound)
     if settings.seeds:  # whoever joined through this node before it is a member would wait with it, or found a swarm
-        LOGGER.info("listening on %s; joining through %s", shown(bound), ", ".join(map(shown, settings.seeds)))
+        LOGGER.info("listening on %s; joining through %s", here, ", ".join(map(shown, settings.seeds)))
     else:
         options = ["--join", where] if local or settings.insecure_plaintext else ["--token", "TOKEN"]
         options += ["--name", "THEIRS", "--bind", shown((reached[0], 0))] if local else ["--bind", "THEIR_ADDRESS"]
@@ -294,6 +295,9 @@ def _announce(settings: Settings, bound: Address, reached: Address, command: lis
         words = [*command, *options] if len(command) <= 1 else [*options, "--", *command]
         on = "" if issues else " on the swarm's first node"  # one that was let in, and that asks nobody now
         cure = "" if "TOKEN" not in options else f"; peerd token{on} prints the TOKEN"
-        LOGGER.info("listening on %s; others join with: peerd start %s%s", shown(bound), shlex.join(words), cure)
+        LOGGER.info("listening on %s; others join with: peerd start %s%s", here, shlex.join(words), cure)
+    if settings.advertise and is_loopback(bound[0]) and not is_loopback(reached[0]):
+        text = "only this machine reaches %s: unless something here passes on what comes to %s, give --bind 0.0.0.0"
+        LOGGER.warning(text, shown(bound), where)
     if settings.insecure_plaintext and not local:
         LOGGER.warning("connections are neither encrypted nor authenticated: use a network that you trust")

@@ -5,13 +5,14 @@ What `peerd VERB` asks of it is verbs.py's, the process that it lives in main.py
 
 from __future__ import annotations
 
+import ipaddress
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 
 import trio
 
-from peerd.carriers import CARRIERS
+from peerd.carriers import CARRIERS, Carrier
 from peerd.daemon.acceptor import Acceptor
 from peerd.daemon.cures import cured
 from peerd.daemon.meetings import Meetings
@@ -97,7 +98,7 @@ class Daemon:
         self.leaving = trio.Event()
         self.ending = SCRIPT_ENDS  # what its own end waits for
         self.began = trio.current_time()
-        self._bound = bound
+        self.bound = bound
         self._kept = kept
         self._transport = transport
         self._have_partners, self._partners_until = False, self.began
@@ -154,7 +155,7 @@ class Daemon:
     async def start(self) -> Address:
         """Start every task; returns the address that peers reach."""
         await self.nursery.start(self.peers.run)
-        listening: Address = await self.nursery.start(self._transport.listen, self._bound, self.acceptor.accept)
+        listening: Address = await self.nursery.start(self._transport.listen, self.bound, self.acceptor.accept)
         self.nursery.start_soon(self.model.run)
         self.nursery.start_soon(self.view.run)
         self.nursery.start_soon(self.latency.run)
@@ -310,17 +311,19 @@ async def running(
     told = settings.carrier_settings
     carrier = CARRIERS[settings.transport](told)
     host, port = await carrier.resolve(settings.bind_address)
+    reached = await _reached(settings, carrier, (host, port))
     seeds = {await carrier.resolve(seed) for seed in settings.seeds}
-    if seeds and not kept and seeds <= {(host, port), (carrier.reached(host), port)}:
+    if seeds and not kept and seeds <= {(host, port), reached}:
         own = shown(settings.seeds[0])
         raise UserError(f"join: {own} is this node's own address; leave --join out where a swarm begins")
     seal = None if settings.insecure_plaintext else DatagramSeal()
     async with aclosing(await carrier.bind((host, port), seal)) as datagrams, trio.open_nursery() as nursery:
         bound = (host, datagrams.address[1])
-        reached = carrier.reached(host), bound[1]
+        reached = reached[0], reached[1] or bound[1]
         kept = tuple(where for where in kept if where != reached)
         await carrier.start(nursery)  # then it enters: whoever is refused before founds no authority, nor uses a token
-        entry = None if settings.insecure_plaintext else await _enter(settings, identity.key, host)
+        local = is_loopback(host) and is_loopback(reached[0])
+        entry = None if settings.insecure_plaintext else await _enter(settings, identity.key, local=local)
         secrets = (
             _secrets(settings, identity, entry, seal, alone=not (settings.seeds or kept)) if entry and seal else None
         )
@@ -351,10 +354,24 @@ def _secrets(settings: Settings, identity: Identity, entry: Entry, seal: Datagra
     return secrets
 
 
-async def _enter(settings: Settings, key: NodeKey, host: str) -> Entry:
-    """By what a node that is bound to `host` is a member. Raises UserError."""
+async def _reached(settings: Settings, carrier: Carrier, bound: Address) -> Address:
+    """Where others reach a node that is bound there; port 0: the one that it will get. Raises UserError."""
+    host, port = bound
+    if (told := settings.advertised(port)) is None:
+        return carrier.reached(host), port
+    try:
+        found = await carrier.resolve(told)
+    except UserError as error:
+        raise UserError(f"advertise: {error}") from None
+    if ipaddress.ip_address(found[0]).is_unspecified:
+        raise UserError(f"advertise: {settings.advertise!r} is no address that others could dial")
+    return found
+
+
+async def _enter(settings: Settings, key: NodeKey, *, local: bool) -> Entry:
+    """By what a node is a member, which this machine alone reaches where it is `local`. Raises UserError."""
     token = settings.invitation
-    told = Told(settings.state_path, settings.authority_path, is_loopback(host), token, joins=bool(settings.seeds))
+    told = Told(settings.state_path, settings.authority_path, local, token, joins=bool(settings.seeds))
     async with trio.open_nursery() as nursery:
         entry = await entered(
             told, key, lambda newcomer, where: TcpTransport(nursery, credentials=newcomer).dial(where)

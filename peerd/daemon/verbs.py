@@ -119,6 +119,7 @@ class Verbs:
             **self._entry(),
             "epoch": node.me.epoch,
             "address": shown((node.me.host, node.me.port)),
+            "bound": shown(node.bound),
             "version": __version__,
             "pid": os.getpid(),
             "state_dir": str(node.settings.state_path),

@@ -94,10 +94,10 @@ def test_a_port_that_a_node_of_this_host_holds_is_no_failure(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        info = {"address": f"{bound.split(':')[0]}:{port}", "settings": {"bind": bound}}
+        info = {"bound": f"{'127.0.0.1' if bound == 'localhost' else bound.split(':')[0]}:{port}"}
         monkeypatch.setattr(doctor, "running_nodes", lambda: ["other", "mine"])
         monkeypatch.setattr(doctor, "socket_path", lambda name: name)
-        others = {"address": f"127.0.0.1:{port + 1}", "settings": {"bind": "127.0.0.1"}}
+        others = {"bound": f"127.0.0.1:{port + 1}"}
         monkeypatch.setattr(doctor, "request", lambda path, verb: info if path == "mine" else others, raising=False)
         tcp, udp = found(Settings(bind=f"127.0.0.1:{port}"), "port")
     assert (tcp.state, udp.state) == (state, "ok")
@@ -112,7 +112,7 @@ def test_of_a_node_that_runs_the_port_is_looked_at_that_it_listens_on(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         own = {"name": "mine", "bind": bind.format(port=port)}
-        info = {"address": f"127.0.0.1:{port}", "state_dir": "", "settings": own}
+        info = {"bound": f"127.0.0.1:{port}", "state_dir": "", "settings": own}
         monkeypatch.setattr(doctor, "running_nodes", lambda: ["mine"])
         monkeypatch.setattr(doctor, "find_node", lambda name: name)
         monkeypatch.setattr(doctor, "socket_path", lambda name: name)

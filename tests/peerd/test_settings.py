@@ -55,6 +55,7 @@ def token_at(host: str) -> str:
 GOOD: dict[str, tuple[Any, Any, Any]] = {
     "name": ("a", "b.c", "D-1_2"),
     "bind": ("127.0.0.1:1", "[::1]:2", "host"),
+    "advertise": ("192.0.2.1", "[::1]:2", "host:9"),
     "join": (("h:1",), ("h:2", "i:3"), ("[::1]",)),
     "token": (token_at("h"), token_at("i"), token_at("::1")),
     "insecure_plaintext": (False, False, False),  # which no token goes with

@@ -1,0 +1,129 @@
+"""A node that others reach at another address than it is bound to: a cloud machine, a container, a port passed on."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import pytest
+from machine import Machine
+from scripts import TRAIN
+
+from peerd.security.token import parse
+
+PUBLIC = "127.0.0.2"  # the forwarder's; a node's own datagrams come from 127.0.0.1, where nobody is at home
+
+
+@contextmanager
+def forwarded(host: str, port: int) -> Iterator[int]:
+    """A port of PUBLIC from which TCP and UDP are passed on to `host` and `port`, as by docker-proxy."""
+    with ExitStack() as stack:
+
+        def kept(sock: socket.socket) -> socket.socket:
+            """Until the end, when who waits for it is woken."""
+            stack.enter_context(sock)
+            stack.callback(_shut, sock)
+            return sock
+
+        listener = kept(socket.create_server((PUBLIC, 0)))
+        public = int(listener.getsockname()[1])
+        outside = kept(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+        outside.bind((PUBLIC, public))
+        inside: dict[tuple[str, int], socket.socket] = {}
+
+        def accept() -> None:
+            with suppress(OSError):
+                while True:
+                    here, there = kept(listener.accept()[0]), kept(socket.socket())
+                    try:
+                        there.connect((host, port))
+                    except ConnectionRefusedError:
+                        _shut(here)
+                        continue
+                    _start(_pump, here, there)
+                    _start(_pump, there, here)
+
+        def answers(client: tuple[str, int], there: socket.socket) -> None:
+            with suppress(OSError):
+                while True:
+                    with suppress(ConnectionRefusedError):  # nobody listens, or not yet
+                        outside.sendto(there.recv(1 << 16), client)
+
+        def datagrams() -> None:
+            with suppress(OSError):
+                while True:
+                    said, client = outside.recvfrom(1 << 16)
+                    if client not in inside:
+                        inside[client] = kept(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+                        inside[client].connect((host, port))
+                        _start(answers, client, inside[client])
+                    with suppress(ConnectionRefusedError):
+                        inside[client].send(said)
+
+        _start(accept)
+        _start(datagrams)
+        yield public
+
+
+def _pump(source: socket.socket, target: socket.socket) -> None:
+    with suppress(OSError):
+        while some := source.recv(1 << 16):
+            target.sendall(some)
+    _shut(source)
+    _shut(target)
+
+
+def _shut(sock: socket.socket) -> None:
+    with suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+
+
+def _start(task: Callable[..., None], *arguments: Any) -> None:
+    threading.Thread(target=task, args=arguments, daemon=True).start()
+
+
+def test_nodes_that_are_reached_where_they_are_not_bound_train_together(machine: Machine) -> None:
+    script = machine.script("train.py", TRAIN)
+    ports = [Machine.free_port(), Machine.free_port()]
+    with forwarded("127.0.0.1", ports[0]) as public_a, forwarded("127.0.0.1", ports[1]) as public_b:
+        at_a, at_b = f"{PUBLIC}:{public_a}", f"{PUBLIC}:{public_b}"
+        a = machine.start("a", script, "--bind", f"127.0.0.1:{ports[0]}", "--advertise", at_a)
+        assert (a.address, a.ask("info")["bound"]) == (at_a, f"127.0.0.1:{ports[0]}")
+        a.says(f"listening on 127.0.0.1:{ports[0]}, which others reach at {at_a}; others join with: peerd start")
+        a.says(f"--join {at_a}")
+        b = machine.start("b", script, "--bind", f"127.0.0.1:{ports[1]}", "--advertise", at_b, join=at_a, SEED="1")
+        for node, other in ((a, at_b), (b, at_a)):
+            node.trains()
+            node.sees(a="alive", b="alive")
+            assert other in {row["address"] for row in node.ask("members")["members"]}
+        a.eventually(lambda: a.ask("status")["exchanges"] > 3)
+        assert "cannot connect" not in machine.logs()
+
+
+def test_who_listens_on_loopback_and_is_reached_elsewhere_is_warned(machine: Machine) -> None:
+    a = machine.start("a", "--advertise", "192.0.2.7:7000")
+    assert a.address == "192.0.2.7:7000"
+    a.says("unless something here passes on what comes to 192.0.2.7:7000, give --bind 0.0.0.0")
+    a.says("others join with: peerd start --token TOKEN --bind THEIR_ADDRESS")  # it is not of this machine's user alone
+    assert parse(machine.peerd("token").stdout.strip()).addresses == (("192.0.2.7", 7000),)
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("192.0.2.7:0", "advertise: '192.0.2.7:0': port 0 is nobody's; give the one that others reach"),
+        ("0.0.0.0", "advertise: '0.0.0.0' is no address that others could dial"),
+        ("[::]:7946", "advertise: '[::]:7946' is no address that others could dial"),
+        ("a:b", "advertise: 'a:b' is not HOST:PORT"),
+        ("nowhere.invalid:7", "advertise: cannot resolve nowhere.invalid:7:"),
+    ],
+)
+def test_an_address_that_nobody_can_reach_is_refused(machine: Machine, address: str, said: str) -> None:
+    ran = machine.peerd("start", "--name", "a", "--advertise", address)
+    assert ran.returncode != 0
+    assert said in ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert not list(machine.state.glob("peerd/*"))
