@@ -34,6 +34,12 @@ def start(
         str | None,
         typer.Option(metavar="HOST:PORT", help="where others reach it: behind address translation, in a container"),
     ] = None,
+    relay: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="where nobody can dial it: a member that lends it a port")
+    ] = None,
+    relay_ports: Annotated[
+        str | None, typer.Option(metavar="FIRST-LAST", help="lend these ports to members that nobody can dial")
+    ] = None,
     join: Annotated[list[str] | None, typer.Option(metavar="HOST:PORT", help="a member of the swarm to join")] = None,
     token: Annotated[str | None, typer.Option(help="what peerd token printed on a member, or @FILE")] = None,
     insecure_plaintext: Annotated[
@@ -86,7 +92,8 @@ def start(
 
     file = config if config is not None else _config_from_environment()
     flags = {
-        "name": name, "bind": bind, "advertise": advertise, "join": tuple(join) if join else None, "token": token,
+        "name": name, "bind": bind, "advertise": advertise, "relay": relay,
+        "relay_ports": relay_ports, "join": tuple(join) if join else None, "token": token,
         "insecure_plaintext": insecure_plaintext, "swarm": swarm, "mode": mode, **told, "wait_for": wait_for,
         "transport": transport, "budget": budget,
         "rdma_subnets": tuple(rdma_subnet) if rdma_subnet else None, "rdma_allow_fallback": rdma_allow_fallback,

@@ -41,8 +41,8 @@ HANG_UP_S = 1.0
 MTU_MIN = 1432  # a datagram of 1400 bytes, with its swarm's tag and its headers
 NETWORK = Path("/sys/class/net")
 OF_A_NODE = (
-    "name", "bind", "advertise", "swarm", "run", "insecure_plaintext", "transport", "rdma_subnets",
-    "rdma_allow_fallback",
+    "name", "bind", "advertise", "relay", "relay_ports", "swarm", "run", "insecure_plaintext", "transport",
+    "rdma_subnets", "rdma_allow_fallback",
 )  # fmt: skip
 """What a running node's settings say of how it is reached."""
 IPV6 = Path("/proc/net/if_inet6")
@@ -78,9 +78,9 @@ def which_node() -> Iterator[Finding]:
 def examine(settings: Settings) -> list[Finding]:
     """Run every check, for a node with these settings."""
     host, port = settings.bind_address
-    advertised = settings.advertised(port)
-    findings = [*_software(), *_gpu(), *_port(settings.name, host, port), *_network(host, port, advertised), *_clock()]
-    local = all(is_loopback(_resolved(one) or one) for one in (host, advertised[0] if advertised else host))
+    outer = settings.relay_address if settings.relay else settings.advertised(port)
+    findings = [*_software(), *_gpu(), *_port(settings.name, host, port), *_network(settings), *_clock()]
+    local = all(is_loopback(_resolved(one) or one) for one in (host, outer[0] if outer else host))
     told = Told(settings.state_path, settings.authority_path, local, settings.invitation, bool(settings.seeds))
     if settings.insecure_plaintext:
         findings.append(Finding("member", "note", "connections are plain: whoever reaches a node is a member"))
@@ -174,9 +174,13 @@ def _node_on(host: str, port: int) -> str | None:
     return None
 
 
-def _network(host: str, port: int, advertised: Address | None) -> Iterator[Finding]:
-    address = _resolved(host)
-    if advertised is not None and _resolved(advertised[0]) is None:
+def _network(settings: Settings) -> Iterator[Finding]:
+    host, port = settings.bind_address
+    address, advertised = _resolved(host), settings.advertised(port)
+    if settings.relay:
+        lends = "which must be a member with --relay-ports"
+        yield Finding("address", "ok", f"others reach this node through {shown(settings.relay_address)}, {lends}")
+    elif advertised is not None and _resolved(advertised[0]) is None:
         cure = "--advertise HOST:PORT with the address at which others reach this node"
         yield Finding("address", "fail", f"nobody finds {advertised[0]}, which is to be advertised", cure)
     elif advertised is not None:

@@ -34,7 +34,8 @@ from peerd.transport.ids import Address
 from peerd.transport.messages import NAME, VISIBLE_MAX
 from peerd.transport.sending.budget import Budget, parse_rate
 
-DEFAULT_PORT = 7946
+DEFAULT_PORT, PORT_MAX = 7946, 65535
+RELAY_PORTS_MAX = 64
 OTHER_VARIABLES = ("CONFIG", "DATA", "PEERS", "RANK", "SOCKET", "UCX_LIBRARY")  # PEERD_ variables that are no settings
 OF_RDMA = ("rdma_subnets", "rdma_allow_fallback")
 MEMBERS_MAX = 4096  # of a swarm
@@ -53,6 +54,8 @@ class Settings(ModeSettings):
     )
     bind: str = f"127.0.0.1:{DEFAULT_PORT}"
     advertise: str = ""  # where others reach this node; "": where it is bound
+    relay: str = ""  # a member at a port of which others reach this node, which nobody can dial
+    relay_ports: str = ""  # that this node lends to such nodes: FIRST-LAST
     join: tuple[str, ...] = ()
     token: str = field(default="", repr=False)  # what `peerd token` printed; @FILE is replaced by what is in it
     insecure_plaintext: bool = False  # connections are neither encrypted nor authenticated, and all nodes must do so
@@ -86,6 +89,13 @@ class Settings(ModeSettings):
             raise UserError(f"advertise: {self.advertise!r}: port 0 is nobody's; give the one that others reach")
         for seed in self.join:
             parse_address(seed, "join")
+        if self.relay:
+            parse_address(self.relay, "relay")
+            for key, other in (("advertise", self.advertise), ("relay_ports", self.relay_ports)):
+                if other:
+                    raise UserError(f"{key}: without effect with relay, at whose address others reach this node")
+        if self.bind_address[1] in self.lent_ports:
+            raise UserError(f"relay_ports: {self.relay_ports} has the port of bind, {self.bind_address[1]}")
         if self.invitation is not None and self.insecure_plaintext:
             raise UserError("token: with insecure_plaintext nobody asks for one; leave out one of the two")
         ModeSettings.__post_init__(self)
@@ -149,11 +159,26 @@ class Settings(ModeSettings):
         return parse_address(self.advertise, "advertise", port) if self.advertise else None
 
     @property
+    def relay_address(self) -> Address:
+        """`relay`, parsed."""
+        return parse_address(self.relay, "relay")
+
+    @property
+    def lent_ports(self) -> range:
+        """`relay_ports`, parsed. Raises UserError."""
+        found = re.fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", self.relay_ports or "0", re.ASCII)
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+        if self.relay_ports and not (0 < first <= last <= PORT_MAX and last - first < RELAY_PORTS_MAX):
+            rule = f"at most {RELAY_PORTS_MAX} ports, as 7950-7957"
+            raise UserError(f"relay_ports: {self.relay_ports[:80]!r} must be {rule}")
+        return range(first, last + 1) if self.relay_ports else range(0)
+
+    @property
     def seeds(self) -> tuple[Address, ...]:
-        """Whom to join through: `join`, parsed, else who made the token."""
+        """Whom to join through: `join`, parsed, else who made the token, else the relay."""
         if not self.join and self.invitation is not None:
             return self.invitation.addresses
-        return tuple(parse_address(seed, "join") for seed in self.join)
+        return tuple(parse_address(seed, "join") for seed in self.join or filter(None, [self.relay]))
 
 
 def load(flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None) -> Settings:
@@ -239,7 +264,7 @@ def parse_address(text: str, where: str, default: int = DEFAULT_PORT) -> Address
             raise UserError(f"{where}: {text!r} needs brackets: [{bare}]:{after}, or [{text}]:{DEFAULT_PORT}")
         return text, default
     match = re.fullmatch(r"(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^-:\[\]][^:\[\]]*))(?::(?P<port>[0-9]{1,5}))?", text)
-    if match is None or int(match["port"] or default) > 65535:
+    if match is None or int(match["port"] or default) > PORT_MAX:
         raise UserError(f"{where}: {text!r} is not HOST:PORT (for example 10.0.0.5:{DEFAULT_PORT})")
     return match["v6"] or match["host"], int(match["port"] or default)
 

@@ -32,7 +32,7 @@ CORES = {
     "peerd.training.model.over", "peerd.training.model.quiet",
     "peerd.training.model.variances", "peerd.protocol.plan", "peerd.security.token",
     "peerd.security.keyring", "peerd.security.revocations", "peerd.security.statements",
-    "peerd.security.succession",
+    "peerd.security.succession", "peerd.relay.envelope",
 }  # fmt: skip
 CORE_PACKAGES = (
     "peerd.membership", "peerd.node", "peerd.transport.messages", "peerd.training.codecs", "peerd.training.kernels",
@@ -47,6 +47,7 @@ SHELLS = {f"peerd.daemon.{name}" for name in (
 )} | {f"peerd.security.{name}" for name in (
     "entry", "newcomer", "reception", "renewal", "secrets_exchange", "shared_secrets",
 )} | {
+    "peerd.relay.guest", "peerd.relay.lease", "peerd.relay.lender", "peerd.relay.streams",
     "peerd.doctor", "peerd.process.look_up", "peerd.reproduce.sockets.rank", "peerd.reproduce.sockets.without_trainer",
 }  # fmt: skip
 SHELL_PACKAGES = ("peerd.carriers", "peerd.transport", "peerd.cli")
@@ -66,8 +67,8 @@ ROOMS = {  # each with the rooms that it may look into; from the roof to the cel
     },
     "tasks": {"peerd", "mode", "transport"},  # scripts like any user's
     "daemon": {
-        "peerd", "settings", "carriers", "security", "node", "membership", "local", "process", "protocol", "tasks",
-        "modes", "codecs", "kernels", "mode", "messages", "transport",
+        "peerd", "settings", "carriers", "security", "relay", "node", "membership", "local", "process", "protocol",
+        "tasks", "modes", "codecs", "kernels", "mode", "messages", "transport",
     },
     "trainer": {"local", "process", "protocol", "model", "transport"},
     "settings": {"messages", "security", "carriers", "protocol", "modes", "mode", "transport"},
@@ -77,6 +78,7 @@ ROOMS = {  # each with the rooms that it may look into; from the roof to the cel
     "protocol": {"messages", "transport"},
     "membership": {"mode", "messages", "transport"},
     "security": {"local", "process", "messages", "transport"},
+    "relay": {"process", "messages", "transport"},
     "local": {"messages", "model", "transport"},
     "modes": {
         "one_way", "pairs", "parameter_server", "rounds", "codecs", "kernels", "mode", "model", "messages", "transport",

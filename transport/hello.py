@@ -7,11 +7,12 @@ silence included, closes the connection; but in place of greeting a dialler may 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import zip_longest
-from typing import NoReturn
+from types import MappingProxyType
+from typing import Any, NoReturn
 
 import trio
 
@@ -19,11 +20,15 @@ from peerd.transport import speed, wire
 from peerd.transport.connection import Connection, ConnectionLost
 from peerd.transport.errors import Blameless, Encrypted, PeerError
 from peerd.transport.ids import NodeId
-from peerd.transport.messages import NO_TLS, Challenge, Hello, Message, Proof, Refuse, RenewalRequest, Welcome
+from peerd.transport.messages import NO_TLS, Hello, Message, Refuse, Welcome
 from peerd.transport.patience import GREETING_DEADLINE_S
 
 HELLO_MAX = 4 << 10  # bytes, but for the tensors
 TENSORS_MAX = 48 << 10  # bytes of names, so that the whole stays under the 64 KiB of a header
+
+
+Instead = Mapping[type[Message], Callable[[Connection, Any], Awaitable[None]]]
+"""What serves those that did not come to greet, by what they say first."""
 
 
 class Refused(PeerError):
@@ -60,22 +65,19 @@ async def answer(
     connection: Connection,
     check: Callable[[Hello], Refuse | None],
     me: Welcome,
-    prove: Callable[[Challenge], Proof] | None = None,
-    renew: Callable[[Connection, RenewalRequest], Awaitable[None]] | None = None,
+    instead: Instead = MappingProxyType({}),
 ) -> Hello:
     """Let the dialler introduce itself, and welcome it if `check` has nothing against it.
 
-    Raises Refused when it has, PeerError when the dialler was silent or said something else, ConnectionLost when all
-    that it wanted was the proof, or another certificate. On any error it is closed; on success it is admitted.
+    `instead` serves those that came for something else, by what they say first. Raises ConnectionLost when that is
+    done, Refused when `check` has, PeerError when the dialler was silent or said something else. On any error it is
+    closed; on success it is admitted.
     """
     try:
         with _greeting_deadline(connection):
             hello = await speed.serve(connection)
-        if isinstance(hello, Challenge) and prove is not None:
-            await connection.send(prove(hello))
-            raise ConnectionLost(f"{connection.remote}: has what it asked for")
-        if isinstance(hello, RenewalRequest) and renew is not None:
-            await renew(connection, hello)
+        if type(hello) in instead:
+            await instead[type(hello)](connection, hello)
             raise ConnectionLost(f"{connection.remote}: has what it asked for")
         if not isinstance(hello, Hello):
             _unexpected(connection, hello)

@@ -52,12 +52,7 @@ class TcpStream:
         self._remote = remote
         self.bytes_sent = self.bytes_received = 0
         self._wakes_at = 1  # bytes that end a wait
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
+        keep_watch(sock)
 
     def send_some(self, pieces: Sequence[Chunk]) -> int:
         """Send without waiting."""
@@ -252,6 +247,16 @@ class _Listener:
             self._connections.pop(number, None)
             self._admission.leave(number)
             self._freed.unpark_all()
+
+
+def keep_watch(sock: Any) -> None:
+    """Have the kernel send at once, and miss the other end of a connected socket soon. Raises OSError."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
 
 
 def hands_of(credentials: Credentials | None, remote: str, *, dialled: bool) -> ShakeHands | None:

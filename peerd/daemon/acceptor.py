@@ -20,18 +20,16 @@ from peerd.training.mode import OPTIMIZER_VALUES_MAX
 from peerd.transport.admission import GREETED_MAX, UNPROVED_IDLE_S, Greeted
 from peerd.transport.connection import Connection, ConnectionLost
 from peerd.transport.errors import Blameless, PeerError
-from peerd.transport.hello import Refused, answer, first_difference
+from peerd.transport.hello import Instead, Refused, answer, first_difference
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import (
     AS_STARTED,
-    Challenge,
     Hello,
     Member,
     MemberTable,
     Message,
     ModelMessage,
     Plan,
-    Proof,
     Refuse,
     SecretsMessage,
     State,
@@ -53,19 +51,19 @@ class Acceptor:
         peers: Peers,
         trainer_service: TrainerService,
         membership_service: MembershipService,
-        prove: Callable[[Challenge], Proof],
+        instead: Instead,
         reception: Reception | None = None,
     ) -> None:
-        """`hello` is asked anew for every connection, as by `peers`; `prove` answers who wants no more than that.
+        """`hello` is asked anew for every connection, as by `peers`; `instead` serves members that want another thing.
 
-        Who has no certificate, or wants another one, is heard by the `reception` alone.
+        Who has no certificate is heard by the `reception` alone.
         """
         self._me = me
         self._hello = hello
         self._peers = peers
         self._trainer_service = trainer_service
         self._membership_service = membership_service
-        self._prove = prove
+        self._instead = instead
         self._reception = reception
         self._offences = peers.offences
         self._nodes: dict[Connection, NodeId] = {}  # who has greeted on each
@@ -118,8 +116,7 @@ class Acceptor:
             await self._hear_stranger(connection)
             return
         me = Welcome(self._me.id, self._me.name, self._me.epoch)
-        renew = self._reception.renew if self._reception is not None else None
-        hello = await answer(connection, partial(self._check, connection), me, self._prove, renew)
+        hello = await answer(connection, partial(self._check, connection), me, self._instead)
         who = (hello.node, connection.host)
         self._nodes[connection] = hello.node
         _close(self._greeted.enter(connection, who, trio.current_time()), "others need the room")

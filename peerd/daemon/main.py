@@ -282,7 +282,8 @@ async def _watch_signals(
 
 def _announce(settings: Settings, bound: Address, reached: Address, command: list[str], *, issues: bool) -> None:
     where, local = shown(reached), is_loopback(bound[0]) and is_loopback(reached[0])
-    here = f"{shown(bound)}, which others reach at {where}" if settings.advertise else shown(bound)
+    elsewhere = settings.advertise or settings.relay
+    here = f"{shown(bound)}, which others reach at {where}" if elsewhere else shown(bound)
     if settings.seeds:  # whoever joined through this node before it is a member would wait with it, or found a swarm
         LOGGER.info("listening on %s; joining through %s", here, ", ".join(map(shown, settings.seeds)))
     else:

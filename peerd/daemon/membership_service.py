@@ -57,13 +57,15 @@ class MembershipService:
         prove: Callable[[Address], Awaitable[bool]],
         taken: Callable[[Address], None],
         secrets: SecretsExchange | None = None,
+        near: Callable[[Address], Address] = lambda address: address,
     ) -> None:
         """`changed` is called, once a turn of the loop at most, when members came, went or said something new of
         themselves; `refused` when the node at an address whose table we asked for will not have us. `prove` asks
         whether the node at an address holds our own key, and `taken` is called when it does. `secrets` go beside the
-        tables.
+        tables. Where members are to be reached from here datagrams go to `near` of their addresses.
         """
         self.membership = membership
+        self._near = near
         self._datagrams = datagrams
         self._transport = transport
         self._peers = peers
@@ -115,7 +117,7 @@ class MembershipService:
         for effect in effects:
             match effect:
                 case SendDatagram():
-                    await self._datagrams.send(effect.address, effect.message)
+                    await self._datagrams.send(self._near(effect.address), effect.message)
                 case PushPull():
                     self._start_push_pull(effect.address)
                 case MemberChanged():

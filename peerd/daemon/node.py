@@ -29,6 +29,8 @@ from peerd.node.acquaintances import Acquaintances
 from peerd.node.meta import NodeMeta, partners
 from peerd.process.logs import LOGGER
 from peerd.process.look_up import LookUps
+from peerd.relay.guest import Guest
+from peerd.relay.lender import Lender, Near
 from peerd.security import authority_folder
 from peerd.security.certificates import issuers_of
 from peerd.security.entry import Entry, Told, entered
@@ -40,15 +42,15 @@ from peerd.settings import Settings, is_loopback
 from peerd.training.modes import alike_at_start
 from peerd.transport.connection import Datagrams, Transport
 from peerd.transport.errors import PeerError, UserError
-from peerd.transport.hello import Refused
+from peerd.transport.hello import Instead, Refused
 from peerd.transport.ids import Address, NodeId, shown
-from peerd.transport.messages import Hello, Member, State
+from peerd.transport.messages import Challenge, Hello, Member, RelayRequest, RenewalRequest, State
 from peerd.transport.secure.datagrams import DatagramSeal
 from peerd.transport.secure.signing import Signing
 from peerd.transport.sending.budget import Budget
 from peerd.transport.tcp import TcpTransport
 
-PROTOCOL = 19
+PROTOCOL = 20
 TENSORS_BYTES_MAX = 40 << 10  # of tensor names in a HELLO; the rest is covered by the hash
 TENSORS_MAX = 1000  # names in a HELLO, of TENSOR_BYTES_MAX each
 TENSOR_BYTES_MAX = 256
@@ -76,6 +78,7 @@ class Daemon:
         entry: Entry | None = None,
         signing: Signing | None = None,
         secrets: SharedSecrets | None = None,
+        budget: Budget | None = None,
     ) -> None:
         """Wire the parts together; `start` starts them, listening on `bound`.
 
@@ -93,14 +96,15 @@ class Daemon:
         self.secrets = secrets
         self.nursery = nursery
         self.datagrams = datagrams
-        self.budget: Budget | None = None
+        self.budget = budget
         self.latency = LoopLatency()
         self.leaving = trio.Event()
         self.ending = SCRIPT_ENDS  # what its own end waits for
         self.began = trio.current_time()
         self.bound = bound
         self._kept = kept
-        self._transport = transport
+        self.lender = Lender(settings.lent_ports, bound[0], me.host, budget)
+        self._transport = transport = Near(transport, self.lender.near)
         self._have_partners, self._partners_until = False, self.began
         self.acquaintances = Acquaintances(me.id, rng, lambda id: self.view.met(id), sealed=entry is not None)
         self.peers = Peers(
@@ -137,14 +141,18 @@ class Daemon:
             prove=self.twin_proof.prove,
             taken=self._on_identity_taken,
             secrets=SecretsExchange(secrets) if secrets is not None else None,
+            near=self.lender.near,
         )  # fmt: skip
         self.reception = self.renewal = None
         if entry is not None:
             self.reception = Reception(entry.trust, entry.issuer)
             self.renewal = Renewal(entry, key, settings.state_path, transport, self._issuers)
-        self.acceptor = Acceptor(
-            me, self._hello, self.peers, self.model, self.view, self.twin_proof.answer, self.reception
-        )
+        instead: Instead = {
+            Challenge: self.twin_proof.answer,
+            RelayRequest: self.lender.lend,
+            **({RenewalRequest: self.reception.renew} if self.reception is not None else {}),
+        }
+        self.acceptor = Acceptor(me, self._hello, self.peers, self.model, self.view, instead, self.reception)
         if secrets is not None:
             secrets.on_revoked, secrets.on_news = self._on_revoked, self.view.spread
             if self.renewal is not None:
@@ -311,19 +319,22 @@ async def running(
     told = settings.carrier_settings
     carrier = CARRIERS[settings.transport](told)
     host, port = await carrier.resolve(settings.bind_address)
-    reached = await _reached(settings, carrier, (host, port))
+    relay = await carrier.resolve(settings.relay_address) if settings.relay else None
+    reached = relay or await _reached(settings, carrier, (host, port))
     seeds = {await carrier.resolve(seed) for seed in settings.seeds}
-    if seeds and not kept and seeds <= {(host, port), reached}:
+    if seeds and not kept and seeds <= {(host, port), reached} - {relay}:
         own = shown(settings.seeds[0])
         raise UserError(f"join: {own} is this node's own address; leave --join out where a swarm begins")
     seal = None if settings.insecure_plaintext else DatagramSeal()
     async with aclosing(await carrier.bind((host, port), seal)) as datagrams, trio.open_nursery() as nursery:
         bound = (host, datagrams.address[1])
-        reached = reached[0], reached[1] or bound[1]
-        kept = tuple(where for where in kept if where != reached)
         await carrier.start(nursery)  # then it enters: whoever is refused before founds no authority, nor uses a token
         local = is_loopback(host) and is_loopback(reached[0])
         entry = None if settings.insecure_plaintext else await _enter(settings, identity.key, local=local)
+        transport = carrier.transport(nursery, entry.trust if entry else None)
+        guest = Guest(relay, transport) if relay else None
+        reached = await guest.ask() if guest else (reached[0], reached[1] or bound[1])
+        kept = tuple(where for where in kept if where != reached)
         secrets = (
             _secrets(settings, identity, entry, seal, alone=not (settings.seeds or kept)) if entry and seal else None
         )
@@ -331,14 +342,16 @@ async def running(
         begin()
         meta = NodeMeta(expects=expects, founder=not settings.seeds, issuer=issuer).pack()
         me = Member(identity.id, settings.name, *reached, identity.epoch, 0, State.ALIVE, "", meta)
-        transport = carrier.transport(nursery, entry.trust if entry else None)
         signing = NodeSigning(identity.key, settings.swarm, settings.run) if entry else None
         daemon = Daemon(
-            settings, me, identity.key, bound, nursery, transport, datagrams, kept, None, entry, signing, secrets
-        )
-        daemon.budget = told.budget
+            settings, me, identity.key, bound, nursery, transport, datagrams, kept, None, entry, signing, secrets,
+            told.budget,
+        )  # fmt: skip
         daemon.model.plans.keep(daemon.leaving)
-        yield daemon, await daemon.start()
+        listening = await daemon.start()
+        if guest is not None:
+            nursery.start_soon(guest.run, listening)
+        yield daemon, listening
         nursery.cancel_scope.cancel()
 
 

@@ -23,7 +23,7 @@ import msgpack
 import trio
 
 from peerd.local.node_key import NodeKey
-from peerd.transport.connection import ConnectionLost, Transport
+from peerd.transport.connection import Connection, ConnectionLost, Transport
 from peerd.transport.errors import PeerError
 from peerd.transport.ids import Address
 from peerd.transport.messages import Challenge, Member, Proof
@@ -64,8 +64,8 @@ class TwinProof:
             return False
         return isinstance(proof, Proof) and self._is_newer_twin(challenge, proof)
 
-    def answer(self, challenge: Challenge) -> Proof:
-        """What a node that was told of us is to know. Raises PeerError where the question is not for us."""
+    async def answer(self, connection: Connection, challenge: Challenge) -> None:
+        """Say what a node that was told of us is to know. Raises PeerError where the question is not for us."""
         if challenge.node != self._me.id:
             raise PeerError("it asked for a proof of another id than this node's")
         if challenge.life == self._life:
@@ -75,7 +75,7 @@ class TwinProof:
                 f"it asked for a proof with numbers of {len(challenge.nonce)} and {len(challenge.life)} bytes"
             )
         proof = Proof(self._life, self._me.epoch, self._me.host, self._me.port, b"")
-        return replace(proof, signature=self._key.sign(_PURPOSE, self._said(challenge, proof)))
+        await connection.send(replace(proof, signature=self._key.sign(_PURPOSE, self._said(challenge, proof))))
 
     def _is_newer_twin(self, challenge: Challenge, proof: Proof) -> bool:
         theirs, ours = (proof.epoch, proof.host, proof.port), (self._me.epoch, self._me.host, self._me.port)

@@ -185,6 +185,8 @@ class Verbs:
             "bytes_received": node.peers.bytes_received + node.datagrams.bytes_received,
             "budget_bytes_s": node.budget.rate if node.budget else None,
             "budget_waited_s": node.budget.waited_s if node.budget else 0.0,
+            "relayed_for": sorted(names.get(id, id) for id in node.lender.guests.values()),
+            "relayed_bytes": node.lender.relayed_bytes,
             "exchanges": mode.counts["exchanges"] if mode else 0,
             "staleness": {str(steps): count for steps, count in sorted(getattr(mode, "staleness", {}).items())},
             "snapshots": (mode.counts["snapshots"] if mode else 0) + model.snapshots,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import pytest
-from machine import Machine
+from machine import Machine, Node
 from scripts import TRAIN
 
 from peerd.security.token import parse
@@ -127,3 +129,62 @@ def test_an_address_that_nobody_can_reach_is_refused(machine: Machine, address: 
     assert said in ran.stderr
     assert "Traceback" not in ran.stderr
     assert not list(machine.state.glob("peerd/*"))
+
+
+def test_nodes_that_nobody_can_dial_train_through_a_relay_and_outlive_its_death(machine: Machine) -> None:
+    """Each knows the others by ports of the relay's alone; where they listen is told to nobody."""
+    script = machine.script("train.py", TRAIN)
+    port, lent = Machine.free_port(), sorted(Machine.free_port() for _ in range(2))
+    flags = ["--bind", f"127.0.0.1:{port}", "--mode", "allreduce"]
+    ports = ["--relay-ports", f"{lent[0]}-{min(lent[0] + 9, 65535)}"]
+    relay = machine.start("relay", script, *flags, *ports)
+    guests = [
+        machine.start(name, script, "--relay", f"127.0.0.1:{port}", "--mode", "allreduce", SEED=str(seed))
+        for seed, name in enumerate("ab", 1)
+    ]
+    for node in (relay, *guests):
+        node.trains()
+        node.sees(relay="alive", a="alive", b="alive")
+    for guest in guests:
+        info = guest.ask("info")
+        assert info["address"] != info["bound"]
+        assert lent[0] <= int(info["address"].rpartition(":")[2]) < lent[0] + 10
+        assert all(info["bound"] != row["address"] for row in relay.ask("members")["members"])
+    _go_on(guests)
+    status = relay.ask("status")
+    assert status["relayed_for"] == ["a", "b"]
+    assert status["relayed_bytes"] > 0
+    assert "relay of a, b; " in machine.peerd("status", "--name", "relay").stdout
+
+    before = [guest.address for guest in guests]
+    relay.signal(signal.SIGKILL)
+    for guest in guests:
+        guest.says("nobody can dial this node, its relay is gone")
+        guest.sees(relay="failed")
+    relay = machine.start("relay", script, *flags, *ports, join=guests[0].address)
+    for node in (relay, *guests):
+        node.sees(relay="alive", a="alive", b="alive")
+    assert [guest.address for guest in guests] == before
+    for guest in guests:
+        guest.says("the relay is back")
+    _go_on(guests)
+
+
+def _go_on(nodes: list[Node]) -> None:
+    """With rounds: some more than there were."""
+
+    def rounds(node: Node, beyond: int = 0) -> int:
+        return max(0, int(node.ask("status")["counts"].get("rounds", 0)) - beyond)
+
+    for node in nodes:
+        node.eventually(partial(rounds, node, rounds(node) + 3))
+
+
+def test_a_relay_that_is_none_is_named(machine: Machine) -> None:
+    a = machine.start("a")
+    ran = machine.peerd("start", "--name", "b", "--bind", "127.0.0.1:0", "--relay", a.address)
+    assert (ran.returncode, ran.stderr) == (
+        1,
+        f"peerd: relay: {a.address}: it lends no ports; this node asked for a port\n",
+    )
+    assert not list(machine.state.glob("peerd/b"))

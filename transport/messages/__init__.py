@@ -73,6 +73,7 @@ from peerd.transport.messages.parameter_server import (
     SumTaken,
     Weights,
 )
+from peerd.transport.messages.relay import RelayCall, RelayGranted, RelayRequest
 from peerd.transport.messages.rounds import (
     NO_MEAN,
     LeaderPassed,
@@ -156,6 +157,9 @@ __all__ = [
     "PushForgotten",
     "Pushed",
     "Refuse",
+    "RelayCall",
+    "RelayGranted",
+    "RelayRequest",
     "RenewalRequest",
     "Revocation",
     "RevocationList",

@@ -78,7 +78,7 @@ class There:
         self.peers = Peers(self.network.transport("me"), lambda: hello("me"), lambda _: None, lost, lost)
         us: Any = self  # it is trainer service and membership service, too
         self.runner = SimpleNamespace(on_message=self.hear)
-        self.acceptor = Acceptor(row("me"), lambda: hello("me"), self.peers, us, us, lost)
+        self.acceptor = Acceptor(row("me"), lambda: hello("me"), self.peers, us, us, {})
 
     def on_message(self, sender: NodeId, message: Message) -> None:
         if self.error is not None:

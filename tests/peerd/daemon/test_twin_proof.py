@@ -46,7 +46,7 @@ class Life:
 
     async def accept(self, connection: Connection) -> None:
         try:
-            await answer(connection, lambda _: None, Welcome("", "", 0), self.twin_proof.answer)
+            await answer(connection, lambda _: None, Welcome("", "", 0), {Challenge: self.twin_proof.answer})
         except (PeerError, ConnectionLost) as error:
             self.ends.append(type(error))
 

@@ -1,0 +1,85 @@
+"""Streams of bytes between a relay, its guest and others: made, and joined two by two."""
+
+from __future__ import annotations
+
+import trio
+
+from peerd.transport.ids import Address
+from peerd.transport.patience import DIAL_TIMEOUT_S
+from peerd.transport.sending.budget import Budget
+from peerd.transport.tcp import keep_watch, resolve
+
+PIECE_BYTES = 256 << 10
+LINGER_S = 5.0  # for the other direction, when one has ended
+
+
+class Toll:
+    """What is passed on is counted, and waits for the node's budget."""
+
+    def __init__(self, budget: Budget | None = None) -> None:
+        """Without one nothing waits."""
+        self.passed_bytes = 0
+        self.piece_bytes = PIECE_BYTES if budget is None else min(PIECE_BYTES, budget.piece)
+        self._budget = budget
+
+    async def pay(self, count: int) -> None:
+        """So many bytes of a stream are about to go on."""
+        if (wait_s := self.note(count)) > 0:
+            await trio.sleep(wait_s)
+
+    def note(self, count: int) -> float:
+        """For how long they would have to wait; datagrams do not, for who is silent is taken for dead."""
+        self.passed_bytes += count
+        return 0.0 if self._budget is None else self._budget.take(count, trio.current_time())
+
+
+async def splice(one: trio.SocketStream, other: trio.SocketStream, toll: Toll, first: bytes = b"") -> None:
+    """Pass on what comes, both ways, and what has come `first` from `one`, until both have ended; then close them."""
+
+    async def pump(source: trio.SocketStream, sink: trio.SocketStream, some: bytes | bytearray) -> None:
+        try:
+            while some or (some := await source.receive_some(toll.piece_bytes)):
+                await toll.pay(len(some))
+                await sink.send_all(some)
+                some = b""
+            await sink.send_eof()
+            nursery.cancel_scope.deadline = trio.current_time() + LINGER_S
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            nursery.cancel_scope.cancel()
+
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(pump, one, other, first)
+            nursery.start_soon(pump, other, one, b"")
+    finally:
+        one.socket.close()
+        other.socket.close()
+
+
+async def stream_to(address: Address, source: str = "") -> trio.SocketStream:
+    """A stream to this IP address, from the local address `source` if one is named. Raises OSError."""
+    (family, target), *_ = await resolve(address, trio.socket.SOCK_STREAM)
+    sock = trio.socket.socket(family, trio.socket.SOCK_STREAM)
+    try:
+        if source:
+            await sock.bind((source, 0))
+        with trio.fail_after(DIAL_TIMEOUT_S):
+            await sock.connect(target)
+        return stream_over(sock)
+    except trio.TooSlowError:
+        sock.close()
+        raise TimeoutError(f"no answer within {DIAL_TIMEOUT_S:g} s") from None
+    except BaseException:
+        sock.close()
+        raise
+
+
+def within(host: str) -> str:
+    """At which host this machine itself reaches what is bound to `host`."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+def stream_over(sock: trio.socket.SocketType) -> trio.SocketStream:
+    """A stream over a connected socket whose other end is missed soon. Raises OSError where it is gone already."""
+    keep_watch(sock)
+    return trio.SocketStream(sock)

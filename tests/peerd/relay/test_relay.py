@@ -1,0 +1,320 @@
+"""A guest and its relay over real sockets: what comes to a lent port is what the guest's node hears, byte for byte."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager, suppress
+
+import pytest
+import trio
+
+from peerd.relay import lease as lease_module
+from peerd.relay.envelope import disclose, enclose
+from peerd.relay.guest import Guest
+from peerd.relay.lender import Lender, Near
+from peerd.transport.connection import Connection, ConnectionLost
+from peerd.transport.errors import PeerError, UserError
+from peerd.transport.hello import answer
+from peerd.transport.ids import Address
+from peerd.transport.messages import Ping, RelayCall, RelayGranted, RelayRequest, Welcome
+from peerd.transport.sending.budget import Budget
+from peerd.transport.tcp import TcpTransport
+
+HOST = "127.0.0.1"
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        socks = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for sock in socks:
+            sock.bind((HOST, 0))
+        return [int(sock.getsockname()[1]) for sock in socks]
+
+
+class Place:
+    """A relay, and what is needed to be its guest; `node` is what the guest's node would be: it echoes."""
+
+    def __init__(self, nursery: trio.Nursery, ports: list[int], budget: Budget | None) -> None:
+        self.nursery = nursery
+        self.transport = TcpTransport(nursery)
+        self.lender = Lender(ports, HOST, HOST, budget)
+        self.errors: list[Exception] = []
+        self.connections: list[Connection] = []  # to the relay, as it accepted them
+        self.streams = 0  # that have come to the node
+        self.relay: Address = (HOST, 0)
+        self.node: Address = (HOST, 0)
+
+    async def start(self) -> None:
+        self.relay = await self.nursery.start(self.transport.listen, self.relay, self._accepted)
+        listener = trio.socket.socket()
+        await listener.bind((HOST, 0))
+        listener.listen(64)
+        self.node = listener.getsockname()
+        datagrams = trio.socket.socket(type=trio.socket.SOCK_DGRAM)
+        await datagrams.bind(self.node)
+        self.nursery.start_soon(self._echo_streams, listener)
+        self.nursery.start_soon(self._echo_datagrams, datagrams)
+
+    async def guest(self) -> tuple[Address, trio.CancelScope]:
+        """One that is served until the scope is cancelled, and where it is reached."""
+        guest, scope = Guest(self.relay, self.transport), trio.CancelScope()
+        where = await guest.ask()
+
+        async def run() -> None:
+            with scope:
+                await guest.run(self.node)
+
+        self.nursery.start_soon(run)
+        return where, scope
+
+    async def _accepted(self, connection: Connection) -> None:
+        self.connections.append(connection)
+        try:
+            await answer(connection, lambda _: None, Welcome("r", "r", 1), {RelayRequest: self.lender.lend})
+        except (ConnectionLost, PeerError) as error:
+            self.errors.append(error)
+            raise
+
+    async def _echo_streams(self, listener: trio.socket.SocketType) -> None:
+        with listener:
+            while True:
+                sock, _ = await listener.accept()
+                self.streams += 1
+                self.nursery.start_soon(self._echo, trio.SocketStream(sock))
+
+    @staticmethod
+    async def _echo(stream: trio.SocketStream) -> None:
+        async with stream:
+            with suppress(trio.BrokenResourceError):
+                async for some in stream:
+                    await stream.send_all(some)
+                await stream.send_eof()
+
+    @staticmethod
+    async def _echo_datagrams(datagrams: trio.socket.SocketType) -> None:
+        with datagrams:
+            while True:
+                said, source = await datagrams.recvfrom(2048)
+                await datagrams.sendto(said[::-1], source)
+
+
+@asynccontextmanager
+async def place(ports: int = 4, budget: Budget | None = None) -> AsyncIterator[Place]:
+    async with trio.open_nursery() as nursery:
+        with trio.fail_after(60):
+            here = Place(nursery, free_ports(ports), budget)
+            await here.start()
+            yield here
+            nursery.cancel_scope.cancel()
+
+
+async def eventually(look: Callable[[], object]) -> None:
+    with trio.fail_after(20):
+        while not look():
+            await trio.sleep(0.01)
+
+
+async def echoed(where: Address, said: bytes) -> bytes:
+    """What comes back, until the other end closes."""
+    heard = bytearray()
+    async with await trio.open_tcp_stream(*where) as stream, trio.open_nursery() as nursery:
+
+        async def say() -> None:
+            with suppress(trio.BrokenResourceError):
+                await stream.send_all(said)
+                await stream.send_eof()
+
+        nursery.start_soon(say)
+        with suppress(trio.BrokenResourceError):
+            async for some in stream:
+                heard += some
+    return bytes(heard)
+
+
+async def datagram_echoed(where: Address, said: bytes) -> bytes:
+    """One that is lost is sent again: the guest's way to its relay may not be open yet."""
+    with trio.socket.socket(type=trio.socket.SOCK_DGRAM) as sock:
+        await sock.connect(where)
+        while True:
+            await sock.send(said)
+            with trio.move_on_after(0.5):
+                return await sock.recv(2048)
+
+
+async def test_streams_and_datagrams_of_many_come_through_whole() -> None:
+    rng = random.Random(7)
+    async with place() as here:
+        where, _ = await here.guest()
+        assert where[1] in here.lender.guests
+        assert where != here.node
+        texts = [rng.randbytes(rng.choice((1, 15, 16, 31, 32, 33, 5_000, 3_000_000))) for _ in range(24)]
+
+        async def one(text: bytes) -> None:
+            assert await echoed(where, text) == text
+            assert await datagram_echoed(where, text[:1400]) == text[:1400][::-1]
+
+        async with trio.open_nursery() as nursery:
+            for text in texts:
+                nursery.start_soon(one, text)
+        assert here.streams == len(texts)
+        assert here.lender.relayed_bytes >= 2 * sum(map(len, texts))
+
+
+async def test_two_guests_have_a_port_each_and_reach_each_other() -> None:
+    async with place() as here:
+        one, _ = await here.guest()
+        other, scope = await here.guest()
+        assert one != other
+        assert await echoed(one, b"one") == b"one"
+        assert await echoed(other, b"other") == b"other"
+        scope.cancel()
+        await eventually(lambda: list(here.lender.guests) == [one[1]])
+        with pytest.raises(OSError):
+            await echoed(other, b"nobody is there")
+        assert await echoed(one, b"still") == b"still"
+
+
+async def test_a_relay_that_was_away_gives_the_port_that_all_know() -> None:
+    async with place() as here:
+        others = [await here.guest() for _ in range(2)]
+        where, _ = await here.guest()
+        for _, scope in others:
+            scope.cancel()
+        await eventually(lambda: list(here.lender.guests) == [where[1]])
+        for connection in here.connections:
+            connection.drop(ConnectionLost("the line is cut"))
+        await eventually(lambda: not here.lender.guests)
+        await eventually(lambda: here.lender.guests)
+        assert list(here.lender.guests) == [where[1]]
+        assert await echoed(where, b"again") == b"again"
+        assert await datagram_echoed(where, b"again") == b"niaga"
+
+
+async def test_who_has_no_port_to_lend_says_so() -> None:
+    async with place(ports=0) as here:
+        with pytest.raises(UserError, match="it lends no ports; this node asked for a port"):
+            await here.guest()
+    async with place(ports=1) as here:
+        await here.guest()
+        with pytest.raises(UserError, match="of its 1 ports that it lends none is free"):
+            await here.guest()
+
+
+async def test_a_port_that_another_program_has_is_passed_over() -> None:
+    async with place(ports=2) as here:
+        first, second = here.lender._ports
+        with socket.socket(type=socket.SOCK_DGRAM) as taken:
+            taken.bind((HOST, first))
+            where, _ = await here.guest()
+        assert where == (HOST, second)
+        assert await echoed(where, b"here") == b"here"
+
+
+async def test_a_guest_that_breaks_a_rule_loses_its_port() -> None:
+    async with place() as here:
+        connection = await here.transport.dial(here.relay)
+        await connection.send(RelayRequest(0))
+        granted = await connection.receive()
+        assert isinstance(granted, RelayGranted)
+        await connection.send(Ping(1, "a", "b", ()))
+        await eventually(lambda: not here.lender.guests)
+        assert "a Ping from a guest" in str(here.errors[0])
+
+
+async def test_who_asks_for_the_port_of_another_gets_none() -> None:
+    """Where nothing is sealed all of one host look alike, and who comes new puts nobody out."""
+    async with place() as here:
+        where, _ = await here.guest()
+        for _ in range(3):
+            other, _ = await here.guest()
+            assert other != where
+        assert await echoed(where, b"mine") == b"mine"
+
+
+async def test_strangers_who_say_nothing_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease_module, "GREETING_DEADLINE_S", 1.0)
+    async with place() as here, trio.open_nursery() as nursery:
+        where, _ = await here.guest()
+
+        async def silent() -> None:
+            with suppress(OSError):
+                async with await trio.open_tcp_stream(*where) as stream:
+                    with suppress(trio.BrokenResourceError):
+                        assert await stream.receive_some(1) == b""
+
+        for _ in range(40):
+            nursery.start_soon(silent)
+        await trio.sleep(0.2)
+        while await echoed(where, b"after all") != b"after all":
+            await trio.sleep(0.1)
+
+
+async def test_whoever_has_not_written_is_not_written_to() -> None:
+    """A guest could have its relay talk to anyone."""
+    async with place() as here:
+        connection = await here.transport.dial(here.relay)
+        await connection.send(RelayRequest(0))
+        granted = await connection.receive()
+        assert isinstance(granted, RelayGranted)
+        lent = granted.host, granted.port
+        with (
+            trio.socket.socket(type=trio.socket.SOCK_DGRAM) as guest,
+            trio.socket.socket(type=trio.socket.SOCK_DGRAM) as victim,
+        ):
+            await victim.bind((HOST, 0))
+            there = victim.getsockname()
+            for _ in range(3):
+                await guest.sendto(enclose(granted.key, there, b"unasked"), lent)
+            with trio.move_on_after(0.3):
+                told = await victim.recv(100)
+                pytest.fail(f"it was told {told!r}")
+            await victim.sendto(b"asked", lent)
+            with trio.fail_after(5):
+                assert disclose(granted.key, await guest.recv(100)) == (there, b"asked")
+                await guest.sendto(enclose(granted.key, there, b"told"), lent)
+                assert await victim.recv(100) == b"told"
+
+
+async def test_a_guest_that_does_not_come_costs_the_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease_module, "CALL_S", 0.3)
+    async with place() as here:
+        connection = await here.transport.dial(here.relay)
+        await connection.send(RelayRequest(0))
+        granted = await connection.receive()
+        assert isinstance(granted, RelayGranted)
+        assert await echoed((granted.host, granted.port), b"hello") == b""
+        call = await connection.receive()
+        assert isinstance(call, RelayCall)
+        async with await trio.open_tcp_stream(granted.host, granted.port) as late:
+            await late.send_all(granted.key + call.number)
+            with suppress(trio.BrokenResourceError):
+                assert await late.receive_some(1) == b"", "the call is over"
+
+
+async def test_a_relay_keeps_to_its_budget() -> None:
+    taken: list[int] = []
+
+    class Counted(Budget):
+        def take(self, count: int, now: float) -> float:
+            taken.append(count)
+            return super().take(count, now)
+
+    async with place(budget=Counted(10_000_000.0)) as here:
+        where, _ = await here.guest()
+        text = os.urandom(500_000)
+        assert await echoed(where, text) == text
+        assert sum(taken) == here.lender.relayed_bytes >= 2 * len(text)
+        assert max(taken) <= Counted(10_000_000.0).piece
+
+
+async def test_a_relay_dials_its_guests_behind_its_own_outer_address() -> None:
+    async with trio.open_nursery() as nursery:
+        lender = Lender([7950], "0.0.0.0", "203.0.113.5")
+        assert lender.near(("203.0.113.5", 7950)) == (HOST, 7950)
+        assert lender.near(("203.0.113.5", 7946)) == ("203.0.113.5", 7946)
+        assert lender.near(("203.0.113.6", 7950)) == ("203.0.113.6", 7950)
+        with pytest.raises(ConnectionLost, match=r"cannot reach 127\.0\.0\.1:7950"):
+            await Near(TcpTransport(nursery), lender.near).dial(("203.0.113.5", 7950))
