@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, TextIO
@@ -27,7 +28,7 @@ from peerd.simulation.options import LOOK_MIN_S, OPTIMIZERS, SCHEDULES, parse_mo
 from peerd.simulation.scenario import PROBLEMS, Outcome, Sample, Scenario
 from peerd.simulation.scenario import simulate as run_scenario
 from peerd.training.mode_settings import WEIGHTS
-from peerd.training.modes import heeds
+from peerd.training.modes import heeds, in_one_form
 from peerd.training.modes.own_mode import adopted
 from peerd.training.tasks import TASKS
 from peerd.transport.errors import UserError
@@ -98,8 +99,6 @@ def simulate(
 ) -> None:
     """Run a swarm of PEERS simulated nodes with the production code and watch every invariant."""
     modes = [(adopted(one), said) for one, said in parse_modes(mode)]
-    if twice := [one for number, one in enumerate(modes) if one in modes[:number]]:
-        raise UserError(f"--mode {mode}: {twice[0][0]} is there twice, and both would be the same run")
     exchange = told.get("exchange", WEIGHTS)
     of_some = {  # the others each mode refuses
         key for key in told if any(heeds(one, key, said.get("exchange", exchange)) for one, said in modes)
@@ -121,6 +120,9 @@ def simulate(
         for (one, said), own in zip(modes, heeded, strict=True)
         for number in ([seed] if seeds is None else parse_seeds(seeds))
     ]
+    commands = [replace(one, mode=in_one_form(one.mode)).command() for one in scenarios]
+    if twice := [one for number, one in enumerate(scenarios) if commands[number] in commands[:number]]:
+        raise UserError(f"--mode {mode}: {twice[0].mode} is there twice, and both would be the same run")
     if report is not None:
         check_report(report)
     if report is not None and trace is not None and report.absolute() == trace.absolute():

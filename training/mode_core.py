@@ -288,8 +288,10 @@ class ModeCore:
                 came = [Publish()] if alive - self._partners else []  # what they hear of is the model as it is
                 self._partners = alive
                 self._note_members(alive, now)
-                for gone in self._began.keys() - alive:
-                    del self._began[gone]
+                for gone in (self._began.keys() | self._slowest.keys()) - alive:
+                    self._began.pop(gone, None)
+                    self._slowest.pop(gone, None)
+                self.slowest_s = max(self._slowest.values(), default=0.0)
                 return [*came, *mode.on_peers(alive, now)] if mode is not None else []
             case _ if mode is not None:
                 return self._tell(mode, event, now)

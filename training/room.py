@@ -5,10 +5,11 @@ Of a small model it accepts as many again as it looks for, keeps a view's worth 
 left of twice as many; of a tiny one, of as many as 4 MiB hold. A swarm has places to spare then.
 
 Of a large one it keeps no link more than a swarm needs: a view and one, absent peers in the places that the living
-leave free. Whoever comes finds a partner all the same. Let each have room for c links and look for v, and s places be
-free when the next comes. It takes k of them, at least 1 and at most min(v, s), and brings c - k others: afterwards
-s + c - 2 k are free, which is c - v or more, so at least 1. A node that dies, or gives a place to another (`rotate`),
-only leaves more.
+leave free. Where nodes come one by one each finds a partner all the same. Let each have room for c links and look for
+v, and s places be free when the next comes. It takes k of them, at least 1 and at most min(v, s), and brings c - k
+others: afterwards s + c - 2 k are free, which is c - v or more, so at least 1. A node that dies, or gives a place to
+another (`rotate`), only leaves more. Where several come at once they may take all places of each other, five with a
+view of 3: one that is turned away then is made a place, once a minute at most (`PairLinks._make_place`).
 """
 
 from __future__ import annotations

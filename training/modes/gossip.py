@@ -129,7 +129,8 @@ class Gossip(PartneredMode[PairLink]):
             case DeltaTaken():
                 effects = self._links.on_taken(sender, message.link, message.seq)
             case Connected():
-                effects = self._links.repeat(sender, now)
+                self._links.returned(sender)
+                effects = self._links.repeat(sender, now) + self._flush(now)
             case _:
                 raise PeerError(f"{type(message).__name__} has no meaning in gossip")
         self._rearm(now)

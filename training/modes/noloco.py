@@ -388,8 +388,6 @@ class NoLoCo(ModeClass):
 
     def _end(self, now: float) -> list[Effect]:
         """The exchange is off: perhaps with another."""
-        if self._pair is not None and self._pair.stage is not Stage.INVITED:
-            self._ended.append((self._pair.peer, self._pair.seq))
         self._enter(None)
         return [] if self._report.finishing else self._invite(now)
 

@@ -192,6 +192,8 @@ class PairLinks:
         self._alive: frozenset[NodeId] = frozenset()
         self._declined: set[NodeId] = set()
         self._lacking_since = float("inf")  # or since those who declined were last asked again
+        self._made_place_at: float | None = None  # for one that was turned away, or when the first peers came
+        self._turned_away: NodeId | None = None
         self.graylist = Graylist()
 
     def live(self) -> list[PairLink]:
@@ -250,11 +252,14 @@ class PairLinks:
             if link := self.held.get(peer):
                 link.enter(WENT[link.state])
         self._alive = alive
+        if self._made_place_at is None and alive:
+            self._made_place_at = now
         met = {*self.held, *self.opening, *(remnant.peer for remnant in self.remnants.values())}
         for peer in filter(met.__contains__, came):
             if link := self.held.get(peer):
                 link.enter(CAME[link.state])
                 link.last_exchange = now
+                self.returned(peer)
             effects += self.repeat(peer, now)
         self._declined &= alive
         self._make_room()
@@ -295,7 +300,7 @@ class PairLinks:
         effects = self.end(sender, now)
         if start is None:
             self._counts["links_declined"] += 1
-            return [*effects, Send(sender, LinkClosed(number, 0))]
+            return [*effects, Send(sender, LinkClosed(number, 0)), *self._make_place(sender, now)]
         self._hold(sender, number, start, values, now)
         if sender not in self.held:  # membership does not know it yet, and there is no room for another such
             self._counts["links_declined"] += 1
@@ -389,17 +394,31 @@ class PairLinks:
 
     def fill_view(self, now: float) -> list[Effect]:
         """Ask strangers for links while there are fewer than wanted."""
-        if (lacking := self._wanted() - self._places_taken()) <= 0:
+        lacking, first = self._wanted() - self._places_taken(), None
+        if self._turned_away is not None and self._places_taken() < self._room.active:
+            first, self._turned_away = self._turned_away, None
+        if lacking <= 0 and first is None:
             return []
         refused = {peer for peer, _ in self.graylist.refused(now)}
         strangers = sorted(self._alive - self.held.keys() - self.opening.keys() - self._declined - refused)
+        asked = self._rng.sample(strangers, min(max(0, lacking), len(strangers)))
+        if first in strangers and first not in asked:
+            asked[:1] = [first]
         effects: list[Effect] = []
-        for peer in self._rng.sample(strangers, min(lacking, len(strangers))):
+        for peer in asked:
             number = self._rng.getrandbits(62)
             offered = self._offer()
             self.opening[peer] = (number, now)
             effects.append(Send(peer, LinkOpen(number, offered)))
         return effects
+
+    def _make_place(self, peer: NodeId, now: float) -> list[Effect]:
+        """This one found none here, and perhaps nowhere: it is asked when one is free. Each costs a link its past."""
+        lately = self._made_place_at is None or now - self._made_place_at < SILENCE_MAX_S
+        if lately or not self.opens or peer not in self._alive or self.graylist.refuses(peer, now):
+            return []
+        self._made_place_at, self._turned_away = now, peer
+        return self.rotate(now)
 
     def rotate(self, now: float) -> list[Effect]:
         """Give the place of the most used idle link to a peer outside the view, if there is one."""
@@ -412,6 +431,11 @@ class PairLinks:
         link.sent_at = now
         self._counts["rotations"] += 1
         return [Send(link.peer, LinkClose(link.reference.link, link.reference.version))]
+
+    def returned(self, peer: NodeId) -> None:
+        """It may have begun anew, or have forgotten the link: what it was told of our end it is told again."""
+        if (link := self.held.get(peer)) is not None:
+            link.flushed = False
 
     def repeat(self, peer: NodeId, now: float) -> list[Effect]:
         """Say again what may have been lost with a connection."""

@@ -1,0 +1,135 @@
+"""Nobody waits for what another has given up, forgotten or never had a place for."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from mode_swarm import ModeSwarm
+
+import peerd.training.room
+from peerd.training.mode_core import ModeCore, PeersChanged, Received
+from peerd.transport.messages import Delta, DeltaTaken, PairHalf
+
+
+def test_who_accepted_a_pair_that_the_other_gave_up_goes_on_with_others() -> None:
+    swarm = ModeSwarm("noloco", "abc", every=4, codec="float32")
+    swarm.all_hear()
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            for name in "ab":
+                swarm.step(name, 0.01)
+
+    steps(8)
+
+    def half_on_its_way() -> tuple[str, str] | None:
+        for line in swarm.waiting():
+            message = swarm.queues[line][0]
+            if isinstance(message, PairHalf) and message.wants_answer:
+                return line
+            swarm.deliver(*line)
+        return None
+
+    while (line := half_on_its_way()) is None:
+        steps(1)
+    inviter, invited = line
+    swarm.declare_dead(inviter, {invited})  # it alone has noticed anything
+    swarm.lose(invited, inviter)
+    swarm.hear(inviter)
+    swarm.cut(inviter, invited)
+    swarm.cut(invited, inviter)
+    swarm.settle()
+    before = swarm.nodes[invited].core.counts["exchanges"]
+    for _ in range(60):
+        for name in (invited, "c"):
+            swarm.step(name, 0.01)
+        swarm.settle()
+        swarm.pass_time(5.0)
+        swarm.settle()
+    assert swarm.nodes[invited].core.counts["exchanges"] > before
+    swarm.end()
+
+
+@pytest.mark.parametrize(("count", "view"), [(5, 3), (3, 1), (4, 2)])
+@pytest.mark.parametrize("seed", [5, 6, 10, 11])
+def test_a_newcomer_is_made_a_place_where_all_are_taken(
+    monkeypatch: pytest.MonkeyPatch, count: int, view: int, seed: int
+) -> None:
+    monkeypatch.setattr(peerd.training.room, "LARGE", 4)
+    names, order = "abcde"[:count], random.Random(seed)
+    swarm = ModeSwarm("gossip", names, size=14, seed=seed, dtype="float32", codec="sign", view=view)
+    pairs = [(one, other) for one in names for other in names if one != other]
+    order.shuffle(pairs)
+    for one, other in pairs:  # the news comes to each in another order, so that they take each other's places
+        swarm.peers(one, set(swarm.nodes[one].heard) | {other})
+        for _ in range(3):
+            if waiting := swarm.waiting():
+                swarm.deliver(*order.choice(waiting))
+    swarm.settle()
+    for _ in range(7):  # a minute, in which the links are used
+        for name in names:
+            swarm.step(name, 0.01)
+        swarm.settle()
+        swarm.pass_time(10.0)
+        swarm.settle()
+    swarm.live("z", swarm.nodes["a"].x)
+    swarm.all_hear()
+    swarm.settle()
+    assert any(link.active for link in swarm.nodes["z"].core._links.held.values())
+    assert all(len(node.core._links.live()) <= view + 1 for node in swarm.nodes.values())
+
+
+@pytest.mark.parametrize("what", ["cut", "restart"])
+@pytest.mark.parametrize("mode", ["gossip", "elastic:pairwise", "gossip-push", "push-sum"])
+def test_who_has_ended_tells_one_that_forgot_its_link(mode: str, what: str) -> None:
+    names, ended, rest = "abcdefgh", "efgh", "abcd"
+    swarm = ModeSwarm(mode, names, size=14, seed=1, robust=True)
+    rng = np.random.default_rng(1)
+    swarm.all_hear()
+    swarm.settle()
+
+    def train() -> None:
+        for _ in range(10):
+            for name in rest:
+                swarm.step(name, rng.normal(size=14) * 0.01)
+            swarm.settle()
+
+    swarm.train(20, lambda _: rng.normal(size=14) * 0.01)
+    for name in ended:
+        swarm.finish(name)
+    swarm.settle()
+    train()
+    if what == "cut":
+        swarm.declare_dead("a", set(names) - {"a"})
+        for name in names[1:]:
+            swarm.declare_dead(name, {"a"})
+        swarm.settle()
+        swarm.heal()
+    else:
+        swarm.die("a")
+        for name in names[1:]:
+            swarm.hear(name)
+        swarm.settle()
+        swarm.live("a", swarm.nodes["b"].x)
+        swarm.all_hear()
+        swarm.settle()
+    train()
+    swarm.end()
+
+
+def test_an_exchange_with_one_that_left_is_no_measure_any_more() -> None:
+    nothing: Any = SimpleNamespace(counts={}, on_peers=lambda *_: [], on_message=lambda *_: [])
+    core = ModeCore()
+    core.mode = nothing
+    half = Delta(1, 1, "sign", 0.1, True, False, b"", 0.0, 0.0, ())
+    core.handle(PeersChanged(frozenset("xy")), 0.0)
+    for peer, seconds in (("x", 100.0), ("y", 2.0)):
+        core.sent(peer, half, 0.0)
+        core.handle(Received(peer, DeltaTaken(1, 1)), seconds)
+    assert core.slowest_s == 100.0
+    core.handle(PeersChanged(frozenset("y")), 101.0)
+    assert core.slowest_s == 2.0
