@@ -120,7 +120,8 @@ def run() -> None:
         _fail(error)
     except BaseExceptionGroup as group:  # a daemon's tasks end together; the user's own mistake is among them
         if group.split(KeyboardInterrupt)[1] is None:
-            raise KeyboardInterrupt from None
+            say("interrupted")
+            sys.exit(INTERRUPTED_CODE)
         mistakes = group.subgroup(UserError)
         if mistakes is None or group.split(UserError)[1] is not None:
             raise

@@ -269,7 +269,7 @@ class Daemon:
         else:
             LOGGER.warning(
                 "%s is alive, but this node cannot connect to it: %s; until that can be it hears nothing from here "
-                "(nodes must be able to dial each other: peerd doctor --join %s)",
+                "(peerd doctor --join %s shows why; one that nobody can dial is started with --relay)",
                 who, error, shown((member.host, member.port)),
             )  # fmt: skip
         self.view.tell_changes()

@@ -17,7 +17,7 @@ from peerd.process.logs import LOGGER
 from peerd.relay.envelope import ENCLOSED_MAX, KEY_BYTES, disclose, enclose
 from peerd.relay.streams import Toll, splice, stream_to, within
 from peerd.transport.connection import Connection, ConnectionLost, Transport
-from peerd.transport.errors import PeerError, UserError
+from peerd.transport.errors import PeerError, UserError, cause
 from peerd.transport.ids import Address, shown
 from peerd.transport.messages import Refuse, RelayCall, RelayGranted, RelayRequest
 from peerd.transport.patience import GREETING_DEADLINE_S, RETRY_FIRST_S, RETRY_MAX_S
@@ -37,10 +37,10 @@ class Guest:
         self._line: tuple[Connection, RelayGranted] | None = None
 
     async def ask(self) -> Address:
-        """Where others reach this node as soon as it `run`s. Raises UserError."""
+        """Where others reach this node as soon as it `run`s; a relay that is away is waited for. Raises UserError."""
         try:
-            _, granted = self._line = await self._ask(0)
-        except (ConnectionLost, PeerError) as error:
+            _, granted = self._line = await self._ask_again(None)
+        except PeerError as error:
             raise UserError(f"relay: {error}") from None
         return granted.host, granted.port
 
@@ -75,32 +75,38 @@ class Guest:
             raise
         return connection, answer
 
-    async def _ask_again(self, had: RelayGranted) -> tuple[Connection, RelayGranted]:
-        """For the same port: all members know it."""
+    async def _ask_again(self, had: RelayGranted | None) -> tuple[Connection, RelayGranted]:
+        """Until it is granted; the port that this node had, for all members know it. At first raises PeerError."""
         delay_s, said = RETRY_FIRST_S, ""
         while True:
-            await trio.sleep(delay_s)
-            delay_s = min(2 * delay_s, RETRY_MAX_S)
             try:
-                connection, granted = await self._ask(had.port)
+                connection, granted = await self._ask(had.port if had else 0)
             except (ConnectionLost, PeerError) as error:
+                if had is None and isinstance(error, PeerError):
+                    raise
                 text = str(error)
             else:
-                if (granted.host, granted.port) == (had.host, had.port):
+                if had is None or (granted.host, granted.port) == (had.host, had.port):
                     return connection, granted
                 await connection.aclose()
                 text = f"it is at {granted.host} now, and was at {had.host}: start this node anew"
             if text != said:
                 said = text
-                LOGGER.warning("relay: %s", text)
+                LOGGER.warning("relay: %s; trying again", text)
+            await trio.sleep(delay_s)
+            delay_s = min(2 * delay_s, RETRY_MAX_S)
 
     async def _serve(self, connection: Connection, granted: RelayGranted, node: Address) -> NoReturn:
         """Until the connection ends. Raises ConnectionLost or PeerError."""
         ended: ConnectionLost | PeerError
         lent = connection.host, granted.port
         try:
+            try:
+                relay = _udp_to(lent)
+            except OSError as error:
+                raise ConnectionLost(f"no way to {shown(lent)}: {cause(error)}") from None
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(_Datagrams(lent, granted.key, node).run)
+                nursery.start_soon(_Datagrams(relay, granted.key, node).run)
                 try:
                     while isinstance(call := await connection.receive(), RelayCall):
                         if len(nursery.child_tasks) < CALLS_MAX:
@@ -130,45 +136,44 @@ async def _answer(lent: Address, key: bytes, number: bytes, node: Address) -> No
 class _Datagrams:
     """One socket to the relay, and one to this node for each other end."""
 
-    def __init__(self, lent: Address, key: bytes, node: Address) -> None:
-        self._lent = lent
+    def __init__(self, relay: trio.socket.SocketType, key: bytes, node: Address) -> None:
+        self._relay = relay
         self._key = key
         self._node = node
         self._others: OrderedDict[Address, trio.socket.SocketType] = OrderedDict()  # the one used last is last
 
     async def run(self) -> None:
         """Until cancelled."""
-        with _udp_to(self._lent) as relay:
-            try:
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self._keep_open, relay)
-                    while True:
-                        with suppress(OSError, ValueError):  # it is away, or this came from elsewhere
-                            other, said = disclose(self._key, await relay.recv(ENCLOSED_MAX))
-                            await self._to(other, relay, nursery).send(said)
-            finally:
-                for sock in self._others.values():
-                    sock.close()
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._keep_open)
+                while True:
+                    with suppress(OSError, ValueError):  # it is away, or this came from elsewhere
+                        other, said = disclose(self._key, await self._relay.recv(ENCLOSED_MAX))
+                        await self._to(other, nursery).send(said)
+        finally:
+            for sock in (self._relay, *self._others.values()):
+                sock.close()
 
-    def _to(self, other: Address, relay: trio.socket.SocketType, nursery: trio.Nursery) -> trio.socket.SocketType:
+    def _to(self, other: Address, nursery: trio.Nursery) -> trio.socket.SocketType:
         """From where the node hears this other end, and where it answers it."""
         if other not in self._others:
             if len(self._others) >= OTHERS_MAX:
                 self._others.popitem(last=False)[1].close()
             self._others[other] = sock = _udp_to(self._node)
-            nursery.start_soon(self._answers, other, sock, relay)
+            nursery.start_soon(self._answers, other, sock)
         self._others.move_to_end(other)
         return self._others[other]
 
-    async def _answers(self, other: Address, sock: trio.socket.SocketType, relay: trio.socket.SocketType) -> None:
+    async def _answers(self, other: Address, sock: trio.socket.SocketType) -> None:
         while sock.fileno() >= 0:
             with suppress(OSError, trio.ClosedResourceError):
-                await relay.send(enclose(self._key, other, await sock.recv(ENCLOSED_MAX)))
+                await self._relay.send(enclose(self._key, other, await sock.recv(ENCLOSED_MAX)))
 
-    async def _keep_open(self, relay: trio.socket.SocketType) -> None:
+    async def _keep_open(self) -> None:
         while True:
             with suppress(OSError):
-                await relay.send(self._key)
+                await self._relay.send(self._key)
             await trio.sleep(KEEP_OPEN_S)
 
 

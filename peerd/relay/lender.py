@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 
 import trio
 
@@ -18,6 +20,8 @@ from peerd.transport.ids import Address
 from peerd.transport.messages import Refuse, RelayGranted, RelayRequest
 from peerd.transport.sending.budget import Budget
 from peerd.transport.tcp import bound_socket
+
+TELL_EVERY_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,7 @@ class Lender:
         self._toll = Toll(budget)
         self._leases: dict[int, Lease] = {}
         self._had: dict[int, str] = {}  # who had each last
+        self._told_at: dict[str, float] = {}
 
     @property
     def relayed_bytes(self) -> int:
@@ -78,20 +83,28 @@ class Lender:
         try:
             await connection.send(RelayGranted(self._reached, lease.port, lease.key))
             connection.admit()
-            LOGGER.info("%s is reached through this node now, at port %d", who[:8], lease.port)
+            self._tell(f"{who[:8]} is reached through this node now, at port {lease.port}")
             await lease.run(connection, self._toll)
         finally:
             lease.end()
             if self._leases.get(lease.port) is lease:
                 del self._leases[lease.port]
-                LOGGER.info("%s is reached through this node no more", who[:8])
+                self._tell(f"{who[:8]} is reached through this node no more, at port {lease.port}")
+
+    def _tell(self, text: str) -> None:
+        """A member can come and go as often as it likes."""
+        now = trio.current_time()
+        if now - self._told_at.get(text, -math.inf) >= TELL_EVERY_S:
+            self._told_at = {told: at for told, at in self._told_at.items() if now - at < TELL_EVERY_S} | {text: now}
+            LOGGER.info("%s", text)
 
     async def _lease(self, who: str, wanted: int, *, known: bool) -> Lease | None:
         """Of the port that it wants, or of any: the one that it had, else one that nobody had.
 
         It may be back before its old connection was missed; but where it is not `known`, others of its host are, too.
         """
-        order = sorted(self._ports, key=lambda port: (self._had.get(port) != who, port in self._had))
+        chosen = {port: sha256(f"{who} {port}".encode()).digest() for port in self._ports}  # also after a restart
+        order = sorted(chosen, key=lambda port: (self._had.get(port) != who, port in self._had, chosen[port]))
         for port in order:
             taken = self._leases.get(port)
             is_back = self._had.get(port) == who and (known or wanted)

@@ -180,6 +180,15 @@ def _go_on(nodes: list[Node]) -> None:
         node.eventually(partial(rounds, node, rounds(node) + 3))
 
 
+def test_a_relay_that_is_not_there_yet_is_waited_for_until_ctrl_c(machine: Machine) -> None:
+    a = machine.start("a", "--relay", "127.0.0.1:1")
+    a.says("relay: cannot reach 127.0.0.1:1: Connection refused; trying again")
+    a.signal(signal.SIGINT)
+    assert a.end() == 130
+    assert "Traceback" not in a.log
+    assert "interrupted" in a.log
+
+
 def test_a_relay_that_is_none_is_named(machine: Machine) -> None:
     a = machine.start("a")
     ran = machine.peerd("start", "--name", "b", "--bind", "127.0.0.1:0", "--relay", a.address)
