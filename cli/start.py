@@ -35,7 +35,8 @@ def start(
         typer.Option(metavar="HOST:PORT", help="where others reach it: behind address translation, in a container"),
     ] = None,
     relay: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="where nobody can dial it: a member that lends it a port")
+        list[str] | None,
+        typer.Option(metavar="HOST:PORT", help="where nobody can dial it: a member that lends it a port; or the next"),
     ] = None,
     relay_ports: Annotated[
         str | None, typer.Option(metavar="FIRST-LAST", help="lend these ports to members that nobody can dial")
@@ -92,7 +93,7 @@ def start(
 
     file = config if config is not None else _config_from_environment()
     flags = {
-        "name": name, "bind": bind, "advertise": advertise, "relay": relay,
+        "name": name, "bind": bind, "advertise": advertise, "relay": tuple(relay) if relay else None,
         "relay_ports": relay_ports, "join": tuple(join) if join else None, "token": token,
         "insecure_plaintext": insecure_plaintext, "swarm": swarm, "mode": mode, **told, "wait_for": wait_for,
         "transport": transport, "budget": budget,

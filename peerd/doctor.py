@@ -78,7 +78,7 @@ def which_node() -> Iterator[Finding]:
 def examine(settings: Settings) -> list[Finding]:
     """Run every check, for a node with these settings."""
     host, port = settings.bind_address
-    outer = settings.relay_address if settings.relay else settings.advertised(port)
+    outer = settings.relays[0] if settings.relays else settings.advertised(port)
     findings = [*_software(), *_gpu(), *_port(settings.name, host, port), *_network(settings), *_clock()]
     local = all(is_loopback(_resolved(one) or one) for one in (host, outer[0] if outer else host))
     told = Told(settings.state_path, settings.authority_path, local, settings.invitation, bool(settings.seeds))
@@ -177,9 +177,9 @@ def _node_on(host: str, port: int) -> str | None:
 def _network(settings: Settings) -> Iterator[Finding]:
     host, port = settings.bind_address
     address, advertised = _resolved(host), settings.advertised(port)
-    if settings.relay:
-        lends = "which must be a member with --relay-ports"
-        yield Finding("address", "ok", f"others reach this node through {shown(settings.relay_address)}, {lends}")
+    if settings.relays:
+        relays = " or ".join(map(shown, settings.relays))
+        yield Finding("address", "ok", f"others reach this node through {relays}, started with --relay-ports")
     elif advertised is not None and _resolved(advertised[0]) is None:
         cure = "--advertise HOST:PORT with the address at which others reach this node"
         yield Finding("address", "fail", f"nobody finds {advertised[0]}, which is to be advertised", cure)

@@ -54,7 +54,7 @@ class Settings(ModeSettings):
     )
     bind: str = f"127.0.0.1:{DEFAULT_PORT}"
     advertise: str = ""  # where others reach this node; "": where it is bound
-    relay: str = ""  # a member at a port of which others reach this node, which nobody can dial
+    relay: tuple[str, ...] = ()  # members at a port of which others reach this node, which nobody can dial
     relay_ports: str = ""  # that this node lends to such nodes: FIRST-LAST
     join: tuple[str, ...] = ()
     token: str = field(default="", repr=False)  # what `peerd token` printed; @FILE is replaced by what is in it
@@ -89,8 +89,7 @@ class Settings(ModeSettings):
             raise UserError(f"advertise: {self.advertise!r}: port 0 is nobody's; give the one that others reach")
         for seed in self.join:
             parse_address(seed, "join")
-        if self.relay:
-            parse_address(self.relay, "relay")
+        if self.relays:
             for key, other in (("advertise", self.advertise), ("relay_ports", self.relay_ports)):
                 if other:
                     raise UserError(f"{key}: without effect with relay, at whose address others reach this node")
@@ -159,9 +158,9 @@ class Settings(ModeSettings):
         return parse_address(self.advertise, "advertise", port) if self.advertise else None
 
     @property
-    def relay_address(self) -> Address:
+    def relays(self) -> tuple[Address, ...]:
         """`relay`, parsed."""
-        return parse_address(self.relay, "relay")
+        return tuple(parse_address(relay, "relay") for relay in self.relay)
 
     @property
     def lent_ports(self) -> range:
@@ -175,10 +174,10 @@ class Settings(ModeSettings):
 
     @property
     def seeds(self) -> tuple[Address, ...]:
-        """Whom to join through: `join`, parsed, else who made the token, else the relay."""
+        """Whom to join through: `join`, parsed, else who made the token, else the relays."""
         if not self.join and self.invitation is not None:
             return self.invitation.addresses
-        return tuple(parse_address(seed, "join") for seed in self.join or filter(None, [self.relay]))
+        return tuple(parse_address(seed, "join") for seed in self.join) or self.relays
 
 
 def load(flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None) -> Settings:

@@ -90,7 +90,6 @@ class Daemon:
         rng = rng or random.SystemRandom()
         timing = LAN if settings.network == "lan" else WAN
         self.settings = settings
-        self.me = me
         self.key = key
         self.entry = entry
         self.secrets = secrets
@@ -184,6 +183,15 @@ class Daemon:
                 await trio.sleep(0.02)
 
     # ---------------------------------------------------------------- what its parts ask of one another
+
+    @property
+    def me(self) -> Member:
+        """What this node says of itself."""
+        return self.view.membership.me
+
+    def move(self, where: Address) -> None:
+        """Others reach it there from now on."""
+        self.nursery.start_soon(self.view.perform, self.view.membership.move(where, trio.current_time()))
 
     def members(self) -> dict[NodeId, Member]:
         """All that it knows of, itself too."""
@@ -319,10 +327,10 @@ async def running(
     told = settings.carrier_settings
     carrier = CARRIERS[settings.transport](told)
     host, port = await carrier.resolve(settings.bind_address)
-    relay = await carrier.resolve(settings.relay_address) if settings.relay else None
-    reached = relay or await _reached(settings, carrier, (host, port))
+    relays = [await carrier.resolve(relay) for relay in settings.relays]
+    reached = relays[0] if relays else await _reached(settings, carrier, (host, port))
     seeds = {await carrier.resolve(seed) for seed in settings.seeds}
-    if seeds and not kept and seeds <= {(host, port), reached} - {relay}:
+    if seeds and not kept and seeds <= {(host, port), reached}.difference(relays):
         own = shown(settings.seeds[0])
         raise UserError(f"join: {own} is this node's own address; leave --join out where a swarm begins")
     seal = None if settings.insecure_plaintext else DatagramSeal()
@@ -332,7 +340,7 @@ async def running(
         local = is_loopback(host) and is_loopback(reached[0])
         entry = None if settings.insecure_plaintext else await _enter(settings, identity.key, local=local)
         transport = carrier.transport(nursery, entry.trust if entry else None)
-        guest = Guest(relay, transport) if relay else None
+        guest = Guest(relays, transport) if relays else None
         reached = await guest.ask() if guest else (reached[0], reached[1] or bound[1])
         kept = tuple(where for where in kept if where != reached)
         secrets = (
@@ -350,7 +358,7 @@ async def running(
         daemon.model.plans.keep(daemon.leaving)
         listening = await daemon.start()
         if guest is not None:
-            nursery.start_soon(guest.run, listening)
+            nursery.start_soon(guest.run, listening, daemon.move)
         yield daemon, listening
         nursery.cancel_scope.cancel()
 

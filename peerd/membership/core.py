@@ -58,6 +58,7 @@ from peerd.transport.secure.signing import Signing
 __all__ = ["LAN", "WAN", "Membership", "Timing"]
 
 _WATCH_S = 0.5  # while someone is suspected, wake at least this often: a stall between two timers must not go unseen
+WAS_AT_MAX = 64
 _LONG_STALL_S = 5.0  # longer than this, others may have buried us: fetch what we missed
 
 
@@ -101,6 +102,7 @@ class Membership:
         self._twins = TwinQuestions()
         self._disowned = Disowned()
         self._vacant: dict[NodeId, float] = {}  # members at whose address nobody listened, and when
+        self._was_at: list[Address] = []  # in this life
         self._leaving = False
         self._started = False
         self._gossip_at = math.inf
@@ -291,6 +293,16 @@ class Membership:
             effects.append(MemberChanged(self.me.id))
         return self._ask_wake(now, effects)
 
+    def move(self, where: Address, now: float) -> list[MembershipEffect]:
+        """We are reached elsewhere from now on."""
+        effects = self._notice_stall(now)
+        if where != address(self.me):
+            self._was_at = [*self._was_at, address(self.me)][-WAS_AT_MAX:]
+            host, port = where
+            self._speak(replace(self.me, host=host, port=port, incarnation=self.me.incarnation + 1), now)
+            effects.append(MemberChanged(self.me.id))
+        return self._ask_wake(now, effects)
+
     def leave(self, now: float) -> list[MembershipEffect]:
         """Say goodbye; on_timer goes on telling it until `left_spread`."""
         effects = self._notice_stall(now)
@@ -466,7 +478,9 @@ class Membership:
         if fault(record):
             self.counts["malformed"] += 1
             return
-        twin = record.epoch > me.epoch or (record.epoch == me.epoch and address(record) > address(me))
+        where, ours = address(record), address(me)
+        moved = where in self._was_at  # what is said of it was true
+        twin = record.epoch > me.epoch or (record.epoch == me.epoch and where > ours and not moved)
         if (order(record) <= order(me) and not twin) or self._doubt(record, host, now):
             return
         if twin:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import socket
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import NoReturn
 
 import trio
@@ -22,43 +24,83 @@ from peerd.transport.ids import Address, shown
 from peerd.transport.messages import Refuse, RelayCall, RelayGranted, RelayRequest
 from peerd.transport.patience import GREETING_DEADLINE_S, RETRY_FIRST_S, RETRY_MAX_S
 
+STAYS_S = 10.0  # a relay that is started again within it gives the port that all members know
 KEEP_OPEN_S = 10.0  # between two datagrams to the relay: routers forget who was answered after 30 s and more
 OTHERS_MAX = 256  # other ends of datagrams, each with a socket
 CALLS_MAX = 256  # streams at once; this node lets in fewer
 
 
-class Guest:
-    """The relay's other end."""
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """To a relay that has granted a port."""
 
-    def __init__(self, relay: Address, transport: Transport) -> None:
-        """Dials the relay by the `transport`."""
-        self._relay = relay
+    relay: Address
+    connection: Connection
+    granted: RelayGranted
+
+    @property
+    def outer(self) -> Address:
+        """Where others reach this node."""
+        return self.granted.host, self.granted.port
+
+
+class Guest:
+    """The other end of a relay: of one after the other, where several may be asked."""
+
+    def __init__(self, relays: Sequence[Address], transport: Transport) -> None:
+        """Asks the first of them before the others, by the `transport`."""
+        self._relays = relays
         self._transport = transport
-        self._line: tuple[Connection, RelayGranted] | None = None
+        self._line: _Line | None = None
 
     async def ask(self) -> Address:
         """Where others reach this node as soon as it `run`s; a relay that is away is waited for. Raises UserError."""
         try:
-            _, granted = self._line = await self._ask_again(None)
+            self._line = await self._find(None)
         except PeerError as error:
             raise UserError(f"relay: {error}") from None
-        return granted.host, granted.port
+        return self._line.outer
 
-    async def run(self, node: Address) -> None:
-        """Pass on what comes to this node, which listens there; ask again when the relay was away."""
+    async def run(self, node: Address, moved: Callable[[Address], None]) -> None:
+        """Pass on what comes to this node, which listens there; `moved` is told where others reach it from now on."""
         assert self._line is not None, "it was asked"
-        node = within(node[0]), node[1]
-        connection, granted = self._line
+        line, node = self._line, (within(node[0]), node[1])
         while True:
             try:
-                await self._serve(connection, granted, node)
+                await self._serve(line, node)
             except (ConnectionLost, PeerError) as error:
                 LOGGER.warning("nobody can dial this node, its relay is gone: %s; trying again", error)
-            connection, granted = await self._ask_again(granted)
-            LOGGER.info("the relay is back: others reach this node at %s", shown((granted.host, granted.port)))
+            outer, line = line.outer, await self._find(line)
+            LOGGER.info("others reach this node at %s again, through %s", shown(line.outer), shown(line.relay))
+            if line.outer != outer:
+                moved(line.outer)
 
-    async def _ask(self, port: int) -> tuple[Connection, RelayGranted]:
-        connection = await self._transport.dial(self._relay)
+    async def _find(self, had: _Line | None) -> _Line:
+        """One that grants a port. All members know the one that this node `had`: for a while no other is asked for.
+
+        Raises PeerError where nothing was had, and all relays answer that they grant none.
+        """
+        began, delay_s, said = trio.current_time(), RETRY_FIRST_S, ""
+        while True:
+            asked = [(had.relay, had.granted.port)] if had is not None else []
+            if had is None or trio.current_time() - began >= STAYS_S:
+                asked += [(relay, 0) for relay in self._relays]
+            errors: list[ConnectionLost | PeerError] = []
+            for relay, port in asked:
+                try:
+                    return await self._ask(relay, port)
+                except (ConnectionLost, PeerError) as error:
+                    errors.append(error)
+            if had is None and all(isinstance(error, PeerError) for error in errors):
+                raise errors[0]
+            if (text := "; ".join(map(str, errors))) != said:
+                said = text
+                LOGGER.warning("relay: %s; trying again", text)
+            await trio.sleep(delay_s)
+            delay_s = min(2 * delay_s, RETRY_MAX_S)
+
+    async def _ask(self, relay: Address, port: int) -> _Line:
+        connection = await self._transport.dial(relay)
         try:
             await connection.send(RelayRequest(port))
             with trio.fail_after(GREETING_DEADLINE_S):
@@ -73,44 +115,23 @@ class Guest:
         except BaseException:
             await connection.aclose()
             raise
-        return connection, answer
+        return _Line(relay, connection, answer)
 
-    async def _ask_again(self, had: RelayGranted | None) -> tuple[Connection, RelayGranted]:
-        """Until it is granted; the port that this node had, for all members know it. At first raises PeerError."""
-        delay_s, said = RETRY_FIRST_S, ""
-        while True:
-            try:
-                connection, granted = await self._ask(had.port if had else 0)
-            except (ConnectionLost, PeerError) as error:
-                if had is None and isinstance(error, PeerError):
-                    raise
-                text = str(error)
-            else:
-                if had is None or (granted.host, granted.port) == (had.host, had.port):
-                    return connection, granted
-                await connection.aclose()
-                text = f"it is at {granted.host} now, and was at {had.host}: start this node anew"
-            if text != said:
-                said = text
-                LOGGER.warning("relay: %s; trying again", text)
-            await trio.sleep(delay_s)
-            delay_s = min(2 * delay_s, RETRY_MAX_S)
-
-    async def _serve(self, connection: Connection, granted: RelayGranted, node: Address) -> NoReturn:
+    async def _serve(self, line: _Line, node: Address) -> NoReturn:
         """Until the connection ends. Raises ConnectionLost or PeerError."""
         ended: ConnectionLost | PeerError
-        lent = connection.host, granted.port
+        connection, key, lent = line.connection, line.granted.key, (line.connection.host, line.granted.port)
         try:
             try:
                 relay = _udp_to(lent)
             except OSError as error:
                 raise ConnectionLost(f"no way to {shown(lent)}: {cause(error)}") from None
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(_Datagrams(relay, granted.key, node).run)
+                nursery.start_soon(_Datagrams(relay, key, node).run)
                 try:
                     while isinstance(call := await connection.receive(), RelayCall):
                         if len(nursery.child_tasks) < CALLS_MAX:
-                            nursery.start_soon(_answer, lent, granted.key, call.number, node)
+                            nursery.start_soon(_answer, lent, key, call.number, node)
                     ended = PeerError(f"{connection.remote}: a {type(call).__name__} from a relay")
                 except (ConnectionLost, PeerError) as error:
                     ended = error

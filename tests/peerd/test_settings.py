@@ -56,7 +56,7 @@ GOOD: dict[str, tuple[Any, Any, Any]] = {
     "name": ("a", "b.c", "D-1_2"),
     "bind": ("127.0.0.1:1", "[::1]:2", "host"),
     "advertise": ("192.0.2.1", "[::1]:2", "host:9"),
-    "relay": ("", "", ""),  # with which advertise and relay_ports are refused
+    "relay": ((), (), ()),  # with which advertise and relay_ports are refused
     "relay_ports": ("7950", "7950-7957", "1-64"),
     "join": (("h:1",), ("h:2", "i:3"), ("[::1]",)),
     "token": (token_at("h"), token_at("i"), token_at("::1")),

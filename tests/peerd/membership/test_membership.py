@@ -198,6 +198,23 @@ def test_meta_travels_with_a_higher_incarnation() -> None:
     assert changed(effects) == ["n0x"]
 
 
+@pytest.mark.parametrize("port", [6000, 8000])
+def test_where_we_are_reached_is_told_anew_and_what_was_true_before_is_no_other_node_of_ours(port: int) -> None:
+    membership, before = core(member("n1")), member("n0")
+    effects = membership.move(("10.9.9.9", port), 0.0)
+    assert membership.me == replace(before, host="10.9.9.9", port=port, incarnation=1)
+    assert changed(effects) == ["n0"]
+    hear(membership, before)
+    assert membership.counts["identity_conflict"] == 0
+    hear(membership, replace(before, state=State.SUSPECT, accuser="n1", incarnation=1))
+    assert (membership.me.host, membership.me.incarnation) == ("10.9.9.9", 2)
+    assert not membership.move(("10.9.9.9", port), 1.0)
+    other, theirs = core(member("n2")), member("n2")
+    assert changed(hear(other, replace(theirs, host="10.9.9.9", port=port, incarnation=1))) == ["n2"]
+    hear(other, theirs)
+    assert other.members["n2"].host == "10.9.9.9"
+
+
 def test_leaving_is_told_and_not_refuted() -> None:
     membership = core(member("n1"), member("n2"))
     membership.leave(1.0)

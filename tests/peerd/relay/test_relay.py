@@ -11,6 +11,7 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 import pytest
 import trio
 
+from peerd.relay import guest as guest_module
 from peerd.relay import lease as lease_module
 from peerd.relay.envelope import disclose, enclose
 from peerd.relay.guest import Guest
@@ -44,6 +45,7 @@ class Place:
         self.errors: list[Exception] = []
         self.connections: list[Connection] = []  # to the relay, as it accepted them
         self.streams = 0  # that have come to the node
+        self.moves: list[Address] = []
         self.relay: Address = (HOST, 0)
         self.node: Address = (HOST, 0)
 
@@ -58,14 +60,14 @@ class Place:
         self.nursery.start_soon(self._echo_streams, listener)
         self.nursery.start_soon(self._echo_datagrams, datagrams)
 
-    async def guest(self) -> tuple[Address, trio.CancelScope]:
+    async def guest(self, *others: Address) -> tuple[Address, trio.CancelScope]:
         """One that is served until the scope is cancelled, and where it is reached."""
-        guest, scope = Guest(self.relay, self.transport), trio.CancelScope()
+        guest, scope = Guest([self.relay, *others], self.transport), trio.CancelScope()
         where = await guest.ask()
 
         async def run() -> None:
             with scope:
-                await guest.run(self.node)
+                await guest.run(self.node, self.moves.append)
 
         self.nursery.start_soon(run)
         return where, scope
@@ -191,6 +193,31 @@ async def test_a_relay_that_was_away_gives_the_port_that_all_know() -> None:
         assert list(here.lender.guests) == [where[1]]
         assert await echoed(where, b"again") == b"again"
         assert await datagram_echoed(where, b"again") == b"niaga"
+        assert not here.moves
+
+
+async def test_where_a_relay_stays_away_another_is_asked_and_all_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guest_module, "STAYS_S", 0.5)
+    async with place() as here, place() as there:
+        where, _ = await here.guest(there.relay)
+        monkeypatch.setattr(here.lender, "_ports", [])  # what it lends is no more
+        for connection in here.connections:
+            connection.drop(ConnectionLost("it is gone"))
+        await eventually(lambda: here.moves)
+        assert [port for _, port in here.moves] == list(there.lender.guests)
+        assert here.moves != [where]
+        assert await echoed(here.moves[0], b"there") == b"there"
+
+
+async def test_a_port_that_somebody_else_has_by_then_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guest_module, "STAYS_S", 0.5)
+    async with place() as here:
+        where, _ = await here.guest()
+        monkeypatch.setattr(here.lender, "_ports", [port for port in here.lender._ports if port != where[1]])
+        for connection in here.connections:
+            connection.drop(ConnectionLost("it starts anew"))
+        await eventually(lambda: here.moves)
+        assert await echoed(here.moves[0], b"elsewhere") == b"elsewhere"
 
 
 async def test_who_has_no_port_to_lend_says_so() -> None:
