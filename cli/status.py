@@ -120,6 +120,8 @@ def _print_text(answer: dict[str, Any]) -> None:
     echo(f"sent {sent}, received {received}; {whole} model{'s' * (whole != 1)} sent whole")
     if rate := answer["budget_bytes_s"]:
         echo(f"budget {8 * rate / 1e6:g} Mbit/s; sends waited {_seconds(answer['budget_waited_s'])} for it, together")
+    if (lost := answer["relay_lost_s"]) is not None:
+        echo(f"nobody can dial this node: no relay for {_seconds(lost)}; the log says why")
     if relayed := answer["relayed_bytes"]:
         echo(f"relay of {', '.join(answer['relayed_for']) or 'nobody now'}; {size(relayed)} passed on")
     unit = _unit(answer)

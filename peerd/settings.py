@@ -168,7 +168,7 @@ class Settings(ModeSettings):
         found = re.fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", self.relay_ports or "0", re.ASCII)
         first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
         if self.relay_ports and not (0 < first <= last <= PORT_MAX and last - first < RELAY_PORTS_MAX):
-            rule = f"at most {RELAY_PORTS_MAX} ports, as 7950-7957"
+            rule = f"FIRST-LAST, at most {RELAY_PORTS_MAX} ports up to {PORT_MAX}, as 7950-7957"
             raise UserError(f"relay_ports: {self.relay_ports[:80]!r} must be {rule}")
         return range(first, last + 1) if self.relay_ports else range(0)
 
@@ -210,6 +210,11 @@ def _checked(values: dict[str, Any]) -> Settings:
         values["token"] = _read_token(Path(str(values["token"])[1:]))
     if "mode" in values:
         values["mode"] = adopted(str(values["mode"]))
+    outer = [*values.get("relay", ()), *filter(None, [values.get("advertise")])]
+    if outer and "bind" not in values:
+        host, _ = parse_address(outer[0], "relay" if values.get("relay") else "advertise")
+        if not is_loopback(host):
+            values["bind"] = f"{'[::]' if _is_ipv6(host) else '0.0.0.0'}:{DEFAULT_PORT}"
     loaded = replace(Settings(), **values)
     check_given(loaded.mode, values, loaded.exchange)
     if len(alike := alike_at_start(loaded.mode, loaded.mode_settings)) > VISIBLE_MAX:

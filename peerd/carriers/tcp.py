@@ -35,6 +35,8 @@ class Tcp:
             found = await trio.socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
         except OSError as error:
             raise UserError(f"cannot resolve {shown(address)}: {error.strerror or error}") from None
+        except ValueError:  # a part of it is empty, or too long
+            raise UserError(f"cannot resolve {shown((address[0][:80], address[1]))}: it is no name of a host") from None
         return str(found[0][4][0]), address[1]
 
     async def bind(self, address: Address, seal: DatagramSeal | None = None) -> Datagrams:

@@ -297,8 +297,5 @@ def _announce(settings: Settings, bound: Address, reached: Address, command: lis
         on = "" if issues else " on the swarm's first node"  # one that was let in, and that asks nobody now
         cure = "" if "TOKEN" not in options else f"; peerd token{on} prints the TOKEN"
         LOGGER.info("listening on %s; others join with: peerd start %s%s", here, shlex.join(words), cure)
-    if settings.advertise and is_loopback(bound[0]) and not is_loopback(reached[0]):
-        text = "only this machine reaches %s: unless something here passes on what comes to %s, give --bind 0.0.0.0"
-        LOGGER.warning(text, shown(bound), where)
     if settings.insecure_plaintext and not local:
         LOGGER.warning("connections are neither encrypted nor authenticated: use a network that you trust")

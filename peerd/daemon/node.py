@@ -5,7 +5,6 @@ What `peerd VERB` asks of it is verbs.py's, the process that it lives in main.py
 
 from __future__ import annotations
 
-import ipaddress
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
@@ -43,7 +42,7 @@ from peerd.training.modes import alike_at_start
 from peerd.transport.connection import Datagrams, Transport
 from peerd.transport.errors import PeerError, UserError
 from peerd.transport.hello import Instead, Refused
-from peerd.transport.ids import Address, NodeId, shown
+from peerd.transport.ids import Address, NodeId, is_ip, shown
 from peerd.transport.messages import Challenge, Hello, Member, RelayRequest, RenewalRequest, State
 from peerd.transport.secure.datagrams import DatagramSeal
 from peerd.transport.secure.signing import Signing
@@ -102,6 +101,7 @@ class Daemon:
         self.began = trio.current_time()
         self.bound = bound
         self._kept = kept
+        self.guest: Guest | None = None
         self.lender = Lender(settings.lent_ports, bound[0], me.host, budget)
         self._transport = transport = Near(transport, self.lender.near)
         self._have_partners, self._partners_until = False, self.began
@@ -329,6 +329,9 @@ async def running(
     host, port = await carrier.resolve(settings.bind_address)
     relays = [await carrier.resolve(relay) for relay in settings.relays]
     reached = relays[0] if relays else await _reached(settings, carrier, (host, port))
+    if is_loopback(host) and not is_loopback(reached[0]):
+        cure = "leave --bind out, or give 0.0.0.0"
+        raise UserError(f"bind: nothing goes from {host} to other machines, nor comes from there; {cure}")
     seeds = {await carrier.resolve(seed) for seed in settings.seeds}
     if seeds and not kept and seeds <= {(host, port), reached}.difference(relays):
         own = shown(settings.seeds[0])
@@ -358,6 +361,7 @@ async def running(
         daemon.model.plans.keep(daemon.leaving)
         listening = await daemon.start()
         if guest is not None:
+            daemon.guest = guest
             nursery.start_soon(guest.run, listening, daemon.move)
         yield daemon, listening
         nursery.cancel_scope.cancel()
@@ -384,7 +388,7 @@ async def _reached(settings: Settings, carrier: Carrier, bound: Address) -> Addr
         found = await carrier.resolve(told)
     except UserError as error:
         raise UserError(f"advertise: {error}") from None
-    if ipaddress.ip_address(found[0]).is_unspecified:
+    if not is_ip(found[0]):
         raise UserError(f"advertise: {settings.advertise!r} is no address that others could dial")
     return found
 

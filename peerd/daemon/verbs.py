@@ -185,6 +185,7 @@ class Verbs:
             "bytes_received": node.peers.bytes_received + node.datagrams.bytes_received,
             "budget_bytes_s": node.budget.rate if node.budget else None,
             "budget_waited_s": node.budget.waited_s if node.budget else 0.0,
+            "relay_lost_s": trio.current_time() - lost if node.guest and (lost := node.guest.lost_at) else None,
             "relayed_for": sorted(names.get(id, id) for id in node.lender.guests.values()),
             "relayed_bytes": node.lender.relayed_bytes,
             "exchanges": mode.counts["exchanges"] if mode else 0,

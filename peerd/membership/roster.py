@@ -12,15 +12,12 @@ shown one is a *stranger* there: a member like any, that is to be met.
 
 from __future__ import annotations
 
-import functools
-import ipaddress
 import random
-import re
 from collections.abc import Collection
 
 from peerd.membership.lot import Lot
 from peerd.membership.proofs import RECORD_PROOF_BYTES
-from peerd.transport.ids import Address, NodeId
+from peerd.transport.ids import Address, NodeId, is_ip
 from peerd.transport.messages import COUNT, Member, State
 
 TABLE_MEMBERS = 4096
@@ -36,8 +33,6 @@ EPOCH_JUMP = 1 << 20
 
 NUMBER_END = COUNT.high + 1
 """Epochs and incarnations stay below."""
-
-_HOST = re.compile(r"[0-9A-Fa-f.:]+(%[A-Za-z0-9_.-]{1,15})?")  # of IPv6 perhaps with the name of an interface
 
 Order = tuple[int, int, int, str, str, str, int, bytes]
 
@@ -214,13 +209,3 @@ def fault(record: Member) -> str:
     if not (0 <= record.epoch < NUMBER_END and 0 <= record.incarnation < NUMBER_END and 0 < record.port < 65536):
         return "malformed"
     return "" if is_ip(record.host) else "host_names"
-
-
-@functools.lru_cache(maxsize=TABLE_MEMBERS)
-def is_ip(host: str) -> bool:
-    """Whether it is the address of one machine: whoever is told a name looks it up, and no node does so for a peer."""
-    try:
-        ip = ipaddress.ip_address(host) if _HOST.fullmatch(host) else None
-    except ValueError:
-        return False
-    return ip is not None and not (ip.is_multicast or ip.is_unspecified or host == "255.255.255.255")

@@ -6,6 +6,7 @@ A core. As in TURN (RFC 8656) a relay sends to nobody who has not sent to it: el
 from __future__ import annotations
 
 import ipaddress
+import math
 from collections import OrderedDict
 
 from peerd.transport.ids import Address
@@ -13,6 +14,7 @@ from peerd.transport.ids import Address
 KEY_BYTES = 16
 ENCLOSED_MAX = 2048  # a datagram of peerd's with its seal and tag is below 1,450 bytes
 HEARD_MAX, HEARD_S = 1024, 120.0  # other ends that may be answered, and for how long after their last word
+BUCKET_S = 1.0
 
 _ADDRESS_BYTES = {4: 4, 6: 16}
 
@@ -51,3 +53,20 @@ class Heard:
     def may_answer(self, other: Address, now: float) -> bool:
         """Whether it has sent something lately."""
         return now - self._at.get(other, -HEARD_S) < HEARD_S
+
+
+class Bucket:
+    """So many bytes a second, and those of BUCKET_S at once; what is more is lost (a token bucket)."""
+
+    def __init__(self, rate: float) -> None:
+        """`rate` in bytes a second."""
+        self._rate = rate
+        self._full_at = -math.inf
+
+    def has(self, count: int, now: float) -> bool:
+        """Whether these may go; then they are taken."""
+        full_at = max(self._full_at, now) + count / self._rate
+        if full_at > now + BUCKET_S:
+            return False
+        self._full_at = full_at
+        return True

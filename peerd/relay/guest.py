@@ -6,7 +6,6 @@ from this machine to the node's own sockets, which know nothing of a relay.
 
 from __future__ import annotations
 
-import socket
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -16,15 +15,17 @@ from typing import NoReturn
 import trio
 
 from peerd.process.logs import LOGGER
-from peerd.relay.envelope import ENCLOSED_MAX, KEY_BYTES, disclose, enclose
+from peerd.relay.datagrams import Datagrams
+from peerd.relay.envelope import KEY_BYTES, disclose, enclose
 from peerd.relay.streams import Toll, splice, stream_to, within
 from peerd.transport.connection import Connection, ConnectionLost, Transport
 from peerd.transport.errors import PeerError, UserError, cause
-from peerd.transport.ids import Address, shown
+from peerd.transport.ids import Address, is_ip, shown
 from peerd.transport.messages import Refuse, RelayCall, RelayGranted, RelayRequest
 from peerd.transport.patience import GREETING_DEADLINE_S, RETRY_FIRST_S, RETRY_MAX_S
 
 STAYS_S = 10.0  # a relay that is started again within it gives the port that all members know
+LASTS_S = 30.0  # a lease that was worth having
 KEEP_OPEN_S = 10.0  # between two datagrams to the relay: routers forget who was answered after 30 s and more
 OTHERS_MAX = 256  # other ends of datagrams, each with a socket
 CALLS_MAX = 256  # streams at once; this node lets in fewer
@@ -52,6 +53,7 @@ class Guest:
         self._relays = relays
         self._transport = transport
         self._line: _Line | None = None
+        self.lost_at: float | None = None  # since when nobody reaches this node
 
     async def ask(self) -> Address:
         """Where others reach this node as soon as it `run`s; a relay that is away is waited for. Raises UserError."""
@@ -65,13 +67,22 @@ class Guest:
         """Pass on what comes to this node, which listens there; `moved` is told where others reach it from now on."""
         assert self._line is not None, "it was asked"
         line, node = self._line, (within(node[0]), node[1])
+        delay_s = 0.0
         while True:
+            began, self.lost_at = trio.current_time(), None
             try:
                 await self._serve(line, node)
             except (ConnectionLost, PeerError) as error:
-                LOGGER.warning("nobody can dial this node, its relay is gone: %s; trying again", error)
+                self.lost_at = trio.current_time()
+                if self.lost_at - began >= LASTS_S:
+                    delay_s = 0.0
+                if not delay_s:
+                    LOGGER.warning("nobody can dial this node, its relay is gone: %s; trying again", error)
+            await trio.sleep(delay_s)  # it may grant a port, and take it back, again and again
             outer, line = line.outer, await self._find(line)
-            LOGGER.info("others reach this node at %s again, through %s", shown(line.outer), shown(line.relay))
+            if not delay_s or line.outer != outer:
+                LOGGER.info("others reach this node at %s again, through %s", shown(line.outer), shown(line.relay))
+            delay_s = min(2 * delay_s or RETRY_FIRST_S, LASTS_S)
             if line.outer != outer:
                 moved(line.outer)
 
@@ -109,6 +120,8 @@ class Guest:
                 raise PeerError(f"{connection.remote}: {answer.here}; this node asked for {answer.there}")
             if not isinstance(answer, RelayGranted) or len(answer.key) != KEY_BYTES:
                 raise PeerError(f"{connection.remote}: it answers {type(answer).__name__} to who asks for a port")
+            if not is_ip(answer.host) or not answer.port:
+                raise PeerError(f"{connection.remote}: nobody is reached at {answer.host[:80]!r}, port {answer.port}")
         except trio.TooSlowError:
             await connection.aclose()
             raise ConnectionLost(f"{connection.remote}: no answer within {GREETING_DEADLINE_S:g} s") from None
@@ -123,11 +136,11 @@ class Guest:
         connection, key, lent = line.connection, line.granted.key, (line.connection.host, line.granted.port)
         try:
             try:
-                relay = _udp_to(lent)
+                relay = Datagrams.to(lent)
             except OSError as error:
                 raise ConnectionLost(f"no way to {shown(lent)}: {cause(error)}") from None
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(_Datagrams(relay, key, node).run)
+                nursery.start_soon(_Passing(relay, key, node).run)
                 try:
                     while isinstance(call := await connection.receive(), RelayCall):
                         if len(nursery.child_tasks) < CALLS_MAX:
@@ -147,21 +160,22 @@ async def _answer(lent: Address, key: bytes, number: bytes, node: Address) -> No
         there = await stream_to(lent)
         try:
             await there.send_all(key + number)
-            here = await stream_to(node, "" if ":" in node[0] else "127.0.0.1")  # one host that is not all of them
+            any_number = "::1" if ":" in node[0] else "127.0.0.1"  # of connections is let in from there
+            here = await stream_to(node, any_number)
         except BaseException:
             there.socket.close()
             raise
         await splice(there, here, Toll())
 
 
-class _Datagrams:
-    """One socket to the relay, and one to this node for each other end."""
+class _Passing:
+    """One socket to the relay, and one to this node for each other end of datagrams."""
 
-    def __init__(self, relay: trio.socket.SocketType, key: bytes, node: Address) -> None:
+    def __init__(self, relay: Datagrams, key: bytes, node: Address) -> None:
         self._relay = relay
         self._key = key
         self._node = node
-        self._others: OrderedDict[Address, trio.socket.SocketType] = OrderedDict()  # the one used last is last
+        self._others: OrderedDict[Address, Datagrams] = OrderedDict()  # the one used last is last
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -169,37 +183,31 @@ class _Datagrams:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._keep_open)
                 while True:
-                    with suppress(OSError, ValueError):  # it is away, or this came from elsewhere
-                        other, said = disclose(self._key, await self._relay.recv(ENCLOSED_MAX))
-                        await self._to(other, nursery).send(said)
+                    enclosed, _ = await self._relay.receive()
+                    with suppress(OSError, ValueError):  # no descriptor is left; or this came from elsewhere
+                        other, said = disclose(self._key, enclosed)
+                        self._to(other, nursery).send(said)
         finally:
-            for sock in (self._relay, *self._others.values()):
-                sock.close()
+            for one in (self._relay, *self._others.values()):
+                one.close()
 
-    def _to(self, other: Address, nursery: trio.Nursery) -> trio.socket.SocketType:
+    def _to(self, other: Address, nursery: trio.Nursery) -> Datagrams:
         """From where the node hears this other end, and where it answers it."""
         if other not in self._others:
             if len(self._others) >= OTHERS_MAX:
                 self._others.popitem(last=False)[1].close()
-            self._others[other] = sock = _udp_to(self._node)
-            nursery.start_soon(self._answers, other, sock)
+            self._others[other] = here = Datagrams.to(self._node)
+            nursery.start_soon(self._answers, other, here)
         self._others.move_to_end(other)
         return self._others[other]
 
-    async def _answers(self, other: Address, sock: trio.socket.SocketType) -> None:
-        while sock.fileno() >= 0:
-            with suppress(OSError, trio.ClosedResourceError):
-                await self._relay.send(enclose(self._key, other, await sock.recv(ENCLOSED_MAX)))
+    async def _answers(self, other: Address, here: Datagrams) -> None:
+        with suppress(trio.ClosedResourceError):
+            while True:
+                said, _ = await here.receive()
+                self._relay.send(enclose(self._key, other, said))
 
     async def _keep_open(self) -> None:
         while True:
-            with suppress(OSError):
-                await self._relay.send(self._key)
+            self._relay.send(self._key)
             await trio.sleep(KEEP_OPEN_S)
-
-
-def _udp_to(address: Address) -> trio.socket.SocketType:
-    sock = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_DGRAM)
-    sock.setblocking(False)
-    sock.connect(address)
-    return trio.socket.from_stdlib_socket(sock)

@@ -15,12 +15,12 @@ from contextlib import suppress
 
 import trio
 
-from peerd.relay.envelope import ENCLOSED_MAX, KEY_BYTES, Heard, disclose, enclose
+from peerd.relay.datagrams import Datagrams
+from peerd.relay.envelope import KEY_BYTES, Bucket, Heard, disclose, enclose
 from peerd.relay.streams import Toll, splice, stream_over
 from peerd.transport.admission import Admission
 from peerd.transport.connection import Connection, ConnectionLost
 from peerd.transport.errors import PeerError
-from peerd.transport.ids import Address
 from peerd.transport.messages import RelayCall
 from peerd.transport.patience import DIAL_TIMEOUT_S, GREETING_DEADLINE_S
 from peerd.transport.tcp import BACKLOG, PAUSE_S, unmapped
@@ -42,13 +42,21 @@ class _Call:
 class Lease:
     """A port and who has it."""
 
-    def __init__(self, port: int, key: bytes, listener: socket.socket, datagrams: socket.socket) -> None:
-        """Both sockets are bound to it; `key` is what the guest's datagrams begin with."""
+    def __init__(
+        self, port: int, key: bytes, listener: socket.socket, datagrams: socket.socket, datagrams_rate: float,
+        streams_max: int,
+    ) -> None:  # fmt: skip
+        """Both sockets are bound to it; `key` is what the guest's datagrams begin with.
+
+        Of datagrams so many bytes a second are passed on, at once so many streams.
+        """
         self.port = port
         self.key = key
         listener.listen(BACKLOG)
         self._listener = trio.socket.from_stdlib_socket(listener)
-        self._datagrams = trio.socket.from_stdlib_socket(datagrams)
+        self._datagrams = Datagrams(datagrams)
+        self._few = Bucket(datagrams_rate)
+        self._streams_max = streams_max
         self._scope = trio.CancelScope()
         self._admission = Admission(trio.current_time())
         self._served: dict[int, trio.CancelScope] = {}
@@ -89,7 +97,8 @@ class Lease:
                 self._served[slow].cancel()
                 admission.admit(slow)
             guests = host == connection.host  # it comes as often as others do
-            number = None if admission.full else admission.enter(ANY_HOST if guests else host, now)
+            full = admission.full or len(self._served) >= self._streams_max
+            number = None if full else admission.enter(ANY_HOST if guests else host, now)
             if number is None:
                 sock.close()
             else:
@@ -143,34 +152,26 @@ class Lease:
         return call.guest
 
     async def _pass_datagrams(self, toll: Toll) -> None:
-        heard, guest, sock = Heard(), None, self._datagrams
+        heard, guest = Heard(), None
         while True:
             try:
-                said, source = await sock.recvfrom(ENCLOSED_MAX)
-            except OSError:  # an ICMP answer to something sent earlier, or it is closed, and this is about to end
-                await trio.lowlevel.checkpoint()
-                continue
+                said, source = await self._datagrams.receive()
+            except trio.ClosedResourceError:  # this is about to end
+                await trio.sleep_forever()
             now = trio.current_time()
             if said.startswith(self.key):
                 guest = source
                 try:
-                    other, said = disclose(self.key, said)
+                    target, said = disclose(self.key, said)
                 except ValueError:  # empty: it keeps the way open
                     continue
-                if not heard.may_answer(other, now):
+                if not heard.may_answer(target, now):
                     continue
-                target = _as_on(sock, other)
             else:
-                heard.note(unmapped(source), now)
+                heard.note(source, now)
                 if guest is None:
                     continue
-                said, target = enclose(self.key, unmapped(source), said), guest
-            toll.note(len(said))
-            with suppress(OSError):
-                await sock.sendto(said, target)
-
-
-def _as_on(sock: trio.socket.SocketType, address: Address) -> Address:
-    """What it is called on this socket, where a host of IPv4 may have a name of IPv6."""
-    host, port = address
-    return (f"::ffff:{host}" if sock.family == socket.AF_INET6 and ":" not in host else host), port
+                said, target = enclose(self.key, source, said), guest
+            if self._few.has(len(said), now):  # strangers may send as much as they like
+                toll.note(len(said))
+                self._datagrams.send(said, target)

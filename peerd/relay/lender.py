@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -12,8 +13,10 @@ from hashlib import sha256
 import trio
 
 from peerd.process.logs import LOGGER
+from peerd.relay.envelope import KEY_BYTES
 from peerd.relay.lease import Lease
 from peerd.relay.streams import Toll, within
+from peerd.transport.admission import ACCEPTED_MAX
 from peerd.transport.connection import Connection, Transport
 from peerd.transport.errors import UserError
 from peerd.transport.ids import Address
@@ -22,6 +25,20 @@ from peerd.transport.sending.budget import Budget
 from peerd.transport.tcp import bound_socket
 
 TELL_EVERY_S = 60.0
+DATAGRAMS_RATE = 64e3  # bytes a second of one port; a member of a swarm of a hundred hears some 20,000
+DATAGRAMS_RATE_MIN, DATAGRAMS_SHARE = 4e3, 8  # with a budget, of which all ports have one part in so many
+DESCRIPTORS_KEPT = 512  # for what else this process has open
+STREAMS_MIN = 16  # of a port, however few descriptors there are
+
+
+def streams_of_each(ports: int) -> int:
+    """How many streams each port may have at once, of two descriptors each; as many may be open as the system lets."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS_KEPT + ports * (2 * ACCEPTED_MAX + 2)
+    if ports and soft < min(wanted, hard):
+        soft = min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return min(ACCEPTED_MAX, max(STREAMS_MIN, (soft - DESCRIPTORS_KEPT) // (2 * max(1, ports))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +71,12 @@ class Lender:
         self._bound = bound
         self._reached = reached
         self._toll = Toll(budget)
+        self._datagrams_rate = DATAGRAMS_RATE
+        if budget is not None and ports:
+            self._datagrams_rate = max(DATAGRAMS_RATE_MIN, budget.rate / DATAGRAMS_SHARE / len(ports))
+        self._streams_max = streams_of_each(len(ports))
+        self._one_at_a_time = trio.Lock()
+        self._had_until: dict[int, float] = {}
         self._leases: dict[int, Lease] = {}
         self._had: dict[int, str] = {}  # who had each last
         self._told_at: dict[str, float] = {}
@@ -76,20 +99,26 @@ class Lender:
     async def lend(self, connection: Connection, request: RelayRequest) -> None:
         """Serve a guest until its connection ends. Raises ConnectionLost, or PeerError when it broke a rule."""
         who = connection.identity or connection.host
-        if (lease := await self._lease(who, request.port, known=bool(connection.identity))) is None:
+        name = who[:8] if connection.identity else who
+        async with self._one_at_a_time:
+            lease = await self._lease(who, request.port, known=bool(connection.identity))
+        if lease is None:
             here = f"of its {len(self._ports)} ports that it lends none is free" if self._ports else "it lends no ports"
+            if request.port:
+                here = f"it does not lend that port{' now' if request.port in self._ports else ''}"
             await connection.send(Refuse("relay", here, f"port {request.port}" if request.port else "a port"))
             return
         try:
             await connection.send(RelayGranted(self._reached, lease.port, lease.key))
             connection.admit()
-            self._tell(f"{who[:8]} is reached through this node now, at port {lease.port}")
+            self._tell(f"{name} is reached through this node now, at port {lease.port}")
             await lease.run(connection, self._toll)
         finally:
             lease.end()
             if self._leases.get(lease.port) is lease:
                 del self._leases[lease.port]
-                self._tell(f"{who[:8]} is reached through this node no more, at port {lease.port}")
+                self._had_until[lease.port] = trio.current_time()
+                self._tell(f"{name} is reached through this node no more, at port {lease.port}")
 
     def _tell(self, text: str) -> None:
         """A member can come and go as often as it likes."""
@@ -99,12 +128,15 @@ class Lender:
             LOGGER.info("%s", text)
 
     async def _lease(self, who: str, wanted: int, *, known: bool) -> Lease | None:
-        """Of the port that it wants, or of any: the one that it had, else one that nobody had.
+        """Of the port that it wants, or of any: the one that it had, one that nobody had, the one free longest.
 
         It may be back before its old connection was missed; but where it is not `known`, others of its host are, too.
+        Who is known has one port.
         """
         chosen = {port: sha256(f"{who} {port}".encode()).digest() for port in self._ports}  # also after a restart
-        order = sorted(chosen, key=lambda port: (self._had.get(port) != who, port in self._had, chosen[port]))
+        order = sorted(
+            chosen, key=lambda port: (self._had.get(port) != who, self._had_until.get(port, -math.inf), chosen[port])
+        )
         for port in order:
             taken = self._leases.get(port)
             is_back = self._had.get(port) == who and (known or wanted)
@@ -120,9 +152,13 @@ class Lender:
                     listener.close()
                     raise
             except UserError as error:
-                LOGGER.warning("port %d, which is to be lent: %s", port, error)
+                self._tell(f"port {port} of relay_ports cannot be lent: {str(error).partition(' (')[0]}")
                 continue
+            for another in [one for one in self._leases if known and self._had[one] == who]:
+                self._leases.pop(another).end()
             self._had[port] = who
-            self._leases[port] = lease = Lease(port, os.urandom(16), listener, datagrams)
+            self._leases[port] = lease = Lease(
+                port, os.urandom(KEY_BYTES), listener, datagrams, self._datagrams_rate, self._streams_max
+            )
             return lease
         return None

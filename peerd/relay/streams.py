@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
 import trio
 
 from peerd.transport.ids import Address
 from peerd.transport.patience import DIAL_TIMEOUT_S
-from peerd.transport.sending.budget import Budget
+from peerd.transport.sending.budget import Budget, BulkTurn
 from peerd.transport.tcp import keep_watch, resolve
 
 PIECE_BYTES = 256 << 10
+BULK_BYTES = 64 << 10  # in a row
+QUIET_S = 0.5
 LINGER_S = 5.0  # for the other direction, when one has ended
 
 
@@ -20,7 +26,7 @@ class Toll:
         """Without one nothing waits."""
         self.passed_bytes = 0
         self.piece_bytes = PIECE_BYTES if budget is None else min(PIECE_BYTES, budget.piece)
-        self._budget = budget
+        self.budget = budget
 
     async def pay(self, count: int) -> None:
         """So many bytes of a stream are about to go on."""
@@ -30,22 +36,57 @@ class Toll:
     def note(self, count: int) -> float:
         """For how long they would have to wait; datagrams do not, for who is silent is taken for dead."""
         self.passed_bytes += count
-        return 0.0 if self._budget is None else self._budget.take(count, trio.current_time())
+        return 0.0 if self.budget is None else self.budget.take(count, trio.current_time())
+
+
+class _Turn:
+    """Of a stream while it brings bulk: a slow line takes few at once, so that none is given up as too slow."""
+
+    def __init__(self, budget: Budget | None) -> None:
+        self._came = trio.Event()
+        self._bulk = BulkTurn(budget, lambda: self._came.set()) if budget is not None else None
+        self._bytes = 0  # since it was quiet
+
+    async def comes(self, count: int) -> None:
+        """So many bytes are about to go on."""
+        self._bytes += count
+        if self._bulk is not None and self._bytes > BULK_BYTES and not self._bulk.take():
+            self._came = trio.Event()
+            await self._came.wait()
+
+    def give(self) -> None:
+        """It is quiet, or its other end takes nothing in."""
+        self._bytes = 0
+        if self._bulk is not None:
+            self._bulk.give()
 
 
 async def splice(one: trio.SocketStream, other: trio.SocketStream, toll: Toll, first: bytes = b"") -> None:
     """Pass on what comes, both ways, and what has come `first` from `one`, until both have ended; then close them."""
 
     async def pump(source: trio.SocketStream, sink: trio.SocketStream, some: bytes | bytearray) -> None:
+        turn = _Turn(toll.budget)
+
+        async def patiently(act: Callable[[], Awaitable[Any]]) -> Any:
+            with trio.move_on_after(QUIET_S):
+                return await act()
+            turn.give()
+            return await act()
+
         try:
-            while some or (some := await source.receive_some(toll.piece_bytes)):
+            while some or (some := await patiently(partial(source.receive_some, toll.piece_bytes))):
+                await turn.comes(len(some))
                 await toll.pay(len(some))
-                await sink.send_all(some)
+                left = memoryview(some)
+                while left:
+                    left = left[await patiently(partial(sink.socket.send, left)) :]
                 some = b""
             await sink.send_eof()
             nursery.cancel_scope.deadline = trio.current_time() + LINGER_S
-        except (trio.BrokenResourceError, trio.ClosedResourceError):
+        except (OSError, trio.BrokenResourceError, trio.ClosedResourceError):
             nursery.cancel_scope.cancel()
+        finally:
+            turn.give()
 
     try:
         async with trio.open_nursery() as nursery:

@@ -58,6 +58,8 @@ def forwarded(host: str, port: int) -> Iterator[int]:
             with suppress(OSError):
                 while True:
                     said, client = outside.recvfrom(1 << 16)
+                    if client is None:  # it is shut
+                        return
                     if client not in inside:
                         inside[client] = kept(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
                         inside[client].connect((host, port))
@@ -105,10 +107,16 @@ def test_nodes_that_are_reached_where_they_are_not_bound_train_together(machine:
         assert "cannot connect" not in machine.logs()
 
 
-def test_who_listens_on_loopback_and_is_reached_elsewhere_is_warned(machine: Machine) -> None:
-    a = machine.start("a", "--advertise", "192.0.2.7:7000")
+def test_who_listens_on_loopback_and_is_to_be_reached_elsewhere_is_told(machine: Machine) -> None:
+    """Linux sends nothing from there to another machine, and so nobody would hear it."""
+    for option in ("--advertise", "--relay"):
+        ran = machine.peerd("start", "--name", "a", "--bind", "127.0.0.1:0", option, "192.0.2.7:7000")
+        assert (ran.returncode, ran.stderr.count("\n")) == (1, 1)
+        assert (
+            "bind: nothing goes from 127.0.0.1 to other machines, nor comes from there; leave --bind out" in ran.stderr
+        )
+    a = machine.start("a", "--bind", "0.0.0.0:0", "--advertise", "192.0.2.7:7000")
     assert a.address == "192.0.2.7:7000"
-    a.says("unless something here passes on what comes to 192.0.2.7:7000, give --bind 0.0.0.0")
     a.says("others join with: peerd start --token TOKEN --bind THEIR_ADDRESS")  # it is not of this machine's user alone
     assert parse(machine.peerd("token").stdout.strip()).addresses == (("192.0.2.7", 7000),)
 
@@ -121,6 +129,8 @@ def test_who_listens_on_loopback_and_is_reached_elsewhere_is_warned(machine: Mac
         ("[::]:7946", "advertise: '[::]:7946' is no address that others could dial"),
         ("a:b", "advertise: 'a:b' is not HOST:PORT"),
         ("nowhere.invalid:7", "advertise: cannot resolve nowhere.invalid:7:"),
+        ("a..b", "advertise: cannot resolve a..b:7946: it is no name of a host"),
+        ("224.0.0.1", "advertise: '224.0.0.1' is no address that others could dial"),
     ],
 )
 def test_an_address_that_nobody_can_reach_is_refused(machine: Machine, address: str, said: str) -> None:

@@ -31,7 +31,7 @@ ANSWER: dict[str, Any] = {
     "joining": [], "no_steps": [],
     "no_partner_s": None, "refused": {}, "consensus_distance": 0.0, "bytes_sent": 0, "bytes_received": 0,
     "snapshots": 0, "budget_bytes_s": None, "budget_waited_s": 0.0,
-    "relayed_for": [], "relayed_bytes": 0,
+    "relay_lost_s": None, "relayed_for": [], "relayed_bytes": 0,
     "loop_latency_p99_s": 0.0, "staleness": {},
 }  # fmt: skip
 

@@ -55,7 +55,7 @@ def token_at(host: str) -> str:
 GOOD: dict[str, tuple[Any, Any, Any]] = {
     "name": ("a", "b.c", "D-1_2"),
     "bind": ("127.0.0.1:1", "[::1]:2", "host"),
-    "advertise": ("192.0.2.1", "[::1]:2", "host:9"),
+    "advertise": ("127.0.0.2", "[::1]:2", "127.0.0.3:9"),  # of another address bind follows
     "relay": ((), (), ()),  # with which advertise and relay_ports are refused
     "relay_ports": ("7950", "7950-7957", "1-64"),
     "join": (("h:1",), ("h:2", "i:3"), ("[::1]",)),
@@ -98,6 +98,21 @@ def as_toml(values: dict[str, Any]) -> str:
         f"{key} = {json.dumps(list(value) if isinstance(value, tuple) else value)}" for key, value in values.items()
     )
     return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("told", "bind"),
+    [
+        ({}, "127.0.0.1:7946"),
+        ({"advertise": "203.0.113.5"}, "0.0.0.0:7946"),
+        ({"advertise": "host:9"}, "0.0.0.0:7946"),
+        ({"relay": ("[2001:db8::1]:7946",)}, "[::]:7946"),
+        ({"relay": ("127.0.0.1:9",)}, "127.0.0.1:7946"),
+        ({"advertise": "203.0.113.5", "bind": "127.0.0.1:7946"}, "127.0.0.1:7946"),  # refused when it starts
+    ],
+)
+def test_who_is_reached_from_outside_listens_there_unless_told_otherwise(told: dict[str, Any], bind: str) -> None:
+    assert load(told, {}, None).bind == bind
 
 
 def test_a_number_in_the_file_is_one_where_a_setting_may_be_auto(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.relay.envelope import HEARD_MAX, HEARD_S, KEY_BYTES, Heard, disclose, enclose
+from peerd.relay.envelope import BUCKET_S, HEARD_MAX, HEARD_S, KEY_BYTES, Bucket, Heard, disclose, enclose
 
 keys = st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES)
 hosts = st.one_of(st.ip_addresses(v=4), st.ip_addresses(v=6)).map(str)
@@ -65,3 +65,15 @@ def test_strangers_take_a_bounded_room() -> None:
     for port in range(3 * HEARD_MAX):
         heard.note(("10.0.0.1", port), 0.0)
     assert sum(heard.may_answer(("10.0.0.1", port), 1.0) for port in range(3 * HEARD_MAX)) == HEARD_MAX
+
+
+@given(rate=st.floats(1e3, 1e6), asked=st.lists(st.tuples(st.integers(1, 1500), st.floats(0, 0.5)), max_size=60))
+def test_a_bucket_lets_no_more_through_than_its_rate_and_what_was_held_back_costs_nothing(
+    rate: float, asked: list[tuple[int, float]]
+) -> None:
+    bucket, now, gone = Bucket(rate), 0.0, 0
+    for count, pause in asked:
+        now += pause
+        gone += count if bucket.has(count, now) else 0
+        assert gone <= rate * (now + BUCKET_S) * (1 + 1e-9)
+    assert bucket.has(min(1000, int(rate * BUCKET_S)), now + BUCKET_S), "after a pause it is full again"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import socket
@@ -13,6 +14,7 @@ import trio
 
 from peerd.relay import guest as guest_module
 from peerd.relay import lease as lease_module
+from peerd.relay import streams as streams_module
 from peerd.relay.envelope import disclose, enclose
 from peerd.relay.guest import Guest
 from peerd.relay.lender import Lender, Near
@@ -259,6 +261,74 @@ async def test_who_asks_for_the_port_of_another_gets_none() -> None:
             other, _ = await here.guest()
             assert other != where
         assert await echoed(where, b"mine") == b"mine"
+
+
+async def test_who_is_known_has_one_port() -> None:
+    async with place() as here:
+        lend, granted = here.lender.lend, []
+
+        async def known(connection: Connection, request: RelayRequest) -> None:
+            connection.identity = "e" * 32
+            await lend(connection, request)
+
+        here.lender.lend = known  # type: ignore[method-assign]
+        for port in here.lender._ports:
+            connection = await here.transport.dial(here.relay)
+            await connection.send(RelayRequest(port))
+            granted.append(await connection.receive())
+            assert list(here.lender.guests) == [port]
+
+
+@pytest.mark.parametrize("granted", [("", 1), ("0.0.0.0", 9), ("%%%", 9), ("nosuch.invalid", 1), ("127.0.0.1", 0)])
+async def test_a_relay_that_grants_nonsense_is_refused(granted: Address) -> None:
+    async def grant(connection: Connection) -> None:
+        await connection.receive()
+        await connection.send(RelayGranted(*granted, bytes(16)))
+        await connection.receive()
+
+    async with trio.open_nursery() as nursery:
+        transport = TcpTransport(nursery)
+        relay = await nursery.start(transport.listen, (HOST, 0), grant)
+        with pytest.raises(UserError, match=r"relay: .*nobody is reached at"):
+            await Guest([relay], transport).ask()
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_flood_of_datagrams_ends_no_guest_and_takes_no_more_than_its_part() -> None:
+    """Many answers at once want to go by the guest's one socket; what does not go is lost."""
+    async with place(budget=Budget(1_000_000.0)) as here:
+        where, _ = await here.guest()
+        assert await datagram_echoed(where, b"before") == b"erofeb"
+        with ExitStack() as stack:
+            strangers = [stack.enter_context(socket.socket(type=socket.SOCK_DGRAM)) for _ in range(40)]
+            for _ in range(50):
+                for sock in strangers:
+                    sock.sendto(bytes(1400), where)
+                await trio.sleep(0)
+        assert here.lender.relayed_bytes < 500_000, "of 2.8 MB"
+        assert await echoed(where, b"meanwhile") == b"meanwhile"
+        assert await datagram_echoed(where, b"after") == b"retfa"
+
+
+async def test_models_over_a_thin_budget_go_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once each would be slower than its receiver bears (budget.py)."""
+    monkeypatch.setattr(streams_module, "BULK_BYTES", 8 << 10)
+    async with place(budget=Budget(125_000.0)) as here:
+        where, _ = await here.guest()
+        came: list[int] = []  # whose bytes, as they came, beyond the first few
+
+        async def model(number: int) -> None:
+            async with await trio.open_tcp_stream(*where) as stream, trio.open_nursery() as nursery:
+                nursery.start_soon(stream.send_all, bytes(60_000))
+                heard = 0
+                while heard < 60_000:
+                    heard += len(await stream.receive_some(65536))
+                    came.extend([number] * (heard > 20_000))
+
+        async with trio.open_nursery() as nursery:
+            for number in range(3):
+                nursery.start_soon(model, number)
+        assert sum(one != other for one, other in itertools.pairwise(came)) <= 4, came
 
 
 async def test_strangers_who_say_nothing_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
