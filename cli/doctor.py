@@ -16,6 +16,7 @@ from peerd.cli.output import Format, FormatOption, echo, print_json
 
 INDENT = 16  # of what was found, behind its state and the name of its check
 WIDTH = 80
+OF_A_NEW_ONE = ("bind", "advertise", "relay", "relay_ports", "token")  # not asked of one that runs
 
 
 def doctor(
@@ -25,6 +26,8 @@ def doctor(
     ] = None,
     bind: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="as for peerd start")] = None,
     advertise: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="as for peerd start")] = None,
+    relay: Annotated[list[str] | None, typer.Option(metavar="HOST:PORT", help="as for peerd start")] = None,
+    relay_ports: Annotated[str | None, typer.Option(metavar="FIRST-LAST", help="as for peerd start")] = None,
     join: Annotated[
         list[str] | None,
         typer.Option(metavar="HOST:PORT", help="a peer to reach and to measure the line from: 2 s, 256 MiB at most"),
@@ -45,7 +48,8 @@ def doctor(
     --name. A note harms nothing. What fails is shown with its cure, and the exit code is 1.
     """
     flags = {
-        "name": name, "bind": bind, "advertise": advertise, "join": tuple(join) if join else None, "token": token,
+        "name": name, "bind": bind, "advertise": advertise, "relay": tuple(relay) if relay else None,
+        "relay_ports": relay_ports, "join": tuple(join) if join else None, "token": token,
         "insecure_plaintext": insecure_plaintext, "transport": transport,
         "rdma_subnets": tuple(rdma_subnet) if rdma_subnet else None, "rdma_allow_fallback": rdma_allow_fallback,
     }  # fmt: skip
@@ -56,7 +60,7 @@ def doctor(
         told = {key: value for key, value in flags.items() if value is not None}
         if token is not None:
             told["token"] = load({"token": token}, {}, None).token  # it may be @FILE
-        is_new = bind is not None or advertise is not None or token is not None or config is not None
+        is_new = config is not None or not told.keys().isdisjoint(OF_A_NEW_ONE)
         whose = name or os.environ.get("PEERD_NAME")
         running = settings_of_running(whose, told, only=not is_new)
         unnamed = which_node() if whose is None and not is_new else ()
