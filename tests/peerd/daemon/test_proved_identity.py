@@ -57,7 +57,7 @@ class Here:
         my_hello = lambda: hello(self.credentials.id)  # noqa: E731
         reception: Any = SimpleNamespace(enrol=enrol) if enrol else None
         self.runner = SimpleNamespace(on_message=self.hear)
-        self.acceptor = Acceptor(me, my_hello, self.peers, us, tables, nothing, reception)
+        self.acceptor = Acceptor(me, my_hello, self.peers, us, tables, {}, reception)
         self.address: Address = LOOPBACK
 
     def on_message(self, sender: NodeId, message: Message) -> None:
