@@ -26,12 +26,12 @@ from peerd.carriers import CARRIERS, Finding
 from peerd.local.local_socket import find_node, request, running_nodes, socket_path
 from peerd.security.entry import Told
 from peerd.security.outlook import credentials, outlook
-from peerd.settings import Settings, is_loopback, parse_address
+from peerd.settings import Settings, is_loopback, parse_address, where_to_listen
 from peerd.training.kernels import library
 from peerd.transport import speed
 from peerd.transport.connection import ConnectionLost
 from peerd.transport.errors import PeerError, UserError, cause
-from peerd.transport.ids import Address, shown
+from peerd.transport.ids import Address, is_ip, shown
 from peerd.transport.secure.credentials import Credentials
 from peerd.transport.tcp import TcpTransport
 
@@ -64,7 +64,7 @@ def settings_of_running(name: str | None, told: Mapping[str, Any], *, only: bool
     info = request(find_node(name), "info")
     own = {key: tuple(value) if isinstance(value, list) else value for key, value in info["settings"].items()}
     kept = {key: own[key] for key in OF_A_NODE if key in own}
-    kept["bind"] = info["bound"]  # it may have been told any port, 0
+    kept["bind"] = info.get("bound") or info["address"]  # of a daemon that has run since before the upgrade
     return replace(Settings(), **{**kept, "state_dir": info["state_dir"], **told})
 
 
@@ -79,7 +79,14 @@ def examine(settings: Settings) -> list[Finding]:
     """Run every check, for a node with these settings."""
     host, port = settings.bind_address
     outer = settings.relays[0] if settings.relays else settings.advertised(port)
-    findings = [*_software(), *_gpu(), *_port(settings.name, host, port), *_network(settings), *_clock()]
+    refused = []
+    if outer is not None:
+        try:
+            host = where_to_listen(settings.bind, _resolved(host) or host, _resolved(outer[0]) or outer[0])
+        except UserError as error:
+            refused = [Finding("address", "fail", str(error), "--bind 0.0.0.0:PORT")]
+    network = refused or _network(settings, host, port)
+    findings = [*_software(), *_gpu(), *_port(settings.name, host, port), *network, *_clock()]
     local = all(is_loopback(_resolved(one) or one) for one in (host, outer[0] if outer else host))
     told = Told(settings.state_path, settings.authority_path, local, settings.invitation, bool(settings.seeds))
     if settings.insecure_plaintext:
@@ -167,22 +174,21 @@ def _node_on(host: str, port: int) -> str | None:
             info = request(socket_path(name), "info")
         except UserError:  # it has just ended, or is stopped
             continue
-        bound, its_port = parse_address(info["bound"], "bound")
+        bound, its_port = parse_address((info.get("bound") or info["address"]), "bound")
         same = bound == _resolved(host) or {bound, host} & {"0.0.0.0", "::"}
         if same and its_port == port:
             return name
     return None
 
 
-def _network(settings: Settings) -> Iterator[Finding]:
-    host, port = settings.bind_address
+def _network(settings: Settings, host: str, port: int) -> Iterator[Finding]:
     address, advertised = _resolved(host), settings.advertised(port)
     if settings.relays:
         relays = " or ".join(map(shown, settings.relays))
         yield Finding("address", "ok", f"others reach this node through {relays}, started with --relay-ports")
-    elif advertised is not None and _resolved(advertised[0]) is None:
+    elif advertised is not None and not is_ip(_resolved(advertised[0]) or ""):
         cure = "--advertise HOST:PORT with the address at which others reach this node"
-        yield Finding("address", "fail", f"nobody finds {advertised[0]}, which is to be advertised", cure)
+        yield Finding("address", "fail", f"nobody reaches {advertised[0]}, which is to be advertised", cure)
     elif advertised is not None:
         lead = f"others are told {shown(advertised)}, which must lead to {shown((host, port))} by TCP and UDP"
         yield Finding("address", "ok", f"{lead}; peerd doctor --join {shown(advertised)} on another machine tries it")

@@ -35,6 +35,7 @@ from peerd.transport.messages import NAME, VISIBLE_MAX
 from peerd.transport.sending.budget import Budget, parse_rate
 
 DEFAULT_PORT, PORT_MAX = 7946, 65535
+DEFAULT_BIND = f"127.0.0.1:{DEFAULT_PORT}"
 RELAY_PORTS_MAX = 64
 OTHER_VARIABLES = ("CONFIG", "DATA", "PEERS", "RANK", "SOCKET", "UCX_LIBRARY")  # PEERD_ variables that are no settings
 OF_RDMA = ("rdma_subnets", "rdma_allow_fallback")
@@ -52,7 +53,7 @@ class Settings(ModeSettings):
     name: str = field(
         default_factory=lambda: re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).lstrip(".-")[:64] or "node"
     )
-    bind: str = f"127.0.0.1:{DEFAULT_PORT}"
+    bind: str = DEFAULT_BIND
     advertise: str = ""  # where others reach this node; "": where it is bound
     relay: tuple[str, ...] = ()  # members at a port of which others reach this node, which nobody can dial
     relay_ports: str = ""  # that this node lends to such nodes: FIRST-LAST
@@ -210,11 +211,6 @@ def _checked(values: dict[str, Any]) -> Settings:
         values["token"] = _read_token(Path(str(values["token"])[1:]))
     if "mode" in values:
         values["mode"] = adopted(str(values["mode"]))
-    outer = [*values.get("relay", ()), *filter(None, [values.get("advertise")])]
-    if outer and "bind" not in values:
-        host, _ = parse_address(outer[0], "relay" if values.get("relay") else "advertise")
-        if not is_loopback(host):
-            values["bind"] = f"{'[::]' if _is_ipv6(host) else '0.0.0.0'}:{DEFAULT_PORT}"
     loaded = replace(Settings(), **values)
     check_given(loaded.mode, values, loaded.exchange)
     if len(alike := alike_at_start(loaded.mode, loaded.mode_settings)) > VISIBLE_MAX:
@@ -293,6 +289,19 @@ def _read_token(file: Path) -> str:
     if not text:
         raise UserError(f"token: {file} is empty; it should hold the line that peerd token printed on a member")
     return text
+
+
+def where_to_listen(bind: str, host: str, outer_host: str) -> str:
+    """The host of a node whose `bind` leads to `host`, and which others reach at `outer_host`. Raises UserError.
+
+    Linux sends nothing from loopback to another machine.
+    """
+    if not is_loopback(host) or is_loopback(outer_host):
+        return host
+    if bind != DEFAULT_BIND:
+        cure = "leave --bind out, or give 0.0.0.0"
+        raise UserError(f"bind: nothing goes from {host} to other machines, nor comes from there; {cure}")
+    return "::" if ":" in outer_host else "0.0.0.0"
 
 
 def is_loopback(host: str) -> bool:

@@ -2,7 +2,7 @@
 
 The dialler sends Hello; the acceptor answers Welcome, or Refuse with the first thing that differs. Anything else,
 silence included, closes the connection; but in place of greeting a dialler may measure the line
-(transport/speed.py), or ask for a proof of who we are.
+(transport/speed.py), or say what somebody else answers (`Instead`).
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ that halves the processor time (benchmarks/RESULTS.md). The slowest rate that on
 than anybody's patience ends. The kernel lets the receive buffer of such a socket grow, up to tcp_rmem."""
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES = 5, 2, 3  # a silent dead peer is noticed after 11 s
 
-_EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 class TcpStream:
@@ -208,7 +208,7 @@ class _Listener:
                 await trio.lowlevel.wait_readable(self._sock)
             except OSError as error:
                 # any other error belongs to the connection that was to be accepted (accept(2)): on to the next
-                await trio.sleep(PAUSE_S if error.errno in _EXHAUSTED else 0)
+                await trio.sleep(PAUSE_S if error.errno in EXHAUSTED else 0)
             else:
                 sock.setblocking(False)
                 where = unmapped(peer)

@@ -37,7 +37,7 @@ from peerd.security.reception import Reception
 from peerd.security.renewal import Renewal
 from peerd.security.secrets_exchange import SecretsExchange
 from peerd.security.shared_secrets import SharedSecrets
-from peerd.settings import Settings, is_loopback
+from peerd.settings import Settings, is_loopback, where_to_listen
 from peerd.training.modes import alike_at_start
 from peerd.transport.connection import Datagrams, Transport
 from peerd.transport.errors import PeerError, UserError
@@ -125,7 +125,7 @@ class Daemon:
             self.acquaintances,
         )  # fmt: skip
         self.model.meta = NodeMeta.unpack(me.meta)
-        self.twin_proof = TwinProof(key, me, settings.swarm, settings.run, transport)
+        self.twin_proof = TwinProof(key, lambda: self.me, settings.swarm, settings.run, transport)
         self.view = MembershipService(
             Membership(
                 me, [*settings.seeds, *kept], rng, self.began, timing, numbers=rng, signing=signing,
@@ -329,9 +329,7 @@ async def running(
     host, port = await carrier.resolve(settings.bind_address)
     relays = [await carrier.resolve(relay) for relay in settings.relays]
     reached = relays[0] if relays else await _reached(settings, carrier, (host, port))
-    if is_loopback(host) and not is_loopback(reached[0]):
-        cure = "leave --bind out, or give 0.0.0.0"
-        raise UserError(f"bind: nothing goes from {host} to other machines, nor comes from there; {cure}")
+    host = where_to_listen(settings.bind, host, reached[0])
     seeds = {await carrier.resolve(seed) for seed in settings.seeds}
     if seeds and not kept and seeds <= {(host, port), reached}.difference(relays):
         own = shown(settings.seeds[0])

@@ -17,6 +17,7 @@ bounds it.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from dataclasses import astuple, replace
 
 import msgpack
@@ -37,13 +38,17 @@ _LIFE_BYTES = 16
 class TwinProof:
     """What one process asks of its twins, and answers them."""
 
-    def __init__(self, key: NodeKey, me: Member, swarm: str, run: str, transport: Transport) -> None:
-        """Of `me`, whose epoch and address stay as they are."""
+    def __init__(self, key: NodeKey, me: Callable[[], Member], swarm: str, run: str, transport: Transport) -> None:
+        """Of `me`, as it is called and reached now."""
         self._key = key
-        self._me = me
+        self._now_me = me
         self._where = swarm, run
         self._transport = transport
         self._life = secrets.token_bytes(_LIFE_BYTES)
+
+    @property
+    def _me(self) -> Member:
+        return self._now_me()
 
     async def prove(self, address: Address) -> bool:
         """Whether whoever answers there has proved that this node's key is in use by a newer life than this one.

@@ -510,7 +510,7 @@ class Membership:
         if self._twins.may_ask(where, now):
             said = f"{shown(where)}, epoch {record.epoch}; ours is {me.epoch}"
             effects.append(Log("warning", f"another node is said to run under our identity ({said})"))
-            if where != address(me):
+            if where != address(me) or record.epoch > me.epoch:  # a relay gives one port to both
                 effects.append(AskTwin(where))
 
     def _accuse(self, id: NodeId, now: float, effects: list[MembershipEffect]) -> None:

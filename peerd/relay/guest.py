@@ -15,9 +15,9 @@ from typing import NoReturn
 import trio
 
 from peerd.process.logs import LOGGER
-from peerd.relay.datagrams import Datagrams
 from peerd.relay.envelope import KEY_BYTES, disclose, enclose
-from peerd.relay.streams import Toll, splice, stream_to, within
+from peerd.relay.lossy_socket import LossySocket
+from peerd.relay.streams import splice, stream_to, within
 from peerd.transport.connection import Connection, ConnectionLost, Transport
 from peerd.transport.errors import PeerError, UserError, cause
 from peerd.transport.ids import Address, is_ip, shown
@@ -118,9 +118,9 @@ class Guest:
                 answer = await connection.receive()
             if isinstance(answer, Refuse):
                 raise PeerError(f"{connection.remote}: {answer.here}; this node asked for {answer.there}")
-            if not isinstance(answer, RelayGranted) or len(answer.key) != KEY_BYTES:
+            if not isinstance(answer, RelayGranted):
                 raise PeerError(f"{connection.remote}: it answers {type(answer).__name__} to who asks for a port")
-            if not is_ip(answer.host) or not answer.port:
+            if not is_ip(answer.host) or not answer.port or len(answer.key) != KEY_BYTES:
                 raise PeerError(f"{connection.remote}: nobody is reached at {answer.host[:80]!r}, port {answer.port}")
         except trio.TooSlowError:
             await connection.aclose()
@@ -136,7 +136,7 @@ class Guest:
         connection, key, lent = line.connection, line.granted.key, (line.connection.host, line.granted.port)
         try:
             try:
-                relay = Datagrams.to(lent)
+                relay = LossySocket.to(lent)
             except OSError as error:
                 raise ConnectionLost(f"no way to {shown(lent)}: {cause(error)}") from None
             async with trio.open_nursery() as nursery:
@@ -165,17 +165,17 @@ async def _answer(lent: Address, key: bytes, number: bytes, node: Address) -> No
         except BaseException:
             there.socket.close()
             raise
-        await splice(there, here, Toll())
+        await splice(there, here)
 
 
 class _Passing:
     """One socket to the relay, and one to this node for each other end of datagrams."""
 
-    def __init__(self, relay: Datagrams, key: bytes, node: Address) -> None:
+    def __init__(self, relay: LossySocket, key: bytes, node: Address) -> None:
         self._relay = relay
         self._key = key
         self._node = node
-        self._others: OrderedDict[Address, Datagrams] = OrderedDict()  # the one used last is last
+        self._others: OrderedDict[Address, LossySocket] = OrderedDict()  # the one used last is last
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -191,17 +191,17 @@ class _Passing:
             for one in (self._relay, *self._others.values()):
                 one.close()
 
-    def _to(self, other: Address, nursery: trio.Nursery) -> Datagrams:
+    def _to(self, other: Address, nursery: trio.Nursery) -> LossySocket:
         """From where the node hears this other end, and where it answers it."""
         if other not in self._others:
             if len(self._others) >= OTHERS_MAX:
                 self._others.popitem(last=False)[1].close()
-            self._others[other] = here = Datagrams.to(self._node)
+            self._others[other] = here = LossySocket.to(self._node)
             nursery.start_soon(self._answers, other, here)
         self._others.move_to_end(other)
         return self._others[other]
 
-    async def _answers(self, other: Address, here: Datagrams) -> None:
+    async def _answers(self, other: Address, here: LossySocket) -> None:
         with suppress(trio.ClosedResourceError):
             while True:
                 said, _ = await here.receive()

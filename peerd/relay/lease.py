@@ -8,22 +8,21 @@ only be held back.
 
 from __future__ import annotations
 
-import errno
 import os
 import socket
 from contextlib import suppress
 
 import trio
 
-from peerd.relay.datagrams import Datagrams
 from peerd.relay.envelope import KEY_BYTES, Bucket, Heard, disclose, enclose
+from peerd.relay.lossy_socket import LossySocket
 from peerd.relay.streams import Toll, splice, stream_over
 from peerd.transport.admission import Admission
 from peerd.transport.connection import Connection, ConnectionLost
 from peerd.transport.errors import PeerError
 from peerd.transport.messages import RelayCall
 from peerd.transport.patience import DIAL_TIMEOUT_S, GREETING_DEADLINE_S
-from peerd.transport.tcp import BACKLOG, PAUSE_S, unmapped
+from peerd.transport.tcp import EXHAUSTED, PAUSE_S, unmapped
 
 NUMBER_BYTES = 16
 OF_GUEST = KEY_BYTES + NUMBER_BYTES  # what the guest's streams begin with
@@ -46,15 +45,14 @@ class Lease:
         self, port: int, key: bytes, listener: socket.socket, datagrams: socket.socket, datagrams_rate: float,
         streams_max: int,
     ) -> None:  # fmt: skip
-        """Both sockets are bound to it; `key` is what the guest's datagrams begin with.
+        """Both sockets are bound to it, and one listens; `key` is what the guest's datagrams begin with.
 
         Of datagrams so many bytes a second are passed on, at once so many streams.
         """
         self.port = port
         self.key = key
-        listener.listen(BACKLOG)
         self._listener = trio.socket.from_stdlib_socket(listener)
-        self._datagrams = Datagrams(datagrams)
+        self._datagrams = LossySocket(datagrams)
         self._few = Bucket(datagrams_rate)
         self._streams_max = streams_max
         self._scope = trio.CancelScope()
@@ -90,15 +88,15 @@ class Lease:
             try:
                 sock, peer = await self._listener.accept()
             except OSError as error:  # it belongs to who was to be accepted (accept(2)), but where there is no room
-                await trio.sleep(PAUSE_S if error.errno in (errno.EMFILE, errno.ENFILE) else 0)
+                await trio.sleep(PAUSE_S if error.errno in EXHAUSTED else 0)
                 continue
             now, host = trio.current_time(), unmapped(peer)[0]
-            if admission.full and (slow := admission.makes_way(now)) is not None:
+            has_room = len(self._served) < self._streams_max
+            if has_room and admission.full and (slow := admission.makes_way(now)) is not None:
                 self._served[slow].cancel()
                 admission.admit(slow)
-            guests = host == connection.host  # it comes as often as others do
-            full = admission.full or len(self._served) >= self._streams_max
-            number = None if full else admission.enter(ANY_HOST if guests else host, now)
+            host = ANY_HOST if host == connection.host else host  # the guest comes as often as all others
+            number = admission.enter(host, now) if has_room and not admission.full else None
             if number is None:
                 sock.close()
             else:
@@ -117,9 +115,10 @@ class Lease:
                     if (call := self._calls.pop(first[KEY_BYTES:], None)) is not None:
                         given, call.guest = True, stream
                         call.answered.set()
-                elif first and (guest := await self._guest(connection)) is not None:
-                    self._admission.admit(number)
-                    await splice(stream, guest, toll, first)
+                elif first:
+                    self._admission.admit(number)  # else those who wait for the guest would keep it out
+                    if (guest := await self._guest(connection)) is not None:
+                        await splice(stream, guest, toll, first)
         finally:
             del self._served[number]
             self._admission.leave(number)

@@ -22,7 +22,7 @@ from peerd.transport.errors import UserError
 from peerd.transport.ids import Address
 from peerd.transport.messages import Refuse, RelayGranted, RelayRequest
 from peerd.transport.sending.budget import Budget
-from peerd.transport.tcp import bound_socket
+from peerd.transport.tcp import BACKLOG, bound_socket
 
 TELL_EVERY_S = 60.0
 DATAGRAMS_RATE = 64e3  # bytes a second of one port; a member of a swarm of a hundred hears some 20,000
@@ -65,11 +65,11 @@ class Near:
 class Lender:
     """The ports that one node lends."""
 
-    def __init__(self, ports: Sequence[int], bound: str, reached: str, budget: Budget | None = None) -> None:
-        """They are of the host `bound`, which others reach at `reached`."""
+    def __init__(self, ports: Sequence[int], host: str, outer_host: str, budget: Budget | None = None) -> None:
+        """They are of this `host`, which others reach at `outer_host`."""
         self._ports = ports
-        self._bound = bound
-        self._reached = reached
+        self._host = host
+        self._outer_host = outer_host
         self._toll = Toll(budget)
         self._datagrams_rate = DATAGRAMS_RATE
         if budget is not None and ports:
@@ -94,7 +94,7 @@ class Lender:
     def near(self, address: Address) -> Address:
         """Where this node itself reaches one of its guests: from behind an outer address that is seldom dialled."""
         host, port = address
-        return (within(self._bound), port) if host == self._reached and port in self._ports else address
+        return (within(self._host), port) if host == self._outer_host and port in self._ports else address
 
     async def lend(self, connection: Connection, request: RelayRequest) -> None:
         """Serve a guest until its connection ends. Raises ConnectionLost, or PeerError when it broke a rule."""
@@ -109,7 +109,7 @@ class Lender:
             await connection.send(Refuse("relay", here, f"port {request.port}" if request.port else "a port"))
             return
         try:
-            await connection.send(RelayGranted(self._reached, lease.port, lease.key))
+            await connection.send(RelayGranted(self._outer_host, lease.port, lease.key))
             connection.admit()
             self._tell(f"{name} is reached through this node now, at port {lease.port}")
             await lease.run(connection, self._toll)
@@ -119,6 +119,16 @@ class Lender:
                 del self._leases[lease.port]
                 self._had_until[lease.port] = trio.current_time()
                 self._tell(f"{name} is reached through this node no more, at port {lease.port}")
+
+    async def _sockets(self, port: int) -> tuple[socket.socket, socket.socket]:
+        """One that listens, and one for datagrams. Raises UserError or OSError."""
+        listener = await bound_socket((self._host, port), socket.SOCK_STREAM)
+        try:
+            listener.listen(BACKLOG)
+            return listener, await bound_socket((self._host, port), socket.SOCK_DGRAM)
+        except BaseException:
+            listener.close()
+            raise
 
     def _tell(self, text: str) -> None:
         """A member can come and go as often as it likes."""
@@ -145,13 +155,8 @@ class Lender:
             if taken is not None:
                 taken.end()
             try:
-                listener = await bound_socket((self._bound, port), socket.SOCK_STREAM)
-                try:
-                    datagrams = await bound_socket((self._bound, port), socket.SOCK_DGRAM)
-                except BaseException:
-                    listener.close()
-                    raise
-            except UserError as error:
+                listener, datagrams = await self._sockets(port)
+            except (UserError, OSError) as error:
                 self._tell(f"port {port} of relay_ports cannot be lent: {str(error).partition(' (')[0]}")
                 continue
             for another in [one for one in self._leases if known and self._had[one] == who]:

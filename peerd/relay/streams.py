@@ -39,7 +39,7 @@ class Toll:
         return 0.0 if self.budget is None else self.budget.take(count, trio.current_time())
 
 
-class _Turn:
+class _BulkShare:
     """Of a stream while it brings bulk: a slow line takes few at once, so that none is given up as too slow."""
 
     def __init__(self, budget: Budget | None) -> None:
@@ -61,22 +61,29 @@ class _Turn:
             self._bulk.give()
 
 
-async def splice(one: trio.SocketStream, other: trio.SocketStream, toll: Toll, first: bytes = b"") -> None:
+async def splice(
+    one: trio.SocketStream, other: trio.SocketStream, toll: Toll | None = None, first: bytes = b""
+) -> None:
     """Pass on what comes, both ways, and what has come `first` from `one`, until both have ended; then close them."""
 
+    piece_bytes = PIECE_BYTES if toll is None else toll.piece_bytes
+
     async def pump(source: trio.SocketStream, sink: trio.SocketStream, some: bytes | bytearray) -> None:
-        turn = _Turn(toll.budget)
+        share = _BulkShare(toll.budget if toll else None)
 
         async def patiently(act: Callable[[], Awaitable[Any]]) -> Any:
             with trio.move_on_after(QUIET_S):
                 return await act()
-            turn.give()
+            share.give()
             return await act()
 
         try:
-            while some or (some := await patiently(partial(source.receive_some, toll.piece_bytes))):
-                await turn.comes(len(some))
-                await toll.pay(len(some))
+            while some or (some := await patiently(partial(source.receive_some, piece_bytes))):
+                if len(some) < piece_bytes:  # there is no more: its line is the slower one, or it has all
+                    share.give()
+                await share.comes(len(some))
+                if toll is not None:
+                    await toll.pay(len(some))
                 left = memoryview(some)
                 while left:
                     left = left[await patiently(partial(sink.socket.send, left)) :]
@@ -86,7 +93,7 @@ async def splice(one: trio.SocketStream, other: trio.SocketStream, toll: Toll, f
         except (OSError, trio.BrokenResourceError, trio.ClosedResourceError):
             nursery.cancel_scope.cancel()
         finally:
-            turn.give()
+            share.give()
 
     try:
         async with trio.open_nursery() as nursery:

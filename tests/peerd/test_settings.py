@@ -15,7 +15,17 @@ from hypothesis import strategies as st
 
 from peerd.carriers import CARRIERS
 from peerd.security.token import Token
-from peerd.settings import DEFAULT_PORT, OF_RDMA, Settings, load, parse_address, planned, unknown_variables
+from peerd.settings import (
+    DEFAULT_BIND,
+    DEFAULT_PORT,
+    OF_RDMA,
+    Settings,
+    load,
+    parse_address,
+    planned,
+    unknown_variables,
+    where_to_listen,
+)
 from peerd.simulation.scenario import Scenario
 from peerd.training.codecs import CODECS
 from peerd.training.modes import (
@@ -55,7 +65,7 @@ def token_at(host: str) -> str:
 GOOD: dict[str, tuple[Any, Any, Any]] = {
     "name": ("a", "b.c", "D-1_2"),
     "bind": ("127.0.0.1:1", "[::1]:2", "host"),
-    "advertise": ("127.0.0.2", "[::1]:2", "127.0.0.3:9"),  # of another address bind follows
+    "advertise": ("192.0.2.1", "[::1]:2", "host:9"),
     "relay": ((), (), ()),  # with which advertise and relay_ports are refused
     "relay_ports": ("7950", "7950-7957", "1-64"),
     "join": (("h:1",), ("h:2", "i:3"), ("[::1]",)),
@@ -101,18 +111,20 @@ def as_toml(values: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("told", "bind"),
+    ("bind", "host", "outer_host", "listens"),
     [
-        ({}, "127.0.0.1:7946"),
-        ({"advertise": "203.0.113.5"}, "0.0.0.0:7946"),
-        ({"advertise": "host:9"}, "0.0.0.0:7946"),
-        ({"relay": ("[2001:db8::1]:7946",)}, "[::]:7946"),
-        ({"relay": ("127.0.0.1:9",)}, "127.0.0.1:7946"),
-        ({"advertise": "203.0.113.5", "bind": "127.0.0.1:7946"}, "127.0.0.1:7946"),  # refused when it starts
+        (DEFAULT_BIND, "127.0.0.1", "203.0.113.5", "0.0.0.0"),
+        (DEFAULT_BIND, "127.0.0.1", "2001:db8::1", "::"),
+        (DEFAULT_BIND, "127.0.0.1", "127.0.0.2", "127.0.0.1"),
+        ("10.0.0.1", "10.0.0.1", "203.0.113.5", "10.0.0.1"),
     ],
 )
-def test_who_is_reached_from_outside_listens_there_unless_told_otherwise(told: dict[str, Any], bind: str) -> None:
-    assert load(told, {}, None).bind == bind
+def test_who_is_reached_from_outside_listens_there_unless_told_otherwise(
+    bind: str, host: str, outer_host: str, listens: str
+) -> None:
+    assert where_to_listen(bind, host, outer_host) == listens
+    with pytest.raises(UserError, match=r"bind: nothing goes from ::1 to other machines.*leave --bind out"):
+        where_to_listen("[::1]:7946", "::1", outer_host if outer_host != "127.0.0.2" else "10.0.0.1")
 
 
 def test_a_number_in_the_file_is_one_where_a_setting_may_be_auto(tmp_path: Path) -> None:

@@ -395,7 +395,7 @@ class PairLinks:
     def fill_view(self, now: float) -> list[Effect]:
         """Ask strangers for links while there are fewer than wanted."""
         lacking, first = self._wanted() - self._places_taken(), None
-        if self._turned_away is not None and self._places_taken() < self._room.active:
+        if self._turned_away is not None and self.opens and self._places_taken() < self._room.active:
             first, self._turned_away = self._turned_away, None
         if lacking <= 0 and first is None:
             return []
@@ -417,8 +417,9 @@ class PairLinks:
         lately = self._made_place_at is None or now - self._made_place_at < SILENCE_MAX_S
         if lately or not self.opens or peer not in self._alive or self.graylist.refuses(peer, now):
             return []
-        self._made_place_at, self._turned_away = now, peer
-        return self.rotate(now)
+        if effects := self.rotate(now):
+            self._made_place_at, self._turned_away = now, peer
+        return effects
 
     def rotate(self, now: float) -> list[Effect]:
         """Give the place of the most used idle link to a peer outside the view, if there is one."""

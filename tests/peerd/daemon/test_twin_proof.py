@@ -41,7 +41,7 @@ class Life:
     ) -> None:
         self.address = host, 7946
         me = Member(key.id, "n", *self.address, epoch, 0, State.ALIVE, "", b"")
-        self.twin_proof = TwinProof(key, me, swarm, "run", network.transport(host))
+        self.twin_proof = TwinProof(key, lambda: me, swarm, "run", network.transport(host))
         self.ends: list[type[Exception]] = []
 
     async def accept(self, connection: Connection) -> None:
@@ -223,7 +223,7 @@ def test_a_running_node_answers_strangers_before_any_greeting() -> None:
         await swarm.start("a", steps=100_000)
         node = swarm.nodes["a"]
         earlier = replace(node.daemon.me, epoch=node.daemon.me.epoch - 1, host="stranger")
-        twin_proof = TwinProof(KEY, earlier, "peerd", "", swarm.network.carrier(swarm.nursery, "stranger"))
+        twin_proof = TwinProof(KEY, lambda: earlier, "peerd", "", swarm.network.carrier(swarm.nursery, "stranger"))
         assert await twin_proof.prove(node.address)
         assert not await node.daemon.twin_proof.prove(node.address)
 

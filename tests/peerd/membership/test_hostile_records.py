@@ -68,8 +68,11 @@ def test_a_later_life_of_ours_is_asked_to_prove_itself_and_ends_nothing() -> Non
     assert membership.me == member("n0")
 
 
-def test_nobody_is_asked_at_our_own_address() -> None:
-    assert not questions(hear(core(member("n1")), member("n0", epoch=9)))
+def test_at_our_own_address_a_later_life_alone_is_asked() -> None:
+    """A relay gives one port to both lives of a copied folder."""
+    ours = member("n0")
+    assert questions(hear(core(member("n1")), replace(ours, epoch=9))) == [(ours.host, ours.port)]
+    assert not questions(hear(core(member("n1")), replace(ours, incarnation=9)))
 
 
 def test_a_flood_of_lives_asks_one_at_a_time_and_each_address_once_a_minute() -> None:

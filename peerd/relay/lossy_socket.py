@@ -12,7 +12,7 @@ from peerd.transport.ids import Address
 from peerd.transport.tcp import unmapped
 
 
-class Datagrams:
+class LossySocket:
     """Over a non-blocking socket, which is closed with it."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -20,7 +20,7 @@ class Datagrams:
         self._sock = sock
 
     @classmethod
-    def to(cls, address: Address) -> Datagrams:
+    def to(cls, address: Address) -> LossySocket:
         """Those with one other end. Raises OSError."""
         sock = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_DGRAM)
         try:
