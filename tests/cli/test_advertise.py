@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
+import across
 import pytest
 from machine import Machine, Node
 from scripts import TRAIN
@@ -227,6 +230,16 @@ def test_a_relay_that_is_not_there_yet_is_waited_for_until_ctrl_c(machine: Machi
     assert a.end() == 130
     assert "Traceback" not in a.log
     assert "interrupted" in a.log
+
+
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "-Urn", "true"], capture_output=True).returncode != 0, reason="no user namespaces here"
+)
+def test_a_guest_of_another_network_is_heard_and_hears_all() -> None:
+    """What is bound to loopback sends nothing to another machine, which no test on loopback tells."""
+    command = ["unshare", "-Urn", "bash", "-c", across.SET_UP, "across", sys.executable]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert ran.stdout == "0 unsendable from 0.0.0.0:7946\n", ran.stderr
 
 
 def test_a_relay_that_is_none_is_named(machine: Machine) -> None:
