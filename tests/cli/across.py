@@ -42,7 +42,7 @@ def main(role: str) -> None:
             return
         guest = _plain(machine, "guest", "--relay", f"{RELAY}:7946")
         guest.sees(relay="alive", member="alive")
-        guest.eventually(lambda: guest.ask("status")["counts"]["acks"] > 3)  # and so it has probed both
+        guest.eventually(lambda: guest.ask("status")["counts"].get("acks", 0) > 3)  # and so it has probed both
         unsendable, bound = guest.ask("status")["counts"]["datagrams_unsendable"], guest.ask("info")["bound"]
         sys.stdout.write(f"{unsendable} unsendable from {bound}\n")
 
