@@ -89,7 +89,7 @@ class PartneredMode(LinkedMode, Generic[P]):
         """When that will be so."""
         raise NotImplementedError
 
-    def _end_run(self) -> list[Effect]:
+    def _end_run(self, now: float) -> list[Effect]:
         """The run has just ended: what others must hear."""
         return []
 
@@ -116,7 +116,7 @@ class PartneredMode(LinkedMode, Generic[P]):
         if report.published:
             self._shifted(report.change)
         if report.finishing:
-            said = self._end_run() if ends else []
+            said = self._end_run(now) if ends else []
             effects = said + self._flush(now)
             self._rearm(now)
             return effects

@@ -226,6 +226,9 @@ class Gossip(PartneredMode[PairLink]):
         except NotFinite:
             return [*not_finite(self.counts), Send(sender, LinkClosed(message.link, 0))]
 
+    def _end_run(self, now: float) -> list[Effect]:
+        return self._links.ask_all(now)
+
     def _begin(self, link: PairLink, values: Vector, reason: str, now: float) -> list[Effect]:
         half = self._half(link, values, flush=self._report.finishing)
         try:
@@ -432,7 +435,7 @@ class Gossip(PartneredMode[PairLink]):
             for link in self._round(sorted(live, key=lambda link: link.peer)):
                 effects += self._begin(link, self._current(), "finishing", now)
                 self.counts["trigger_finishing"] += 1
-        return effects + self._proceed(live, expects_more=self._links.expects_more, under_way=under_way)
+        return effects + self._proceed(live, expects_more=self._links.expects_more(now), under_way=under_way)
 
     def _round(self, live: list[PairLink]) -> list[PairLink]:
         """Who is exchanged with next: a partner still training gets our model once, and comes back when it ends too."""

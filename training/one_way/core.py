@@ -415,7 +415,7 @@ class OneWay(PartneredMode[Partner]):
     def _is_finite(self, values: Vector) -> bool:
         return bool(np.isfinite(norm_of_difference(values)))
 
-    def _end_run(self) -> list[Effect]:
+    def _end_run(self, now: float) -> list[Effect]:
         return [said for peer in self._pushers() for said in self._told(peer)]
 
     def _pushers(self) -> list[NodeId]:

@@ -399,8 +399,7 @@ class PairLinks:
             first, self._turned_away = self._turned_away, None
         if lacking <= 0 and first is None:
             return []
-        refused = {peer for peer, _ in self.graylist.refused(now)}
-        strangers = sorted(self._alive - self.held.keys() - self.opening.keys() - self._declined - refused)
+        strangers = sorted(self._strangers(now) - self._declined)
         asked = self._rng.sample(strangers, min(max(0, lacking), len(strangers)))
         if first in strangers and first not in asked:
             asked[:1] = [first]
@@ -411,6 +410,11 @@ class PairLinks:
             self.opening[peer] = (number, now)
             effects.append(Send(peer, LinkOpen(number, offered)))
         return effects
+
+    def _strangers(self, now: float) -> frozenset[NodeId]:
+        """Who may be asked for a link, or may be when they have a place again."""
+        refused = {peer for peer, _ in self.graylist.refused(now)}
+        return self._alive - self.held.keys() - self.opening.keys() - refused
 
     def _make_place(self, peer: NodeId, now: float) -> list[Effect]:
         """This one found none here, and perhaps nowhere: it is asked when one is free. Each costs a link its past."""
@@ -427,7 +431,7 @@ class PairLinks:
         self._declined.clear()
         if not self.opens or not idle or not self._alive - set(self.held) - set(self.opening):
             return []
-        link = max(idle, key=lambda link: (link.exchanges, link.peer))
+        link = max(idle, key=lambda link: (link.exchanges, link.reference.link))  # of equals not all the same peer's
         link.enter(LinkState.CLOSING)
         link.sent_at = now
         self._counts["rotations"] += 1
@@ -562,10 +566,17 @@ class PairLinks:
         """Of links that were asked for. Who has been silent for long may not reach us: its place is another's, too."""
         return sum(self._reminded[peer] < REMINDERS for peer in self.opening)
 
-    @property
-    def expects_more(self) -> bool:
-        """Whether a link that was asked for may still come."""
-        return self._answers_due > 0
+    def expects_more(self, now: float) -> bool:
+        """Whether a link that was asked for may still come, or a first one of peers who had no place for it."""
+        if self._answers_due or not self.opens or any(not link.closing for link in self.live()):
+            return self._answers_due > 0
+        return bool(self._strangers(now))
+
+    def ask_all(self, now: float) -> list[Effect]:
+        """Without a link: ask those who declined at once, not when a while has passed."""
+        if not self.live():
+            self._declined.clear()
+        return self.fill_view(now)
 
     def _make_room(self) -> None:
         """Keep as many links to absent peers as there is room for, those with an exchange to finish first, and as much

@@ -714,7 +714,7 @@ def test_who_never_answers_keeps_no_place_for_ever_and_may_still_answer() -> Non
     (silent,) = links.opening
     (number, _), other = links.opening[silent], "bc"[silent == "b"]
     for _ in range(REMINDERS):
-        assert links.expects_more
+        assert links.expects_more(swarm.now)
         assert list(links.opening) == [silent]
         swarm.now += WAKE_AFTER_S
         swarm.perform("a", swarm.nodes["a"].core.on_timer(swarm.now))

@@ -54,22 +54,31 @@ def test_who_accepted_a_pair_that_the_other_gave_up_goes_on_with_others() -> Non
     swarm.end()
 
 
+def without_a_place(names: str, view: int, seed: int) -> ModeSwarm:
+    """The news comes to each in another order, so that they take each other's places."""
+    swarm, order = (
+        ModeSwarm("gossip", names, size=14, seed=seed, dtype="float32", codec="sign", view=view),
+        random.Random(seed),
+    )
+    pairs = [(one, other) for one in names for other in names if one != other]
+    order.shuffle(pairs)
+    for one, other in pairs:
+        swarm.peers(one, set(swarm.nodes[one].heard) | {other})
+        for _ in range(3):
+            if waiting := swarm.waiting():
+                swarm.deliver(*order.choice(waiting))
+    swarm.settle()
+    return swarm
+
+
 @pytest.mark.parametrize(("count", "view"), [(5, 3), (3, 1), (4, 2)])
 @pytest.mark.parametrize("seed", [5, 6, 10, 11])
 def test_a_newcomer_is_made_a_place_where_all_are_taken(
     monkeypatch: pytest.MonkeyPatch, count: int, view: int, seed: int
 ) -> None:
     monkeypatch.setattr(peerd.training.room, "LARGE", 4)
-    names, order = "abcde"[:count], random.Random(seed)
-    swarm = ModeSwarm("gossip", names, size=14, seed=seed, dtype="float32", codec="sign", view=view)
-    pairs = [(one, other) for one in names for other in names if one != other]
-    order.shuffle(pairs)
-    for one, other in pairs:  # the news comes to each in another order, so that they take each other's places
-        swarm.peers(one, set(swarm.nodes[one].heard) | {other})
-        for _ in range(3):
-            if waiting := swarm.waiting():
-                swarm.deliver(*order.choice(waiting))
-    swarm.settle()
+    names = "abcde"[:count]
+    swarm = without_a_place(names, view, seed)
     for _ in range(7):  # a minute, in which the links are used
         for name in names:
             swarm.step(name, 0.01)
@@ -133,3 +142,21 @@ def test_an_exchange_with_one_that_left_is_no_measure_any_more() -> None:
     assert core.slowest_s == 100.0
     core.handle(PeersChanged(frozenset("y")), 101.0)
     assert core.slowest_s == 2.0
+
+
+@pytest.mark.parametrize("seed", [5, 6, 10, 11])
+def test_a_run_that_ends_before_any_had_a_place_for_it_is_not_settled_alone(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.setattr(peerd.training.room, "LARGE", 4)
+    swarm = without_a_place("abcde", 3, seed)
+    swarm.live("z", swarm.nodes["a"].x)
+    swarm.all_hear()
+    swarm.settle()
+    assert not swarm.nodes["z"].core._links.live(), "all places are taken"
+    swarm.step("z", 0.3)
+    swarm.finish("z")
+    swarm.settle()
+    assert not swarm.nodes["z"].proceeded
+    swarm.end()
+    assert swarm.spread() < 0.01
