@@ -75,7 +75,7 @@ def test_every_setting_has_a_row_with_its_default() -> None:
 
 
 def test_every_mode_has_a_row_and_the_settings_that_it_takes() -> None:
-    shown = {mode.partition(":")[0].split("[")[0] for mode in rows(ROOT / "README.md", "mode")}
+    shown = {mode.partition(":")[0].split("[")[0] for mode in rows(ROOT / "docs/modes.md", "mode")}
     assert shown == set(MODES)
     taken: dict[str, set[str]] = {}
     for modes, (settings,) in rows(ROOT / "docs/settings.md", "modes").items():

@@ -36,7 +36,7 @@ OPTIMIZER_VALUES_MAX = {WEIGHTS: 0, GRADIENTS: 2}
 
 
 class ModeClass:
-    """What a mode's class says of itself; settings, help, checks and the README's table are made from it."""
+    """What a mode's class says of itself; settings, help, checks and docs/modes.md's table are made from it."""
 
     NAME: ClassVar[str]
     ARGUMENT: ClassVar[str] = ""
