@@ -7,6 +7,7 @@ and how one mode follows another plan_follower.py's.
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import replace
@@ -59,6 +60,7 @@ from peerd.transport.secure.signing import Signing
 
 SETTLE_SHARE = 0.1  # of the run's own duration: how long its end waits for members that still train
 SETTLE_MIN_S = 10.0
+LETS_GO_WITHIN_S = 0.5  # of a session that its script has closed, and attaches anew: one end hears of it later
 VALUES_MAX = 1 << 38  # four terabytes of shared memory; nothing else here ends before
 
 
@@ -247,9 +249,10 @@ class TrainerService:
     ) -> None:
         """Serve one trainer until it is gone; one that dies `comes_again` where somebody starts it then."""
         earlier = self._runner.session
-        if earlier is not None and earlier.cut_if_dead():
-            while self._runner.session is earlier:
-                await trio.sleep(0.01)
+        if earlier is not None:
+            with trio.move_on_after(math.inf if earlier.cut_if_dead() else LETS_GO_WITHIN_S):
+                while self._runner.session is earlier:
+                    await trio.sleep(0.01)
         try:
             comes = decoded({"variances": [], "ends": [], "states": 0, "gradients": 0, **message}, FROM_TRAINER)
         except ValueError:
@@ -389,6 +392,7 @@ class TrainerService:
                 match said:
                     case Stepped():
                         ends = said.finishing and session.facts.phase is not TrainerPhase.FINISHING
+                        goes_on = session.ended.is_set() and not said.finishing
                         session.facts.note(said)
                         self._runner.on_report(report_of(said), said.published)
                         if said.rolled_back and self._settings.exchange == GRADIENTS:
@@ -396,8 +400,13 @@ class TrainerService:
                         if said.finishing:
                             session.ended.set()
                             if ends and not self._leaving:
+                                session.waits_for_others = trio.CancelScope()
                                 nursery.start_soon(self._end_run, session)
                                 await self._tell(ended=True)
+                        elif goes_on:  # the script caught what interrupted swarm.finish()
+                            session.waits_for_others.cancel()
+                            session.ended = trio.Event()
+                            await self._tell(ended=False)
                     case protocol.Added(half):
                         self._runner.on_taken(half)
                     case protocol.GradientPart(step, samples, first, anew):
@@ -423,13 +432,16 @@ class TrainerService:
         """Let a finishing trainer go when all agree, or when the others take much longer than this run did."""
         status = session.facts
         patience_s = max(SETTLE_MIN_S, SETTLE_SHARE * (trio.current_time() - status.began))
-        with trio.move_on_after(patience_s) as patience:
-            await self._runner.settled.wait()
-        if patience.cancelled_caught:
-            late = "not all members have ended their runs after %.0f s: this one ends with the model as it is"
-            LOGGER.info(late, patience_s)
-        while not self._runner.all_taken:
-            await trio.sleep(0.01)
+        with session.waits_for_others as given_up:
+            with trio.move_on_after(patience_s) as patience:
+                await self._runner.settled.wait()
+            if patience.cancelled_caught:
+                late = "not all members have ended their runs after %.0f s: this one ends with the model as it is"
+                LOGGER.info(late, patience_s)
+            while not self._runner.all_taken:
+                await trio.sleep(0.01)
+        if given_up.cancelled_caught:
+            return
         status.enter(TrainerPhase.FINISHED)
         await session.tell(protocol.Finished())
         LOGGER.info("training finished at step %d; still a member, with the model", status.step)

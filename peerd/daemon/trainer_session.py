@@ -57,10 +57,12 @@ TRANSITIONS: dict[TrainerPhase, dict[TrainerPhase, str]] = {
     TrainerPhase.FINISHING: {
         TrainerPhase.FINISHED: "all agree, or they take too long: Finished",
         TrainerPhase.FINISHING: "its last step again: the script caught what interrupted swarm.finish(), and exits",
+        TrainerPhase.TRAINING: "another step: it caught that, and trains on",
         TrainerPhase.GONE: "as before",
     },
     TrainerPhase.FINISHED: {
         TrainerPhase.FINISHING: "its last step again, which Finished crossed",
+        TrainerPhase.TRAINING: "another step, which Finished crossed",
     },
     TrainerPhase.GONE: {},
 }
@@ -109,6 +111,8 @@ class TrainerStatus:
         if said.finishing:
             self.enter(TrainerPhase.FINISHING)
             self.at_exit = said.at_exit
+        elif self.phase in (TrainerPhase.FINISHING, TrainerPhase.FINISHED):
+            self.enter(TrainerPhase.TRAINING)
 
     def take(self, last: LastStep) -> None:
         """Take in what it noted of its last step."""
@@ -126,6 +130,7 @@ class TrainerSession:
         self.facts = facts
         self.started = False  # it has been told what to start from: it knows the mode's barrier
         self.ended = trio.Event()  # its last step has been said, or it is gone
+        self.waits_for_others = trio.CancelScope()  # since it has
         self._connection = connection
         self._stepped_at = 0.0  # on the machine's clock, which the trainer reads
 

@@ -118,6 +118,8 @@ class ModelCopy:
         What it has not taken stays `apart` for a mode that must see the trainer's model to the bit: the trainer adds
         the sum of what came meanwhile, where `look` shows one correction after the other.
         """
+        if copy == self._current:
+            return  # said twice: a trainer writes the one that is not read
         self._current, self.step, self._apart = copy, step, apart
         for buffer in () if apart else self.waiting:
             self._correct(self._memory.copies[copy], self._memory.corrections[buffer])

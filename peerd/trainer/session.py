@@ -183,7 +183,7 @@ class Session:
         welcome = self._expect(Welcome)
         self._checkpoints = Path(welcome.checkpoints)
         restored = self._restore()
-        self._publish(0)
+        self._publish(0, None)
         self._say(Ready(self.step))
         start = self._expect(Start)
         self._lr_max = start.lr_max
@@ -252,8 +252,8 @@ class Session:
         self._publication.wait()
         self._copy_cost_s = max(self._copy_cost_s, self._publication.device_s)
         if self._unsaid is not None:
-            said, self._unsaid = self._unsaid, None
-            self._socket.send(encoded(said))
+            self._socket.send(encoded(self._unsaid))
+            self._unsaid = None  # after it: said twice it counts once, and a copy that was not said is waited for
 
     # ---------------------------------------------------------------- training
 
@@ -481,24 +481,28 @@ class Session:
         self, step: int, ratio: float, *, copies: bool, rolled_back: bool, stands: bool = False, **rest: bool
     ) -> None:
         change = self._watch.change
-        copy = self._publish(self._client.next_copy) if copies else None
+        copy = self._client.next_copy if copies else None
         self._told_ratio = ratio
         said = Stepped(step, change, ratio, stands, copy, rolled_back, samples=self._ranks * self._batch, **rest)
-        if copy is not None and self._publication.under_way:
-            self._unsaid = said
-        else:
+        if copy is None:
             self._say(said)
+            return
+        self._publish(copy, said)
+        if not self._publication.under_way:
+            self._say_published()
 
-    def _publish(self, copy: int) -> int:
+    def _publish(self, copy: int, said: Stepped | None) -> None:
         began = time.monotonic()
         self._publication.begin(self.flat.snapshot(), torch.from_numpy(self._memory.copies[copy]), self.flat.device)
         self._watch.copied()
         self._client.published(copy)
+        self._unsaid = (
+            said  # at once: a KeyboardInterrupt comes before both or after both, and what is published is said
+        )
         self._copied_at = time.monotonic()
         self._copy_cost_s = self._copied_at - began
         for line in self.flat.unshared():
             say(line)
-        return copy
 
     def _wait(self) -> None:
         """Do what the daemon asks until it has said what this trainer waits for."""
@@ -528,6 +532,21 @@ class Session:
             raise EOFError(f"the script's peerd and the daemon's do not understand each other ({error})") from None
 
     def _obey(self, said: Said) -> None:
+        try:
+            self._perform(said)
+        except BaseException:
+            # The script may catch it and train on (Ctrl-C, memory that ran out), and the daemon offers nothing more
+            # before it is answered. What was left undone is to the others as if this script had stepped so.
+            with suppress(OSError):
+                self._answer(said)
+            raise
+        self._answer(said)
+
+    def _answer(self, said: Said) -> None:
+        if (answer := self._client.hear(said)) is not None:
+            self._say(answer)
+
+    def _perform(self, said: Said) -> None:
         if isinstance(said, Corrections | Load):
             self._say_published()  # what is copied stays as it is until then
         if isinstance(said, Corrections):
@@ -538,8 +557,6 @@ class Session:
             self.step = said.step
             if self._states is not None and self._client.state is ClientState.WITH_GRADIENT:
                 self._states.take_rates()  # the step that follows is of that model
-        if (answer := self._client.hear(said)) is not None:
-            self._say(answer)
 
     def _refuse_beyond_float32(self) -> None:
         if (name := self.flat.beyond_float32()) is not None:

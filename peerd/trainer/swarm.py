@@ -113,6 +113,11 @@ def _open(
     except OSError as error:  # of this process: no file descriptors, or a limit on files
         _give_up(socket)
         raise Refused(f"the model cannot be shared with the daemon: {error.strerror or error}") from None
+    except (
+        BaseException
+    ):  # the interpreter may keep what was interrupted, whose session would be in the way of the next
+        socket.close()
+        raise
 
 
 def _give_up(socket: LocalSocket) -> None:

@@ -290,3 +290,13 @@ def test_shared_memory_of_another_size_or_without_seals_is_refused() -> None:
     with pytest.raises(ValueError, match="not a sealed file"):
         SharedMemory(unsealed, 10)
     os.close(unsealed)
+
+
+def test_a_copy_that_is_said_twice_counts_once() -> None:
+    trainers, daemons = two_mappings(SIZE)
+    model_copy = ModelCopy(daemons)
+    model_copy.add(np.full(SIZE, 1, np.float32))
+    trainers.copies[1][:] = 10
+    for _ in range(2):
+        model_copy.published(1, 6)
+    assert model_copy.values().tolist() == [11] * SIZE
