@@ -37,7 +37,15 @@ from peerd.transport.sending.budget import Budget, parse_rate
 DEFAULT_PORT, PORT_MAX = 7946, 65535
 DEFAULT_BIND = f"127.0.0.1:{DEFAULT_PORT}"
 RELAY_PORTS_MAX = 64
-OTHER_VARIABLES = ("CONFIG", "DATA", "PEERS", "RANK", "SOCKET", "UCX_LIBRARY")  # PEERD_ variables that are no settings
+OTHER_VARIABLES = (
+    "CONFIG",
+    "DAEMON",
+    "DATA",
+    "PEERS",
+    "RANK",
+    "SOCKET",
+    "UCX_LIBRARY",
+)  # PEERD_ variables that are no settings
 OF_RDMA = ("rdma_subnets", "rdma_allow_fallback")
 MEMBERS_MAX = 4096  # of a swarm
 _WORDS = {tuple: "a list of strings", int: "a whole number", float: "a number", str: "a string", bool: "true or false"}

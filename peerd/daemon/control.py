@@ -21,6 +21,7 @@ from peerd.transport.errors import UserError
 
 FOLDER_TRIES = 5  # to make the sockets' folder, and bind in it
 PAUSE_S = 0.1  # with no descriptor left, until another attempt
+LOOK_EVERY_S = 1.0  # whether the socket is still where it was
 ANSWER_S = 3.0  # for an answer to be taken: a command line reads at once, one that is stopped must not hold the end up
 
 Answer = dict[str, Any]
@@ -93,13 +94,27 @@ async def serve(
     try:
         async with trio.open_nursery() as nursery:
             task_status.started()
+            is_told = False
             while True:
-                try:
-                    connection, _ = await listener.accept()
-                except OSError:  # no descriptors are left, or whoever asked is gone
-                    await trio.sleep(PAUSE_S)
-                else:
+                connection = None
+                with trio.move_on_after(LOOK_EVERY_S):
+                    try:
+                        connection, _ = await listener.accept()
+                    except OSError:  # no descriptors are left, or whoever asked is gone
+                        await trio.sleep(PAUSE_S)
+                if connection is not None:
                     nursery.start_soon(_converse, connection, verbs, attach, nursery)
+                elif not os.path.lexists(path):  # as when the user has logged out, and the folder went with that
+                    try:
+                        again = _listen(path)
+                    except UserError as error:
+                        if not is_told:
+                            LOGGER.warning("nobody can reach this node, nor its script if it dies: %s", error)
+                        is_told = True
+                    else:
+                        LOGGER.info("the control socket %s was gone, and is made again", path)
+                        listener.close()
+                        listener, is_told = again, False
     finally:
         listener.close()
         path.unlink(missing_ok=True)

@@ -25,7 +25,7 @@ from peerd.local.being_written import is_writing
 from peerd.local.durable import put_aside
 from peerd.local.local_socket import socket_path
 from peerd.process.allocator import keep_freed_chunks
-from peerd.process.logs import LOGGER, configure
+from peerd.process.logs import LOGGER, configure, written
 from peerd.process.niceness import yield_to_others
 from peerd.security.wall_clock import shown as shown_time
 from peerd.settings import Settings, is_loopback, unknown_variables
@@ -47,8 +47,11 @@ async def run(settings: Settings, mine: identity.Identity, command: list[str], f
 
     Raises UserError for what the user can mend.
     """
-    with spread(to_spare(), yield_to_others):
-        return await _run(settings, mine, command, fresh)
+    try:
+        with spread(to_spare(), yield_to_others):
+            return await _run(settings, mine, command, fresh)
+    finally:
+        written()
 
 
 def _begin_anew(settings: Settings) -> None:
@@ -67,7 +70,8 @@ async def _run(settings: Settings, mine: identity.Identity, command: list[str], 
     path = socket_path(settings.name)
     if settings.token:
         check_free(path)  # before it is spent
-    supervisor = Supervisor(command, {"PEERD_SOCKET": str(path), "PEERD_NAME": settings.name}) if command else None
+    told = {"PEERD_SOCKET": str(path), "PEERD_NAME": settings.name, "PEERD_DAEMON": str(os.getpid())}
+    supervisor = Supervisor(command, told) if command else None
     async with running(settings, mine, expects=bool(command), kept=kept, begin=begin) as (daemon, address):
         start_soon = daemon.nursery.start_soon
         await daemon.nursery.start(_watch_signals, daemon, supervisor, path)  # first: the script may send one
@@ -273,6 +277,7 @@ async def _watch_signals(
                 if supervisor is not None:
                     supervisor.kill()
                 path.unlink(missing_ok=True)
+                written()
                 os._exit(128 + number)
             daemon.leaving.set()
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 
@@ -59,6 +60,8 @@ class Supervisor:
         while not self.stopping:
             before = status()
             code = await self._run_once()
+            if code:
+                await self._end_rest()
             with trio.move_on_after(LAST_WORDS_S):
                 while (found := status()) is not None and found.phase not in (TrainerPhase.FINISHED, TrainerPhase.GONE):
                     await trio.sleep(0.01)
@@ -93,7 +96,10 @@ class Supervisor:
         """Give the script `grace_s` to end by itself, not counting while it `writes`, then end it."""
         self.stopping = True
         for ask, wait_s in ((None, grace_s), (signal.SIGTERM, TERMINATE_GRACE_S), (signal.SIGKILL, TERMINATE_GRACE_S)):
-            if self._process is None or self._process.poll() is not None:
+            if self._process is None or self._process.poll() == 0:
+                return
+            if self._process.returncode is not None:
+                await self._end_rest()
                 return
             if ask is not None:
                 _signal_group(self._process.pid, ask)
@@ -108,6 +114,18 @@ class Supervisor:
         self.stopping = True
         if self._process is not None and self._process.poll() is None:
             _signal_group(self._process.pid, signal.SIGKILL)
+
+    async def _end_rest(self) -> None:
+        """Of a script that died: what it started holds a port or a GPU's memory, or trains on beside its successor."""
+        assert self._process is not None, "it has died"
+        for ask in (signal.SIGTERM, signal.SIGKILL):
+            if not (left := _living(self._process.pid)):
+                return
+            LOGGER.info("ending what %s left behind: pid %s", self.name, ", ".join(map(str, left)))
+            _signal_group(self._process.pid, ask)
+            with trio.move_on_after(TERMINATE_GRACE_S):
+                while _living(self._process.pid):
+                    await trio.sleep(0.05)
 
     async def _run_once(self) -> int:
         # a session of its own: Ctrl-C in the terminal reaches the daemon alone, which ends the script in good order
@@ -170,6 +188,17 @@ def _argv(command: list[str]) -> list[str]:
     if not Path(script).is_file():
         raise UserError(f"no such script: {script}")
     return [sys.executable, "-u", *command]
+
+
+def _living(group: int) -> list[int]:
+    """Pids of a group's processes, but for those that have ended and that nobody has waited for."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, ValueError):  # it has ended meanwhile
+            state, _, of = path.read_text().rpartition(")")[2].split()[:3]
+            if int(of) == group and state not in "ZX":
+                found.append(int(path.parent.name))
+    return found
 
 
 def _signal_group(pid: int, number: signal.Signals) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def write_safetensors(path: Path, values: npt.NDArray[Any], tensors: list[str]) 
 def replaced(path: Path, write: Callable[[Path], None]) -> int:
     """Have `write` make a new file for `path`, which appears at once; returns its bytes. Raises UserError."""
     path = Path(os.path.realpath(path))  # a link is followed, not replaced
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")  # of two at once, too
     try:
         temporary.touch()
         mode = (path if path.exists() else temporary).stat().st_mode & 0o777  # as the umask has it, for a new one

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
+import os
+import queue
 import sys
+import threading
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import TextIO
 
 from peerd.transport.printable import printable
 
 LOGGER = logging.getLogger("peerd")
+LINES_MAX = 10_000
+WRITTEN_WITHIN_S = 1.0
 
 
 def configure(name: str, run: str, style: str) -> None:
@@ -23,12 +30,55 @@ def configure(name: str, run: str, style: str) -> None:
     LOGGER.propagate = False
 
 
-class _Stderr(logging.StreamHandler[TextIO]):
-    """A line that cannot be written (a closed pipe, a full disk) is lost, and leaves no traceback either."""
+def written() -> None:
+    """Wait until all lines are out, for WRITTEN_WITHIN_S at most: before this process ends, or says anything else."""
+    for handler in LOGGER.handlers:
+        handler.flush()
 
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        if not isinstance(sys.exception(), OSError):
-            super().handleError(record)
+
+class _Stderr(logging.Handler):
+    """Writes in a thread: a terminal that was stopped (Ctrl-S), or a pipe that nobody reads, holds up no daemon.
+
+    A line that cannot be written (a closed pipe, a full disk) is lost, and so are those beyond LINES_MAX that wait.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._stream = stream
+        self._lines: queue.Queue[str] = queue.Queue(LINES_MAX)
+        threading.Thread(target=self._write, name="log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = self.format(record)
+        except Exception:
+            self.handleError(record)
+            return
+        with suppress(queue.Full):
+            self._lines.put_nowait(f"{line}\n")
+
+    def flush(self) -> None:
+        with self._lines.all_tasks_done:
+            self._lines.all_tasks_done.wait_for(lambda: not self._lines.unfinished_tasks, WRITTEN_WITHIN_S)
+
+    def _write(self) -> None:
+        while True:
+            line = self._lines.get()
+            with suppress(OSError):
+                _write_to(self._stream, line)
+            self._lines.task_done()
+
+
+def _write_to(stream: TextIO, line: str) -> None:
+    try:
+        descriptor = stream.fileno()
+    except io.UnsupportedOperation:
+        stream.write(line)
+        stream.flush()
+        return
+    left = memoryview(line.encode(stream.encoding, "backslashreplace"))
+    while left:  # past the stream, whose lock an interpreter that ends would wait for
+        left = left[os.write(descriptor, left) :]
 
 
 class _Human(logging.Formatter):

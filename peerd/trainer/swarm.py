@@ -319,11 +319,13 @@ class Swarm:
         try:
             act()
         except (OSError, EOFError):
-            self._lose_daemon()
-            return False
+            if not _is_daemons():
+                self._lose_daemon()
+                return False
+            self._stop()  # as the kernel ends a script that is the daemon's own child
+            raise SystemExit("peerd: the daemon that started this script went away, and the script ends") from None
         except SystemExit:
-            self._lead(RankCommand.STOP)
-            self._close()
+            self._stop()
             raise
         return True
 
@@ -342,6 +344,10 @@ class Swarm:
         flat = self._session.flat if self._session is not None else None
         if command in (RankCommand.CHANGED, RankCommand.ROLLED_BACK) and isinstance(flat, FlatModel):
             self._ranks.share(flat)
+
+    def _stop(self) -> None:
+        self._lead(RankCommand.STOP)
+        self._close()
 
     def _lose_daemon(self) -> None:
         say("the daemon went away; training goes on alone")
@@ -366,6 +372,11 @@ class Swarm:
         self._drop_momentum()
 
 
+def _is_daemons() -> bool:
+    """Whether a daemon started this script, perhaps within another command."""
+    return bool(os.environ.get("PEERD_DAEMON"))
+
+
 def _connect() -> LocalSocket | None:
     if int(os.environ.get("LOCAL_RANK", "0")) != 0:
         return None  # of several ranks without a process group one talks to the daemon
@@ -375,5 +386,8 @@ def _connect() -> LocalSocket | None:
     except UserError as error:
         say(f"{error}; training alone")
     except OSError as error:
-        say(f"the node at {given} does not answer ({error.strerror}); training alone")
+        failed = f"the node at {given} does not answer ({error.strerror})"
+        if _is_daemons():
+            raise SystemExit(f"peerd: {failed}") from None
+        say(f"{failed}; training alone")
     return None

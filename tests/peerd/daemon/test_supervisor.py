@@ -338,3 +338,37 @@ async def test_a_script_starts_as_if_the_daemon_had_run_it(folder: Path) -> None
     told = script.join(("(", ') > "$FOLDER/there"'))
     subprocess.run(["sh", "-c", told], env={**os.environ, "FOLDER": str(folder)}, start_new_session=True, check=False)
     assert (folder / "here").read_text() == (folder / "there").read_text().replace("there", "here")
+
+
+HELPER = 'sh -c \'trap "" TERM; echo $$ >> "$FOLDER/helpers"; while :; do sleep 0.05; done\' & '
+BOTH = (
+    f'{COUNT}{HELPER}until [ "$(wc -l < "$FOLDER/helpers")" -ge "$(wc -l < "$FOLDER/starts")" ]; do sleep 0.01; done; '
+)
+
+
+@pytest.mark.trio(clock="real")
+async def test_what_a_dead_script_leaves_behind_ends_before_it_is_started_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A helper holds a port or a GPU; where the script is another command's, the trainer itself is left."""
+    monkeypatch.setattr(supervisor, "TERMINATE_GRACE_S", 0.2)
+    monkeypatch.setattr(supervisor, "BACKOFF_MAX_S", 0.0)
+    look = 'case "$(cut -d" " -f3 /proc/$each/stat 2> /dev/null)" in ""|Z) ;; *) echo $each >> "$FOLDER/alive";; esac'
+    alive = f'for each in $(cat "$FOLDER/helpers"); do {look}; done; '
+    made = shell(folder, f'touch "$FOLDER/helpers"; {alive}{BOTH}[ "$(wc -l < "$FOLDER/starts")" -gt 2 ] || kill -9 $$')
+    await made.run()
+    helpers = [int(pid) for pid in (folder / "helpers").read_text().split()]
+    assert starts(folder) == len(helpers) == 3
+    assert not (folder / "alive").exists()
+    assert list(map(gone, helpers)) == [True, True, False], "what a script leaves that ends well is its user's"
+    os.kill(helpers[-1], signal.SIGKILL)
+
+
+@pytest.mark.trio(clock="real")
+async def test_a_script_that_dies_as_it_is_stopped_leaves_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "TERMINATE_GRACE_S", 0.2)
+    made = shell(folder, f'touch "$FOLDER/helpers"; {BOTH}{PID}while :; do sleep 0.05; done')
+    await stopped(made, folder, grace_s=0.05)
+    assert gone(int((folder / "helpers").read_text()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -129,3 +130,25 @@ def test_a_folder_that_cannot_be_written_to_is_one_line(tmp_path: Path, monkeypa
     with pytest.raises(UserError, match=f"^cannot write {folder / 'm'}: the folder {folder} is not writable$"):
         write_safetensors(folder / "m", np.zeros(1, np.float32), ["w float32 1"])
     assert not list(folder.iterdir())
+
+
+def test_two_exports_to_one_path_at_once_are_each_whole(tmp_path: Path) -> None:
+    path, failed = tmp_path / "model.safetensors", []
+    both = threading.Barrier(2)
+
+    def export(value: float) -> None:
+        both.wait()
+        for _ in range(30):
+            try:
+                write_safetensors(path, np.full(1000, value, np.float32), ["w float32 1000"])
+            except UserError as error:
+                failed.append(str(error))
+
+    threads = [threading.Thread(target=export, args=[value]) for value in (1.0, 2.0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert len(set(load_file(path)["w"].tolist())) == 1
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model.safetensors"]

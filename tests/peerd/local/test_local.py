@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import socket
 import struct
 import subprocess
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -452,3 +453,32 @@ async def test_a_process_without_descriptors_goes_on_serving(runtime: Path, monk
         await nursery.start(control.serve, path, {"echo": echo}, None)
         assert await trio.to_thread.run_sync(request, path, "echo") == {"there": True}
         nursery.cancel_scope.cancel()
+
+
+async def test_a_socket_whose_folder_went_is_made_again(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when its user logs out: the folder goes, and perhaps cannot be made again for a while."""
+    monkeypatch.setattr(control, "LOOK_EVERY_S", 0.05)
+    path = socket_path("node")
+
+    async def echo(message: dict[str, Any]) -> dict[str, Any]:
+        return message
+
+    async def answers() -> bool:
+        with suppress(UserError):
+            return bool(await trio.to_thread.run_sync(request, path, "echo"))
+        return False
+
+    with trio.fail_after(60):
+        async with trio.open_nursery() as nursery:
+            await nursery.start(control.serve, path, {"echo": echo}, None)
+            for in_the_way in (False, True):
+                assert await answers()
+                shutil.rmtree(runtime / "peerd")
+                if in_the_way:
+                    (runtime / "peerd").touch()
+                    await trio.sleep(0.3)
+                    (runtime / "peerd").unlink()
+                while not await answers():
+                    await trio.sleep(0.05)
+            nursery.cancel_scope.cancel()
+    assert not path.exists()

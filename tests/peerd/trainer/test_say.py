@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import sys
 from collections.abc import Callable
 from typing import TextIO
@@ -46,6 +47,7 @@ def test_a_log_that_cannot_be_written_has_no_traceback_later(monkeypatch: pytest
     logs.configure("n", "", "json")
     logs.LOGGER.info("one")
     logs.LOGGER.info("two")
+    logs.written()
     assert "Traceback" not in stream.getvalue()
     assert '"text": "two"' in stream.getvalue()
     logs.LOGGER.log(logging.INFO, "%d", "a mistake of ours is still shown")
@@ -61,6 +63,27 @@ def test_a_bug_is_told_with_its_traceback_and_obeys_no_terminal(style: str, monk
         raise OverflowError("\x1b[2J")
     except OverflowError as error:
         logs.LOGGER.error("a bug", exc_info=error)
+    logs.written()
     assert "test_say.py" in stream.getvalue()
     assert "OverflowError" in stream.getvalue()
     assert "\x1b" not in stream.getvalue()
+
+
+def test_a_log_that_nobody_reads_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    monkeypatch.setattr(logs, "WRITTEN_WITHIN_S", 0.05)
+    monkeypatch.setattr(logs, "LINES_MAX", 100)
+    with os.fdopen(writing, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        logs.configure("n", "", "human")
+        for number in range(3000):  # 65,536 bytes fill the pipe
+            logs.LOGGER.info("%d %s", number, "x" * 100)
+        logs.written()
+        said = b""
+        while f" {number} ".encode() not in said:
+            said += os.read(reading, 1 << 16)
+            logs.LOGGER.info("%d ", number)
+        os.close(reading)
+    lines = [int(line.split()[2]) for line in said.splitlines() if line.endswith(b"x")]
+    assert lines == sorted(lines)
+    assert lines[: logs.LINES_MAX] == list(range(logs.LINES_MAX))

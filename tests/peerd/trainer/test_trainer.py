@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import socket
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -447,3 +449,31 @@ def test_a_run_that_ends_before_its_last_step_says_why_once(
     with_daemon(path, script, beside)
     line = f"peerd: this node is slower than most others: its run ends with theirs, after {made:,} of 1,000,000 steps"
     assert capfd.readouterr().err.count(line) == 1
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_a_script_of_a_daemons_ends_with_it_and_another_trains_on(
+    path: Path, started: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if started:  # within another command, whose end alone the kernel sees to
+        monkeypatch.setenv("PEERD_DAEMON", "1")
+    else:
+        monkeypatch.delenv("PEERD_DAEMON", raising=False)
+    ends = pytest.raises(SystemExit, match="started this script went away") if started else nullcontext()
+
+    def script() -> None:
+        swarm = peerd.attach(*normed())
+        swarm.step()
+        assert swarm._session is not None
+        swarm._session._socket._socket.shutdown(socket.SHUT_RDWR)
+        with ends:
+            for _ in range(3):
+                time.sleep(2 * session.LISTEN_EVERY_S)
+                swarm.step()
+        assert swarm.alone
+
+    with_daemon(path, script)
+    comes = pytest.raises(SystemExit, match="does not answer") if started else nullcontext()
+    with comes:
+        assert peerd.attach(*normed()).alone
+    assert ("training alone" in capsys.readouterr().err) is not started
