@@ -36,18 +36,25 @@ class LinkChange:
 
 
 class Trigger(Protocol):
-    """A pure rule. Whatever it is, it fires when the run finishes, and never for a change that is not finite."""
+    """A pure rule; see `fires`, which asks it."""
 
     name: ClassVar[str]
 
-    def fires(self, link: LinkChange) -> str | None:
-        """Why this link should exchange now ("change", "silence", "period", "always", "finishing"), or None."""
+    def reason(self, link: LinkChange) -> str | None:
+        """Why this link should exchange now ("change", "silence", "period", "always"), or None, while its run is on."""
 
     def quiet(self, link: LinkChange) -> tuple[float, int]:
         """How much more change, and how many more steps, there may be before it fires; its silence is not in it."""
 
     def limit(self, link: LinkChange) -> float:
         """How much change is reason enough for an exchange of worth 1; 0 where change is no reason."""
+
+
+def fires(trigger: Trigger, link: LinkChange) -> str | None:
+    """Why this link should exchange now, or None: for no change that is not finite; else always when the run ends."""
+    if not math.isfinite(link.change):
+        return None
+    return "finishing" if link.finishing else trigger.reason(link)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +64,8 @@ class ChangeTrigger:
     name: ClassVar[str] = "change"
     threshold: float
 
-    def fires(self, link: LinkChange) -> str | None:
-        """See `Trigger.fires`."""
-        if not math.isfinite(link.change):
-            return None
-        if link.finishing:
-            return "finishing"
+    def reason(self, link: LinkChange) -> str | None:
+        """See `Trigger.reason`."""
         if link.change > link.worth * self.limit(link):
             return "change"
         return "silence" if link.silence_s >= SILENCE_MAX_S else None
@@ -83,12 +86,8 @@ class PeriodTrigger:
     name: ClassVar[str] = "period"
     period: int
 
-    def fires(self, link: LinkChange) -> str | None:
-        """See `Trigger.fires`."""
-        if not math.isfinite(link.change):
-            return None
-        if link.finishing:
-            return "finishing"
+    def reason(self, link: LinkChange) -> str | None:
+        """See `Trigger.reason`."""
         return "period" if link.steps >= self.period else None
 
     def quiet(self, link: LinkChange) -> tuple[float, int]:
@@ -110,11 +109,9 @@ class AlwaysTrigger:
 
     name: ClassVar[str] = "always"
 
-    def fires(self, link: LinkChange) -> str | None:
-        """See `Trigger.fires`."""
-        if not math.isfinite(link.change):
-            return None
-        return "finishing" if link.finishing else "always"
+    def reason(self, link: LinkChange) -> str | None:
+        """See `Trigger.reason`."""
+        return "always"
 
     def quiet(self, link: LinkChange) -> tuple[float, int]:
         """See `Trigger.quiet`."""

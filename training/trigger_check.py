@@ -19,7 +19,7 @@ from peerd.training.effects import StepReport, Vector
 from peerd.training.flush import Progress
 from peerd.training.model.quiet import Quiet
 from peerd.training.sample import sample_of
-from peerd.training.trigger import LinkChange, Trigger
+from peerd.training.trigger import LinkChange, Trigger, fires
 from peerd.transport.ids import NodeId
 
 REST = 1
@@ -102,7 +102,7 @@ class TriggerPolicy(Generic[P]):
         return reason
 
     def _fires(self, partner: P, change: float, report: StepReport, now: float) -> str | None:
-        return self._trigger.fires(self._link_change(partner, change, report, now - partner.last_exchange))
+        return fires(self._trigger, self._link_change(partner, change, report, now - partner.last_exchange))
 
     def _link_change(self, partner: P, change: float, report: StepReport, silence_s: float) -> LinkChange:
         return LinkChange(

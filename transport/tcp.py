@@ -136,7 +136,7 @@ class TcpTransport:
         remote = shown(address)
         try:
             with trio.fail_after(DIAL_TIMEOUT_S):
-                sock, host = await _connect(address)
+                sock, host = await connect(address)
                 try:
                     stream = self._stream(sock, remote, host)
                 except BaseException:  # it is gone already
@@ -310,14 +310,19 @@ async def resolve(address: Address, kind: socket.SocketKind, flags: int = 0) -> 
     return [(entry[0], entry[4]) for entry in found]
 
 
-async def _connect(address: Address) -> tuple[socket.socket, str]:
-    """Return a socket connected to the first of the addresses behind a name that answers, and that address."""
+async def connect(address: Address, source: str = "") -> tuple[socket.socket, str]:
+    """Return a socket connected to the first of the addresses behind a name that answers, and that address.
+
+    From the local address `source` if one is named. Raises OSError, or ValueError where there is no such port.
+    """
     failure: OSError = OSError(errno.EADDRNOTAVAIL, "it has no address")
     found = await resolve(address, socket.SOCK_STREAM)
     for family, target in found:
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
             sock.setblocking(False)
+            if source:
+                sock.bind((source, 0))
             code = sock.connect_ex(target)
             if code == errno.EINPROGRESS:
                 code = errno.ETIMEDOUT

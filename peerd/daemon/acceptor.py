@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -14,6 +13,7 @@ from peerd.daemon.peers import Peers
 from peerd.daemon.trainer_service import TrainerService
 from peerd.node.receive_budget import ReceiveBudget
 from peerd.process.logs import LOGGER
+from peerd.process.seldom import Seldom
 from peerd.security.reception import Reception
 from peerd.training.codecs import vector
 from peerd.training.mode import OPTIMIZER_VALUES_MAX
@@ -37,7 +37,6 @@ from peerd.transport.messages import (
 )
 from peerd.transport.secure.credentials import STRANGER
 
-TOLD_EVERY_S, TOLD_MAX = 60.0, 1024  # a refusal of one host; hosts that are remembered for it
 NEWS_S, LOOK_S = 2.0, 0.02  # for the news of a member, less than a dialler waits; between two looks
 
 
@@ -69,7 +68,7 @@ class Acceptor:
         self._nodes: dict[Connection, NodeId] = {}  # who has greeted on each
         self._greeted: Greeted[Connection] = Greeted()
         self._budget: ReceiveBudget[Connection] = ReceiveBudget()
-        self._told_at: dict[tuple[str, str], float] = {}  # by host, and by what its refusal was for
+        self._seldom = Seldom()  # refusals, by host and reason: one a handshake fills a log with a gigabyte a day
 
     async def accept(self, connection: Connection) -> None:
         """Serve one connection from its greeting to its end."""
@@ -77,7 +76,7 @@ class Acceptor:
         try:
             await self._serve(connection)
         except Refused as refusal:
-            if self._is_news(connection.host, refusal.field):
+            if self._seldom.is_news(connection.host, refusal.field, now=trio.current_time()):
                 LOGGER.warning("%s", cured(refusal))
         except ConnectionLost:
             pass
@@ -96,16 +95,6 @@ class Acceptor:
             self._greeted.leave(connection)
             self._budget.end(connection)
             await self._peers.close(connection)
-
-    def _is_news(self, host: str, field: str) -> bool:
-        """Anybody can be refused as often as the listener accepts, which fills a log with a gigabyte a day."""
-        now = trio.current_time()
-        if now - self._told_at.get((host, field), -math.inf) < TOLD_EVERY_S:
-            return False
-        if len(self._told_at) >= TOLD_MAX:
-            self._told_at.clear()
-        self._told_at[host, field] = now
-        return True
 
     async def _serve(self, connection: Connection) -> None:
         await connection.shake_hands()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import trio
@@ -24,6 +23,7 @@ from peerd.membership.table_budget import TableBudget
 from peerd.membership.table_exchange import PUSH_PULL_DEADLINE_S, TABLE_PART, TABLE_PARTS_MAX
 from peerd.node.meta import NodeMeta
 from peerd.process.logs import LOGGER
+from peerd.process.seldom import Seldom
 from peerd.security.secrets_exchange import SecretsExchange
 from peerd.training.effects import Log
 from peerd.transport.connection import Connection, ConnectionLost, Datagrams, Transport
@@ -37,7 +37,6 @@ PUSH_PULLS_MAX = 8  # at once
 PUSH_PULLS_WAITING_MAX = 256  # more are left out: whoever is to be dialled for ever is dialled again
 VIEW_SHARE = 0.1  # of the loop's time, at most, that goes into what follows from changed members
 UNFORESEEN_S = 1.0  # the least between two errors of the membership's own
-TELL_EVERY_S = 60.0  # that one left or came again
 CROWDS_EVERY_S, NAMED_MAX = 5.0, 8  # lines of what many may do at once
 GONE_MAX = 1024  # members forgotten whose traces are kept until all are cleared at once
 
@@ -85,7 +84,7 @@ class MembershipService:
         self._said: dict[Address, str] = {}  # the last failure told of each address: said once
         self._heard_at: dict[NodeId, float] = {}  # members of whom a message came, and when the last one did
         self._told_of_kinds = False
-        self._told_at: dict[tuple[NodeId, str], float] = {}  # of members what they bring about themselves
+        self._seldom = Seldom()  # of members what they bring about themselves
         self._believed: dict[NodeId, tuple[State, int]] = {}  # of each member, when it last changed, and its epoch
         self._stalled: set[NodeId] = set()  # members that have said that their trainers make no step
         self._introduced = False  # whether a table has come: who is heard of after it is new to the others, too
@@ -215,7 +214,6 @@ class MembershipService:
         if len(self._believed) > len(members) + GONE_MAX:  # a full table drops the failed
             self._believed = {id: believed for id, believed in self._believed.items() if id in members}
             self._heard_at = {id: at for id, at in self._heard_at.items() if id in members}
-            self._told_at = {(id, what): at for (id, what), at in self._told_at.items() if id in members}
             self._stalled &= members.keys()
 
     def _tell_of_steps(self, member: Member, who: str) -> None:
@@ -223,7 +221,7 @@ class MembershipService:
             self._stalled.discard(member.id)
         elif member.id not in self._stalled:
             self._stalled.add(member.id)
-            if self._is_news(member.id, "stalled"):
+            if self._seldom.is_news(member.id, "stalled", now=trio.current_time()):
                 self._tell_in_crowds(who, "made no step for long: the script hangs, or has died")
 
     def _tell_of_kinds(self, member: Member) -> None:
@@ -238,16 +236,8 @@ class MembershipService:
             LOGGER.warning(text, member.name, theirs, mine)
 
     def _tell_seldom(self, id: NodeId, who: str, what: str) -> None:
-        if self._is_news(id, what):
+        if self._seldom.is_news(id, what, now=trio.current_time()):
             LOGGER.info("%s %s", who, what)
-
-    def _is_news(self, id: NodeId, what: str) -> bool:
-        """A member can say that it left and came as often as it likes."""
-        now = trio.current_time()
-        if now - self._told_at.get((id, what), -math.inf) < TELL_EVERY_S:
-            return False
-        self._told_at[id, what] = now
-        return True
 
     def _tell_in_crowds(self, who: str, what: str) -> None:
         self._crowds.setdefault(what, []).append(who)

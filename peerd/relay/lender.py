@@ -13,6 +13,7 @@ from hashlib import sha256
 import trio
 
 from peerd.process.logs import LOGGER
+from peerd.process.seldom import Seldom
 from peerd.relay.envelope import KEY_BYTES
 from peerd.relay.lease import Lease
 from peerd.relay.streams import Toll, within
@@ -24,7 +25,6 @@ from peerd.transport.messages import Refuse, RelayGranted, RelayRequest
 from peerd.transport.sending.budget import Budget
 from peerd.transport.tcp import BACKLOG, bound_socket
 
-TELL_EVERY_S = 60.0
 DATAGRAMS_RATE = 64e3  # bytes a second of one port; a member of a swarm of a hundred hears some 20,000
 DATAGRAMS_RATE_MIN, DATAGRAMS_SHARE = 4e3, 8  # with a budget, of which all ports have one part in so many
 DESCRIPTORS_KEPT = 512  # for what else this process has open
@@ -79,7 +79,7 @@ class Lender:
         self._had_until: dict[int, float] = {}
         self._leases: dict[int, Lease] = {}
         self._had: dict[int, str] = {}  # who had each last
-        self._told_at: dict[str, float] = {}
+        self._seldom = Seldom()
 
     @property
     def relayed_bytes(self) -> int:
@@ -131,10 +131,7 @@ class Lender:
             raise
 
     def _tell(self, text: str) -> None:
-        """A member can come and go as often as it likes."""
-        now = trio.current_time()
-        if now - self._told_at.get(text, -math.inf) >= TELL_EVERY_S:
-            self._told_at = {told: at for told, at in self._told_at.items() if now - at < TELL_EVERY_S} | {text: now}
+        if self._seldom.is_news(text, now=trio.current_time()):
             LOGGER.info("%s", text)
 
     async def _lease(self, who: str, wanted: int, *, known: bool) -> Lease | None:

@@ -9,9 +9,8 @@ from typing import Any
 import trio
 
 from peerd.transport.ids import Address
-from peerd.transport.patience import DIAL_TIMEOUT_S
 from peerd.transport.sending.budget import Budget, BulkTurn
-from peerd.transport.tcp import keep_watch, resolve
+from peerd.transport.tcp import connect, keep_watch
 
 PIECE_BYTES = 256 << 10
 BULK_BYTES = 64 << 10  # in a row
@@ -106,17 +105,9 @@ async def splice(
 
 async def stream_to(address: Address, source: str = "") -> trio.SocketStream:
     """A stream to this IP address, from the local address `source` if one is named. Raises OSError."""
-    (family, target), *_ = await resolve(address, trio.socket.SOCK_STREAM)
-    sock = trio.socket.socket(family, trio.socket.SOCK_STREAM)
+    sock, _ = await connect(address, source)
     try:
-        if source:
-            await sock.bind((source, 0))
-        with trio.fail_after(DIAL_TIMEOUT_S):
-            await sock.connect(target)
-        return stream_over(sock)
-    except trio.TooSlowError:
-        sock.close()
-        raise TimeoutError(f"no answer within {DIAL_TIMEOUT_S:g} s") from None
+        return stream_over(trio.socket.from_stdlib_socket(sock))
     except BaseException:
         sock.close()
         raise

@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 
 import msgpack
 
-from peerd.security.statements import Sign, SignerOf, Unbelieved
+from peerd.security.statements import Sign, SignerOf, Unbelieved, digest
 from peerd.transport.errors import PeerError
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import COUNT, Generation
@@ -40,7 +40,6 @@ GENERATIONS_MAX = 3
 SPREAD_S = 60.0  # tables travel on news: 2 s a hop, and a hop more where the number of members doubles
 ROTATE_S = 86400.0  # then an issuer makes the next: what was recorded, or is known to who left, opens no more
 KEY_BYTES = 32
-DIGEST_BYTES = 16
 _PURPOSE = "datagram key 1"
 
 Order = tuple[int, int, bytes]
@@ -81,7 +80,7 @@ class Keyring:
     @property
     def digest(self) -> bytes:
         """Equal for equal rings; it tells nothing of the keys, which are random."""
-        return hashlib.sha256(msgpack.packb([held.order for held in self._held])).digest()[:DIGEST_BYTES]
+        return digest([held.order for held in self._held])
 
     def add(self, generation: Generation, now: float, known_for_s: float = 0.0) -> bool:
         """Install a generation that was heard; True where that changed the ring. Raises PeerError.

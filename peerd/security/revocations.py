@@ -9,19 +9,17 @@ different orders would differ.
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 
 import msgpack
 
-from peerd.security.statements import AUTHORITY, Sign, SignerOf, Unbelieved
+from peerd.security.statements import AUTHORITY, Sign, SignerOf, Unbelieved, digest
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import Revocation
 
 REVOKED_MAX = 4096
 """As many by the authority, and as many by all issuers: one of those that went wrong leaves the authority its room."""
 
-DIGEST_BYTES = 16
 _PURPOSE = "revocation 1"
 
 
@@ -92,7 +90,7 @@ class Revocations:
         """Equal where the same ones are kept."""
         if self._digest is None:
             rows = sorted(_order(one) for one in self._kept.values())
-            self._digest = hashlib.sha256(msgpack.packb(rows)).digest()[:DIGEST_BYTES]
+            self._digest = digest(rows)
         return self._digest
 
     def _is_full(self, signer: NodeId) -> bool:

@@ -274,6 +274,10 @@ class SharedSecrets:
                 await trio.to_thread.run_sync(secrets_folder.write, self._folder, kept)
             except OSError as error:
                 self._unwritten, why = True, error.strerror or str(error)
+            except trio.Cancelled:  # whoever asked went away before it began
+                self._unwritten = True
+                self.changed()
+                raise
             if why and why != self._why_unwritten:
                 lost = "until it is written, other members must tell this node after a restart who is out and the keys"
                 LOGGER.warning("%s: %s; %s", self._folder, why, lost)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+
+import msgpack
 
 from peerd.transport.errors import PeerError
 from peerd.transport.ids import NodeId
+
+DIGEST_BYTES = 16
 
 AUTHORITY: NodeId = ""
 """The signer of what the authority said itself."""
@@ -16,6 +21,11 @@ it: AUTHORITY, an issuer's id, or None for nobody whom we believe. 74 us and mor
 
 Sign = Callable[[str, bytes], bytes]
 """Sign a message for a purpose, as the authority or as an issuer."""
+
+
+def digest(rows: object) -> bytes:
+    """Of what one member holds, for another to compare."""
+    return hashlib.sha256(msgpack.packb(rows)).digest()[:DIGEST_BYTES]
 
 
 class Unbelieved(PeerError):

@@ -16,13 +16,10 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-import msgpack
-
-from peerd.security.statements import Unbelieved
+from peerd.security.statements import Unbelieved, digest
 from peerd.transport.messages import Successor
 
 SUCCESSORS_MAX = 16  # an authority is good for ten years
-DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +110,7 @@ class Succession:
     def digest(self, now: float) -> bytes:
         """Equal where the same live ones are kept."""
         rows = sorted(_order(replacement, said) for replacement, said in self._kept.values() if now < replacement.ends)
-        return hashlib.sha256(msgpack.packb(rows)).digest()[:DIGEST_BYTES]
+        return digest(rows)
 
     def deadline(self, now: float) -> float:
         """When `in_force` says something else by itself; infinity: never."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import stat
-from pathlib import Path
 from signal import SIGINT
 
 import pytest
@@ -178,18 +177,6 @@ def test_bad_wishes_for_a_token(machine: Machine, arguments: tuple[str, ...], sa
     assert "where no other machine reaches it" in machine.peerd("token").stderr
     answer = json.loads(machine.peerd("token", "--format", "json", "--expires", "7d").stdout)
     assert parse(answer["token"]).expires == answer["expires"]
-
-
-def test_a_damaged_authority_is_one_line(machine: Machine) -> None:
-    a = machine.start("a")
-    assert a.address
-    machine.end()
-    key = Path(machine.state / "peerd" / ".authority" / "key.pem")
-    key.write_text("x")
-    ran = machine.peerd("start", "--name", "a", "--bind", "127.0.0.1:0")
-    assert ran.returncode == 1
-    assert len(ran.stderr.splitlines()) == 1
-    assert f"the authority's key {key} is damaged" in ran.stderr
 
 
 def test_the_doctor_looks_at_the_node_that_is_meant_and_its_measurement_is_no_traffic(machine: Machine) -> None:

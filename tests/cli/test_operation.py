@@ -402,21 +402,6 @@ def test_what_the_readme_starts_needs_no_root(machine: Machine, as_nobody: Calla
 # ---------------------------------------------------------------- nobody hears
 
 
-def test_an_answer_of_a_node_that_cannot_be_written_is_a_line(machine: Machine) -> None:
-    node = machine.start("n", machine.script("train.py", TRAIN))
-    node.trains()
-    for verb in ("status", "members"):
-        full = _full_disk()
-        try:
-            done = subprocess.run(
-                [sys.executable, "-m", "peerd.cli.main", verb],
-                stdout=full, stderr=subprocess.PIPE, text=True, env=machine.environment, cwd=machine.path,
-            )  # fmt: skip
-        finally:
-            os.close(full)
-        assert (done.returncode, done.stderr) == (1, "peerd: cannot write the answer: No space left on device\n"), verb
-
-
 @pytest.mark.parametrize("opened", [_closed_pipe, _full_disk])
 def test_what_nobody_can_read_ends_no_training(machine: Machine, opened: Callable[[], int]) -> None:
     assert "print" not in QUIET  # of its own words a script may die

@@ -65,7 +65,6 @@ async def test_it_keeps_the_contract_of_a_transport(carrier: Any) -> None:
         carrier.network = MemoryNetwork(nursery)
         await contract.test_every_message_arrives_as_it_was_sent_in_both_directions(make)
         await contract.test_bulk_arrives_whole(make)
-        await contract.test_a_refusal_names_the_field_at_both_ends(make)
         await contract.test_dialling_nobody_says_whom_and_why(make)
         await contract.test_datagrams_arrive_with_their_source(make_datagrams)
         nursery.cancel_scope.cancel()

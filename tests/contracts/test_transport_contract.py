@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -22,7 +22,6 @@ from peerd.carriers import CARRIERS, CarrierSettings
 from peerd.transport.connection import Connection, ConnectionLost, Datagrams, Transport
 from peerd.transport.errors import PeerError, UserError
 from peerd.transport.framing import HANDSHAKE_PAYLOAD_LIMIT
-from peerd.transport.hello import Refused, answer, first_difference, greet
 from peerd.transport.ids import Address
 from peerd.transport.memory import MemoryNetwork
 from peerd.transport.messages import (
@@ -514,25 +513,6 @@ async def test_a_port_in_use_says_what_to_do(carrier: MakeEnds) -> None:
         cure = re.escape(f"port in use: {address[0]}:{address[1]} (--bind {address[0]}:0 picks a free one)")
         with pytest.raises(UserError, match=cure):
             await made.far.listen(address, nobody)
-
-
-@carriers
-async def test_a_refusal_names_the_field_at_both_ends(carrier: MakeEnds) -> None:
-    async with linked(carrier) as (near, far):
-        other = Hello(1, "swarm", "run", "id2", "", 1, "", 1, "gossip", "cd34", ("w f32 2x3",))
-        refused = []
-
-        async def refuse(side: Callable[..., Awaitable[object]], *args: object) -> None:
-            with pytest.raises(Refused, match=r"its model is 'w f32 2x[23]', ours 'w f32 2x[23]'") as caught:
-                await side(*args)
-            refused.append((caught.value.field, caught.value.here, caught.value.there))
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(refuse, greet, near, replace(HELLO, node=far.identity or HELLO.node))
-            nursery.start_soon(
-                refuse, answer, far, lambda hello: first_difference(other, hello), Welcome("id2", "name2", 1)
-            )
-        assert refused == [("model", "w f32 2x3", "w f32 2x2")] * 2
 
 
 # -------------------------------------------------------------------------------------------------- datagrams

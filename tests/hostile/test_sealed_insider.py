@@ -39,8 +39,6 @@ from peerd.transport.messages import (
     Message,
     ModelSnapshot,
     Plan,
-    RoundPhase,
-    RoundReport,
     State,
 )
 
@@ -237,23 +235,6 @@ def test_deltas_of_a_partner(size: float, fresh: Victims) -> None:
         honest.comes_true(lambda: answered, 20.0 if size < VALUE_TIMES else 3.0)  # links come when there is room
         time.sleep(3.0)
     assert answered or not size < VALUE_TIMES, "none was taken up, so nothing was tried"
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("number", [HUGE, (1 << 63) - 1, (1 << 64) - 1], ids=["2^53-1", "2^63-1", "2^64-1"])
-def test_a_round_that_nobody_made(number: int, them: Victims) -> None:
-    plan = them.work_under("allreduce")
-    with them.unharmed(settle_s=3.0), insider(them) as (attack, _):
-        for report in (
-            RoundReport(1, RoundPhase.READY, number, 7, 7, 0, False, False, False),
-            RoundReport(1, RoundPhase.READY, 1, number, number, 0, False, False, False, waits_s=-1e300),
-            RoundReport(number, RoundPhase.HELD, number, number, number, number, True, True, True, waits_s=1e300),
-        ):
-            for _ in range(10):
-                for address in them.addresses:
-                    attack.offer(address, plan, report)
-                time.sleep(0.1)
-    them.work_under("gossip")
 
 
 @pytest.mark.soak

@@ -238,7 +238,7 @@ def test_another_users_folder_is_not_taken(tmp_path: Path, monkeypatch: pytest.M
 def test_a_damaged_authority_is_refused_in_one_line(tmp_path: Path, file: str, content: bytes) -> None:
     authority_folder.at(tmp_path, NOW)
     (tmp_path / file).write_bytes(content)
-    with pytest.raises(UserError, match=r"damaged; restore .* from a backup, or remove it"):
+    with pytest.raises(UserError, match=rf"{tmp_path / file} is damaged; restore .* from a backup, or remove it"):
         authority_folder.at(tmp_path, NOW)
 
 

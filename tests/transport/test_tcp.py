@@ -132,14 +132,15 @@ async def test_an_address_that_is_silent_hides_no_other_of_the_same_name(monkeyp
 
 
 async def test_a_dial_that_is_given_up_as_it_connects_leaves_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
-    connect, made, scope = tcp._connect, [], trio.CancelScope()
+    connect, scope = tcp.connect, trio.CancelScope()
+    made: list[tuple[socket.socket, str]] = []
 
     async def connected(address: Address) -> tuple[socket.socket, str]:
         made.append(await connect(address))
         scope.cancel()
         return made[0]
 
-    monkeypatch.setattr(tcp, "_connect", connected)
+    monkeypatch.setattr(tcp, "connect", connected)
     with socket.create_server(("127.0.0.1", 0)) as server:
         async with trio.open_nursery() as nursery:
             with scope:
@@ -155,7 +156,7 @@ async def test_a_connection_that_is_gone_as_it_is_made_is_lost(monkeypatch: pyte
         made.append(socket.socket(socket.AF_UNIX))  # which takes none of TCP's options
         return made[0], "127.0.0.1"
 
-    monkeypatch.setattr(tcp, "_connect", connect)
+    monkeypatch.setattr(tcp, "connect", connect)
     async with trio.open_nursery() as nursery:
         with pytest.raises(ConnectionLost, match=r"^cannot reach 127\.0\.0\.1:1: "):
             await TcpTransport(nursery).dial(("127.0.0.1", 1))

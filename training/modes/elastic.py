@@ -14,6 +14,15 @@ Who is the centre: the smallest id alive, for as long as it lives; a newcomer wi
     two centres (a cut heals)  the one with fewer exchanges follows the other, and so do its workers; its C ends
 
 What was under way with a centre that ends is lost with it. A run ends with a flush in rounds that the centre begins.
+
+`elastic:pairwise[:ALPHA]` needs no centre: two peers that meet move towards each other by the same elastic force,
+
+    x += alpha (y - x)        y += alpha (x - y)
+
+which is that step with a peer in the centre's place, as in Elastic Gossip (Pramod 2018, arXiv:1812.02407), and gossip's
+exchange, whose gain is the largest that the codec allows, up to one half, where a pair becomes one model. Here it is
+alpha: of the distance of a pair 1 - 2 alpha is left, and the peers go on exploring apart. Both ends name their own, and
+the smaller one counts.
 """
 
 from __future__ import annotations
@@ -35,7 +44,6 @@ from peerd.training.flush import FLUSH_TOLERANCE
 from peerd.training.mode import LinkedMode, LinkStatus, ModeMaker, not_finite
 from peerd.training.mode_settings import ModeSettings
 from peerd.training.model.quiet import EVERY_STEP, Quiet
-from peerd.training.modes.elastic_pairs import ALPHA, ElasticPairs
 from peerd.training.modes.gossip import Gossip
 from peerd.training.pairs.links import PairLink
 from peerd.training.pairs.reference import PairedReference
@@ -58,6 +66,7 @@ from peerd.transport.messages import (
 )
 
 BETA = 0.9  # the moving rate times the number of workers (Zhang et al. 2015)
+ALPHA = 0.25  # half of the way to the mean: half of a pair's distance is left
 BETA_END = 2.0  # where all workers pull at once, a centre would be thrown beyond them, ever further
 
 
@@ -118,7 +127,7 @@ class Elastic(LinkedMode):
             alpha = number(text) if colon else ALPHA
         except ValueError:
             return None
-        return partial(ElasticPairs, alpha=alpha) if 0 < alpha <= GAIN_MAX else None
+        return partial(Gossip, gain_limit=alpha) if 0 < alpha <= GAIN_MAX else None
 
     @classmethod
     def in_one_form(cls, argument: str) -> str:

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 
 from peerd.training.batch_sizes import Work
-from peerd.training.codecs.vector import VALUE_MAX, Layout, NotFinite
+from peerd.training.codecs.vector import GAIN_MAX, VALUE_MAX, Layout, NotFinite
 from peerd.training.effects import Apply, Effect, Log, Send, StepReport, Vector
 from peerd.training.flush import FLUSH_CODEC
 from peerd.training.mode import not_finite
@@ -81,9 +81,12 @@ class Gossip(PartneredMode[PairLink]):
         *,
         opens: bool = True,
         counts: Counter[str] | None = None,
+        gain_limit: float = GAIN_MAX,
     ) -> None:
-        """The last two are for modes that are made of this one: whether it looks for partners, where it counts."""
+        """The last three are for modes that are made of this one: whether it looks for partners, where it counts, and
+        by how much of its distance a pair comes closer at most, from each end."""
         super().__init__(layout, rng, settings, values, counts)
+        self.gain_limit = gain_limit
         self._links = PairLinks(me, layout, rng, settings.view, values, self._scratch, self.counts, opens=opens)
         self._allowances = Allowances(layout)
         self._alive: frozenset[NodeId] = frozenset()

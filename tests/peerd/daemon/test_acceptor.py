@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import trio
 
-from peerd.daemon.acceptor import NEWS_S, TOLD_EVERY_S, Acceptor
+from peerd.daemon.acceptor import NEWS_S, Acceptor
 from peerd.daemon.peers import Peers
 from peerd.node.strikes import STRIKES_MAX
+from peerd.process.seldom import SAID_EVERY_S
 from peerd.settings import Settings
 from peerd.training.codecs import vector
 from peerd.training.codecs.vector import Layout
@@ -174,7 +175,7 @@ async def test_a_host_that_is_refused_is_said_once_a_minute_for_each_reason(capl
 
         await refused(swarm="theirs")
         await refused(run="theirs")
-        await trio.sleep(TOLD_EVERY_S)
+        await trio.sleep(SAID_EVERY_S)
         await refused(swarm="theirs")
     told = [record.message.partition(": its ")[2].partition(" is ")[0] for record in caplog.records]
     assert told == ["swarm", "run", "swarm"]

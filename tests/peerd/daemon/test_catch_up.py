@@ -219,15 +219,6 @@ async def test_a_silent_donor_is_asked_again_and_then_another_one() -> None:
         assert there.asked == [first] * ASKS_MAX + [second]
 
 
-async def test_all_silent_donors_are_asked_in_turns() -> None:
-    async with swarm() as there:
-        for donor in "ab":
-            there.member(donor, ready=True)
-        assert await unfinished(there.fetched, 20 * ASKS_MAX * ASK_AGAIN_S)
-        assert there.asked.count("a") > 2 * ASKS_MAX
-        assert there.asked.count("b") > 2 * ASKS_MAX
-
-
 async def test_a_donor_whose_model_is_on_its_way_is_left_in_peace() -> None:
     async with swarm() as there:
         there.member("a", ready=True)

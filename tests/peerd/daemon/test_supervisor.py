@@ -103,14 +103,6 @@ async def test_a_script_that_others_kill_before_it_attaches_is_started_again(fol
     assert starts(folder) == 2
 
 
-async def test_a_python_script_that_dies_at_import(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    script = folder / "train.py"
-    script.write_text("import no_such_module\n")
-    with pytest.raises(UserError, match=r"^train.py exited with code 1 before peerd.attach was done"):
-        await Supervisor([str(script)], {}).run()
-    assert "No module named 'no_such_module'" in capfd.readouterr().err
-
-
 async def test_a_script_that_keeps_dying_is_started_ever_later_and_then_given_up(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
