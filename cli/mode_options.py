@@ -11,6 +11,9 @@ import typer
 
 from peerd.training.mode_settings import OPTIONS
 
+MODE = "The mode"
+"""Of what --help shows together."""
+
 
 def with_mode_options(
     names: Collection[str] = OPTIONS, *, defaults: bool = True
@@ -27,7 +30,8 @@ def with_mode_options(
             annotation=Annotated[
                 type(option.default) | None,
                 typer.Option(
-                    help=option.metadata["help"] + (f" (default: {_shown(option.default)})" if defaults else "")
+                    rich_help_panel=MODE,
+                    help=option.metadata["help"] + (f" (default: {_shown(option.default)})" if defaults else ""),
                 ),
             ],
         )

@@ -12,10 +12,11 @@ import typer
 
 from peerd.carriers import CARRIERS
 from peerd.cli import interrupts_end_at_once
-from peerd.cli.mode_options import with_mode_options
+from peerd.cli.mode_options import MODE, with_mode_options
 from peerd.training.modes import MODES
 from peerd.transport.errors import UserError
 
+NODE, SWARM, NETWORK = "This node", "The swarm", "Network"  # of what --help shows together
 NEAR = 0.85  # of two words, as difflib measures it: --nme and --name have 0.91
 CONTEXT = {"ignore_unknown_options": True, "allow_extra_args": False}
 
@@ -28,53 +29,95 @@ def start(
         list[str] | None,
         typer.Argument(metavar="SCRIPT [ARGS]", help="a training script, a built-in task, or -- a whole command"),
     ] = None,
-    name: Annotated[str | None, typer.Option(help="this node's name (default: the host's)")] = None,
-    bind: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="default 127.0.0.1:7946; port 0: any")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="this node's name (default: the host's)", rich_help_panel=NODE)
+    ] = None,
+    bind: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="default 127.0.0.1:7946; port 0: any", rich_help_panel=NODE)
+    ] = None,
     advertise: Annotated[
         str | None,
-        typer.Option(metavar="HOST:PORT", help="where others reach it: behind address translation, in a container"),
+        typer.Option(
+            metavar="HOST:PORT",
+            help="where others reach it: behind address translation, in a container",
+            rich_help_panel=NODE,
+        ),
     ] = None,
     relay: Annotated[
         list[str] | None,
-        typer.Option(metavar="HOST:PORT", help="where nobody can dial it: a member that lends it a port; or the next"),
+        typer.Option(
+            metavar="HOST:PORT",
+            help="where nobody can dial it: a member that lends it a port; or the next",
+            rich_help_panel=NODE,
+        ),
     ] = None,
     relay_ports: Annotated[
-        str | None, typer.Option(metavar="FIRST-LAST", help="lend these ports to members that nobody can dial")
+        str | None,
+        typer.Option(
+            metavar="FIRST-LAST", help="lend these ports to members that nobody can dial", rich_help_panel=NODE
+        ),
     ] = None,
-    join: Annotated[list[str] | None, typer.Option(metavar="HOST:PORT", help="a member of the swarm to join")] = None,
-    token: Annotated[str | None, typer.Option(help="what peerd token printed on a member, or @FILE")] = None,
+    join: Annotated[
+        list[str] | None, typer.Option(metavar="HOST:PORT", help="a member of the swarm to join", rich_help_panel=SWARM)
+    ] = None,
+    token: Annotated[
+        str | None, typer.Option(help="what peerd token printed on a member, or @FILE", rich_help_panel=SWARM)
+    ] = None,
     insecure_plaintext: Annotated[
-        bool | None, typer.Option("--insecure-plaintext", help="neither encrypt nor ask who it is, on all nodes")
+        bool | None,
+        typer.Option(
+            "--insecure-plaintext", help="neither encrypt nor ask who it is, on all nodes", rich_help_panel=SWARM
+        ),
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="a TOML file with the same keys")] = None,
+    config: Annotated[Path | None, typer.Option(help="a TOML file with the same keys", rich_help_panel=NODE)] = None,
     swarm: Annotated[
-        str | None, typer.Option(help="only nodes of the same swarm talk to each other (default: peerd)")
+        str | None,
+        typer.Option(help="only nodes of the same swarm talk to each other (default: peerd)", rich_help_panel=SWARM),
     ] = None,
     mode: Annotated[
-        str | None, typer.Option(help=f"how models are combined: {', '.join(MODES)} (default: gossip)")
+        str | None,
+        typer.Option(help=f"how models are combined: {', '.join(MODES)} (default: gossip)", rich_help_panel=MODE),
     ] = None,
     told: dict[str, Any],
     wait_for: Annotated[
-        int | None, typer.Option(help="hold the first step until this many members are ready (default: 1)")
+        int | None,
+        typer.Option(help="hold the first step until this many members are ready (default: 1)", rich_help_panel=SWARM),
     ] = None,
     transport: Annotated[
-        str | None, typer.Option(help=f"how models travel between machines: {', '.join(CARRIERS)} (default: tcp)")
+        str | None,
+        typer.Option(
+            help=f"how models travel between machines: {', '.join(CARRIERS)} (default: tcp)", rich_help_panel=NETWORK
+        ),
     ] = None,
     budget: Annotated[
         str | None,
-        typer.Option(metavar="RATE", help="send no more than this over TCP and UDP, as 2Mbit (default: no limit)"),
+        typer.Option(
+            metavar="RATE",
+            help="send no more than this over TCP and UDP, as 2Mbit (default: no limit)",
+            rich_help_panel=NETWORK,
+        ),
     ] = None,
     rdma_subnet: Annotated[
-        list[str] | None, typer.Option(metavar="CIDR", help="RDMA only with peers in this network; may be given again")
+        list[str] | None,
+        typer.Option(
+            metavar="CIDR", help="RDMA only with peers in this network; may be given again", rich_help_panel=NETWORK
+        ),
     ] = None,
     rdma_allow_fallback: Annotated[
-        bool | None, typer.Option("--rdma-allow-fallback", help="without RDMA take whatever UCX has, for tests")
+        bool | None,
+        typer.Option(
+            "--rdma-allow-fallback", help="without RDMA take whatever UCX has, for tests", rich_help_panel=NETWORK
+        ),
     ] = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="not from this name's last checkpoint, which is put aside")
+        bool,
+        typer.Option("--fresh", help="not from this name's last checkpoint, which is put aside", rich_help_panel=NODE),
     ] = False,
     log: Annotated[
-        str | None, typer.Option(help="auto (json where stderr is no terminal), human or json (default: auto)")
+        str | None,
+        typer.Option(
+            help="auto (json where stderr is no terminal), human or json (default: auto)", rich_help_panel=NODE
+        ),
     ] = None,
 ) -> None:
     """Run a node in the foreground: join a swarm, launch SCRIPT, gossip. Ctrl-C leaves in good order.
@@ -116,7 +159,9 @@ def _tell_near_misses(command: list[str], ours: list[str]) -> None:
     """An option that peerd start does not know is the script's; one that a slip of the finger made looks like ours."""
     given = sys.argv[: sys.argv.index("--")] if "--" in sys.argv else sys.argv  # what is after it is meant so
     for option in (word.partition("=")[0] for word in command[1:] if word.startswith("--") and word in given):
-        if (near := difflib.get_close_matches(option, ours, 1, NEAR)) and not option.startswith(near[0]):
+        swapped = [known for known in ours if sorted(known) == sorted(option)]
+        near = swapped or difflib.get_close_matches(option, ours, 1, NEAR)
+        if near and not option.startswith(near[0]):
             typer.echo(f"peerd: {option} goes to {command[0]}; peerd start has {near[0]}", err=True)
 
 

@@ -91,6 +91,8 @@ def _watch(path: Path, format: StatusFormat) -> None:
 
 def _view(answer: dict[str, Any]) -> RenderableType:
     lines = [Text(printable(_headline(answer)))]
+    if answer["crash"] and answer["phase"] != "training":
+        lines.append(Text(printable(answer["crash"])))
     if trainer := answer["trainer"]:
         lines.append(Text(f"step {trainer['step']}; {answer['counts'].get(_unit(answer), 0)} {_unit(answer)}"))
     return Group(*lines, *([plain_table(*_links(answer))] if answer["links"] else []))
@@ -98,6 +100,8 @@ def _view(answer: dict[str, Any]) -> RenderableType:
 
 def _print_text(answer: dict[str, Any]) -> None:
     echo(_headline(answer))
+    if answer["crash"] and answer["phase"] != "training":
+        echo(f"{answer['crash']}; the log says why")
     if trainer := answer["trainer"]:
         metrics = "".join(f", {key} {value:.4g}" for key, value in trainer["metrics"].items())
         loss = "" if trainer["loss"] is None else f", loss {trainer['loss']:.4f}"
@@ -125,7 +129,8 @@ def _print_text(answer: dict[str, Any]) -> None:
     if relayed := answer["relayed_bytes"]:
         echo(f"relay of {', '.join(answer['relayed_for']) or 'nobody now'}; {size(relayed)} passed on")
     unit = _unit(answer)
-    echo(f"{answer['counts'].get(unit, 0)} {unit} since this mode began")
+    many = answer["counts"].get(unit, 0)
+    echo(f"{many} {unit if many != 1 else unit[:-1]} since this mode began")
     if cut := answer["counts"].get("exchanges_cut", 0):
         why = "a crash, or too many absent partners, may have taken a part of the models' mean"
         echo(f"{cut} exchange{'s' * (cut != 1)} cut: {why}")

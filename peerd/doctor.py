@@ -71,7 +71,7 @@ def settings_of_running(name: str | None, told: Mapping[str, Any], *, only: bool
 def which_node() -> Iterator[Finding]:
     """For who named none: where several run, none of them is looked at."""
     if len(running := running_nodes()) > 1:
-        found = f"several run here: {', '.join(running)}; this is the machine, and a node that is new on it"
+        found = f"{', '.join(running)} run here; what follows is of a new node, --name NAME is of one of these"
         yield Finding("node", "note", found, "--name NAME looks at one of them")
 
 

@@ -87,6 +87,7 @@ async def _run(settings: Settings, mine: identity.Identity, command: list[str], 
         if not (settings.seeds or kept):
             _tell_where_it_was(daemon, left)
         if supervisor is not None:
+            daemon.crash = lambda: supervisor.crash
             start_soon(_supervise, daemon, supervisor)
         start_soon(_watch_failure, daemon)
         start_soon(_watch_trainer, daemon)

@@ -98,6 +98,7 @@ class Daemon:
         self.latency = LoopLatency()
         self.leaving = trio.Event()
         self.ending = SCRIPT_ENDS  # what its own end waits for
+        self.crash: Callable[[], str] = lambda: ""  # of the script that this node keeps running: how it died last
         self.began = trio.current_time()
         self.bound = bound
         self._kept = kept

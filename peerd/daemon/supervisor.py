@@ -45,6 +45,7 @@ class Supervisor:
         self.attached = False  # the session sets it: the script got as far as peerd.attach
         self.stopping = False
         self.runs = True  # the script, or it is about to be started (again)
+        self.crash = ""  # how the script died last, how often of late, and when it is started again
         own = {key: value for key, value in os.environ.items() if key != "PEERD_TOKEN"}  # a secret of this node's
         self._environment = {**own, **environment}
         self._process: subprocess.Popen[bytes] | None = None
@@ -89,6 +90,8 @@ class Supervisor:
             if len(crashes) >= CRASHES_MAX:
                 raise UserError(f"{self.name} {how}, {len(crashes)} times within {now - crashes[0]:.0f} s: giving up")
             delay = min(2.0 ** (len(crashes) - 1), BACKOFF_MAX_S)
+            times = f", {len(crashes)} times within {now - crashes[0]:.0f} s" if len(crashes) > 1 else ""
+            self.crash = f"{self.name} {how}{times}; it is started again, after {delay:.0f} s"
             LOGGER.warning("%s %s; starting it again in %.0f s", self.name, how, delay)
             await trio.sleep(delay)
 

@@ -447,7 +447,7 @@ class TrainerService:
         LOGGER.info("training finished at step %d; still a member, with the model", status.step)
         if status.step == status.first_step > 0 and not self._ends.are_over:  # else it ends with the others' runs
             complete = "the script made no step: it went on from step %d, and had none left"
-            cure = "" if self._took_the_swarms else ". To begin anew, start it with --fresh"
+            cure = ": let the script make more in all" + ("" if self._took_the_swarms else ", or start it with --fresh")
             LOGGER.warning(f"{complete}{cure}", status.step)
 
     async def drain(self) -> None:

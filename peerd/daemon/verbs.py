@@ -174,6 +174,7 @@ class Verbs:
             "values": model.layout.total if model.layout else 0,
             "trainer": _trainer(model.status) if model.status else None,
             "trainer_restarts": max(0, model.attaches - 1),
+            "crash": node.crash(),
             "links": [
                 {**asdict(link), "peer": names.get(link.peer, link.peer)} for link in (mode.links() if mode else [])
             ],

@@ -115,7 +115,7 @@ def whose_model(
         start = sum(me.encode()) % len(givers)  # newcomers spread over the donors
         return FetchFrom(tuple(givers[start:] + givers[:start]))
     if len(live) == 1 and has_seeds:
-        return WaitFor("no node of the swarm has answered yet")
+        return WaitFor("no node of the swarm has answered yet; peerd doctor --join ADDRESS shows why")
     candidates = sorted(id for id, meta in live.items() if meta.expects or id == me)
     if not candidates:
         return WaitFor("this node is leaving")

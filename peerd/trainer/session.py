@@ -610,6 +610,6 @@ def _say_restored(step: int, whole: bool, *, model_too: bool) -> None:
     if model_too:
         say(f"resumed from {found}" if whole else f"resumed from {found}, which has no state that fits the optimizer")
     elif whole:
-        say(f"the model is the daemon's; the optimizer's state is from {found}")
+        say(f"the model is as the daemon has it; the optimizer's state is this node's own, from {found}")
     else:
-        say(f"the model is the daemon's; {found} has no state that fits the optimizer")
+        say(f"the model is as the daemon has it; {found}, this node's own, has no state that fits the optimizer")

@@ -82,6 +82,10 @@ START = ("start", "--bind", "127.0.0.1:0")
     [
         (("--nme", "a", "nosuch.py"), "peerd: --nme is"),  # before the script there is nobody else whose it could be
         (("nosuch.py", "--nme", "a"), "peerd: --nme goes to nosuch.py; peerd start has --name\npeerd: no such script"),
+        (
+            ("nosuch.py", "--mdoe", "a"),
+            "peerd: --mdoe goes to nosuch.py; peerd start has --mode\npeerd: no such script",
+        ),
         (("nosuch.py", "--nme=a"), "peerd: --nme goes to nosuch.py; peerd start has --name\npeerd: no such script"),
         (("nosuch.py", "--model", "a", "--lr", "1"), "peerd: no such script"),
         (("nosuch.py", "--", "--nme", "a"), "peerd: no such script"),
@@ -135,7 +139,7 @@ def test_wrong_configuration(machine: Machine, terminal: Terminal, text: str, ex
         ((*START, "--mode", "diloco", "--outer-lr", "1_0"), "outer_lr: '1_0' is neither a number nor auto"),
         ((*START, "--trigger", "change:0.0_5"), "trigger 'change:0.0_5' is not one"),
         ((*START, "--trigger", "period:\u0665"), "is not one; write one of"),
-        ((*START, "--mode", "elastic:pairwise:0.2_5"), "--mode elastic:pairwise:0.2_5: what takes an argument is"),
+        ((*START, "--mode", "elastic:pairwise:0.2_5"), "--mode elastic:pairwise:0.2_5: with an argument it is"),
         ((*START, "--mode", "allreduce", "--topology", "tree: 2"), "topology 'tree: 2': not one of"),
         (("start", "--bind", "127.0.0.1:\u0660"), "is not HOST:PORT"),
         (("demo", "--peers", "1_0"), "--peers: '1_0' is not a whole number"),

@@ -334,7 +334,8 @@ def test_a_run_that_is_complete_makes_no_step_again_and_says_so(machine: Machine
     a.says("left the swarm")
     again = machine.start("a", script)
     again.says(
-        "the script made no step: it went on from step 25, and had none left. To begin anew, start it with --fresh"
+        "the script made no step: it went on from step 25, and had none left: "
+        "let the script make more in all, or start it with --fresh"
     )
     again.signal(signal.SIGINT)
     assert again.end() == 0

@@ -189,7 +189,7 @@ def test_the_doctor_looks_at_the_node_that_is_meant_and_its_measurement_is_no_tr
     b.sees(a="alive", b="alive")
     unnamed = machine.peerd("doctor")
     assert unnamed.returncode == 0, unnamed.stdout
-    assert unnamed.stdout.startswith("note  node      several run here: a, b;")
+    assert unnamed.stdout.startswith("note  node      a, b run here;")
     assert not [line for line in unnamed.stdout.splitlines() if len(line) > 80 and "/" not in line], "but for a path"
     before = a.ask("status")["bytes_sent"]
     of_b = machine.peerd("doctor", "--name", "b", "--join", address, "--format", "json")

@@ -272,7 +272,7 @@ def test_checkpoints_survive_an_interrupt_and_damage(machine: Machine) -> None:
         reached = node.trains(beyond=(steps[-1] if steps else 0) + 10)
         if life == 1:  # the daemon's model is newer than the checkpoint: what comes from where is said
             os.kill(node.trainer_pid, signal.SIGKILL)
-            node.says(f"the model is the daemon's; the optimizer's state is from the checkpoint of step {steps[0]}")
+            node.says(f"optimizer's state is this node's own, from the checkpoint of step {steps[0]}")
             assert node.trains() >= reached - A_COPY
         node.signal(signal.SIGINT)
         assert node.end() == 0

@@ -28,7 +28,7 @@ def test_the_help_explains_every_trigger_decision() -> None:
 
 ANSWER: dict[str, Any] = {
     "name": "a", "phase": "training", "mode": "allreduce", "members": {"alive": 2}, "trainer": None,
-    "joining": [], "no_steps": [],
+    "joining": [], "no_steps": [], "crash": "",
     "no_partner_s": None, "refused": {}, "consensus_distance": 0.0, "bytes_sent": 0, "bytes_received": 0,
     "snapshots": 0, "budget_bytes_s": None, "budget_waited_s": 0.0,
     "relay_lost_s": None, "relayed_for": [], "relayed_bytes": 0,
@@ -155,3 +155,15 @@ def test_how_stale_pushes_were(
     assert [row for row in table if row in rows] == rows
     assert sum(int(row[-2]) for row in table) == sum(staleness.values())
     assert len(table) <= 12
+
+
+@pytest.mark.parametrize(("phase", "shown"), [("gone", True), ("starting", True), ("training", False)])
+def test_a_script_that_crashed_is_told_until_another_trains(
+    monkeypatch: pytest.MonkeyPatch, phase: str, shown: bool
+) -> None:
+    crash = "train.py exited with code 1, 2 times within 3 s; it is started again, after 2 s"
+    answer = {**ANSWER, "phase": phase, "crash": crash, "exchanges": 0, "counts": {}, "links": []}
+    monkeypatch.setattr("peerd.cli.status.find_node", lambda name: name)
+    monkeypatch.setattr("peerd.cli.status.request", lambda path, verb: answer)
+    out = CliRunner().invoke(app, ["status"], catch_exceptions=False).stdout
+    assert (f"{crash}; the log says why" in " ".join(out.split())) is shown

@@ -84,7 +84,7 @@ def test_settings_and_processes_call_it_by_its_name(file: Path, row: contract.Ro
     assert as_told("gossip") == "gossip"
     with pytest.raises(UserError, match="every: without effect in mode bounded"):
         load({"mode": f"{file}:Bounded", "every": 5}, {}, None)
-    with pytest.raises(UserError, match=r"what takes an argument is .*bounded:STEPS"):
+    with pytest.raises(UserError, match=r"with an argument it is .*bounded:STEPS"):
         parse_mode("bounded:x")
 
 

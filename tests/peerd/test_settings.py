@@ -67,7 +67,7 @@ GOOD: dict[str, tuple[Any, Any, Any]] = {
     "bind": ("127.0.0.1:1", "[::1]:2", "host"),
     "advertise": ("192.0.2.1", "[::1]:2", "host:9"),
     "relay": ((), (), ()),  # with which advertise and relay_ports are refused
-    "relay_ports": ("7950", "7950-7957", "1-64"),
+    "relay_ports": ("7950", "7950-7957", "64-127"),
     "join": (("h:1",), ("h:2", "i:3"), ("[::1]",)),
     "token": (token_at("h"), token_at("i"), token_at("::1")),
     "insecure_plaintext": (False, False, False),  # which no token goes with
@@ -380,7 +380,7 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
         ("PEERD_NAME", "..", "name: '..' must be"),
         ("PEERD_NAME", "a/b", "name: 'a/b' must be"),
         ("PEERD_MODE", "", "mode: '' is not one of"),
-        ("PEERD_MODE", "diloco:0", "--mode diloco:0: what takes an argument is"),
+        ("PEERD_MODE", "diloco:0", "--mode diloco:0: with an argument it is"),
         ("PEERD_TOKEN", "@", "token: '@' and no file"),
         ("PEERD_TOKEN", "@/dev/null", "token: /dev/null is empty"),
         ("PEERD_TOKEN", "", "PEERD_TOKEN: token: empty; it should be the line that peerd token printed"),

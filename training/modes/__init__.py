@@ -81,6 +81,8 @@ def parse_mode(text: str, exchange: str = WEIGHTS) -> ModeMaker:
         maker = mode.of(argument)
         if maker is not None:
             return maker
+    if mode.ARGUMENT:
+        raise UserError(f"--mode {text}: with an argument it is {text.partition(':')[0]}:{mode.ARGUMENT}")
     arguments = ", ".join(f"{name}:{one.ARGUMENT}" for name, one in MODES.items() if one.ARGUMENT)
     raise UserError(f"--mode {text}: what takes an argument is {arguments}")
 

@@ -182,7 +182,7 @@ async def test_a_newcomer_waits_until_somebody_has_a_model(caplog: pytest.LogCap
         await there.done.wait()
         assert there.asked == ["a"]
     assert [record.message for record in caplog.records] == [
-        *["the trainer waits: no node of the swarm has answered yet"] * 4,
+        *["the trainer waits: no node of the swarm has answered yet; peerd doctor --join ADDRESS shows why"] * 4,
         *["the trainer waits: no member has a model yet; node-a goes first"] * 2,
         "the model of step 7 came from node-a",
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -107,8 +108,9 @@ async def test_a_script_that_keeps_dying_is_started_ever_later_and_then_given_up
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(UserError, match=r"^sh exited with code 3, 5 times within \d+ s: giving up$"):
-        await shell(folder, COUNT + "exit 3").run(another_each_time())
+        await (made := shell(folder, COUNT + "exit 3")).run(another_each_time())
     assert starts(folder) == 5
+    assert re.fullmatch(r"sh exited with code 3, 4 times within \d+ s; it is started again, after 8 s", made.crash)
     assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == [
         f"sh exited with code 3; starting it again in {delay} s" for delay in (1, 2, 4, 8)
     ]

@@ -72,7 +72,9 @@ def test_nobody_starts_from_its_own_model_while_another_has_one(members: dict[st
 def test_a_node_with_seeds_does_not_go_first_alone() -> None:
     members = {"a": member("a", NodeMeta(expects=True, founder=True))}
     assert whose_model(members, "a", has_seeds=False) == OwnModel()
-    assert whose_model(members, "a", has_seeds=True) == WaitFor("no node of the swarm has answered yet")
+    assert whose_model(members, "a", has_seeds=True) == WaitFor(
+        "no node of the swarm has answered yet; peerd doctor --join ADDRESS shows why"
+    )
 
 
 WHERE = ("host", 1)  # of every member here

@@ -139,7 +139,7 @@ def test_parts_of_a_layout_are_all_of_it_in_order(parameters: int, buffers: int,
 @pytest.mark.parametrize(
     ("mode", "overlap", "topology", "line"),
     [
-        ("diloco:0", "delayed", "auto", "--mode diloco:0: what takes an argument is"),
+        ("diloco:0", "delayed", "auto", "--mode diloco:0: with an argument it is"),
         ("diloco:x", "delayed", "auto", "--mode diloco:x: "),
         ("diloco:2:3", "delayed", "auto", "--mode diloco:2:3: "),
         ("diloco:9999", "delayed", "auto", "P from 1 to 1024"),

@@ -69,7 +69,7 @@ def test_a_lossy_codec_may_lower_the_force_but_nothing_raises_it(codec: str) -> 
     "argument", ["pair", "pairwise:", "pairwise:0", "pairwise:0.6", "pairwise:nan", "pairwise:x", "0", "2", "nan"]
 )
 def test_a_bad_force_is_the_users_error(argument: str) -> None:
-    with pytest.raises(UserError, match=f"--mode elastic:{argument}: what takes an argument is "):
+    with pytest.raises(UserError, match=f"--mode elastic:{argument}: with an argument it is "):
         parse_mode(f"elastic:{argument}")
 
 
