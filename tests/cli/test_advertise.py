@@ -232,6 +232,7 @@ def test_a_relay_that_is_not_there_yet_is_waited_for_until_ctrl_c(machine: Machi
     assert "interrupted" in a.log
 
 
+@pytest.mark.one_run_in(2)
 @pytest.mark.skipif(
     subprocess.run(["unshare", "-Urn", "true"], capture_output=True).returncode != 0, reason="no user namespaces here"
 )

@@ -7,7 +7,7 @@ from sweep_mean import MODES, Broken, LedgerSwarm, quick, run
 
 from peerd.training.pairs.links import PairLinks
 
-SEEDS = 12
+SEEDS = 8
 ONCE_BROKEN = [
     "elastic:17837",  # a centre that reigned again gave a link of its first reign anew, from another model
     "elastic:18873",  # two members, neither the centre, each named the other to all who asked
