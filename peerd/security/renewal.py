@@ -46,11 +46,13 @@ class Renewal:
         self._transport = transport
         self._issuers = issuers
         self._touched = trio.Event()
+        self._unkept: Enrolment | None = None  # in force, and not in the folder
 
     async def run(self) -> None:
         """Renew it whenever two thirds of its life are over, until cancelled."""
         while True:
             self._touched, trust = trio.Event(), self._entry.trust
+            await self._keep()
             pause_s = 0.0 if trust.outdated else _good_for(trust.certificate).total_seconds()
             if pause_s <= 0:
                 if trust.outdated and self._entry.folder is None:  # all members ask, and nearly at once
@@ -90,14 +92,13 @@ class Renewal:
                 if here is not None and got.issuer == here.authority.certificate:
                     second = second or got
                     continue
-                return await self._take(got)
+                await self._take(got)
+                return True
             except (ConnectionLost, PeerError, UserError) as error:
                 said.append(str(error))
-        try:
-            if second is not None:
-                return await self._take(second)
-        except UserError as error:
-            said.append(str(error))
+        if second is not None:
+            await self._take(second)
+            return True
         why = "; ".join(said) or "no member issues any now"
         begins, ends = (
             wall_clock.shown(one)
@@ -110,15 +111,23 @@ class Renewal:
             LOGGER.warning("this node's certificate ends at %s, and is not renewed yet: %s", ends, why)
         return False
 
-    async def _take(self, got: Enrolment) -> bool:
-        """Raises UserError where it cannot be kept."""
+    async def _take(self, got: Enrolment) -> None:
         trust, here = self._entry.trust, self._entry.issuer
-        await trio.to_thread.run_sync(kept.write, self._state, got)
         trust.renew(got.chain, trust.authorities)
         if here is not None and got.issuer is not None:  # what it issues from now on may end later
             here.authority.become(Authority(self._key, got.issuer, got.authorities[0]))
         LOGGER.info("the certificate is renewed until %s", wall_clock.shown(got.chain[0].not_valid_after_utc))
-        return True
+        self._unkept = got
+        await self._keep()
+
+    async def _keep(self) -> None:
+        if self._unkept is None:
+            return
+        try:
+            await trio.to_thread.run_sync(kept.write, self._state, self._unkept)
+            self._unkept = None
+        except UserError as error:  # the disk may have room later
+            LOGGER.warning("the renewed certificate is this node's only while it runs, and cannot be kept: %s", error)
 
     async def _ask(self, address: Address) -> Enrolment:
         trust, here = self._entry.trust, self._entry.issuer

@@ -18,7 +18,7 @@ from peerd.security.certificates import der
 from peerd.security.enrolment import Enrolment, granted
 from peerd.security.entry import Entry
 from peerd.security.reception import Issuer, Reception
-from peerd.security.renewal import Renewal
+from peerd.security.renewal import LOOK_EVERY_S, Renewal
 from peerd.security.secrets_folder import succession
 from peerd.security.token_store import TokenStore
 from peerd.security.trust import Trust
@@ -319,3 +319,27 @@ async def test_an_authority_that_has_ended_issues_nothing(
         assert not await renewal.renewed()
     said = "\n".join(record.message for record in caplog.records)
     assert f"the authority in {tmp_path} ended " in said
+
+
+@pytest.mark.trio(clock="autojump")
+async def test_a_renewed_certificate_that_cannot_be_written_is_in_force_and_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(state: Path, enrolment: Enrolment) -> None:
+        raise UserError("certificate.pem: No space left on device")
+
+    async with node(tmp_path) as it, trio.open_nursery() as nursery:
+        with monkeypatch.context() as full:
+            full.setattr(kept, "write", fails)
+            nursery.start_soon(it.renewal.run)
+            while "cannot be kept: certificate.pem: No space left" not in caplog.text:  # a thread's time is no clock's
+                await trio.sleep(0.01)
+            assert it.entry.trust.certificate.not_valid_after_utc == DUE + NODE_LIFE
+            assert kept.read(tmp_path, KEY) is None
+        began = trio.current_time()
+        while (again := kept.read(tmp_path, KEY)) is None:
+            await trio.sleep(60)
+        assert trio.current_time() - began >= LOOK_EVERY_S - 60
+        nursery.cancel_scope.cancel()
+        assert again is not None
+        assert again.chain == it.entry.trust.chain
