@@ -381,7 +381,8 @@ class ParameterServer(ModeClass):
         elif taken:
             self._pulled |= final
             if awaited:
-                self._slowest_s = max(SLOWEST_KEPT * self._slowest_s, self._now - part.pushed_at)
+                if not self._finishing:  # the others' ends may be hours away
+                    self._slowest_s = max(SLOWEST_KEPT * self._slowest_s, self._now - part.pushed_at)
                 due = before + 1 + part.skips
                 part.skips = False
                 if self._rule.n == 0 and not self._rule.backup:

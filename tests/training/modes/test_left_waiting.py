@@ -160,3 +160,21 @@ def test_a_run_that_ends_before_any_had_a_place_for_it_is_not_settled_alone(
     assert not swarm.nodes["z"].proceeded
     swarm.end()
     assert swarm.spread() < 0.01
+
+
+@pytest.mark.parametrize("mode", ["hardsync", "softsync:1", "async"])
+def test_how_long_others_took_to_end_is_no_pace_of_the_next_run(mode: str) -> None:
+    """Found by any weather: reminders of the next run came after four times as long, 27 minutes here."""
+    swarm = ModeSwarm(mode, "abcd", servers=3)
+    swarm.all_hear()
+    swarm.settle()
+    for name in "acdb":
+        swarm.finish(name)
+        swarm.settle()
+        swarm.pass_time(400.0)
+    swarm.heal()
+    for name in "abcd":
+        swarm.begin_again(name)
+    ended = swarm.now
+    swarm.train(3)
+    assert swarm.now - ended < 60.0
