@@ -91,7 +91,7 @@ def _watch(path: Path, format: StatusFormat) -> None:
 
 def _view(answer: dict[str, Any]) -> RenderableType:
     lines = [Text(printable(_headline(answer)))]
-    if answer["crash"] and answer["phase"] != "training":
+    if answer["crash"]:
         lines.append(Text(printable(answer["crash"])))
     if trainer := answer["trainer"]:
         lines.append(Text(f"step {trainer['step']}; {answer['counts'].get(_unit(answer), 0)} {_unit(answer)}"))
@@ -100,7 +100,7 @@ def _view(answer: dict[str, Any]) -> RenderableType:
 
 def _print_text(answer: dict[str, Any]) -> None:
     echo(_headline(answer))
-    if answer["crash"] and answer["phase"] != "training":
+    if answer["crash"]:
         echo(f"{answer['crash']}; the log says why")
     if trainer := answer["trainer"]:
         metrics = "".join(f", {key} {value:.4g}" for key, value in trainer["metrics"].items())

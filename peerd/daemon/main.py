@@ -16,7 +16,7 @@ import trio
 from peerd.daemon import known_members
 from peerd.daemon.control import LocalConnection, Verb, check_free, serve
 from peerd.daemon.node import SCRIPT_ENDS, Daemon, running
-from peerd.daemon.supervisor import Supervisor
+from peerd.daemon.supervisor import DAEMON, Supervisor
 from peerd.daemon.trainer_session import TrainerPhase
 from peerd.daemon.trainer_watch import TrainerWatch
 from peerd.daemon.verbs import Verbs
@@ -70,7 +70,7 @@ async def _run(settings: Settings, mine: identity.Identity, command: list[str], 
     path = socket_path(settings.name)
     if settings.token:
         check_free(path)  # before it is spent
-    told = {"PEERD_SOCKET": str(path), "PEERD_NAME": settings.name, "PEERD_DAEMON": str(os.getpid())}
+    told = {"PEERD_SOCKET": str(path), "PEERD_NAME": settings.name, DAEMON: str(os.getpid())}
     supervisor = Supervisor(command, told) if command else None
     async with running(settings, mine, expects=bool(command), kept=kept, begin=begin) as (daemon, address):
         start_soon = daemon.nursery.start_soon
@@ -87,7 +87,7 @@ async def _run(settings: Settings, mine: identity.Identity, command: list[str], 
         if not (settings.seeds or kept):
             _tell_where_it_was(daemon, left)
         if supervisor is not None:
-            daemon.crash = lambda: supervisor.crash
+            daemon.crash = lambda: supervisor.crash if _script_is_gone(daemon) else ""
             start_soon(_supervise, daemon, supervisor)
         start_soon(_watch_failure, daemon)
         start_soon(_watch_trainer, daemon)
@@ -160,6 +160,11 @@ def _watch_of_checkpoint(daemon: Daemon) -> Callable[[], Awaitable[bool]]:
         return writing
 
     return writes
+
+
+def _script_is_gone(daemon: Daemon) -> bool:
+    """Or has been started again, and has yet to train."""
+    return daemon.model.status is None or daemon.model.status.phase in (TrainerPhase.STARTING, TrainerPhase.GONE)
 
 
 def _trainer_waits(daemon: Daemon) -> bool:

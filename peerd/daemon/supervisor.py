@@ -29,6 +29,7 @@ BACKOFF_MAX_S = 60.0
 TERMINATE_GRACE_S = 5.0
 LAST_WORDS_S = 1.0  # what a script said before its end is read by then
 OOM_SCORE = "500"  # when memory runs out the kernel takes the trainer, not the daemon
+DAEMON = "PEERD_DAEMON"  # the daemon's pid, in the environment of what it starts
 OUTPUT_ABOVE = "its own output above says why"
 KILLED_BY = (signal.SIGKILL, signal.SIGTERM)  # others' doing, as by who runs out of memory: the script may be good
 SIGNALLED = 128  # and the number of the signal: how sh ends when its command was killed
@@ -61,8 +62,6 @@ class Supervisor:
         while not self.stopping:
             before = status()
             code = await self._run_once()
-            if code:
-                await self._end_rest()
             with trio.move_on_after(LAST_WORDS_S):
                 while (found := status()) is not None and found.phase not in (TrainerPhase.FINISHED, TrainerPhase.GONE):
                     await trio.sleep(0.01)
@@ -89,6 +88,7 @@ class Supervisor:
                 crashes.popleft()
             if len(crashes) >= CRASHES_MAX:
                 raise UserError(f"{self.name} {how}, {len(crashes)} times within {now - crashes[0]:.0f} s: giving up")
+            await self._end_rest()
             delay = min(2.0 ** (len(crashes) - 1), BACKOFF_MAX_S)
             times = f", {len(crashes)} times within {now - crashes[0]:.0f} s" if len(crashes) > 1 else ""
             self.crash = f"{self.name} {how}{times}; it is started again, after {delay:.0f} s"
@@ -99,10 +99,11 @@ class Supervisor:
         """Give the script `grace_s` to end by itself, not counting while it `writes`, then end it."""
         self.stopping = True
         for ask, wait_s in ((None, grace_s), (signal.SIGTERM, TERMINATE_GRACE_S), (signal.SIGKILL, TERMINATE_GRACE_S)):
-            if self._process is None or self._process.poll() == 0:
+            if self._process is None:
                 return
-            if self._process.returncode is not None:
-                await self._end_rest()
+            if (code := self._process.poll()) is not None:
+                if code:
+                    await self._end_rest()
                 return
             if ask is not None:
                 _signal_group(self._process.pid, ask)
@@ -121,13 +122,16 @@ class Supervisor:
     async def _end_rest(self) -> None:
         """Of a script that died: what it started holds a port or a GPU's memory, or trains on beside its successor."""
         assert self._process is not None, "it has died"
+        mark = f"{DAEMON}={self._environment.get(DAEMON)}".encode()  # torchrun's workers are in groups of their own
         for ask in (signal.SIGTERM, signal.SIGKILL):
-            if not (left := _living(self._process.pid)):
+            if not (left := _living(self._process.pid, mark)):
                 return
             LOGGER.info("ending what %s left behind: pid %s", self.name, ", ".join(map(str, left)))
-            _signal_group(self._process.pid, ask)
+            for pid in left:
+                with suppress(OSError):
+                    os.kill(pid, ask)
             with trio.move_on_after(TERMINATE_GRACE_S):
-                while _living(self._process.pid):
+                while _living(self._process.pid, mark):
                     await trio.sleep(0.05)
 
     async def _run_once(self) -> int:
@@ -193,14 +197,14 @@ def _argv(command: list[str]) -> list[str]:
     return [sys.executable, "-u", *command]
 
 
-def _living(group: int) -> list[int]:
-    """Pids of a group's processes, but for those that have ended and that nobody has waited for."""
+def _living(group: int, mark: bytes) -> list[int]:
+    """Pids of a group, and of those with the `mark` in their environment; without what has ended, if nobody waited."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError, ValueError):  # it has ended meanwhile
-            state, _, of = path.read_text().rpartition(")")[2].split()[:3]
-            if int(of) == group and state not in "ZX":
-                found.append(int(path.parent.name))
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, ValueError):  # it has ended meanwhile, or is another user's
+            state, _, of = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
+            if state not in "ZX" and (int(of) == group or mark in (folder / "environ").read_bytes().split(b"\0")):
+                found.append(int(folder.name))
     return found
 
 

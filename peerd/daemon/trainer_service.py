@@ -60,7 +60,7 @@ from peerd.transport.secure.signing import Signing
 
 SETTLE_SHARE = 0.1  # of the run's own duration: how long its end waits for members that still train
 SETTLE_MIN_S = 10.0
-LETS_GO_WITHIN_S = 0.5  # of a session that its script has closed, and attaches anew: one end hears of it later
+LETS_GO_WITHIN_S = 0.5  # a script may have closed its session just now, and attach anew: it is refused so much later
 VALUES_MAX = 1 << 38  # four terabytes of shared memory; nothing else here ends before
 
 
@@ -440,7 +440,7 @@ class TrainerService:
                 LOGGER.info(late, patience_s)
             while not self._runner.all_taken:
                 await trio.sleep(0.01)
-        if given_up.cancelled_caught:
+        if given_up.cancel_called:
             return
         status.enter(TrainerPhase.FINISHED)
         await session.tell(protocol.Finished())

@@ -129,6 +129,7 @@ class Session:
         self._early: list[Said] = []  # requests that came before the start
         self._publication = Publication()
         self._unsaid: Stepped | None = None  # of the step whose copy is under way
+        self._owed: Said | None = None  # the answer to what the daemon said last
         self.step = 0
         self.hooks: GradientHooks | None = None  # where gradients are exchanged
         self._is_owed = False  # the mean of a gradient that was given
@@ -245,6 +246,7 @@ class Session:
 
     def _say(self, said: Said) -> None:
         self._say_published()
+        self._answer()
         self._socket.send(encoded(said))
 
     def _say_published(self) -> None:
@@ -495,10 +497,9 @@ class Session:
         began = time.monotonic()
         self._publication.begin(self.flat.snapshot(), torch.from_numpy(self._memory.copies[copy]), self.flat.device)
         self._watch.copied()
+        # nothing between the two: a KeyboardInterrupt comes before both or after both, and what is published is said
         self._client.published(copy)
-        self._unsaid = (
-            said  # at once: a KeyboardInterrupt comes before both or after both, and what is published is said
-        )
+        self._unsaid = said
         self._copied_at = time.monotonic()
         self._copy_cost_s = self._copied_at - began
         for line in self.flat.unshared():
@@ -512,6 +513,7 @@ class Session:
     def _poll(self, timeout_s: float | None) -> None:
         """Do what the daemon asks; with no timeout, wait for one request."""
         self._heard_at = time.monotonic()
+        self._answer()  # what was interrupted
         if timeout_s is None:
             self._say_published()  # the daemon may answer to it
         while (message := self._receive(timeout_s)) is not None:
@@ -532,31 +534,25 @@ class Session:
             raise EOFError(f"the script's peerd and the daemon's do not understand each other ({error})") from None
 
     def _obey(self, said: Said) -> None:
-        try:
-            self._perform(said)
-        except BaseException:
-            # The script may catch it and train on (Ctrl-C, memory that ran out), and the daemon offers nothing more
-            # before it is answered. What was left undone is to the others as if this script had stepped so.
-            with suppress(OSError):
-                self._answer(said)
-            raise
-        self._answer(said)
-
-    def _answer(self, said: Said) -> None:
-        if (answer := self._client.hear(said)) is not None:
-            self._say(answer)
-
-    def _perform(self, said: Said) -> None:
+        # What interrupts this the script may catch, and train on (Ctrl-C, memory that ran out); the daemon offers
+        # nothing more before it is answered. What was left undone is to the others as if this script had stepped so.
+        self._owed = self._client.hear(said)
         if isinstance(said, Corrections | Load):
             self._say_published()  # what is copied stays as it is until then
         if isinstance(said, Corrections):
+            self._command = max(self._command, RankCommand.CHANGED)  # also where only a part is added
             self.flat.add(self._memory.corrections[said.half])
-            self._command = max(self._command, RankCommand.CHANGED)
         elif isinstance(said, Load):
             self.flat.load(self._memory.copies[said.copy])
             self.step = said.step
             if self._states is not None and self._client.state is ClientState.WITH_GRADIENT:
                 self._states.take_rates()  # the step that follows is of that model
+        self._answer()
+
+    def _answer(self) -> None:
+        if self._owed is not None:
+            self._socket.send(encoded(self._owed))
+            self._owed = None
 
     def _refuse_beyond_float32(self) -> None:
         if (name := self.flat.beyond_float32()) is not None:

@@ -64,8 +64,9 @@ def attach(
         model, optimizer, exclude = one_model(model), as_one(optimizer), patterns_of(exclude)
         momentum = QuasiGlobalMomentum(optimizer) if quasi_global_momentum else None
     except ValueError as error:  # on every rank
-        if is_first() and (socket := _connect()) is not None:
-            _give_up(socket)
+        with suppress(Refused):
+            if is_first() and (socket := _connect()) is not None:
+                _give_up(socket)
         raise SystemExit(f"peerd: {error}") from None
     ranks = of_this_job(model)
     if ranks is not None and not ranks.leads:
@@ -108,15 +109,15 @@ def _open(
         raise
     except (ConnectionError, EOFError):
         socket.close()
+        if _is_daemons():
+            raise Refused(DAEMON_GONE) from None
         say("the daemon went away; training alone")
         return None
     except OSError as error:  # of this process: no file descriptors, or a limit on files
         _give_up(socket)
         raise Refused(f"the model cannot be shared with the daemon: {error.strerror or error}") from None
-    except (
-        BaseException
-    ):  # the interpreter may keep what was interrupted, whose session would be in the way of the next
-        socket.close()
+    except BaseException:
+        socket.close()  # the interpreter may keep what was interrupted, whose session would be in the way of the next
         raise
 
 
@@ -126,6 +127,8 @@ def _give_up(socket: LocalSocket) -> None:
         socket.ask("refused")
     socket.close()
 
+
+DAEMON_GONE = "the daemon that started this script went away, and the script ends"
 
 _SWARMS: weakref.WeakSet[Swarm] = weakref.WeakSet()
 
@@ -323,7 +326,7 @@ class Swarm:
                 self._lose_daemon()
                 return False
             self._stop()  # as the kernel ends a script that is the daemon's own child
-            raise SystemExit("peerd: the daemon that started this script went away, and the script ends") from None
+            raise SystemExit(f"peerd: {DAEMON_GONE}") from None
         except SystemExit:
             self._stop()
             raise
@@ -388,6 +391,6 @@ def _connect() -> LocalSocket | None:
     except OSError as error:
         failed = f"the node at {given} does not answer ({error.strerror})"
         if _is_daemons():
-            raise SystemExit(f"peerd: {failed}") from None
+            raise Refused(failed) from None
         say(f"{failed}; training alone")
     return None

@@ -72,14 +72,16 @@ class Training:
 
 @pytest.mark.parametrize("overlap", [None, "blocking"], ids=["gossip", "blocking"])
 @pytest.mark.parametrize(
-    ("what", "after", "error"),
+    ("of", "what", "after", "error"),
     [
-        ("add", False, torch.OutOfMemoryError),
-        ("add", True, KeyboardInterrupt),
-        ("unshared", False, KeyboardInterrupt),
+        (FlatModel, "add", False, torch.OutOfMemoryError),
+        (FlatModel, "add", True, KeyboardInterrupt),
+        (FlatModel, "unshared", False, KeyboardInterrupt),
+        (Session, "_answer", False, KeyboardInterrupt),
     ],
 )
 def test_its_node_is_not_cut_off(
+    of: type,
     what: str,
     after: bool,
     error: type[BaseException],
@@ -98,7 +100,7 @@ def test_its_node_is_not_cut_off(
 
     monkeypatch.setattr(FlatModel, "add", counted)
     ready = lambda: begun.is_set() and here("a")  # noqa: E731
-    monkeypatch.setattr(FlatModel, what, once(getattr(FlatModel, what), error, ready, after=after))
+    monkeypatch.setattr(of, what, once(getattr(of, what), error, ready, after=after))
 
     def script(index: int) -> None:
         training = made[index]

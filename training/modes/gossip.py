@@ -230,7 +230,7 @@ class Gossip(PartneredMode[PairLink]):
             return [*not_finite(self.counts), Send(sender, LinkClosed(message.link, 0))]
 
     def _end_run(self, now: float) -> list[Effect]:
-        return self._links.ask_all(now)
+        return self._links.ask_if_none(now)
 
     def _begin(self, link: PairLink, values: Vector, reason: str, now: float) -> list[Effect]:
         half = self._half(link, values, flush=self._report.finishing)

@@ -572,9 +572,9 @@ class PairLinks:
             return self._answers_due > 0
         return bool(self._strangers(now))
 
-    def ask_all(self, now: float) -> list[Effect]:
-        """Without a link: ask those who declined at once, not when a while has passed."""
-        if not self.live():
+    def ask_if_none(self, now: float) -> list[Effect]:
+        """Where there is no link that will stay: ask those who declined at once, not when a while has passed."""
+        if all(link.closing for link in self.live()):
             self._declined.clear()
         return self.fill_view(now)
 

@@ -359,6 +359,26 @@ async def test_what_a_dead_script_leaves_behind_ends_before_it_is_started_again(
 
 
 @pytest.mark.trio(clock="real")
+async def test_what_is_in_a_session_of_its_own_is_left_behind_too(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torchrun's workers are, and who starts one by hand beside them is not."""
+    monkeypatch.setattr(supervisor, "TERMINATE_GRACE_S", 0.2)
+    monkeypatch.setattr(supervisor, "BACKOFF_MAX_S", 0.0)
+    detached = f"setsid {HELPER}" + 'until [ -s "$FOLDER/helpers" ]; do sleep 0.01; done; '
+    made = Supervisor(
+        ["sh", "-c", f'[ -e "$FOLDER/helpers" ] && exit 0; {detached}kill -9 $$'],
+        {"FOLDER": str(folder), supervisor.DAEMON: str(os.getpid())},
+    )
+    made.attached = True
+    with subprocess.Popen(["sleep", "99"], env={**os.environ, supervisor.DAEMON: "1"}) as another:
+        await made.run()
+        assert gone(int((folder / "helpers").read_text()))
+        assert another.poll() is None
+        another.kill()
+
+
+@pytest.mark.trio(clock="real")
 async def test_a_script_that_dies_as_it_is_stopped_leaves_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

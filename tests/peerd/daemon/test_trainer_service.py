@@ -7,20 +7,24 @@ import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import trio
+import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 from model_node import SIGNATURE, TENSORS, Node, Script, running, until
 
 from peerd.daemon import trainer_service, trainer_session
+from peerd.daemon.trainer_service import TrainerService
 from peerd.daemon.trainer_session import TRANSITIONS, TrainerPhase, TrainerStatus
 from peerd.node.meta import NodeMeta
 from peerd.node.strikes import STRIKES_MAX
 from peerd.process import host_memory
+from peerd.protocol.trainer import Stepped
 from peerd.training import refusal
 from peerd.training.codecs import vector
 from peerd.training.codecs.difference import digest, digest_of_chunks
@@ -707,3 +711,22 @@ async def test_no_descriptor_is_left_open(tmp_path: Path, total: int) -> None:
         before = len(os.listdir("/proc/self/fd"))
         await come_and_go(node, nursery)
         await until(lambda: len(os.listdir("/proc/self/fd")) <= before)
+
+
+async def test_an_end_that_is_broken_off_as_all_have_come_to_agree_is_none() -> None:
+    """Both in one turn of the loop."""
+    service, said = TrainerService.__new__(TrainerService), list[object]()
+    service._runner = SimpleNamespace(settled=trio.Event(), all_taken=True)  # type: ignore[assignment]
+    status = TrainerStatus(1, phase=TrainerPhase.FINISHING)
+
+    async def tell(word: object) -> None:
+        said.append(word)
+
+    session: Any = SimpleNamespace(facts=status, waits_for_others=trio.CancelScope(), tell=tell)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(service._end_run, session)
+        await trio.testing.wait_all_tasks_blocked()
+        service._runner.settled.set()
+        status.note(Stepped(5, 0.0, 1.0, False, None, False))
+        session.waits_for_others.cancel()
+    assert (status.phase, said) == (TrainerPhase.TRAINING, [])
