@@ -39,23 +39,35 @@ def written() -> None:
 class _Stderr(logging.Handler):
     """Writes in a thread: a terminal that was stopped (Ctrl-S), or a pipe that nobody reads, holds up no daemon.
 
-    A line that cannot be written (a closed pipe, a full disk) is lost, and so are those beyond LINES_MAX that wait.
+    A line that cannot be written (a closed pipe, a full disk) is lost, and so are those beyond LINES_MAX that wait; how
+    many these were is said when there is room.
     """
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
         self._stream = stream
         self._lines: queue.Queue[str] = queue.Queue(LINES_MAX)
+        self._lost = 0
         threading.Thread(target=self._write, name="log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
+        if self._lost and not self._lines.full():
+            told = {
+                "levelno": logging.WARNING,
+                "levelname": "WARNING",
+                "msg": f"{self._lost} lines of this log are lost",
+            }
+            self._lost = 0
+            self._put(logging.makeLogRecord(told))
+        self._put(record)
+
+    def _put(self, record: logging.LogRecord) -> None:
         try:
-            line = self.format(record)
+            self._lines.put_nowait(f"{self.format(record)}\n")
+        except queue.Full:
+            self._lost += 1
         except Exception:
             self.handleError(record)
-            return
-        with suppress(queue.Full):
-            self._lines.put_nowait(f"{line}\n")
 
     def flush(self) -> None:
         with self._lines.all_tasks_done:
