@@ -26,7 +26,7 @@ LINK = {"peer": "b", "exchanges": 3, "distance": 1.0, "gain": 0.5, "codec": "sig
 def answer(step: int, *, loss: float | None = 0.5, pid: int = 7, **rest: Any) -> dict[str, Any]:
     """The status of a node whose trainer is there."""
     return {
-        "name": "a", "phase": "training", "mode": "gossip", "members": {"alive": 2}, "counts": {"exchanges": 3},
+        "name": "a", "phase": "training", "crash": "", "mode": "gossip", "members": {"alive": 2}, "counts": {"exchanges": 3},
         "trainer": {"pid": pid, "step": step, "loss": loss, "metrics": {"accuracy": 0.25}}, "links": [LINK],
         "consensus_distance": 0.01, "bytes_sent": 1000 * step, "bytes_received": 0, **rest,
     }  # fmt: skip
@@ -103,7 +103,7 @@ def test_a_view_has_trends_and_links_and_says_that_the_node_has_ended(
     assert drawn.endswith(LEVELS[0] * 5)
 
 
-@pytest.mark.parametrize(("form", "said"), [("text", "the output is no terminal"), ("prometheus", "leave it out")])
+@pytest.mark.parametrize(("form", "said"), [("text", "needs a terminal"), ("prometheus", "leave it out")])
 def test_who_cannot_be_shown_a_view_is_told(looked_at: list[dict[str, Any]], form: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
         CliRunner().invoke(app, ["status", "--watch", "--format", form], catch_exceptions=False)
