@@ -26,9 +26,9 @@ LINK = {"peer": "b", "exchanges": 3, "distance": 1.0, "gain": 0.5, "codec": "sig
 def answer(step: int, *, loss: float | None = 0.5, pid: int = 7, **rest: Any) -> dict[str, Any]:
     """The status of a node whose trainer is there."""
     return {
-        "name": "a", "phase": "training", "crash": "", "mode": "gossip", "members": {"alive": 2}, "counts": {"exchanges": 3},
+        "name": "a", "phase": "training", "mode": "gossip", "members": {"alive": 2}, "counts": {"exchanges": 3},
         "trainer": {"pid": pid, "step": step, "loss": loss, "metrics": {"accuracy": 0.25}}, "links": [LINK],
-        "consensus_distance": 0.01, "bytes_sent": 1000 * step, "bytes_received": 0, **rest,
+        "consensus_distance": 0.01, "bytes_sent": 1000 * step, "bytes_received": 0, "crash": "", **rest,
     }  # fmt: skip
 
 
