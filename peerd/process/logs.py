@@ -76,7 +76,7 @@ class _Stderr(logging.Handler):
     def _write(self) -> None:
         while True:
             line = self._lines.get()
-            with suppress(OSError):
+            with suppress(OSError, ValueError):  # of a stream that is closed
                 _write_to(self._stream, line)
             self._lines.task_done()
 

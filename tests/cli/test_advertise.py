@@ -184,6 +184,7 @@ def test_nodes_that_nobody_can_dial_train_through_a_relay_and_outlive_its_death(
     _go_on(guests)
 
 
+@pytest.mark.one_run_in(2)
 def test_a_guest_whose_relay_stays_away_moves_to_another(machine: Machine) -> None:
     script = machine.script("train.py", TRAIN)
     ends = [Machine.free_port() for _ in range(4)]

@@ -127,6 +127,7 @@ def lose_a_correction_before_the_model(planted: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.one_run_in(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("patch", "says"),
     [
