@@ -96,13 +96,7 @@ async def serve(
             task_status.started()
             is_told = False
             while True:
-                connection = None
-                with trio.move_on_after(LOOK_EVERY_S):
-                    try:
-                        connection, _ = await listener.accept()
-                    except OSError:  # no descriptors are left, or whoever asked is gone
-                        await trio.sleep(PAUSE_S)
-                if connection is not None:
+                if (connection := await _accepted(listener)) is not None:
                     nursery.start_soon(_converse, connection, verbs, attach, nursery)
                 elif not os.path.lexists(path):  # as when the user has logged out, and the folder went with that
                     try:
@@ -118,6 +112,17 @@ async def serve(
     finally:
         listener.close()
         path.unlink(missing_ok=True)
+
+
+async def _accepted(listener: trio.socket.SocketType) -> trio.socket.SocketType | None:
+    """Who has come within LOOK_EVERY_S."""
+    with trio.move_on_after(LOOK_EVERY_S):
+        try:
+            connection, _ = await listener.accept()
+            return connection
+        except OSError:  # no descriptors are left, or whoever asked is gone
+            await trio.sleep(PAUSE_S)
+    return None
 
 
 def check_free(path: Path) -> None:

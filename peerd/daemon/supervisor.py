@@ -99,12 +99,8 @@ class Supervisor:
         """Give the script `grace_s` to end by itself, not counting while it `writes`, then end it."""
         self.stopping = True
         for ask, wait_s in ((None, grace_s), (signal.SIGTERM, TERMINATE_GRACE_S), (signal.SIGKILL, TERMINATE_GRACE_S)):
-            if self._process is None:
-                return
-            if (code := self._process.poll()) is not None:
-                if code:
-                    await self._end_rest()
-                return
+            if self._process is None or self._process.poll() is not None:
+                break
             if ask is not None:
                 _signal_group(self._process.pid, ask)
             with trio.move_on_after(wait_s) as patience:
@@ -112,6 +108,8 @@ class Supervisor:
                     await trio.sleep(0.02)
                     if ask is None and writes is not None and await writes():
                         patience.deadline = trio.current_time() + wait_s
+        if self._process is not None and self._process.poll():
+            await self._end_rest()
 
     def kill(self) -> None:
         """At once."""

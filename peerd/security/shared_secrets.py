@@ -275,7 +275,6 @@ class SharedSecrets:
             except OSError as error:
                 self._unwritten, why = True, error.strerror or str(error)
             except trio.Cancelled:  # whoever asked went away before it began
-                self._unwritten = True
                 self.changed()
                 raise
             if why and why != self._why_unwritten:

@@ -551,6 +551,7 @@ class Session:
 
     def _answer(self) -> None:
         if self._owed is not None:
+            self._say_published()
             self._socket.send(encoded(self._owed))
             self._owed = None
 

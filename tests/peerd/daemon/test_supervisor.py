@@ -340,13 +340,15 @@ BOTH = (
 )
 
 
-@pytest.mark.trio(clock="real")
-async def test_what_a_dead_script_leaves_behind_ends_before_it_is_started_again(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A helper holds a port or a GPU; where the script is another command's, the trainer itself is left."""
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "TERMINATE_GRACE_S", 0.2)
     monkeypatch.setattr(supervisor, "BACKOFF_MAX_S", 0.0)
+
+
+@pytest.mark.trio(clock="real")
+async def test_what_a_dead_script_leaves_behind_ends_before_it_is_started_again(folder: Path, impatient: None) -> None:
+    """A helper holds a port or a GPU; where the script is another command's, the trainer itself is left."""
     look = 'case "$(cut -d" " -f3 /proc/$each/stat 2> /dev/null)" in ""|Z) ;; *) echo $each >> "$FOLDER/alive";; esac'
     alive = f'for each in $(cat "$FOLDER/helpers"); do {look}; done; '
     made = shell(folder, f'touch "$FOLDER/helpers"; {alive}{BOTH}[ "$(wc -l < "$FOLDER/starts")" -gt 2 ] || kill -9 $$')
@@ -359,12 +361,8 @@ async def test_what_a_dead_script_leaves_behind_ends_before_it_is_started_again(
 
 
 @pytest.mark.trio(clock="real")
-async def test_what_is_in_a_session_of_its_own_is_left_behind_too(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_is_in_a_session_of_its_own_is_left_behind_too(folder: Path, impatient: None) -> None:
     """As torchrun's workers are, and who starts one by hand beside them is not."""
-    monkeypatch.setattr(supervisor, "TERMINATE_GRACE_S", 0.2)
-    monkeypatch.setattr(supervisor, "BACKOFF_MAX_S", 0.0)
     detached = f"setsid {HELPER}" + 'until [ -s "$FOLDER/helpers" ]; do sleep 0.01; done; '
     made = Supervisor(
         ["sh", "-c", f'[ -e "$FOLDER/helpers" ] && exit 0; {detached}kill -9 $$'],
@@ -379,10 +377,7 @@ async def test_what_is_in_a_session_of_its_own_is_left_behind_too(
 
 
 @pytest.mark.trio(clock="real")
-async def test_a_script_that_dies_as_it_is_stopped_leaves_nothing(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(supervisor, "TERMINATE_GRACE_S", 0.2)
+async def test_a_script_that_dies_as_it_is_stopped_leaves_nothing(folder: Path, impatient: None) -> None:
     made = shell(folder, f'touch "$FOLDER/helpers"; {BOTH}{PID}while :; do sleep 0.05; done')
     await stopped(made, folder, grace_s=0.05)
     assert gone(int((folder / "helpers").read_text()))

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,8 @@ import peerd
 from peerd.daemon import control, trainer_service
 from peerd.daemon.trainer_session import report_of
 from peerd.local import local_socket
-from peerd.protocol.trainer import Stepped
+from peerd.protocol.trainer import BarrierHeard, BarrierIs, Stepped, encoded
+from peerd.protocol.trainer_client import TrainerClient
 from peerd.trainer import checkpoint, session
 from peerd.training.effects import StepReport
 from peerd.training.model.over import OVER
@@ -477,3 +479,16 @@ def test_a_script_of_a_daemons_ends_with_it_and_another_trains_on(
     with comes:
         assert peerd.attach(*normed()).alone
     assert ("training alone" in capsys.readouterr().err) is not started
+
+
+def test_no_answer_overtakes_what_is_said_of_a_copy() -> None:
+    """The daemon goes by the new barrier from that answer on, and the copy is of a step before it."""
+    one, sent = session.Session.__new__(session.Session), list[dict[str, Any]]()
+    one._publication = SimpleNamespace(wait=lambda: None, device_s=0.0)  # type: ignore[assignment]
+    one._socket = SimpleNamespace(send=sent.append)  # type: ignore[assignment]
+    one._copy_cost_s, one._client = 0.0, TrainerClient()
+    one._unsaid = Stepped(5, 0.0, 1.0, False, 1, False)
+    one._obey(BarrierIs(3))
+    assert [message["kind"] for message in sent] == [
+        encoded(said)["kind"] for said in (Stepped(5, 0.0, 1.0, False, 1, False), BarrierHeard())
+    ]
