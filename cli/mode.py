@@ -35,8 +35,9 @@ def show(name: NameOption = None, format: FormatOption = Format.TEXT) -> None:
     by = f", set by {answer['proposed_by']}" if answer["plan"] else ", as started"
     echo(f"plan {answer['plan']}: mode {answer['mode']}{by}")
     settings = _worded(answer["settings"])
-    if answer["settle_steps"]:
-        settings["every"] = f"{settings['every']} (at least {answer['settle_steps']} after a round has ended)"
+    if settle := answer["settle_steps"]:
+        every, after = settings["every"], "after a round has ended"
+        settings["every"] = f"{every} (at least {settle} {after})" if every else f"{settle} {after}"
     echo(", ".join(f"{key} {value}" for key, value in settings.items()))
     late = _late(answer, answer)
     echo(f"{len(answer['members']) - len(late)} of {len(answer['members'])} members{_without(late)}")
@@ -78,7 +79,7 @@ def set_mode(
 
 def _worded(settings: dict[str, Any]) -> dict[str, Any]:
     """Steps between rounds that a leader measures are no number."""
-    measured = settings.get("overlap") == QUORUM and settings["every"] == 1
+    measured = settings.get("overlap") == QUORUM and settings["every"] == 0
     return {**settings, "every": "as rounds cost"} if measured else settings
 
 

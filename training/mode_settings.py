@@ -41,9 +41,9 @@ class Scope(Enum):
     ALIKE = "all members, from the start; it may change while they train"
 
 
-def _option(default: Any, help: str, scope: Scope = Scope.PLAN, most: int | None = None) -> Any:
-    """`most`: of a whole number, which is at least 1."""
-    return field(default=default, metadata={"help": help, "scope": scope, "most": most})
+def _option(default: Any, help: str, scope: Scope = Scope.PLAN, least: int = 1, most: int | None = None) -> Any:
+    """`least` and `most` are of a whole number."""
+    return field(default=default, metadata={"help": help, "scope": scope, "least": least, "most": most})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,9 @@ class ModeSettings:
     codec: str = _option(AUTO, "how deltas are compressed; auto: the mode's own")
     trigger: str = _option("change:0.05", "when to send: change:0.05, period:10, always")
     view: int = _option(3, "partners at a time", most=1024)
-    every: int = _option(1, "steps between rounds; 1: the mode's own number, or as many as it measures", most=10**9)
+    every: int = _option(
+        0, "steps between rounds; 0: the mode's own number, or as many as it measures", least=0, most=10**9
+    )
     overlap: str = _option(AUTO, "training during a round: blocking, quorum, delayed, hpsgd; auto: the mode's own")
     topology: str = _option(AUTO, "of an all-reduce: auto, ring, tree:K, halving; of servers: adv:K")
     servers: int = _option(1, "members that serve the parameters, each a part", most=128)
@@ -77,7 +79,8 @@ class ModeSettings:
         check_choice("exchange", self.exchange, EXCHANGES)
         for option in OPTIONS.values():
             if option.metadata["most"] is not None:
-                check_count(option.name, getattr(self, option.name), option.metadata["most"])
+                least, most = option.metadata["least"], option.metadata["most"]
+                check_count(option.name, getattr(self, option.name), most, least)
 
 
 def outer_step(told: ModeSettings, lr: float, momentum: float) -> tuple[float, float]:
@@ -112,16 +115,16 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
         raise UserError(f"{name}: {value[:40]!r} is not one of {', '.join(choices)}{hint}")
 
 
-def check_count(name: str, value: int, most: int) -> None:
-    """Raises UserError for one below 1, or above `most`."""
-    if value < 1:
-        raise UserError(f"{name}: {value} must be at least 1")
+def check_count(name: str, value: int, most: int, least: int = 1) -> None:
+    """Raises UserError for one below `least`, or above `most`."""
+    if value < least:
+        raise UserError(f"{name}: {value} must be at least {least}")
     if value > most:
         raise UserError(f"{name}: {value} must be at most {most}")
 
 
 OPTIONS: dict[str, Field[Any]] = {option.name: option for option in fields(ModeSettings)}
-"""By name; `metadata` has `help`, `scope` and `most`."""
+"""By name; `metadata` has `help`, `scope`, `least` and `most`."""
 PLANNED = tuple(name for name, option in OPTIONS.items() if option.metadata["scope"] is not Scope.START)
 """What a plan says of its mode."""
 ALIKE_AT_START = tuple(name for name, option in OPTIONS.items() if option.metadata["scope"] is not Scope.PLAN)

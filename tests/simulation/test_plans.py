@@ -331,7 +331,7 @@ def test_what_cannot_be_is_refused_with_a_line() -> None:
         await swarm.start("a", steps=20)
         for text, line in [
             ("gosip", "did you mean 'gossip'?"),
-            ("allreduce every=0", "every: 0 must be at least 1"),
+            ("allreduce every=-1", "every: -1 must be at least 0"),
             ("gossip every=5", "every: without effect in mode gossip, which takes codec, trigger, view; leave it out"),
             ("allreduce every=many", "'many' is not a whole number"),
             ("gossip codec=int9", "did you mean 'int8'?"),

@@ -26,7 +26,7 @@ class GossipSwarm(ModeSwarm):
 
     def __init__(
         self, count: int, size: int, codec: str, trigger: str = "always", view: int = 3, seed: int = 0,
-        buffers: int = 0, mode: str = "gossip", dtype: str = "float64", every: int = 1, make: Core | None = None,
+        buffers: int = 0, mode: str = "gossip", dtype: str = "float64", every: int = 0, make: Core | None = None,
         robust: bool = False, samples: Sequence[float] = (), **told: Any,
     ) -> None:  # fmt: skip
         """Models that start apart are further from each other than limits by own steps let come together at once.

@@ -72,7 +72,7 @@ class AllReduce(ModeClass):
     TAKES: ClassVar[tuple[str, ...]] = ("codec", "every", "overlap", "topology", "min_peers", "exchange")
     EXCHANGES: ClassVar[tuple[str, ...]] = EXCHANGES
 
-    EVERY = 1  # steps between rounds, unless the settings say otherwise
+    EVERY = 0  # steps between rounds, unless the settings say otherwise; 0: as rounds cost, or as overlaps want
     OVERLAP = QUORUM
     CHOOSES = True  # whether a leader may choose the codec of a round
     DIFFERENCES = False  # whether a round needs an agreed model even without loss
@@ -152,7 +152,8 @@ class AllReduce(ModeClass):
         """See `ModeClass`."""
         overlap = cls.OVERLAP if told.overlap == AUTO else told.overlap
         codec = AUTO if cls.CHOOSES and overlap == QUORUM and told.codec == AUTO else super().in_force(told).codec
-        return replace(told, codec=codec, overlap=overlap, every=told.every if told.every > 1 else cls.EVERY)
+        own = cls.EVERY or (0 if overlap in (QUORUM, "delayed") else 1)
+        return replace(told, codec=codec, overlap=overlap, every=told.every or own)
 
     @classmethod
     def settle_steps(cls, argument: str, in_force: ModeSettings) -> int:

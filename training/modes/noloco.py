@@ -106,10 +106,10 @@ class NoLoCo(ModeClass):
 
     @classmethod
     def in_force(cls, told: ModeSettings) -> ModeSettings:
-        """See `ModeClass`. One step would be no local steps."""
+        """See `ModeClass`."""
         told = with_outer_step(super().in_force(told), ETA, MU)
         codec = told.codec if told.codec in WHOLE_MODEL_CODECS else "bfloat16"
-        return replace(told, codec=codec, every=told.every if told.every > 1 else STEPS)
+        return replace(told, codec=codec, every=told.every or STEPS)
 
     def __init__(
         self, me: NodeId, layout: Layout, rng: random.Random, settings: ModeSettings, values: Callable[[], Vector]

@@ -39,7 +39,7 @@ SAMPLE = 1 << 16  # values
 
 def is_left_to_leader(settings: ModeSettings) -> bool:
     """Whether the steps between two rounds are: where nobody has said how many, and members wait for most."""
-    return settings.overlap == QUORUM and settings.every == 1 and settings.exchange == WEIGHTS
+    return settings.overlap == QUORUM and not settings.every and settings.exchange == WEIGHTS
 
 
 class Concentration:

@@ -179,8 +179,8 @@ def test_nobody_makes_an_average_of_what_was_proposed_for_good() -> None:
 
 
 def counts(name: str) -> st.SearchStrategy[int | None]:
-    most = OPTIONS[name].metadata["most"]
-    return st.none() | st.integers(1, most) | st.just(most)
+    least, most = OPTIONS[name].metadata["least"], OPTIONS[name].metadata["most"]
+    return st.none() | st.integers(least, most) | st.just(most)
 
 
 changes = st.fixed_dictionaries(
@@ -227,7 +227,8 @@ def test_no_text_is_what_was_started() -> None:
         ("gosip", "mode: 'gosip' is not one of .*; did you mean 'gossip'"),
         ("gossip:3", "what takes an argument is .*softsync:N"),
         ("gossip every", "mode gossip: '' is not a whole number"),
-        ("gossip every=0", "every: 0 must be at least 1"),
+        ("gossip every=-1", "every: -1 must be at least 0"),
+        ("gossip view=0", "view: 0 must be at least 1"),
         ("gossip name=x", "unknown setting 'name'; known: codec, "),
         ("gossip =", "unknown setting ''"),
         ("  ", "mode: '' is not one of"),

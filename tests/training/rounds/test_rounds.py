@@ -72,7 +72,7 @@ class Weather(RuleBasedStateMachine):
 
     @initialize(
         mode=st.sampled_from(["allreduce", "diloco", "diloco:3"]), overlap=overlaps, topology=topologies,
-        every=st.integers(1, 3),
+        every=st.integers(0, 3),
         codec=st.sampled_from(["float32", "float32", "int8", "sign", "top_k", AUTO]), seed=st.integers(0, 2**16),
         min_peers=st.sampled_from([1, 1, 2]),
     )  # fmt: skip
@@ -80,7 +80,6 @@ class Weather(RuleBasedStateMachine):
         overlap = "delayed" if overlap == "hpsgd" and ":" in mode else overlap  # refused together
         chooses = mode == "allreduce" and overlap == QUORUM
         codec = "top_k_2bit" if codec == AUTO and not chooses else codec
-        every = every if chooses else max(every, 2)
         self.swarm = RoundSwarm(
             NAMES, mode=mode, codec=codec, overlap=overlap, topology=topology, every=every, seed=seed,
             min_peers=min_peers,
