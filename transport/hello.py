@@ -86,8 +86,8 @@ async def answer(
         refuse = check(hello)
         if refuse is not None:
             await connection.send(refuse)
-            text = f"refused {connection.remote}: its {refuse.field} is {refuse.there!r}, ours {refuse.here!r}"
-            raise Refused(text, refuse)
+            who = f"{hello.name} at {connection.host}"  # it dialled from a port that nobody knows it by
+            raise Refused(f"refused {who}: its {refuse.field} is {refuse.there!r}, ours {refuse.here!r}", refuse)
         await connection.send(me)
     except Encrypted:
         await connection.aclose()
