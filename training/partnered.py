@@ -123,7 +123,7 @@ class PartneredMode(LinkedMode, Generic[P]):
         if begins or self.drained:  # a new run follows a flush, perhaps one that it broke off
             self.drained = self.settled = False
             for partner in self._held():
-                partner.flushed = False
+                partner.flushed, partner.progress = False, Progress()
         due = self._policy.due(report, now) if report.published else None
         effects = self._decide(due, now) if due is not None else []
         self._rearm(now)
@@ -240,7 +240,7 @@ class PartneredMode(LinkedMode, Generic[P]):
 
     def _agrees(self, partner: P) -> bool:
         """Or never will: one that lies, or that may be moved no further."""
-        return partner.progress.is_stuck or self._is_close(partner)
+        return (partner.flushed and partner.progress.is_stuck) or self._is_close(partner)
 
     def _is_close(self, partner: P) -> bool:
         tolerance = self.tolerance * (WHILE_ONE_TRAINS if self._one_trains else 1.0)

@@ -178,3 +178,22 @@ def test_how_long_others_took_to_end_is_no_pace_of_the_next_run(mode: str) -> No
     ended = swarm.now
     swarm.train(3)
     assert swarm.now - ended < 60.0
+
+
+@pytest.mark.parametrize("mode", ["gossip", "noloco", "push-sum"])
+def test_who_came_no_closer_at_a_runs_end_is_a_partner_of_the_next(mode: str) -> None:
+    """Nobody flushed to it, and all waited for that: found where two were too far apart to agree."""
+    swarm = ModeSwarm(mode, "abc", trigger="always", robust=True)
+    swarm.all_hear()
+    swarm.settle()
+    rng = np.random.default_rng(0)
+    for run in range(2):
+        swarm.train(12, lambda name: rng.normal(size=swarm.layout.total))
+        swarm.end()
+        assert swarm.spread() < 0.01, run
+        for name, node in swarm.nodes.items():
+            partners = (node.core._flush if mode == "noloco" else node.core)._held()
+            assert partners
+            for partner in partners:
+                partner.progress.is_stuck = True
+            swarm.begin_again(name)
