@@ -191,6 +191,7 @@ class ParameterServer(ModeClass):
         if not finishing:  # a new run follows a flush
             self._pushed_step = -1
             self._members.finished.discard(self._me)
+            self._was_late = True  # rounds of some servers may be without us, who had finished, and not those of others
 
     def _enter(self, run: RunEnd) -> None:
         assert run in TRANSITIONS[self._run], f"{self._run.name} -> {run.name}"

@@ -177,7 +177,7 @@ def test_how_long_others_took_to_end_is_no_pace_of_the_next_run(mode: str) -> No
         swarm.begin_again(name)
     ended = swarm.now
     swarm.train(3)
-    assert swarm.now - ended < 60.0
+    assert swarm.now - ended < 1.0, "nor does a round of some servers wait for who is in none of the others'"
 
 
 @pytest.mark.parametrize("mode", ["gossip", "noloco", "push-sum"])
