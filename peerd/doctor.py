@@ -24,14 +24,18 @@ import trio
 from peerd import __version__
 from peerd.carriers import CARRIERS, Finding
 from peerd.local.local_socket import find_node, request, running_nodes, socket_path
+from peerd.security import newcomer
+from peerd.security.certificates import Untrusted
 from peerd.security.entry import Told
 from peerd.security.outlook import credentials, outlook
+from peerd.security.token import Token
 from peerd.settings import Settings, is_loopback, parse_address, where_to_listen
 from peerd.training.kernels import library
 from peerd.transport import speed
 from peerd.transport.connection import ConnectionLost
 from peerd.transport.errors import PeerError, UserError, cause
 from peerd.transport.ids import Address, is_ip, shown
+from peerd.transport.printable import printable
 from peerd.transport.secure.credentials import Credentials
 from peerd.transport.tcp import TcpTransport
 
@@ -196,7 +200,7 @@ def _network(settings: Settings, host: str, port: int) -> Iterator[Finding]:
         yield Finding(
             "address", "note", f"{host}: only nodes on this machine reach it", "--bind ADDRESS:PORT for others"
         )
-    else:
+    elif _is_here(address):
         yield Finding("address", "ok", f"{address}; a firewall must let TCP and UDP through to the port")
     for name in _interfaces(address):
         mtu, mbit = _number(NETWORK / name / "mtu"), _number(NETWORK / name / "speed")
@@ -206,6 +210,15 @@ def _network(settings: Settings, host: str, port: int) -> Iterator[Finding]:
             yield Finding("network", "note", f"{found}: datagrams of membership are cut into pieces", cure)
         else:
             yield Finding("network", "ok", found)
+
+
+def _is_here(address: str) -> bool:
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:  # `_port` says so
+            return False
+    return True
 
 
 def _interfaces(bound: str | None) -> list[str]:
@@ -242,8 +255,8 @@ def _addresses(name: str) -> set[str]:
 def _clock() -> Iterator[Finding]:
     state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512))  # all zero: only asks
     if state == _TIME_ERROR:
-        cure = "start chrony or systemd-timesyncd"
-        yield Finding("clock", "note", "not synchronised: peerd needs no common time, logs are harder to compare", cure)
+        cure = "start chrony or systemd-timesyncd; certificates need clocks that differ by less than an hour"
+        yield Finding("clock", "note", "not synchronised: it may be wrong", cure)
     elif state >= 0:
         yield Finding("clock", "ok", "synchronised")
 
@@ -264,9 +277,28 @@ def _peer(peer: Address, told: Told | None) -> Iterator[Finding]:
         yield Finding("peer", "ok", f"{shown(peer)}: connected in {min(times) * 1e3:.2f} ms")
         mine = credentials(told) if told else None
         if told and mine is None:
+            yield from _lets_in(peer, told.token)
             yield Finding("peer", "note", "no speed measured: members answer members only, and this is none yet")
         else:
             yield _speed(peer, mine)
+
+
+def _lets_in(peer: Address, token: Token | None) -> Iterator[Finding]:
+    async def examine(token: Token) -> None:
+        async with trio.open_nursery() as nursery:
+            await newcomer.examine(token, lambda who, where: TcpTransport(nursery, credentials=who).dial(where), peer)
+            nursery.cancel_scope.cancel()
+
+    if token is None:
+        return
+    try:
+        trio.run(examine, token, strict_exception_groups=False)
+    except Untrusted as error:
+        yield Finding("peer", "fail", f"{shown(peer)}: {printable(str(error))}", newcomer.cure([error]))
+    except (PeerError, ConnectionLost) as error:  # another member may issue
+        yield Finding("peer", "note", f"{shown(peer)} lets nobody in: {printable(str(error))}")
+    else:
+        yield Finding("peer", "ok", f"{shown(peer)} is of the token's authority")
 
 
 def _hangs_up(probe: socket.socket) -> bool:

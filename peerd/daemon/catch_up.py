@@ -56,10 +56,27 @@ class CatchUp:
         self._givers: Sequence[NodeId] = ()
         self._refused: set[NodeId] = set()  # donors that will not have us
         self._came: tuple[NodeId, ModelSnapshot | ModelEqual] | None = None  # and who sent it
+        self._alone_among: set[NodeId] | None = None  # members known while only this one has a model, its own
 
     def on_members(self) -> None:
         """The membership changed."""
         self._wake()
+        if self._alone_among is not None:
+            self._tell_of_another_swarm(self._alone_among)
+
+    def _tell_of_another_swarm(self, known: set[NodeId]) -> None:
+        """Who takes our model is known before it has one."""
+        members = self._members()
+        having = donors(members, self._me)
+        if met := [members[id] for id in having if id not in known]:
+            text = (
+                "%s trains already, with another model than this node, which began alone with its own: both go "
+                "together from now on; to take the swarm's in place of it, stop this node and start it with --join %s"
+            )
+            LOGGER.warning(text, met[0].name, shown((met[0].host, met[0].port)))
+        known.update(members)
+        if having:
+            self._alone_among = None
 
     def _wake(self) -> None:
         self._news.set()
@@ -114,6 +131,7 @@ class CatchUp:
                     case OwnModel():
                         if self._awaited and self._alone():
                             LOGGER.warning("no member known before the restart answers: this node goes on alone")
+                        self._alone_among = set(self._members())
                         return None
                     case FetchFrom(givers):  # of another model, too: it refuses, saying what differs
                         told = told or await trio.to_thread.run_sync(digest, own, layout)

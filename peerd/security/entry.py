@@ -121,6 +121,10 @@ async def entered(told: Told, key: NodeKey, dial: Dial) -> Entry:
         except OSError as error:
             raise UserError(f"{told.state}: {error.strerror}") from None
         LOGGER.info("let in with a token in %.2f s; this node needs it no more", trio.current_time() - began)
+        made_at, here = certificates.made_at(got.chain[0]), wall_clock.now()
+        if here - made_at > certificates.CLOCKS_DIFFER:
+            told_late = "it is %s at the node that let this one in, and here %s: set the clocks of both machines"
+            LOGGER.warning(told_late, wall_clock.shown(made_at), wall_clock.shown(here))
         return _let_in(told, key, got, "a token")
     if told.joins:
         raise UserError(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager
 
 import trio
+from cryptography.x509 import Certificate
 
 from peerd.local.node_key import NodeKey
 from peerd.security import wall_clock
@@ -59,17 +60,8 @@ async def _ask(token: Token, key: NodeKey, dial: Dial, address: Address) -> Enro
     credentials = Newcomer()
     connection = await dial(credentials, address)
     try:
-        try:
-            first = await _answer(connection)
-        except _Refused as refused:  # of one that has shown no authority yet: it may be anybody
-            raise PeerError(f"{connection.remote}: {refused}") from None
-        if not isinstance(first, AuthorityShown):
-            raise PeerError(f"{connection.remote}: a {type(first).__name__} before anything was asked")
-        if credentials.shown is None:
-            raise PeerError(f"{connection.remote} has shown no certificate")
-        with _saying("its certificate is"):
-            authority = authority_shown(token, first, credentials.shown, wall_clock.now())
-        await connection.send(asked(token, key, credentials.shown))
+        leaf, authority = await _shown(token, connection, credentials)
+        await connection.send(asked(token, key, leaf))
         try:
             answer = await _answer(connection)
         except ConnectionLost as lost:
@@ -80,6 +72,33 @@ async def _ask(token: Token, key: NodeKey, dial: Dial, address: Address) -> Enro
             return checked(answer, key, [authority], wall_clock.now())
     finally:
         await connection.aclose()
+
+
+async def examine(token: Token, dial: Dial, address: Address) -> None:
+    """Whether who has the token would believe the node at this address; it is not used.
+
+    Raises Untrusted; PeerError where it lets nobody in; ConnectionLost.
+    """
+    credentials = Newcomer()
+    connection = await dial(credentials, address)
+    try:
+        await _shown(token, connection, credentials)
+    finally:
+        await connection.aclose()
+
+
+async def _shown(token: Token, connection: Connection, credentials: Newcomer) -> tuple[Certificate, Certificate]:
+    """The certificates of the other end and of its authority, which is the token's. Raises PeerError."""
+    try:
+        first = await _answer(connection)
+    except _Refused as refused:  # of one that has shown no authority yet: it may be anybody
+        raise PeerError(f"{connection.remote}: {refused}") from None
+    if not isinstance(first, AuthorityShown):
+        raise PeerError(f"{connection.remote}: a {type(first).__name__} before anything was asked")
+    if credentials.shown is None:
+        raise PeerError(f"{connection.remote} has shown no certificate")
+    with _saying("its certificate is"):
+        return credentials.shown, authority_shown(token, first, credentials.shown, wall_clock.now())
 
 
 async def _answer(connection: Connection) -> Message:
@@ -116,12 +135,15 @@ def _why_not(said: dict[Address, PeerError | ConnectionLost]) -> str:
     for address, error in said.items():
         where, what = shown(address), printable(str(error))
         answers.append(what if where in what else f"{where}: {what}")
-    if any(isinstance(error, ConnectionLost) for error in said.values()):
-        cure = "does the node that made the token run, and can this machine reach it?"
-    elif any("here it is" in str(error) for error in said.values()):
-        cure = "set the clocks of both machines"
-    elif any(isinstance(error, Untrusted) for error in said.values()):
-        cure = "is it another swarm's node, or was its authority replaced since (peerd rotate)? Then make another token"
-    else:
-        cure = "make another token with peerd token on that node"
-    return f"not let in: {'; '.join(answers)}; {cure}"
+    return f"not let in: {'; '.join(answers)}; {cure(said.values())}"
+
+
+def cure(errors: Collection[PeerError | ConnectionLost]) -> str:
+    """What may help where these kept a newcomer out."""
+    if any("here it is" in str(error) for error in errors):
+        return "set the clocks of both machines"
+    if any(isinstance(error, Untrusted) for error in errors):
+        return "is it another swarm's node, or was its authority replaced since (peerd rotate)? Then make another token"
+    if any(isinstance(error, ConnectionLost) for error in errors):
+        return "does the node that made the token run, and can this machine reach it?"
+    return "make another token with peerd token on that node"

@@ -1,7 +1,8 @@
 """What is a token? One line that lets a newcomer in: where to ask, whom to believe there, and a secret to show.
 
-It is `peerd1.` and base64url (RFC 4648) of the msgpack array [addresses, pin, id, secret, expiry]. The secret never
-travels: the newcomer shows that it knows it (HMAC-SHA256, RFC 2104), over all that was said before.
+It is `peerd1.` and base64url (RFC 4648) of the msgpack array [addresses, pin, id, secret, expiry], and of its CRC-32
+(RFC 1952), which tells a slip of whoever copies it. The secret never travels: the newcomer shows that it knows it
+(HMAC-SHA256, RFC 2104), over all that was said before.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import binascii
 import hashlib
 import hmac
 import re
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,7 +23,7 @@ from peerd.transport.errors import UserError
 from peerd.transport.ids import Address, NodeId
 
 PREFIX = "peerd1."
-PIN_BYTES, ID_BYTES, SECRET_BYTES, PROOF_BYTES = 32, 8, 16, 32
+PIN_BYTES, ID_BYTES, SECRET_BYTES, PROOF_BYTES, CHECK_BYTES = 32, 8, 16, 32, 4
 ADDRESSES_MAX = 8
 TEXT_MAX = 4096  # characters
 USES_MAX = 1024
@@ -49,7 +51,7 @@ class Token:
         """The line."""
         row = [[list(address) for address in self.addresses], self.pin, self.id, self.secret, self.expires]
         packed: bytes = msgpack.packb(row)
-        return PREFIX + base64.urlsafe_b64encode(packed).decode().rstrip("=")
+        return PREFIX + base64.urlsafe_b64encode(packed + _check(packed)).decode().rstrip("=")
 
 
 def parse(text: str) -> Token:
@@ -61,7 +63,10 @@ def parse(text: str) -> Token:
         if len(text) > TEXT_MAX:
             raise ValueError
         body = text.removeprefix(PREFIX).encode("ascii")
-        packed = base64.b64decode(body + b"=" * (-len(body) % 4), b"-_", validate=True)
+        whole = base64.b64decode(body + b"=" * (-len(body) % 4), b"-_", validate=True)
+        packed = whole[:-CHECK_BYTES]
+        if whole != packed + _check(packed):
+            raise ValueError
         row = msgpack.unpackb(packed, max_array_len=ADDRESSES_MAX, max_bin_len=64, max_str_len=255, max_map_len=0)
         addresses, pin, id, secret, expires = row
         found = Token(tuple((host, port) for host, port in addresses), pin, id, secret, expires)
@@ -70,6 +75,10 @@ def parse(text: str) -> Token:
     if not _is_whole(found) or found.pack() != text:  # one line for one token: nothing is hidden in it
         raise UserError(f"token: {_DAMAGED}")
     return found
+
+
+def _check(packed: bytes) -> bytes:
+    return zlib.crc32(packed).to_bytes(CHECK_BYTES, "big")
 
 
 def _is_whole(token: Token) -> bool:

@@ -424,3 +424,15 @@ def test_what_nobody_can_read_ends_no_training(machine: Machine, opened: Callabl
     node.trains()
     node.signal(signal.SIGINT)
     assert node.end() == 0
+
+
+def test_two_swarms_that_one_node_joins_become_one_and_who_began_alone_is_told(machine: Machine) -> None:
+    script = machine.script("train.py", TRAIN)
+    a, b = machine.start("a", script), machine.start("b", script, SEED="1")
+    a.trains()
+    b.trains()
+    machine.start("c", "--join", b.address, script, join=a)
+    for here, there in ((a, b), (b, a)):
+        here.sees(a="alive", b="alive")
+        here.says(f"{there.name} trains already, with another model than this node")
+        here.says(f"start it with --join {there.address}")

@@ -37,6 +37,7 @@ class FaultySwarm(RuleBasedStateMachine):
     def begin(self, seed: int, trigger: str) -> None:
         self.swarm = Swarm(World(seed), PLACES, Quadratic(seed, values=8), told=ModeSettings(trigger=trigger))
         self.heals: list[object] = []
+        self.first = 0  # where who founded the swarm is, whom all who come later are told of
         self.swarm.start(0, ())
         for place in (1, 2):
             self.swarm.start(place, (0,))
@@ -54,7 +55,9 @@ class FaultySwarm(RuleBasedStateMachine):
     )
     def start(self, place: int, fresh: bool, offset_s: float, drift: float) -> None:
         if place not in self.swarm.nodes:
-            seeds = [0, 1, 2] if self.swarm.nodes else []
+            if not self.swarm.nodes:
+                self.first = place
+            seeds = [0, 1, 2, self.first] if self.swarm.nodes else []
             self.swarm.start(place, seeds, fresh=fresh, clock=Clock(offset_s, 1 + drift))
             REACHED["start"] += 1
 
@@ -126,7 +129,7 @@ class FaultySwarm(RuleBasedStateMachine):
         assert left, "who leaves is gone by then, and not there when another seeks it"
         for place in range(PLACES):
             if place not in swarm.nodes:
-                swarm.start(place, (0, 1, 2))
+                swarm.start(place, (0, 1, 2, self.first))
         agreed = swarm.run(CONVERGE_S, swarm.agreed)
         views = {node.id: sorted(node.membership.members.items()) for node in swarm.nodes.values()}
         assert agreed, f"seed {swarm.world.seed}: no agreement after {CONVERGE_S} s: {views}"

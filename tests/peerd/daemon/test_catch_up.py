@@ -413,3 +413,32 @@ async def test_the_first_step_waits_for_enough_members_with_the_same_model(caplo
         assert not await unfinished(enough, 1)
     line = "the trainer waits: 2 of 3 members are ready; others join through h:1"
     assert [record.message for record in caplog.records] == [line] * 2
+
+
+@pytest.mark.parametrize(
+    ("seen", "told"),
+    [
+        (("b",), False),  # it has just come: it takes our model
+        (("b", "B"), False),
+        (("b", "B", "C"), False),  # it may have taken b's
+        (("B",), True),
+        (("b", "c", "D"), True),
+        (("d", "-d", "D"), False),  # it was away
+    ],
+)
+async def test_who_began_alone_and_meets_a_swarm_with_another_model_is_told(
+    seen: tuple[str, ...], told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Capitals have a model; with a minus they failed."""
+    async with swarm(has_seeds=False) as there:
+        assert not await there.fetched()
+        there.member("me", ready=True)
+        for one in seen:
+            state = State.FAILED if "-" in one else State.ALIVE
+            there.member(one[-1].lower(), state, ready=one.isupper())
+        there.member("me", ready=True)
+    lines = [record.message for record in caplog.records]
+    assert len(lines) == told
+    for line in lines:
+        assert line.startswith(f"node-{seen[-1].lower()} trains already, with another model than this node")
+        assert line.endswith("stop this node and start it with --join h:1")
