@@ -76,6 +76,7 @@ class GradientAllReduce(ModeClass):
         self._offer = Offer()
         self._outdated: int | None = None  # the trainer may not have the model yet that it took over, as of this step
         self._basis = 0  # the attempt that we agreed in last
+        self._averaged_at = -1  # of which step of our trainer's the last mean was
         self._lost: Vector | None = None  # what our encoding dropped, to be contributed
         self._again_at = math.inf  # when to come to a round again, after we had to withdraw
         self._partners: list[NodeId] = []
@@ -138,7 +139,7 @@ class GradientAllReduce(ModeClass):
     def _anew(self, now: float) -> list[Effect]:
         """To the others this member has just restarted: the model of the furthest comes to it."""
         self._gradient, self._lost, self._basis, self._again_at = None, None, 0, math.inf
-        self._summand = self._outdated = None
+        self._summand, self._outdated, self._averaged_at = None, None, -1
         self._offer = Offer()
         last, self._rounds = self._rounds, self._make()
         self._rounds.succeeds(last)
@@ -150,6 +151,8 @@ class GradientAllReduce(ModeClass):
         if report.finishing and not self._rounds.finished:
             self._gradient = None
             self._offer = Offer(report.step, copied=True)  # no later step will come
+            if report.step <= self._averaged_at:  # nor has that by the last mean
+                self._basis = 0
             outcomes += [Proceed(settled=False), *self._rounds.finish(True, now, self._offer)]
         elif report.published and self._gradient is not None:
             outcomes += self._rounds.copied(now)
@@ -278,7 +281,8 @@ class GradientAllReduce(ModeClass):
         effects: list[Effect] = []
         if begin.whole and begin.source != self._me and (begin.basis == 0 or begin.basis != self._basis):
             effects += self._take_over(committed.mean, begin.step)
-        self._basis = begin.attempt
+        # who has ended takes no step by this mean
+        self._basis = begin.attempt if begin.whole or self._gradient is not None else 0
         self._partners = [peer for peer in begin.roster if peer != self._me]
         if not begin.whole:  # a trainer that was told to end waits for no mean
             return ([Averaged(self._mean(committed))] if self._gradient is not None else []), []
@@ -301,6 +305,7 @@ class GradientAllReduce(ModeClass):
         """What the trainer goes on with, from the sum, put where its gradient was."""
         begin, summed, gradient = committed.begin, committed.mean, self._gradient
         assert gradient is not None, "nobody is in a round without a gradient"
+        self._averaged_at = self._offer.step
         self._gradient = self._summand = self._outdated = None
         self._offer = Offer()
         parameters = self._layout.parameters

@@ -482,7 +482,8 @@ class Rounds:
         attempt, self._attempt = self._attempt, None
         self._limit = order.limit
         self.round, self._agreed = attempt.begin.round, attempt.begin.attempt
-        self.given, self.settled = self._gives, attempt.begin.final
+        if self.finished:
+            self.given, self.settled = self._gives, attempt.begin.final
         self._enter(RoundPhase.READY if self.finished else RoundPhase.IDLE)
         self._counts["rounds"] += 1
         self._pace.round_took(now - self._round_since)

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from mode_swarm import ModeSwarm
 
 import peerd.training.room
@@ -197,3 +199,35 @@ def test_who_came_no_closer_at_a_runs_end_is_a_partner_of_the_next(mode: str) ->
             for partner in partners:
                 partner.progress.is_stuck = True
             swarm.begin_again(name)
+
+
+@settings(max_examples=40, deadline=None, print_blob=True)
+@given(overlap=st.sampled_from(["quorum", "blocking", "delayed", "hpsgd"]), until=st.integers(0, 70))
+@example(overlap="blocking", until=0)  # the others landed again and again where their first last round had them
+@example(overlap="blocking", until=12)  # it had missed how the last run ended, and nobody came to a round of its own
+@example(overlap="hpsgd", until=35)
+@example(overlap="quorum", until=40)
+def test_a_run_that_begins_while_the_last_one_ends_keeps_its_steps(overlap: str, until: int) -> None:
+    """Where the last round of the run before came late all that the next one had made was taken back, without end."""
+    swarm = ModeSwarm("allreduce", "abc", 30, robust=False, codec="float32", overlap=overlap, every=1)
+    swarm.all_hear()
+    swarm.settle()
+    swarm.train(8, lambda name: 0.01)
+    for name in "abc":
+        swarm.finish(name)
+    for turn in range(until):
+        if lines := swarm.waiting():
+            swarm.deliver(*lines[turn % len(lines)])
+    late = swarm.nodes["c"]
+    before, made = float(np.mean([node.x for node in swarm.nodes.values()])), -late.steps
+    swarm.begin_again("c")
+    for _ in range(12):
+        swarm.step("c", 1.0)
+        swarm.settle()
+        swarm.pass_time(0.15)
+        swarm.settle()
+    made += late.steps
+    assert made == 12
+    swarm.end()
+    assert swarm.spread() < 1e-3
+    assert abs(float(late.x.mean()) - before - made / 3) < 0.3

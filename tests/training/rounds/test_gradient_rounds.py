@@ -446,6 +446,50 @@ def test_who_ends_early_has_the_last_model_in_the_end() -> None:
     swarm.one_model()
 
 
+@settings(max_examples=60, deadline=None, print_blob=True)
+@given(who=st.sampled_from("abc"), until=st.integers(0, 80), seed=st.integers(0, 2**16))
+def test_who_ends_while_it_waits_for_a_mean_has_the_others_model_in_the_end(who: str, until: int, seed: int) -> None:
+    """They step by that mean, of which its gradient is a part."""
+    swarm = GradientSwarm("abc", seed=seed)
+    for _ in range(3):
+        for name in "abc":
+            swarm.step(name)
+        swarm.settle()
+    for name in "abc":
+        swarm.step(name)
+    for turn in range(until):
+        if lines := swarm.waiting():
+            swarm.deliver(*lines[turn % len(lines)])
+    swarm.nodes[who].waits = False
+    swarm.finish(who)
+    swarm.come_to(lambda name: name == who or not swarm.nodes[name].waits, lambda name: None)
+    swarm.end()
+    swarm.one_model()
+
+
+@pytest.mark.parametrize("who", ["a", "b", "c"])
+def test_who_ends_before_it_steps_by_a_mean_has_the_others_model_in_the_end(
+    who: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swarm = GradientSwarm("abc", seed=3)
+    go_on = swarm._go_on
+
+    def interrupted(name: str, mean: Vector) -> None:
+        if name == who and swarm.nodes[name].steps == 1:
+            swarm.nodes[name].waits = False
+        else:
+            go_on(name, mean)
+
+    monkeypatch.setattr(swarm, "_go_on", interrupted)
+    for _ in range(2):
+        for name in "abc":
+            swarm.step(name)
+        swarm.settle()
+    assert swarm.nodes[who].steps == 1
+    swarm.end()
+    swarm.one_model()
+
+
 @pytest.mark.one_run_in(3)
 @pytest.mark.cases(2)
 @pytest.mark.parametrize(
