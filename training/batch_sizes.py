@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median, median_low
+from statistics import median, median_high, median_low
 
 SHARES_MAX, SHARES_MIN = 4.0, 1 / 16
 """Times the median: a model that is worth more would be that of whoever claims to have the largest batches."""
@@ -49,12 +49,13 @@ class Work:
 def shares(works: Sequence[Work]) -> tuple[float, ...]:
     """Of each member's progress in the mean of a round, the largest 1; empty: all count alike.
 
-    Who does not say counts as the median of those who do, of two the lower one.
+    Who does not say counts as the median of those who do: of two sizes the lower one, and of two speeds the higher, for
+    who is as slow as that for its large batches is no more worth.
     """
     said = [work for work in works if work.is_said]
     if not said:
         return ()
-    usual = Work(median_low(work.samples for work in said), median_low(work.steps for work in said))
+    usual = Work(median_low(work.samples for work in said), median_high(work.steps for work in said))
     worths = [min(SHARES_MAX, max(SHARES_MIN, work.worth(usual))) for work in works]
     return () if max(worths) <= ALIKE * min(worths) else tuple(each / max(worths) for each in worths)
 

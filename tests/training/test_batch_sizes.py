@@ -61,7 +61,9 @@ def test_what_hardly_differs_is_one_size() -> None:
 def test_who_has_larger_batches_and_makes_fewer_steps_counts_as_others() -> None:
     usual = Work(8, 10)
     for steps in (5, 2, 0.1):
-        assert shares([Work(64, steps), usual, usual]) == ()
+        for slow in (1, 2):
+            assert shares([*slow * [Work(64, steps)], usual, usual]) == ()
+        assert shares([Work(64, steps), usual]) == (), "between two, too"
         assert share_of_pair(Work(64, steps), usual) == share_of_pair(usual, Work(64, steps)) == 1
     assert shares([Work(8, 80), usual, usual]) == (), "and who only makes more"
     assert shares([Work(64, 20), usual, usual]) == (1, 0.25, 0.25)

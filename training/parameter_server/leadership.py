@@ -416,7 +416,7 @@ class Leadership:
             update = pushed_values(shard.part, message.codec, message.chunks, server.weights)
             self._members.hear(sender, finishing=message.finishing)
             mark, training = Applied(sender, message.life, message.seq), self._members.training
-            server.take([mark], message.clock, update, training, message.rate)
+            server.take([mark], message.clock, update, training, message.rate, ended=self._members.ended)
         if message.wants_answer:
             server.owed[sender] = None
 

@@ -151,11 +151,12 @@ class ShardServer:
 
     def take(
         self, marks: Sequence[Applied], clock: int, update: Vector, training: frozenset[NodeId],
-        rate: float = DIFFERENCE,
+        rate: float = DIFFERENCE, *, ended: int = 0,
     ) -> None:  # fmt: skip
         """Count pushes made from one clock's weights in, of which `update` (scratch) is the sum, or drop them.
 
-        `rate` is the mean of their learning rates, if they are gradients.
+        `rate` is the mean of their learning rates, if they are gradients. So many workers have `ended`: as updates are
+        of fewer pushes since, each may have made one more.
         """
         staleness = max(0, self.clock - max(0, clock))
         for mark in marks:
@@ -165,7 +166,7 @@ class ShardServer:
             if len(self.come) > WORKERS_MAX:
                 del self.come[next(iter(self.come))]
         self.counts["pushes"] += len(marks)
-        drops = clock < 0 or staleness > self.rule.spread(len(training))
+        drops = clock < 0 or staleness > self.rule.spread(len(training)) + ended
         if counted := sum(not drops or (clock >= 0 and mark.worker in self.pulled) for mark in marks):
             self.staleness[staleness] += counted
         if drops:

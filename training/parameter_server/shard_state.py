@@ -41,6 +41,11 @@ class Members:
         """Workers that will push again."""
         return self.everyone - self.finished
 
+    @property
+    def ended(self) -> int:
+        """How many of those there are will push no more."""
+        return len(self.everyone & self.finished)
+
     def hear(self, worker: NodeId, *, finishing: bool) -> None:
         """Its push says whether its run has ended."""
         (self.finished.add if finishing else self.finished.discard)(worker)

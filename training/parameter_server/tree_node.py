@@ -132,7 +132,8 @@ class TreeRelay:
                 shard.outdated = True
                 return
             update = pushed_values(shard.part, message.codec, message.chunks, server.weights, len(message.parts))
-            server.take(message.parts, message.clock, update, self._members.training, message.rate)
+            members = self._members
+            server.take(message.parts, message.clock, update, members.training, message.rate, ended=members.ended)
             server.owed |= dict.fromkeys(part.worker for part in message.parts)
 
     # ---------------------------------------------------------------- down

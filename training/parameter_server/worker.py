@@ -100,11 +100,15 @@ class Worker:
         self.moved = norm_of_difference(moved)
         self.norm = norm_of_difference(self.base)
         moved += self._residual
-        if not (finite := _fits(moved)):
+        finite = _fits(moved)
+        waits = None if finite else self._residual.copy()
+        if not finite:
             moved.fill(0.0)  # the others must not wait for it
         for part in self.parts:
             part.moved = norm_of_difference(moved[part.where])
             self._push(part, moved, part.clock, DIFFERENCE, now)
+        if waits is not None:
+            self._residual = waits
         return finite
 
     def differentiate(self, gradient: Vector, rate: float, now: float) -> bool:

@@ -51,10 +51,11 @@ class Storm(RuleBasedStateMachine):
             update(server, updates)
 
         def note_dropped(
-            server: ShardServer, marks: list[Applied], clock: int, pushed: Vector, training: frozenset[str], rate: float
-        ) -> None:
+            server: ShardServer, marks: list[Applied], clock: int, pushed: Vector, training: frozenset[str],
+            rate: float, *, ended: int,
+        ) -> None:  # fmt: skip
             before = server.counts["pushes_dropped"]
-            take(server, marks, clock, pushed, training, rate)
+            take(server, marks, clock, pushed, training, rate, ended=ended)
             if server.counts["pushes_dropped"] > before:
                 self.dropped |= {(int(place) % PUSHES, float(pushed[place])) for place in np.flatnonzero(pushed)}
 
@@ -367,6 +368,22 @@ def test_who_has_finished_is_not_waited_for() -> None:
             swarm.step(name, 1.0)
         swarm.settle()
     assert swarm.nodes["b"].x[0] == 6.0
+
+
+@pytest.mark.parametrize("mode", ["async", "softsync:1", "softsync:4"])
+def test_last_pushes_count_though_others_have_ended(mode: str) -> None:
+    """Of equal workers that end one after the other each has made its last step by weights that all had."""
+    names = "abcdefghijklmnop"
+    swarm = ServerSwarm(mode, names)
+    for step in range(3):
+        for name in names:
+            swarm.step(name, np.eye(8)[0])
+            swarm.settle()
+            if step == 2:
+                swarm.finish(name)
+                swarm.settle()
+    swarm.end()
+    assert sum(node.core.counts["pushes_dropped"] for node in swarm.nodes.values()) == 0
 
 
 def test_a_trainer_that_goes_after_its_last_step_holds_nobody_up() -> None:

@@ -283,12 +283,17 @@ def test_a_gradient_that_is_not_finite_is_not_counted(topology: str) -> None:
     np.testing.assert_allclose(swarm.weights(), swarm.start - 0.6, rtol=WIRE, atol=WIRE)
 
 
-def test_what_was_dropped_of_earlier_gradients_outlives_one_that_is_not_finite() -> None:
-    worker = Worker("a", 1, Layout(8, 8), 2, "sign", np.zeros(8), Sgd())
+@pytest.mark.parametrize("gradients", [True, False])
+def test_what_was_dropped_before_outlives_a_push_that_is_not_finite(*, gradients: bool) -> None:
+    worker = Worker("a", 1, Layout(8, 8), 2, "sign", np.zeros(8), Sgd() if gradients else None)
     gradient = np.arange(8.0)
-    assert worker.differentiate(gradient, 0.1, 0.0)
-    assert not worker.differentiate(np.full(8, np.nan), 0.1, 1.0)
-    worker.differentiate(gradient, 0.1, 2.0)
+
+    def pushes(values: Vector, now: float) -> bool:
+        return worker.differentiate(values, 0.1, now) if gradients else worker.step(values, now)
+
+    assert pushes(gradient, 0.0)
+    assert not pushes(np.full(8, np.nan), 1.0)
+    pushes(gradient, 2.0)
     counted = np.zeros(8)
     for part in worker.parts:
         for push in (part.pushes[0], part.pushes[2]):
