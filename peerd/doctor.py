@@ -277,28 +277,29 @@ def _peer(peer: Address, told: Told | None) -> Iterator[Finding]:
         yield Finding("peer", "ok", f"{shown(peer)}: connected in {min(times) * 1e3:.2f} ms")
         mine = credentials(told) if told else None
         if told and mine is None:
-            yield from _lets_in(peer, told.token)
+            if told.token is not None:
+                yield _lets_in(peer, told.token)
             yield Finding("peer", "note", "no speed measured: members answer members only, and this is none yet")
         else:
             yield _speed(peer, mine)
 
 
-def _lets_in(peer: Address, token: Token | None) -> Iterator[Finding]:
-    async def examine(token: Token) -> None:
+def _lets_in(peer: Address, token: Token) -> Finding:
+    async def looked() -> Finding:
         async with trio.open_nursery() as nursery:
-            await newcomer.examine(token, lambda who, where: TcpTransport(nursery, credentials=who).dial(where), peer)
-            nursery.cancel_scope.cancel()
+            try:
+                await newcomer.examine(
+                    token, lambda who, where: TcpTransport(nursery, credentials=who).dial(where), peer
+                )
+            except Untrusted as error:
+                return Finding("peer", "fail", f"{shown(peer)}: {printable(str(error))}", newcomer.cure([error]))
+            except (PeerError, ConnectionLost) as error:  # another member may
+                return Finding("peer", "note", f"{shown(peer)} lets nobody in: {printable(str(error))}")
+            finally:
+                nursery.cancel_scope.cancel()
+        return Finding("peer", "ok", f"{shown(peer)} is of the token's authority")
 
-    if token is None:
-        return
-    try:
-        trio.run(examine, token, strict_exception_groups=False)
-    except Untrusted as error:
-        yield Finding("peer", "fail", f"{shown(peer)}: {printable(str(error))}", newcomer.cure([error]))
-    except (PeerError, ConnectionLost) as error:  # another member may issue
-        yield Finding("peer", "note", f"{shown(peer)} lets nobody in: {printable(str(error))}")
-    else:
-        yield Finding("peer", "ok", f"{shown(peer)} is of the token's authority")
+    return trio.run(looked)
 
 
 def _hangs_up(probe: socket.socket) -> bool:

@@ -6,14 +6,18 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import trio
 
+from peerd.carriers import Finding
 from peerd.daemon.cures import cured
 from peerd.daemon.node import Daemon, running
 from peerd.daemon.verbs import Verbs
+from peerd.doctor import _lets_in
 from peerd.local import identity
 from peerd.local.node_key import NodeKey
 from peerd.security import authority_folder, kept, wall_clock
@@ -219,6 +223,47 @@ async def test_nodes_of_one_user_share_the_new_authority(tmp_path: Path) -> None
         assert a.entry.issuer.authority.certificate == b.entry.trust.authorities[0]
         async with node(tmp_path, "c", join=(f"{host}:{port}",)) as (c, _):
             await current(c)
+
+
+async def test_doctor_says_whether_a_node_would_let_in_who_has_the_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def found(address: Address, line: str) -> Finding:
+        return await trio.to_thread.run_sync(_lets_in, address, parse(line))
+
+    async with node(tmp_path, "a") as (a, at):
+        line = await token_of(a)
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another"))
+        assert (await found(at, line)).state == "ok"
+        async with node(tmp_path, "b", token=line) as (_, near):
+            silent = await found(near, line)
+            assert silent.state == "note", "another address may"
+            assert "it issues no certificates" in silent.found
+        fails = await found(at, replace(parse(line), pin=bytes(32)).pack())
+        assert fails.state == "fail"
+        assert "its certificate is of another authority than the token's" in fails.found
+        assert "peerd rotate" in fails.cure
+        early = wall_clock.now() - timedelta(days=1)
+        monkeypatch.setattr(wall_clock, "now", lambda: early)
+        fails = await found(at, line)
+        assert (fails.state, fails.cure) == ("fail", "set the clocks of both machines")
+        assert a.reception is not None
+        assert a.reception.counts["enrolled"] == 1, "it asks for none"
+
+
+async def test_a_newcomer_whose_clock_is_ahead_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, ahead in (("b", timedelta(minutes=59)), ("c", timedelta(hours=25))):
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "users"))
+        async with node(tmp_path, "a") as (a, _):
+            line = await token_of(a)
+            monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another"))
+            own = SimpleNamespace(now=lambda ahead=ahead: wall_clock.now() + ahead, shown=wall_clock.shown)
+            monkeypatch.setattr("peerd.security.entry.wall_clock", own)
+            async with node(tmp_path, name, token=line):
+                told = [record.message for record in caplog.records if "set the clocks" in record.message]
+            assert len(told) == (name == "c")
 
 
 @pytest.mark.parametrize(

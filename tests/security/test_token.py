@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import stat
+import string
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,10 @@ def test_a_line_that_was_not_copied_whole_is_seen(data: st.DataObject) -> None:
         parse(line[: data.draw(st.integers(0, len(line) - 1))])
     with pytest.raises(UserError):
         parse(line + data.draw(st.text(min_size=1).filter(str.strip)))
+    at = data.draw(st.integers(len(token.PREFIX), len(line) - 1))
+    slip = data.draw(st.sampled_from(sorted({*string.ascii_letters, *string.digits, "-", "_"} - {line[at]})))
+    with pytest.raises(UserError, match="it is damaged, or was not copied whole"):
+        parse(line[:at] + slip + line[at + 1 :])
 
 
 @given(st.lists(st.tuples(NODES, st.booleans(), st.integers(0, 20))), st.integers(1, 3))
