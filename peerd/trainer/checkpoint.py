@@ -28,6 +28,8 @@ from torch import nn
 
 from peerd.local.being_written import being_written, leftovers
 from peerd.local.durable import flush, write
+from peerd.trainer import groups
+from peerd.trainer.groups import untensored
 from peerd.trainer.optimizers import kind
 from peerd.training.model.shards import taken_apart, whole
 
@@ -81,9 +83,10 @@ def capture(
     extra = {name: value for name, value in of_model.items() if name not in tensors and _is_exact(value)}
     if of_optimizer is None:
         return Generation(step, signature, tensors, None, extra)
-    groups = [{key: _untensored(value) for key, value in group.items()} for group in of_optimizer["param_groups"]]
+    settings = [{key: untensored(value) for key, value in group.items()} for group in of_optimizer["param_groups"]]
     plain: dict[str, Any] = {
-        "class": kind(optimizer), "param_groups": groups, "state": {}, "names": _names_of(model, optimizer),
+        "class": kind(optimizer), "param_groups": settings, "made": groups.made(optimizer), "state": {},
+        "names": _names_of(model, optimizer),
     }  # fmt: skip
     for index, entries in of_optimizer["state"].items():
         plain["state"][str(index)] = {
@@ -142,14 +145,15 @@ def _tensors(of_model: dict[str, Any], of_optimizer: dict[str, Any] | None) -> I
                 yield f"optimizer.{index}.{key}", value
 
 
-def _untensored(value: Any) -> Any:
-    """A learning rate may be a tensor; JSON has numbers, which hold every float exactly."""
-    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-
-
-def restore(generation: Generation, model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+def restore(
+    generation: Generation,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    tell: Callable[[str], None] = lambda _: None,
+) -> bool:
     """Load a generation; returns whether the optimizer's state came along: that of another optimizer stays behind.
 
+    `tell` gets the line on settings that are as the script has them now, not as the checkpoint does (groups.py).
     A frozen parameter that it does not have stays as the script made it. Raises Damaged when the model's tensors do not
     fit.
     """
@@ -180,14 +184,19 @@ def restore(generation: Generation, model: nn.Module, optimizer: torch.optim.Opt
             at = moved.get(int(index), int(index))
             held = parameters[at] if at < len(parameters) else value
             state.setdefault(at, {})[key] = taken_apart(value, held) if value.shape == held.shape else value
-    if (kept := _regrouped(plain["param_groups"], optimizer, moved) if moved else plain["param_groups"]) is None:
-        return False
-    groups = [_as_before(group, had) for group, had in zip(kept, optimizer.param_groups, strict=False)]
-    groups += kept[len(groups) :]
+    kept, then = plain["param_groups"], plain.get("made", [])
+    if moved:
+        if (places := _places_now(kept, optimizer, moved)) is None:
+            return False
+        kept = [{**kept[at], "params": sorted(inside)} for at, inside in places]
+        then = [then[at] if at < len(then) else {} for at, _ in places]
+    together, line = groups.merged(kept, then, optimizer)
     try:
-        optimizer.load_state_dict({"state": state, "param_groups": groups})
+        optimizer.load_state_dict({"state": state, "param_groups": together})
     except ValueError:  # it groups the parameters in another way
         return False
+    if line:
+        tell(f"the optimizer has {line}")
     return True
 
 
@@ -205,16 +214,16 @@ def _moved(before: list[str], now: list[str]) -> dict[int, int]:
     return {place: places[name] for place, name in enumerate(before)}
 
 
-def _regrouped(
+def _places_now(
     kept: list[dict[str, Any]], optimizer: torch.optim.Optimizer, moved: dict[int, int]
-) -> list[dict[str, Any]] | None:
-    """Each group at the place of the one that has its parameters now; None: they are grouped in another way."""
+) -> list[tuple[int, set[int]]] | None:
+    """Of each group now, which one had its parameters, and where they are; None: they are grouped in another way."""
     before = _places(len(group["params"]) for group in kept)
     now = [set(places) for places in _places(len(group["params"]) for group in optimizer.param_groups)]
     had = [{moved[place] for place in places} for places in before]
     if len(had) != len(now) or any(places not in had for places in now):
         return None
-    return [{**kept[had.index(places)], "params": sorted(places)} for places in now]
+    return [(had.index(places), places) for places in now]
 
 
 def _places(sizes: Iterable[int]) -> list[range]:
@@ -259,16 +268,6 @@ def _check_names(missing: Sequence[str], unknown: Sequence[str], may_lack: set[s
     if lacks or unknown:
         cause = f"it lacks {lacks[0]}" if lacks else f"it has {unknown[0]}, which the model has not"
         raise Damaged(f"does not fit this model: {cause}")
-
-
-def _as_before(group: dict[str, Any], had: dict[str, Any]) -> dict[str, Any]:
-    """With tensors where the optimizer has tensors of one value."""
-    return {
-        key: torch.full_like(old, value)
-        if isinstance(old := had.get(key), torch.Tensor) and isinstance(value, int | float)
-        else value
-        for key, value in group.items()
-    }
 
 
 def save(folder: Path, generation: Generation) -> Path:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from torch import nn
 from torch.optim import Optimizer
 
-from peerd.trainer import checkpoint
+from peerd.trainer import checkpoint, groups
 from peerd.trainer.optimizers import forget
 from peerd.trainer.ranks import RankCommand, Ranks
 from peerd.trainer.sharded import ShardedModel
@@ -49,6 +49,7 @@ class Follower:
         """Go through the final flush; nothing is said after it."""
         self.follow()
         self.alone = True
+        groups.let_go(self._optimizer)  # as rank 0 does
 
     def follow(self) -> None:
         """Go through what rank 0 went through in its last step."""

@@ -35,7 +35,7 @@ from peerd.protocol.trainer import (
     encoded,
 )
 from peerd.protocol.trainer_client import ClientState, TrainerClient
-from peerd.trainer import checkpoint
+from peerd.trainer import checkpoint, groups
 from peerd.trainer.checkpoint_writer import CheckpointWriter
 from peerd.trainer.figures import SAMPLES_MAX, Figures
 from peerd.trainer.gradient_hooks import GradientHooks
@@ -217,7 +217,7 @@ class Session:
         if isinstance(self.flat, ShardedModel):
             self.flat.about_to_resume(self._checkpoints, generation.step)
         try:
-            whole = checkpoint.restore(generation, self._model, self._optimizer)
+            whole = checkpoint.restore(generation, self._model, self._optimizer, say)
         except checkpoint.Damaged as error:
             say(f"checkpoint of step {generation.step} refused: {error}")
             return None
@@ -422,6 +422,7 @@ class Session:
         """Let go of the daemon."""
         if self.hooks is not None:
             self.hooks.remove()
+        groups.let_go(self._optimizer)
         self._socket.close()
         self._unpin()
 

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from peerd.local.local_socket import LocalSocket, find_node
-from peerd.trainer import checkpoint
+from peerd.trainer import checkpoint, groups
 from peerd.trainer.figures import Figures, FromGpus, clean
 from peerd.trainer.follower import Follower
 from peerd.trainer.optimizers import Optimizers, as_one
@@ -68,6 +68,7 @@ def attach(
             if is_first() and (socket := _connect()) is not None:
                 _give_up(socket)
         raise SystemExit(f"peerd: {error}") from None
+    groups.remember(optimizer)  # on every rank, before a checkpoint is loaded
     ranks = of_this_job(model)
     if ranks is not None and not ranks.leads:
         return Swarm(None, ranks, Follower(ranks, model, optimizer, exclude), momentum)
