@@ -28,7 +28,7 @@ from torch import nn
 
 from peerd.local.being_written import being_written, leftovers
 from peerd.local.durable import flush, write
-from peerd.trainer import groups
+from peerd.trainer import groups, states
 from peerd.trainer.groups import untensored
 from peerd.trainer.optimizers import kind
 from peerd.training.model.shards import taken_apart, whole
@@ -166,9 +166,10 @@ def restore(
     may_lack = {name for name, held in model.named_parameters(remove_duplicate=False) if not held.requires_grad}
     _check_before(weights, there, model, may_lack)
     try:
-        missing, unknown = model.load_state_dict(weights, strict=False)
-    except RuntimeError as error:
-        raise Damaged(f"does not fit this model: {str(error).splitlines()[0]}") from None
+        missing, unknown = states.load(model, weights, there)
+    except Exception as error:  # of a class's own code, too
+        why = next(iter(str(error).splitlines()), "")
+        raise Damaged(f"does not fit this model: {why or type(error).__name__}") from None
     _check_names(missing, unknown, may_lack)
     plain = generation.optimizer
     if plain is None or plain["class"] != kind(optimizer):

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from peerd.local.durable import flush
+from peerd.trainer.states import tensors_held
 from peerd.training.model.pieces import Piece
 from peerd.training.model.shards import is_sharded
 from peerd.training.model.transfers import wait_for
@@ -85,7 +86,7 @@ class Rest:
         self._tensors: dict[str, torch.Tensor] = {}
         self._no_tensors: list[str] = []
         first: dict[int, str] = {}
-        for name, value in model.state_dict(keep_vars=True).items():
+        for name, value in tensors_held(model).items():
             if not isinstance(value, torch.Tensor):
                 self._no_tensors.append(name)
                 continue

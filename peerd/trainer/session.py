@@ -45,6 +45,7 @@ from peerd.trainer.ranks import RankCommand, Ranks
 from peerd.trainer.rest import FrozenBase, Rest
 from peerd.trainer.say import say
 from peerd.trainer.sharded import ShardedModel, has_shards
+from peerd.trainer.states import require_state
 from peerd.training.model.flat import FlatModel
 from peerd.training.model.gradient_parts import GradientParts
 from peerd.training.model.gradients import FlatGradients
@@ -95,6 +96,7 @@ class Session:
             )
         self._states: OptimizerState | None = None  # where it is a part of the model
         try:
+            require_state(model)
             if has_shards(model) and ranks is not None:
                 ranks.say(RankCommand.COMES)
                 self.flat = ShardedModel(model, optimizer, ranks, exclude)
