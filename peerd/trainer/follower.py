@@ -57,9 +57,11 @@ class Follower:
             return
         command, step = self._take_part()
         happened = step if command == RankCommand.ALONE else command
-        if happened in (RankCommand.CHANGED, RankCommand.ROLLED_BACK) and self._shards is None:
+        if happened == RankCommand.CHANGED and self._shards is None:
             self._ranks.share(self._flat)
         if happened == RankCommand.ROLLED_BACK:
+            if self._shards is None:
+                self._ranks.share_restored(self._flat)
             forget(self._optimizer)
         self.alone = command in (RankCommand.ALONE, RankCommand.STOP)
         if command == RankCommand.STOP:

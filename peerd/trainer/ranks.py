@@ -70,6 +70,14 @@ class Ranks:
         """Give every rank rank 0's model, to the bit."""
         flat.pass_on(lambda values: distributed.broadcast(values, 0), self.device)
 
+    def share_restored(self, flat: FlatModel) -> None:
+        """The same after a rollback, which has put back what is private, too."""
+        self.share(flat)
+        for tensor in flat.private.tensors:
+            values = tensor.to(self.device).contiguous()
+            distributed.broadcast(values, 0)
+            tensor.copy_(values)
+
     def share_path(self, path: Path | None) -> Path | None:
         """Rank 0's path, on every rank; None stays None."""
         text = str(path).encode()[:PATH_BYTES_MAX] if path is not None else b""

@@ -156,7 +156,7 @@ class ShardedModel:
         _reshard(self._model)
         distances = self._shards.distances().to(self._ranks.device, torch.float64)
         squares = (distances**2 / self._copies[: len(distances)]).sum()
-        both = torch.stack([squares, self._shards.nonfinite_buffers().to(squares)])
+        both = torch.stack([squares, self._shards.nonfinite_rest().to(squares)])
         distributed.all_reduce(both)
         return both[0].sqrt() + both[1]
 

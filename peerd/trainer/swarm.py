@@ -345,9 +345,16 @@ class Swarm:
             return
         self._ranks.others = self._others
         self._ranks.say(command, self.step_count)
+        self._share(self._ranks, command)
+
+    def _share(self, ranks: Ranks, happened: RankCommand) -> None:
         flat = self._session.flat if self._session is not None else None
-        if command in (RankCommand.CHANGED, RankCommand.ROLLED_BACK) and isinstance(flat, FlatModel):
-            self._ranks.share(flat)
+        if not isinstance(flat, FlatModel):
+            return
+        if happened == RankCommand.CHANGED:
+            ranks.share(flat)
+        elif happened == RankCommand.ROLLED_BACK:
+            ranks.share_restored(flat)
 
     def _stop(self) -> None:
         self._lead(RankCommand.STOP)
@@ -359,8 +366,7 @@ class Swarm:
         if self._ranks is not None and self._session is not None:
             before = self._session.take_command()  # what came before it went is everybody's
             self._ranks.say(RankCommand.ALONE, before)
-            if before != RankCommand.GO_ON and isinstance(self._session.flat, FlatModel):
-                self._ranks.share(self._session.flat)
+            self._share(self._ranks, before)
         self._close()
 
     def _drop_momentum(self) -> None:

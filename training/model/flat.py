@@ -30,6 +30,7 @@ from peerd.training.model.apart import distinct, overlapping
 from peerd.training.model.masters import EXACT, StateMasters, masters_of, strangers_of
 from peerd.training.model.names import buffers_of, matching, parameters_of
 from peerd.training.model.pieces import Piece, variances_in, variances_of
+from peerd.training.model.private import Private
 from peerd.training.model.published import PART_ON_CPU, PART_ON_GPU, Published, parts_of
 from peerd.training.model.shards import is_sharded, shard_of
 from peerd.training.model.signature import described, signature_of, type_name
@@ -104,6 +105,7 @@ class FlatModel:
         self._trainable = len(shared)
         self._states: Callable[[], dict[str, torch.Tensor]] = dict
         self._published = Published(self.pieces, self.total, self.device)
+        self.private = Private(model, optimizer, private, self.pieces)
 
     def share_states(self, states: Callable[[], dict[str, torch.Tensor]]) -> None:
         """Have the optimizer's state at the end of the vector, too: `states` gives its tensors as they are then."""
@@ -127,6 +129,7 @@ class FlatModel:
         """Make the model as it is now the base that `change` measures from: as it is published."""
         self.look_again()
         self._published.keep()
+        self.private.keep()
 
     def kept(self, index: int) -> torch.Tensor:
         """That base of one piece, float32 values, shape (count,), where it lives."""
@@ -152,11 +155,11 @@ class FlatModel:
     def change(self) -> torch.Tensor:
         """||x - base|| over the parameters: a 0-dimensional result on the device.
 
-        Not finite when a parameter or a buffer is not: BatchNorm's statistics may be spoilt by a batch that left no
-        gradient.
+        Not finite when a parameter or a buffer is not, a private one, too: BatchNorm's statistics may be spoilt by a
+        batch that left no gradient.
         """
         norm: torch.Tensor = torch.linalg.vector_norm(self.distances())
-        return norm + self.nonfinite_buffers() if len(self.pieces) > self._trainable else norm
+        return norm + self.nonfinite_rest()
 
     @torch.no_grad()
     def distances(self) -> torch.Tensor:
@@ -173,11 +176,11 @@ class FlatModel:
         return torch.stack(norms)
 
     @torch.no_grad()
-    def nonfinite_buffers(self) -> torch.Tensor:
-        """0 when all buffers are finite, else NaN."""
+    def nonfinite_rest(self) -> torch.Tensor:
+        """0 when all buffers, and what is private, are finite, else NaN."""
         # of all reductions the largest magnitude is the one that never overflows
         buffers = [piece.tensor for piece in self.pieces[self._trainable :] if piece.stop > piece.start]
-        peaks = [torch.linalg.vector_norm(buffer, ord=math.inf) for buffer in buffers]
+        peaks = [*(torch.linalg.vector_norm(buffer, ord=math.inf) for buffer in buffers), *self.private.peaks()]
         zeros = [0 * peak.to(self.device, torch.float32) for peak in peaks]
         return torch.stack(zeros).sum() if zeros else torch.zeros((), dtype=torch.float32, device=self.device)
 
@@ -247,8 +250,9 @@ class FlatModel:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """x = base: go back to the last published copy."""
+        """x = base: go back to the last published copy, and what is private to what it was then."""
         self.look_again()
+        self.private.restore()
         for piece, base in zip(self.pieces, self._published.values, strict=True):
             if piece.is_low_parameter:
                 piece.source.copy_(base.view(piece.source.shape))

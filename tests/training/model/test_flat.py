@@ -58,7 +58,7 @@ def test_what_a_script_makes_its_tensors_of_changes_nothing(default: torch.dtype
         after = flat.gather()
         passed: list[torch.dtype] = []
         flat.pass_on(lambda values: passed.append(values.dtype), torch.device("cpu"))
-        finite = flat.nonfinite_buffers()
+        finite = flat.nonfinite_rest()
         rates = OptimizerState(optimizer, flat.pieces).tensors()["optimizer.lr"]
     finally:
         torch.set_default_dtype(torch.float32)

@@ -1,0 +1,88 @@
+"""What does a rollback put back beside the shared model? What is trained or counted on this node alone.
+
+That is private parameters and float buffers, and what else the optimizer steps. A bad batch spoils them with the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from peerd.training.model.names import buffers_of, parameters_of
+from peerd.training.model.pieces import Piece
+from peerd.training.model.shards import shard_of
+
+
+class Private:
+    """Of one model; it costs nothing where there is nothing."""
+
+    def __init__(self, model: nn.Module, optimizer: Any, names: Collection[str], pieces: Iterable[Piece]) -> None:
+        """`names` are those of private tensors, `pieces` what is shared."""
+        self._model, self._optimizer, self._names = model, optimizer, names
+        self._shared = {id(tensor) for piece in pieces for tensor in (piece.held, piece.master)}
+        self._copies: dict[str, torch.Tensor] = {}
+        self._odd = {name for name, tensor in self._tensors.items() if not bool(tensor.isfinite().all())}
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All, in one order on all ranks: what of them is in this process, to be written."""
+        return list(self._tensors.values())
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """They are what to go back to."""
+        tensors = self._restorable
+        for gone in self._copies.keys() - tensors.keys():
+            del self._copies[gone]
+        for name, tensor in tensors.items():
+            copy = self._copies.get(name)
+            if copy is not None and (copy.shape, copy.dtype, copy.device) == (
+                tensor.shape,
+                tensor.dtype,
+                tensor.device,
+            ):
+                copy.copy_(tensor)
+            else:
+                self._copies[name] = tensor.clone()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Be as at the last `keep`."""
+        for name, tensor in self._restorable.items():
+            if (copy := self._copies.get(name)) is not None and copy.shape == tensor.shape:
+                tensor.copy_(copy)
+
+    @torch.no_grad()
+    def peaks(self) -> list[torch.Tensor]:
+        """The largest magnitude in each, where it is."""
+        return [
+            torch.linalg.vector_norm(tensor, ord=math.inf) for tensor in self._restorable.values() if tensor.numel()
+        ]
+
+    @property
+    def _restorable(self) -> dict[str, torch.Tensor]:
+        """Without those that were not finite when the trainer attached, such as masks."""
+        return {name: tensor for name, tensor in self._tensors.items() if name not in self._odd}
+
+    @property
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """As they are now: by name, and by their places in the optimizer what the model lacks."""
+        groups = getattr(self._optimizer, "param_groups", None) or []
+        stepped = [tensor for group in groups for tensor in group["params"]]
+        if not self._names and self._shared.issuperset(map(id, stepped)):
+            return {}
+        parameters, buffers = parameters_of(self._model), buffers_of(self._model)
+        trained = {name: one for name, one in parameters.items() if one.requires_grad}
+        found = {name: one for name, one in {**trained, **buffers}.items() if name in self._names}
+        known = self._shared | set(map(id, parameters.values()))
+        found |= {f"stepped {at}": tensor for at, tensor in enumerate(stepped) if id(tensor) not in known}
+        return {name: shard_of(one) for name, one in found.items() if _is_plain(one)}
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    odd = tensor.is_quantized or tensor.is_meta or tensor.layout != torch.strided
+    return tensor.is_floating_point() and tensor.itemsize > 1 and not odd
