@@ -116,6 +116,11 @@ class GradientHooks:
 
     def _on_step(self, part: Optimizer, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any] | None:
         """A closure makes the gradients within the step: what is to come after them comes after each call of it."""
+        if torch._C._current_graph_task_id() >= 0:
+            raise SystemExit(
+                "peerd: an optimizer steps within the backward pass, by a gradient that was not exchanged: step after "
+                "it, or exchange weights"
+            )
         closure = named.get("closure", given[1] if len(given) > 1 else None)
         if not callable(closure):
             self._before_update(part)

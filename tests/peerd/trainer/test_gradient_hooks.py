@@ -91,6 +91,30 @@ def test_gradients_that_no_backward_pass_made_are_exchanged_as_the_optimizer_ste
     assert exchange.count == 2
 
 
+@pytest.mark.parametrize("before", [False, True])
+def test_an_optimizer_that_steps_within_the_backward_pass_ends_the_script(before: bool) -> None:
+    model = normed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def hook(_: torch.Tensor) -> None:
+        optimizer.step()
+
+    def step_within() -> None:
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    if before:
+        step_within()
+    GradientHooks(FlatModel(model), optimizer, exchange := Counting(), *NO_PARTS)
+    if not before:
+        step_within()
+    weights = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(SystemExit, match="steps within the backward pass, by a gradient that was not exchanged"):
+        backward(model)
+    assert exchange.count == 0
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), weights, strict=True))
+
+
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("finite", [False, True])
 def test_a_closures_gradients_are_exchanged_once_and_stepped_by_only_where_they_are_finite(
