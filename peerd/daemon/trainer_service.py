@@ -305,9 +305,10 @@ class TrainerService:
             return "this node is leaving the swarm"
         if self._runner.session is not None:
             if isinstance(comes, Attach) and comes.pid == self._runner.session.facts.pid:
-                return (
-                    "this script is attached already: give all models in one attach([a, b], [optimizer_a, optimizer_b])"
-                )
+                several = "several models go in one attach([a, b], [optimizer_a, optimizer_b])"
+                earlier = "for another training call swarm.finish() on the earlier one first"
+                cures = (earlier, several) if comes.signature == self.signature else (several, earlier)
+                return f"this script is attached already: {'; '.join(cures)}"
             return f"a trainer (pid {self._runner.session.facts.pid}) is attached to this node already"
         if not isinstance(comes, Attach) or not connection.fds:
             return "the script's peerd and the daemon's do not understand each other: are they of one version?"

@@ -471,18 +471,22 @@ async def test_an_attach_without_memory_is_refused(tmp_path: Path) -> None:
         assert "do not understand each other" in (await trainer.hear("error"))["error"]
 
 
-@pytest.mark.parametrize("again", [False, True])
-async def test_a_second_trainer_is_refused_while_there_is_one(tmp_path: Path, again: bool) -> None:
+@pytest.mark.parametrize(("again", "alike"), [(False, True), (True, True), (True, False)])
+async def test_a_second_trainer_is_refused_while_there_is_one(tmp_path: Path, again: bool, alike: bool) -> None:
     node = Node(tmp_path)
     with script() as first, script() as second:
         async with running(node) as nursery:
             nursery.start_soon(first.serve, node)
             await first.hear("welcome")
             second.attach["pid"] = 1234 if again else 1235
+            if not alike:
+                second.attach["signature"] = "another"
             nursery.start_soon(second.serve, node)
             refusal = (await second.hear("error"))["error"]
-            if again:
-                assert refusal.startswith("this script is attached already: give all models in one attach(")
+            if again:  # what is the likelier cause comes first
+                likelier = "for another training call swarm.finish()" if alike else "several models go in one attach("
+                assert refusal.startswith(f"this script is attached already: {likelier}")
+                assert "swarm.finish()" in refusal
             else:
                 assert refusal == "a trainer (pid 1234) is attached to this node already"
             assert node.side.meta.expects
