@@ -62,6 +62,8 @@ COPY_EVERY = 200  # times what a copy takes: how old the daemon's may be, as it 
 COPY_EVERY_MIN_S = 1.0
 BATCHES = 100  # of which the usual size counts
 
+_TRAINED: set[Path] = set()
+"""Where nodes with which this process has trained keep checkpoints: a node holds one model, whoever comes next."""
 
 Expected = TypeVar("Expected", bound=Said)
 
@@ -199,6 +201,11 @@ class Session:
                 self._put_passed_aside()
         if restored is not None:
             _say_restored(*restored, model_too=start.load is None)
+        if self.step and self._checkpoints in _TRAINED:
+            say(
+                f"this training goes on from step {self.step} with the model of the one before it in this script; "
+                "another one (another fold or seed) wants a node of its own: PEERD_RUN=NAME peerd start --name NAME"
+            )
         for message in self._early:
             self._obey(message)
         self._watch.copied()
@@ -425,6 +432,7 @@ class Session:
         if self.hooks is not None:
             self.hooks.remove()
         groups.let_go(self._optimizer)
+        _TRAINED.add(self._checkpoints)
         self._socket.close()
         self._unpin()
 

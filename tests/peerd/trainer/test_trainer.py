@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import socket
 import time
 from collections.abc import Awaitable, Callable
@@ -108,6 +109,30 @@ def test_a_run(path: Path) -> None:
     assert status is not None
     assert (status.step, status.samples, status.loss, status.metrics) == (5, 40, 1.5, {"accuracy": 0.5})
     assert (status.phase, status.rollbacks, status.lr) == ("finished", 0, 0.01)
+
+
+def test_a_training_after_another_in_one_script_is_told_that_it_goes_on(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told: list[list[str]] = []
+
+    def script() -> None:
+        for _ in range(3):
+            with peerd.attach(*normed()) as swarm:
+                told.append(re.findall("this training .*", capsys.readouterr().err))
+                for _ in swarm.steps(4 * len(told)):
+                    swarm.step()
+
+    with_daemon(path, script)
+    cure = "another one (another fold or seed) wants a node of its own: PEERD_RUN=NAME peerd start --name NAME"
+    assert told[0] == []
+    for count in (1, 2):
+        step = 4 * count
+        goes_on = f"this training goes on from step {step} with the model of the one before it in this script"
+        assert told[count] == [f"{goes_on}; {cure}"]
+    session._TRAINED.clear()  # as in a process that was started again
+    with_daemon(path, script)
+    assert told[3] == []
 
 
 def test_a_process_group_that_is_made_after_attach_ends_the_script(path: Path) -> None:
