@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from peerd.transport.hello import Refused
+
+BUFFERS_NAMED_MAX = 4  # in one line
 
 CURES = {
     "protocol": "install one version of peerd on all nodes",
@@ -25,6 +29,19 @@ def cured(failure: Exception) -> str:
     model = failure.field == "model"
     cure = cure_of_model(failure.here, failure.there) if model else CURES.get(failure.field)
     return f"{failure}; {cure}" if cure is not None else str(failure)
+
+
+def cure_of_buffers(lines: Sequence[str], others: Sequence[str]) -> str | None:
+    """What to do where two models differ in nothing but which of their buffers are shared; None: in something else."""
+    odd = {*lines} ^ {*others}
+    names = sorted({line.split(" ")[0] for line in odd})
+    if not odd or len(names) < len(odd) or not all(line.endswith(" buffer") for line in odd):
+        return None
+    shown = [f'"{name}"' for name in names[:BUFFERS_NAMED_MAX]] + ["..."] * (len(names) > BUFFERS_NAMED_MAX)
+    return (
+        f"a buffer that holds an infinity as its script attaches is not shared: exclude=[{', '.join(shown)}] in "
+        "peerd.attach keeps it private whatever it holds"
+    )
 
 
 def cure_of_model(one: str, other: str) -> str:

@@ -19,7 +19,7 @@ import trio
 
 from peerd.daemon.catch_up import CatchUp
 from peerd.daemon.control import LocalConnection
-from peerd.daemon.cures import cure_of_model
+from peerd.daemon.cures import cure_of_buffers, cure_of_model
 from peerd.daemon.mode_runner import ModeRunner
 from peerd.daemon.peers import Peers
 from peerd.daemon.plan_follower import PlanFollower
@@ -322,7 +322,8 @@ class TrainerService:
             theirs, ours = comes.tensors, self.tensors
             lines = zip([*theirs, "nothing"], [*ours, "nothing"], strict=False)
             differing = next(((a, b) for a, b in lines if a != b), ("another signature", "one"))
-            cure = f"{cure_of_model(*differing)}, or peerd leave and start this node anew"
+            cure = cure_of_buffers(theirs, ours) or cure_of_model(*differing)
+            cure = f"{cure}, or peerd leave and start this node anew"
             return f"this node holds another model: {differing[1]} here, {differing[0]} in the script; {cure}"
         return None
 

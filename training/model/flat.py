@@ -28,7 +28,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from peerd.training.model.apart import distinct, overlapping
 from peerd.training.model.masters import EXACT, StateMasters, masters_of, strangers_of
-from peerd.training.model.names import buffers_of, matching, parameters_of
+from peerd.training.model.names import buffers_of, matching, parameters_of, ranges_of
 from peerd.training.model.pieces import Piece, variances_in, variances_of
 from peerd.training.model.private import Private
 from peerd.training.model.published import PART_ON_CPU, PART_ON_GPU, Published, parts_of
@@ -68,7 +68,8 @@ class FlatModel:
                 raise ValueError(
                     f"parameter {name} is {type_name(parameter)}: only real floating-point ones can be averaged"
                 )
-        averaged = {name: b for name, b in buffers.items() if _is_averaged(b) and name not in private}
+        left_out = private | ranges_of(model)  # which begin infinite, and are not once there was a batch
+        averaged = {name: b for name, b in buffers.items() if _is_averaged(b) and name not in left_out}
         written = distinct(averaged)
         if (twice := overlapping({**shared, **written})) is not None:
             raise ValueError(

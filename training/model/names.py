@@ -25,6 +25,7 @@ _WRAPS_AS = {
     ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper"): "_checkpoint_wrapped_module",
 }
 """By the names of the classes: importing them takes seconds, and who has such a module has loaded them."""
+_OBSERVER = "torch.ao.quantization.observer", "ObserverBase"
 
 
 def walk(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
@@ -72,6 +73,16 @@ def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
         for _, plain, module in walk(model)
         for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set
+    }
+
+
+def ranges_of(model: nn.Module) -> set[str]:
+    """The buffers of torch's observers for quantization: what each has seen."""
+    return {
+        plain + name
+        for _, plain, module in walk(model)
+        for name in module._buffers
+        if any((kind.__module__, kind.__name__) == _OBSERVER for kind in type(module).__mro__)
     }
 
 

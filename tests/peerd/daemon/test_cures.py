@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from peerd.daemon.cures import CURES, cure_of_model, cured
+from peerd.daemon.cures import CURES, cure_of_buffers, cure_of_model, cured
 from peerd.transport.connection import ConnectionLost
 from peerd.transport.hello import Refused, first_difference
 from peerd.transport.messages import Hello, Refuse
@@ -31,6 +31,17 @@ def test_where_models_differ_both_ends_are_told_what_to_do(mine: str, theirs: st
     for one, other in ((mine, theirs), (theirs, mine)):
         assert cure in cure_of_model(one, other)
         assert cure in cured(Refused("told", Refuse("model", one, other)))
+
+
+def test_a_buffer_that_one_of_them_shares_alone_is_named() -> None:
+    model = ["w float32 2", "a.mean float32 2 buffer"]
+    low, high = "a.low float32 scalar buffer", "a.high float32 scalar buffer"
+    for one, other in ((model, [model[0], low, model[1], high]), ([low, high, *model], model)):
+        assert 'exclude=["a.high", "a.low"] in peerd.attach' in str(cure_of_buffers(one, other))
+    many = [f"a.{at} float32 scalar buffer" for at in range(9)]
+    assert 'exclude=["a.0", "a.1", "a.2", "a.3", ...]' in str(cure_of_buffers(model, model + many))
+    for others in (model, ["w float32 3", model[1]], [model[0], "a.mean float32 3 buffer"]):
+        assert cure_of_buffers(model, others) is None
 
 
 def test_every_field_that_may_differ_has_a_cure() -> None:

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.ao.quantization import MinMaxObserver
 
 from peerd.training.model.flat import FlatModel
 
@@ -171,3 +172,13 @@ def test_a_float8_buffer_is_left_alone() -> None:
     assert [piece.name for piece in flat.pieces if piece.is_buffer] == []
     flat.shift(torch.ones(flat.total))
     assert math.isfinite(flat.change())
+
+
+def test_what_an_observer_has_seen_changes_nothing_of_what_is_shared() -> None:
+    signatures = []
+    for batches in (0, 1):
+        model = nn.Sequential(nn.Linear(2, 2), MinMaxObserver())  # its range begins at its ends' infinities
+        for _ in range(batches):
+            model(torch.ones(3, 2))
+        signatures.append(FlatModel(model).signature)
+    assert signatures[0] == signatures[1]
