@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from peerd.training.model.names import buffers_of, parameters_of
 from peerd.training.model.pieces import Piece
@@ -25,6 +26,7 @@ class Private:
         self._model, self._optimizer, self._names = model, optimizer, names
         self._shared = {id(tensor) for piece in pieces for tensor in (piece.held, piece.master)}
         self._copies: dict[str, torch.Tensor] = {}
+        self._none_of = -1  # of so many tensors that are stepped none is private: each step asks
         self._odd = {name for name, tensor in self._tensors.items() if not bool(tensor.isfinite().all())}
 
     @property
@@ -56,12 +58,12 @@ class Private:
             if (copy := self._copies.get(name)) is not None and copy.shape == tensor.shape:
                 tensor.copy_(copy)
 
-    @torch.no_grad()
     def peaks(self) -> list[torch.Tensor]:
         """The largest magnitude in each, where it is."""
-        return [
-            torch.linalg.vector_norm(tensor, ord=math.inf) for tensor in self._restorable.values() if tensor.numel()
-        ]
+        if not (tensors := self._restorable):
+            return []
+        with torch.no_grad():
+            return [torch.linalg.vector_norm(tensor, ord=math.inf) for tensor in tensors.values() if tensor.numel()]
 
     @property
     def _restorable(self) -> dict[str, torch.Tensor]:
@@ -72,8 +74,11 @@ class Private:
     def _tensors(self) -> dict[str, torch.Tensor]:
         """As they are now: by name, and by their places in the optimizer what the model lacks."""
         groups = getattr(self._optimizer, "param_groups", None) or []
+        if (count := sum(len(group["params"]) for group in groups)) == self._none_of:
+            return {}
         stepped = [tensor for group in groups for tensor in group["params"]]
         if not self._names and self._shared.issuperset(map(id, stepped)):
+            self._none_of = count
             return {}
         parameters, buffers = parameters_of(self._model), buffers_of(self._model)
         trained = {name: one for name, one in parameters.items() if one.requires_grad}
@@ -84,5 +89,7 @@ class Private:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
+    if is_lazy(tensor):  # it has no values yet
+        return False
     odd = tensor.is_quantized or tensor.is_meta or tensor.layout != torch.strided
     return tensor.is_floating_point() and tensor.itemsize > 1 and not odd
