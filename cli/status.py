@@ -93,6 +93,8 @@ def _view(answer: dict[str, Any]) -> RenderableType:
     lines = [Text(printable(_headline(answer)))]
     if answer["crash"]:
         lines.append(Text(printable(answer["crash"])))
+    if answer["address_gone"]:
+        lines.append(Text(printable(_address_gone(answer))))
     if trainer := answer["trainer"]:
         lines.append(Text(f"step {trainer['step']}; {answer['counts'].get(_unit(answer), 0)} {_unit(answer)}"))
     return Group(*lines, *([plain_table(*_links(answer))] if answer["links"] else []))
@@ -124,6 +126,8 @@ def _print_text(answer: dict[str, Any]) -> None:
     echo(f"sent {sent}, received {received}; {whole} model{'s' * (whole != 1)} sent whole")
     if rate := answer["budget_bytes_s"]:
         echo(f"budget {8 * rate / 1e6:g} Mbit/s; sends waited {_seconds(answer['budget_waited_s'])} for it, together")
+    if answer["address_gone"]:
+        echo(_address_gone(answer))
     if (lost := answer["relay_lost_s"]) is not None:
         echo(f"nobody can dial this node: no relay for {_seconds(lost)}; the log says why")
     if relayed := answer["relayed_bytes"]:
@@ -149,6 +153,12 @@ def _print_text(answer: dict[str, Any]) -> None:
 def _headline(answer: dict[str, Any]) -> str:
     members = ", ".join(f"{count} {state}" for state, count in answer["members"].items() if count)
     return f"{answer['name']}: {answer['phase']}; mode: {answer['mode']}; members: {members}"
+
+
+def _address_gone(answer: dict[str, Any]) -> str:
+    from peerd.process.own_address import cure_of
+
+    return cure_of(answer["address_gone"])
 
 
 def _unit(answer: dict[str, Any]) -> str:

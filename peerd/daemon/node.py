@@ -28,6 +28,7 @@ from peerd.node.acquaintances import Acquaintances
 from peerd.node.meta import NodeMeta, partners
 from peerd.process.logs import LOGGER
 from peerd.process.look_up import LookUps
+from peerd.process.own_address import OwnAddress
 from peerd.relay.guest import Guest
 from peerd.relay.lender import Lender, Near
 from peerd.security import authority_folder
@@ -101,6 +102,7 @@ class Daemon:
         self.crash: Callable[[], str] = lambda: ""  # of the script that this node keeps running: how it died last
         self.began = trio.current_time()
         self.bound = bound
+        self.own_address = OwnAddress(bound[0])
         self._kept = kept
         self.guest: Guest | None = None
         self.lender = Lender(settings.lent_ports, bound[0], me.host, budget)
@@ -167,6 +169,7 @@ class Daemon:
         self.nursery.start_soon(self.model.run)
         self.nursery.start_soon(self.view.run)
         self.nursery.start_soon(self.latency.run)
+        self.nursery.start_soon(self.own_address.run)
         if self.acquaintances.sealed:
             self.nursery.start_soon(self.meetings.run)
         if self.renewal is not None:

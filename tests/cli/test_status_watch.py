@@ -28,7 +28,8 @@ def answer(step: int, *, loss: float | None = 0.5, pid: int = 7, **rest: Any) ->
     return {
         "name": "a", "phase": "training", "mode": "gossip", "members": {"alive": 2}, "counts": {"exchanges": 3},
         "trainer": {"pid": pid, "step": step, "loss": loss, "metrics": {"accuracy": 0.25}}, "links": [LINK],
-        "consensus_distance": 0.01, "bytes_sent": 1000 * step, "bytes_received": 0, "crash": "", **rest,
+        "consensus_distance": 0.01, "bytes_sent": 1000 * step, "bytes_received": 0, "crash": "",
+        "address_gone": "", **rest,
     }  # fmt: skip
 
 
