@@ -124,6 +124,7 @@ class CatchUp:
         It does not travel where it is the same as the trainer's `own`: all have just begun.
         """
         told_at, told = -WAIT_TOLD_EVERY_S, b""
+        before: int | None = None  # bytes that had come when somebody was asked first
         try:
             while True:
                 awaited = self._awaited if trio.current_time() < self._awaited_until else ()
@@ -134,6 +135,8 @@ class CatchUp:
                         self._alone_among = set(self._members())
                         return None
                     case FetchFrom(givers):  # of another model, too: it refuses, saying what differs
+                        if before is None:
+                            told_at, before = trio.current_time(), self._peers.bytes_received
                         told = told or await trio.to_thread.run_sync(digest, own, layout)
                         willing = [giver for giver in givers if giver not in self._refused] or givers
                         willing = [giver for giver in willing if not self._acquaintances.doubtful(giver)] or willing
@@ -145,6 +148,7 @@ class CatchUp:
                                 self._peers.send(donor, ModelRequest(told))
                         if (fetched := await self._received(layout, own)) is not None:
                             return fetched
+                        told_at = self._tell_asked(told_at, before)
                     case WaitFor(reason):
                         told_at = await self._wait(reason, told_at)
         finally:
@@ -161,6 +165,15 @@ class CatchUp:
         with trio.move_on_after(1.0):
             await self._news.wait()
         return told_at
+
+    def _tell_asked(self, told_at: float, before: int) -> float:
+        """Who is slow to give its model, now and then; a quick one is not told of. Returns when it was last told."""
+        if not self._choice.asked or trio.current_time() - told_at < WAIT_TOLD_EVERY_S:
+            return told_at
+        names = ", ".join(sorted(self._name_of(donor) for donor in self._choice.asked))
+        came_mb = (self._peers.bytes_received - before) / 1e6
+        LOGGER.info("the trainer waits: for the swarm's model, asked of %s; %.1f MB came so far", names, came_mb)
+        return trio.current_time()
 
     async def _received(self, layout: Layout, own: Vector) -> tuple[Vector, int] | None:
         """Wait for a second; the model that has come by then, and its step."""

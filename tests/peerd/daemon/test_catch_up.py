@@ -14,7 +14,7 @@ import pytest
 import trio
 import trio.testing
 
-from peerd.daemon.catch_up import CatchUp
+from peerd.daemon.catch_up import WAIT_TOLD_EVERY_S, CatchUp
 from peerd.node.acquaintances import Acquaintances
 from peerd.node.donors import ASK_AGAIN_S, ASK_SOON_S, ASKS_MAX, SLOWEST_DONOR
 from peerd.node.meta import NodeMeta
@@ -217,6 +217,24 @@ async def test_a_silent_donor_is_asked_again_and_then_another_one() -> None:
         there.gives(second)
         await there.done.wait()
         assert there.asked == [first] * ASKS_MAX + [second]
+
+
+async def test_a_newcomer_says_whom_it_has_asked_and_what_has_come(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with swarm() as there:
+        there.bytes_received = 1_000_000
+        there.member("a", ready=True)
+        there.nursery.start_soon(there.fetched)
+        await trio.sleep(WAIT_TOLD_EVERY_S - 0.5)
+        assert not caplog.records, "most models come soon"
+        there.bytes_received = 3_500_000
+        there.member("b", ready=True)
+        await trio.sleep(5 * ASK_AGAIN_S)
+        assert set(there.asked) == {"a", "b"}
+    said = [record.message for record in caplog.records]
+    assert said[0] == "the trainer waits: for the swarm's model, asked of node-a; 2.5 MB came so far"
+    assert said[-1] == "the trainer waits: for the swarm's model, asked of node-a, node-b; 2.5 MB came so far"
+    assert 4 <= len(said) <= 6
 
 
 async def test_a_donor_whose_model_is_on_its_way_is_left_in_peace() -> None:
