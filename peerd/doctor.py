@@ -23,7 +23,7 @@ import trio
 
 from peerd import __version__
 from peerd.carriers import CARRIERS, Finding
-from peerd.local.local_socket import find_node, request, running_nodes, socket_path
+from peerd.local.local_socket import NodeStarts, find_node, request, running_nodes, socket_path
 from peerd.security import newcomer
 from peerd.security.certificates import Untrusted
 from peerd.security.entry import Told
@@ -65,7 +65,10 @@ def settings_of_running(name: str | None, told: Mapping[str, Any], *, only: bool
     running = running_nodes()
     if (name is None and len(running) != 1) or (name is not None and name not in running):
         return None
-    info = request(find_node(name), "info")
+    try:
+        info = request(find_node(name), "info")
+    except NodeStarts:  # the doctor may be asked why it does not get on
+        return None
     own = {key: tuple(value) if isinstance(value, list) else value for key, value in info["settings"].items()}
     kept = {key: own[key] for key in OF_A_NODE if key in own}
     kept["bind"] = info.get("bound") or info["address"]  # of a daemon that has run since before the upgrade

@@ -15,7 +15,7 @@ from typing import Any
 
 import trio
 
-from peerd.local.local_socket import check_private, credentials, pack, process_fields, running_nodes, take
+from peerd.local.local_socket import NodeStarts, check_private, credentials, pack, process_fields, running_nodes, take
 from peerd.process.logs import LOGGER
 from peerd.transport.errors import UserError
 
@@ -23,6 +23,8 @@ FOLDER_TRIES = 5  # to make the sockets' folder, and bind in it
 PAUSE_S = 0.1  # with no descriptor left, until another attempt
 LOOK_EVERY_S = 1.0  # whether the socket is still where it was
 ANSWER_S = 3.0  # for an answer to be taken: a command line reads at once, one that is stopped must not hold the end up
+
+ANY = ""  # a verb of this name answers what no other does
 
 Answer = dict[str, Any]
 Verb = Callable[[dict[str, Any]], Awaitable[Answer]]
@@ -216,11 +218,13 @@ async def _watch_asker(connection: trio.socket.SocketType, asked: trio.CancelSco
 
 
 async def _answer(verbs: dict[str, Verb], message: dict[str, Any]) -> Answer:
-    verb = verbs.get(str(message.get("kind")))
+    verb = verbs.get(str(message.get("kind")), verbs.get(ANY))
     if verb is None:
         return {"error": f"this daemon does not know {message.get('kind')!r}"}
     try:
         return await verb(message)
+    except NodeStarts as error:
+        return {"error": str(error), "starts": True}
     except UserError as error:
         return {"error": str(error)}
     except Exception as error:  # a bug in a question must not end the training that it asks about

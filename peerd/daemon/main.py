@@ -14,7 +14,7 @@ from typing import Any
 import trio
 
 from peerd.daemon import known_members
-from peerd.daemon.control import LocalConnection, Verb, check_free, serve
+from peerd.daemon.control import ANY, Answer, LocalConnection, Verb, serve
 from peerd.daemon.node import SCRIPT_ENDS, Daemon, running
 from peerd.daemon.supervisor import DAEMON, Supervisor
 from peerd.daemon.trainer_session import TrainerPhase
@@ -23,7 +23,7 @@ from peerd.daemon.verbs import Verbs
 from peerd.local import identity
 from peerd.local.being_written import is_writing
 from peerd.local.durable import put_aside
-from peerd.local.local_socket import socket_path
+from peerd.local.local_socket import NodeStarts, socket_path
 from peerd.process.allocator import keep_freed_chunks
 from peerd.process.logs import LOGGER, configure, written
 from peerd.process.niceness import yield_to_others
@@ -41,6 +41,8 @@ AWAITED_LONG_S = 2.0  # then whoever waits is told
 LOOK_AT_TRAINER_S = 1.0
 TWICE_S = 0.5
 
+Attach = Callable[[LocalConnection, dict[str, Any]], Awaitable[None]]
+
 
 async def run(settings: Settings, mine: identity.Identity, command: list[str], fresh: bool = False) -> int:
     """The life of a daemon; returns the exit code. A `fresh` one has no past but who it is.
@@ -52,6 +54,45 @@ async def run(settings: Settings, mine: identity.Identity, command: list[str], f
             return await _run(settings, mine, command, fresh)
     finally:
         written()
+
+
+class _Desk:
+    """The control socket, from before there is a node to ask: that may wait long, and is not to be started twice."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._waits_for = ""
+        self._verbs: dict[str, Verb] = {ANY: self._starts}
+        self._attach: Attach | None = None
+
+    async def open(self, nursery: trio.Nursery) -> None:
+        """Raises UserError: a node of this name runs here."""
+        await nursery.start(serve, self._path, self._verbs, self._attached)
+
+    def waits(self, what: str) -> None:
+        """For what the node waits now; "": it is about to be there."""
+        self._waits_for = what
+
+    def give_to(self, verbs: dict[str, Verb], attach: Attach) -> None:
+        """The node is there."""
+        del self._verbs[ANY]
+        self._verbs.update(verbs)
+        self._attach = attach
+
+    async def _attached(self, connection: LocalConnection, message: dict[str, Any]) -> None:
+        if self._attach is None:
+            await connection.send({"error": self._answer()})
+        else:
+            await self._attach(connection, message)
+
+    async def _starts(self, _: dict[str, Any]) -> Answer:
+        raise NodeStarts(self._answer())
+
+    def _answer(self) -> str:
+        name = self._path.stem
+        if not self._waits_for:
+            return f"the node {name!r} is starting: ask again in a moment"
+        return f"the node {name!r} is starting: it waits for {self._waits_for}; its log says more, and Ctrl-C ends it"
 
 
 def _begin_anew(settings: Settings) -> None:
@@ -68,15 +109,16 @@ async def _run(settings: Settings, mine: identity.Identity, command: list[str], 
     kept = () if fresh else known_members.read(settings)
     begin = partial(_begin_anew, settings) if fresh else lambda: None
     path = socket_path(settings.name)
-    if settings.token:
-        check_free(path)  # before it is spent
     told = {"PEERD_SOCKET": str(path), "PEERD_NAME": settings.name, DAEMON: str(os.getpid())}
     supervisor = Supervisor(command, told) if command else None
-    async with running(settings, mine, expects=bool(command), kept=kept, begin=begin) as (daemon, address):
+    desk = _Desk(path)
+    async with running(
+        settings, mine, expects=bool(command), kept=kept, begin=begin, early=desk.open, waits=desk.waits
+    ) as (daemon, address):
         start_soon = daemon.nursery.start_soon
         await daemon.nursery.start(_watch_signals, daemon, supervisor, path)  # first: the script may send one
         verbs = {**Verbs(daemon).table(), "refused": _refusal_hook(supervisor)}
-        await daemon.nursery.start(serve, path, verbs, _attach_hook(daemon, supervisor))
+        desk.give_to(verbs, _attach_hook(daemon, supervisor))
         issues = daemon.entry is not None and daemon.entry.issuer is not None
         _announce(settings, address, (daemon.me.host, daemon.me.port), command, issues=issues)
         if daemon.entry is not None:
@@ -176,9 +218,7 @@ def _trainer_waits(daemon: Daemon) -> bool:
 # -------------------------------------------------------------------------------------------------------- the script
 
 
-def _attach_hook(
-    daemon: Daemon, supervisor: Supervisor | None
-) -> Callable[[LocalConnection, dict[str, Any]], Awaitable[None]]:
+def _attach_hook(daemon: Daemon, supervisor: Supervisor | None) -> Attach:
     async def attach(connection: LocalConnection, message: dict[str, Any]) -> None:
         if supervisor is not None:
             supervisor.attached = True

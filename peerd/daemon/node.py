@@ -6,7 +6,7 @@ What `peerd VERB` asks of it is verbs.py's, the process that it lives in main.py
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 
 import trio
@@ -321,11 +321,14 @@ async def running(
     expects: bool,
     kept: tuple[Address, ...] = (),
     begin: Callable[[], None] = lambda: None,
+    early: Callable[[trio.Nursery], Awaitable[None]] | None = None,
+    waits: Callable[[str], None] = lambda what: None,
 ) -> AsyncIterator[tuple[Daemon, Address]]:
     """Yield a node that runs until the block ends, and the address that it listens on. Raises UserError.
 
     Its tasks are in its `nursery`, whose errors end the block. A trainer is on its way where it `expects` one. `begin`
-    is called once nothing stands against the start, before what an earlier life has kept is read.
+    is called once nothing stands against the start, before what an earlier life has kept is read; and `early` before
+    it waits for other nodes, which may take for ever: `waits` is told for what, or "".
     """
     trio.socket.set_custom_hostname_resolver(LookUps())
     told = settings.carrier_settings
@@ -341,12 +344,18 @@ async def running(
     seal = None if settings.insecure_plaintext else DatagramSeal()
     async with aclosing(await carrier.bind((host, port), seal)) as datagrams, trio.open_nursery() as nursery:
         bound = (host, datagrams.address[1])
+        if early is not None:
+            await early(nursery)
         await carrier.start(nursery)  # then it enters: whoever is refused before founds no authority, nor uses a token
         local = is_loopback(host) and is_loopback(reached[0])
+        if settings.token:
+            waits("a member that lets it in by its token")
         entry = None if settings.insecure_plaintext else await _enter(settings, identity.key, local=local)
         transport = carrier.transport(nursery, entry.trust if entry else None)
         guest = Guest(relays, transport) if relays else None
+        waits(f"its relay {' or '.join(map(shown, relays))}" if guest else "")
         reached = await guest.ask() if guest else (reached[0], reached[1] or bound[1])
+        waits("")
         kept = tuple(where for where in kept if where != reached)
         secrets = (
             _secrets(settings, identity, entry, seal, alone=not (settings.seeds or kept)) if entry and seal else None

@@ -24,6 +24,10 @@ _OWN_FOLDER = "set XDG_RUNTIME_DIR to a folder of your own"
 _LENGTH = struct.Struct("<I")
 
 
+class NodeStarts(UserError):
+    """The node is on its way, and answers nothing yet."""
+
+
 def runtime_dir() -> Path:
     """Where the control sockets live: $XDG_RUNTIME_DIR/peerd, else a private folder in /tmp."""
     parent = os.environ.get("XDG_RUNTIME_DIR")
@@ -166,7 +170,7 @@ class LocalSocket:
             if _stopped(pid := self._pid()):
                 raise UserError(f"the node's process {pid} is stopped and cannot answer; kill -CONT {pid} lets it")
         if "error" in answer:
-            raise UserError(str(answer["error"]))
+            raise (NodeStarts if answer.get("starts") else UserError)(str(answer["error"]))
         return answer
 
     def _pid(self) -> int:

@@ -227,6 +227,13 @@ def _go_on(nodes: list[Node]) -> None:
 def test_a_relay_that_is_not_there_yet_is_waited_for_until_ctrl_c(machine: Machine) -> None:
     a = machine.start("a", "--relay", "127.0.0.1:1")
     a.says("relay: cannot reach 127.0.0.1:1: Connection refused; trying again")
+    starting = (
+        "peerd: the node 'a' is starting: it waits for its relay 127.0.0.1:1; its log says more, and Ctrl-C ends it"
+    )
+    for verb in ("status", "members", "leave"):
+        ran = machine.peerd(verb)
+        assert (ran.returncode, ran.stdout, ran.stderr) == (1, "", f"{starting}\n")
+    assert "'a' is starting" not in machine.peerd("doctor").stderr, "it may be asked why"
     a.signal(signal.SIGINT)
     assert a.end() == 130
     assert "Traceback" not in a.log
