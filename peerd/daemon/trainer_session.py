@@ -18,6 +18,7 @@ from peerd.process.logs import LOGGER
 from peerd.protocol.trainer import (
     FROM_TRAINER,
     BarrierHeard,
+    CheckpointFailed,
     Go,
     GradientIs,
     GradientReady,
@@ -91,6 +92,7 @@ class TrainerStatus:
     last_step_at: float | None = None  # on the loop's clock
     waits: bool = False  # that was a step of the mode's barrier: the trainer stands until the swarm lets it go
     released_at: float = -math.inf  # when it last did
+    checkpoint_failed: str | None = None  # why the last one was not written
     at_exit: bool = False  # it finished only because its interpreter ended, which may be a failure
 
     @property
@@ -180,6 +182,8 @@ class TrainerSession:
         if isinstance(said, Stepped) and said.finishing and self.facts.phase is TrainerPhase.STARTING:
             LOGGER.warning("the trainer made its last step before it was told to go: cut off")
             return None
+        if isinstance(said, CheckpointFailed):
+            self.facts.checkpoint_failed = said.why
         self._note_wait(said)
         return said
 

@@ -17,6 +17,7 @@ at a barrier it stands after Stepped  ->
                                       <-      Resume, once it has taken every correction
                                       <-      BarrierIs: the mode has changed, nobody waits at the old one's
 BarrierHeard                          ->
+CheckpointFailed, when that changes   ->
 in a backward pass: GradientPart      ->
 with gradients, after GradientReady   ->
                                       <-      Load: your model is this copy now (it was away)
@@ -174,6 +175,14 @@ class BarrierHeard(Said):
     KIND = "barrier"
 
 
+@dataclass(frozen=True, slots=True)
+class CheckpointFailed(Said):
+    """Why the last checkpoint was not written; None: it was."""
+
+    KIND = "checkpoint"
+    why: str | None
+
+
 # ---------------------------------------------------------------- from the daemon
 
 
@@ -273,8 +282,11 @@ class Stop(Said):
 
 
 FROM_TRAINER: dict[str, type[Said]] = {
-    each.KIND: each for each in (Attach, Ready, Stepped, Added, GradientPart, GradientReady, SpareWanted, BarrierHeard)
-}
+    each.KIND: each
+    for each in (
+        Attach, Ready, Stepped, Added, GradientPart, GradientReady, SpareWanted, BarrierHeard, CheckpointFailed,
+    )
+}  # fmt: skip
 FROM_DAEMON: dict[str, type[Said]] = {
     each.KIND: each
     for each in (Welcome, Start, Go, Publish, Spare, Corrections, Resume, Load, GradientIs, BarrierIs, Finished, Stop)

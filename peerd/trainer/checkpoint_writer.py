@@ -35,6 +35,7 @@ class CheckpointWriter:
         self._every_s = every_s
         self._began = time.monotonic()
         self._cost_s = 0.0
+        self.failed: str | None = None  # why the last one was not written
         self._start(lambda: _keep(folder, rest))
 
     def due(self, now: float) -> bool:
@@ -72,14 +73,22 @@ class CheckpointWriter:
         try:
             return self._capture(step, stands)
         except Exception as error:
-            _say_not_written(step, error)
+            self._not_written(step, error)
             return None
 
     def _save(self, generation: checkpoint.Generation) -> None:
         try:
             checkpoint.save(self._folder, generation)
         except Exception as error:
-            _say_not_written(generation.step, error)
+            self._not_written(generation.step, error)
+        else:
+            self.failed = None
+
+    def _not_written(self, step: int, error: Exception) -> None:
+        """Odd tensors, too, are no reason to end the training."""
+        why = next(iter(cause(error).splitlines()), type(error).__name__)
+        self.failed = f"at step {step}: {why}"
+        say(f"no checkpoint written {self.failed}; the older ones are kept")
 
     def _start(self, work: Callable[[], None]) -> None:
         def run() -> None:
@@ -91,12 +100,6 @@ class CheckpointWriter:
             self._thread.start()
         except RuntimeError:  # this machine, or its container, has as many as it may have
             work()
-
-
-def _say_not_written(step: int, error: Exception) -> None:
-    """Odd tensors, too, are no reason to end the training."""
-    why = next(iter(cause(error).splitlines()), type(error).__name__)
-    say(f"no checkpoint written at step {step}: {why}; the older ones are kept")
 
 
 def _keep(folder: Path, rest: Rest) -> None:

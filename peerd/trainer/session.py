@@ -21,6 +21,7 @@ from peerd.local.shared_memory import SharedMemory
 from peerd.protocol.trainer import (
     FROM_DAEMON,
     Attach,
+    CheckpointFailed,
     Corrections,
     GradientPart,
     GradientReady,
@@ -125,6 +126,7 @@ class Session:
         self._loss = math.nan  # none was said yet
         self._lr_max = 0.0
         self._told_ratio = 1.0  # of the learning rate to the largest, in the last report
+        self._told_failed: str | None = None  # why the last checkpoint was not written
         self._rollbacks = 0
         self._client = TrainerClient()
         self._copied_at = 0.0
@@ -284,6 +286,9 @@ class Session:
         lr, ratio = self._note(step, now, figures)
         if self._unsaid is not None and not self._publication.under_way:
             self._say_published()
+        if (failed := self._writer.failed) != self._told_failed:
+            self._told_failed = failed
+            self._say(CheckpointFailed(failed))
         if self._board.sent != self._client.heard or now - self._heard_at >= LISTEN_EVERY_S:
             self._poll(timeout_s=0)
         quiet = self._board.quiet.at_rate(ratio / self._told_ratio)

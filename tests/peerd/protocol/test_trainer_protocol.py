@@ -30,6 +30,7 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
     list[str]: st.lists(st.text(max_size=5), max_size=3),
     list[Any]: st.just([]),
     int | None: st.none() | st.integers(0, 1),
+    str | None: st.none() | st.text(max_size=5),
 }
 WRONG: dict[Any, list[Any]] = {
     int: ["1", 1.0, True, None],
@@ -39,6 +40,7 @@ WRONG: dict[Any, list[Any]] = {
     list[str]: ["x", [1], None],
     list[Any]: [1, [[1]], [["a", "b"]], [[2, 1]], [[0, 10**9]]],
     int | None: ["1", 1.5, True],
+    str | None: [1, b"x"],
 }
 
 

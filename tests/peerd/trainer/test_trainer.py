@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import re
 import socket
 import time
@@ -304,6 +306,36 @@ def test_a_finite_number_beyond_float32_is_not_the_learning_rates_fault(path: Pa
     status = with_daemon(path, script).side.status
     assert status is not None
     assert status.rollbacks == 0
+
+
+def test_the_daemon_hears_why_no_checkpoint_is_written_and_that_one_is_again(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save, told = checkpoint.save, list[str | None]()
+
+    def full(folder: Path, generation: checkpoint.Generation) -> None:
+        if not told:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        save(folder, generation)
+
+    monkeypatch.setattr(checkpoint, "save", full)
+
+    def script() -> None:
+        with peerd.attach(*normed()) as swarm:
+            until = time.monotonic() + 30
+            while len(told) < 2 and time.monotonic() < until:
+                swarm.step()
+
+    async def look(node: Node) -> None:
+        for fails in (True, False):
+            while node.side.status is None or (node.side.status.checkpoint_failed is not None) is not fails:
+                await trio.sleep(0.001)
+            told.append(node.side.status.checkpoint_failed)
+
+    with_daemon(path, script, look, checkpoint_every_s=1e-6)
+    why, then = told
+    assert re.fullmatch(r"at step \d+: No space left on device", str(why))
+    assert then is None
 
 
 def test_no_checkpoint_holds_a_model_that_is_not_finite(path: Path) -> None:
