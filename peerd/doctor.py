@@ -24,6 +24,7 @@ import trio
 from peerd import __version__
 from peerd.carriers import CARRIERS, Finding
 from peerd.local.local_socket import NodeStarts, find_node, request, running_nodes, socket_path
+from peerd.process.own_address import is_lacking
 from peerd.security import newcomer
 from peerd.security.certificates import Untrusted
 from peerd.security.entry import Told
@@ -203,7 +204,7 @@ def _network(settings: Settings, host: str, port: int) -> Iterator[Finding]:
         yield Finding(
             "address", "note", f"{host}: only nodes on this machine reach it", "--bind ADDRESS:PORT for others"
         )
-    elif _is_here(address):
+    elif not is_lacking(address):  # else `_port` says so
         yield Finding("address", "ok", f"{address}; a firewall must let TCP and UDP through to the port")
     for name in _interfaces(address):
         mtu, mbit = _number(NETWORK / name / "mtu"), _number(NETWORK / name / "speed")
@@ -213,15 +214,6 @@ def _network(settings: Settings, host: str, port: int) -> Iterator[Finding]:
             yield Finding("network", "note", f"{found}: datagrams of membership are cut into pieces", cure)
         else:
             yield Finding("network", "ok", found)
-
-
-def _is_here(address: str) -> bool:
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError:  # `_port` says so
-            return False
-    return True
 
 
 def _interfaces(bound: str | None) -> list[str]:

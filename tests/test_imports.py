@@ -57,7 +57,7 @@ ROOMS = {  # each with the rooms that it may look into; from the roof to the cel
         "peerd", "doctor", "settings", "carriers", "daemon", "reproduce", "simulation", "trainer", "local", "process",
         "protocol", "tasks", "modes", "mode", "security", "transport",
     },
-    "doctor": {"peerd", "settings", "carriers", "security", "local", "kernels", "transport"},
+    "doctor": {"peerd", "settings", "carriers", "security", "local", "process", "kernels", "transport"},
     "reproduce": {
         "peerd", "simulation", "daemon", "node", "local", "process", "modes", "model", "pairs", "rounds", "codecs",
         "mode", "messages", "transport",

@@ -25,11 +25,11 @@ class OwnAddress:
 
     async def run(self) -> None:
         """Say when it goes, and when it is back. What was never here is of another kind of network: nothing is said."""
-        if not is_ip(self._host) or _is_lacking(self._host):  # a name would be looked up, while all others wait
+        if not is_ip(self._host) or is_lacking(self._host):  # a name would be looked up, while all others wait
             return
         while True:
             await trio.sleep(LOOK_EVERY_S)
-            lacks = _is_lacking(self._host)
+            lacks = is_lacking(self._host)
             if lacks and not self.gone:
                 LOGGER.warning("%s", cure_of(self._host))
             elif self.gone and not lacks:
@@ -43,7 +43,7 @@ def cure_of(gone: str) -> str:
     return f"{bound}: others cannot reach it; start it again with --bind ADDRESS"
 
 
-def _is_lacking(host: str) -> bool:
+def is_lacking(host: str) -> bool:
     """Whether nothing can be bound to it. Where that cannot be found out the machine has it: no descriptor is left."""
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -19,7 +19,7 @@ async def test_it_is_told_once_that_the_address_is_gone_and_that_it_is_back(
 ) -> None:
     caplog.set_level(logging.INFO)
     lacking: set[str] = set()
-    monkeypatch.setattr(own_address, "_is_lacking", lambda host: host in lacking)
+    monkeypatch.setattr(own_address, "is_lacking", lambda host: host in lacking)
     address = OwnAddress("10.0.1.2")
     async with trio.open_nursery() as nursery:
         nursery.start_soon(address.run)
@@ -43,7 +43,7 @@ async def test_it_is_told_once_that_the_address_is_gone_and_that_it_is_back(
     [("127.0.0.1", False), ("0.0.0.0", False), (OF_NO_MACHINE, True)],
 )
 def test_what_can_be_bound_is_here(host: str, lacks: bool) -> None:
-    assert own_address._is_lacking(host) is lacks
+    assert own_address.is_lacking(host) is lacks
 
 
 @pytest.mark.trio(clock="autojump")
