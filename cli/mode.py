@@ -34,11 +34,7 @@ def show(name: NameOption = None, format: FormatOption = Format.TEXT) -> None:
         return
     by = f", set by {answer['proposed_by']}" if answer["plan"] else ", as started"
     echo(f"plan {answer['plan']}: mode {answer['mode']}{by}")
-    settings = _worded(answer["settings"])
-    if settle := answer["settle_steps"]:
-        every, after = settings["every"], "after a round has ended"
-        settings["every"] = f"{every} (at least {settle} {after})" if every else f"{settle} {after}"
-    echo(", ".join(f"{key} {value}" for key, value in settings.items()))
+    echo(", ".join(f"{key} {value}" for key, value in _worded(answer).items()))
     late = _late(answer, answer)
     echo(f"{len(answer['members']) - len(late)} of {len(answer['members'])} members{_without(late)}")
 
@@ -69,7 +65,7 @@ def set_mode(
     else:
         was = f" (was {before['mode']})" if before["mode"] != answer["mode"] else ""
         echo(f"plan {answer['plan']}: mode {answer['mode']}{was}; {len(answer['members'])} members, {seconds:.1f} s")
-        echo(_changed(_worded(before["settings"]), _worded(answer["settings"])))
+        echo(_changed(_worded(before), _worded(answer)))
         echo(f"in force on {', '.join(member['name'] for member in answer['members'])}")
         if answer["failed"]:
             echo(f"not {', '.join(answer['failed'])}: failed; who comes back comes to it")
@@ -77,10 +73,15 @@ def set_mode(
             echo(f"not {', '.join(answer['revoked'])}: revoked, out for ever")
 
 
-def _worded(settings: dict[str, Any]) -> dict[str, Any]:
-    """Steps between rounds that a leader measures are no number."""
-    measured = settings.get("overlap") == QUORUM and settings["every"] == 0
-    return {**settings, "every": "as rounds cost"} if measured else settings
+def _worded(answer: dict[str, Any]) -> dict[str, Any]:
+    """Steps between rounds that a leader measures are no number, and others no promise."""
+    settings, settle = answer["settings"], answer["settle_steps"]
+    if settings.get("overlap") == QUORUM and settings["every"] == 0:
+        return {**settings, "every": "as rounds cost"}
+    if settle:
+        every, after = settings["every"], "after a round has ended"
+        return {**settings, "every": f"{every} (at least {settle} {after})" if every else f"{settle} {after}"}
+    return dict(settings)
 
 
 def _changed(before: dict[str, Any], now: dict[str, Any]) -> str:

@@ -204,7 +204,7 @@ def _network(settings: Settings, host: str, port: int) -> Iterator[Finding]:
         yield Finding(
             "address", "note", f"{host}: only nodes on this machine reach it", "--bind ADDRESS:PORT for others"
         )
-    elif not is_lacking(address):  # else `_port` says so
+    elif not is_lacking(host):  # else `_port` says so
         yield Finding("address", "ok", f"{address}; a firewall must let TCP and UDP through to the port")
     for name in _interfaces(address):
         mtu, mbit = _number(NETWORK / name / "mtu"), _number(NETWORK / name / "speed")

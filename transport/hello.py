@@ -91,7 +91,9 @@ async def answer(
         await connection.send(me)
     except Encrypted:
         await connection.aclose()
-        text = f"refused {connection.remote}: its encryption is {NO_TLS.there!r}, ours {NO_TLS.here!r}"
+        text = (
+            f"refused {connection.host or connection.remote}: its encryption is {NO_TLS.there!r}, ours {NO_TLS.here!r}"
+        )
         raise Refused(text, NO_TLS) from None
     except BaseException:
         await connection.aclose()  # which flushes the Refuse

@@ -11,7 +11,7 @@ import trio
 from peerd.daemon.peers import Peers
 from peerd.node.acquaintances import Acquaintances
 from peerd.node.donors import ASK_SOON_S, DonorChoice
-from peerd.node.meta import FetchFrom, OwnModel, WaitFor, donors, partners, whose_model
+from peerd.node.meta import FetchFrom, NodeMeta, OwnModel, WaitFor, donors, partners, whose_model
 from peerd.node.second_opinion import OWN, SecondOpinion
 from peerd.process.logs import LOGGER
 from peerd.training.codecs import vector
@@ -67,8 +67,8 @@ class CatchUp:
     def _tell_of_another_swarm(self, known: set[NodeId]) -> None:
         """Who takes our model is known before it has one."""
         members = self._members()
-        having = donors(members, self._me)
-        if met := [members[id] for id in having if id not in known]:
+        having = partners(members, self._me, NodeMeta.unpack(members[self._me].meta).model)
+        if met := [members[id] for id in sorted(having - known)]:
             text = (
                 "%s trains already, with another model than this node, which began alone with its own: both go "
                 "together from now on; to take the swarm's in place of it, stop this node and start it with --join %s"

@@ -46,8 +46,9 @@ def cure_of(gone: str) -> str:
 def is_lacking(host: str) -> bool:
     """Whether nothing can be bound to it. Where that cannot be found out the machine has it: no descriptor is left."""
     try:
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.bind((host, 0))
-    except OSError as error:
-        return error.errno == errno.EADDRNOTAVAIL
+        family, kind, _, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(where)
+    except (OSError, UnicodeError) as error:
+        return isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL
     return False

@@ -1,6 +1,6 @@
 """What is a token? One line that lets a newcomer in: where to ask, whom to believe there, and a secret to show.
 
-It is `peerd1.` and base64url (RFC 4648) of the msgpack array [addresses, pin, id, secret, expiry], and of its CRC-32
+It is `peerd2.` and base64url (RFC 4648) of the msgpack array [addresses, pin, id, secret, expiry], and of its CRC-32
 (RFC 1952), which tells a slip of whoever copies it. The secret never travels: the newcomer shows that it knows it
 (HMAC-SHA256, RFC 2104), over all that was said before.
 """
@@ -22,7 +22,7 @@ import msgpack
 from peerd.transport.errors import UserError
 from peerd.transport.ids import Address, NodeId
 
-PREFIX = "peerd1."
+PREFIX = "peerd2."
 PIN_BYTES, ID_BYTES, SECRET_BYTES, PROOF_BYTES, CHECK_BYTES = 32, 8, 16, 32, 4
 ADDRESSES_MAX = 8
 TEXT_MAX = 4096  # characters

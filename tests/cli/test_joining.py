@@ -150,8 +150,8 @@ def test_who_is_of_another_authority_or_of_none(machine: Machine) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--token", "x"), "token: it does not begin with 'peerd1.'"),
-        (("--token", "peerd1.AAAA"), "token: it is damaged, or was not copied whole"),
+        (("--token", "x"), "token: it does not begin with 'peerd2.'"),
+        (("--token", "peerd2.AAAA"), "token: it is damaged, or was not copied whole"),
         (("--token", "@/nowhere"), "token: /nowhere: No such file or directory"),
         (("--bind", "192.0.2.1:0", "--join", "192.0.2.1:1"), "cannot listen on"),
     ],

@@ -87,7 +87,7 @@ class Entries:
         drawn, who = rng.random(), self._cast
         what = next(number for number, share in enumerate(SHARES) if drawn < share)
         if what == LINE:
-            return bytes([what]) + bent(rng, who.token.pack().encode(), b"peerd1.")
+            return bytes([what]) + bent(rng, who.token.pack().encode(), b"peerd2.")
         if what == CERTIFICATE:
             found = who.certificates()
             chosen = bytearray(pick(rng, found))

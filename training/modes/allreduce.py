@@ -416,7 +416,7 @@ class AllReduce(ModeClass):
         self._partners = [peer for peer in begin.roster if peer != self._me]
         self._distance = norm_of_difference(target, taken)
         self._norm = norm_of_difference(target)
-        if begin.final and self._rounds.finished:  # else another run has begun, whose steps stay
+        if begin.final and self._rounds.given:  # else another run has begun, whose steps stay
             self._taken, self._landing = None, target
             self._rounds.measured((0.0,) * GROUPS)
             return self._land(now)

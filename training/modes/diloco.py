@@ -4,7 +4,7 @@ The rounds are all-reduce's. The outer gradient is the last agreed model less th
 through Nesterov momentum; all members hold the same agreed model and momentum, so the outer step is theirs alone.
 A round with a member that was away or is new, and the first one unless all have begun with the same model, averages
 whole models instead and begins the momentum anew: only then do all have the same again. A round comes every 50 steps
-unless `every` is set above 1.
+unless `every` says otherwise.
 
 Float buffers take the mean of the contributions: they have no gradient, and momentum would make variances negative.
 

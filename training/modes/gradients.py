@@ -85,7 +85,7 @@ class GradientAllReduce(ModeClass):
     def succeeds(self, last: Mode) -> None:
         """See `Mode`: all go on from the model that they hold together, so each one's gradient counts."""
         if isinstance(last, GradientAllReduce):
-            self._basis, self._outdated = last._basis, last._outdated
+            self._basis, self._outdated, self._averaged_at = last._basis, last._outdated, last._averaged_at
             self._rounds.go_on_from(last._rounds)
 
     # ---------------------------------------------------------------- events

@@ -66,9 +66,11 @@ class Rule:
         """Pushes in one update of softsync."""
         return max(1, workers // self._n(workers)) if self.n != 0 else workers
 
-    def spread(self, workers: int) -> int:
-        """The staleness up to which a push is taken."""
-        return 2 * self._n(workers)
+    def spread(self, workers: int, ended: int = 0) -> int:
+        """The staleness up to which a push is taken. Since so many have `ended` updates are of fewer pushes: each of
+        them may have made one more.
+        """
+        return 2 * self._n(workers) + ended if self.n != 0 else 0
 
     def factor(self, staleness: int, workers: int) -> float:
         """What a push is multiplied with."""
@@ -155,8 +157,7 @@ class ShardServer:
     ) -> None:  # fmt: skip
         """Count pushes made from one clock's weights in, of which `update` (scratch) is the sum, or drop them.
 
-        `rate` is the mean of their learning rates, if they are gradients. So many workers have `ended`: as updates are
-        of fewer pushes since, each may have made one more.
+        `rate` is the mean of their learning rates, if they are gradients; so many workers have `ended`.
         """
         staleness = max(0, self.clock - max(0, clock))
         for mark in marks:
@@ -166,7 +167,7 @@ class ShardServer:
             if len(self.come) > WORKERS_MAX:
                 del self.come[next(iter(self.come))]
         self.counts["pushes"] += len(marks)
-        drops = clock < 0 or staleness > self.rule.spread(len(training)) + ended
+        drops = clock < 0 or staleness > self.rule.spread(len(training), ended)
         if counted := sum(not drops or (clock >= 0 and mark.worker in self.pulled) for mark in marks):
             self.staleness[staleness] += counted
         if drops:

@@ -238,7 +238,7 @@ class Rounds:
             self._there = WHOLE
             if self.phase == RoundPhase.RUNNING and self._takes_ours:
                 self._give_up()
-        self.finished, self.given, self.settled = finished, False, False
+        self.finished, self.given, self.settled, self._gives = finished, False, False, False
         self._patience.ended()
         if finished and self.phase == RoundPhase.IDLE:
             self._enter(RoundPhase.READY)
@@ -482,8 +482,7 @@ class Rounds:
         attempt, self._attempt = self._attempt, None
         self._limit = order.limit
         self.round, self._agreed = attempt.begin.round, attempt.begin.attempt
-        if self.finished:
-            self.given, self.settled = self._gives, attempt.begin.final
+        self.given, self.settled = self._gives, self._gives and attempt.begin.final
         self._enter(RoundPhase.READY if self.finished else RoundPhase.IDLE)
         self._counts["rounds"] += 1
         self._pace.round_took(now - self._round_since)

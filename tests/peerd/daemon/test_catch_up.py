@@ -442,18 +442,19 @@ async def test_the_first_step_waits_for_enough_members_with_the_same_model(caplo
         (("B",), True),
         (("b", "c", "D"), True),
         (("d", "-d", "D"), False),  # it was away
+        (("+O",), False),  # of another model: it will be refused
     ],
 )
 async def test_who_began_alone_and_meets_a_swarm_with_another_model_is_told(
     seen: tuple[str, ...], told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Capitals have a model; with a minus they failed."""
+    """Capitals have a model, with a plus another one; with a minus they failed."""
     async with swarm(has_seeds=False) as there:
         assert not await there.fetched()
         there.member("me", ready=True)
         for one in seen:
             state = State.FAILED if "-" in one else State.ALIVE
-            there.member(one[-1].lower(), state, ready=one.isupper())
+            there.member(one[-1].lower(), state, ready=one.isupper(), model="other" if "+" in one else "")
         there.member("me", ready=True)
     lines = [record.message for record in caplog.records]
     assert len(lines) == told

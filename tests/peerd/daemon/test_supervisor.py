@@ -172,9 +172,9 @@ async def test_the_script_gets_what_the_daemon_tells_it_beside_its_own_environme
 
 
 async def test_the_script_does_not_get_the_token(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PEERD_TOKEN", "peerd1.secret")
+    monkeypatch.setenv("PEERD_TOKEN", "peerd2.secret")
     await Supervisor(["sh", "-c", 'env > "$FOLDER/told"'], {"FOLDER": str(folder)}).run()
-    assert "peerd1" not in (folder / "told").read_text()
+    assert "peerd2" not in (folder / "told").read_text()
 
 
 async def test_what_cannot_be_started_is_the_users_to_mend(folder: Path) -> None:

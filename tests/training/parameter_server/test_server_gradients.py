@@ -283,6 +283,24 @@ def test_a_gradient_that_is_not_finite_is_not_counted(topology: str) -> None:
     np.testing.assert_allclose(swarm.weights(), swarm.start - 0.6, rtol=WIRE, atol=WIRE)
 
 
+@pytest.mark.parametrize("ends", [False, True])
+def test_hardsync_takes_no_late_gradient_whoever_has_ended(*, ends: bool) -> None:
+    swarm = GradientSwarm("hardsync:backup=1", "abcd", "sgd", servers=1)
+    if ends:
+        swarm.finish("d")
+        swarm.settle()
+    before, names = swarm.weights().copy(), "ab" if ends else "abd"
+    for _ in range(6):
+        for name in names:
+            swarm.push(name, 1.0, 0.1)
+        swarm.settle()
+        swarm.push("c", 100.0, 0.1)
+        swarm.settle()
+        assert not swarm.nodes["c"].waits, "it is answered at once"
+    assert swarm.server().counts["pushes_dropped"] == 6
+    np.testing.assert_allclose(swarm.weights(), before - 0.6)
+
+
 @pytest.mark.parametrize("gradients", [True, False])
 def test_what_was_dropped_before_outlives_a_push_that_is_not_finite(*, gradients: bool) -> None:
     worker = Worker("a", 1, Layout(8, 8), 2, "sign", np.zeros(8), Sgd() if gradients else None)

@@ -467,9 +467,10 @@ def test_who_ends_while_it_waits_for_a_mean_has_the_others_model_in_the_end(who:
     swarm.one_model()
 
 
+@pytest.mark.parametrize("change", [False, True])
 @pytest.mark.parametrize("who", ["a", "b", "c"])
 def test_who_ends_before_it_steps_by_a_mean_has_the_others_model_in_the_end(
-    who: str, monkeypatch: pytest.MonkeyPatch
+    who: str, *, change: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     swarm = GradientSwarm("abc", seed=3)
     go_on = swarm._go_on
@@ -486,6 +487,14 @@ def test_who_ends_before_it_steps_by_a_mean_has_the_others_model_in_the_end(
             swarm.step(name)
         swarm.settle()
     assert swarm.nodes[who].steps == 1
+    if change:
+        for name, node in swarm.nodes.items():
+            last = node.core
+            node.core = swarm.make(name, swarm.layout, random.Random(name), node._values)
+            node.core.succeeds(last)
+        for name in "abc":
+            swarm.hear(name)
+        swarm.settle()
     swarm.end()
     swarm.one_model()
 
