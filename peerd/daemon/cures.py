@@ -39,8 +39,8 @@ def cure_of_buffers(lines: Sequence[str], others: Sequence[str]) -> str | None:
         return None
     shown = [f'"{name}"' for name in names[:BUFFERS_NAMED_MAX]] + ["..."] * (len(names) > BUFFERS_NAMED_MAX)
     return (
-        f"a buffer that holds an infinity as its script attaches is not shared: exclude=[{', '.join(shown)}] in "
-        "peerd.attach keeps it private whatever it holds"
+        "a buffer that holds an infinity as its script attaches is not shared: where both have it, "
+        f"exclude=[{', '.join(shown)}] in peerd.attach keeps it private whatever it holds"
     )
 
 

@@ -116,7 +116,8 @@ class GradientHooks:
 
     def _on_step(self, part: Optimizer, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any] | None:
         """A closure makes the gradients within the step: what is to come after them comes after each call of it."""
-        if torch._C._current_graph_task_id() >= 0:
+        within = torch._C._current_graph_task_id() >= 0  # a callback at its end is, too, after the exchange
+        if within and (self._pass is not None or id(part) in self._stepped) and self._is_shared(part):
             raise SystemExit(
                 "peerd: an optimizer steps within the backward pass, by a gradient that was not exchanged: step after "
                 "it, or exchange weights"
@@ -132,6 +133,10 @@ class GradientHooks:
             return loss
 
         return ((given[0], then, *given[2:]), named) if len(given) > 1 else (given, {**named, "closure": then})
+
+    def _is_shared(self, part: Optimizer) -> bool:
+        shared = set(map(id, self._parameters))
+        return any(id(parameter) in shared for group in part.param_groups for parameter in group["params"])
 
     def _before_update(self, part: Optimizer) -> None:
         """No scaler has left this step out: what is not finite would spoil the model."""

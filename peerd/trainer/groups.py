@@ -7,6 +7,7 @@ tell them apart, a checkpoint also has the settings as the script had made them 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, repeat
 from typing import Any
@@ -25,10 +26,10 @@ _MADE = WeakIdKeyDictionary()
 
 
 def remember(optimizer: Any) -> None:
-    """It attaches: its settings are all of the script's own making, unless it has trained."""
+    """It attaches: its settings are all of the script's own making, unless it has trained, or has loaded its own."""
     for part in _parts(optimizer):
         if part not in _MADE:
-            _MADE[part] = list(map(_plain, part.param_groups)), False
+            _MADE[part] = [] if getattr(part, "state", None) else list(map(_plain, part.param_groups)), False
 
 
 def let_go(optimizer: Any) -> None:
@@ -49,9 +50,10 @@ def merged(kept: Sequence[Group], then: Iterable[Group], optimizer: Any) -> tupl
     The checkpoint has `kept` of them, and `then` the script had made these; where one is {}, all that was kept is back.
     """
     groups, phrases = [], []
-    for group, before, (_, now, has_trained) in zip(kept, chain(then, repeat({})), _known(optimizer), strict=False):
+    for group, before, (first, now, has_trained) in zip(kept, chain(then, repeat({})), _known(optimizer), strict=False):
         own = _plain(now)
-        scripts = {key for key in own if has_trained or (before and before.get(key, _NONE) != own[key])}
+        told = bool(before and first)
+        scripts = {key for key in own if has_trained or (told and not _is_same(before.get(key, _NONE), own[key]))}
         gone = {key for key in group.keys() - now.keys() if has_trained or key in before}
         if "lr" in scripts:
             gone |= group.keys() - now.keys()  # notes of a schedule, of the rate that it began with
@@ -61,7 +63,7 @@ def merged(kept: Sequence[Group], then: Iterable[Group], optimizer: Any) -> tupl
         phrases += [
             f"{key} {_shown(own[key])} of the script, in place of the checkpoint's {_shown(group[key])}"
             for key in own
-            if key in scripts and key in group and group[key] != own[key]
+            if key in scripts and key in group and not _is_same(group[key], own[key])
         ]
     phrases = list(dict.fromkeys(phrases))  # most groups differ in the same way
     more = [f"{len(phrases) - NAMED_MAX} more"] if len(phrases) > NAMED_MAX else []
@@ -106,6 +108,15 @@ def _plain(group: Group) -> Group:
             except (TypeError, ValueError):
                 continue
     return found
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether nobody has changed it: float32 has fewer digits, as a tensor's may be."""
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        return all(map(_is_same, one, other))
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-6) or (math.isnan(one) and math.isnan(other))
+    return bool(one == other)
 
 
 def _shown(value: Any) -> str:

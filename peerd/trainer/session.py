@@ -6,6 +6,7 @@ import math
 import os
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -63,8 +64,9 @@ COPY_EVERY = 200  # times what a copy takes: how old the daemon's may be, as it 
 COPY_EVERY_MIN_S = 1.0
 BATCHES = 100  # of which the usual size counts
 
-_TRAINED: set[Path] = set()
-"""Where nodes with which this process has trained keep checkpoints: a node holds one model, whoever comes next."""
+_TRAINED: dict[Path, weakref.ref[nn.Module]] = {}
+"""Which model this process has trained last with the node that keeps its checkpoints there: it holds one, whoever comes
+next."""
 
 Expected = TypeVar("Expected", bound=Said)
 
@@ -99,8 +101,9 @@ class Session:
             )
         self._states: OptimizerState | None = None  # where it is a part of the model
         try:
+            shards = has_shards(model)  # first: the state of FSDP1's is all ranks' to ask for
             require_state(model)
-            if has_shards(model) and ranks is not None:
+            if shards and ranks is not None:
                 ranks.say(RankCommand.COMES)
                 self.flat = ShardedModel(model, optimizer, ranks, exclude)
             else:
@@ -203,7 +206,7 @@ class Session:
                 self._put_passed_aside()
         if restored is not None:
             _say_restored(*restored, model_too=start.load is None)
-        if self.step and self._checkpoints in _TRAINED:
+        if self.step and (last := _TRAINED.get(self._checkpoints)) and last() is not self._model:
             say(
                 f"this training goes on from step {self.step} with the model of the one before it in this script; "
                 "another one (another fold or seed) wants a node of its own: PEERD_RUN=NAME peerd start --name NAME"
@@ -437,7 +440,7 @@ class Session:
         if self.hooks is not None:
             self.hooks.remove()
         groups.let_go(self._optimizer)
-        _TRAINED.add(self._checkpoints)
+        _TRAINED[self._checkpoints] = weakref.ref(self._model)
         self._socket.close()
         self._unpin()
 

@@ -106,7 +106,7 @@ class FlatModel:
         self._trainable = len(shared)
         self._states: Callable[[], dict[str, torch.Tensor]] = dict
         self._published = Published(self.pieces, self.total, self.device)
-        self.private = Private(model, optimizer, private, self.pieces)
+        self.private = Private(model, optimizer, left_out, self.pieces)
 
     def share_states(self, states: Callable[[], dict[str, torch.Tensor]]) -> None:
         """Have the optimizer's state at the end of the vector, too: `states` gives its tensors as they are then."""

@@ -77,12 +77,12 @@ def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def ranges_of(model: nn.Module) -> set[str]:
-    """The buffers of torch's observers for quantization: what each has seen."""
+    """The buffers of torch's observers for quantization that say what each has seen: all but a constant."""
     return {
         plain + name
         for _, plain, module in walk(model)
         for name in module._buffers
-        if any((kind.__module__, kind.__name__) == _OBSERVER for kind in type(module).__mro__)
+        if name != "eps" and any((kind.__module__, kind.__name__) == _OBSERVER for kind in type(module).__mro__)
     }
 
 

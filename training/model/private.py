@@ -15,7 +15,9 @@ from torch.nn.parameter import is_lazy
 
 from peerd.training.model.names import buffers_of, parameters_of
 from peerd.training.model.pieces import Piece
-from peerd.training.model.shards import shard_of
+from peerd.training.model.shards import is_sharded, shard_of
+
+_STEPPED = "stepped "  # before what is not the model's: no name of a tensor has a space
 
 
 class Private:
@@ -25,14 +27,17 @@ class Private:
         """`names` are those of private tensors, `pieces` what is shared."""
         self._model, self._optimizer, self._names = model, optimizer, names
         self._shared = {id(tensor) for piece in pieces for tensor in (piece.held, piece.master)}
-        self._copies: dict[str, torch.Tensor] = {}
+        self._buffers = set(buffers_of(model))
+        self._copies: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # of which tensor, and its values
         self._none_of = -1  # of so many tensors that are stepped none is private: each step asks
-        self._odd = {name for name, tensor in self._tensors.items() if not bool(tensor.isfinite().all())}
+        self._odd = {
+            name for name, tensor in self._tensors.items() if not bool(self._counted(name, tensor).isfinite().all())
+        }
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All, in one order on all ranks: what of them is in this process, to be written."""
-        return list(self._tensors.values())
+        """The model's, in one order on all ranks: what of them is in this process, to be written."""
+        return [tensor for name, tensor in self._tensors.items() if not name.startswith(_STEPPED)]
 
     @torch.no_grad()
     def keep(self) -> None:
@@ -41,21 +46,18 @@ class Private:
         for gone in self._copies.keys() - tensors.keys():
             del self._copies[gone]
         for name, tensor in tensors.items():
-            copy = self._copies.get(name)
-            if copy is not None and (copy.shape, copy.dtype, copy.device) == (
-                tensor.shape,
-                tensor.dtype,
-                tensor.device,
-            ):
-                copy.copy_(tensor)
-            else:
-                self._copies[name] = tensor.clone()
+            _, copy = self._copies.get(name, (None, None))
+            like = tensor.shape, tensor.dtype, tensor.device
+            if copy is None or (copy.shape, copy.dtype, copy.device) != like:
+                copy = tensor.clone()
+            self._copies[name] = tensor, copy.copy_(tensor)
 
     @torch.no_grad()
     def restore(self) -> None:
         """Be as at the last `keep`."""
         for name, tensor in self._restorable.items():
-            if (copy := self._copies.get(name)) is not None and copy.shape == tensor.shape:
+            _, copy = self._copies.get(name, (None, None))
+            if copy is not None and copy.shape == tensor.shape:
                 tensor.copy_(copy)
 
     def peaks(self) -> list[torch.Tensor]:
@@ -63,7 +65,15 @@ class Private:
         if not (tensors := self._restorable):
             return []
         with torch.no_grad():
-            return [torch.linalg.vector_norm(tensor, ord=math.inf) for tensor in tensors.values() if tensor.numel()]
+            return [
+                torch.linalg.vector_norm(self._counted(name, tensor), ord=math.inf)
+                for name, tensor in tensors.items()
+                if tensor.numel()
+            ]
+
+    def _counted(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """What of it must be finite. Buffers, such as masks, may hold infinities."""
+        return tensor.nan_to_num(nan=math.nan, posinf=0.0, neginf=0.0) if name in self._buffers else tensor
 
     @property
     def _restorable(self) -> dict[str, torch.Tensor]:
@@ -72,7 +82,7 @@ class Private:
 
     @property
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """As they are now: by name, and by their places in the optimizer what the model lacks."""
+        """As they are now: by name, and by themselves what the optimizer has beside the model."""
         groups = getattr(self._optimizer, "param_groups", None) or []
         if (count := sum(len(group["params"]) for group in groups)) == self._none_of:
             return {}
@@ -84,7 +94,7 @@ class Private:
         trained = {name: one for name, one in parameters.items() if one.requires_grad}
         found = {name: one for name, one in {**trained, **buffers}.items() if name in self._names}
         known = self._shared | set(map(id, parameters.values()))
-        found |= {f"stepped {at}": tensor for at, tensor in enumerate(stepped) if id(tensor) not in known}
+        found |= {f"{_STEPPED}{id(tensor)}": tensor for tensor in stepped if id(tensor) not in known}
         return {name: shard_of(one) for name, one in found.items() if _is_plain(one)}
 
 
@@ -92,4 +102,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     if is_lazy(tensor):  # it has no values yet
         return False
     odd = tensor.is_quantized or tensor.is_meta or tensor.layout != torch.strided
-    return tensor.is_floating_point() and tensor.itemsize > 1 and not odd
+    if odd or not tensor.is_floating_point() or tensor.itemsize == 1:
+        return False
+    expanded = any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return is_sharded(tensor) or not expanded
