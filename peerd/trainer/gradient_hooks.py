@@ -117,7 +117,7 @@ class GradientHooks:
     def _on_step(self, part: Optimizer, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any] | None:
         """A closure makes the gradients within the step: what is to come after them comes after each call of it."""
         within = torch._C._current_graph_task_id() >= 0  # a callback at its end is, too, after the exchange
-        if within and (self._pass is not None or id(part) in self._stepped) and self._is_shared(part):
+        if within and (self._pass is not None or id(part) in self._stepped) and not self._is_private(part):
             raise SystemExit(
                 "peerd: an optimizer steps within the backward pass, by a gradient that was not exchanged: step after "
                 "it, or exchange weights"
@@ -134,13 +134,13 @@ class GradientHooks:
 
         return ((given[0], then, *given[2:]), named) if len(given) > 1 else (given, {**named, "closure": then})
 
-    def _is_shared(self, part: Optimizer) -> bool:
-        shared = set(map(id, self._parameters))
-        return any(id(parameter) in shared for group in part.param_groups for parameter in group["params"])
+    def _is_private(self, part: Optimizer) -> bool:
+        """Whether it steps nothing whose gradient is exchanged."""
+        return self._flat.private.has_all(parameter for group in part.param_groups for parameter in group["params"])
 
     def _before_update(self, part: Optimizer) -> None:
         """No scaler has left this step out: what is not finite would spoil the model."""
-        if id(part) in self._stepped:
+        if id(part) in self._stepped and not self._is_private(part):
             self._at_end()
         self._stepped.add(id(part))
         if not self._finite:

@@ -39,6 +39,13 @@ class Private:
         """The model's, in one order on all ranks: what of them is in this process, to be written."""
         return [tensor for name, tensor in self._tensors.items() if not name.startswith(_STEPPED)]
 
+    def has_all(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether all of these are the model's, and private."""
+        own = (
+            {id(one) for name, one in parameters_of(self._model).items() if name in self._names} if self._names else ()
+        )
+        return all(id(parameter) in own for parameter in parameters)
+
     @torch.no_grad()
     def keep(self) -> None:
         """They are what to go back to."""

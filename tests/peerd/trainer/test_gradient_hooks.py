@@ -115,6 +115,26 @@ def test_an_optimizer_that_steps_within_the_backward_pass_ends_the_script(before
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), weights, strict=True))
 
 
+def test_what_steps_within_the_backward_pass_by_nothing_that_is_due_is_let_be() -> None:
+    """A private head, and all by a callback at the end of the pass that comes after the exchange."""
+    model = nn.ModuleDict({"body": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
+    body, head = (torch.optim.SGD(part.parameters(), lr=0.1) for part in model.values())
+    order: list[str] = []
+    optimizer = as_one([body, head])
+    flat = FlatModel(model, optimizer, ["head.*"])
+    GradientHooks(flat, optimizer, lambda: order.append("exchanged") or True, *NO_PARTS)  # type: ignore[func-returns-value]
+    body.register_step_post_hook(lambda *_: order.append("body"))
+    head.register_step_post_hook(lambda *_: order.append("head"))
+    engine = torch.autograd.Variable._execution_engine
+    for parameter in model["head"].parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: head.step())  # type: ignore[no-untyped-call]
+    model.get_parameter("body.weight").register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+        lambda _: engine.queue_callback(body.step)
+    )
+    model["head"](model["body"](torch.ones(1, 2))).sum().backward()
+    assert order == ["head", "head", "exchanged", "body"]
+
+
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("finite", [False, True])
 def test_a_closures_gradients_are_exchanged_once_and_stepped_by_only_where_they_are_finite(

@@ -177,3 +177,28 @@ def test_a_line_is_no_list_of_everything(tmp_path: Path) -> None:
     run.start(script(2.0))
     (line,) = run.said
     assert line.endswith("lr 6.0 of the script, in place of the checkpoint's 3.0; 1 more")
+
+
+@pytest.mark.parametrize("again", [0.1, 0.1 * 3 / 3, torch.tensor(0.1)])
+def test_a_rate_of_fewer_digits_is_the_same_one(tmp_path: Path, again: Any) -> None:
+    run = Run(tmp_path)
+    run.start(sgd(), halve)
+    assert settings(run.start(sgd(lr=again)), "lr") == [pytest.approx(0.05)]
+    assert not run.said
+
+
+def test_a_rate_that_the_script_loads_with_a_state_of_its_own_is_not_of_its_making(tmp_path: Path) -> None:
+    """It loads the best of its own checkpoints before it attaches; ours is later, and wins."""
+    best = {"rate": 0.1}
+
+    def loaded(model: nn.Module) -> Any:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        sum(parameter.sum() for parameter in model.parameters()).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = best["rate"]
+        return optimizer
+
+    run = Run(tmp_path)
+    run.start(sgd(), halve)
+    best["rate"] = 0.07
+    assert settings(run.start(loaded), "lr") == [0.05]

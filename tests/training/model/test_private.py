@@ -56,6 +56,32 @@ def test_what_the_optimizer_steps_beside_the_model_goes_back_too() -> None:
     assert temperature == 0.5
 
 
+def test_what_takes_the_place_of_another_beside_the_model_does_not_get_its_values() -> None:
+    one, other = (nn.Parameter(torch.tensor(value)) for value in (1.0, 2.0))
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([*model.parameters(), one, other], lr=0.1)
+    flat = FlatModel(model, optimizer)
+    flat.keep()
+    group = optimizer.param_groups[0]
+    group["params"] = [parameter for parameter in group["params"] if parameter is not one]
+    flat.restore()
+    assert [one.item(), other.item()] == [1.0, 2.0]
+
+
+def test_a_private_buffer_may_be_infinite_at_any_time() -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("mask", torch.zeros(3))
+    model.register_buffer("scale", torch.ones(1).expand(8))
+    flat = FlatModel(model, torch.optim.SGD(model.parameters(), lr=0.1), ["mask", "scale"])
+    flat.keep()
+    model.get_buffer("mask").fill_(-math.inf)
+    assert flat.change() == 0
+    model.get_buffer("mask").fill_(math.nan)
+    assert not flat.change().isfinite()
+    flat.restore()
+    assert torch.equal(model.get_buffer("mask"), torch.zeros(3))
+
+
 def test_masters_of_private_parameters_go_back_with_them() -> None:
     model = nn.ModuleDict({"body": nn.Linear(2, 2), "head": nn.Linear(2, 3)}).bfloat16()
     masters = [parameter.detach().float() for parameter in model.parameters()]
