@@ -15,7 +15,7 @@ from peerd.transport.tcp import connect, keep_watch
 PIECE_BYTES = 256 << 10
 BULK_BYTES = 64 << 10  # in a row
 QUIET_S = 0.5
-LINGER_S = 5.0  # for the other direction, when one has ended
+LINGER_S = 30.0  # for the other direction, when one has ended: on a busy machine an answer takes seconds
 
 
 class Toll:
