@@ -654,7 +654,7 @@ def test_a_frozen_base_is_in_the_complete_export_and_in_no_checkpoint(machine: M
     a.says("training finished at step 40")
 
     # where the frozen tensors are nowhere, one line says so
-    for path in (machine.state / "peerd" / "a").rglob("rest-*"):
+    for path in (machine.state / "peerd" / "a" / "checkpoints").glob("rest-*"):
         path.unlink()
     refused = machine.peerd("export", "--name", "a", "--complete", "other.safetensors")
     assert refused.returncode == 1
