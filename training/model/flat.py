@@ -29,7 +29,7 @@ from torch.nn.parameter import UninitializedParameter
 from peerd.training.model.apart import distinct, overlapping
 from peerd.training.model.masters import EXACT, StateMasters, masters_of, strangers_of
 from peerd.training.model.names import buffers_of, matching, parameters_of, ranges_of
-from peerd.training.model.pieces import Piece, variances_in, variances_of
+from peerd.training.model.pieces import Piece, is_computable, is_plain, variances_in, variances_of
 from peerd.training.model.private import Private
 from peerd.training.model.published import PART_ON_CPU, PART_ON_GPU, Published, parts_of
 from peerd.training.model.shards import is_sharded, shard_of
@@ -106,7 +106,7 @@ class FlatModel:
         self._trainable = len(shared)
         self._states: Callable[[], dict[str, torch.Tensor]] = dict
         self._published = Published(self.pieces, self.total, self.device)
-        self.private = Private(model, optimizer, left_out, self.pieces)
+        self.private = Private(optimizer, left_out, self.pieces, parameters, buffers)
 
     def share_states(self, states: Callable[[], dict[str, torch.Tensor]]) -> None:
         """Have the optimizer's state at the end of the vector, too: `states` gives its tensors as they are then."""
@@ -348,6 +348,7 @@ class FlatModel:
             self._views = held.keys() - distinct(held).keys()
         self._follow_kept_masters()
         self._published.follow()
+        self.private.follow(parameters, buffers)
         added = {name for name, tensor in (parameters | buffers).items() if tensor.is_floating_point()}
         frozen = {piece.name for piece in self.pieces if not piece.is_buffer and not piece.held.requires_grad}
         self._changed = {
@@ -384,23 +385,12 @@ def _require_shapes(parameters: dict[str, nn.Parameter]) -> None:
 
 
 def _is_averaged(buffer: torch.Tensor) -> bool:
-    """Not of quantized, sparse or absent values, nor where some of them are one in memory (an expanded tensor)."""
-    if not buffer.is_floating_point() or buffer.itemsize == 1 or not _is_plain(buffer):  # float8 has no arithmetic
-        return False
-    return bool(torch.isfinite(buffer).all())
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    if tensor.is_quantized or tensor.layout != torch.strided or tensor.is_meta:
-        return False
-    return is_sharded(tensor) or not any(
-        step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
-    )
+    return is_computable(buffer) and bool(torch.isfinite(buffer).all())
 
 
 def _require_values(parameters: dict[str, nn.Parameter]) -> None:
     for name, parameter in parameters.items():
         if parameter.is_meta:
             raise ValueError(f"parameter {name} has no values yet (it is on the meta device): load them before attach")
-        if parameter.requires_grad and not _is_plain(parameter):
+        if parameter.requires_grad and not is_plain(parameter):
             raise ValueError(f"parameter {name} is sparse, quantized or expanded: it cannot be corrected; clone() it")

@@ -41,6 +41,20 @@ class Piece:
         return not self.is_buffer and self.source.dtype not in EXACT
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Not of quantized, sparse or absent values, nor where some of them are one in memory (an expanded tensor)."""
+    if tensor.is_quantized or tensor.layout != torch.strided or tensor.is_meta:
+        return False
+    return is_sharded(tensor) or not any(
+        step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
+    )
+
+
+def is_computable(tensor: torch.Tensor) -> bool:
+    """Plain, and of floats that can be computed with: float8 has no arithmetic."""
+    return tensor.is_floating_point() and tensor.itemsize > 1 and is_plain(tensor)
+
+
 def variances_of(pieces: Iterable[Piece]) -> list[tuple[int, int]]:
     """Where in the flat vector of these pieces running variances are."""
     return [

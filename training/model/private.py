@@ -6,16 +6,16 @@ That is private parameters and float buffers, and what else the optimizer steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.parameter import is_lazy
 
-from peerd.training.model.names import buffers_of, parameters_of
-from peerd.training.model.pieces import Piece
-from peerd.training.model.shards import is_sharded, shard_of
+from peerd.training.model.pieces import Piece, is_computable
+from peerd.training.model.shards import shard_of
+
+Tensors = Mapping[str, torch.Tensor]
 
 _STEPPED = "stepped "  # before what is not the model's: no name of a tensor has a space
 
@@ -23,16 +23,23 @@ _STEPPED = "stepped "  # before what is not the model's: no name of a tensor has
 class Private:
     """Of one model; it costs nothing where there is nothing."""
 
-    def __init__(self, model: nn.Module, optimizer: Any, names: Collection[str], pieces: Iterable[Piece]) -> None:
-        """`names` are those of private tensors, `pieces` what is shared."""
-        self._model, self._optimizer, self._names = model, optimizer, names
+    def __init__(
+        self, optimizer: Any, names: Collection[str], pieces: Iterable[Piece], parameters: Tensors, buffers: Tensors
+    ) -> None:
+        """`names` are those of private tensors, `pieces` what is shared; for the others see `follow`."""
+        self._optimizer, self._names = optimizer, names
         self._shared = {id(tensor) for piece in pieces for tensor in (piece.held, piece.master)}
-        self._buffers = set(buffers_of(model))
-        self._copies: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # of which tensor, and its values
+        self.follow(parameters, buffers)
+        # with the tensor itself, whose id no other gets meanwhile
+        self._copies: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._none_of = -1  # of so many tensors that are stepped none is private: each step asks
         self._odd = {
             name for name, tensor in self._tensors.items() if not bool(self._counted(name, tensor).isfinite().all())
         }
+
+    def follow(self, parameters: Tensors, buffers: Tensors) -> None:
+        """The model has these now, by name."""
+        self._parameters, self._buffers = parameters, buffers
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -41,9 +48,7 @@ class Private:
 
     def has_all(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Whether all of these are the model's, and private."""
-        own = (
-            {id(one) for name, one in parameters_of(self._model).items() if name in self._names} if self._names else ()
-        )
+        own = {id(one) for name, one in self._parameters.items() if name in self._names}
         return all(id(parameter) in own for parameter in parameters)
 
     @torch.no_grad()
@@ -97,19 +102,8 @@ class Private:
         if not self._names and self._shared.issuperset(map(id, stepped)):
             self._none_of = count
             return {}
-        parameters, buffers = parameters_of(self._model), buffers_of(self._model)
-        trained = {name: one for name, one in parameters.items() if one.requires_grad}
-        found = {name: one for name, one in {**trained, **buffers}.items() if name in self._names}
-        known = self._shared | set(map(id, parameters.values()))
+        trained = {name: one for name, one in self._parameters.items() if one.requires_grad}
+        found = {name: one for name, one in {**trained, **self._buffers}.items() if name in self._names}
+        known = self._shared | set(map(id, self._parameters.values()))
         found |= {f"{_STEPPED}{id(tensor)}": tensor for tensor in stepped if id(tensor) not in known}
-        return {name: shard_of(one) for name, one in found.items() if _is_plain(one)}
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    if is_lazy(tensor):  # it has no values yet
-        return False
-    odd = tensor.is_quantized or tensor.is_meta or tensor.layout != torch.strided
-    if odd or not tensor.is_floating_point() or tensor.itemsize == 1:
-        return False
-    expanded = any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
-    return is_sharded(tensor) or not expanded
+        return {name: shard_of(one) for name, one in found.items() if not is_lazy(one) and is_computable(one)}
