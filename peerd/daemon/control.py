@@ -127,7 +127,7 @@ async def _accepted(listener: trio.socket.SocketType) -> trio.socket.SocketType 
     return None
 
 
-def check_free(path: Path) -> None:
+def _check_free(path: Path) -> None:
     """No node of this name runs here, with another state folder, whose lock it holds. Raises UserError."""
     if path.stem in running_nodes():
         raise UserError(f"a node called {path.stem!r} runs here already; give this one another --name")
@@ -158,7 +158,7 @@ def _bind(listener: socket.socket, path: Path) -> None:
     with suppress(FileExistsError):  # what is there instead of a folder is told below
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_private(path.parent)
-    check_free(path)
+    _check_free(path)
     path.unlink(missing_ok=True)
     mask = os.umask(0o177)  # of the whole process: nobody else has a turn meanwhile
     try:

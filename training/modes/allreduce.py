@@ -72,7 +72,7 @@ class AllReduce(ModeClass):
     TAKES: ClassVar[tuple[str, ...]] = ("codec", "every", "overlap", "topology", "min_peers", "exchange")
     EXCHANGES: ClassVar[tuple[str, ...]] = EXCHANGES
 
-    EVERY = 0  # steps between rounds, unless the settings say otherwise; 0: as rounds cost, or as overlaps want
+    EVERY = 0  # steps between rounds, unless the settings say otherwise; 0: as rounds cost, or as its overlap asks for
     OVERLAP = QUORUM
     CHOOSES = True  # whether a leader may choose the codec of a round
     DIFFERENCES = False  # whether a round needs an agreed model even without loss

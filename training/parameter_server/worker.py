@@ -99,16 +99,10 @@ class Worker:
         moved = values - self.base
         self.moved = norm_of_difference(moved)
         self.norm = norm_of_difference(self.base)
-        moved += self._residual
-        finite = _fits(moved)
-        waits = None if finite else self._residual.copy()
-        if not finite:
-            moved.fill(0.0)  # the others must not wait for it
+        finite = self._made_whole(moved)
         for part in self.parts:
             part.moved = norm_of_difference(moved[part.where])
-            self._push(part, moved, part.clock, DIFFERENCE, now)
-        if waits is not None:
-            self._residual = waits
+            self._push(part, moved, part.clock, DIFFERENCE, now, finite=finite)
         return finite
 
     def differentiate(self, gradient: Vector, rate: float, now: float) -> bool:
@@ -120,23 +114,33 @@ class Worker:
         cut = sum(part.layout.parameters for part in self.parts)
         moved = gradient[: len(self.base)].astype(self.base.dtype)
         moved[cut:] -= self.base[cut:]
-        moved += self._residual
-        finite = _fits(moved)
-        waits = None if finite else self._residual.copy()  # for a push that counts
-        if not finite:
-            moved.fill(0.0)
+        finite = self._made_whole(moved)
         self.norm = norm_of_difference(self.base)
         for part in self.parts:
             part.gradient = norm_of_difference(moved[part.where][: part.layout.parameters])
-            self._push(part, moved, part.clock if finite else NEVER, rate, now, gradient[part.flags])
-        if waits is not None:
-            self._residual = waits
+            clock = part.clock if finite else NEVER
+            self._push(part, moved, clock, rate, now, gradient[part.flags], finite=finite)
+        return finite
+
+    def _made_whole(self, moved: Vector) -> bool:
+        """Add what was dropped before. What is not finite then becomes nothing: the others must not wait for it."""
+        moved += self._residual
+        if not (finite := _fits(moved)):
+            moved.fill(0.0)
         return finite
 
     def _push(
-        self, part: Part, moved: Vector, clock: int, rate: float, now: float, flags: Vector | None = None
+        self,
+        part: Part,
+        moved: Vector,
+        clock: int,
+        rate: float,
+        now: float,
+        flags: Vector | None = None,
+        *,
+        finite: bool,
     ) -> None:
-        chunks = self._encoded(part, moved[part.where], flags)
+        chunks = self._encoded(part, moved[part.where], flags, finite=finite)
         part.seq += 1
         part.pushes.append(
             ShardPush(part.number, part.seq, self.life, 0, clock, self._codec, False, False, rate, chunks)
@@ -144,11 +148,12 @@ class Worker:
         part.awaiting, part.final, part.repeats = True, False, 0
         part.pushed_at = part.asked_at = now
 
-    def _encoded(self, part: Part, moved: Vector, flags: Vector | None) -> Chunks:
+    def _encoded(self, part: Part, moved: Vector, flags: Vector | None, *, finite: bool) -> Chunks:
         pushed = moved if flags is None else np.concatenate([moved, flags], dtype=moved.dtype)
         arrives = np.empty_like(pushed)
         chunks, _ = vector.encode(self._codec, part.pushed, pushed, decoded=arrives)
-        np.subtract(moved, arrives[: len(moved)], out=self._residual[part.where])
+        if finite:  # else what was dropped before waits for a push that counts
+            np.subtract(moved, arrives[: len(moved)], out=self._residual[part.where])
         return chunks
 
     def to_say(
