@@ -1,7 +1,7 @@
 """How does a run survive a crash? Generations of model, optimizer and step, each one folder that appears at once.
 
-    step-00000120/model.safetensors   model.* and optimizer.* tensors
-    step-00000120/manifest.json       step, sizes, SHA-256 of the file and of itself, and the plain values of both
+    step-00000120/model.safetensors   model.* and optimizer.* tensors, and kept.* of what else the script keeps
+    step-00000120/manifest.json       step, sizes, SHA-256 of the file and of itself, and the plain values of all
 
 A generation is written to a temporary folder, every file and the folder are flushed to the disk, then it is renamed and
 the parent flushed: after a crash at any point the newest folder is whole, or is not there. When a step is saved again
@@ -17,7 +17,7 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from peerd.local.being_written import being_written, leftovers
 from peerd.local.durable import flush, write
 from peerd.trainer import groups, states
 from peerd.trainer.groups import untensored
+from peerd.trainer.kept import NOTHING, Kept
 from peerd.trainer.optimizers import kind
 from peerd.training.model.shards import taken_apart, whole
 
@@ -59,6 +60,7 @@ class Generation:
     tensors: dict[str, torch.Tensor]
     optimizer: dict[str, Any] | None  # plain values: class, param_groups, and the state that is no tensor
     extra: dict[str, Any] = field(default_factory=dict)  # of modules that have an extra state: plain values by name
+    kept: dict[str, Any] = field(default_factory=dict)  # what kept.py tells, by the script's names
 
 
 def capture(
@@ -67,22 +69,24 @@ def capture(
     step: int,
     signature: str,
     left_out: Collection[str] = (),
+    kept: Kept = NOTHING,
     *,
     stands: bool = False,
 ) -> Generation:
-    """Copy model and optimizer to host memory, but for the parameters `left_out`: the script makes them again.
+    """Copy model, optimizer and what is `kept` to host memory, but for the parameters `left_out`: the script's to make.
 
     Where nothing moves until the generation is saved (it `stands`), what is in host memory is not copied.
     """
-    of_model, of_optimizer = _kept(model, left_out), _state_of(optimizer)
+    of_model, of_optimizer = _of_model(model, left_out), _state_of(optimizer)
+    plain_kept, tensors_kept = kept.capture()
     taken: set[int] = set()
     tensors = {
         name: value if stands and _is_alone(value, taken) else _copy(value)
-        for name, value in _tensors(of_model, of_optimizer)
+        for name, value in chain(_tensors(of_model, of_optimizer), tensors_kept.items())
     }
     extra = {name: value for name, value in of_model.items() if name not in tensors and _is_exact(value)}
     if of_optimizer is None:
-        return Generation(step, signature, tensors, None, extra)
+        return Generation(step, signature, tensors, None, extra, plain_kept)
     settings = [{key: untensored(value) for key, value in group.items()} for group in of_optimizer["param_groups"]]
     plain: dict[str, Any] = {
         "class": kind(optimizer), "param_groups": settings, "made": groups.made(optimizer), "state": {},
@@ -92,12 +96,12 @@ def capture(
         plain["state"][str(index)] = {
             key: value for key, value in entries.items() if not isinstance(value, torch.Tensor)
         }
-    return Generation(step, signature, tensors, plain if _is_plain(plain) else None, extra)
+    return Generation(step, signature, tensors, plain if _is_plain(plain) else None, extra, plain_kept)
 
 
 def help_capture(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Give this rank's shards to the one that captures."""
-    for _, value in _tensors(_kept(model, ()), _state_of(optimizer)):
+    for _, value in _tensors(_of_model(model, ()), _state_of(optimizer)):
         whole(value)
 
 
@@ -113,7 +117,7 @@ def not_kept(model: nn.Module) -> list[str]:
     return lines
 
 
-def _kept(model: nn.Module, left_out: Collection[str]) -> dict[str, Any]:
+def _of_model(model: nn.Module, left_out: Collection[str]) -> dict[str, Any]:
     """The entries of the model's state: without those `left_out`, and what a quantized one has beside it."""
     state: dict[str, Any] = {f"model.{name}": value for name, value in model.state_dict().items()}
     with_them = tuple(f"model.{name}." for name in left_out)
@@ -358,13 +362,13 @@ def _load(path: Path, signature: str) -> Generation:
             raise OfAnotherModel("it was written for another model")
         entry = manifest["files"][_TENSORS]
         step, optimizer = int(manifest["step"]), manifest["optimizer"]
-        extra = dict(manifest.get("extra", {}))
+        extra, kept = dict(manifest.get("extra", {})), dict(manifest.get("kept", {}))
         size = tensors_path.stat().st_size
         if size != entry["bytes"]:
             raise Damaged(f"{_TENSORS} has {size} bytes, its manifest says {entry['bytes']}")
         if _sha256(tensors_path) != entry["sha256"]:
             raise Damaged(f"{_TENSORS} does not match the SHA-256 of its manifest")
-        return Generation(step, signature, load_file(tensors_path), optimizer, extra)
+        return Generation(step, signature, load_file(tensors_path), optimizer, extra, kept)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         if isinstance(error, OSError) and error.strerror:
             raise Damaged(f"{Path(error.filename or path).name}: {error.strerror}") from None
@@ -378,6 +382,7 @@ def _manifest(generation: Generation, tensors: Path) -> str:
         "files": {_TENSORS: {"bytes": tensors.stat().st_size, "sha256": _sha256(tensors)}},
         "optimizer": generation.optimizer,
         "extra": generation.extra,
+        "kept": generation.kept,
     }
     return json.dumps({**manifest, "sha256": _digest(manifest)})
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from peerd.trainer import checkpoint, groups
+from peerd.trainer.kept import Kept
 from peerd.trainer.optimizers import forget
 from peerd.trainer.ranks import RankCommand, Ranks
 from peerd.trainer.sharded import ShardedModel
@@ -18,12 +19,15 @@ from peerd.training.model.flat import FlatModel
 class Follower:
     """Any rank but 0, in place of a session with the daemon."""
 
-    def __init__(self, ranks: Ranks, model: nn.Module, optimizer: Optimizer, exclude: Sequence[str] = ()) -> None:
+    def __init__(
+        self, ranks: Ranks, model: nn.Module, optimizer: Optimizer, exclude: Sequence[str], kept: Kept
+    ) -> None:
         """Waits for rank 0 to attach. Ends the script when the daemon refused it."""
         self._ranks = ranks
         self._model = model
         self._optimizer = optimizer
         self._exclude = exclude
+        self._kept = kept
         self._shards: ShardedModel | None = None
         command, self.step = self._take_part()
         if command == RankCommand.STOP:
@@ -38,6 +42,7 @@ class Follower:
             with suppress(checkpoint.Damaged):  # rank 0 says so, and shares its model anyway
                 checkpoint.restore(generation, model, optimizer)
                 self._flat.loaded()
+                kept.restore(generation.kept, generation.tensors, generation.step)
         ranks.share(self._flat)
 
     @property
@@ -75,6 +80,6 @@ class Follower:
                 return command, step
             if command == RankCommand.COMES:
                 with suppress(ValueError):  # rank 0 raises it, too, says so, and has all stop
-                    self._shards = ShardedModel(self._model, self._optimizer, self._ranks, self._exclude)
+                    self._shards = ShardedModel(self._model, self._optimizer, self._ranks, self._exclude, self._kept)
             elif self._shards is not None:
                 self._shards.take_part(command, step)

@@ -41,6 +41,7 @@ from peerd.trainer import checkpoint, groups
 from peerd.trainer.checkpoint_writer import CheckpointWriter
 from peerd.trainer.figures import SAMPLES_MAX, Figures
 from peerd.trainer.gradient_hooks import GradientHooks
+from peerd.trainer.kept import Kept
 from peerd.trainer.optimizers import forget, learning_rates
 from peerd.trainer.publication import Publication
 from peerd.trainer.ranks import RankCommand, Ranks
@@ -84,13 +85,15 @@ class Session:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         ranks: Ranks | None,
-        exclude: Sequence[str] = (),
+        exclude: Sequence[str],
+        kept: Kept,
         *,
         quasi_global_momentum: bool = False,
     ) -> None:
         self._socket = socket
         self._model = model
         self._optimizer = optimizer
+        self._kept = kept
         self.flat: FlatModel | ShardedModel
         self._exchanges, shares_optimizer = _exchange_of(socket)
         if self._exchanges and ranks is not None:
@@ -236,6 +239,7 @@ class Session:
             say(f"checkpoint of step {generation.step} refused: {error}")
             return None
         self.flat.loaded()
+        self._kept.restore(generation.kept, generation.tensors, generation.step)
         self.step = generation.step
         return generation.step, whole
 
@@ -599,7 +603,9 @@ class Session:
             self.flat.about_to_capture()
         frozen = self._frozen.unchanged(self._model)
         try:
-            return checkpoint.capture(self._model, self._optimizer, step, self.flat.signature, frozen, stands=stands)
+            return checkpoint.capture(
+                self._model, self._optimizer, step, self.flat.signature, frozen, self._kept, stands=stands
+            )
         except Exception as error:
             if isinstance(self.flat, ShardedModel):  # the other ranks wait for this one's part
                 raise SystemExit(

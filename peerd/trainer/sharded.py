@@ -20,6 +20,7 @@ from torch import distributed, nn
 from torch.optim import Optimizer
 
 from peerd.trainer import checkpoint
+from peerd.trainer.kept import NOTHING, Kept
 from peerd.trainer.optimizers import forget
 from peerd.trainer.ranks import RankCommand, Ranks
 from peerd.training.model.flat import Flat, FlatModel
@@ -48,10 +49,12 @@ class ShardedModel:
 
     device = torch.device("cpu")  # where its flat vectors are
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, ranks: Ranks, exclude: Sequence[str] = ()) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, ranks: Ranks, exclude: Sequence[str] = (), kept: Kept = NOTHING
+    ) -> None:
         """On all ranks at once, by rank 0 after `RankCommand.COMES`. Raises ValueError as `FlatModel` does."""
         _reshard(model)
-        self._model, self._optimizer, self._ranks = model, optimizer, ranks
+        self._model, self._optimizer, self._ranks, self._kept = model, optimizer, ranks, kept
         self._shards = FlatModel(model, optimizer, exclude)
         self.tensors, self.signature = self._shards.tensors, self._shards.signature
         self.pieces: list[Piece] = []
@@ -140,6 +143,7 @@ class ShardedModel:
         with suppress(checkpoint.Damaged):  # rank 0 says so
             checkpoint.restore(generation, self._model, self._optimizer)
             self.loaded()
+            self._kept.restore(generation.kept, generation.tensors, generation.step)
 
     @torch.no_grad()
     def _gather(self) -> Iterator[tuple[slice, torch.Tensor]]:

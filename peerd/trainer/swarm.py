@@ -17,10 +17,10 @@ import math
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, SupportsFloat
 
 import torch
@@ -30,6 +30,7 @@ from peerd.local.local_socket import LocalSocket, find_node
 from peerd.trainer import checkpoint, groups
 from peerd.trainer.figures import Figures, FromGpus, clean
 from peerd.trainer.follower import Follower
+from peerd.trainer.kept import Kept
 from peerd.trainer.optimizers import Optimizers, as_one
 from peerd.trainer.ranks import RankCommand, Ranks, are_several, is_first, of_this_job
 from peerd.trainer.say import say
@@ -43,7 +44,12 @@ from peerd.transport.errors import UserError
 
 
 def attach(
-    model: Models, optimizer: Optimizers, *, exclude: Sequence[str] = (), quasi_global_momentum: bool = False
+    model: Models,
+    optimizer: Optimizers,
+    *,
+    exclude: Sequence[str] = (),
+    keep: Mapping[str, Any] = MappingProxyType({}),
+    quasi_global_momentum: bool = False,
 ) -> Swarm:
     """Join `model` to the swarm of the daemon that started this script, or of the node that runs here.
 
@@ -55,6 +61,11 @@ def attach(
     list; a wrapper that has an `optimizer` or `param_groups`, and so a learning rate scheduler, is as good as what it
     wraps.
 
+    `keep` names what else belongs to this node's checkpoints: any objects with `state_dict` and `load_state_dict`, as a
+    scheduler, averaged weights, a loader (keep={"scheduler": scheduler}). A script that resumes from one finds them as
+    they were at its step; of several ranks, as rank 0 had them. States are numbers, text, lists, dictionaries, tensors
+    and arrays; one that has something else ends the script with a line.
+
     With `quasi_global_momentum`, the same on all nodes, the momentum of torch's SGD follows how the model moves with
     the swarm, not this node's own gradients alone (arXiv:2102.04761): where nodes see different classes, `gossip` ends
     nearer to training on all data. It needs a momentum above 0 and dampening 0, parameters in float32 or float64, nodes
@@ -62,6 +73,7 @@ def attach(
     """
     try:
         model, optimizer, exclude = one_model(model), as_one(optimizer), patterns_of(exclude)
+        kept = Kept(keep, say if is_first() else lambda _: None)
         momentum = QuasiGlobalMomentum(optimizer) if quasi_global_momentum else None
     except ValueError as error:  # on every rank
         with suppress(Refused):
@@ -71,10 +83,12 @@ def attach(
     groups.remember(optimizer)  # on every rank, before a checkpoint is loaded
     ranks = of_this_job(model)
     if ranks is not None and not ranks.leads:
-        return Swarm(None, ranks, Follower(ranks, model, optimizer, exclude), momentum)
+        follower = Follower(ranks, model, optimizer, exclude, kept)
+        kept.came()
+        return Swarm(None, ranks, follower, momentum)
     session = None
     try:
-        session = _open(model, optimizer, ranks, exclude, quasi_global_momentum=quasi_global_momentum)
+        session = _open(model, optimizer, ranks, exclude, kept, quasi_global_momentum=quasi_global_momentum)
     except Refused as refusal:
         if ranks is not None:
             ranks.say(RankCommand.STOP)
@@ -86,6 +100,7 @@ def attach(
         if session is not None and isinstance(session.flat, FlatModel):
             ranks.share_path(session.restored_from)
             ranks.share(session.flat)
+    kept.came()
     return Swarm(session, ranks, momentum=momentum)
 
 
@@ -94,6 +109,7 @@ def _open(
     optimizer: torch.optim.Optimizer,
     ranks: Ranks | None,
     exclude: Sequence[str],
+    kept: Kept,
     *,
     quasi_global_momentum: bool,
 ) -> Session | None:
@@ -101,7 +117,7 @@ def _open(
     if socket is None:
         return None
     try:
-        session = Session(socket, model, optimizer, ranks, exclude, quasi_global_momentum=quasi_global_momentum)
+        session = Session(socket, model, optimizer, ranks, exclude, kept, quasi_global_momentum=quasi_global_momentum)
         for line in checkpoint.not_kept(model):
             say(line)
         return session

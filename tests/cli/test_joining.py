@@ -188,7 +188,8 @@ def test_the_doctor_looks_at_the_node_that_is_meant_and_its_measurement_is_no_tr
     b = machine.start("b", "--bind", f"{host}:0", "--token", token(machine, a), XDG_STATE_HOME=another_user(machine))
     b.sees(a="alive", b="alive")
     unnamed = machine.peerd("doctor")
-    assert unnamed.returncode == 0, unnamed.stdout
+    taken = "cannot listen on TCP 127.0.0.1:7946" in unnamed.stdout  # by a node of this machine's user
+    assert unnamed.returncode == int(taken), unnamed.stdout
     assert unnamed.stdout.startswith("note  node      a, b run here;")
     assert not [line for line in unnamed.stdout.splitlines() if len(line) > 80 and "/" not in line], "but for a path"
     before = a.ask("status")["bytes_sent"]

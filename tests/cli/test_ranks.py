@@ -70,20 +70,31 @@ def test_two_nodes_of_two_ranks_train_one_model(machine: Machine, text: str) -> 
         assert torch.allclose(value, other[name], atol=0.02), name
 
 
+KEEPS = DDP.replace(
+    "with peerd.attach(model, optimizer) as swarm:\n",
+    """\
+scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [5, 20], gamma=0.9)
+with peerd.attach(model, optimizer, keep={"scheduler": scheduler}) as swarm:
+    say(f"comes to epoch {scheduler.last_epoch}")
+""",
+).replace("        swarm.step(", "        scheduler.step()\n        swarm.step(")
+
+
 def test_ranks_whose_checkpoint_is_passed_over_have_one_optimizer_state(machine: Machine) -> None:
     """All of them read what rank 0 then puts aside."""
-    a = torchrun(machine, "a", seed=1, steps=50, members=1, text=ENDS_AT_ONCE + DDP)
+    a = torchrun(machine, "a", seed=1, steps=50, members=1, text=ENDS_AT_ONCE + KEEPS)
     a.says("training finished at step 50")
     machine.peerd("leave", "--name", "a")
     a.end()
     b = machine.start("b", machine.script("plain.py", in_one_process(DDP)), SEED="2", STEPS="25")
     b.says("training finished at step 25")
-    again = torchrun(machine, "a", seed=1, steps=75, members=1, text=ENDS_AT_ONCE + DDP, join=b)
+    again = torchrun(machine, "a", seed=1, steps=75, members=1, text=ENDS_AT_ONCE + KEEPS, join=b)
     again.says("checkpoints of later steps than 25 are in ")
     again.says("training finished at step 75")
     again.eventually(lambda: len(said(again)[1]) == len(said(again)[0]))
     ranks = said(again)
     assert "begins at 25 with" in " ".join(ranks[0])
+    assert "comes to epoch 50" in ranks[0]
     assert ranks[0] == ranks[1], "the ranks of a node differ"
 
 

@@ -1,0 +1,207 @@
+"""What has a checkpoint of the script beside its model and optimizer? What `attach(keep=...)` names.
+
+Objects with `state_dict` and `load_state_dict`: a scheduler, averaged weights, a loader that knows where it is.
+Their states are plain data and tensors. JSON has no tuples, and no numbers as keys, so what it does not give back as it
+was is an object with one entry there, by whose name it is made again. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from peerd.training.model.shards import is_sharded
+from peerd.transport.errors import cause
+
+PLAIN_BYTES_MAX = 4 << 20  # of all states as JSON; a manifest over its limit would be read by nobody
+_SEQUENCES: dict[str, type] = {kind.__name__: kind for kind in (tuple, set, frozenset)}
+_MAPS: dict[str, type] = {kind.__name__: kind for kind in (dict, OrderedDict, Counter)}
+
+_CAME = WeakIdKeyDictionary()
+"""Objects that were kept before: what this process has made of them since is newer than any checkpoint."""
+
+
+class Kept:
+    """The objects, by the names that the script gives them."""
+
+    def __init__(self, objects: Mapping[str, Any], tell: Callable[[str], None] = lambda _: None) -> None:
+        """`tell` gets lines for the user. Raises ValueError: one of them cannot be kept."""
+        if not isinstance(objects, Mapping) or not all(isinstance(name, str) for name in objects):
+            raise ValueError('keep is no dictionary of names and objects: keep={"scheduler": scheduler}')
+        self._objects = dict(objects)
+        self._tell = tell
+        self._told: set[str] = set()  # of which it was said that a checkpoint is without them
+        for name, held in self._objects.items():
+            if not all(callable(getattr(held, method, None)) for method in ("state_dict", "load_state_dict")):
+                raise ValueError(
+                    f"keep: {name} is a {type(held).__name__}, which has no state_dict and load_state_dict"
+                )
+            if isinstance(held, nn.Module) and _has_shards(held):
+                raise ValueError(f"keep: {name} has tensors in shards, which only a model that is attached may have")
+            try:
+                _state_of(name, held)
+            except Exception as error:  # of the object's own code, too
+                raise ValueError(f"keep: {name} cannot be kept: {_why(error)}") from None
+
+    def capture(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """Their states as they are now: plain data by name, and the tensors, not copied, by names of theirs.
+
+        Whatever cannot be kept any more is left out, and named once.
+        """
+        plain: dict[str, Any] = {}
+        tensors: dict[str, torch.Tensor] = {}
+        room = PLAIN_BYTES_MAX
+        for name, held in self._objects.items():
+            try:
+                tree, inside = _state_of(name, held)
+                size = len(json.dumps(tree))
+                if size > room:
+                    raise ValueError(f"all states together are over {PLAIN_BYTES_MAX} bytes, tensors aside")
+                if taken := tensors.keys() & inside.keys():
+                    raise ValueError(f"another one has a tensor of the name {min(taken)}")
+            except Exception as error:
+                if name not in self._told:
+                    self._told.add(name)
+                    self._tell(f"checkpoints are written without {name}: {_why(error)}")
+                continue
+            plain[name] = tree
+            tensors |= inside
+            room -= size
+        return plain, tensors
+
+    def restore(self, plain: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], step: int) -> None:
+        """Give back what the checkpoint of `step` has of them, but to those that this process has trained with."""
+        given = []
+        for name, held in self._objects.items():
+            if _is_known(held):
+                continue
+            if name not in plain:
+                self._tell(f"the checkpoint of step {step} has no {name}: it begins as the script made it")
+                continue
+            try:
+                held.load_state_dict(_made_again(plain[name], tensors))
+                given.append(name)
+            except Exception as error:
+                self._tell(f"{name} of the checkpoint of step {step} does not fit: {_why(error)}")
+        if given:
+            self._tell(f"from the checkpoint of step {step} also: {', '.join(given)}")
+
+    def came(self) -> None:
+        """Training begins: from here on they are ahead of checkpoints."""
+        for held in self._objects.values():
+            try:
+                _CAME[held] = True
+            except TypeError:  # nothing can point to it weakly
+                continue
+
+
+def _has_shards(held: nn.Module) -> bool:
+    """Then its state is all ranks' to ask for, and checkpoints are one's to write."""
+    hides_them = any(type(module).__name__ == "FullyShardedDataParallel" for module in held.modules())
+    return hides_them or any(map(is_sharded, held.parameters()))
+
+
+def _is_known(held: Any) -> bool:
+    try:
+        return held in _CAME
+    except TypeError:
+        return False
+
+
+def _state_of(name: str, held: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Raises ValueError, and what its own code raises."""
+    tensors: dict[str, torch.Tensor] = {}
+    return _packed(held.state_dict(), f"kept.{name}", tensors), tensors
+
+
+def _packed(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """As JSON holds it; tensors and arrays go to `tensors`, by where they are."""
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str):
+        return value
+    if kind is list:
+        return [_packed(each, f"{where}.{at}", tensors) for at, each in enumerate(value)]
+    if isinstance(value, torch.Tensor):
+        return {"tensor": _named(_plain(value, where), where, tensors)}
+    if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject and value.dtype.names is None:
+        values = torch.from_numpy(np.frombuffer(value.tobytes(), np.uint8).copy())
+        shape = list(value.shape) if isinstance(value, np.ndarray) else None
+        return {"array": [value.dtype.str, shape, _named(values, where, tensors)]}
+    if kind is bytes:
+        return {"bytes": base64.b64encode(value).decode()}
+    if kind is deque:
+        return {"deque": [_packed(list(value), where, tensors), value.maxlen]}
+    if kind in _SEQUENCES.values():
+        return {kind.__name__: _packed(list(value), where, tensors)}
+    if isinstance(value, dict):
+        name = kind.__name__ if kind in _MAPS.values() else "dict"
+        pairs = [
+            [_packed(key, where, tensors), _packed(each, f"{where}.{key}", tensors)] for key, each in value.items()
+        ]
+        return {name: pairs}
+    raise ValueError(f"{where.removeprefix('kept.')} is a {kind.__name__}, which no checkpoint can hold")
+
+
+def _made_again(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """What `_packed` was given. Raises ValueError, LookupError or TypeError: it was made by nobody here."""
+    if isinstance(tree, list):
+        return [_made_again(each, tensors) for each in tree]
+    if not isinstance(tree, dict):
+        return tree
+    ((kind, inside),) = tree.items()
+    match kind:
+        case "tensor":
+            return tensors[inside]
+        case "array":
+            dtype, shape, name = inside
+            array = np.frombuffer(tensors[name].numpy().tobytes(), np.dtype(dtype)).copy()
+            return array[0] if shape is None else array.reshape(shape)
+        case "bytes":
+            return base64.b64decode(inside)
+        case "deque":
+            return deque(_made_again(inside[0], tensors), inside[1])
+        case _ if kind in _SEQUENCES:
+            return _SEQUENCES[kind](_made_again(inside, tensors))
+        case _:
+            return _MAPS[kind](dict(_made_again(inside, tensors)))
+
+
+def _named(tensor: torch.Tensor, where: str, tensors: dict[str, torch.Tensor]) -> str:
+    where = where.encode(errors="replace").decode()
+    while where in tensors:  # the keys 1 and "1" of one dictionary
+        where += "_"
+    tensors[where] = tensor
+    return where
+
+
+def _plain(tensor: torch.Tensor, where: str) -> torch.Tensor:
+    """Raises ValueError: no file can have it."""
+    odd = is_sharded(tensor) or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta
+    if odd or not _is_savable(tensor.dtype):
+        raise ValueError(f"{where.removeprefix('kept.')} is a tensor that no checkpoint can hold ({tensor.dtype})")
+    return tensor.detach()
+
+
+@lru_cache(maxsize=64)
+def _is_savable(dtype: torch.dtype) -> bool:
+    try:
+        return bool(save({"x": torch.empty(0, dtype=dtype)}))
+    except Exception:  # of the library, which has a list of its own
+        return False
+
+
+def _why(error: Exception) -> str:
+    return next(iter(cause(error).splitlines()), "") or type(error).__name__
+
+
+NOTHING = Kept({})
