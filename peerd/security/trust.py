@@ -35,11 +35,10 @@ class Trust:
         key: NodeKey,
         chain: Sequence[Certificate],
         authorities: Sequence[Certificate],
-        revoked: Callable[[NodeId], bool] = lambda node: False,
     ) -> None:
-        """`chain` is the node's certificate and the issuers above it; who is `revoked` is asked at every handshake."""
+        """`chain` is the node's certificate and the issuers above it."""
         self._key = key
-        self.revoked = revoked
+        self.revoked: Callable[[NodeId], bool] = lambda node: False  # asked at every handshake
         self.proof_of: Callable[[NodeId], bytes] = lambda node: b""  # by whose word it is revoked, for itself to read
         self.newest: tuple[Certificate, ...] = ()  # under which certificates are given, where that is known
         self._bridges: tuple[bytes, ...] = ()  # from one authority in force to another (DER)
