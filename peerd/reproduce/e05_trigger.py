@@ -21,10 +21,10 @@ BYTES_MAX, LOSS_MAX = 0.08, 0.005
 EVERY_STEP = "gossip at every step"
 
 
-def gossip(steps: int, trigger: str, codec: str = "float32", shard: str = "iid") -> dict[str, Any]:
+def gossip(steps: int, trigger: str, shard: str = "iid") -> dict[str, Any]:
     """8 peers on the task with 10,000 test examples."""
     return {
-        "peers": PEERS, "problem": "teacher", "mode": "gossip", "codec": codec, "trigger": trigger, "shard": shard,
+        "peers": PEERS, "problem": "teacher", "mode": "gossip", "codec": "float32", "trigger": trigger, "shard": shard,
         "steps": steps, "schedule": "cosine", "compute": f"fixed:{STEP_S}", "look_every": steps * STEP_S / 10,
     }  # fmt: skip
 

@@ -37,15 +37,15 @@ def exactly(value: float) -> Estimate:
     return Estimate(value, value, value, 1)
 
 
-def student(freedom: int, confidence: float = CONFIDENCE) -> float:
-    """The t of which |t| is exceeded with chance 1 - confidence.
+def student(freedom: int) -> float:
+    """The t of which |t| is exceeded with chance 1 - CONFIDENCE.
 
     With t = sqrt(freedom) tan(angle) the density is cos(angle)^(freedom - 1), summed here by the trapezoid's rule.
     """
     angles = np.linspace(0.0, math.pi / 2, _ANGLES)
     density = np.cos(angles) ** (freedom - 1)
     below = np.concatenate([[0.0], np.cumsum(density[1:] + density[:-1])])
-    angle = float(np.interp(confidence, below / below[-1], angles))
+    angle = float(np.interp(CONFIDENCE, below / below[-1], angles))
     return math.sqrt(freedom) * math.tan(angle)
 
 

@@ -111,11 +111,11 @@ def time_to(result: Result, accuracy: float) -> float:
     return math.inf if crossed is None else crossed[0]
 
 
-def times_sooner(slow: Arm, fast: Arm, share: float = 0.95) -> Estimate:
-    """How many times sooner `fast` has that share of what `slow` has in the end, seed by seed; 0: never."""
+def times_sooner(slow: Arm, fast: Arm) -> Estimate:
+    """How many times sooner `fast` has 95 % of what `slow` has in the end, seed by seed; 0: never."""
     times = []
     for one, other in zip(slow.results, fast.results, strict=True):
-        goal = share * validation(one)
+        goal = 0.95 * validation(one)
         took = time_to(other, goal)
         times.append(time_to(one, goal) / took if 0 < took < math.inf else 0.0)
     return estimate(times)

@@ -21,6 +21,8 @@ from peerd.transport.errors import UserError
 
 STEP_MIN_S, STEP_MAX_S = 1e-4, 1e6
 TRACE_CHARACTERS = 10_000_000  # the most that is read of a file of step times
+SPREAD, NOISE = 0.3, 0.2  # deviations in `Quadratic`: of each value of the c_i, of each gradient's; the optimum's is 4
+MOVE = 0.003  # in `BytesOnly`: ||x after a step - x|| / ||x|| in the first steps
 SURROGATE_VALUES = 4096  # stand for a large model: a codec's bytes a value are the same on as many
 
 
@@ -163,20 +165,17 @@ class Quadratic:
 
     size_scale = 1.0
 
-    def __init__(self, seed: int, values: int = 64, lr: float = 0.05, spread: float = 0.3, noise: float = 0.2) -> None:
-        """`spread` is the deviation of each value of the c_i, `noise` of each gradient's; the optimum's is 4."""
+    def __init__(self, seed: int, values: int = 64, lr: float = 0.05) -> None:
         self._seed = seed
         self._values = values
         self._lr = lr
-        self._spread = spread
-        self._noise = noise
         self._optimum = np.random.default_rng((seed, 0)).normal(size=values) * 4
 
     def learner(self, rank: int) -> Learner:
         """See `Problem.learner`."""
         rng = np.random.default_rng((self._seed, 1, rank))
-        target = self._optimum + self._spread * rng.normal(size=self._values)
-        return _Descent(np.ones(self._values), target, self._lr, self._noise, rng)
+        target = self._optimum + SPREAD * rng.normal(size=self._values)
+        return _Descent(np.ones(self._values), target, self._lr, rng)
 
     def score(self, models: Sequence[Vector]) -> dict[str, float]:
         """`error`: distance of the averaged model from the optimum of infinitely many nodes, relative."""
@@ -189,11 +188,10 @@ class Quadratic:
 
 
 class _Descent(FlatLearner):
-    def __init__(self, start: Vector, target: Vector, lr: float, noise: float, rng: np.random.Generator) -> None:
+    def __init__(self, start: Vector, target: Vector, lr: float, rng: np.random.Generator) -> None:
         super().__init__(start)
         self._target = target
         self._lr = lr
-        self._noise = noise
         self._rng = rng
         self._loss = math.nan
 
@@ -204,7 +202,7 @@ class _Descent(FlatLearner):
     def gradient(self, number: int) -> Vector:
         slope = self.x - self._target
         self._loss = float(slope @ slope) / 2
-        slope += self._noise * self._rng.normal(size=len(slope))
+        slope += NOISE * self._rng.normal(size=len(slope))
         return slope
 
     def descend(self, number: int, gradient: Vector | None) -> Moved:
@@ -221,8 +219,7 @@ class BytesOnly:
     There is no accuracy to report.
     """
 
-    def __init__(self, seed: int, parameters: int, steps: int, move: float = 0.003) -> None:
-        """`move`: ||x after a step - x|| / ||x|| in the first steps."""
+    def __init__(self, seed: int, parameters: int, steps: int) -> None:
         if parameters < SURROGATE_VALUES:
             raise UserError(
                 f"--parameters {parameters}: at least {SURROGATE_VALUES}; for less, simulate the model itself"
@@ -230,12 +227,11 @@ class BytesOnly:
         self.size_scale = parameters / SURROGATE_VALUES
         self._seed = seed
         self._steps = steps
-        self._move = move
 
     def learner(self, rank: int) -> Learner:
         """See `Problem.learner`."""
         start = np.random.default_rng((self._seed, 0)).normal(size=SURROGATE_VALUES).astype(np.float32)
-        return _Walk(start, self._move, self._steps, np.random.default_rng((self._seed, 1, rank)))
+        return _Walk(start, self._steps, np.random.default_rng((self._seed, 1, rank)))
 
     def score(self, models: Sequence[Vector]) -> dict[str, float]:
         """Nothing: nothing was learnt."""
@@ -247,9 +243,9 @@ class BytesOnly:
 
 
 class _Walk(FlatLearner):
-    def __init__(self, start: Vector, move: float, steps: int, rng: np.random.Generator) -> None:
+    def __init__(self, start: Vector, steps: int, rng: np.random.Generator) -> None:
         super().__init__(start)
-        self._length = move * float(np.linalg.norm(start)) / math.sqrt(len(start))
+        self._length = MOVE * float(np.linalg.norm(start)) / math.sqrt(len(start))
         self._steps = steps
         self._rng = rng
         self._ratio = 1.0
