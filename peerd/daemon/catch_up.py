@@ -39,8 +39,8 @@ class CatchUp:
         rng: Random,
         *,
         has_seeds: bool,
-        awaited: Collection[Address] = (),
-        awaited_until: float = 0.0,
+        awaited: Collection[Address],
+        awaited_until: float,
     ) -> None:
         """`awaited` are members known before a restart: they have until then to answer."""
         self._me = me

@@ -87,7 +87,7 @@ class Prober:
 
     def __init__(
         self, roster: Roster, carry: Carry, counts: Counter[str], rng: random.Random, timing: Timing, now: float,
-        numbers: random.Random | None = None,
+        numbers: random.Random | None,
     ) -> None:  # fmt: skip
         self._roster = roster
         self._carry = carry

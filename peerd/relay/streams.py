@@ -21,8 +21,8 @@ LINGER_S = 30.0  # for the other direction, when one has ended: on a busy machin
 class Toll:
     """What is passed on is counted, and waits for the node's budget."""
 
-    def __init__(self, budget: Budget | None = None) -> None:
-        """Without one nothing waits."""
+    def __init__(self, budget: Budget | None) -> None:
+        """Without a budget nothing waits."""
         self.passed_bytes = 0
         self.piece_bytes = PIECE_BYTES if budget is None else min(PIECE_BYTES, budget.piece)
         self.budget = budget

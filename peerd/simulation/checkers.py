@@ -81,7 +81,7 @@ class Checkers:
     """All invariants of one run."""
 
     def __init__(
-        self, world: World, latest: Mapping[NodeId, Watched], replay: Callable[[], str], flight_s: float = 0.0
+        self, world: World, latest: Mapping[NodeId, Watched], replay: Callable[[], str], flight_s: float
     ) -> None:
         """`latest` is the present or last life of every identity; `replay` the command that shows a violation again.
 

@@ -139,7 +139,7 @@ class SimulatedTrainer:
         has_seeds: bool,
         formed: bool,
         wait_for: int,
-        lie: Lie | None = None,
+        lie: Lie | None,
     ) -> None:
         """In a swarm that is `formed` already it has the model, too."""
         self.learner = learner

@@ -88,7 +88,7 @@ class Session:
         exclude: Sequence[str],
         kept: Kept,
         *,
-        quasi_global_momentum: bool = False,
+        quasi_global_momentum: bool,
     ) -> None:
         self._socket = socket
         self._model = model

@@ -56,7 +56,7 @@ class _Queue:
 class SendQueue:
     """The queue between `send` and the sender task; it holds references to chunks, never copies."""
 
-    def __init__(self, budget: Budget | None = None) -> None:
+    def __init__(self, budget: Budget | None) -> None:
         """With a `budget` bulk waits for a turn of those that it is for."""
         self.checked = True  # whether chunks in the stream have checksums
         self.out_of_band = False  # whether large chunks of what is put from now on travel beside the stream
