@@ -205,12 +205,15 @@ class LocalMessages(Drawn):
 
     SAID: tuple[dict[str, Any], ...] = (
         {"kind": "attach", "pid": 1, "signature": "s", "parameters": 4, "total": 6, "tensors": ["w float32 4"],
-         "variances": [[4, 6]]},
+         "variances": [[4, 6]], "ends": [2, 6], "states": 1, "gradients": 0},
         {"kind": "ready", "step": 3},
         {"kind": "step", "step": 4, "change": 0.5, "lr_ratio": 1.0, "stands": True, "published": 1, "finishing": False},
         {"kind": "taken", "half": 1}, {"kind": "spare"}, {"kind": "barrier", "barrier": 4}, {"kind": "publish"},
         {"kind": "welcome", "checkpoints": "/x", "checkpoint_every_s": 60.0}, {"kind": "resume"}, {"kind": "stop"},
         {"kind": "start", "load": 0, "step": 5, "lr_max": 0.1, "barrier": 0}, {"kind": "corrections", "half": 0},
+        {"kind": "gradient_part", "step": 4, "samples": 8.0, "first": 2, "anew": True}, {"kind": "go"},
+        {"kind": "gradient_ready", "step": 4, "samples": 8.0, "rate": 0.1, "anew": False}, {"kind": "finished"},
+        {"kind": "load", "copy": 0, "step": 5}, {"kind": "gradient", "mean": True}, {"kind": "checkpoint", "why": None},
     )  # fmt: skip
 
     def __init__(self) -> None:

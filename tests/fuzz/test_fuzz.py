@@ -7,9 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from decoders import LocalMessages
 from fuzz import CORPUS, TARGETS, Run
 from simulate_fuzz import came_to, command
 from target import Drawn, Target, episode, keep, read, replay, shrunk
+
+from peerd.protocol.trainer import FROM_DAEMON, FROM_TRAINER, Said, decoded
 
 FILES = sorted(path for path in CORPUS.iterdir() if path.name.partition("-")[0] in TARGETS)
 
@@ -27,6 +30,13 @@ def test_an_episode_of_each_target(name: str, tmp_path: Path) -> None:
     run.one(TARGETS[name])
     assert run.items == TARGETS[name].items
     assert not run.failures
+
+
+@pytest.mark.parametrize("known", [FROM_TRAINER, FROM_DAEMON], ids=["trainer", "daemon"])
+def test_all_that_trainer_and_daemon_say_is_altered_from_what_is_understood(known: dict[str, type[Said]]) -> None:
+    """Else nothing behind its decoder is ever reached."""
+    for kind in known:
+        assert any(decoded(said, known) for said in LocalMessages.SAID if said["kind"] == kind), kind
 
 
 def test_the_same_seed_draws_the_same_items() -> None:
