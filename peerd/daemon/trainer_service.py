@@ -254,7 +254,7 @@ class TrainerService:
                 while self._runner.session is earlier:
                     await trio.sleep(0.01)
         try:
-            comes = decoded({"variances": [], "ends": [], "states": 0, "gradients": 0, **message}, FROM_TRAINER)
+            comes = decoded(message, FROM_TRAINER)
         except ValueError:
             comes = None
         refusal = self._refuse(comes, connection)

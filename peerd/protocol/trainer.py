@@ -67,8 +67,8 @@ class Attach(Said):
     tensors: list[str]
     variances: list[Any]
     ends: list[Any]  # of the tensors in the vector, in order
-    states: int = 0  # values at its end that are the optimizer's
-    gradients: int = 0  # values of the gradient's vector; 0: weights are exchanged
+    states: int  # values at its end that are the optimizer's
+    gradients: int  # values of the gradient's vector; 0: weights are exchanged
 
     def check(self) -> None:
         """See `Said`."""

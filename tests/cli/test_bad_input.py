@@ -413,6 +413,7 @@ def throw_locally(node: Node) -> None:
         return b"".join(struct.pack("<I", len(body)) + body for body in bodies)
 
     attach = {"kind": "attach", "pid": 1, "signature": "x", "tensors": ["w float32 1"], "parameters": 1, "total": 1}
+    attach |= {"variances": [], "ends": [], "states": 0, "gradients": 0}
     for garbage in (
         b"\xff" * 100,
         b"GET / HTTP/1.1\r\n\r\n",

@@ -90,7 +90,7 @@ class Script:
         self.served = trio.Event()
         self.attach = {
             "kind": "attach", "pid": 1234, "tensors": TENSORS, "parameters": total, "total": total,
-            "signature": SIGNATURE,
+            "signature": SIGNATURE, "variances": [], "ends": [], "states": 0, "gradients": 0,
         }  # fmt: skip
 
     async def serve(self, node: Node) -> None:

@@ -112,7 +112,7 @@ class Trainer:
         connection = Connection(os.dup(self._memory.fd))
         self._memory.close_fd()
         self._tell, self._told = connection.to_daemon, connection.from_daemon
-        comes = protocol.Attach(1, "thin", VALUES, VALUES, [f"x float32 {VALUES}"], [], [])
+        comes = protocol.Attach(1, "thin", VALUES, VALUES, [f"x float32 {VALUES}"], [], [], 0, 0)
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._session)
