@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from peerd.daemon.supervisor import OUTPUT_ABOVE, die_with_parent
+from peerd.daemon.supervisor import OUTPUT_ABOVE, started
 from peerd.local.local_socket import request
 from peerd.transport.errors import UserError
 
@@ -114,14 +114,10 @@ class LocalSwarm:
         folders = {"XDG_RUNTIME_DIR": self._folder.name, "XDG_STATE_HOME": str(self.folder / "state")}
         ours = {name: value for name, value in os.environ.items() if name in _OF_ALL or not name.startswith("PEERD_")}
         with self._log(name).open("wb") as log:
-            self._processes[name] = subprocess.Popen(
-                [sys.executable, "-m", "peerd.cli.main", "start", *flags, "--", *self._command],
-                env={**ours, **folders, **rank},
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # Ctrl-C reaches this process alone, which ends the nodes in good order
-                preexec_fn=die_with_parent,
-            )
+            command = [sys.executable, "-m", "peerd.cli.main", "start", *flags, "--", *self._command]
+            # in a session of its own: Ctrl-C reaches this process alone, which ends the nodes in good order
+            self._processes[name], told = started(command, {**ours, **folders, **rank}, log.fileno(), log.fileno())
+            os.close(told)  # that Python cannot be run is no question here
 
     def _ask(self, name: str, verb: str) -> dict[str, Any]:
         deadline = time.monotonic() + START_S

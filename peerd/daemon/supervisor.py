@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import signal
@@ -33,7 +32,6 @@ DAEMON = "PEERD_DAEMON"  # the daemon's pid, in the environment of what it start
 OUTPUT_ABOVE = "its own output above says why"
 KILLED_BY = (signal.SIGKILL, signal.SIGTERM)  # others' doing, as by who runs out of memory: the script may be good
 SIGNALLED = 128  # and the number of the signal: how sh ends when its command was killed
-_PR_SET_PDEATHSIG = 1
 
 
 class Supervisor:
@@ -148,15 +146,31 @@ class Supervisor:
         return await trio.to_thread.run_sync(self._process.wait, abandon_on_cancel=True, limiter=self._limiter)
 
 
-def started(command: list[str], environment: dict[str, str]) -> tuple[subprocess.Popen[bytes], int]:
+def started(
+    command: list[str],
+    environment: dict[str, str],
+    output: int | None = None,
+    errors: int | None = None,
+    folder: Path | None = None,
+) -> tuple[subprocess.Popen[bytes], int]:
     """Start a command in a session of its own, which gets SIGTERM when this process dies. Raises OSError.
 
-    With it comes a descriptor, to be closed: it ends as the command runs, or tells the errno why it cannot.
+    `output` and `errors` are descriptors, and `folder` is where it runs; without them they are as here. With it comes a
+    descriptor, to be closed: it ends as the command runs, or tells the errno why it cannot.
     """
     reading, writing = os.pipe()
     try:
         words = [sys.executable, "-I", "-S", launch.__file__, str(os.getpid()), str(writing), *command]
-        return subprocess.Popen(words, env=environment, start_new_session=True, pass_fds=[writing]), reading
+        process = subprocess.Popen(
+            words,
+            env=environment,
+            stdout=output,
+            stderr=errors,
+            cwd=folder,
+            start_new_session=True,
+            pass_fds=[writing],
+        )
+        return process, reading
     except BaseException:
         os.close(reading)
         raise
@@ -211,14 +225,6 @@ def _signal_group(pid: int, number: signal.Signals) -> None:
         os.killpg(pid, number)
     except ProcessLookupError:
         return
-
-
-_LIBC = ctypes.CDLL(None, use_errno=True)
-
-
-def die_with_parent() -> None:
-    """For `preexec_fn`: the child gets SIGTERM when its parent dies, however that happens."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _name_of(number: int) -> str:

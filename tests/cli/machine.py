@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from forks import PEERD, Forked, Program, forks
 
-from peerd.daemon.supervisor import die_with_parent
+from peerd.daemon.supervisor import started
 from peerd.local.local_socket import request
 from peerd.transport.errors import UserError
 
@@ -216,15 +216,9 @@ class Machine:
         of_its_start = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         if (python[:2] == PEERD or python[0].endswith(".py")) and not of_its_start:
             return Forked(forks(), Program(python, environment, str(self.path)), output, errors)
-        return subprocess.Popen(
-            [sys.executable, *python],
-            env=environment,
-            cwd=self.path,
-            stdout=output,
-            stderr=errors,
-            start_new_session=True,
-            preexec_fn=die_with_parent,
-        )
+        process, told = started([sys.executable, *python], environment, output, errors, self.path)
+        os.close(told)
+        return process
 
     def logs(self) -> str:
         """Every log, for a failure's report."""

@@ -303,17 +303,15 @@ async def test_a_script_that_is_stopped_as_it_starts_does_not_go_on(folder: Path
             made.kill()
 
 
-PARENTS = {
-    "the daemon": "from peerd.daemon.supervisor import started; "
-    "child, told = started(['sleep', '99'], dict(os.environ)); os.read(told, 1); ",
-    "the demo": "from subprocess import DEVNULL, Popen; from peerd.daemon.supervisor import die_with_parent; "
-    "child = Popen(['sleep', '99'], preexec_fn=die_with_parent, stdout=DEVNULL, stderr=DEVNULL); ",
-}
+PARENT = (
+    "import os; from peerd.daemon.supervisor import started; child, told = started(['sleep', '99'], dict(os.environ)); "
+)
+WAITS = {"the daemon": "os.read(told, 1)", "the demo": "os.close(told)"}
 
 
-@pytest.mark.parametrize("parent", PARENTS.values(), ids=PARENTS)
-def test_a_script_dies_with_its_daemon(folder: Path, parent: str) -> None:
-    program = f"import os; {parent} print(child.pid, flush=True); os.kill(os.getpid(), 9)"
+@pytest.mark.parametrize("waits", WAITS.values(), ids=WAITS)
+def test_a_script_dies_with_its_daemon(folder: Path, waits: str) -> None:
+    program = f"{PARENT}{waits}; print(child.pid, flush=True); os.kill(os.getpid(), 9)"
     output = folder / "output"
     with output.open("wb") as file:
         ran = subprocess.run([sys.executable, "-c", program], stdout=file, check=False)
