@@ -112,6 +112,13 @@ class PlanFollower:
         self._news.set()
         self._news = trio.Event()
 
+    def set_mode(self, text: str) -> Plan:
+        """Propose this for whoever asks this node. Raises UserError."""
+        ready = {member.id for member, meta in self.said().items() if meta.ready}
+        if ready and self._me not in ready:  # nobody would hear of it until this node has the swarm's model
+            raise self._runner.no_model()
+        return self.propose(text)
+
     def propose(self, text: str, *, once: bool = False) -> Plan:
         """Have the swarm work under this from now on. Raises UserError."""
         planned(self._started, text)

@@ -337,7 +337,7 @@ class Verbs:
         mode, given = parts(text := str(message["text"]))
         # here alone: what a member proposed is followed anyway
         check_given(mode, given, self._node.settings.exchange, among=PLANNED)
-        plan = self._node.model.plans.propose(text)
+        plan = self._node.model.plans.set_mode(text)
         return {"plan": plan.number, "author": plan.author}
 
     async def _average(self, _: dict[str, Any]) -> Answer:

@@ -36,6 +36,7 @@ class Node:
         self.followed: list[Plan] = []
         core = SimpleNamespace(mode=None)
         runner = SimpleNamespace(core=core, wind_up=self._nothing, averaged=trio.Event(), all_taken=False)
+        runner.no_model = lambda: UserError("this node has no model yet")
         self.follower = PlanFollower(
             "me", started, cast(Any, runner), lambda: self.members, self._change, self._nothing, signing
         )
@@ -159,6 +160,18 @@ async def test_who_has_no_model_has_no_say_while_others_have() -> None:
     node.says("b", AS_STARTED)
     assert await following(node, lambda: node.says("a", Plan(3, "a", True, "allreduce"), ready=False)) == []
     assert await following(node, lambda: node.says("a", Plan(3, "a", True, "allreduce"))) != []
+
+
+async def test_a_mode_is_set_only_where_others_hear_of_it() -> None:
+    node = Node()
+    node.says("me", AS_STARTED, ready=False)
+    node.says("a", AS_STARTED, ready=False)
+    assert node.follower.set_mode("allreduce").number == 1, "while none has a model all are heard"
+    node.says("a", AS_STARTED)
+    with pytest.raises(UserError, match="this node has no model yet"):
+        node.follower.set_mode("noloco")
+    node.says("me", AS_STARTED)
+    assert node.follower.set_mode("noloco").number == 2
 
 
 async def test_while_nobody_has_a_model_all_have_a_say() -> None:
