@@ -20,12 +20,13 @@ from peerd.daemon.metrics import LoopLatency
 from peerd.daemon.peers import Peers
 from peerd.daemon.trainer_service import TrainerService
 from peerd.daemon.twin_proof import TwinProof
+from peerd.local.generations import newest_step
 from peerd.local.identity import Identity
 from peerd.local.node_key import NodeKey
 from peerd.local.signing import NodeSigning
 from peerd.membership.core import LAN, WAN, Membership
 from peerd.node.acquaintances import Acquaintances
-from peerd.node.meta import NodeMeta, partners
+from peerd.node.meta import FIRST, NodeMeta, partners
 from peerd.process.logs import LOGGER
 from peerd.process.look_up import LookUps
 from peerd.process.own_address import OwnAddress
@@ -50,7 +51,7 @@ from peerd.transport.secure.signing import Signing
 from peerd.transport.sending.budget import Budget
 from peerd.transport.tcp import TcpTransport
 
-PROTOCOL = 21
+PROTOCOL = 22
 TENSORS_BYTES_MAX = 40 << 10  # of tensor names in a HELLO; the rest is covered by the hash
 TENSORS_MAX = 1000  # names in a HELLO, of TENSOR_BYTES_MAX each
 TENSOR_BYTES_MAX = 256
@@ -362,7 +363,8 @@ async def running(
         )
         issuer = entry is not None and entry.issuer is not None
         begin()
-        meta = NodeMeta(expects=expects, founder=not settings.seeds, issuer=issuer).pack()
+        resumes_at = newest_step(settings.checkpoints) if settings.seeds or kept else FIRST
+        meta = NodeMeta(expects=expects, founder=not settings.seeds, issuer=issuer, resumes_at=resumes_at).pack()
         me = Member(identity.id, settings.name, *reached, identity.epoch, 0, State.ALIVE, "", meta)
         signing = NodeSigning(identity.key, settings.swarm, settings.run) if entry else None
         daemon = Daemon(

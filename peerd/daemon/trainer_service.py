@@ -27,7 +27,7 @@ from peerd.daemon.trainer_session import TrainerGone, TrainerPhase, TrainerSessi
 from peerd.local.shared_memory import SharedMemory
 from peerd.node.acquaintances import Acquaintances
 from peerd.node.donors import ASK_SOON_S, RequestLimit
-from peerd.node.meta import NodeMeta, partners, partners_said
+from peerd.node.meta import FIRST, NodeMeta, partners, partners_said
 from peerd.node.model_copy import ModelCopy
 from peerd.node.run_ends import RunEnds
 from peerd.process import host_memory
@@ -346,7 +346,7 @@ class TrainerService:
         status.step = status.first_step = step
         if self.mode is None:
             await self._begin_mode()
-        await self._tell(ready=True)
+        await self._tell(ready=True, resumes_at=0)
         self.on_members()
         self._join_average()
         barrier = self.mode.barrier if self.mode is not None else 0
@@ -369,9 +369,12 @@ class TrainerService:
                 return None, step
             await self._runner.move(fresh)
             return 0, self._runner.step
+        if self.meta.resumes_at != FIRST:
+            await self._tell(resumes_at=step)  # the newest checkpoint may be damaged, or of another model
         fetched = await session.attended(lambda: self._catch_up.fetch(layout, fresh.look()))
         self._runner.core.model = fresh
         if fetched is None:
+            await self._tell(resumes_at=FIRST)  # before the mode is made, which may take a large model seconds
             fresh.step = step
             return None, step
         values, donor_step = fetched

@@ -13,7 +13,10 @@ from peerd.training.model.over import PARTS
 from peerd.transport.ids import Address, NodeId
 from peerd.transport.messages import AS_STARTED, Member, Plan, State
 
-_NOTHING_LATER = [*plans.pack(AS_STARTED), False, False, False, False, b"", False, 0]
+FIRST = (1 << 63) - 1
+"""In place of steps: nobody goes before this node."""
+
+_NOTHING_LATER = [*plans.pack(AS_STARTED), False, False, False, False, b"", False, 0, 0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +34,12 @@ class NodeMeta:
     issuer: bool = False  # it gives certificates to those who have a token, and renews them
     ended: bool = False  # its trainer's run: the last step is made, and it was not broken off
     made: int = 0  # parts of that run, where the trainer has said how long it is (training/model/over.py)
+    resumes_at: int = 0  # before it is ready: the step of its newest checkpoint; FIRST once it goes first
 
     def pack(self) -> bytes:
         """At most 64 bytes while each node works as it was started, else at most 500."""
         flags = [self.averaged, self.stands, self.stalled, self.issuer]
-        later = [*plans.pack(self.plan), *flags, self.plan.proof, self.ended, self.made]
+        later = [*plans.pack(self.plan), *flags, self.plan.proof, self.ended, self.made, self.resumes_at]
         if later == _NOTHING_LATER:
             later = []
         packed: bytes = msgpack.packb([self.model[:16], self.ready, self.expects, self.founder, *later])
@@ -46,7 +50,7 @@ class NodeMeta:
     def unpack(cls, meta: bytes) -> NodeMeta:
         """Anything unreadable is a member that offers nothing."""
         try:
-            said = msgpack.unpackb(meta, max_array_len=16, max_str_len=256)
+            said = msgpack.unpackb(meta, max_array_len=32, max_str_len=256)
         except (ValueError, TypeError, msgpack.UnpackException):
             return cls()
         if not isinstance(said, list) or len(said) < 4 or not isinstance(said[0], str):
@@ -55,8 +59,8 @@ class NodeMeta:
         averaged, stands, stalled, issuer, ended = (said[at : at + 1] == [True] for at in (8, 9, 10, 11, 13))
         plan = plans.unpack(said[4:8], *said[12:13])
         known = model, ready is True, expects is True, founder is True
-        made = next((parts for parts in said[14:15] if type(parts) is int and 0 <= parts <= PARTS), 0)
-        return cls(*known, plan, averaged, stands, stalled, issuer, ended, made)
+        made, resumes_at = (_number(said[at : at + 1], most) for at, most in ((14, PARTS), (15, FIRST)))
+        return cls(*known, plan, averaged, stands, stalled, issuer, ended, made, resumes_at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +110,10 @@ def whose_model(
 ) -> OwnModel | FetchFrom | WaitFor:
     """Where a newcomer's model comes from.
 
-    A member that has one gives it. While none has, exactly one goes first: a founder that trains, else the member with
-    the smallest id among those that do. All others wait for it, so a swarm never starts from two models. Nor does
-    anyone go first while members may still answer whom it knew before a restart: `awaited`, for a bounded time.
+    A member that has one gives it. While none has, exactly one goes first of those that train: who founds a swarm, or
+    has begun to go first; else who has the checkpoint of the latest step; of equal ones who was started without a node
+    to join, then the smallest id. All others wait for it, so a swarm never starts from two models. Nor does anyone go
+    first while members may still answer whom it knew before a restart: `awaited`, for a bounded time.
     """
     live = {id: NodeMeta.unpack(m.meta) for id, m in members.items() if m.state <= State.SUSPECT}
     if givers := donors(members, me):
@@ -116,13 +121,18 @@ def whose_model(
         return FetchFrom(tuple(givers[start:] + givers[:start]))
     if len(live) == 1 and has_seeds:
         return WaitFor("no node of the swarm has answered yet; peerd doctor --join ADDRESS shows why")
-    candidates = sorted(id for id, meta in live.items() if meta.expects or id == me)
+    candidates = [id for id, meta in live.items() if meta.expects or id == me]
     if not candidates:
         return WaitFor("this node is leaving")
-    founders = [id for id in candidates if live[id].founder]
-    first = (founders or candidates)[0]
+    first = min(candidates, key=lambda id: (-live[id].resumes_at, not live[id].founder, id))
     if first != me:
-        return WaitFor(f"no member has a model yet; {members[first].name} goes first")
+        at = f" at step {step}" if 0 < (step := live[first].resumes_at) < FIRST else ""
+        return WaitFor(f"no member has a model yet; {members[first].name} goes first{at}")
     if set(awaited) - {(members[id].host, members[id].port) for id in live}:
         return WaitFor("members known before the restart may still answer")
     return OwnModel()
+
+
+def _number(said: list[object], most: int) -> int:
+    """0 for what is none."""
+    return next((value for value in said if type(value) is int and 0 <= value <= most), 0)

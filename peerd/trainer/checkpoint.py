@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from torch import nn
 
 from peerd.local.being_written import being_written, leftovers
 from peerd.local.durable import flush, write
+from peerd.local.generations import generations, step_of
 from peerd.trainer import groups, states
 from peerd.trainer.groups import untensored
 from peerd.trainer.kept import NOTHING, Kept
@@ -40,7 +40,6 @@ EXTRA_BYTES_MAX = 1 << 20  # of a module's extra state as JSON: a manifest over 
 EXTRA_STATE = "_extra_state"  # torch's name for what `get_extra_state` gives
 _TENSORS = "model.safetensors"
 _MANIFEST = "manifest.json"
-_NAME = re.compile(r"step-(\d{8,18})(\.old)?")
 
 
 class Damaged(Exception):
@@ -296,7 +295,7 @@ def save(folder: Path, generation: Generation) -> Path:
         flush(folder)
     shutil.rmtree(replaced, ignore_errors=True)
     # later steps are of a past that was refused, or of another model: they must not push out what is written now
-    passed = [path for path in _generations(folder) if _step(path) <= generation.step]
+    passed = [path for path in generations(folder) if step_of(path) <= generation.step]
     for old in passed[KEEP_GENERATIONS:]:
         shutil.rmtree(old, ignore_errors=True)
     return final
@@ -310,8 +309,8 @@ def put_later_aside(folder: Path, step: int) -> Path:
     aside = folder.with_name(f"{folder.name}-passed")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(mode=0o700)
-    for path in _generations(folder):
-        if _step(path) > step:
+    for path in generations(folder):
+        if step_of(path) > step:
             path.rename(aside / path.name)
     for changed in (aside, folder, folder.parent):
         flush(changed)
@@ -332,7 +331,7 @@ def read_newest(folder: Path, signature: str, warn: Callable[[str], None]) -> Ge
     """The same for one that only reads, while a trainer may write."""
     others = []
     found = None
-    for path in (paths := _generations(folder)):
+    for path in (paths := generations(folder)):
         try:
             found = _load(path, signature)
             break
@@ -390,16 +389,6 @@ def _manifest(generation: Generation, tensors: Path) -> str:
 def _digest(manifest: dict[str, Any]) -> str:
     """Of what JSON gives back, however it was spaced: a flipped bit in a learning rate is damage, too."""
     return hashlib.sha256(json.dumps(json.loads(json.dumps(manifest)), sort_keys=True).encode()).hexdigest()
-
-
-def _generations(folder: Path) -> list[Path]:
-    """Newest first; of two at one step, the one that replaces the other."""
-    found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)]
-    return sorted(found, key=lambda path: (_step(path), path.suffix == ""), reverse=True)
-
-
-def _step(path: Path) -> int:
-    return int(path.name.removeprefix("step-").removesuffix(".old"))
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -94,7 +94,7 @@ class Trainer:
     """A trainer's side of a session, as peerd/trainer/swarm.py says it, for a model that has a target of its own."""
 
     def __init__(self, name: str, steps: int, step_s: float) -> None:
-        self.step = self.first_step = 0
+        self.step = self.first_step = self.resumes_at = 0
         self.steps = steps  # when its run ends
         self.finished = trio.Event()
         self.learns = True
@@ -125,13 +125,13 @@ class Trainer:
         with self._tell, self._told:
             await self._expect(protocol.Welcome)
             self._publish(0)
-            await self._say(protocol.Ready(0))
+            await self._say(protocol.Ready(self.resumes_at))
             start = await self._expect(protocol.Start)
             self._client.hear(start)
             if start.load is not None:
                 self._model = self._memory.copies[start.load].copy()
                 self._base = self._model.copy()
-                self.step = self.first_step = start.step
+            self.step = self.first_step = start.step
             await self._wait()
             while self.step < self.steps and not self._client.leaves:
                 self.step += 1

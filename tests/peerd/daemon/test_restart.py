@@ -1,6 +1,7 @@
 """Nodes that are killed and started again, in virtual time: they find their swarm, and it goes on from one model.
 
-Nobody here writes checkpoints: whatever is not fetched from a member is a model that starts anew.
+Nobody here writes checkpoints: whatever is not fetched from a member is a model that starts anew, or from a step that
+a test has said.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from peerd.daemon.known_members import known
 from peerd.daemon.node import running
 from peerd.local.identity import Identity
 from peerd.local.node_key import NodeKey
-from peerd.node.meta import NodeMeta
+from peerd.node.meta import FIRST, NodeMeta
 from peerd.settings import Settings
 from peerd.transport.hello import Refused
 from peerd.transport.ids import Address
@@ -37,6 +38,8 @@ class Node(thin.Node):
     """One that keeps whom it knew, as known_members.py does in a file."""
 
     kept: tuple[Address, ...] = ()
+    newest = 0  # step of its newest checkpoint
+    whole = 0  # of the newest that can be read
 
     async def crash(self) -> None:
         await super().crash()
@@ -44,7 +47,10 @@ class Node(thin.Node):
 
     async def _live(self, task_status: trio.TaskStatus[None]) -> None:
         network, (host, port) = self._swarm.network, self.address
-        about = NodeMeta(expects=True, founder=not self._settings.join).pack()
+        joins = bool(self._settings.join)
+        resumes_at = self.newest if joins or self.kept else FIRST
+        about = NodeMeta(expects=True, founder=not joins, resumes_at=resumes_at).pack()
+        self.trainer.resumes_at = self.whole
         me = Member(self.name, self.name, host, port, self.epoch, 0, ALIVE, "", about)
         with self._scope:
             async with aclosing(await network.bind(self.address)) as datagrams, trio.open_nursery() as nursery:
@@ -82,7 +88,7 @@ def started_anew(swarm: Swarm) -> list[str]:
     """Who trains on a model of its own."""
     running = [node_of(swarm, name) for name, node in swarm.nodes.items() if node.runs]
     given = sum(node.daemon.model.snapshots for node in running)
-    own = [node.name for node in running if node.trains and node.trainer.first_step == 0]
+    own = [node.name for node in running if node.trains and not node.daemon.model._took_the_swarms]
     assert len(own) == sum(node.trains for node in running) - given
     return own
 
@@ -207,10 +213,34 @@ def test_after_a_power_cut_all_go_on_from_one_model(seed: int) -> None:
     async def scenario(swarm: Swarm) -> None:
         await formed(swarm, "abcd")
         await crash(swarm, "abcd")
+        for name, step in zip("abcd", random.Random(-seed).choices([0, 0, 100, 500], k=4), strict=True):
+            node_of(swarm, name).newest = node_of(swarm, name).whole = step
         await restart(swarm, drawn(seed))
         await swarm.eventually(all_train(swarm, "abcd"))
         await swarm.agree(**dict.fromkeys("abcd", ALIVE))
         assert len(started_anew(swarm)) == 1
+
+    simulate(seed, scenario)
+
+
+@pytest.mark.cases(3)
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(8, 20))])
+def test_after_a_power_cut_the_latest_checkpoint_is_gone_on_from(seed: int) -> None:
+    chance = random.Random(seed)
+
+    async def scenario(swarm: Swarm) -> None:
+        await formed(swarm, "abcd")
+        await crash(swarm, "abcd")
+        nodes = [node_of(swarm, name) for name in "abcd"]
+        for node in nodes:
+            node.newest = chance.choice([0, 100, 300, 500])
+            node.whole = chance.choice([node.newest, node.newest, 0])
+        await restart(swarm, {name: chance.uniform(0, PATIENCE_S - 2) for name in "abcd"})
+        await swarm.eventually(all_train(swarm, "abcd"))
+        (first,) = started_anew(swarm)
+        latest = max(node.whole for node in nodes)
+        assert node_of(swarm, first).trainer.first_step == latest
+        assert all(node.trainer.first_step >= latest for node in nodes)
 
     simulate(seed, scenario)
 

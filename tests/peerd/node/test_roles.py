@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peerd.node.meta import FetchFrom, NodeMeta, OwnModel, WaitFor, donors, partners, whose_model
+from peerd.node.meta import FIRST, FetchFrom, NodeMeta, OwnModel, WaitFor, donors, partners, whose_model
 from peerd.transport.messages import Member, State
 from peerd.transport.wire import BYTES_MAX
 
@@ -13,7 +15,10 @@ MODELS = ("a" * 64, "b" * 64, "")
 PRINTED = settings(deadline=None, print_blob=True)
 
 abouts = st.builds(NodeMeta, st.sampled_from(MODELS), ready=st.booleans(), expects=st.booleans(), founder=st.booleans())
-not_ready = st.builds(NodeMeta, st.just(""), ready=st.just(False), expects=st.booleans(), founder=st.booleans())
+steps = st.sampled_from([0, 0, 1, 70, 500, FIRST])
+not_ready = st.builds(
+    NodeMeta, st.just(""), ready=st.just(False), expects=st.booleans(), founder=st.booleans(), resumes_at=steps
+)
 states = st.sampled_from(State)
 
 
@@ -107,6 +112,27 @@ def test_a_founder_goes_before_a_smaller_id() -> None:
     assert isinstance(whose_model(members, "a", has_seeds=True), WaitFor)
 
 
+@PRINTED
+@given(swarms(not_ready))
+def test_no_later_checkpoint_is_passed_over(members: dict[str, Member]) -> None:
+    found = {id: NodeMeta.unpack(members[id].meta) for id in trainers(members)}
+    for id in found:
+        if whose_model(members, id, has_seeds=False) == OwnModel():
+            assert found[id].resumes_at == max(each.resumes_at for each in found.values())
+
+
+def test_whoever_has_the_latest_checkpoint_goes_first_but_for_who_founds_a_swarm() -> None:
+    expects = NodeMeta(expects=True, resumes_at=70)
+    members = {"a": member("a", replace(expects, founder=True)), "b": member("b", replace(expects, resumes_at=500))}
+    assert whose_model(members, "b", has_seeds=True) == OwnModel()
+    waits = whose_model(members, "a", has_seeds=False)
+    assert waits == WaitFor("no member has a model yet; name of b goes first at step 500")
+    members["a"] = member("a", NodeMeta(expects=True, founder=True, resumes_at=FIRST))
+    assert whose_model(members, "a", has_seeds=False) == OwnModel()
+    waits = whose_model(members, "b", has_seeds=True)
+    assert waits == WaitFor("no member has a model yet; name of a goes first")
+
+
 def test_newcomers_spread_over_the_donors() -> None:
     members = {id: member(id, NodeMeta(ready=True)) for id in "abcd"}
     asked = set()
@@ -138,12 +164,15 @@ def test_a_ready_member_of_another_model_is_asked_and_is_no_partner() -> None:
 
 @PRINTED
 @given(
-    st.text("0123456789abcdef", max_size=64), st.booleans(), st.booleans(), st.booleans(), st.booleans(), st.booleans()
-)
-def test_about_round_trip(model: str, ready: bool, expects: bool, founder: bool, stalled: bool, ended: bool) -> None:
-    packed = NodeMeta(model, ready, expects, founder, stalled=stalled, ended=ended).pack()
-    assert len(packed) <= 64 <= BYTES_MAX
-    assert NodeMeta.unpack(packed) == NodeMeta(model[:16], ready, expects, founder, stalled=stalled, ended=ended)
+    st.text("0123456789abcdef", max_size=64), st.booleans(), st.booleans(), st.booleans(), st.booleans(), st.booleans(),
+    st.integers(0, FIRST),
+)  # fmt: skip
+def test_about_round_trip(
+    model: str, ready: bool, expects: bool, founder: bool, stalled: bool, ended: bool, resumes_at: int
+) -> None:
+    about = NodeMeta(model, ready, expects, founder, stalled=stalled, ended=ended, resumes_at=resumes_at)
+    assert len(about.pack()) <= 64 <= BYTES_MAX
+    assert NodeMeta.unpack(about.pack()) == replace(about, model=model[:16])
 
 
 @PRINTED
