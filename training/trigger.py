@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from peerd.training.model.quiet import NEVER
 from peerd.training.plain_numbers import number, whole
@@ -38,8 +38,6 @@ class LinkChange:
 class Trigger(Protocol):
     """A pure rule; see `fires`, which asks it."""
 
-    name: ClassVar[str]
-
     def reason(self, link: LinkChange) -> str | None:
         """Why this link should exchange now ("change", "silence", "period", "always"), or None, while its run is on."""
 
@@ -61,7 +59,6 @@ def fires(trigger: Trigger, link: LinkChange) -> str | None:
 class ChangeTrigger:
     """Fires when change > threshold * worth * lr_ratio * norm, or after SILENCE_MAX_S."""
 
-    name: ClassVar[str] = "change"
     threshold: float
 
     def reason(self, link: LinkChange) -> str | None:
@@ -83,7 +80,6 @@ class ChangeTrigger:
 class PeriodTrigger:
     """Fires every `period` steps: the honest control for an adaptive rule. It knows no silence: steps end it."""
 
-    name: ClassVar[str] = "period"
     period: int
 
     def reason(self, link: LinkChange) -> str | None:
@@ -99,15 +95,13 @@ class PeriodTrigger:
         return 0.0
 
 
-ONLY_FINISHING = f"{PeriodTrigger.name}:{NEVER}"
+ONLY_FINISHING = f"period:{NEVER}"
 """Of what only answers until its run ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class AlwaysTrigger:
     """Fires whenever it is asked."""
-
-    name: ClassVar[str] = "always"
 
     def reason(self, link: LinkChange) -> str | None:
         """See `Trigger.reason`."""
