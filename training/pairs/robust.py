@@ -101,10 +101,8 @@ class Tensors:
         return math.sqrt(of_parameters.dot(of_parameters))
 
 
-def packed(limits: Norms | None) -> bytes:
-    """As a message has them; None, or nothing: there are none."""
-    if limits is None:
-        return b""
+def packed(limits: Norms) -> bytes:
+    """As a message has them, 4 bytes for each; where there are none it has no bytes."""
     return np.minimum(limits, _FLOAT32_MAX).astype(_LIMIT).tobytes()
 
 

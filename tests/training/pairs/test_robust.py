@@ -42,7 +42,7 @@ some_limits = st.one_of(st.none(), st.lists(st.floats(0, 1e6, width=32), min_siz
 
 def half(codec: str, limits: list[float] | None) -> ExchangeHalf:
     gain = Gain()
-    return ExchangeHalf(codec, gain, 0.5, finishing=False, limits=packed(None if limits is None else np.array(limits)))
+    return ExchangeHalf(codec, gain, 0.5, finishing=False, limits=b"" if limits is None else packed(np.array(limits)))
 
 
 @settings(deadline=None)
