@@ -130,7 +130,8 @@ class Gossip(PartneredMode[PairLink]):
             case LinkClosed():
                 effects = self._links.on_closed(sender, message, now) + self._flush(now)
             case DeltaTaken():
-                effects = self._links.on_taken(sender, message.link, message.seq)
+                self._links.on_taken(sender, message.link, message.seq)
+                effects = []
             case Connected():
                 self._links.returned(sender)
                 effects = self._links.repeat(sender, now) + self._flush(now)
@@ -247,8 +248,9 @@ class Gossip(PartneredMode[PairLink]):
         link = self._links.held.get(sender)
         if link is None or link.reference.link != message.link:
             return self._on_late(sender, message, now)
-        values = self._current()  # a peer that trains on comes back; one that ends needs it all now
+        values = self._current()
         ours = link.reference.under_way
+        # to a peer that trains on there is a way back; one that ends needs it all now
         half = self._half(link, values, flush=message.finishing, answers=ours is not None, theirs=message.codec)
         try:
             outcome = link.reference.receive(message, values, half)

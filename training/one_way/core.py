@@ -119,7 +119,8 @@ class OneWay(PartneredMode[Partner]):
             case Push():
                 effects = self._on_push(sender, message, now) + self._flush(now)
             case Pushed():
-                effects = self._on_pushed(sender, message, now) + self._flush(now)
+                self._on_pushed(sender, message, now)
+                effects = self._flush(now)
             case PushForgotten():
                 effects = self._on_forgotten(sender, message, now) + self._flush(now)
             case Connected():
@@ -211,22 +212,20 @@ class OneWay(PartneredMode[Partner]):
         self._copies.outgoing.pop(peer).drop()
         return effects
 
-    def _on_pushed(self, sender: NodeId, message: Pushed, now: float) -> list[Effect]:
+    def _on_pushed(self, sender: NodeId, message: Pushed, now: float) -> None:
         if not 0 <= message.distance <= DISTANCE_MAX:
             raise PeerError(f"a distance of {message.distance}")
         outgoing, partner = self._copies.outgoing.get(sender), self._partners.held.get(sender)
         if outgoing is None or outgoing.link != message.link:
             if outgoing is None and partner is not None and message.finishing:
                 partner.peer_finishing = True  # it has made room, and ends all the same: our flush waits for that
-            return []
+            return
         if partner is not None:
             partner.peer_finishing = message.finishing
             partner.distance = message.distance
             self._note_progress(partner)
-        if outgoing.under_way is None or outgoing.under_way.seq != message.taken:
-            return []
-        self._completed(outgoing, outgoing.under_way, sender, now)
-        return []
+        if outgoing.under_way is not None and outgoing.under_way.seq == message.taken:
+            self._completed(outgoing, outgoing.under_way, sender, now)
 
     def _completed(self, outgoing: Outgoing, push: Push, peer: NodeId, now: float) -> None:
         self._answers.came(peer, now - outgoing.sent_at)
@@ -338,10 +337,11 @@ class OneWay(PartneredMode[Partner]):
         return self._partners.all()
 
     def _idle(self) -> list[Partner]:
-        return [partner for partner in self._partners.all() if self._is_idle(partner)]
-
-    def _is_idle(self, partner: Partner) -> bool:
-        return partner.asked_at is None and not self._copies.is_under_way(partner.peer)
+        return [
+            partner
+            for partner in self._partners.all()
+            if partner.asked_at is None and not self._copies.is_under_way(partner.peer)
+        ]
 
     def _rotate(self, now: float) -> None:
         """Change the most used partner for a stranger."""

@@ -365,7 +365,7 @@ class PairLinks:
             return []
         return effects + self.fill_view(now)
 
-    def on_taken(self, sender: NodeId, number: int, seq: int) -> list[Effect]:
+    def on_taken(self, sender: NodeId, number: int, seq: int) -> None:
         """The peer has applied an exchange of which it had our half."""
         link = self.held.get(sender)
         if link is not None and link.reference.link == number:
@@ -373,7 +373,6 @@ class PairLinks:
         elif remnant := self._remnant(sender, number):
             remnant.unfinished.taken(seq)
             self._settle(remnant)
-        return []
 
     def on_late(self, sender: NodeId, message: Delta, now: float) -> tuple[Vector | None, list[Effect]]:
         """A half of a link that is not held: perhaps one that we waited for, with its correction. Raises PeerError."""
