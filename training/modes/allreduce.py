@@ -347,8 +347,8 @@ class AllReduce(ModeClass):
         return summand
 
     def _share(self, begin: RoundBegin) -> float:
-        """Of our progress in the mean of parameters: float buffers have no samples."""
-        return begin.shares[begin.roster.index(self._me)] if begin.shares else 1.0
+        """Of our progress in the mean of parameters, where members have shares: float buffers have no samples."""
+        return begin.shares[begin.roster.index(self._me)]
 
     def _look(self) -> Vector:
         """The model as it is, to be read at once."""

@@ -158,11 +158,10 @@ class PushSum(OneWay):
         offered = part + (waiting.weight if waiting is not None else 0.0)
         if offered > WEIGHT_MAX:
             raise PeerError(f"a push of weight {part}, where {offered - part} of the sender's waits")
-        if waiting is not None:
-            waiting.join(part, came)
         if waiting is None:
             correction = self._take_part(sender, offered, came, values, distance)
         else:
+            waiting.join(part, came)
             correction = self._take_part(sender, offered, waiting.model, values)
         self._came += not push.back
         incoming.inflow.taken(push.weight)
