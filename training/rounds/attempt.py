@@ -49,9 +49,6 @@ class CodecPacking:
     exact = False
 
     def __init__(self, codec_name: str, layout: Layout) -> None:
-        """Raises PeerError: the name is a peer's word."""
-        if codec_name not in CODECS:
-            raise PeerError(f"codec {codec_name[:40]!r} is none of {', '.join(CODECS)}")
         self.cut = layout.parameters
         self.lost = np.zeros(layout.total, np.float32)
         self._codecs = CODECS[codec_name], CODECS[BUFFER_CODEC]
@@ -154,7 +151,7 @@ class Attempt:
         self, begin: RoundBegin, me: NodeId, vector: Vector, layout: Layout, pace: Pace, room: Vector | None = None
     ) -> None:
         """`vector`, shape (layout.total,), is lent until the attempt is over; the sum comes to be in `room`, or in its
-        place. Raises PeerError."""
+        place. Codec and topology of `begin` are known ones: see `Rounds`."""
         self.begin = begin
         self.taken = 0  # pieces so far
         self._pace = pace

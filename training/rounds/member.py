@@ -206,9 +206,9 @@ class Rounds:
         """Whether this member is at the next round without having made its steps."""
         return self._is_early and self.phase == RoundPhase.READY and not self.finished
 
-    def come(self, there: tuple[int, int], now: float, offer: Offer | None = None) -> list[Outcome]:
+    def come(self, there: tuple[int, int], now: float, offer: Offer) -> list[Outcome]:
         """More of the contribution is there."""
-        self._there, self._offer = there, offer or self._offer
+        self._there, self._offer = there, offer
         if self._attempt is None or not self._takes_ours:
             return []
         try:
