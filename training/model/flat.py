@@ -290,11 +290,12 @@ class FlatModel:
     @torch.no_grad()
     def put_buffers(self, values: torch.Tensor) -> None:
         """The buffers of the model become their part of `values`, whatever stands elsewhere; not waited for."""
-        for piece in self._buffers:
+        for piece in self.buffers:
             self._write(piece, values[piece.start : piece.stop])
 
     @property
-    def _buffers(self) -> list[Piece]:
+    def buffers(self) -> list[Piece]:
+        """As they are in the flat vector, in order, without the optimizer's state."""
         return [piece for piece in self.pieces[self._trainable :] if piece.stop <= self.total - self.states]
 
     def _write(self, piece: Piece, values: torch.Tensor) -> None:
@@ -344,7 +345,7 @@ class FlatModel:
                 self.pieces[index] = replace(piece, held=found)
                 self._published.drop_carries(piece.name)
         if any(piece.is_buffer and piece is not old for piece, old in zip(self.pieces, before, strict=True)):
-            held = {piece.name: piece.held for piece in self._buffers}
+            held = {piece.name: piece.held for piece in self.buffers}
             self._views = held.keys() - distinct(held).keys()
         self._follow_kept_masters()
         self._published.follow()

@@ -20,10 +20,8 @@ class FlatGradients:
 
     def __init__(self, flat: FlatModel) -> None:
         self._flat = flat
-        buffers = [piece for piece in flat.pieces if piece.is_buffer and piece.stop <= flat.total - flat.states]
-        self._stop = max((piece.stop for piece in buffers), default=flat.parameters)
-        flags = sum(piece.stop <= flat.parameters for piece in flat.pieces)
-        self.total = flat.total - flat.states + flags
+        self._stop = flat.total - flat.states  # of the buffers; flags follow
+        self.total = self._stop + sum(piece.stop <= flat.parameters for piece in flat.pieces)
 
     @torch.no_grad()
     def gather(self, out: torch.Tensor, leave: Container[int] = ()) -> None:
@@ -46,7 +44,7 @@ class FlatGradients:
                 raise ValueError(f"the gradient of {piece.name} is sparse: make it with sparse=False")
             flags[index] = 1.0
             fetch(gradient, part.view(gradient.shape))
-        for piece in self._buffers:
+        for piece in self._flat.buffers:
             fetch(piece.source.reshape(-1), out[piece.start : piece.stop])
         wait_for(piece.held.device for piece in self._flat.pieces)  # a master may be elsewhere
 
@@ -76,7 +74,3 @@ class FlatGradients:
     def parameters(self) -> list[Piece]:
         """As they are in the flat vector, in order."""
         return [piece for piece in self._flat.pieces if not piece.is_buffer]
-
-    @property
-    def _buffers(self) -> list[Piece]:
-        return [piece for piece in self._flat.pieces if piece.is_buffer and piece.stop <= self._stop]
