@@ -134,7 +134,6 @@ class ParameterServer(ModeClass):
         )  # fmt: skip
         self._effects: list[Effect] = []
         self._to_self: list[Message] = []
-        self._correction: Vector | None = None
         self._now = 0.0
         self._slowest_s = 0.0
         self._waits = False  # the trainer, at the barrier or at its end
@@ -474,9 +473,9 @@ class ParameterServer(ModeClass):
         values = self._values()
         if self._buffers is not None:  # its forward pass has moved them since it published its model
             values[self._cut :], self._buffers = self._buffers, None
-        self._correction = np.subtract(self._worker.base, values, out=values)
-        if np.isfinite(self._correction).all():
-            self._effects.append(Apply(self._correction))
+        correction = np.subtract(self._worker.base, values, out=values)
+        if np.isfinite(correction).all():
+            self._effects.append(Apply(correction))
 
     def _drain(self) -> None:
         self._enter(RunEnd.DRAINED)

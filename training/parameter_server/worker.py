@@ -65,7 +65,7 @@ class Part:
 
 
 class Worker:
-    """Base is what was pulled of all shards; `base` of a part is also the copy that outlives its server."""
+    """`base`, shape (total,), is what was pulled of all shards: also the copy of each that outlives its server."""
 
     def __init__(
         self, me: NodeId, life: int, layout: Layout, shards: int, codec: str, start: Vector,
