@@ -26,7 +26,6 @@ class Task:
     """
 
     module: str
-    description: str
     brings_data: bool = False  # none of its samples can be missing
 
     def build(self, seed: int = 0) -> tuple[nn.Module, Optimizer]:
@@ -48,9 +47,7 @@ class Task:
 
 # A module is named, not imported: `python -m` would otherwise find it already loaded and warn, and torch takes seconds.
 TASKS = {
-    "digits": Task(
-        "peerd.training.tasks.digits", "8x8 handwritten digits, embedded; an 85k-parameter MLP", brings_data=True
-    ),
-    "fashion-mnist": Task("peerd.training.tasks.fashion_mnist", "28x28 pictures of clothes; a 204k-parameter MLP"),
-    "shakespeare": Task("peerd.training.tasks.shakespeare", "the plays, by character; a 361k-parameter transformer"),
+    "digits": Task("peerd.training.tasks.digits", brings_data=True),
+    "fashion-mnist": Task("peerd.training.tasks.fashion_mnist"),
+    "shakespeare": Task("peerd.training.tasks.shakespeare"),
 }
