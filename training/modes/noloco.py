@@ -192,7 +192,7 @@ class NoLoCo(ModeClass):
         self._declined &= alive
         for gone in self._met.keys() - alive:
             del self._met[gone]
-            self._allowances.forget(gone)
+        self._allowances.keep(alive)
         effects = self._flush.on_peers(alive, now)
         if self._pair is not None and self._pair.peer not in alive:
             self.counts["partners_lost"] += 1

@@ -31,6 +31,7 @@ from peerd.training.codecs.difference import norm_of_difference
 from peerd.training.effects import Apply, Effect, StepReport, Vector
 from peerd.training.one_way.allowance import (
     BUFFERS_MAX,
+    GONE,
     WEIGHT_SHARE,
     Waiting,
     part_within,
@@ -46,7 +47,6 @@ from peerd.transport.messages import Push
 PART_SHARE = 0.8  # of the largest stable part: as GAIN_SHARE of codecs/vector.py
 WEIGHT_MIN = 1e-3  # a node that gave away all but this waits for some to come
 WEIGHT_MAX = 1e6  # more than a swarm has
-GONE: NodeId = ""  # in place of all peers that are no more
 
 
 class PushSum(OneWay):

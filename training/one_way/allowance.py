@@ -13,6 +13,7 @@ what a limit holds back is late, not lost.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from peerd.training.codecs.difference import norm_of_difference
@@ -34,6 +35,7 @@ BUFFERS_MAX = 1 / 4
 WEIGHT_SHARE = 4
 """Times the members: more weight than this nobody takes, whatever is offered."""
 STRIDE_WEIGHT = 0.2  # of the last stride in the running mean
+GONE: NodeId = ""  # in place of all peers that are no more
 
 
 @dataclass(slots=True, eq=False)
@@ -121,10 +123,11 @@ class Allowances:
         most = BUFFERS_MAX * norm_of_difference(values[cut:])
         return part, min(part, most / length) if length > 0 else part
 
-    def forget(self, peer: NodeId) -> None:
-        """It has gone."""
-        self._left.pop(peer, None)
-        self._distances.pop(peer, None)
+    def keep(self, peers: Collection[NodeId]) -> None:
+        """Forget all but these, and what waits of all who are no more: last words may come after their sender went."""
+        for gone in [peer for peer in self._left if peer not in peers and peer != GONE]:
+            del self._left[gone]
+            self._distances.pop(gone, None)
 
     def _full(self, norm: float) -> float:
         return max(LIMIT * (self._path + self._exchanges * self._stride), REACH_MIN * norm)

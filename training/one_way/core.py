@@ -137,8 +137,7 @@ class OneWay(PartneredMode[Partner]):
         self._reclaim()
         effects: list[Effect] = []
         came = alive - self._partners.alive
-        for peer in self._partners.alive - alive:
-            self._allowances.forget(peer)
+        self._allowances.keep(alive)
         for peer in sorted((self._partners.alive - alive) & self._copies.outgoing.keys()):
             if self._may_drop(peer):
                 effects += self._drop_outgoing(peer)

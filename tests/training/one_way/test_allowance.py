@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import takewhile
+from random import Random
 
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from peerd.training.codecs.difference import norm_of_difference
+from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Apply, Effect, Send, Vector
-from peerd.training.modes import push_sum
+from peerd.training.modes import ModeSettings, parse_mode, push_sum, settings_of
 from peerd.training.modes.push_sum import WEIGHT_MAX
 from peerd.training.one_way import allowance, core
 from peerd.training.one_way.allowance import (
@@ -26,6 +28,8 @@ from peerd.training.one_way.allowance import (
     Waiting,
     part_within,
 )
+from peerd.training.one_way.public_copy import Outgoing
+from peerd.training.scratch import Scratch
 from peerd.transport.errors import PeerError
 from peerd.transport.messages import Push
 
@@ -75,6 +79,20 @@ def test_what_waits_is_the_mass_of_all_that_came(came: list[tuple[float, float]]
         waiting.join(weight, np.array([value]))
     assert waiting.weight == pytest.approx(sum(weight for weight, _ in came))
     assert (waiting.weight * waiting.model)[0] == pytest.approx(sum(w * v for w, v in came), abs=1e-9)
+
+
+@pytest.mark.parametrize("mode", ["gossip-push", "push-sum"])
+def test_who_went_is_forgotten_though_its_last_push_came_after_the_news(mode: str) -> None:
+    layout = Layout(SIZE, SIZE)
+    own = parse_mode(mode)("a", layout, Random(1), settings_of(mode, ModeSettings()), lambda: np.ones(SIZE, np.float32))
+    for alive in ("bcd", "cd"):
+        own.on_peers(frozenset(alive), 0.0)
+    sender = Outgoing(1 << 30, np.ones(SIZE, np.float32), layout, Scratch())
+    push = sender.begin(np.full(SIZE, 50.0, np.float32), "float32", {}, finishing=True, back=False)
+    assert any(isinstance(effect, Apply) for effect in own.on_message("b", replace(push, weight=0.5), 1.0))
+    own.on_peers(frozenset("c"), 100.0)
+    allowances = own._allowances  # type: ignore[attr-defined]
+    assert "b" not in allowances._left.keys() | allowances._distances.keys()
 
 
 @given(st.integers(2, 12), st.floats(0.1, 10))
