@@ -93,9 +93,8 @@ class Become:
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """A line for whoever reads the log."""
+    """A warning for whoever reads the log."""
 
-    level: str  # info, warning
     text: str
 
 

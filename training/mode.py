@@ -125,7 +125,7 @@ def not_finite(counts: Counter[str], what: str = "the model") -> list[Effect]:
     """It cannot be sent: counted each time, and said the first."""
     counts["not_finite"] += 1
     text = f"{what} holds a value that is not finite: nothing of it is sent"
-    return [Log("warning", text)] if counts["not_finite"] == 1 else []
+    return [Log(text)] if counts["not_finite"] == 1 else []
 
 
 class Mode(Protocol):

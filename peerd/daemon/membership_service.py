@@ -126,7 +126,7 @@ class MembershipService:
                     if self._nursery is not None:
                         self._nursery.start_soon(self._ask_twin, effect.address)
                 case Log():
-                    LOGGER.log(20 if effect.level == "info" else 30, "%s", effect.text)
+                    LOGGER.warning("%s", effect.text)
         self._touched.set()
 
     async def join(self, address: Address) -> None:

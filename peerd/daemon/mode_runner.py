@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import random
 import re
@@ -371,8 +370,8 @@ class ModeRunner:
                     self._drained.set()
                     if settled:
                         (self.averaged if self.core.plan.once else self.settled).set()
-                case Log(level, text):
-                    LOGGER.log(logging.getLevelNamesMapping()[level.upper()], "%s", self._with_names(text))
+                case Log(text):
+                    LOGGER.warning("%s", self._with_names(text))
         if self._resume_asked and self.session is not None and self.all_taken:
             self._resume_asked = False
             await self.session.tell(protocol.Resume())

@@ -500,7 +500,7 @@ class Membership:
         if record.state >= State.FAILED and not self._leaving:
             accuser = self._roster.rows.get(record.accuser)
             who = accuser.name if accuser is not None else record.accuser
-            effects.append(Log("warning", f"we were declared {record.state.name} by {who!r}: refuting"))
+            effects.append(Log(f"we were declared {record.state.name} by {who!r}: refuting"))
             self._exchange.hasten(now + FOLLOW_UP_S)
 
     def _suspect_twin(self, record: Member, now: float, effects: list[MembershipEffect]) -> None:
@@ -509,7 +509,7 @@ class Membership:
         self.counts["identity_conflict"] += 1
         if self._twins.may_ask(where, now):
             said = f"{shown(where)}, epoch {record.epoch}; ours is {me.epoch}"
-            effects.append(Log("warning", f"another node is said to run under our identity ({said})"))
+            effects.append(Log(f"another node is said to run under our identity ({said})"))
             if where != address(me) or record.epoch > me.epoch:  # a relay gives one port to both
                 effects.append(AskTwin(where))
 
@@ -609,7 +609,7 @@ class Membership:
         if late_s <= _LONG_STALL_S:
             return []
         self._exchange.hasten(now + self._rng.random())
-        return [Log("warning", f"stood still for {late_s:.1f} s")]
+        return [Log(f"stood still for {late_s:.1f} s")]
 
     def _ask_wake(self, now: float, effects: list[MembershipEffect]) -> list[MembershipEffect]:
         """Every entry ends here: never ask for the past, so that lateness always means a stall."""

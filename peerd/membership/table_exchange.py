@@ -123,7 +123,7 @@ class TableExchange:
         if where not in self._seeds or where in self._reported:
             return []
         self._reported.add(where)
-        return [Log("warning", f"cannot reach seed {where[0]}:{where[1]}: trying again for ever")]
+        return [Log(f"cannot reach seed {where[0]}:{where[1]}: trying again for ever")]
 
     def _push_pull(self, now: float) -> list[MembershipEffect]:
         stretched_s = self._timing.push_pull_interval_s * self._timing.stretch(self._roster.company)

@@ -104,7 +104,7 @@ class NodeCore(ModeCore):
             try:
                 effects += self._applied(early, now)
             except PeerError as error:  # its connection may be another one by now
-                effects.append(Log("warning", f"dropped what came early from {early.sender!r:.80}: {error}"))
+                effects.append(Log(f"dropped what came early from {early.sender!r:.80}: {error}"))
         if self.model is None:
             return effects
         if self.mode is not None:

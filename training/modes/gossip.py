@@ -312,7 +312,7 @@ class Gossip(PartneredMode[PairLink]):
             self._alone_from = step
         elif step > ALONE_TIMES * self._alone_from:
             self._alone_from = math.inf
-            return [Log("warning", ALONE)]
+            return [Log(ALONE)]
         return []
 
     def _ends_around(self) -> bool:
@@ -420,7 +420,7 @@ class Gossip(PartneredMode[PairLink]):
             return []
         self.counts["graylisted"] += 1
         text = f"{link.peer} shows a model far from all others': no exchanges with it for {gray_s / 60:.0f} min"
-        return [Log("warning", text), *self._links.end(link.peer, now), *self._links.fill_view(now)]
+        return [Log(text), *self._links.end(link.peer, now), *self._links.fill_view(now)]
 
     # ---------------------------------------------------------------- the final flush
 

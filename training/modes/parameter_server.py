@@ -235,7 +235,7 @@ class ParameterServer(ModeClass):
             shard.part.repeats += 1
             self.counts["repeats"] += 1
         in_vain = [shard for shard in late if shard.part.repeats == TOLD_AFTER]
-        self._effects += [Log("warning", text) for text in sorted(set(map(self._why_it_waits, in_vain)))]
+        self._effects += [Log(text) for text in sorted(set(map(self._why_it_waits, in_vain)))]
         if (
             late
             and self._rule.n == 0

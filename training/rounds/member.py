@@ -300,14 +300,14 @@ class Rounds:
     def _left_out(self, members: set[NodeId]) -> list[Outcome]:
         self._counts["members_left_out"] += len(members)
         why = "what it contributes is far longer than what others do, or cannot be summed; restart it to have it back"
-        return [Log("warning", f"rounds go on without member {member}: {why}") for member in sorted(members)]
+        return [Log(f"rounds go on without member {member}: {why}") for member in sorted(members)]
 
     def _set_aside(self, members: frozenset[NodeId]) -> list[Outcome]:
         self._counts["members_set_aside"] += len(members)
         why = "no round with it has come to its end; it is tried again"
         outcomes: list[Outcome] = []
         for member in sorted(members):
-            outcomes.append(Log("warning", f"rounds go on without member {member} for a while: {why}"))
+            outcomes.append(Log(f"rounds go on without member {member} for a while: {why}"))
             if member != self._me:
                 outcomes.append(Send(member, RoundsWithout(self._leader.life(member), again=True)))
         return outcomes
@@ -384,7 +384,7 @@ class Rounds:
             return []
         self._counts["leaders_passed_by"] += 1
         why = f"it kept members waiting in vain; {self._leads} leads them"
-        outcomes: list[Outcome] = [Log("warning", f"rounds go on without member {before} as their leader: {why}")]
+        outcomes: list[Outcome] = [Log(f"rounds go on without member {before} as their leader: {why}")]
         return [*outcomes, *(Send(peer, self._report(now)) for peer in sorted(asked)), *self.say(now)]
 
     def _passed(self, leaders: Iterable[NodeId], to: frozenset[NodeId]) -> list[Outcome]:
@@ -455,12 +455,12 @@ class Rounds:
                 return []
             self._set_aside_at = now
             why = "no round with it has come to its end; it is tried again. All members must be able to dial each other"
-            return [Log("warning", f"rounds go on without this node for a while: {why}")]
+            return [Log(f"rounds go on without this node for a while: {why}")]
         self._left_out_life = word.life
         self._counts["left_out_of_rounds"] += 1
         why = "what it contributed is far longer than what the others did, or cannot be summed"
         cure = "look at its learning rate, loss and data, and restart it to have it back"
-        return [Log("warning", f"rounds go on without this node: {why}; {cure}")]
+        return [Log(f"rounds go on without this node: {why}; {cure}")]
 
     def _answer_leader(self, sender: NodeId, report: RoundReport, now: float) -> list[Outcome]:
         """Where this member is, as it was asked: by one life once in a while.

@@ -51,7 +51,7 @@ async def test_jobs_run_one_at_a_time_in_the_order_of_the_events(waited_for: lis
                 began.append(number)
                 time.sleep(0)
                 running.pop()
-                return [Log("info", str(number))]
+                return [Log(str(number))]
 
             return work
 
@@ -64,7 +64,7 @@ async def test_jobs_run_one_at_a_time_in_the_order_of_the_events(waited_for: lis
                     compute.post(job(number))
         await compute.call(lambda _: [])
         assert began == list(range(len(waited_for)))
-        assert performed == [Log("info", str(number)) for number in began]
+        assert performed == [Log(str(number)) for number in began]
 
 
 async def test_an_error_reaches_the_caller_and_the_thread_goes_on() -> None:

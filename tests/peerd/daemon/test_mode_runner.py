@@ -524,7 +524,7 @@ async def test_the_mode_is_woken_at_its_deadline() -> None:
 
 async def test_what_the_mode_says_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     async with there() as it:
-        it.asks(Log("warning", "the model is not finite"))
+        it.asks(Log("the model is not finite"))
         await it.runner.on_message("a", HALF)
     assert [(record.levelno, record.message) for record in caplog.records] == [
         (logging.WARNING, "the model is not finite")
@@ -535,7 +535,7 @@ async def test_members_are_logged_by_their_names(caplog: pytest.LogCaptureFixtur
     member = Member("0123456789abcdef", "gpu-7", "10.0.0.1", 1, 1, 0, State.ALIVE, "", b"")
     async with there() as it:
         it.runner._members = lambda: {member.id: member}
-        it.asks(Log("warning", f"without {member.id}: 0123456789abcdef0, 01234567 and a are others"))
+        it.asks(Log(f"without {member.id}: 0123456789abcdef0, 01234567 and a are others"))
         await it.runner.on_message("a", HALF)
     assert caplog.messages == ["without gpu-7 (01234567): 0123456789abcdef0, 01234567 and a are others"]
 

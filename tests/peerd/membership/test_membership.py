@@ -176,7 +176,7 @@ def test_old_gossip_about_us_is_ignored() -> None:
 def test_another_life_of_ours_is_reported_once_and_counted() -> None:
     membership = core()
     effects = hear(membership, member("n0", epoch=2)) + hear(membership, member("n0", epoch=2))
-    assert [effect.level for effect in effects if isinstance(effect, Log)] == ["warning"]
+    assert sum(isinstance(effect, Log) for effect in effects) == 1
     assert membership.counts["identity_conflict"] == 2
     assert membership.me == member("n0")
 
