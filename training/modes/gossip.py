@@ -107,7 +107,7 @@ class Gossip(PartneredMode[PairLink]):
         if not report.finishing:
             self._samples = report.samples
         if report.finishing and not self._report.finishing and self._settings.robust:
-            self._look(self._current(), report)
+            self._allowances.look(self._current(), report.step, report.lr_ratio)
             self._allowances.end_run(self._compared())
         elif self._report.finishing and not report.finishing:
             self._flush_waits = False
@@ -357,12 +357,9 @@ class Gossip(PartneredMode[PairLink]):
         free = self._report.finishing and self._comparable() < COMPARED_MIN
         if not self._settings.robust or answers or free:  # an answer to our half: that one has said its limits
             return ExchangeHalf(codec, gain, limit, self._report.finishing, b"", self._values_max(), work)
-        self._look(values, self._report)
+        self._allowances.look(values, self._report.step, self._report.lr_ratio)
         limits = packed(self._allowances.limits(link.peer, self._compared()))
         return ExchangeHalf(codec, gain, limit, self._report.finishing, limits, self._values_max(), work)
-
-    def _look(self, values: Vector, report: StepReport) -> None:
-        self._allowances.look(values, report.step, report.lr_ratio)
 
     def _values_max(self) -> float:
         """What no honest peer's weight is beyond: that of a model this many times as long as ours."""

@@ -588,9 +588,7 @@ class PairLinks:
         for link in dormant[kept:]:
             self._counts["links_forgotten"] += 1
             self._let_go(link.peer)
-        while len(self.remnants) > UNFINISHED_MAX or sum(one.models for one in self._left()) > self._room.left:
+        left = self.remnants.values()
+        while len(left) > UNFINISHED_MAX or sum(one.unfinished.models for one in left) > self._room.left:
             self._counts["exchanges_cut"] += 1
             del self.remnants[next(iter(self.remnants))]
-
-    def _left(self) -> list[Unfinished]:
-        return [remnant.unfinished for remnant in self.remnants.values()]
