@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One script; its module offers `main()`, `parse(argv)`, `prepare(options)`, `build(seed)` and `evaluate(model)`.
+    """One script; its module has `main(argv)`, `parse(argv)`, `prepare(options)`, `build(seed)` and `evaluate(model)`.
 
     It does nothing on import.
     """

@@ -355,7 +355,7 @@ def test_peers_on_one_machine_take_one_thread_each(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_table_imports_no_torch_and_no_transport() -> None:
-    code = "import sys, peerd.training.tasks as t; assert len(t.TASKS) == 3; assert 'torch' not in sys.modules"
+    code = "import sys, peerd.training.tasks as t; assert t.TASKS; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
 
 
