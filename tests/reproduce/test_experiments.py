@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from peerd import reproduce
 from peerd.cli.main import app
 from peerd.cli.output import finite
-from peerd.reproduce import EXPERIMENTS
+from peerd.reproduce import EXPERIMENTS, FILES
 from peerd.reproduce import e06_topologies as e06
 from peerd.reproduce.cells import CellStore
 from peerd.reproduce.e07_speedup import predicted
@@ -51,7 +52,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Report]:
 
 
 def test_the_table_is_whole() -> None:
-    assert list(EXPERIMENTS) == ["E1", "E2", "E3", "E4", "E5", "E5b", *(f"E{number}" for number in range(6, 13))]
+    assert set(FILES) == {file.stem for file in Path(reproduce.__file__).parent.glob("e[0-9]*.py")}
+    assert [name.lower() for name in EXPERIMENTS] == [file.partition("_")[0].replace("e0", "e") for file in FILES]
 
 
 @pytest.mark.cases(4)
