@@ -20,6 +20,9 @@ from types import FrameType
 from typer.testing import CliRunner
 
 from peerd.cli.main import app
+from peerd.simulation.byzantine import ATTACKS
+from peerd.simulation.faults import FAULTS
+from peerd.training.codecs import CODECS
 from peerd.training.mode_settings import GRADIENTS, WEIGHTS
 from peerd.training.modes import MODES, heeds
 from peerd.transport.errors import UserError
@@ -27,9 +30,8 @@ from peerd.transport.errors import UserError
 LIMIT_S = 100.0  # of processor time; most runs of those below take a second
 FRAMES_SHOWN = 6
 ARGUMENTS = {"elastic": ":pairwise", "diloco": ":3", "softsync": ":2"}
-CODECS = ("float32", "bfloat16", "int8", "int4", "sign", "sign_largest", "top_k", "top_k_3", "top_k_2bit")
 SETTINGS = {
-    "codec": CODECS,
+    "codec": tuple(CODECS),
     "trigger": ("change:0.01", "change:0.3", "period:3", "always"),
     "view": ("1", "2", "5"),
     "every": ("2", "5", "12"),
@@ -39,8 +41,6 @@ SETTINGS = {
 }
 SERVED = {"servers": ("2", "3"), "topology": ("adv:2",)}
 LOSSY = ("gossip-push", "gossip-pull", "push-sum")  # modes that can do with lost messages
-FAULTS = ("crash", "pause", "partition", "one-way", "flap", "swizzle-clog", "weather", "slow", "leave")
-LIES = ("sign-flip", "noise", "huge", "pull", "drift", "nan")
 
 
 class EndlessError(Exception):
@@ -69,14 +69,14 @@ def command(rng: random.Random) -> list[str]:
         perhaps(1, "parameters", (10_000, 5_000_000))
     perhaps(0.4, "network", ("lan", "wan", "home"))
     perhaps(0.3, "uplink-mbit", (1, 10, 1000))
-    if faults := rng.sample(FAULTS, rng.randint(0, 3)):
+    if faults := rng.sample(list(FAULTS), rng.randint(0, 3)):
         # seldom enough that such a run gets somewhere
         words += ["--faults", ",".join(faults), "--fault-every", str(rng.choice((20, 60)) + steps * step_s / 10)]
     else:
         words += ["--faults", "none"]
     perhaps(0.3, "join-over", (1, 10, 60))
     if problem != "bytes":
-        perhaps(0.25, "byzantine", tuple(f"{lie}:{rng.randint(1, max(1, peers // 4))}" for lie in LIES))
+        perhaps(0.25, "byzantine", tuple(f"{lie}:{rng.randint(1, max(1, peers // 4))}" for lie in ATTACKS))
     if name in LOSSY:
         perhaps(0.5, "drop", (0.01, 0.1, 0.3))
     perhaps(0.2, "slow-node", (0.2, 4, 20))
