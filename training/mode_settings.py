@@ -13,6 +13,7 @@ from typing import Any
 
 from peerd.training.codecs import CODECS
 from peerd.training.plain_numbers import number
+from peerd.training.trigger import TRIGGERS
 from peerd.transport.errors import UserError
 
 AUTO = "auto"
@@ -51,7 +52,7 @@ class ModeSettings:
     """What a mode may be told; a core is given its codec by name."""
 
     codec: str = _option(AUTO, "how deltas are compressed; auto: the mode's own")
-    trigger: str = _option("change:0.05", "when to send: change:0.05, period:10, always")
+    trigger: str = _option("change:0.05", f"when to send: {', '.join(kind.example for kind in TRIGGERS.values())}")
     view: int = _option(3, "partners at a time", most=1024)
     every: int = _option(
         0, "steps between rounds; 0: the mode's own number, or as many as it measures", least=0, most=10**9
