@@ -217,6 +217,8 @@ def conversation(path: Path) -> Iterator[LocalSocket]:
         client = LocalSocket(path, waits=False)
     except BlockingIOError:
         raise UserError(f"the node at {path} answers nobody: if its process is stopped, kill -CONT lets it") from None
+    except (FileNotFoundError, ConnectionRefusedError):
+        raise UserError(f"the node {path.stem!r} has ended") from None
     except OSError as error:
         raise UserError(f"the node at {path} does not answer: {error.strerror}") from None
     try:
