@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from safetensors.torch import save
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.weak import WeakIdKeyDictionary
 
 from peerd.training.model.shards import is_sharded
@@ -90,6 +91,7 @@ class Kept:
                 continue
             try:
                 held.load_state_dict(_made_again(plain[name], tensors))
+                _follow_rates(held)
                 given.append(name)
             except Exception as error:
                 self._tell(f"{name} of the checkpoint of step {step} does not fit: {_why(error)}")
@@ -103,6 +105,14 @@ class Kept:
                 _CAME[held] = True
             except TypeError:  # nothing can point to it weakly
                 continue
+
+
+def _follow_rates(held: Any) -> None:
+    """A schedule is of the rates that its optimizer has: one that was changed in the script (groups.py) goes on so."""
+    for each in [held, *getattr(held, "_schedulers", ())]:
+        if isinstance(each, LRScheduler) and hasattr(each, "base_lrs"):
+            at_first = zip(each.optimizer.param_groups, each.base_lrs, strict=False)
+            each.base_lrs = [group.get("initial_lr", rate) for group, rate in at_first]
 
 
 def _has_shards(held: nn.Module) -> bool:

@@ -143,7 +143,7 @@ def test_nodes_are_found_by_whether_they_answer(runtime: Path) -> None:
 
 
 def test_a_node_that_is_not_there_is_a_user_error(runtime: Path) -> None:
-    with pytest.raises(UserError, match="the node .nobody. has ended"):
+    with pytest.raises(UserError, match="the node 'nobody' has ended"):
         request(runtime / "nobody.sock", "status")
 
 

@@ -19,7 +19,7 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 import peerd
-from peerd.trainer import checkpoint, kept
+from peerd.trainer import checkpoint, groups, kept
 from peerd.trainer.kept import Kept
 
 assert path is not None  # a fixture
@@ -192,6 +192,31 @@ def test_objects_that_are_interrupted_go_on_as_if_they_were_not(kind: str, tmp_p
     Kept(now.keep, told.append).restore(found.kept, found.tensors, found.step)
     assert told == ["from the checkpoint of step 7 also: scheduler, ema, walk"]
     assert is_same([*seen, *(now.step() for _ in range(5))], expected)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_rate_that_was_changed_in_the_script_is_not_undone_by_its_schedule(nested: bool, tmp_path: Path) -> None:
+    def made(rate: float) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        scheduler = lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch))
+        groups.remember(optimizer)
+        return model, optimizer, lr_scheduler.ChainedScheduler([scheduler]) if nested else scheduler
+
+    model, optimizer, scheduler = made(0.1)
+    for _ in range(3):
+        optimizer.step()
+        scheduler.step()
+    checkpoint.save(tmp_path, checkpoint.capture(model, optimizer, 3, "s", (), Kept({"scheduler": scheduler})))
+    for rate in (0.1, 0.5):
+        found = checkpoint.newest(tmp_path, "s", pytest.fail)
+        assert found is not None
+        model, optimizer, scheduler = made(rate)
+        checkpoint.restore(found, model, optimizer)
+        Kept({"scheduler": scheduler}).restore(found.kept, found.tensors, found.step)
+        optimizer.step()
+        scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(rate / 5)
 
 
 def test_a_script_that_is_started_again_goes_on_as_if_it_were_not(path: Path) -> None:
