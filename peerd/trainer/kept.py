@@ -1,6 +1,7 @@
 """What has a checkpoint of the script beside its model and optimizer? What `attach(keep=...)` names.
 
-Objects with `state_dict` and `load_state_dict`: a scheduler, averaged weights, a loader that knows where it is.
+Objects with `state_dict` and `load_state_dict`: a scheduler, averaged weights, a loader that knows where it is; and
+dictionaries.
 Their states are plain data and tensors. JSON has no tuples, and no numbers as keys, so what it does not give back as it
 was is an object with one entry there, by whose name it is made again. Nothing is ever unpickled.
 """
@@ -30,6 +31,7 @@ _MAPS: dict[str, type] = {kind.__name__: kind for kind in (dict, OrderedDict, Co
 
 _CAME = WeakIdKeyDictionary()
 """Objects that were kept before: what this process has made of them since is newer than any checkpoint."""
+_CAME_AND_STAY: list[Any] = []  # those to which nothing can point weakly, as dictionaries
 
 
 class Kept:
@@ -43,9 +45,11 @@ class Kept:
         self._tell = tell
         self._told: set[str] = set()  # of which it was said that a checkpoint is without them
         for name, held in self._objects.items():
-            if not all(callable(getattr(held, method, None)) for method in ("state_dict", "load_state_dict")):
+            methods = (getattr(held, method, None) for method in ("state_dict", "load_state_dict"))
+            if not isinstance(held, dict) and not all(map(callable, methods)):
                 raise ValueError(
-                    f"keep: {name} is a {type(held).__name__}, which has no state_dict and load_state_dict"
+                    f"keep: {name} is a {type(held).__name__}: neither a dictionary, nor with state_dict and "
+                    "load_state_dict"
                 )
             if isinstance(held, nn.Module) and _has_shards(held):
                 raise ValueError(f"keep: {name} has tensors in shards, which only a model that is attached may have")
@@ -90,8 +94,7 @@ class Kept:
                 self._tell(f"the checkpoint of step {step} has no {name}: it begins as the script made it")
                 continue
             try:
-                held.load_state_dict(_made_again(plain[name], tensors))
-                _follow_rates(held)
+                _load(held, _made_again(plain[name], tensors))
                 given.append(name)
             except Exception as error:
                 self._tell(f"{name} of the checkpoint of step {step} does not fit: {_why(error)}")
@@ -103,8 +106,18 @@ class Kept:
         for held in self._objects.values():
             try:
                 _CAME[held] = True
-            except TypeError:  # nothing can point to it weakly
-                continue
+            except TypeError:
+                _CAME_AND_STAY.append(held)
+
+
+def _load(held: Any, state: Any) -> None:
+    """Raises what its own code raises."""
+    if isinstance(held, dict):
+        held.clear()
+        held.update(state)
+    else:
+        held.load_state_dict(state)
+        _follow_rates(held)
 
 
 def _follow_rates(held: Any) -> None:
@@ -122,16 +135,14 @@ def _has_shards(held: nn.Module) -> bool:
 
 
 def _is_known(held: Any) -> bool:
-    try:
-        return held in _CAME
-    except TypeError:
-        return False
+    return held in _CAME or any(held is one for one in _CAME_AND_STAY)
 
 
 def _state_of(name: str, held: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     """Raises ValueError, and what its own code raises."""
     tensors: dict[str, torch.Tensor] = {}
-    return _packed(held.state_dict(), f"kept.{name}", tensors), tensors
+    state = held if isinstance(held, dict) else held.state_dict()
+    return _packed(state, f"kept.{name}", tensors), tensors
 
 
 def _packed(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:

@@ -62,9 +62,9 @@ def attach(
     wraps.
 
     `keep` names what else belongs to this node's checkpoints: any objects with `state_dict` and `load_state_dict`, as a
-    scheduler, averaged weights, a loader (keep={"scheduler": scheduler}). A script that resumes from one finds them as
-    they were at its step; of several ranks, as rank 0 had them. States are numbers, text, lists, dictionaries, tensors
-    and arrays; one that has something else ends the script with a line.
+    scheduler, averaged weights, a loader (keep={"scheduler": scheduler}), and dictionaries. A script that resumes from
+    one finds them as they were at its step; of several ranks, as rank 0 had them. States are numbers, text, lists,
+    dictionaries, tensors and arrays; one that has something else ends the script with a line.
 
     With `quasi_global_momentum`, the same on all nodes, the momentum of torch's SGD follows how the model moves with
     the swarm, not this node's own gradients alone (arXiv:2102.04761): where nodes see different classes, `gossip` ends

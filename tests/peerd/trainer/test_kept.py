@@ -235,26 +235,28 @@ def test_a_script_that_is_started_again_goes_on_as_if_it_were_not(path: Path) ->
 
 
 def test_what_this_process_has_trained_with_is_not_taken_back(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    holder, other = Holder(0), Holder(0)
+    holder, other, words = Holder(0), Holder(0), {"epoch": 0}
 
     def script() -> None:
         for at in range(3):
-            with peerd.attach(*normed(), keep={"mine": holder} if at else {"mine": holder, "other": other}) as swarm:
+            keep = {"mine": holder, "words": words}
+            with peerd.attach(*normed(), keep=keep if at else {**keep, "other": other}) as swarm:
                 swarm.step()
-                holder.state = 10 * (at + 1)
-            assert holder.state == 10 * (at + 1)
+                holder.state = words["epoch"] = 10 * (at + 1)
+            assert holder.state == words["epoch"] == 10 * (at + 1)
 
     with_daemon(path, script)
     with_daemon(path, script)
     assert "also: " not in capsys.readouterr().err
-    fresh = Holder()
+    fresh, anew = Holder(), {"epoch": 0, "new": 1}
 
     def resumed() -> None:
-        with peerd.attach(*normed(), keep={"mine": fresh}):
+        with peerd.attach(*normed(), keep={"mine": fresh, "words": anew}):
             assert fresh.state == 30
+            assert anew == {"epoch": 30}
 
     with_daemon(path, resumed)
-    assert "peerd: from the checkpoint of step 6 also: mine\n" in capsys.readouterr().err
+    assert "peerd: from the checkpoint of step 6 also: mine, words\n" in capsys.readouterr().err
 
 
 CANNOT = "keep: it cannot be kept: it"
@@ -271,7 +273,7 @@ class Fails(Holder):
     [
         ([Holder(1)], 'keep is no dictionary of names and objects: keep={"scheduler": scheduler}'),
         ({3: Holder(1)}, 'keep is no dictionary of names and objects: keep={"scheduler": scheduler}'),
-        ({"it": 7}, "keep: it is a int, which has no state_dict and load_state_dict"),
+        ({"it": 7}, "keep: it is a int: neither a dictionary, nor with state_dict and load_state_dict"),
         ({"it": Holder(open)}, f"{CANNOT} is a builtin_function_or_method, which no checkpoint can hold"),
         ({"it": Holder({"a": [1, {"b": Holder()}]})}, f"{CANNOT}.a.1.b is a Holder, which no checkpoint can hold"),
         ({"it": Holder(torch.zeros(2).to_sparse())}, f"{NO_TENSOR} (torch.float32)"),
