@@ -382,7 +382,9 @@ class TrainerService:
         if step > donor_step:
             older = (
                 "the swarm's model is of step %d, this node's checkpoint of step %d: training goes on from the former. "
-                "If all nodes were started anew, stop them, and start this one first"
+                "If it should be the latter, stop all nodes, move what is in checkpoints-passed of this node's state "
+                "folder back to checkpoints, start this one first, without --join and --token, and the others with "
+                "--join to it"
             )
             LOGGER.warning(older, donor_step, step)
         return await trio.to_thread.run_sync(fresh.load, values, donor_step), donor_step

@@ -367,6 +367,30 @@ def test_the_count_comes_with_the_model(machine: Machine) -> None:
     assert [*aside.glob("step-00000060/manifest.json")], "or a script that is started again would go on from it"
 
 
+def test_what_was_passed_over_is_gone_on_from_as_the_warning_says(machine: Machine) -> None:
+    """It said to start that node first: one that joins waits for the founder, and its checkpoint was put aside."""
+    short, longer = (machine.script(f"{n}.py", HEAD + PLAIN + COUNTED.replace("25", n)) for n in ("30", "60"))
+    b = machine.start("b", longer)
+    b.says("training finished at step 60")
+    b.signal(signal.SIGINT)
+    assert b.end() == 0
+    a = machine.start("a", short)
+    a.says("training finished at step 30")
+    b = machine.start("b", short, join=a)
+    b.says("without --join and --token, and the others with --join to it")
+    b.says("training finished at step 30")
+    for node in (a, b):
+        node.signal(signal.SIGINT)
+        assert node.end() == 0
+    state = machine.state / "peerd" / "b"
+    for passed in (state / "checkpoints-passed").iterdir():
+        passed.rename(state / "checkpoints" / passed.name)
+    b = machine.start("b", longer)
+    b.says("resumed from the checkpoint of step 60")
+    a = machine.start("a", short, join=b)
+    a.says("training from step 60")
+
+
 @pytest.mark.parametrize("end", ENDS)
 def test_an_end_gives_the_last_step_to_the_node_and_is_the_last(machine: Machine, end: str) -> None:
     a = machine.start("a", machine.script("train.py", HEAD + PLAIN + ENDS[end]), PEERD_TRIGGER="period:1000")
