@@ -201,9 +201,11 @@ class Session:
         start = self._expect(Start)
         self._lr_max = start.lr_max
         self._client.hear(start)
+        passes = False
         if start.load is not None:
             flat.load(self._memory.copies[start.load])
-            self._passed = start.step if start.step < self.step else None
+            passes = start.step < self.step
+            self._passed = start.step if passes else None
             self.step = start.step
             if self._ranks == 1:  # other ranks have yet to read what they resume from
                 self._put_passed_aside()
@@ -220,6 +222,8 @@ class Session:
         self._wait()
         rest = Rest(self._model, flat.pieces, flat.signature)
         self._writer = CheckpointWriter(self._checkpoints, welcome.checkpoint_every_s, rest, self._capture)
+        if passes:  # what came from the one put aside, of the optimizer and else, is in none
+            self._writer.hasten()
         if self._gradients is not None and isinstance(flat, FlatModel):
             parts = GradientParts(flat, self._gradients, torch.from_numpy(self._memory.gradient))
             self._parts = parts

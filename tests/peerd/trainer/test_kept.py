@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import trio
 from hypothesis import given
 from hypothesis import strategies as st
 from test_trainer import normed, path, with_daemon
@@ -19,8 +21,12 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 import peerd
+from peerd.daemon.catch_up import CatchUp
+from peerd.local.generations import newest_step
 from peerd.trainer import checkpoint, groups, kept
 from peerd.trainer.kept import Kept
+from peerd.training.codecs.vector import Layout
+from peerd.training.effects import Vector
 
 assert path is not None  # a fixture
 
@@ -257,6 +263,35 @@ def test_what_this_process_has_trained_with_is_not_taken_back(path: Path, capsys
 
     with_daemon(path, resumed)
     assert "peerd: from the checkpoint of step 6 also: mine, words\n" in capsys.readouterr().err
+
+
+def test_what_came_from_a_checkpoint_that_is_put_aside_is_soon_in_another(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was in none for a minute: a script that died in that had its optimizer and its scheduler anew."""
+
+    folder, holder = path.parent / "state" / "checkpoints", Holder(0)
+
+    def before() -> None:
+        with peerd.attach(*normed(), keep={"mine": Holder(5)}) as swarm:
+            for _ in range(5):
+                swarm.step()
+
+    def after() -> None:
+        deadline = time.monotonic() + 30
+        with peerd.attach(*normed(), keep={"mine": holder}) as swarm:
+            assert holder.state == 5
+            while newest_step(folder) < 3 and time.monotonic() < deadline:
+                swarm.step()
+            assert newest_step(folder) >= 3, "while it trains"
+
+    async def fetch(_: CatchUp, layout: Layout, own: Vector) -> tuple[Vector, int]:
+        await trio.lowlevel.checkpoint()
+        return own.copy(), 2
+
+    with_daemon(path, before)
+    monkeypatch.setattr(CatchUp, "fetch", fetch)
+    with_daemon(path, after)
 
 
 CANNOT = "keep: it cannot be kept: it"
