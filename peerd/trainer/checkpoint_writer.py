@@ -37,7 +37,8 @@ class CheckpointWriter:
         self._began = time.monotonic()
         self._cost_s = 0.0
         self.failed: str | None = None  # why the last one was not written
-        self._start(lambda: _keep(folder, rest))
+        self._rest: Rest | None = rest  # until it is written, or never can be
+        self._start(self._keep_rest)
 
     def due(self, now: float) -> bool:
         """Whether the next one should be written at `now`, a time of `time.monotonic`."""
@@ -88,6 +89,22 @@ class CheckpointWriter:
             self._not_written(generation.step, error)
         else:
             self.failed = None
+            self._keep_rest(again=True)
+
+    def _keep_rest(self, *, again: bool = False) -> None:
+        """A disk that would not have it may have it when it has a checkpoint."""
+        if self._rest is None:
+            return
+        try:
+            self._rest.write(self._folder)
+            self._rest = None
+        except Exception as error:  # as below
+            until = " until a later checkpoint is written"
+            if not isinstance(error, OSError):
+                self._rest, until = None, ""
+            if not again:
+                why = f"what the model has beside its trained tensors is not on the disk: {cause(error)}"
+                say(f"{why}; export --complete will miss it{until}")
 
     def _not_written(self, step: int, error: Exception) -> None:
         """Odd tensors, too, are no reason to end the training."""
@@ -105,11 +122,3 @@ class CheckpointWriter:
             self._thread.start()
         except RuntimeError:  # this machine, or its container, has as many as it may have
             work()
-
-
-def _keep(folder: Path, rest: Rest) -> None:
-    try:
-        rest.write(folder)
-    except Exception as error:  # as above
-        why = f"what the model has beside its trained tensors is not on the disk: {cause(error)}"
-        say(f"{why}; export --complete will miss it")
