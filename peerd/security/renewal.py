@@ -73,9 +73,12 @@ class Renewal:
         trust, here = self._entry.trust, self._entry.issuer
         said = []
         if here is not None and self._entry.folder is not None:
-            now = wall_clock.now()
-            if trust.outdated and (made := authority_folder.load(self._entry.folder, now)) is not None:
-                here.authority.become(made)  # another node of this user has replaced it
+            now, unread = wall_clock.now(), ""
+            try:
+                if trust.outdated and (made := authority_folder.load(self._entry.folder, now)) is not None:
+                    here.authority.become(made)  # another node of this user has replaced it
+            except UserError as error:  # a disk may fail, or no descriptor be left: it is looked for again
+                unread = str(error)
             if (end := here.authority.certificate.not_valid_after_utc) <= now:
                 said.append(f"the authority in {self._entry.folder} ended {wall_clock.shown(end)}")
             else:
@@ -84,7 +87,7 @@ class Renewal:
                 if not trust.outdated:
                     return _good_for(chain[0]) > timedelta(0)
                 replaced = "has an authority that was replaced on another machine; copy that one"
-                said.append(f"{self._entry.folder} {replaced}")
+                said.append(unread or f"{self._entry.folder} {replaced}")
         second: Enrolment | None = None  # of another such issuer, which cannot renew what this one issues by
         for address in self._issuers():
             try:

@@ -12,7 +12,7 @@ import pytest
 import trio
 
 from peerd.local.node_key import NodeKey
-from peerd.security import authority, kept, wall_clock
+from peerd.security import authority, authority_folder, kept, wall_clock
 from peerd.security.authority import NODE_LIFE, Authority, request_of, succeed
 from peerd.security.certificates import der
 from peerd.security.enrolment import Enrolment, granted
@@ -304,6 +304,25 @@ async def test_an_issuer_becomes_one_of_the_authority_that_takes_the_old_ones_pl
         assert it.entry.issuer.authority.root == following.certificate
         assert again.issuer is not None
         assert it.entry.issuer.authority.issuer_certificate == der(again.issuer)
+
+
+async def test_an_authority_that_cannot_be_read_when_it_was_replaced_ends_no_node(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    here = authority_folder.at(tmp_path, NOW)
+    own = entry(Enrolment(here.issue_own(KEY, NOW), (here.certificate,)), Issuer(here, TokenStore(tmp_path)), tmp_path)
+    _, said = authority_folder.rotate(tmp_path, NOW, DUE + NODE_LIFE)  # by another node of this user
+    own.trust.follow(succession(own.trust.authorities, [said]), NOW.timestamp())
+    certificate = tmp_path / "certificate.pem"
+    whole = certificate.read_bytes()
+    async with trio.open_nursery() as nursery:
+        renewal = Renewal(own, KEY, tmp_path, MemoryNetwork(nursery).transport("10.0.0.9"), list)
+        certificate.write_bytes(b"damaged")
+        assert not await renewal.renewed()
+        assert f"{certificate} is damaged" in caplog.text
+        certificate.write_bytes(whole)
+        assert await renewal.renewed()
+    assert not is_outdated(own.trust)
 
 
 @pytest.mark.parametrize("past_h", [0.2, 3.0])
