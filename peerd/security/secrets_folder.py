@@ -72,7 +72,7 @@ def succession(authorities: Iterable[Certificate], *kept: Iterable[Successor]) -
 
 def _replace(path: Path, messages: Sequence[Message]) -> None:
     text = "".join(wire.encode(message)[0].hex() + "\n" for message in messages)
-    if messages and not (path.is_file() and path.read_text() == text):
+    if messages and not (path.is_file() and path.read_bytes() == text.encode()):  # what is damaged may be no text
         replace(path, text)
 
 

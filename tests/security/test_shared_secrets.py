@@ -310,6 +310,17 @@ async def test_a_revocation_without_its_key_gets_one_from_another_issuer(tmp_pat
         nursery.cancel_scope.cancel()
 
 
+async def test_a_file_that_was_damaged_meanwhile_is_written_anew(tmp_path: Path) -> None:
+    async with trio.open_nursery() as nursery:
+        (a,) = await started(nursery, tmp_path, 0)
+        assert await a.secrets.revoke(KEYS[4].id)
+        for name in secrets_folder.FILES[1:]:
+            (a.folder / name).write_bytes(b"\xff\xfe")
+        assert await a.secrets.revoke(KEYS[5].id)
+        assert {said.node for said in secrets_folder.read(a.folder).revocations} == {KEYS[4].id, KEYS[5].id}
+        nursery.cancel_scope.cancel()
+
+
 async def test_what_the_disk_does_not_take_is_told_and_written_later(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
