@@ -75,20 +75,36 @@ def take(folder: Path) -> Identity:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except FileNotFoundError:  # another node, which failed to start, took a folder above that it had made away
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        while (lock := _lock(folder / _LOCK)) is None:
+            pass
+    except BlockingIOError:
+        raise UserError(f"a node already runs with the state folder {folder}; give this one another --name") from None
     except (OSError, ValueError) as error:
         cause = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"state folder {folder}: {cause}; choose another with state_dir") from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(lock)
-        raise UserError(f"a node already runs with the state folder {folder}; give this one another --name") from None
     try:
         return Identity(*_begin(folder), lock)
     except UserError:
         os.close(lock)
         raise
+
+
+def _lock(path: Path) -> int | None:
+    """A locked descriptor of the file; None: another start, which failed, took the file away just now.
+
+    Whoever then made it anew could lock it, too. Raises OSError, BlockingIOError where another process has the lock.
+    """
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock), os.stat(path)):
+                return lock
+    except OSError:
+        os.close(lock)
+        raise
+    os.close(lock)
+    return None
 
 
 def _begin(folder: Path) -> tuple[NodeKey, int]:

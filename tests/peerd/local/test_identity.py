@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import re
 import shutil
 import subprocess
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -51,6 +53,30 @@ def test_only_one_process_has_a_folder(tmp_path: Path) -> None:
     assert json.loads((tmp_path / FILE).read_text())["epoch"] == 1, "the refused start is no epoch"
     os.close(held.lock)
     assert live_once(tmp_path).epoch == 2
+
+
+def test_a_lock_that_a_failing_start_takes_away_meanwhile_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock, failing = fcntl.flock, [True]
+
+    def meanwhile(lock: int, how: int) -> None:
+        if failing:
+            failing.clear()
+            (tmp_path / "lock").unlink()
+        flock(lock, how)
+
+    monkeypatch.setattr(fcntl, "flock", meanwhile)
+    held = identity.take(tmp_path)
+    with pytest.raises(UserError, match="a node already runs with the state folder"):
+        identity.take(tmp_path)
+    os.close(held.lock)
+
+
+def test_a_file_system_without_locks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
+    with pytest.raises(UserError, match=r"^state folder .*: No locks available; choose another with state_dir$"):
+        identity.take(tmp_path)
 
 
 def test_a_folder_that_cannot_be_is_refused_in_a_line(tmp_path: Path) -> None:
