@@ -39,12 +39,16 @@ class LocalConnection:
         self._buffer = bytearray()
         self._sending = trio.Lock()
         self._pid = credentials(connection)[0]
-        self._began = _began(self._pid)
+        self._began: bytes | None = None
+        with suppress(OSError):
+            self._began = _began(self._pid)
         self.fds: list[int] = []
 
     def has_lost_its_process(self) -> bool:
         """Whether the one that connected is gone: a helper that it forked may keep the connection open."""
-        return self._began is not None and _began(self._pid) != self._began
+        with suppress(OSError):  # no descriptor is left to find it out
+            return self._began is not None and _began(self._pid) != self._began
+        return False
 
     def cut(self) -> None:
         """End it for all who hold it; `receive` then finds the end."""
@@ -237,6 +241,9 @@ def _uid(connection: trio.socket.SocketType) -> int:
 
 
 def _began(pid: int) -> bytes | None:
-    """When a process was started, which tells it from a later one of its number; None for none and for zombies."""
+    """When a process was started, which tells it from a later one of its number; None for none and for zombies.
+
+    Raises OSError where that cannot be found out.
+    """
     fields = process_fields(pid)
     return fields[19] if fields and fields[0] not in (b"Z", b"X") else None

@@ -199,15 +199,21 @@ def credentials(connection: Any) -> tuple[int, int, int]:
 
 
 def process_fields(pid: int) -> list[bytes]:
-    """What the kernel says of a process after its name, its state first; empty for none, or in another namespace."""
+    """What the kernel says of a process after its name, its state first; empty for none, or in another namespace.
+
+    Raises OSError where that cannot be found out: no descriptor is left.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_bytes().rsplit(b")", 1)[1].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return []
 
 
 def _stopped(pid: int) -> bool:
-    return process_fields(pid)[:1] == [b"T"]
+    try:
+        return process_fields(pid)[:1] == [b"T"]
+    except OSError:
+        return False
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import shutil
 import socket
 import struct
@@ -12,6 +13,7 @@ import sys
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import trio
@@ -21,6 +23,7 @@ from hypothesis import strategies as st
 
 from peerd.daemon import control
 from peerd.local import local_socket
+from peerd.local.being_written import leftovers
 from peerd.local.local_socket import (
     MESSAGE_BYTES_MAX,
     LocalSocket,
@@ -140,6 +143,26 @@ def test_nodes_are_found_by_whether_they_answer(runtime: Path) -> None:
             find_node("")
         with listen("two"), pytest.raises(UserError, match="several nodes run here: one, two"):
             find_node(None)
+
+
+async def test_a_lack_of_descriptors_makes_no_process_a_dead_one(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair()
+    local = control.LocalConnection(trio.socket.from_stdlib_socket(ours))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with theirs, subprocess.Popen(["sleep", "60"]) as writer:
+        (tmp_path / f"tmp-{writer.pid}-7").mkdir()
+        paths = list(tmp_path.iterdir())
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+        try:
+            gone = local.has_lost_its_process()
+            with patch.object(Path, "glob", lambda *_: paths):
+                left = leftovers(tmp_path)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            writer.kill()
+    ours.close()
+    assert not gone
+    assert not left
 
 
 def test_a_node_that_is_not_there_is_a_user_error(runtime: Path) -> None:
