@@ -318,7 +318,11 @@ async def connect(address: Address, source: str = "") -> tuple[socket.socket, st
     failure: OSError = OSError(errno.EADDRNOTAVAIL, "it has no address")
     found = await resolve(address, socket.SOCK_STREAM)
     for family, target in found:
-        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock = socket.socket(family, socket.SOCK_STREAM)
+        except OSError as error:  # a kernel without IPv6: another address may be of IPv4
+            failure = error
+            continue
         try:
             sock.setblocking(False)
             if source:

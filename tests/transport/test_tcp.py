@@ -131,6 +131,29 @@ async def test_an_address_that_is_silent_hides_no_other_of_the_same_name(monkeyp
             nursery.cancel_scope.cancel()
 
 
+async def test_an_address_of_a_kind_that_the_kernel_lacks_hides_no_other_of_the_same_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    port = 0
+
+    class WithoutIPv6(socket.socket):
+        def __init__(self, family: int = -1, *others: int, **named: int) -> None:
+            if family == socket.AF_INET6:
+                raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+            super().__init__(family, *others, **named)
+
+    async def both(*_: object, **__: object) -> list[tuple[int, Address]]:
+        return [(socket.AF_INET6, ("::1", port)), (socket.AF_INET, ("127.0.0.1", port))]
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        monkeypatch.setattr(tcp, "resolve", both)
+        monkeypatch.setattr(socket, "socket", WithoutIPv6)
+        sock, host = await tcp.connect(("both", port))
+        sock.close()
+        assert host == "127.0.0.1"
+
+
 async def test_a_dial_that_is_given_up_as_it_connects_leaves_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     connect, scope = tcp.connect, trio.CancelScope()
     made: list[tuple[socket.socket, str]] = []
