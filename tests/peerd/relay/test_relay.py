@@ -252,8 +252,9 @@ async def test_a_guest_that_breaks_a_rule_loses_its_port() -> None:
         granted = await connection.receive()
         assert isinstance(granted, RelayGranted)
         await connection.send(Ping(1, "a", "b", ()))
-        await eventually(lambda: not here.lender.guests)
+        await eventually(lambda: bool(here.errors))
         assert "a Ping from a guest" in str(here.errors[0])
+        assert not here.lender.guests
 
 
 async def test_who_comes_new_puts_nobody_out() -> None:
