@@ -29,6 +29,7 @@ from peerd.training.modes import (
 )
 from peerd.training.modes.own_mode import adopted
 from peerd.training.plain_numbers import number, whole
+from peerd.transport.admission import GUESTS_MAX
 from peerd.transport.errors import UserError
 from peerd.transport.ids import Address
 from peerd.transport.messages import NAME, VISIBLE_MAX
@@ -36,7 +37,6 @@ from peerd.transport.sending.budget import Budget, parse_rate
 
 DEFAULT_PORT, PORT_MAX = 7946, 65535
 DEFAULT_BIND = f"127.0.0.1:{DEFAULT_PORT}"
-RELAY_PORTS_MAX = 64
 OTHER_VARIABLES = (
     "CONFIG",
     "DAEMON",
@@ -176,8 +176,8 @@ class Settings(ModeSettings):
         """`relay_ports`, parsed. Raises UserError."""
         found = re.fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", self.relay_ports or "0", re.ASCII)
         first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
-        if self.relay_ports and not (0 < first <= last <= PORT_MAX and last - first < RELAY_PORTS_MAX):
-            rule = f"FIRST-LAST, at most {RELAY_PORTS_MAX} ports up to {PORT_MAX}, as 7950-7957"
+        if self.relay_ports and not (0 < first <= last <= PORT_MAX and last - first < GUESTS_MAX):
+            rule = f"FIRST-LAST, at most {GUESTS_MAX} ports up to {PORT_MAX}, as 7950-7957"
             raise UserError(f"relay_ports: {self.relay_ports[:80]!r} must be {rule}")
         return range(first, last + 1) if self.relay_ports else range(0)
 

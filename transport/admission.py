@@ -20,6 +20,7 @@ MAKES_WAY_AFTER_S = 1.0  # in a handshake, where others wait; it takes three rou
 PENDING_PER_HOST_MAX = 4  # not for loopback, where all tests and many small swarms live
 GREETED_MAX = 128
 GREETED_PER_PEER_MAX = 4  # one to send on, two table exchanges that cross, one that broke and has not been noticed
+GUESTS_MAX = 64  # of a relay, one for each port that it lends: they stay
 ACCEPTED_MAX = GREETED_MAX + PENDING_MAX  # so those who have greeted keep nobody out
 UNPROVED_IDLE_S = 30.0  # a node dials when it has something to say
 PROVED_S = 600.0  # after something useful; an honest node closes a connection that was idle for half as long
@@ -41,7 +42,7 @@ class Admission:
     @property
     def full(self) -> bool:
         """Whether nobody can be accepted before somebody leaves or is admitted."""
-        return self.pending >= PENDING_MAX or self.accepted >= ACCEPTED_MAX
+        return self.pending >= PENDING_MAX or self.accepted >= ACCEPTED_MAX + GUESTS_MAX
 
     @property
     def pending(self) -> int:

@@ -20,7 +20,7 @@ from peerd.transport.ids import NodeId
 from peerd.transport.secure.credentials import STRANGER, PutOut
 from peerd.transport.secure.reasons import REVOKED, REVOKED_ISSUER
 
-SEEN_MAX = 4096  # nodes; 160 connections are open at most that others have dialled
+SEEN_MAX = 4096  # nodes; 224 connections are open at most that others have dialled
 
 
 class _Out(Untrusted, PutOut):

@@ -13,6 +13,7 @@ from peerd.transport.admission import (
     BURST,
     GREETED_MAX,
     GREETED_PER_PEER_MAX,
+    GUESTS_MAX,
     MAKES_WAY_AFTER_S,
     PENDING_MAX,
     PROVED_S,
@@ -62,9 +63,18 @@ def test_loopback_is_exempt_up_to_the_total() -> None:
     assert not admission.full
 
 
+def test_the_guests_of_a_relay_and_those_who_have_greeted_keep_nobody_out() -> None:
+    admission = Admission(now=0.0)
+    for _ in range(GUESTS_MAX + GREETED_MAX):
+        admission.admit(entered(admission, "10.0.0.1"))
+    for _ in range(PENDING_MAX):
+        assert not admission.full
+        entered(admission, "127.0.0.1")
+
+
 def test_the_admitted_are_counted_until_they_leave() -> None:
     admission = Admission(now=0.0)
-    for _ in range(ACCEPTED_MAX):
+    for _ in range(ACCEPTED_MAX + GUESTS_MAX):
         number = entered(admission, "10.0.0.1")
         admission.admit(number)
     assert admission.pending == 0
