@@ -48,7 +48,7 @@ SHELLS = {f"peerd.daemon.{name}" for name in (
     "entry", "newcomer", "reception", "renewal", "secrets_exchange", "shared_secrets",
 )} | {
     "peerd.relay.guest", "peerd.relay.lease", "peerd.relay.lender", "peerd.relay.lossy_socket", "peerd.relay.streams",
-    "peerd.doctor", "peerd.process.look_up", "peerd.process.own_address",
+    "peerd.doctor", "peerd.process.look_up", "peerd.process.own_address", "peerd.process.threads",
     "peerd.reproduce.sockets.rank", "peerd.reproduce.sockets.without_trainer",
 }  # fmt: skip
 SHELL_PACKAGES = ("peerd.carriers", "peerd.transport", "peerd.cli")

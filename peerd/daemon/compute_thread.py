@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 import trio
 
 from peerd.process.niceness import yield_to_others
+from peerd.process.threads import in_thread
 
 Event = TypeVar("Event")
 Effects = TypeVar("Effects")
@@ -46,6 +47,7 @@ class ComputeThread(Generic[Event, Effects]):
         self._forgiven = forgiven
         self._limiter = trio.CapacityLimiter(1)  # its own: whoever hangs in trio's common threads holds up no maths
         self._post, self._posted = trio.open_memory_channel[_Item[Event, Effects]](math.inf)
+        self._under_way: tuple[_Item[Event, Effects], float] | None = None  # and since when
         self._replaceable: _Item[Event, Effects] | None = None  # waits, and a later one of its type takes its place
 
     async def run(self) -> None:
@@ -87,9 +89,9 @@ class ComputeThread(Generic[Event, Effects]):
         if item is self._replaceable:
             self._replaceable = None
         try:
-            item.effects = await trio.to_thread.run_sync(
-                self._work, item.event, trio.current_time(), limiter=self._limiter
-            )
+            self._under_way = item, trio.current_time()
+            await in_thread(self._work, limiter=self._limiter)
+            assert item.effects is not None, "done, and it did not fail"
             await self._perform(item.effects)
         except Exception as error:
             if item.done is None:
@@ -100,6 +102,8 @@ class ComputeThread(Generic[Event, Effects]):
         if item.done is not None:  # not after a cancellation: then there is no result, and who waits is cancelled too
             item.done.set()
 
-    def _work(self, event: Event, now: float) -> Effects:
+    def _work(self) -> None:
         yield_to_others()
-        return self._handle(event, now)
+        assert self._under_way is not None, "it is told of before"
+        item, now = self._under_way
+        item.effects = self._handle(item.event, now)

@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -19,6 +20,7 @@ import trio
 
 from peerd.local.durable import replace
 from peerd.process.logs import LOGGER
+from peerd.process.threads import in_thread
 from peerd.protocol.plan import pack, unpack
 from peerd.settings import Settings, planned
 from peerd.training.mode_settings import PLANNED
@@ -165,7 +167,7 @@ async def keep(
     while not leaving.is_set():
         if (found := known(members(), me, kept)) != kept:
             try:
-                await trio.to_thread.run_sync(write, settings, found)
+                await in_thread(partial(write, settings, found))
                 kept, told = found, False
             except OSError as error:  # it is tried again
                 cause = f"{settings.state_path / _FILE}: {error.strerror}"

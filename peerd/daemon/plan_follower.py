@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 
 import trio
 
@@ -19,6 +20,7 @@ from peerd.daemon import known_members
 from peerd.daemon.mode_runner import ModeRunner
 from peerd.node.meta import NodeMeta, partners
 from peerd.process.logs import LOGGER
+from peerd.process.threads import in_thread
 from peerd.protocol.plan import NUMBER_MAX, after, is_over, is_signed, newest, proposal, reach
 from peerd.settings import Settings, planned
 from peerd.training.mode_settings import WEIGHTS
@@ -238,7 +240,7 @@ class PlanFollower:
         if kept or self._keeps_until is None or self._keeps_until.is_set():
             return
         try:
-            await trio.to_thread.run_sync(known_members.write_plan, self._started, plan, self._keeps_until.is_set)
+            await in_thread(partial(known_members.write_plan, self._started, plan, self._keeps_until.is_set))
         except OSError as error:
             cause = f"the plan cannot be kept in {self._started.state_path}: {error.strerror}"
             LOGGER.warning("%s; if all nodes crash, this one starts again in the mode that it is told", cause)

@@ -18,6 +18,7 @@ import trio
 from peerd.daemon.trainer_session import TrainerPhase, TrainerStatus
 from peerd.process import launch
 from peerd.process.logs import LOGGER
+from peerd.process.threads import in_thread
 from peerd.settings import Settings
 from peerd.training.tasks import TASKS
 from peerd.transport.errors import UserError
@@ -143,7 +144,7 @@ class Supervisor:
             Path(f"/proc/{self._process.pid}/oom_score_adj").write_text(OOM_SCORE)
         except OSError:
             LOGGER.info("the kernel does not let the trainer's out-of-memory score be raised")
-        return await trio.to_thread.run_sync(self._process.wait, abandon_on_cancel=True, limiter=self._limiter)
+        return await in_thread(self._process.wait, abandon_on_cancel=True, limiter=self._limiter)
 
 
 def started(

@@ -15,6 +15,7 @@ import trio
 from cryptography.x509 import Certificate
 
 from peerd.process.logs import LOGGER
+from peerd.process.threads import in_thread
 from peerd.security import wall_clock
 from peerd.security.authority import Authority
 from peerd.security.certificates import pin_of, read_der
@@ -96,7 +97,7 @@ class Reception:
             await self._refuse(connection, REVOKED)
         use = partial(self._use, self._issuer, chain[0], node, request)
         try:
-            result = await trio.to_thread.run_sync(use, limiter=self._threads)
+            result = await in_thread(use, limiter=self._threads)
         except UserError as error:
             LOGGER.error("cannot let %s in: %s", connection.remote, error)
             result = BROKEN

@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import trio
@@ -17,6 +18,7 @@ from cryptography.x509 import Certificate
 
 from peerd.local.node_key import NodeKey
 from peerd.process.logs import LOGGER
+from peerd.process.threads import in_thread
 from peerd.security import authority_folder, kept, wall_clock
 from peerd.security.authority import Authority, request_of
 from peerd.security.certificates import Untrusted, der, renews_at
@@ -127,7 +129,7 @@ class Renewal:
         if self._unkept is None:
             return
         try:
-            await trio.to_thread.run_sync(kept.write, self._state, self._unkept)
+            await in_thread(partial(kept.write, self._state, self._unkept))
             self._unkept = None
         except UserError as error:  # the disk may have room later
             LOGGER.warning("the renewed certificate is this node's only while it runs, and cannot be kept: %s", error)

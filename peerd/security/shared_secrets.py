@@ -12,12 +12,14 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from random import Random
 
 import trio
 
 from peerd.process.logs import LOGGER
+from peerd.process.threads import in_thread
 from peerd.security import authority_folder, revocations, secrets_folder, wall_clock
 from peerd.security.authority import Authority
 from peerd.security.certificates import id_of, pin_of, read_der
@@ -271,7 +273,7 @@ class SharedSecrets:
             kept = Kept(self.succession.statements(), self.revocations.all(), self.keyring.generations)
             why = ""
             try:
-                await trio.to_thread.run_sync(secrets_folder.write, self._folder, kept)
+                await in_thread(partial(secrets_folder.write, self._folder, kept))
             except OSError as error:
                 self._unwritten, why = True, error.strerror or str(error)
             except trio.Cancelled:  # whoever asked went away before it began

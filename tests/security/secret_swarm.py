@@ -35,7 +35,7 @@ CHAINS = [ROOT.issue_own(key, wall_clock.now()) for key in KEYS]
 def inline_threads() -> Iterator[None]:
     """What a thread does takes no virtual time."""
 
-    async def run_sync(work: Any, *arguments: Any) -> Any:
+    async def run_sync(work: Any, *arguments: Any, **_: Any) -> Any:
         await trio.lowlevel.checkpoint()
         return work(*arguments)
 

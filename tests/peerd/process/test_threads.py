@@ -1,0 +1,44 @@
+"""Work in a thread, where the system may let none be started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import trio
+
+from peerd.process.threads import AGAIN_S, in_thread
+
+
+@pytest.mark.trio(clock="autojump")
+async def test_where_no_thread_can_be_started_it_waits_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_sync, full = trio.to_thread.run_sync, [True] * 3
+
+    async def limited(work: Callable[[], int], **others: Any) -> int:
+        if full:
+            full.pop()
+            raise RuntimeError("can't start new thread")
+        return await run_sync(work, **others)
+
+    monkeypatch.setattr(trio.to_thread, "run_sync", limited)
+    began = trio.current_time()
+    assert await in_thread(lambda: 7) == 7
+    assert trio.current_time() - began >= 3 * AGAIN_S
+    assert [record.message for record in caplog.records] == [
+        "can't start new thread: the system's limit on processes is reached; trying again"
+    ]
+
+
+async def test_what_the_work_itself_raises_is_raised_once() -> None:
+    calls: list[int] = []
+
+    def work() -> None:
+        calls.append(1)
+        raise RuntimeError("can't start new thread")
+
+    with pytest.raises(RuntimeError):
+        await in_thread(work)
+    assert calls == [1]
