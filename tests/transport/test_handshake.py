@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import socket
 import ssl
@@ -98,6 +99,19 @@ async def test_nothing_is_proved_in_the_clear() -> None:
     async with meeting(None, None) as met:
         assert met.near is not None
         assert met.near.identity is None
+
+
+class Exhausted(TestCredentials):
+    """A node's that has no descriptor left."""
+
+    def context(self, *, server: bool) -> ssl.SSLContext:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+
+async def test_who_dials_is_not_to_blame_for_what_the_listener_lacks() -> None:
+    async with meeting(TestCredentials(OURS), Exhausted(OURS)) as met:
+        assert [type(error) for error in met.errors] == [ConnectionLost, ConnectionLost]
+        assert met.said[1].endswith("no handshake, for this node lacks what it takes (Too many open files)")
 
 
 class Late(TestCredentials):

@@ -17,7 +17,7 @@ from functools import partial
 from typing import NoReturn, TypeVar
 
 from peerd.transport.connection import ConnectionLost
-from peerd.transport.errors import PeerError
+from peerd.transport.errors import PeerError, cause
 from peerd.transport.framing import MAGIC, frames
 from peerd.transport.hello import Refused
 from peerd.transport.messages import Refuse
@@ -45,7 +45,12 @@ async def shake_hands(stream: ByteStream, remote: str, credentials: Credentials,
     Raises Refused where one end does not take the other, PeerError where the other end broke the rules, ConnectionLost
     where it is gone. It waits for as long as it is let.
     """
-    context = credentials.context(server=not dialled)
+    try:
+        context = credentials.context(server=not dialled)
+    except ssl.SSLError:
+        raise
+    except OSError as error:  # no descriptor is left here: the other end has nothing to do with it
+        raise ConnectionLost(f"{remote}: no handshake, for this node lacks what it takes ({cause(error)})") from None
     context.set_alpn_protocols([ALPN])
     tls = _Tls(stream, remote, context, dialled)
     await tls.run(tls.ends.do_handshake)
