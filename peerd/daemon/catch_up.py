@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from random import Random
 
 import numpy as np
@@ -14,6 +15,7 @@ from peerd.node.donors import ASK_SOON_S, DonorChoice
 from peerd.node.meta import FetchFrom, NodeMeta, OwnModel, WaitFor, donors, partners, whose_model
 from peerd.node.second_opinion import OWN, SecondOpinion
 from peerd.process.logs import LOGGER
+from peerd.process.threads import in_thread
 from peerd.training.codecs import vector
 from peerd.training.codecs.difference import digest, digest_of_chunks
 from peerd.training.codecs.vector import Layout
@@ -137,7 +139,7 @@ class CatchUp:
                     case FetchFrom(givers):  # of another model, too: it refuses, saying what differs
                         if before is None:
                             told_at, before = trio.current_time(), self._peers.bytes_received
-                        told = told or await trio.to_thread.run_sync(digest, own, layout)
+                        told = told or await in_thread(partial(digest, own, layout))
                         willing = [giver for giver in givers if giver not in self._refused] or givers
                         willing = [giver for giver in willing if not self._acquaintances.doubtful(giver)] or willing
                         self._givers, now = willing, trio.current_time()
@@ -187,9 +189,9 @@ class CatchUp:
             within_step("a model of step", model.step, 0)
             values, promise = own, OWN
             if isinstance(model, ModelSnapshot):
-                promise = await trio.to_thread.run_sync(digest_of_chunks, model.chunks)
+                promise = await in_thread(partial(digest_of_chunks, model.chunks))
                 values = np.empty(layout.total, np.float32)
-                await trio.to_thread.run_sync(vector.decode, model.codec, layout, model.chunks, values)
+                await in_thread(partial(vector.decode, model.codec, layout, model.chunks, values))
             await self._judge(donor, layout, values, self._opinion.seed(donor, promise))
         except PeerError as error:
             LOGGER.warning("the model from %s: %s; asking another member", self._name_of(donor), error)
@@ -218,6 +220,6 @@ class CatchUp:
         while self._opinion.waits(donor, trio.current_time() - came_at):
             with trio.move_on_after(ASK_SOON_S):
                 await self._news.wait()
-        offered = await trio.to_thread.run_sync(sketch, values, layout, seed)
+        offered = await in_thread(partial(sketch, values, layout, seed))
         if not self._opinion.accepts(donor, offered):
             raise PeerError("it is far from those of most others")

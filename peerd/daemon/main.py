@@ -27,6 +27,7 @@ from peerd.local.local_socket import NodeStarts, socket_path
 from peerd.process.allocator import keep_freed_chunks
 from peerd.process.logs import LOGGER, configure, written
 from peerd.process.niceness import yield_to_others
+from peerd.process.threads import in_thread
 from peerd.security.wall_clock import shown as shown_time
 from peerd.settings import Settings, is_loopback, unknown_variables
 from peerd.training.kernels.cores import spread, to_spare
@@ -195,9 +196,7 @@ def _watch_of_checkpoint(daemon: Daemon) -> Callable[[], Awaitable[bool]]:
         if status is None or now - looked_at < LOOK_AT_CHECKPOINT_S:
             return writing
         looked_at = now  # in a thread: a file system may hang
-        writing = await trio.to_thread.run_sync(
-            is_writing, daemon.settings.checkpoints, status.pid, abandon_on_cancel=True
-        )
+        writing = await in_thread(partial(is_writing, daemon.settings.checkpoints, status.pid), abandon_on_cancel=True)
         daemon.ending = "the script's last checkpoint" if writing else SCRIPT_ENDS
         return writing
 

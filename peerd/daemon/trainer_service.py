@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from peerd.node.model_copy import ModelCopy
 from peerd.node.run_ends import RunEnds
 from peerd.process import host_memory
 from peerd.process.logs import LOGGER
+from peerd.process.threads import in_thread
 from peerd.protocol import trainer as protocol
 from peerd.protocol.trainer import FROM_TRAINER, Attach, Said, Stepped, decoded
 from peerd.settings import Settings
@@ -387,7 +389,7 @@ class TrainerService:
                 "--join to it"
             )
             LOGGER.warning(older, donor_step, step)
-        return await trio.to_thread.run_sync(fresh.load, values, donor_step), donor_step
+        return await in_thread(partial(fresh.load, values, donor_step)), donor_step
 
     # ---------------------------------------------------------------- a trainer trains, and ends
 

@@ -52,7 +52,7 @@ SNAPSHOT = ModelSnapshot(7, "float32", CHUNKS)
 def without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Virtual time goes on while a thread computes."""
 
-    async def run(function: Callable[..., T], *arguments: object) -> T:
+    async def run(function: Callable[..., T], *arguments: object, **_: object) -> T:
         await trio.lowlevel.checkpoint()
         return function(*arguments)
 
