@@ -88,7 +88,7 @@ class Kept:
         """Give back what the checkpoint of `step` has of them, but to those that this process has trained with."""
         given = []
         for name, held in self._objects.items():
-            if _is_known(held):
+            if held in _CAME:
                 continue
             if name not in plain:
                 self._tell(f"the checkpoint of step {step} has no {name}: it begins as the script made it")
@@ -154,7 +154,7 @@ def _packed(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
         return [_packed(each, f"{where}.{at}", tensors) for at, each in enumerate(value)]
     if isinstance(value, torch.Tensor):
         return {"tensor": _named(_plain(value, where), where, tensors)}
-    if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject and value.dtype.names is None:
+    if isinstance(value, np.ndarray | np.generic) and _is_told(value):
         values = torch.from_numpy(np.frombuffer(value.tobytes(), np.uint8).copy())
         shape = list(value.shape) if isinstance(value, np.ndarray) else None
         return {"array": [value.dtype.str, shape, _named(values, where, tensors)]}
@@ -207,10 +207,18 @@ def _named(tensor: torch.Tensor, where: str, tensors: dict[str, torch.Tensor]) -
 
 def _plain(tensor: torch.Tensor, where: str) -> torch.Tensor:
     """Raises ValueError: no file can have it."""
-    odd = is_sharded(tensor) or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta
+    odd = tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta
+    # a class that dispatches holds its values in a way of its own: shards, or tensors within
+    odd = odd or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     if odd or not _is_savable(tensor.dtype):
         raise ValueError(f"{where.removeprefix('kept.')} is a tensor that no checkpoint can hold ({tensor.dtype})")
     return tensor.detach()
+
+
+def _is_told(array: np.ndarray[Any, Any] | np.generic) -> bool:
+    """Whether its type's name and its bytes are all of it: no objects, fields, mask, or another package's numbers."""
+    dtype = array.dtype
+    return not dtype.hasobject and np.dtype(dtype.str) == dtype and not isinstance(array, np.ma.MaskedArray)
 
 
 @lru_cache(maxsize=64)

@@ -298,6 +298,22 @@ CANNOT = "keep: it cannot be kept: it"
 NO_TENSOR = f"{CANNOT} is a tensor that no checkpoint can hold"
 
 
+class Within(torch.Tensor):
+    """One whose values are in another tensor."""
+
+    @staticmethod
+    def __new__(cls, inside: torch.Tensor) -> Within:
+        made: Within = torch.Tensor._make_wrapper_subclass(cls, inside.shape)  # type: ignore[attr-defined]
+        made.inside = inside
+        return made
+
+    inside: torch.Tensor
+
+    @classmethod
+    def __torch_dispatch__(cls, called: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+        return called(*(each.inside if isinstance(each, Within) else each for each in given), **(named or {}))
+
+
 class Fails(Holder):
     def state_dict(self) -> Any:
         raise KeyError("deep\nwithin")
@@ -313,7 +329,10 @@ class Fails(Holder):
         ({"it": Holder({"a": [1, {"b": Holder()}]})}, f"{CANNOT}.a.1.b is a Holder, which no checkpoint can hold"),
         ({"it": Holder(torch.zeros(2).to_sparse())}, f"{NO_TENSOR} (torch.float32)"),
         ({"it": Holder(torch.ones(1, dtype=torch.cdouble))}, f"{NO_TENSOR} (torch.complex128)"),
+        ({"it": Holder(Within(torch.ones(2)))}, f"{NO_TENSOR} (torch.float32)"),
         ({"it": Holder(np.array([{}]))}, f"{CANNOT} is a ndarray, which no checkpoint can hold"),
+        ({"it": Holder(np.zeros(2, [("x", "f4")]))}, f"{CANNOT} is a ndarray, which no checkpoint can hold"),
+        ({"it": Holder(np.ma.array([1.0], mask=[1]))}, f"{CANNOT} is a MaskedArray, which no checkpoint can hold"),
         ({"it": Fails()}, r"keep: it cannot be kept: 'deep\nwithin'"),
     ],
 )  # fmt: skip
