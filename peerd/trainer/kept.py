@@ -53,16 +53,16 @@ class Kept:
                 )
             if isinstance(held, nn.Module) and _has_shards(held):
                 raise ValueError(f"keep: {name} has tensors in shards, which only a model that is attached may have")
-            try:
-                _state_of(name, held)
-            except Exception as error:  # of the object's own code, too
-                raise ValueError(f"keep: {name} cannot be kept: {_why(error)}") from None
+        self._states(_refuse)
 
     def capture(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """Their states as they are now: plain data by name, and the tensors, not copied, by names of theirs.
 
         Whatever cannot be kept any more is left out, and named once.
         """
+        return self._states(self._leave_out)
+
+    def _states(self, cannot: Callable[[str, Exception], None]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         plain: dict[str, Any] = {}
         tensors: dict[str, torch.Tensor] = {}
         room = PLAIN_BYTES_MAX
@@ -71,18 +71,21 @@ class Kept:
                 tree, inside = _state_of(name, held)
                 size = len(json.dumps(tree))
                 if size > room:
-                    raise ValueError(f"all states together are over {PLAIN_BYTES_MAX} bytes, tensors aside")
+                    raise ValueError(f"all states together are over {PLAIN_BYTES_MAX} bytes, tensors and arrays aside")
                 if taken := tensors.keys() & inside.keys():
                     raise ValueError(f"another one has a tensor of the name {min(taken)}")
-            except Exception as error:
-                if name not in self._told:
-                    self._told.add(name)
-                    self._tell(f"checkpoints are written without {name}: {_why(error)}")
+            except Exception as error:  # of the object's own code, too
+                cannot(name, error)
                 continue
             plain[name] = tree
             tensors |= inside
             room -= size
         return plain, tensors
+
+    def _leave_out(self, name: str, error: Exception) -> None:
+        if name not in self._told:
+            self._told.add(name)
+            self._tell(f"checkpoints are written without {name}: {_why(error)}")
 
     def restore(self, plain: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], step: int) -> None:
         """Give back what the checkpoint of `step` has of them, but to those that this process has trained with."""
@@ -97,7 +100,9 @@ class Kept:
                 _load(held, _made_again(plain[name], tensors))
                 given.append(name)
             except Exception as error:
-                self._tell(f"{name} of the checkpoint of step {step} does not fit: {_why(error)}")
+                self._tell(
+                    f"{name} of the checkpoint of step {step} does not fit, and may be there in part: {_why(error)}"
+                )
         if given:
             self._tell(f"from the checkpoint of step {step} also: {', '.join(given)}")
 
@@ -227,6 +232,10 @@ def _is_savable(dtype: torch.dtype) -> bool:
         return bool(save({"x": torch.empty(0, dtype=dtype)}))
     except Exception:  # of the library, which has a list of its own
         return False
+
+
+def _refuse(name: str, error: Exception) -> None:
+    raise ValueError(f"keep: {name} cannot be kept: {_why(error)}") from None
 
 
 def _why(error: Exception) -> str:

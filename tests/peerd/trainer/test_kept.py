@@ -295,6 +295,7 @@ def test_what_came_from_a_checkpoint_that_is_put_aside_is_soon_in_another(
 
 
 CANNOT = "keep: it cannot be kept: it"
+TOO_MUCH = f"all states together are over {kept.PLAIN_BYTES_MAX} bytes, tensors and arrays aside"
 NO_TENSOR = f"{CANNOT} is a tensor that no checkpoint can hold"
 
 
@@ -333,6 +334,11 @@ class Fails(Holder):
         ({"it": Holder(np.array([{}]))}, f"{CANNOT} is a ndarray, which no checkpoint can hold"),
         ({"it": Holder(np.zeros(2, [("x", "f4")]))}, f"{CANNOT} is a ndarray, which no checkpoint can hold"),
         ({"it": Holder(np.ma.array([1.0], mask=[1]))}, f"{CANNOT} is a MaskedArray, which no checkpoint can hold"),
+        ({"it": Holder([7] * kept.PLAIN_BYTES_MAX)}, f"keep: it cannot be kept: {TOO_MUCH}"),
+        (
+            {"a": Holder({"b": {"c": torch.ones(1)}}), "a.b": Holder({"c": torch.ones(1)})},
+            "keep: a.b cannot be kept: another one has a tensor of the name kept.a.b.c",
+        ),
         ({"it": Fails()}, r"keep: it cannot be kept: 'deep\nwithin'"),
     ],
 )  # fmt: skip
@@ -354,7 +360,7 @@ def endless() -> Iterator[Any]:
     ("state", "why"),
     [
         (endless(), "it.odd is a generator, which no checkpoint can hold"),
-        ("x" * (kept.PLAIN_BYTES_MAX + 1), f"all states together are over {kept.PLAIN_BYTES_MAX} bytes, tensors aside"),
+        ("x" * (kept.PLAIN_BYTES_MAX + 1), TOO_MUCH),
         (torch.zeros(1, device="meta"), "it.odd is a tensor that no checkpoint can hold (torch.float32)"),
     ],
 )
@@ -372,13 +378,14 @@ def test_what_cannot_be_kept_later_is_left_out_and_named_once(state: Any, why: s
     assert not [name for name in found.tensors if name.startswith("kept.")]
 
 
+NOT_FIT = "does not fit, and may be there in part: "
+
+
 def test_what_does_not_fit_stays_and_is_named(tmp_path: Path) -> None:
     scheduler, linear = SCHEDULERS["cosine"](normed()[1]), nn.Linear(3, 2)
     before = {"scheduler": scheduler, "linear": nn.Linear(2, 2), "gone": Holder(1)}
     told = again(tmp_path, before, {"scheduler": Holder(), "linear": linear, "new": (new := Holder(9))})
-    assert told[0].startswith(
-        "linear of the checkpoint of step 7 does not fit: Error(s) in loading state_dict for Linear:"
-    )
+    assert told[0].startswith(f"linear of the checkpoint of step 7 {NOT_FIT}Error(s) in loading state_dict for Linear:")
     assert told[1:] == [
         "the checkpoint of step 7 has no new: it begins as the script made it",
         "from the checkpoint of step 7 also: scheduler",
@@ -397,4 +404,4 @@ def test_a_checkpoint_that_nobody_wrote_so_gives_a_line_and_no_error() -> None:
         Kept({"it": held}, told.append).restore({"it": tree}, {"t": torch.zeros(4, dtype=torch.uint8)}, 3)
         assert held.state == "as it was", tree
     assert len(told) == len(odd)
-    assert all(line.startswith("it of the checkpoint of step 3 does not fit: ") for line in told)
+    assert all(line.startswith(f"it of the checkpoint of step 3 {NOT_FIT}") for line in told)
