@@ -372,7 +372,8 @@ class TrainerService:
             await self._runner.move(fresh)
             return 0, self._runner.step
         if self.meta.resumes_at != FIRST:
-            await self._tell(resumes_at=step)  # the newest checkpoint may be damaged, or of another model
+            # less if the newest checkpoint is damaged, or of another model; never more: who goes first has not heard it
+            await self._tell(resumes_at=min(step, self.meta.resumes_at))
         fetched = await session.attended(lambda: self._catch_up.fetch(layout, fresh.look()))
         self._runner.core.model = fresh
         if fetched is None:

@@ -245,6 +245,21 @@ def test_after_a_power_cut_the_latest_checkpoint_is_gone_on_from(seed: int) -> N
     simulate(seed, scenario)
 
 
+def test_a_checkpoint_that_was_not_there_when_the_node_came_makes_no_second_model() -> None:
+    """The script before may have been writing it, or the one that came first had another model."""
+
+    async def scenario(swarm: Swarm) -> None:
+        await formed(swarm, "ab")
+        await crash(swarm, "ab")
+        node_of(swarm, "a").whole = 500
+        node_of(swarm, "b").newest = node_of(swarm, "b").whole = 300
+        await restart(swarm, dict.fromkeys("ab", 0.0))
+        await swarm.eventually(all_train(swarm, "ab"))
+        assert started_anew(swarm) == ["b"]
+
+    simulate(1, scenario)
+
+
 async def start_a_stranger(swarm: Swarm, name: str) -> Node:
     """Another swarm's node, where one of ours was."""
     stranger = Node(swarm, name, join=None)
