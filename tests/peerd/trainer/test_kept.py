@@ -304,15 +304,15 @@ class Within(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inside: torch.Tensor) -> Within:
-        made: Within = torch.Tensor._make_wrapper_subclass(cls, inside.shape)  # type: ignore[attr-defined]
+        made: Within = torch.Tensor._make_wrapper_subclass(cls, inside.shape)
         made.inside = inside
         return made
 
     inside: torch.Tensor
 
     @classmethod
-    def __torch_dispatch__(cls, called: Any, types: Any, given: Any = (), named: Any = None) -> Any:
-        return called(*(each.inside if isinstance(each, Within) else each for each in given), **(named or {}))
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return func(*(each.inside if isinstance(each, Within) else each for each in args), **(kwargs or {}))
 
 
 class Fails(Holder):
@@ -333,7 +333,7 @@ class Fails(Holder):
         ({"it": Holder(Within(torch.ones(2)))}, f"{NO_TENSOR} (torch.float32)"),
         ({"it": Holder(np.array([{}]))}, f"{CANNOT} is a ndarray, which no checkpoint can hold"),
         ({"it": Holder(np.zeros(2, [("x", "f4")]))}, f"{CANNOT} is a ndarray, which no checkpoint can hold"),
-        ({"it": Holder(np.ma.array([1.0], mask=[1]))}, f"{CANNOT} is a MaskedArray, which no checkpoint can hold"),
+        ({"it": Holder(np.ma.array([1.0], mask=[True]))}, f"{CANNOT} is a MaskedArray, which no checkpoint can hold"),
         ({"it": Holder([7] * kept.PLAIN_BYTES_MAX)}, f"keep: it cannot be kept: {TOO_MUCH}"),
         (
             {"a": Holder({"b": {"c": torch.ones(1)}}), "a.b": Holder({"c": torch.ones(1)})},
