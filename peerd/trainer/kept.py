@@ -91,7 +91,7 @@ class Kept:
         """Give back what the checkpoint of `step` has of them, but to those that this process has trained with."""
         given = []
         for name, held in self._objects.items():
-            if held in _CAME:
+            if _is_known(held):
                 continue
             if name not in plain:
                 self._tell(f"the checkpoint of step {step} has no {name}: it begins as the script made it")
@@ -190,8 +190,8 @@ def _made_again(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
             return tensors[inside]
         case "array":
             dtype, shape, name = inside
-            array = np.frombuffer(tensors[name].numpy().tobytes(), np.dtype(dtype)).copy()
-            return array[0] if shape is None else array.reshape(shape)
+            array = np.ndarray(shape or (), np.dtype(dtype), tensors[name].numpy().tobytes()).copy()
+            return array[()] if shape is None else array
         case "bytes":
             return base64.b64decode(inside)
         case "deque":

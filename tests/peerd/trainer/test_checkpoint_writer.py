@@ -192,7 +192,7 @@ def test_a_machine_that_gives_no_thread_ends_no_training(monkeypatch: pytest.Mon
 def test_what_a_full_disk_did_not_take_beside_the_model_comes_with_a_later_checkpoint(
     error: Exception, tries: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tried: list[Path] = []
+    tried: list[int] = []
 
     class FullAtFirst:
         def write(self, folder: Path) -> None:

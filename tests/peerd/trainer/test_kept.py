@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import trio
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from test_trainer import normed, path, with_daemon
 from torch import nn
@@ -114,6 +114,7 @@ def again(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> list[str
 
 
 @given(st.dictionaries(st.text(max_size=3), STATES, max_size=3))
+@example({"": np.str_("")})
 def test_any_state_comes_back_as_it_was(tmp_path_factory: pytest.TempPathFactory, states: dict[str, Any]) -> None:
     now = {name: Holder() for name in states}
     told = again(tmp_path_factory.mktemp("kept"), {name: Holder(state) for name, state in states.items()}, now)
