@@ -22,13 +22,14 @@ from wire_strategies import instances_of, values_of
 from peerd.training.codecs import CODECS
 from peerd.training.counts import REPORTED_MAX
 from peerd.training.early import BYTES_MAX, MESSAGES_MAX, SENDERS_MAX, EarlyMessages
+from peerd.training.effects import Send
 from peerd.training.mode_core import (
     LAST_WORDS_S,
     Received,
 )
 from peerd.training.rounds.attempt import Pace
 from peerd.training.rounds.leader import Leader
-from peerd.training.rounds.member import EARLY_OF_ONE
+from peerd.training.rounds.member import EARLY_OF_ONE, REPEAT_S
 from peerd.transport.errors import PeerError
 from peerd.transport.messages import (
     MESSAGES,
@@ -209,6 +210,17 @@ def test_early_pieces_of_one_member_are_bounded() -> None:
     for number in range(50):
         core.on_message("c", RoundPieces(1, begin.attempt + number, (0, 1), (b"x" * 9, b"x" * 9)), swarm.now)
     assert sum(len(pieces.seqs) for _, pieces in core.mode._rounds._early) <= EARLY_OF_ONE
+
+
+def test_pieces_that_overtake_their_order_are_not_held_against_the_leader() -> None:
+    """Of which the last cannot be; the order is begun all the same, and who sent them is named."""
+    swarm, begin = in_a_round(topology="ring", overlap="blocking")
+    core = swarm.nodes["b"].core
+    core.on_message("c", RoundPieces(begin.round, begin.attempt, (999,), (b"x",)), swarm.now)
+    effects = core.on_message("a", begin, swarm.now)
+    assert any(isinstance(effect, Send) and isinstance(effect.message, RoundPieces) for effect in effects)
+    said = [effect.message for effect in core.on_timer(swarm.now + REPEAT_S) if isinstance(effect, Send)]
+    assert [message.blames for message in said if isinstance(message, RoundReport)] == ["c"]
 
 
 def test_what_a_newcomer_says_before_its_news_is_heard_with_it() -> None:

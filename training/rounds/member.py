@@ -20,6 +20,7 @@ import random
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from peerd.training.batch_sizes import Work, are_shares
@@ -532,7 +533,8 @@ class Rounds:
         outcomes += self._advance(now)
         for sender, pieces in early:
             if pieces.attempt >= begin.attempt:
-                outcomes += self._on_pieces(sender, pieces, now)
+                with suppress(PeerError):  # the one to blame is not the leader, whom we hear now; our report names it
+                    outcomes += self._on_pieces(sender, pieces, now)
         return outcomes
 
     def _check(self, begin: RoundBegin) -> None:
