@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from hashlib import blake2b
 
 import numpy as np
@@ -338,10 +339,11 @@ class Leadership:
         """What it said before we knew that it owns the shard."""
         owner = self.owner(shard)
         message = shard.not_owners.pop(owner, None)
-        if isinstance(message, Prepare):
-            self.on_prepare(owner, message, now)
-        elif message is not None:
-            self.on_leader(owner, message, now)
+        with suppress(PeerError):  # a number may be too far ahead by now; this event is not its sender's
+            if isinstance(message, Prepare):
+                self.on_prepare(owner, message, now)
+            elif message is not None:
+                self.on_leader(owner, message, now)
 
     def on_leader(self, sender: NodeId, message: ShardLeader, now: float) -> bool:
         """Somebody says who serves a shard. Says whether that is news to our worker."""

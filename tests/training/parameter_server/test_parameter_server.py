@@ -310,6 +310,20 @@ def test_who_owns_a_shard_after_a_claimant_that_is_forgotten_need_not_ask_again(
     assert [len(swarm.serving(shard)) for shard in range(3)] == [1, 1, 1]
 
 
+def test_a_bid_of_long_ago_that_cannot_be_any_more_keeps_nobody_from_hearing_of_a_death() -> None:
+    """It came before there was a term, of one that owned no shard; who dies leaves it two."""
+    swarm = ServerSwarm("hardsync", "abc", servers=3)
+    swarm.join("y", "a")
+    (owner,) = swarm.serving(0)
+    swarm.nodes["y"].core.on_message("a", Prepare(0, 1 << 47, NEVER), swarm.now)
+    swarm.all_hear()
+    swarm.settle()
+    swarm.die(owner)
+    swarm.all_hear()
+    swarm.settle()
+    assert [len(swarm.serving(shard)) for shard in range(3)] == [1, 1, 1]
+
+
 @pytest.mark.parametrize("named", [True, False])
 def test_a_server_that_no_membership_names_is_a_half_of_its_own(named: bool) -> None:
     """While it is silent for longer than a proposer may be: as in a partition, which ends when it is named."""
