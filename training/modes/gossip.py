@@ -155,7 +155,7 @@ class Gossip(PartneredMode[PairLink]):
         if self._settings.robust and not self._looked:
             self._allowances.look(self._values())
             self._looked = True
-        self._allowances.forget(self._alive - alive)
+        self._allowances.keep(alive)
         self._alive = alive
         effects = self._links.on_peers(alive, now) + self._flush(now)
         self._rearm(now)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Collection
 
 from peerd.training.trigger import SILENCE_MAX_S
 from peerd.transport.ids import NodeId
@@ -56,6 +57,11 @@ class AnswerTime:
     def repeated(self, peer: NodeId) -> None:
         """Something is said again, unanswered."""
         self._repeats[peer] += 1
+
+    def keep(self, peers: Collection[NodeId]) -> None:
+        """Forget how often all but these were told again."""
+        for gone in self._repeats.keys() - peers:
+            del self._repeats[gone]
 
     def came(self, peer: NodeId, seconds: float) -> None:
         """What was said so long ago is answered."""

@@ -138,7 +138,8 @@ class OneWay(PartneredMode[Partner]):
         effects: list[Effect] = []
         came = alive - self._partners.alive
         self._allowances.keep(alive)
-        for peer in sorted((self._partners.alive - alive) & self._copies.outgoing.keys()):
+        self._answers.keep(alive)
+        for peer in sorted(self._copies.outgoing.keys() - alive):  # one may have been answered after it went, too
             if self._may_drop(peer):
                 effects += self._drop_outgoing(peer)
         self._partners.on_peers(alive, now)

@@ -276,7 +276,8 @@ class PairLinks:
         for peer, since in sorted(since_when.items()):
             if now - since >= SILENCE_MAX_S:
                 self._counts["repeats"] += 1
-                self._reminded[peer] += peer in self.opening
+                if peer in self.opening:
+                    self._reminded[peer] += 1
                 effects += self.repeat(peer, now)
         self._declined.clear()
         self._lacking_since = float("inf")

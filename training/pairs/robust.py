@@ -254,10 +254,10 @@ class Allowances:
             one.granted = False
             np.minimum(one.left, one.refilled, out=one.left)
 
-    def forget(self, peers: frozenset[NodeId]) -> None:
-        """These are gone."""
-        for peer in peers & self._peers.keys():
-            del self._peers[peer]
+    def keep(self, peers: frozenset[NodeId]) -> None:
+        """Forget all but these: last words may come after their sender went."""
+        for gone in self._peers.keys() - peers:
+            del self._peers[gone]
 
     def _first(self, peer: NodeId, left: Norms) -> Allowance:
         if len(self._peers) >= PEERS_MAX:
@@ -318,10 +318,10 @@ class CentreAllowances(Allowances):
     def end_run(self, peers: Collection[NodeId]) -> None:
         """The workers say what is usual."""
 
-    def forget(self, peers: frozenset[NodeId]) -> None:
+    def keep(self, peers: frozenset[NodeId]) -> None:
         """See `Allowances`."""
-        for peer in peers & self._said.keys():
-            del self._said[peer]
+        for gone in self._said.keys() - peers:
+            del self._said[gone]
 
 
 def _moved(mine: Sliced, where: slice, outgoing: Vector, theirs: Sliced, following: Vector, stops: Stops) -> Sums:

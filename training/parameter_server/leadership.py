@@ -139,8 +139,8 @@ class Leadership:
                     shard.server.dropped.discard(id)
                     shard.server.pulled.discard(id)
                     shard.server.passed.pop(id, None)
-                    if shard.server.limits is not None:
-                        shard.server.limits.forget(id)
+                if shard.server.limits is not None:
+                    shard.server.limits.keep(members.everyone)
                 for id in sorted(come):
                     self._announce(shard, id)
                 shard.outdated |= self._relay.has_gaps(shard)

@@ -14,7 +14,7 @@ their clocks can be (`are_near`).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from statistics import median
 
 from peerd.training.codecs.difference import norm_of_difference
@@ -76,10 +76,11 @@ class PushLimits:
         self._rates |= dict.fromkeys(workers, rate)
         return rate
 
-    def forget(self, worker: NodeId) -> None:
-        """It has gone: a scale comes from those who are there."""
-        self._last.pop(worker, None)
-        self._rates.pop(worker, None)
+    def keep(self, workers: Collection[NodeId]) -> None:
+        """Forget all but these, as a scale comes from those who are there: last words may come after one went."""
+        for known in (self._last, self._rates):
+            for gone in known.keys() - workers:
+                del known[gone]
 
 
 def are_near(one: Vector, other: Vector, clocks: int, step: float) -> bool:

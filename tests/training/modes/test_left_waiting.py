@@ -239,3 +239,34 @@ def test_a_run_that_begins_while_the_last_one_ends_keeps_its_steps(overlap: str,
     assert swarm.spread() < 1e-3
     assert float(late.x.mean()) - before > made / 3 - 0.3
     assert overlap == "hpsgd" or float(late.x.mean()) - before < made / 3 + 0.3
+
+
+@pytest.mark.parametrize(
+    ("mode", "kept"),
+    [
+        ("gossip", "_allowances._peers"), ("gossip", "_links._reminded"), ("elastic", "_centre._allowances._said"),
+        ("gossip-push", "_answers._repeats"), ("gossip-pull", "_copies.outgoing"),
+        ("softsync:4", "_leadership.shards.0.server.limits._last"),
+    ],
+)  # fmt: skip
+def test_of_who_has_gone_nothing_is_kept_though_its_last_words_come_late(mode: str, kept: str) -> None:
+    swarm = ModeSwarm(mode, "abcz", robust=True)
+    swarm.all_hear()
+    swarm.settle()
+    swarm.train(2, lambda name: 0.1)
+    for name in "abcz":
+        swarm.step(name, 0.1)
+        for other in "abc":
+            swarm.lose(name, other)  # so that all is said again
+    swarm.pass_time(61.0)
+    for name in "abc":
+        swarm.peers(name, set("abc"))
+    swarm.settle()
+    swarm.die("z")
+    swarm.live("d", swarm.start)
+    swarm.all_hear()
+    for name in "abc":
+        found = swarm.nodes[name].core
+        for part in kept.split("."):
+            found = found[int(part)] if part.isdigit() else getattr(found, part, {})
+        assert "z" not in found
