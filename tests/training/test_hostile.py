@@ -20,7 +20,7 @@ from mode_swarm import SETTINGS
 from wire_strategies import instances_of, values_of
 
 from peerd.training.codecs import CODECS
-from peerd.training.counts import REPORTED_MAX
+from peerd.training.counts import REPORTED_MAX, REPORTED_STEP, STEP_MAX
 from peerd.training.early import BYTES_MAX, MESSAGES_MAX, SENDERS_MAX, EarlyMessages
 from peerd.training.effects import Send
 from peerd.training.mode_core import (
@@ -183,6 +183,37 @@ def test_a_leader_that_believes_a_first_report_is_believed_by_the_others(field: 
             said[place] = replace(each, **cast(Any, {field: REPORTED_MAX}))
     swarm.train(4)
     assert not swarm.refused
+
+
+@pytest.mark.parametrize(
+    ("field", "step"),
+    [("round", STEP_MAX), ("attempt", STEP_MAX), ("round", REPORTED_STEP), ("attempt", REPORTED_STEP)],
+)
+def test_what_a_leader_orders_by_any_report_is_believed_by_the_others(field: str, step: int) -> None:
+    """Else they would drop it for what one member has said."""
+    swarm = Attacked(("allreduce", {}), "abcd", codec="float32", overlap="blocking")
+    swarm.all_hear()
+    swarm.settle()
+    swarm.train(4)
+    rounds = swarm.nodes["a"].core.mode._rounds
+    ours = rounds.round if field == "round" else rounds._seen
+    report = replace(swarm.nodes["d"].core.mode._rounds._report(swarm.now), **{field: ours + step})
+    for name in "abc":
+        swarm.step(name, 0.1)
+    swarm.lie("d", "a", report)
+    swarm.step("d", 0.1)
+    swarm.settle()
+    assert swarm.refused == (step > REPORTED_STEP), "the report, and no order"
+
+
+def test_a_length_that_is_none_is_its_members_fault_and_not_the_leaders_that_repeats_it() -> None:
+    swarm = Attacked(("allreduce", {}), "abcd", codec="int8", overlap="blocking")
+    swarm.all_hear()
+    swarm.settle()
+    swarm.train(4)
+    said = swarm.nodes["d"].core.mode._rounds._report(swarm.now)
+    with pytest.raises(PeerError):
+        swarm.nodes["a"].core.on_message("d", replace(said, lengths=(-1.0, 0.0)), swarm.now)
 
 
 def test_a_member_that_claims_to_have_waited_for_ever_takes_nobody_elses_turn() -> None:
