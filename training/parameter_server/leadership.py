@@ -27,7 +27,7 @@ from hashlib import blake2b
 import numpy as np
 
 from peerd.training.codecs import vector
-from peerd.training.counts import COUNT_END, within_step
+from peerd.training.counts import COUNT_END, REPORTED_MAX, REPORTED_STEP, within_step
 from peerd.training.effects import Vector
 from peerd.training.parameter_server.limits import PushLimits
 from peerd.training.parameter_server.optimizer import Optimizer
@@ -206,6 +206,9 @@ class Leadership:
             self._serve(shard)
 
     def _prepare(self, shard: ShardState, now: float, above: int = 0) -> None:
+        """Bid, `above` the term that a peer has told of. Raises PeerError: those who have not heard of it would refuse
+        our bid."""
+        within_step("a term", above, shard.leader[0], first=REPORTED_MAX, step=REPORTED_STEP)
         best = self._newest(shard)
         self._follow(shard, (max(shard.leader[0], above) + 1, self._me))
         shard.enter(Lead.PREPARING)
