@@ -25,9 +25,11 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from statistics import median_low
 from typing import Any
 
 from peerd.training.batch_sizes import Work, shares
+from peerd.training.counts import REPORTED_STEP
 from peerd.training.mode_settings import AUTO, GRADIENTS, ROSTER_MAX, STANDING, ModeSettings
 from peerd.training.rounds.attempt import EXACT_CODEC, LAST_CODEC, Pace, ends_whole
 from peerd.training.rounds.choice import Choice, is_left_to_leader
@@ -261,6 +263,7 @@ class Leader:
 
     def _begin(self, reports: dict[NodeId, RoundReport], pace: Pace, now: float) -> list[Order]:
         """Begin a round when all have come to it; a newcomer to a swarm that has had rounds comes to the next one."""
+        reports = self._counted_alike(reports)
         newest = max((report.round for report in reports.values()), default=0)
         reports = self._near(reports)
         applied = {report.agreed for report in reports.values()}
@@ -356,6 +359,19 @@ class Leader:
         kept = {id: report for id, report in reports.items() if id not in aside}
         ended = final and all(report.settled for report in kept.values())
         return reports if ended or len(kept) < self._settings.min_peers else kept
+
+    def _counted_alike(self, reports: dict[NodeId, RoundReport]) -> dict[NodeId, RoundReport]:
+        """Without who is further than others would believe an order to be: a newcomer has no count to compare with."""
+        out: set[NodeId] = set()
+        for counts in (
+            {id: report.round for id, report in reports.items() if report.round},
+            {id: report.attempt for id, report in reports.items() if report.attempt},
+        ):
+            if len(counts) > 2:  # of two nobody can tell whose is made up
+                usual = median_low(counts.values())
+                out |= {id for id, count in counts.items() if count > usual + REPORTED_STEP}
+        self.left_out |= {id: reports[id].life for id in out}
+        return {id: report for id, report in reports.items() if id not in out}
 
     def _near(self, reports: dict[NodeId, RoundReport]) -> dict[NodeId, RoundReport]:
         """Without those who are left out: for the rest of a life, as a round without them is one that they lack."""

@@ -10,18 +10,55 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from round_swarm import Lie, RoundSwarm
+from round_swarm import Lie, RoundSwarm, formed
 
 from peerd.training.rounds import collective
 from peerd.training.rounds.culprits import MISSES_MAX, TRIES_APART, Culprits
 from peerd.training.rounds.leader import PATIENCE_MIN_S
 from peerd.training.rounds.member import REPEAT_S
+from peerd.transport.errors import PeerError
 from peerd.transport.messages import Message, PiecesTaken, RoundPhase, RoundPieces, RoundReport
 
 STEP_S = 3
 MISS_S = PATIENCE_MIN_S + 2 * REPEAT_S + STEP_S
 """How long an attempt in vain lasts where rounds are short."""
 SECONDS = 500
+
+
+@pytest.mark.parametrize("field", ["round", "attempt"])
+def test_a_count_that_is_made_up_for_a_newcomer_that_leads_stops_no_rounds(field: str) -> None:
+    """It has none of its own yet; what it ordered by that all others would refuse it for."""
+    swarm = formed("bcde", 12, overlap="blocking", robust=True)
+    deliver, refused = swarm.deliver, set[str]()
+
+    def guarded(source: str, target: str) -> bool:
+        try:
+            return deliver(source, target)
+        except PeerError:
+            refused.add(source)
+            swarm.lose(source, target)
+            return True
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            for name in sorted(swarm.nodes):
+                swarm.step(name, swarm.rng.normal(size=12) * 0.01)
+            swarm.settle()
+            swarm.pass_time(2.0)
+            swarm.settle()
+
+    train(3)
+    swarm.lies["e"] = lambda to, said: (
+        replace(said, **{field: 2**47}) if isinstance(said, RoundReport) and to == "a" else said  # type: ignore[arg-type]
+    )
+    swarm.live("a", swarm.nodes["b"].x)
+    swarm.all_hear()
+    swarm.settle()
+    before = {name: len(swarm.nodes[name].rounds) for name in "bcd"}
+    swarm.deliver = guarded  # type: ignore[method-assign]
+    train(6)
+    assert refused <= {"e"}
+    assert all(len(swarm.nodes[name].rounds) >= before[name] + 5 for name in "bcd")
 
 
 def no_pieces(culprit: str) -> Lie:
