@@ -1,9 +1,8 @@
 """What has a checkpoint of the script beside its model and optimizer? What `attach(keep=...)` names.
 
-Objects with `state_dict` and `load_state_dict`: a scheduler, averaged weights, a loader that knows where it is; and
-dictionaries.
-Their states are plain data and tensors. JSON has no tuples, and no numbers as keys, so what it does not give back as it
-was is an object with one entry there, by whose name it is made again. Nothing is ever unpickled.
+Objects with `state_dict` and `load_state_dict` (a scheduler, averaged weights, a loader that knows where it is), and
+dictionaries. Their states are plain data and tensors. JSON has no tuples, and no numbers as keys, so what it does not
+give back as it was is an object with one entry there, by whose name it is made again. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -109,10 +108,11 @@ class Kept:
     def came(self) -> None:
         """Training begins: from here on they are ahead of checkpoints."""
         for held in self._objects.values():
-            try:
-                _CAME[held] = True
-            except TypeError:
-                _CAME_AND_STAY.append(held)
+            if not _is_known(held):
+                try:
+                    _CAME[held] = True
+                except TypeError:
+                    _CAME_AND_STAY.append(held)
 
 
 def _load(held: Any, state: Any) -> None:
