@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from forks import PEERD, Forked, Program, forks
+from free_ports import free_ports
 
 from peerd.daemon.supervisor import started
 from peerd.local.local_socket import request
@@ -157,9 +157,7 @@ class Machine:
     @staticmethod
     def free_port() -> int:
         """A port on which nobody listens."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return int(probe.getsockname()[1])
+        return free_ports(1)[0]
 
     def script(self, name: str, text: str) -> Path:
         """A file of the user's."""

@@ -11,6 +11,7 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 
 import pytest
 import trio
+from free_ports import free_ports
 
 from peerd.relay import guest as guest_module
 from peerd.relay import lease as lease_module
@@ -27,14 +28,6 @@ from peerd.transport.sending.budget import Budget
 from peerd.transport.tcp import TcpTransport
 
 HOST = "127.0.0.1"
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        socks = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for sock in socks:
-            sock.bind((HOST, 0))
-        return [int(sock.getsockname()[1]) for sock in socks]
 
 
 class Place:
