@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import json
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -44,8 +44,7 @@ class Kept:
         self._tell = tell
         self._told: set[str] = set()  # of which it was said that a checkpoint is without them
         for name, held in self._objects.items():
-            methods = (getattr(held, method, None) for method in ("state_dict", "load_state_dict"))
-            if not isinstance(held, dict) and not all(map(callable, methods)):
+            if not isinstance(held, dict) and not _has_methods(held):
                 raise ValueError(
                     f"keep: {name} is a {type(held).__name__}: neither a dictionary, nor with state_dict and "
                     "load_state_dict"
@@ -117,20 +116,27 @@ class Kept:
 
 def _load(held: Any, state: Any) -> None:
     """Raises what its own code raises."""
-    if isinstance(held, dict):
+    if not _has_methods(held):
         held.clear()
         held.update(state)
-    else:
-        held.load_state_dict(state)
-        _follow_rates(held)
+        return
+    # a schedule is of the rates that it was made with: one that was changed in the script (groups.py) goes on so
+    rates = [(each, each.base_lrs) for each in _schedules(held) if hasattr(each, "base_lrs")]
+    held.load_state_dict(state)
+    for each, made_with in rates:
+        each.base_lrs = made_with
 
 
-def _follow_rates(held: Any) -> None:
-    """A schedule is of the rates that its optimizer has: one that was changed in the script (groups.py) goes on so."""
-    for each in [held, *getattr(held, "_schedulers", ())]:
-        if isinstance(each, LRScheduler) and hasattr(each, "base_lrs"):
-            at_first = zip(each.optimizer.param_groups, each.base_lrs, strict=False)
-            each.base_lrs = [group.get("initial_lr", rate) for group, rate in at_first]
+def _schedules(held: Any) -> Iterator[LRScheduler]:
+    """It, if it is one, and those that it is made of."""
+    if isinstance(held, LRScheduler):
+        yield held
+        for each in getattr(held, "_schedulers", ()):
+            yield from _schedules(each)
+
+
+def _has_methods(held: Any) -> bool:
+    return all(callable(getattr(held, method, None)) for method in ("state_dict", "load_state_dict"))
 
 
 def _has_shards(held: nn.Module) -> bool:
@@ -146,7 +152,7 @@ def _is_known(held: Any) -> bool:
 def _state_of(name: str, held: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     """Raises ValueError, and what its own code raises."""
     tensors: dict[str, torch.Tensor] = {}
-    state = held if isinstance(held, dict) else held.state_dict()
+    state = held.state_dict() if _has_methods(held) else held
     return _packed(state, f"kept.{name}", tensors), tensors
 
 

@@ -123,12 +123,28 @@ def test_any_state_comes_back_as_it_was(tmp_path_factory: pytest.TempPathFactory
         assert is_same(now[name].state, state)
 
 
+def test_a_dictionary_that_has_a_state_of_its_own_is_kept_by_that(tmp_path: Path) -> None:
+    class Table(Holder, dict[str, int]):
+        """What is in it is no part of its state."""
+
+    again(tmp_path, {"table": Table(7)}, {"table": (now := Table())})
+    assert now.state == 7
+
+
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 20),
     "exponential": lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.9),
     "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch)),
     "milestones": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [3, 5, 5, 8]),
     "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=30),
+    "rates of its own": lambda optimizer: lr_scheduler.SequentialLR(  # the optimizer's at first are the other's
+        optimizer,
+        [
+            lr_scheduler.LambdaLR(optimizer, lambda epoch: (1 + epoch) / 5),
+            lr_scheduler.CyclicLR(optimizer, 0.001, 0.05, step_size_up=4, cycle_momentum=False),
+        ],
+        [5],
+    ),
     "sequence": lambda optimizer: lr_scheduler.SequentialLR(
         optimizer,
         [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4), lr_scheduler.CosineAnnealingLR(optimizer, 20)],
