@@ -206,11 +206,12 @@ class Leadership:
             self._serve(shard)
 
     def _prepare(self, shard: ShardState, now: float, above: int = 0) -> None:
-        """Bid, `above` the term that a peer has told of. Raises PeerError: those who have not heard of it would refuse
-        our bid."""
-        within_step("a term", above, shard.leader[0], first=REPORTED_MAX, step=REPORTED_STEP)
-        best = self._newest(shard)
-        self._follow(shard, (max(shard.leader[0], above) + 1, self._me))
+        """Bid, `above` the term that a peer has told of, or as near to it as those believe who have not heard of it.
+
+        Who has will tell again, and the next bid is above it.
+        """
+        best, term = self._newest(shard), shard.leader[0]
+        self._follow(shard, (max(term, min(above, term + REPORTED_STEP if term > 0 else REPORTED_MAX)) + 1, self._me))
         shard.enter(Lead.PREPARING)
         shard.preparing = Preparing({*self._members.alive, *self._heard}, best, now, {self._me: self._worker.life})
         self._counts["claims"] += 1
@@ -394,6 +395,8 @@ class Leadership:
         if sender == message.server:
             is_known = ballot <= shard.leader or sender == self.owner(shard)
             if not is_known or not self._accept_ballot(shard, ballot, announced=False):
+                if sender == shard.leader[1]:  # it has not heard of the ballot that we were told it has
+                    self._announce(shard, sender)
                 return None
         elif ballot != shard.leader or sender != shard.parent(self._me):
             return None
