@@ -7,10 +7,13 @@ look-up that is given up on keeps its thread until the system gives up, too.
 from __future__ import annotations
 
 import socket
+from functools import partial
 from typing import Any
 
 import trio
 from trio.abc import HostnameResolver
+
+from peerd.process.threads import in_thread
 
 LOOK_UPS_MAX = 4  # at once
 
@@ -25,9 +28,8 @@ class LookUps(HostnameResolver):
         self, host: Any, port: Any, family: int = 0, type: int = 0, proto: int = 0, flags: int = 0
     ) -> Any:
         """See `socket.getaddrinfo`."""
-        return await trio.to_thread.run_sync(
-            socket.getaddrinfo, host, port, family, type, proto, flags, abandon_on_cancel=True, limiter=self._threads
-        )
+        found = partial(socket.getaddrinfo, host, port, family, type, proto, flags)
+        return await in_thread(found, abandon_on_cancel=True, limiter=self._threads)
 
     async def getnameinfo(self, sockaddr: Any, flags: int) -> Any:
         """See `socket.getnameinfo`; nobody asks for it."""
