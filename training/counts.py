@@ -13,10 +13,10 @@ COUNT_END = COUNT.high + 1  # of what the wire holds; nobody counts on from here
 STEP_MAX = 1 << 44
 FIRST_MAX = 1 << 48  # for one that has not counted yet
 REPORTED_MAX = FIRST_MAX - STEP_MAX  # a leader that has not: its orders go on from here, to others that have not
-REPORTED_STEP = STEP_MAX // 2  # and one that has, for the same reason: others are to believe what it makes of a report
+REPORTED_STEP = STEP_MAX // 2  # so far may one that has go by what one member says: others are to believe its order
 
 
-def within_step(what: str, told: int, ours: int, first: int = FIRST_MAX, step: int = STEP_MAX) -> None:
+def within_step(what: str, told: int, ours: int, first: int = FIRST_MAX) -> None:
     """Raises PeerError: `told` is negative, or too far ahead of `ours`; or beyond `first`, where nothing is counted."""
-    if not 0 <= told <= min(COUNT_END - STEP_MAX, ours + step if ours > 0 else first):
+    if not 0 <= told <= min(COUNT_END - STEP_MAX, ours + STEP_MAX if ours > 0 else first):
         raise PeerError(f"{what} {told}, where {ours} is known here")

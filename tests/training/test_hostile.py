@@ -203,7 +203,28 @@ def test_what_a_leader_orders_by_any_report_is_believed_by_the_others(field: str
     swarm.lie("d", "a", report)
     swarm.step("d", 0.1)
     swarm.settle()
-    assert swarm.refused == (step > REPORTED_STEP), "the report, and no order"
+    assert swarm.refused == 0
+
+
+@pytest.mark.parametrize("victim", ["b", "c"])  # the former leads next
+def test_who_was_taken_far_ahead_by_a_leader_that_lied_is_in_rounds_again_under_the_next(victim: str) -> None:
+    swarm = Attacked(("allreduce", {}), "abcde", codec="float32", overlap="blocking")
+    swarm.all_hear()
+    swarm.settle()
+    swarm.train(4)
+    rounds = swarm.nodes[victim].core.mode._rounds
+    while rounds.phase == RoundPhase.IDLE:
+        for name in "abcde":
+            swarm.step(name, 0.1)
+    begin = rounds.order
+    swarm.lie("a", victim, replace(begin, round=begin.round + 1, attempt=begin.attempt + STEP_MAX - (1 << 21)))
+    assert rounds._seen > STEP_MAX // 2
+    swarm.die("a")
+    swarm.all_hear()
+    swarm.settle()
+    swarm.train(8)
+    assert swarm.refused == 0
+    assert len({node.core.mode._rounds._seen for node in swarm.nodes.values()}) == 1
 
 
 def test_a_length_that_is_none_is_its_members_fault_and_not_the_leaders_that_repeats_it() -> None:

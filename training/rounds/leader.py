@@ -263,8 +263,7 @@ class Leader:
 
     def _begin(self, reports: dict[NodeId, RoundReport], pace: Pace, now: float) -> list[Order]:
         """Begin a round when all have come to it; a newcomer to a swarm that has had rounds comes to the next one."""
-        reports = self._counted_alike(reports)
-        newest = max((report.round for report in reports.values()), default=0)
+        reports, newest, attempt = self._believed(reports)
         reports = self._near(reports)
         applied = {report.agreed for report in reports.values()}
         late = {id for id, report in reports.items() if report.phase == RoundPhase.HELD and report.attempt in applied}
@@ -304,8 +303,9 @@ class Leader:
         if self._shuffle:
             self._rng.shuffle(roster)
         lengths = [length for id in roster for length in reports[id].lengths] if alike and not self._gradients else []
-        attempts = max(self._newest, *(report.attempt for report in reports.values())) // ATTEMPT_STEP
-        self._newest = (attempts + 1) * ATTEMPT_STEP + self._rng.randrange(ATTEMPT_STEP)
+        self._newest = (max(self._newest, attempt) // ATTEMPT_STEP + 1) * ATTEMPT_STEP + self._rng.randrange(
+            ATTEMPT_STEP
+        )
         codec = self._settings.codec
         if codec == AUTO:
             codec = self._choice.codec(reports[id].concentration for id in roster)
@@ -360,18 +360,24 @@ class Leader:
         ended = final and all(report.settled for report in kept.values())
         return reports if ended or len(kept) < self._settings.min_peers else kept
 
-    def _counted_alike(self, reports: dict[NodeId, RoundReport]) -> dict[NodeId, RoundReport]:
-        """Without who is further than others would believe an order to be: a newcomer has no count to compare with."""
+    def _believed(self, reports: dict[NodeId, RoundReport]) -> tuple[dict[NodeId, RoundReport], int, int]:
+        """Without who is further than others would believe an order to be; and what its round and attempt are above.
+
+        Each order goes as far as they do believe, so one that a lie of an earlier leader has taken ahead is in again
+        after a few.
+        """
         out: set[NodeId] = set()
+        ends = []
         for counts in (
             {id: report.round for id, report in reports.items() if report.round},
             {id: report.attempt for id, report in reports.items() if report.attempt},
         ):
+            most = max(counts.values(), default=0)
             if len(counts) > 2:  # of two nobody can tell whose is made up
-                usual = median_low(counts.values())
-                out |= {id for id, count in counts.items() if count > usual + REPORTED_STEP}
-        self.left_out |= {id: reports[id].life for id in out}
-        return {id: report for id, report in reports.items() if id not in out}
+                most = min(most, median_low(counts.values()) + REPORTED_STEP)
+            out |= {id for id, count in counts.items() if count > most}
+            ends.append(most)
+        return {id: report for id, report in reports.items() if id not in out}, ends[0], ends[1]
 
     def _near(self, reports: dict[NodeId, RoundReport]) -> dict[NodeId, RoundReport]:
         """Without those who are left out: for the rest of a life, as a round without them is one that they lack."""

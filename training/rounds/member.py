@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from peerd.training.batch_sizes import Work, are_shares
 from peerd.training.codecs import CODECS
 from peerd.training.codecs.vector import Layout, NotFinite
-from peerd.training.counts import REPORTED_MAX, REPORTED_STEP, within_step
+from peerd.training.counts import REPORTED_MAX, within_step
 from peerd.training.effects import Effect, Log, Publish, Send, Vector
 from peerd.training.mode_settings import GRADIENTS, ModeSettings
 from peerd.training.rounds.attempt import EXACT_CODEC, WINDOW, Attempt, Pace, ends_whole
@@ -438,7 +438,7 @@ class Rounds:
             ("a round", report.round, self.round), ("an agreed attempt", report.agreed, self._seen),
             ("an attempt", report.attempt, self._seen),
         ):  # fmt: skip
-            within_step(what, told, ours, first=REPORTED_MAX, step=REPORTED_STEP)
+            within_step(what, told, ours, first=REPORTED_MAX)
         _check_limit(report.limit)
         if not all(0 <= length < math.inf for length in report.lengths):  # an order repeats them, to all
             raise PeerError("a contribution whose length is none")
