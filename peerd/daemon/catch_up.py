@@ -26,6 +26,7 @@ from peerd.transport.errors import PeerError
 from peerd.transport.ids import Address, NodeId, shown
 from peerd.transport.messages import Member, ModelEqual, ModelPromise, ModelRequest, ModelSketch, ModelSnapshot, State
 
+NEWS_S = 1.0  # more than the round trip in which two daemons hear of each other
 WAIT_TOLD_EVERY_S = 10.0
 
 
@@ -120,11 +121,13 @@ class CatchUp:
         while (ready := 1 + len(partners(self._acquaintances.of(self._members()), self._me, model))) < count:
             told_at = await self._wait(f"{ready} of {count} members are ready; {joined}", told_at)
 
-    async def fetch(self, layout: Layout, own: Vector) -> tuple[Vector, int] | None:
+    async def fetch(self, layout: Layout, own: Vector, *, is_news: bool = False) -> tuple[Vector, int] | None:
         """The swarm's current model, shape (layout.total,), and its step, or None to start from the trainer's own.
 
-        It does not travel where it is the same as the trainer's `own`: all have just begun.
+        It does not travel where it is the same as the trainer's `own`: all have just begun. That there is a trainer
+        `is_news` to the others: whoever goes first at this moment has not heard of it, nor this node of that.
         """
+        goes_at = trio.current_time() + (NEWS_S if is_news else 0.0)
         told_at, told = -WAIT_TOLD_EVERY_S, b""
         before: int | None = None  # bytes that had come when somebody was asked first
         try:
@@ -132,6 +135,9 @@ class CatchUp:
                 awaited = self._awaited if trio.current_time() < self._awaited_until else ()
                 match whose_model(self._members(), self._me, has_seeds=self._has_seeds, awaited=awaited):
                     case OwnModel():
+                        if trio.current_time() < goes_at:
+                            await trio.sleep_until(goes_at)
+                            continue
                         if self._awaited and self._alone():
                             LOGGER.warning("no member known before the restart answers: this node goes on alone")
                         self._alone_among = set(self._members())

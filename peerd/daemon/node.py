@@ -363,9 +363,7 @@ async def running(
         )
         issuer = entry is not None and entry.issuer is not None
         begin()
-        # of a script that is started by hand nobody knows when it comes: its checkpoint holds nobody up
-        latest = newest_step(settings.checkpoints) if expects else 0
-        resumes_at = latest if settings.seeds or kept else FIRST
+        resumes_at = newest_step(settings.checkpoints) if settings.seeds or kept else FIRST
         meta = NodeMeta(expects=expects, founder=not settings.seeds, issuer=issuer, resumes_at=resumes_at).pack()
         me = Member(identity.id, settings.name, *reached, identity.epoch, 0, State.ALIVE, "", meta)
         signing = NodeSigning(identity.key, settings.swarm, settings.run) if entry else None

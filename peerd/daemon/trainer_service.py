@@ -335,6 +335,7 @@ class TrainerService:
         self.signature, self.tensors = comes.signature, list(comes.tensors)
         variances = tuple((start, stop) for start, stop in comes.variances)
         self.layout = _layout_of(comes)
+        is_news = not self.meta.expects and self.meta.resumes_at != FIRST
         await self._tell(model=self.signature, expects=True, ended=False, made=0)
         await session.tell(protocol.Welcome(str(settings.checkpoints), settings.checkpoint_every_s))
         ready = await session.receive()
@@ -344,7 +345,7 @@ class TrainerService:
         if self.mode is None:
             await session.attended(self.plans.none_averages)
         model_copy = ModelCopy(memory, variances)
-        load, step = await self._first_model(session, self.layout, model_copy, ready.step)
+        load, step = await self._first_model(session, self.layout, model_copy, ready.step, is_news=is_news)
         status.step = status.first_step = step
         if self.mode is None:
             await self._begin_mode()
@@ -357,7 +358,7 @@ class TrainerService:
         self._runner.ask_publish()  # the mode may still wait for a copy from the trainer before this one
 
     async def _first_model(
-        self, session: TrainerSession, layout: Layout, fresh: ModelCopy, step: int
+        self, session: TrainerSession, layout: Layout, fresh: ModelCopy, step: int, *, is_news: bool
     ) -> tuple[int | None, int]:
         """Which copy the trainer must load, and the step to start from. The replica is ready afterwards."""
         if self._runner.core.model is not None:  # a trainer that came back: the daemon went on with its model
@@ -374,7 +375,7 @@ class TrainerService:
         if self.meta.resumes_at != FIRST:
             # less if the newest checkpoint is damaged, or of another model; never more: who goes first has not heard it
             await self._tell(resumes_at=min(step, self.meta.resumes_at))
-        fetched = await session.attended(lambda: self._catch_up.fetch(layout, fresh.look()))
+        fetched = await session.attended(lambda: self._catch_up.fetch(layout, fresh.look(), is_news=is_news))
         self._runner.core.model = fresh
         if fetched is None:
             await self._tell(resumes_at=FIRST)  # before the mode is made, which may take a large model seconds

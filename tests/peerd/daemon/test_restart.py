@@ -40,6 +40,8 @@ class Node(thin.Node):
     kept: tuple[Address, ...] = ()
     newest = 0  # step of its newest checkpoint
     whole = 0  # of the newest that can be read
+    imports_s = IMPORTS_S
+    expects = True
 
     async def crash(self) -> None:
         await super().crash()
@@ -49,7 +51,7 @@ class Node(thin.Node):
         network, (host, port) = self._swarm.network, self.address
         joins = bool(self._settings.join)
         resumes_at = self.newest if joins or self.kept else FIRST
-        about = NodeMeta(expects=True, founder=not joins, resumes_at=resumes_at).pack()
+        about = NodeMeta(expects=self.expects, founder=not joins, resumes_at=resumes_at).pack()
         self.trainer.resumes_at = self.whole
         me = Member(self.name, self.name, host, port, self.epoch, 0, ALIVE, "", about)
         with self._scope:
@@ -58,7 +60,7 @@ class Node(thin.Node):
                 self.daemon = WatchedDaemon(self._note, self._settings, me, *rest)
                 await self.daemon.start()
                 task_status.started()
-                await trio.sleep(IMPORTS_S)
+                await trio.sleep(self.imports_s)
                 nursery.start_soon(self.trainer.run, self.daemon)
         self._over.set()
 
@@ -243,6 +245,25 @@ def test_after_a_power_cut_the_latest_checkpoint_is_gone_on_from(seed: int) -> N
         assert all(node.trainer.first_step >= latest for node in nodes)
 
     simulate(seed, scenario)
+
+
+@pytest.mark.parametrize("first", ["a", "b"])
+@pytest.mark.parametrize("later_s", [0.0, 0.05, 0.9])
+def test_of_scripts_that_are_started_by_hand_the_latest_checkpoint_goes_first(first: str, later_s: float) -> None:
+    """No node said that one comes: those that come at one moment have yet to hear of each other."""
+
+    async def scenario(swarm: Swarm) -> None:
+        await formed(swarm, "ab")
+        await crash(swarm, "ab")
+        for name, step in (("a", 300), ("b", 500)):
+            node = node_of(swarm, name)
+            node.expects, node.imports_s = False, 3.0 if name == first else 3.0 + later_s
+            node.newest = node.whole = step
+        await restart(swarm, dict.fromkeys("ab", 0.0))
+        await swarm.eventually(all_train(swarm, "ab"))
+        assert started_anew(swarm) == ["b"]
+
+    simulate(1, scenario)
 
 
 def test_a_checkpoint_that_was_not_there_when_the_node_came_makes_no_second_model() -> None:

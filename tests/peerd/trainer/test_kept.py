@@ -302,7 +302,7 @@ def test_what_came_from_a_checkpoint_that_is_put_aside_is_soon_in_another(
                 swarm.step()
             assert newest_step(folder) >= 3, "while it trains"
 
-    async def fetch(_: CatchUp, layout: Layout, own: Vector) -> tuple[Vector, int]:
+    async def fetch(_: CatchUp, layout: Layout, own: Vector, *, is_news: bool) -> tuple[Vector, int]:
         await trio.lowlevel.checkpoint()
         return own.copy(), 2
 
