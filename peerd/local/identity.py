@@ -5,6 +5,7 @@ Both are kept in its state folder. An id without a key, of an earlier version, c
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -22,6 +23,7 @@ from peerd.transport.ids import NodeId
 from peerd.transport.messages import COUNT
 
 EPOCH_MAX = COUNT.high
+LOCK_TRIES = 16  # as many starts may fail beside this one
 _FILE = "identity.json"
 _KEY = "key.pem"
 _LOCK = "lock"
@@ -75,8 +77,11 @@ def take(folder: Path) -> Identity:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except FileNotFoundError:  # another node, which failed to start, took a folder above that it had made away
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        while (lock := _lock(folder / _LOCK)) is None:
-            pass
+        for _ in range(LOCK_TRIES):
+            if (lock := _lock(folder / _LOCK)) is not None:
+                break
+        else:
+            raise OSError(errno.ESTALE, "its lock is another file each time")
     except BlockingIOError:
         raise UserError(f"a node already runs with the state folder {folder}; give this one another --name") from None
     except (OSError, ValueError) as error:

@@ -73,6 +73,14 @@ def test_a_lock_that_a_failing_start_takes_away_meanwhile_is_none(
     os.close(held.lock)
 
 
+def test_a_file_system_whose_files_cannot_be_told_apart_holds_no_start_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os.path, "samestat", lambda *_: False)
+    with pytest.raises(UserError, match=r"its lock is another file each time; choose another with state_dir$"):
+        identity.take(tmp_path)
+
+
 def test_a_file_system_without_locks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     with pytest.raises(UserError, match=r"^state folder .*: No locks available; choose another with state_dir$"):
