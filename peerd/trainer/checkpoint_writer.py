@@ -102,7 +102,7 @@ class CheckpointWriter:
             until = " until a later checkpoint is written"
             if not isinstance(error, OSError):
                 self._rest, until = None, ""
-            if not again:
+            if not again or self._rest is None:  # it was promised
                 why = f"what the model has beside its trained tensors is not on the disk: {cause(error)}"
                 say(f"{why}; export --complete will miss it{until}")
 

@@ -188,21 +188,24 @@ def test_a_machine_that_gives_no_thread_ends_no_training(monkeypatch: pytest.Mon
     assert saved == [1, 2]
 
 
-@pytest.mark.parametrize(("error", "tries"), [(OSError(28, "No space left on device"), 3), (ValueError("odd"), 1)])
+FULL, ODD = OSError(28, "No space left on device"), ValueError("odd")
+
+
+@pytest.mark.parametrize(("errors", "tries", "told"), [([FULL, FULL], 3, 1), ([ODD], 1, 1), ([FULL, ODD], 2, 2)])
 def test_what_a_full_disk_did_not_take_beside_the_model_comes_with_a_later_checkpoint(
-    error: Exception, tries: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    errors: list[Exception], tries: int, told: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tried: list[int] = []
 
     class FullAtFirst:
         def write(self, folder: Path) -> None:
             tried.append(len(tried))
-            if len(tried) < 3:
-                raise error
+            if len(tried) <= len(errors):
+                raise errors[len(tried) - 1]
 
     monkeypatch.setattr(checkpoint, "save", lambda *_: None)
     kept = CheckpointWriter(FOLDER, 1.0, FullAtFirst(), generation)  # type: ignore[arg-type]
     for step in range(4):
         kept.write_last(step)
     assert len(tried) == tries
-    assert capsys.readouterr().err.count("is not on the disk") == 1
+    assert capsys.readouterr().err.count("is not on the disk") == told
