@@ -80,6 +80,22 @@ def attach(
             if is_first() and (socket := _connect()) is not None:
                 _give_up(socket)
         raise SystemExit(f"peerd: {error}") from None
+    try:
+        return _come(model, optimizer, exclude, kept, momentum)
+    except BaseException:  # the script may catch it, and train on
+        if momentum is not None:
+            momentum.remove()
+        raise
+
+
+def _come(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    exclude: Sequence[str],
+    kept: Kept,
+    momentum: QuasiGlobalMomentum | None,
+) -> Swarm:
+    """`attach`, of what was found to be right."""
     groups.remember(optimizer)  # on every rank, before a checkpoint is loaded
     ranks = of_this_job(model)
     if ranks is not None and not ranks.leads:
@@ -88,7 +104,7 @@ def attach(
         return Swarm(None, ranks, follower, momentum)
     session = None
     try:
-        session = _open(model, optimizer, ranks, exclude, kept, quasi_global_momentum=quasi_global_momentum)
+        session = _open(model, optimizer, ranks, exclude, kept, quasi_global_momentum=momentum is not None)
     except Refused as refusal:
         if ranks is not None:
             ranks.say(RankCommand.STOP)

@@ -460,6 +460,23 @@ def test_quasi_global_momentum_is_for_as_long_as_there_is_a_swarm(path: Path) ->
     assert moved == pytest.approx(usual)
 
 
+def test_a_refused_attach_leaves_the_momentum_as_it_was(path: Path) -> None:
+    """A notebook catches it, and its next cell attaches again: two of it would each put the other's away."""
+    hooks: list[int] = []
+
+    def script() -> None:
+        model, optimizer = linear()
+        with pytest.raises(SystemExit, match="fits no tensor of the model"):
+            peerd.attach(model, optimizer, exclude=["typo"], quasi_global_momentum=True)
+        hooks.append(len(optimizer._optimizer_step_pre_hooks))
+        with peerd.attach(model, optimizer, quasi_global_momentum=True) as swarm:
+            hooks.append(len(optimizer._optimizer_step_pre_hooks))
+            swarm.step()
+
+    with_daemon(path, script)
+    assert hooks == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("make", "exchange", "line"),
     [
