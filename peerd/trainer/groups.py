@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, repeat
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -71,8 +72,9 @@ def merged(kept: Sequence[Group], then: Iterable[Group], optimizer: Any) -> tupl
 
 
 def untensored(value: Any) -> Any:
-    """A learning rate may be a tensor; JSON has numbers, which hold every float exactly."""
-    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    """A learning rate may be a tensor, or numpy's; JSON has numbers, which hold every float exactly."""
+    one = isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    return value.item() if one else value
 
 
 def _as_before(group: Group, had: Group) -> Group:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -179,7 +180,15 @@ def test_a_line_is_no_list_of_everything(tmp_path: Path) -> None:
     assert line.endswith("lr 6.0 of the script, in place of the checkpoint's 3.0; 1 more")
 
 
-@pytest.mark.parametrize("again", [0.1, 0.1 * 3 / 3, torch.tensor(0.1)])
+def test_a_rate_of_numpys_is_kept_with_the_state(tmp_path: Path) -> None:
+    """JSON knows numpy's float64 alone, and the whole optimizer was left out for one that it does not know."""
+    run = Run(tmp_path)
+    run.start(sgd(lr=np.float32(0.1)), halve)
+    assert settings(run.start(sgd(lr=np.float32(0.1))), "lr") == [pytest.approx(0.05)]
+    assert not run.said
+
+
+@pytest.mark.parametrize("again", [0.1, 0.1 * 3 / 3, torch.tensor(0.1), np.float32(0.1)])
 def test_a_rate_of_fewer_digits_is_the_same_one(tmp_path: Path, again: Any) -> None:
     run = Run(tmp_path)
     run.start(sgd(), halve)
