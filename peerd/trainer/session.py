@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -141,7 +141,8 @@ class Session:
         self._early: list[Said] = []  # requests that came before the start
         self._publication = Publication()
         self._unsaid: Stepped | None = None  # of the step whose copy is under way
-        self._owed: Said | None = None  # the answer to what the daemon said last
+        self._came: dict[str, Any] | None = None  # what the daemon said last, until it is heeded
+        self._owed: Said | None = None  # the answer to it
         self.step = 0
         self.hooks: GradientHooks | None = None  # where gradients are exchanged
         self._is_owed = False  # the mean of a gradient that was given
@@ -262,6 +263,7 @@ class Session:
         while True:
             said = self._receive(None)
             assert said is not None, "a receive without a timeout returns a message or raises"
+            self._came = None
             if isinstance(said, kind):
                 return said
             self._early.append(said)  # the daemon goes on exchanging while this trainer comes
@@ -549,10 +551,12 @@ class Session:
                 return
 
     def _receive(self, timeout_s: float | None) -> Said | None:
-        message = self._socket.receive(timeout_s)
-        if message is None:
-            return None
-        self._client.heard += 1
+        if self._came is None:
+            if (message := self._socket.receive(timeout_s)) is None:
+                return None
+            self._came = message  # whoever catches what interrupts this finds it here: it does not come again
+            self._client.heard += 1
+        message = self._came
         if "error" in message:
             raise Refused(message["error"])
         try:
@@ -564,6 +568,7 @@ class Session:
         # What interrupts this the script may catch, and train on (Ctrl-C, memory that ran out); the daemon offers
         # nothing more before it is answered. What was left undone is to the others as if this script had stepped so.
         self._owed = self._client.hear(said)
+        self._came = self._came if isinstance(said, Load) else None  # that has no answer, and can be done again
         if isinstance(said, Corrections | Load):
             self._say_published()  # what is copied stays as it is until then
         if isinstance(said, Corrections):
@@ -574,6 +579,7 @@ class Session:
             self.step = said.step
             if self._states is not None and self._client.state is ClientState.WITH_GRADIENT:
                 self._states.take_rates()  # the step that follows is of that model
+            self._came = None
         self._answer()
 
     def _answer(self) -> None:

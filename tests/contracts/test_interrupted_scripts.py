@@ -78,6 +78,7 @@ class Training:
         (FlatModel, "add", True, KeyboardInterrupt),
         (FlatModel, "unshared", False, KeyboardInterrupt),
         (Session, "_answer", False, KeyboardInterrupt),
+        (Session, "_obey", False, KeyboardInterrupt),
     ],
 )
 def test_its_node_is_not_cut_off(
