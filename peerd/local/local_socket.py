@@ -164,7 +164,12 @@ class LocalSocket:
 
         `meanwhile` is called every LOOK_EVERY_S while there is no answer.
         """
-        self.send({"kind": verb, **arguments})
+        try:
+            self.send({"kind": verb, **arguments})
+        except UnicodeEncodeError as error:
+            raise UserError(f"{verb}: {error.object!r} is not UTF-8") from None
+        except OverflowError:
+            raise UserError(f"{verb}: a number is too large") from None
         while (answer := self.receive(LOOK_EVERY_S)) is None:
             meanwhile()
             if _stopped(pid := self._pid()):

@@ -249,6 +249,10 @@ async def test_a_request_gets_its_answer_or_one_line(runtime: Path) -> None:
             request(path, "broken")
         with pytest.raises(UserError, match="does not know 'dance'"):
             request(path, "dance")
+        with pytest.raises(UserError, match=r"^echo: 'a\\udcff' is not UTF-8$"):
+            request(path, "echo", a="a\udcff")
+        with pytest.raises(UserError, match=r"^echo: a number is too large$"):
+            request(path, "echo", a=1 << 64)
 
     await serving(path, ask)
 
