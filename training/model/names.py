@@ -81,7 +81,7 @@ def ranges_of(model: nn.Module) -> set[str]:
     return {
         plain + name
         for _, plain, module in walk(model)
-        for name in module._buffers
+        for name in module._buffers.keys()  # noqa: SIM118, a ScriptModule's is no dict
         if name != "eps" and any((kind.__module__, kind.__name__) == _OBSERVER for kind in type(module).__mro__)
     }
 

@@ -120,3 +120,10 @@ def test_a_model_that_is_all_private_is_refused() -> None:
 def test_a_parameter_without_a_shape_is_refused_in_one_line() -> None:
     with pytest.raises(ValueError, match=r"0\.weight has no shape yet: run one batch"):
         FlatModel(nn.Sequential(nn.LazyLinear(3)))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_scripted_model_is_the_same_one() -> None:
+    plain = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    scripted = torch.jit.script(plain)
+    assert FlatModel(scripted).signature == FlatModel(plain).signature
