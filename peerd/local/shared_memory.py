@@ -45,8 +45,13 @@ class SharedMemory:
         return cls(sealed_file.create(_size(total, gradients)), total, gradients)
 
     def close_fd(self) -> None:
-        """Close the descriptor once it has been passed on; the mapping stays until the last array is gone."""
-        os.close(self.fd)
+        """Close the descriptor once it has been passed on; the mapping stays until the last array is gone.
+
+        Harmless when closed.
+        """
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 def _size(total: int, gradients: int) -> int:

@@ -154,6 +154,7 @@ class Session:
         try:
             self._attach()
         except BaseException:
+            self._memory.close_fd()
             self._unpin()
             raise
 

@@ -460,6 +460,23 @@ def test_quasi_global_momentum_is_for_as_long_as_there_is_a_swarm(path: Path) ->
     assert moved == pytest.approx(usual)
 
 
+def test_an_attach_that_fails_leaves_no_descriptor(path: Path) -> None:
+    """A notebook's kernel, in which a cell is tried again and again, may have 1,024."""
+    left: list[int] = []
+
+    def script() -> None:
+        model = nn.ParameterList([torch.zeros(0)])
+        for _ in range(2):
+            with pytest.raises(SystemExit, match="the model has nothing to share"):
+                peerd.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            left.append(
+                sum("memfd:peerd" in str(link) for link in map(os.path.realpath, Path("/proc/self/fd").iterdir()))
+            )
+
+    with_daemon(path, script)
+    assert left == [0, 0]
+
+
 def test_a_refused_attach_leaves_the_momentum_as_it_was(path: Path) -> None:
     """A notebook catches it, and its next cell attaches again: two of it would each put the other's away."""
     hooks: list[int] = []
