@@ -90,6 +90,8 @@ def is_over(plan: Plan, others: Iterable[tuple[Plan, bool]]) -> bool:
 
 def text_of(mode: str, changes: Mapping[str, object]) -> str:
     """How a plan says it; a change of None is none. Raises UserError for what no plan can say."""
+    if not mode:  # as an unset variable of a shell makes it; no text at all is the mode that was started
+        raise UserError("mode: empty; name one that peerd start --mode takes")
     text = " ".join([mode, *(f"{key}={value}" for key, value in changes.items() if value is not None)])
     if not TEXT.fullmatch(text):
         raise UserError(f"mode: {ascii(text)[:80]} has characters beyond ASCII")

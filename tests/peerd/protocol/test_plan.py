@@ -243,3 +243,8 @@ def test_what_is_no_plan_is_refused_with_a_line(text: str, line: str) -> None:
 def test_what_is_no_ascii_is_the_users_error() -> None:
     with pytest.raises(UserError, match="has characters beyond ASCII"):
         text_of("gossip", {"codec": "\udcff"})
+
+
+def test_an_empty_mode_is_no_change_back_to_what_was_started() -> None:
+    with pytest.raises(UserError, match="mode: empty; name one"):
+        text_of("", {})
