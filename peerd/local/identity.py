@@ -73,6 +73,10 @@ def taken(folder: Path, runtime: Path, told: Collection[str] = ()) -> Iterator[I
 def take(folder: Path) -> Identity:
     """Lock the state folder and begin a new epoch. Raises UserError."""
     try:
+        str(folder.absolute()).encode()
+    except UnicodeEncodeError:  # no script could be told where it is, and safetensors reads nothing there
+        raise UserError(f"state folder {folder}: its name is not UTF-8; choose another with state_dir") from None
+    try:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except FileNotFoundError:  # another node, which failed to start, took a folder above that it had made away

@@ -94,6 +94,13 @@ def test_a_folder_that_cannot_be_is_refused_in_a_line(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_folder_whose_name_is_no_text_is_refused_in_a_line(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"\xff") / "node"
+    with pytest.raises(UserError, match="its name is not UTF-8; choose another with state_dir"):
+        identity.take(folder)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_full_disk_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
