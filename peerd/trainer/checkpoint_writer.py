@@ -19,6 +19,15 @@ from peerd.transport.errors import cause
 COST_MAX = 1 / 50
 """Of the time: the copy holds the training up, and what writes it takes a processor's time."""
 
+_THREADS: dict[Path, threading.Thread] = {}
+"""By folder, what writes there: of a training that was broken off it is still at it as this process attaches again."""
+
+
+def wait_for_earlier(folder: Path) -> None:
+    """Until nothing that this process has begun to write there is under way."""
+    if (thread := _THREADS.get(folder)) is not None and thread.is_alive():
+        thread.join()
+
 
 class CheckpointWriter:
     """Keeps a run in its folder. One file is written at a time; none that fails ends the training."""
@@ -120,5 +129,6 @@ class CheckpointWriter:
         self._thread = threading.Thread(target=run, name="peerd-checkpoint")
         try:
             self._thread.start()
+            _THREADS[self._folder] = self._thread
         except RuntimeError:  # this machine, or its container, has as many as it may have
             work()

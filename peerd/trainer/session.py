@@ -38,7 +38,7 @@ from peerd.protocol.trainer import (
 )
 from peerd.protocol.trainer_client import ClientState, TrainerClient
 from peerd.trainer import checkpoint, groups
-from peerd.trainer.checkpoint_writer import CheckpointWriter
+from peerd.trainer.checkpoint_writer import CheckpointWriter, wait_for_earlier
 from peerd.trainer.figures import SAMPLES_MAX, Figures
 from peerd.trainer.gradient_hooks import GradientHooks
 from peerd.trainer.kept import Kept
@@ -233,6 +233,7 @@ class Session:
 
     def _restore(self) -> tuple[int, bool] | None:
         """Load the newest good checkpoint: its step, and whether it had a state that fits the optimizer."""
+        wait_for_earlier(self._checkpoints)
         generation = checkpoint.newest(self._checkpoints, self.flat.signature, say)
         if generation is None:
             return None

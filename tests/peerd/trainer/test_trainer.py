@@ -7,9 +7,10 @@ import math
 import os
 import re
 import socket
+import threading
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -458,6 +459,38 @@ def test_quasi_global_momentum_is_for_as_long_as_there_is_a_swarm(path: Path) ->
     moved = [b - a for a, b in zip(with_it[first], with_it[then], strict=True)]
     usual = [b - a for a, b in zip(without[first], without[then], strict=True)]
     assert moved == pytest.approx(usual)
+
+
+def test_a_checkpoint_of_a_training_that_was_broken_off_is_written_to_its_end(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A notebook's next cell attaches again, and clears away what nobody writes any more."""
+    save_file, begun = checkpoint.save_file, threading.Event()
+
+    def slow(*given: Any, **named: Any) -> None:
+        if not begun.is_set():
+            begun.set()
+            time.sleep(1)
+        save_file(*given, **named)
+
+    monkeypatch.setattr(checkpoint, "save_file", slow)
+
+    def script() -> None:
+        model, optimizer = linear()
+        with suppress(KeyboardInterrupt), peerd.attach(model, optimizer) as swarm:
+            assert swarm._session is not None
+            swarm._session._writer._thread.join()
+            swarm._session._writer.hasten()
+            swarm.step()
+            assert begun.wait(60)
+            writes = swarm._session._writer._thread
+            raise KeyboardInterrupt
+        with peerd.attach(model, optimizer) as swarm:
+            swarm.step()
+        writes.join()
+
+    with_daemon(path, script)
+    assert "no checkpoint written" not in capfd.readouterr().err
 
 
 def test_an_attach_that_fails_leaves_no_descriptor(path: Path) -> None:
