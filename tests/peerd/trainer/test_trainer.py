@@ -20,7 +20,7 @@ import pytest
 import torch
 import trio
 from model_node import Node, running, until
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import distributed, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -466,7 +466,7 @@ def test_a_checkpoint_of_a_training_that_was_broken_off_is_written_to_its_end(
     path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A notebook's next cell attaches again, and clears away what nobody writes any more."""
-    save_file, begun = checkpoint.save_file, threading.Event()
+    begun = threading.Event()
 
     def slow(*given: Any, **named: Any) -> None:
         if not begun.is_set():
