@@ -86,7 +86,10 @@ def capture(
     extra = {name: value for name, value in of_model.items() if name not in tensors and _is_exact(value)}
     if of_optimizer is None:
         return Generation(step, signature, tensors, None, extra, plain_kept)
-    settings = [{key: untensored(value) for key, value in group.items()} for group in of_optimizer["param_groups"]]
+    settings = [  # the script has what is not plain
+        {key: untensored(value) for key, value in group.items() if _is_plain(untensored(value))}
+        for group in of_optimizer["param_groups"]
+    ]
     plain: dict[str, Any] = {
         "class": kind(optimizer), "param_groups": settings, "made": groups.made(optimizer), "state": {},
         "names": _names_of(model, optimizer),

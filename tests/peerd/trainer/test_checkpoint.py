@@ -255,10 +255,29 @@ def test_what_a_group_is_told_goes_with_its_parameters(groups: list[list[int]], 
             assert torch.equal(optimizer.state[mine]["exp_avg"], other.state[theirs]["exp_avg"])
 
 
-def test_an_optimizer_with_values_that_are_not_plain_is_left_out(tmp_path: Path) -> None:
+def test_settings_that_are_not_plain_are_the_scripts(tmp_path: Path) -> None:
+    """The optimizer's whole state was left out for one, without a word."""
+    model, again = Net(), Net()
+    optimizer, other = OPTIMIZERS["adamw"](model), OPTIMIZERS["adamw"](again)
+    train(model, optimizer, 0, 2)
+    optimizer.param_groups[0] |= {"callback": print, "dtype": torch.float32, "lr": 0.007}
+    other.param_groups[0] |= {"callback": max, "dtype": torch.float64}
+    save(tmp_path, capture(model, optimizer, 2, "s"))
+    found = newest(tmp_path, "s", silent)
+    assert found is not None
+    assert restore(found, again, other)
+    assert (other.param_groups[0]["callback"], other.param_groups[0]["dtype"]) == (max, torch.float64)
+    assert other.param_groups[0]["lr"] == 0.007
+    for mine, theirs in zip(model.parameters(), again.parameters(), strict=True):
+        if mine in optimizer.state:
+            assert torch.equal(optimizer.state[mine]["exp_avg"], other.state[theirs]["exp_avg"])
+
+
+def test_an_optimizer_whose_state_is_not_plain_is_left_out(tmp_path: Path) -> None:
     model = Net()
     optimizer = OPTIMIZERS["sgd"](model)
-    optimizer.param_groups[0]["callback"] = print
+    train(model, optimizer, 0, 1)
+    optimizer.state[next(iter(optimizer.state))]["callback"] = print
     save(tmp_path, capture(model, optimizer, 1, "s"))
     found = newest(tmp_path, "s", silent)
     assert found is not None
