@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -15,13 +17,13 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from forks import PEERD, Forked, Program, forks
-from free_ports import free_ports
 
 from peerd.daemon.supervisor import started
 from peerd.local.local_socket import request
 from peerd.transport.errors import UserError
 
 PATIENCE_S = 60.0  # a bound on waiting, never a measurement: imports of torch take 3 s on an idle machine
+PORTS = range(16000, 32768)  # below those that the kernel gives to whoever asks for any: another test would have them
 MARK = "MACHINE_OF_PEERD_TESTS"  # an environment variable by which every process of a machine is found again
 
 T = TypeVar("T")
@@ -113,6 +115,17 @@ class Node:
         """Wait for its end; the exit code."""
         eventually(lambda: self.process.poll() is not None, self.machine.logs)
         return self.process.returncode
+
+
+def free_ports(count: int) -> list[int]:
+    """Some on which nobody listens on loopback, by TCP or UDP."""
+    found: list[int] = []
+    for port in random.SystemRandom().sample(PORTS, 64 + count):
+        with socket.socket() as tcp, socket.socket(type=socket.SOCK_DGRAM) as udp, suppress(OSError):
+            tcp.bind(("127.0.0.1", port))
+            udp.bind(("127.0.0.1", port))
+            found.append(port)
+    return found[:count]
 
 
 class Machine:

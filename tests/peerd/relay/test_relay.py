@@ -11,7 +11,7 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 
 import pytest
 import trio
-from free_ports import free_ports
+from machine import free_ports
 
 from peerd.relay import guest as guest_module
 from peerd.relay import lease as lease_module
