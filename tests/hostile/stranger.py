@@ -25,6 +25,7 @@ from papers import Blocking, Papers, sealed
 from peerd.daemon.node import PROTOCOL
 from peerd.node.meta import NodeMeta
 from peerd.transport import framing, wire
+from peerd.transport.connection import ConnectionLost
 from peerd.transport.errors import PeerError
 from peerd.transport.ids import Address
 from peerd.transport.messages import (
@@ -328,7 +329,7 @@ class Insider(Stranger):
     def _serve(self, sock: socket.socket) -> None:
         try:
             line = Line(sock, self.papers, dialled=False)
-        except (OSError, PeerError):
+        except (OSError, PeerError, ConnectionLost):  # a victim that ends meanwhile
             sock.close()
             return
         line.sock.settimeout(None)

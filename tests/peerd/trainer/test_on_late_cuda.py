@@ -43,7 +43,9 @@ def test_the_daemon_reads_whole_copies_and_each_correction_comes_once(path: Path
                 for parameter in model.parameters():
                     parameter.fill_(0.0)
             with peerd.attach(model, torch.optim.SGD(model.parameters(), lr=1.0)) as swarm:
-                while (len(found) < COPIES or corrected < CORRECTIONS) and swarm.step_count < STEPS_MAX:
+                while swarm.step_count < STEPS_MAX and (
+                    len(found) < COPIES or corrected < CORRECTIONS or 0 not in waits
+                ):
                     with torch.no_grad():
                         for parameter in model.parameters():
                             parameter.add_(torch.full(parameter.shape, 1.0, device=CUDA))
