@@ -29,7 +29,6 @@ from peerd.local.being_written import being_written, leftovers
 from peerd.local.durable import flush, write
 from peerd.local.generations import generations, step_of
 from peerd.trainer import groups, states
-from peerd.trainer.groups import untensored
 from peerd.trainer.kept import NOTHING, Kept
 from peerd.trainer.optimizers import kind
 from peerd.training.model.shards import taken_apart, whole
@@ -86,10 +85,7 @@ def capture(
     extra = {name: value for name, value in of_model.items() if name not in tensors and _is_exact(value)}
     if of_optimizer is None:
         return Generation(step, signature, tensors, None, extra, plain_kept)
-    settings = [  # the script has what is not plain
-        {key: untensored(value) for key, value in group.items() if _is_plain(untensored(value))}
-        for group in of_optimizer["param_groups"]
-    ]
+    settings = [{**groups.plain(group), "params": group["params"]} for group in of_optimizer["param_groups"]]
     plain: dict[str, Any] = {
         "class": kind(optimizer), "param_groups": settings, "made": groups.made(optimizer), "state": {},
         "names": _names_of(model, optimizer),

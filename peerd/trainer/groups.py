@@ -30,7 +30,7 @@ def remember(optimizer: Any) -> None:
     """It attaches: its settings are all of the script's own making, unless it has trained, or has loaded its own."""
     for part in _parts(optimizer):
         if part not in _MADE:
-            _MADE[part] = [] if getattr(part, "state", None) else list(map(_plain, part.param_groups)), False
+            _MADE[part] = [] if getattr(part, "state", None) else list(map(plain, part.param_groups)), False
 
 
 def let_go(optimizer: Any) -> None:
@@ -52,7 +52,7 @@ def merged(kept: Sequence[Group], then: Iterable[Group], optimizer: Any) -> tupl
     """
     groups, phrases = [], []
     for group, before, (first, now, has_trained) in zip(kept, chain(then, repeat({})), _known(optimizer), strict=False):
-        own = _plain(now)
+        own = plain(now)
         told = bool(before and first)
         scripts = {key for key in own if has_trained or (told and not _is_same(before.get(key, _NONE), own[key]))}
         gone = {key for key in group.keys() - now.keys() if has_trained or key in before}
@@ -100,7 +100,7 @@ def _known(optimizer: Any) -> Iterator[tuple[Group, Group, bool]]:
             yield first, group, has_trained
 
 
-def _plain(group: Group) -> Group:
+def plain(group: Group) -> Group:
     """The settings that JSON can hold, as it gives them back."""
     found = {}
     for key, value in group.items():
