@@ -291,6 +291,7 @@ async def bound_socket(address: Address, kind: socket.SocketKind) -> socket.sock
         cures = {
             errno.EADDRNOTAVAIL: "; --bind takes an address of this machine: ip address lists them",
             errno.EACCES: "; ports below 1024 are root's: --bind with one from 1024 on",
+            errno.EINVAL: "; one that begins with fe80 says nothing to other machines: --bind with another of this one",
         }
         raise UserError(f"cannot listen on {shown(address)}: {cause(error)}{cures.get(error.errno or 0, '')}") from None
     return sock

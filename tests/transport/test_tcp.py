@@ -89,6 +89,8 @@ async def test_a_foreign_address_cannot_be_listened_on() -> None:
     async with trio.open_nursery() as nursery:
         with pytest.raises(UserError, match=r"192\.0\.2\.1:0: .*; --bind takes an address of this machine"):
             await TcpTransport(nursery).listen(("192.0.2.1", 0), nobody)
+        with pytest.raises(UserError, match=r"\[fe80::1\]:0: .*; one that begins with fe80 says nothing to other"):
+            await TcpTransport(nursery).listen(("fe80::1", 0), nobody)
 
 
 async def test_a_dial_without_an_answer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
