@@ -207,8 +207,11 @@ def test_what_a_leader_orders_by_any_report_is_believed_by_the_others(field: str
 
 
 @pytest.mark.parametrize("victim", ["b", "c"])  # the former leads next
-def test_who_was_taken_far_ahead_by_a_leader_that_lied_is_in_rounds_again_under_the_next(victim: str) -> None:
-    swarm = Attacked(("allreduce", {}), "abcde", codec="float32", overlap="blocking")
+@pytest.mark.parametrize("min_peers", [1, 4])
+def test_who_was_taken_far_ahead_by_a_leader_that_lied_is_in_rounds_again_under_the_next(
+    victim: str, min_peers: int
+) -> None:
+    swarm = Attacked(("allreduce", {}), "abcde", codec="float32", overlap="blocking", min_peers=min_peers)
     swarm.all_hear()
     swarm.settle()
     swarm.train(4)

@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from collections.abc import Sequence
 from statistics import median_low
 from typing import Any
 
@@ -364,20 +365,15 @@ class Leader:
         """Without who is further than others would believe an order to be; and what its round and attempt are above.
 
         Each order goes as far as they do believe, so one that a lie of an earlier leader has taken ahead is in again
-        after a few.
+        after a few. Where no round is without it, an order goes beyond it at once, which they may believe still.
         """
-        out: set[NodeId] = set()
-        ends = []
-        for counts in (
-            {id: report.round for id, report in reports.items() if report.round},
-            {id: report.attempt for id, report in reports.items() if report.attempt},
-        ):
-            most = max(counts.values(), default=0)
-            if len(counts) > 2:  # of two nobody can tell whose is made up
-                most = min(most, median_low(counts.values()) + REPORTED_STEP)
-            out |= {id for id, count in counts.items() if count > most}
-            ends.append(most)
-        return {id: report for id, report in reports.items() if id not in out}, ends[0], ends[1]
+        rounds = [report.round for report in reports.values()]
+        attempts = [report.attempt for report in reports.values()]
+        last, newest = _near_usual(rounds), _near_usual(attempts)
+        near = {id: report for id, report in reports.items() if report.round <= last and report.attempt <= newest}
+        if len(near) < self._settings.min_peers:
+            return reports, max(rounds, default=0), max(attempts, default=0)
+        return near, last, newest
 
     def _near(self, reports: dict[NodeId, RoundReport]) -> dict[NodeId, RoundReport]:
         """Without those who are left out: for the rest of a life, as a round without them is one that they lack."""
@@ -406,6 +402,11 @@ class Leader:
         untold = [id for id in members if self._told.get(id) != order]
         self._told |= dict.fromkeys(untold, order)
         return [(id, order) for id in untold]
+
+
+def _near_usual(counts: Sequence[int]) -> int:
+    """The highest, or as near to it as those believe who have counted so far as is usual."""
+    return min(max(counts, default=0), median_low(list(filter(None, counts)) or [0]) + REPORTED_STEP)
 
 
 def patience_s(pace: Pace) -> float:
