@@ -135,7 +135,7 @@ class CatchUp:
                 awaited = self._awaited if trio.current_time() < self._awaited_until else ()
                 match whose_model(self._members(), self._me, has_seeds=self._has_seeds, awaited=awaited):
                     case OwnModel():
-                        if trio.current_time() < goes_at:
+                        if trio.current_time() < goes_at and not self._alone():
                             await trio.sleep_until(goes_at)
                             continue
                         if self._awaited and self._alone():

@@ -26,7 +26,7 @@ from peerd.local.node_key import NodeKey
 from peerd.local.signing import NodeSigning
 from peerd.membership.core import LAN, WAN, Membership
 from peerd.node.acquaintances import Acquaintances
-from peerd.node.meta import FIRST, NodeMeta, partners
+from peerd.node.meta import FOUNDS, NodeMeta, partners
 from peerd.process.logs import LOGGER
 from peerd.process.look_up import LookUps
 from peerd.process.own_address import OwnAddress
@@ -363,7 +363,7 @@ async def running(
         )
         issuer = entry is not None and entry.issuer is not None
         begin()
-        resumes_at = newest_step(settings.checkpoints) if settings.seeds or kept else FIRST
+        resumes_at = newest_step(settings.checkpoints) if settings.seeds or kept else FOUNDS
         meta = NodeMeta(expects=expects, founder=not settings.seeds, issuer=issuer, resumes_at=resumes_at).pack()
         me = Member(identity.id, settings.name, *reached, identity.epoch, 0, State.ALIVE, "", meta)
         signing = NodeSigning(identity.key, settings.swarm, settings.run) if entry else None

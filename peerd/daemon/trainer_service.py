@@ -28,7 +28,7 @@ from peerd.daemon.trainer_session import TrainerGone, TrainerPhase, TrainerSessi
 from peerd.local.shared_memory import SharedMemory
 from peerd.node.acquaintances import Acquaintances
 from peerd.node.donors import ASK_SOON_S, RequestLimit
-from peerd.node.meta import FIRST, NodeMeta, partners, partners_said
+from peerd.node.meta import FIRST, FOUNDS, NodeMeta, partners, partners_said
 from peerd.node.model_copy import ModelCopy
 from peerd.node.run_ends import RunEnds
 from peerd.process import host_memory
@@ -335,7 +335,7 @@ class TrainerService:
         self.signature, self.tensors = comes.signature, list(comes.tensors)
         variances = tuple((start, stop) for start, stop in comes.variances)
         self.layout = _layout_of(comes)
-        is_news = not self.meta.expects and self.meta.resumes_at != FIRST
+        is_news = not self.meta.expects
         await self._tell(model=self.signature, expects=True, ended=False, made=0)
         await session.tell(protocol.Welcome(str(settings.checkpoints), settings.checkpoint_every_s))
         ready = await session.receive()
@@ -372,7 +372,11 @@ class TrainerService:
                 return None, step
             await self._runner.move(fresh)
             return 0, self._runner.step
-        if self.meta.resumes_at != FIRST:
+        if (
+            is_news and self.meta.resumes_at != FOUNDS
+        ):  # the script before may have lowered it, or died as it went first
+            await self._tell(resumes_at=step)
+        elif self.meta.resumes_at < FOUNDS:
             # less if the newest checkpoint is damaged, or of another model; never more: who goes first has not heard it
             await self._tell(resumes_at=min(step, self.meta.resumes_at))
         fetched = await session.attended(lambda: self._catch_up.fetch(layout, fresh.look(), is_news=is_news))

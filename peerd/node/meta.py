@@ -16,6 +16,9 @@ from peerd.transport.messages import AS_STARTED, Member, Plan, State
 FIRST = (1 << 63) - 1
 """In place of steps: nobody goes before this node."""
 
+FOUNDS = FIRST - 1
+"""Nobody does who has not begun to."""
+
 _NOTHING_LATER = [*plans.pack(AS_STARTED), False, False, False, False, b"", False, 0, 0]
 
 
@@ -34,7 +37,7 @@ class NodeMeta:
     issuer: bool = False  # it gives certificates to those who have a token, and renews them
     ended: bool = False  # its trainer's run: the last step is made, and it was not broken off
     made: int = 0  # parts of that run, where the trainer has said how long it is (training/model/over.py)
-    resumes_at: int = 0  # before it is ready: the step of its newest checkpoint; FIRST once it goes first
+    resumes_at: int = 0  # before it is ready: the step of its newest checkpoint, or FOUNDS; FIRST once it goes first
 
     def pack(self) -> bytes:
         """At most 64 bytes while each node works as it was started, else at most 500."""
@@ -110,10 +113,10 @@ def whose_model(
 ) -> OwnModel | FetchFrom | WaitFor:
     """Where a newcomer's model comes from.
 
-    A member that has one gives it. While none has, exactly one goes first of those that train: who founds a swarm, or
-    has begun to go first; else who has the checkpoint of the latest step; of equal ones who was started without a node
-    to join, then the smallest id. All others wait for it, so a swarm never starts from two models. Nor does anyone go
-    first while members may still answer whom it knew before a restart: `awaited`, for a bounded time.
+    A member that has one gives it. While none has, exactly one goes first of those that train: who has begun to go
+    first; else who founds a swarm; else who has the checkpoint of the latest step; of equal ones who was started
+    without a node to join, then the smallest id. All others wait for it, so a swarm never starts from two models. Nor
+    does anyone go first while members may still answer whom it knew before a restart: `awaited`, for a bounded time.
     """
     live = {id: NodeMeta.unpack(m.meta) for id, m in members.items() if m.state <= State.SUSPECT}
     if givers := donors(members, me):
@@ -126,7 +129,7 @@ def whose_model(
         return WaitFor("this node is leaving")
     first = min(candidates, key=lambda id: (-live[id].resumes_at, not live[id].founder, id))
     if first != me:
-        at = f" at step {step}" if 0 < (step := live[first].resumes_at) < FIRST else ""
+        at = f" at step {step}" if 0 < (step := live[first].resumes_at) < FOUNDS else ""
         return WaitFor(f"no member has a model yet; {members[first].name} goes first{at}")
     if set(awaited) - {(members[id].host, members[id].port) for id in live}:
         return WaitFor("members known before the restart may still answer")

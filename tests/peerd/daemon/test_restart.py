@@ -18,11 +18,12 @@ import thin
 import trio
 from thin import Swarm, WatchedDaemon, simulate
 
+from peerd.daemon.catch_up import NEWS_S
 from peerd.daemon.known_members import known
 from peerd.daemon.node import running
 from peerd.local.identity import Identity
 from peerd.local.node_key import NodeKey
-from peerd.node.meta import FIRST, NodeMeta
+from peerd.node.meta import FOUNDS, NodeMeta
 from peerd.settings import Settings
 from peerd.transport.hello import Refused
 from peerd.transport.ids import Address
@@ -50,7 +51,7 @@ class Node(thin.Node):
     async def _live(self, task_status: trio.TaskStatus[None]) -> None:
         network, (host, port) = self._swarm.network, self.address
         joins = bool(self._settings.join)
-        resumes_at = self.newest if joins or self.kept else FIRST
+        resumes_at = self.newest if joins or self.kept else FOUNDS
         about = NodeMeta(expects=self.expects, founder=not joins, resumes_at=resumes_at).pack()
         self.trainer.resumes_at = self.whole
         me = Member(self.name, self.name, host, port, self.epoch, 0, ALIVE, "", about)
@@ -262,6 +263,43 @@ def test_of_scripts_that_are_started_by_hand_the_latest_checkpoint_goes_first(fi
         await restart(swarm, dict.fromkeys("ab", 0.0))
         await swarm.eventually(all_train(swarm, "ab"))
         assert started_anew(swarm) == ["b"]
+
+    simulate(1, scenario)
+
+
+@pytest.mark.parametrize("later_s", [NEWS_S + apart_s for apart_s in (-0.1, -0.02, -0.015, -0.01, -0.005, 0.0, 0.1)])
+def test_a_founder_whose_script_comes_as_another_has_waited_makes_no_second_model(later_s: float) -> None:
+    """All are started by hand, at an interval at which neither has heard of the other."""
+
+    async def scenario(swarm: Swarm) -> None:
+        for name in "ab":
+            swarm.nodes[name] = node = Node(swarm, name, join=None if name == "a" else swarm.network.place("a"))
+            node.expects, node.imports_s = False, 3.0 if name == "b" else 3.0 + later_s
+            await node.start(STEPS)
+        await swarm.eventually(all_train(swarm, "ab"))
+        assert len(started_anew(swarm)) == 1
+
+    simulate(1, scenario)
+
+
+def test_a_script_that_went_away_as_it_waited_leaves_the_next_one_its_checkpoint() -> None:
+    """The former was another model's: it had no checkpoint."""
+
+    async def scenario(swarm: Swarm) -> None:
+        await formed(swarm, "ab")
+        await crash(swarm, "ab")
+        for name, step in (("a", 300), ("b", 500)):
+            node = node_of(swarm, name)
+            node.expects, node.imports_s = False, 20.0 if name == "b" else 18.0  # at one moment
+            node.newest = node.whole = step
+        await restart(swarm, {"b": 0.0})
+        stray = thin.Trainer("b", STEPS, swarm.network.step_s)
+        swarm.nursery.start_soon(stray.run, node_of(swarm, "b").daemon)
+        await trio.sleep(2.0)
+        stray._tell.close()
+        await restart(swarm, {"a": 0.0})
+        await swarm.eventually(all_train(swarm, "b"))
+        assert node_of(swarm, "b").trainer.first_step == 500
 
     simulate(1, scenario)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peerd.node.meta import FIRST, FetchFrom, NodeMeta, OwnModel, WaitFor, donors, partners, whose_model
+from peerd.node.meta import FIRST, FOUNDS, FetchFrom, NodeMeta, OwnModel, WaitFor, donors, partners, whose_model
 from peerd.transport.messages import Member, State
 from peerd.transport.wire import BYTES_MAX
 
@@ -15,7 +15,7 @@ MODELS = ("a" * 64, "b" * 64, "")
 PRINTED = settings(deadline=None, print_blob=True)
 
 abouts = st.builds(NodeMeta, st.sampled_from(MODELS), ready=st.booleans(), expects=st.booleans(), founder=st.booleans())
-steps = st.sampled_from([0, 0, 1, 70, 500, FIRST])
+steps = st.sampled_from([0, 0, 1, 70, 500, FOUNDS, FIRST])
 not_ready = st.builds(
     NodeMeta, st.just(""), ready=st.just(False), expects=st.booleans(), founder=st.booleans(), resumes_at=steps
 )
