@@ -26,7 +26,7 @@ from peerd.transport.errors import PeerError
 from peerd.transport.ids import Address, NodeId, shown
 from peerd.transport.messages import Member, ModelEqual, ModelPromise, ModelRequest, ModelSketch, ModelSnapshot, State
 
-NEWS_S = 1.0  # more than the round trip in which two daemons hear of each other
+NEWS_S = 3.0  # in which news crosses a swarm of a hundred members, over wide networks, too
 WAIT_TOLD_EVERY_S = 10.0
 
 

@@ -7,6 +7,7 @@ a test has said.
 from __future__ import annotations
 
 import logging
+import math
 import random
 import socket
 from collections.abc import Callable
@@ -280,6 +281,27 @@ def test_a_founder_whose_script_comes_as_another_has_waited_makes_no_second_mode
         assert len(started_anew(swarm)) == 1
 
     simulate(1, scenario)
+
+
+@pytest.mark.parametrize(("seed", "earlier", "later", "later_s"), [(3, "c", "f", 0.5), (10, "f", "b", 0.3)])
+def test_scripts_that_are_started_by_hand_hear_of_each_other_in_a_wide_swarm(
+    seed: int, earlier: str, later: str, later_s: float
+) -> None:
+    """News comes there by several members, each of which passes it on now and then."""
+
+    async def scenario(swarm: Swarm) -> None:
+        for name in "abcdefgh":
+            joins = None if name == "a" else swarm.network.place("a")
+            swarm.nodes[name] = node = Node(swarm, name, join=joins, network="wan")
+            node.expects, node.imports_s = False, {earlier: 12.0, later: 12.0 + later_s}.get(name, math.inf)
+            node.newest = node.whole = {earlier: 300, later: 500}.get(name, 0)
+            await node.start(STEPS)
+        await trio.sleep(16)
+        await swarm.eventually(all_train(swarm, earlier + later))
+        own = [name for name in (earlier, later) if not node_of(swarm, name).daemon.model._took_the_swarms]
+        assert own == [later]
+
+    simulate(seed, scenario)
 
 
 def test_a_script_that_went_away_as_it_waited_leaves_the_next_one_its_checkpoint() -> None:
