@@ -41,7 +41,7 @@ from peerd.training.rounds.weights import capped, scales
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import NO_MEAN, RoundBegin, RoundCommit, RoundPhase, RoundReport
 
-ATTEMPT_STEP = 1 << 20  # the low bits are drawn, so that two who both lead for a while do not number alike
+FIRST_STEP = 1 << 20  # is drawn of as many, so that two who both lead for a while do not number attempts alike
 PATIENCE_FIRST_S = 300.0  # before anything was measured
 PATIENCE_MIN_S = 30.0
 PATIENCE_SHARE = 4  # times the usual round
@@ -304,9 +304,9 @@ class Leader:
         if self._shuffle:
             self._rng.shuffle(roster)
         lengths = [length for id in roster for length in reports[id].lengths] if alike and not self._gradients else []
-        self._newest = (max(self._newest, attempt) // ATTEMPT_STEP + 1) * ATTEMPT_STEP + self._rng.randrange(
-            ATTEMPT_STEP
-        )
+        if attempt > self._newest or not self._newest:  # another led meanwhile, or does
+            self._newest = attempt + self._rng.randrange(FIRST_STEP)
+        self._newest += 1
         codec = self._settings.codec
         if codec == AUTO:
             codec = self._choice.codec(reports[id].concentration for id in roster)
