@@ -230,6 +230,18 @@ def test_who_was_taken_far_ahead_by_a_leader_that_lied_is_in_rounds_again_under_
     assert len({node.core.mode._rounds._seen for node in swarm.nodes.values()}) == 1
 
 
+def test_no_rounds_of_years_bring_attempts_to_where_a_newcomer_does_not_believe_them() -> None:
+    """A count of them ends there: only who comes to lead draws where it begins."""
+    swarm = Attacked(("allreduce", {}), codec="float32", overlap="blocking")
+    swarm.all_hear()
+    swarm.settle()
+    swarm.train(4)
+    rounds = swarm.nodes["b"].core.mode._rounds
+    number, attempt = rounds.round, rounds._seen
+    swarm.train(20)
+    assert 8 <= rounds.round - number == rounds._seen - attempt
+
+
 def test_a_length_that_is_none_is_its_members_fault_and_not_the_leaders_that_repeats_it() -> None:
     swarm = Attacked(("allreduce", {}), "abcd", codec="int8", overlap="blocking")
     swarm.all_hear()
@@ -352,6 +364,27 @@ def test_no_word_of_a_server_sets_its_owner_and_the_others_at_odds(told: str, st
     swarm.train(4)
     assert swarm.refused == 0
     assert len({state.leader for state in states.values()}) == 1
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("bids", [False, True])
+def test_who_was_taken_far_ahead_by_an_owner_that_lied_is_served_again_by_the_next(place: int, bids: bool) -> None:
+    swarm = Attacked(("hardsync", {}), "abcd")
+    swarm.all_hear()
+    swarm.settle()
+    swarm.train(4)
+    states = {name: node.core.mode._leadership.shards[0] for name, node in swarm.nodes.items()}
+    term, owner = states["a"].leader
+    victim = sorted({*"abcd"} - {owner})[place]
+    for times in (1, 2, 3):
+        far = term + times * STEP_MAX
+        swarm.lie(owner, victim, Prepare(0, far, 0) if bids else ShardLeader(0, far, owner, True, 0, ()))
+    swarm.die(owner)
+    swarm.all_hear()
+    swarm.settle()
+    swarm.train(4)
+    assert swarm.refused == 0
+    assert len({states[name].leader for name in swarm.nodes}) == 1
 
 
 def test_no_age_takes_the_centre_over_for_ever() -> None:

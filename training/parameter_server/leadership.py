@@ -27,7 +27,7 @@ from hashlib import blake2b
 import numpy as np
 
 from peerd.training.codecs import vector
-from peerd.training.counts import COUNT_END, REPORTED_MAX, REPORTED_STEP, within_step
+from peerd.training.counts import COUNT_END, REPORTED_MAX, REPORTED_STEP, STEP_MAX, within_step
 from peerd.training.effects import Vector
 from peerd.training.parameter_server.limits import PushLimits
 from peerd.training.parameter_server.optimizer import Optimizer
@@ -288,7 +288,12 @@ class Leadership:
 
     def on_prepare(self, sender: NodeId, message: Prepare, now: float) -> None:
         """Tell the proposer what we have, and follow it."""
-        shard = self.shard(message.shard, term=message.term, clock=message.clock)
+        shard = self.shard(message.shard, message.term, clock=message.clock)
+        if shard.leader[0] > 0 and sender == self.owner(shard) and message.term > shard.leader[0] + STEP_MAX:
+            within_step("a term", near := shard.leader[0] + STEP_MAX, shard.leader[0])
+            self._accept_ballot(shard, (near, sender), announced=False)  # it was told so, and asks again: we come there
+            return
+        within_step("a term", message.term, shard.leader[0])
         if sender not in self._members.alive:
             self._heard[sender] = now
         if not self._may_lead(shard, sender, message):
@@ -351,8 +356,11 @@ class Leadership:
 
     def on_leader(self, sender: NodeId, message: ShardLeader, now: float) -> bool:
         """Somebody says who serves a shard. Says whether that is news to our worker."""
-        shard = self.shard(message.shard, term=message.term)
-        ballot, tree = (message.term, message.server), tree_of(message)
+        shard, term = self.shard(message.shard, message.term), message.term
+        if self.owner(shard) == self._me:  # others may have been told so: its bids come there one by one
+            term = min(term, shard.leader[0] + STEP_MAX)
+        within_step("a term", term, shard.leader[0])
+        ballot, tree = (term, message.server), tree_of(message)
         is_of_now = ballot == shard.leader and (shard.server is not None or not message.serving)
         if message.server == self._me and not is_of_now:  # of an earlier life: our next ballot is above it
             if ballot >= shard.leader and self.owner(shard) == self._me:
