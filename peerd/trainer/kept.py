@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
+import sys
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
@@ -24,6 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from peerd.training.model.shards import is_sharded
 from peerd.transport.errors import cause
 
+HELD_HERE = 2  # references to what only a list holds: its own, and that of who counts
 PLAIN_BYTES_MAX = 4 << 20  # of all states as JSON; a manifest over its limit would be read by nobody
 _SEQUENCES: dict[str, type] = {kind.__name__: kind for kind in (tuple, set, frozenset)}
 _MAPS: dict[str, type] = {kind.__name__: kind for kind in (dict, OrderedDict, Counter)}
@@ -106,6 +108,9 @@ class Kept:
 
     def came(self) -> None:
         """Training begins: from here on they are ahead of checkpoints."""
+        for at in reversed(range(len(_CAME_AND_STAY))):
+            if sys.getrefcount(_CAME_AND_STAY[at]) <= HELD_HERE:  # nobody can give it again
+                del _CAME_AND_STAY[at]
         for held in self._objects.values():
             if not _is_known(held):
                 try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+import weakref
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -280,6 +281,24 @@ def test_what_this_process_has_trained_with_is_not_taken_back(path: Path, capsys
 
     with_daemon(path, resumed)
     assert "peerd: from the checkpoint of step 6 also: mine, words\n" in capsys.readouterr().err
+
+
+def test_a_dictionary_that_the_script_has_let_go_of_is_not_held() -> None:
+    class Big:
+        pass
+
+    mine: dict[str, Any] = {"count": 0}
+    gone: list[weakref.ref[Big]] = []
+    for _ in range(3):
+        theirs: dict[str, Any] = {}
+        Kept({"mine": mine, "theirs": theirs}).came()
+        theirs["big"] = big = Big()
+        gone.append(weakref.ref(big))
+        del theirs, big
+    Kept({}).came()
+    assert [each() for each in gone] == [None] * 3
+    Kept({"mine": mine}).restore({"mine": {"dict": []}}, {}, 1)
+    assert mine == {"count": 0}
 
 
 def test_what_came_from_a_checkpoint_that_is_put_aside_is_soon_in_another(
