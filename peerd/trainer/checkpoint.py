@@ -185,6 +185,7 @@ def restore(
         if name.startswith("optimizer."):
             _, index, key = name.split(".", 2)
             at = moved.get(int(index), int(index))
+            value = value.clone()  # the optimizer takes it as it is, and with it the file, deleted since, on the disk
             held = parameters[at] if at < len(parameters) else value
             state.setdefault(at, {})[key] = taken_apart(value, held) if value.shape == held.shape else value
     kept, then = plain["param_groups"], plain.get("made", [])

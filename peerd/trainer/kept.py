@@ -198,7 +198,7 @@ def _made_again(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     ((kind, inside),) = tree.items()
     match kind:
         case "tensor":
-            return tensors[inside]
+            return tensors[inside].clone()  # which else holds the file, deleted since, for as long as the script has it
         case "array":
             dtype, shape, name = inside
             array = np.ndarray(shape or (), np.dtype(dtype), tensors[name].numpy().tobytes()).copy()

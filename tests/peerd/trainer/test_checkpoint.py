@@ -32,6 +32,7 @@ from peerd.trainer.checkpoint import (
     restore,
     save,
 )
+from peerd.trainer.kept import Kept
 from peerd.trainer.optimizers import Several, as_one
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
@@ -100,6 +101,23 @@ def names(folder: Path) -> list[str]:
 
 
 # ------------------------------------------------------------------------------------------------------- round trips
+
+
+def test_nothing_that_was_restored_holds_a_file_that_is_deleted_since(tmp_path: Path) -> None:
+    """It took the disk one checkpoint more for the whole run, which no listing shows."""
+    model, kept = Net(), {"held": torch.ones(3)}
+    optimizer = torch.optim.Adam(model.parameters())
+    train(model, optimizer, 0, 1)
+    save(tmp_path, capture(model, optimizer, 1, "s", (), Kept({"kept": kept})))
+    model, kept = Net(), {}
+    optimizer = torch.optim.Adam(model.parameters())
+    found = newest(tmp_path, "s", silent)
+    assert found is not None
+    assert restore(found, model, optimizer)
+    Kept({"kept": kept}).restore(found.kept, found.tensors, 1)
+    del found
+    assert kept["held"].tolist() == [1, 1, 1]
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
