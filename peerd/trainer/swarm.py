@@ -28,7 +28,7 @@ from torch import nn
 
 from peerd.local.local_socket import LocalSocket, find_node
 from peerd.trainer import checkpoint, groups
-from peerd.trainer.figures import Figures, FromGpus, clean
+from peerd.trainer.figures import Figures, FromGpus, clean, one_number
 from peerd.trainer.follower import Follower
 from peerd.trainer.kept import Kept
 from peerd.trainer.optimizers import Optimizers, as_one
@@ -284,15 +284,16 @@ class Swarm:
         with hooks.no_sync() if hooks is not None else nullcontext():
             yield
 
-    def weigh(self, samples: float) -> None:
+    def weigh(self, samples: SupportsFloat) -> None:
         """How many samples the next backward pass is of, where gradients are exchanged and batches differ in size.
 
         Otherwise it counts as many as `step` was told last. Raises ValueError: not a number above 0.
         """
-        if not 0 < samples < math.inf:
+        number = one_number(samples)
+        if number is None or not 0 < number < math.inf:
             raise ValueError(f"samples is {samples!r}, and should be a number above 0")
         if self._session is not None:
-            self._session.weigh(float(samples))
+            self._session.weigh(number)
 
     def finish(self) -> None:
         """Take part in the final flush; afterwards the model is the swarm's. Leaving the block does it.

@@ -211,6 +211,16 @@ def test_while_the_last_checkpoint_is_written_the_model_is_the_daemons(
     assert (status.phase, status.step, let_go) == ("finished", 1, [True])
 
 
+@pytest.mark.parametrize("samples", [0, math.inf, math.nan, "many", None, torch.zeros(2), 1j])
+def test_what_weighs_nothing_is_refused_by_one_line(samples: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PEERD_NAME", "nobody")
+    model, optimizer = normed()
+    swarm = peerd.attach(model, optimizer)
+    swarm.weigh(torch.tensor(8))
+    with pytest.raises(ValueError, match="should be a number above 0"):
+        swarm.weigh(samples)
+
+
 def test_a_mode_hears_how_large_batches_are_of_late(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[StepReport] = []
 
