@@ -134,6 +134,7 @@ class LocalSocket:
             raise
         self._socket.setblocking(True)
         self._buffer = bytearray()
+        self._came: list[bytes] = []  # and is not in the buffer yet
 
     def send(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
         """Send one message, with file descriptors beside it; raises OSError, or ValueError when it is too long."""
@@ -147,16 +148,17 @@ class LocalSocket:
     def receive(self, timeout_s: float | None = None) -> dict[str, Any] | None:
         """The next message; None when none comes within `timeout_s` (0: do not wait). Raises EOFError at the end."""
         while (message := take(self._buffer)) is None:
-            self._socket.settimeout(timeout_s)
-            try:
-                data = self._socket.recv(1 << 16)
-            except (BlockingIOError, TimeoutError):
-                return None
-            finally:
-                self._socket.settimeout(None)
-            if not data:
+            if not self._came:
+                self._socket.settimeout(timeout_s)
+                try:  # in one call: Ctrl-C, which a script may catch, comes before or after it, and no byte is lost
+                    self._came.extend(map(self._socket.recv, (1 << 16,)))
+                except (BlockingIOError, TimeoutError):
+                    return None
+                finally:
+                    self._socket.settimeout(None)
+            if not self._came[0]:
                 raise EOFError("the daemon closed the connection")
-            self._buffer += data
+            self._buffer, self._came = self._buffer + self._came[0], []
         return message
 
     def ask(self, verb: str, /, meanwhile: Callable[[], None] = lambda: None, **arguments: Any) -> dict[str, Any]:

@@ -53,6 +53,35 @@ def take_all(buffer: bytearray) -> list[dict[str, Any]]:
     return found
 
 
+def test_what_has_come_is_not_lost_to_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupted = []
+
+    class Interrupted(socket.socket):
+        def settimeout(self, value: float | None) -> None:
+            super().settimeout(value)
+            if value is None and not interrupted:
+                interrupted.append(True)
+                raise KeyboardInterrupt
+
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "s"))
+        listening.listen()
+        monkeypatch.setattr(socket, "socket", Interrupted)
+        client = LocalSocket(tmp_path / "s")
+        monkeypatch.undo()
+        with listening.accept()[0] as daemon:
+            daemon.sendall(pack({"kind": "first"}) + pack({"kind": "second"}))
+            with pytest.raises(KeyboardInterrupt):
+                client.receive(1.0)
+            assert [client.receive(0), client.receive(0), client.receive(0)] == [
+                {"kind": "first"}, {"kind": "second"}, None,
+            ]  # fmt: skip
+        for _ in range(2):
+            with pytest.raises(EOFError):
+                client.receive(1.0)
+        client.close()
+
+
 # ------------------------------------------------------------------------------------------------------------- bytes
 
 
