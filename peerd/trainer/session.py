@@ -569,8 +569,8 @@ class Session:
     def _obey(self, said: Said) -> None:
         # What interrupts this the script may catch, and train on (Ctrl-C, memory that ran out); the daemon offers
         # nothing more before it is answered. What was left undone is to the others as if this script had stepped so.
-        self._owed = self._client.hear(said)
-        self._came = self._came if isinstance(said, Load) else None  # that has no answer, and can be done again
+        again = isinstance(said, Load)  # that has no answer, and can be done again
+        self._owed, self._came = self._client.hear(said), self._came if again else None  # both, or neither
         if isinstance(said, Corrections | Load):
             self._say_published()  # what is copied stays as it is until then
         if isinstance(said, Corrections):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,10 @@ from script_nodes import Swarm
 from torch import nn
 
 import peerd
-from peerd.protocol.trainer_client import ClientState
+from peerd.protocol.trainer import Added, Corrections, encoded
+from peerd.protocol.trainer_client import ClientState, TrainerClient
+from peerd.trainer.publication import Publication
+from peerd.trainer.ranks import RankCommand
 from peerd.trainer.session import Session
 from peerd.training.model.flat import FlatModel
 
@@ -186,3 +190,29 @@ def test_an_attach_that_was_interrupted_is_in_nobodys_way(tmp_path: Path, monkey
 
     script_nodes.run(tmp_path, scenario, mode="gossip", exchange="weights")
     assert len(kept) == 2
+
+
+def test_a_correction_is_answered_once_wherever_its_hearing_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answered before it was added, and again after that, the daemon would take the next one for added, too."""
+    done: list[str] = []
+    session = Session.__new__(Session)
+    session._client, session._publication = TrainerClient(), Publication()
+    session._owed = session._unsaid = None
+    session._copy_cost_s, session._command = 0.0, RankCommand.GO_ON
+    session._came = encoded(Corrections(1))
+    session._memory = SimpleNamespace(corrections=[None, None])  # type: ignore[assignment]
+    session.flat = SimpleNamespace(add=lambda _: done.append("added"))  # type: ignore[assignment]
+    session._socket = SimpleNamespace(  # type: ignore[assignment]
+        send=lambda message: done.append(message["kind"]), receive=lambda _: None
+    )
+
+    class Once(type):
+        def __instancecheck__(cls, instance: object) -> bool:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("peerd.trainer.session.Load", Once("Load", (), {}))
+    with pytest.raises(KeyboardInterrupt):
+        session._poll(timeout_s=0)
+    session._poll(timeout_s=0)
+    assert done == ["added", encoded(Added(1))["kind"]]
