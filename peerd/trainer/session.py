@@ -143,6 +143,7 @@ class Session:
         self._unsaid: Stepped | None = None  # of the step whose copy is under way
         self._came: dict[str, Any] | None = None  # what the daemon said last, until it is heeded
         self._owed: Said | None = None  # the answer to it
+        self._answered: list[None] = []  # whether it was given: a second one would be for the correction that follows
         self.step = 0
         self.hooks: GradientHooks | None = None  # where gradients are exchanged
         self._is_owed = False  # the mean of a gradient that was given
@@ -587,8 +588,9 @@ class Session:
     def _answer(self) -> None:
         if self._owed is not None:
             self._say_published()
-            self._socket.send(encoded(self._owed))
-            self._owed = None
+            if not self._answered:
+                self._socket.send(encoded(self._owed), noted=self._answered)
+            self._owed, self._answered = None, []
 
     def _refuse_beyond_float32(self) -> None:
         if (name := self.flat.beyond_float32()) is not None:

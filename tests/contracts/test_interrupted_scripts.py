@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from script_nodes import Swarm
 from torch import nn
 
 import peerd
+from peerd.local.local_socket import LocalSocket, take
 from peerd.protocol.trainer import Added, Corrections, encoded
 from peerd.protocol.trainer_client import ClientState, TrainerClient
 from peerd.trainer.publication import Publication
@@ -192,27 +194,38 @@ def test_an_attach_that_was_interrupted_is_in_nobodys_way(tmp_path: Path, monkey
     assert len(kept) == 2
 
 
-def test_a_correction_is_answered_once_wherever_its_hearing_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answered before it was added, and again after that, the daemon would take the next one for added, too."""
-    done: list[str] = []
+@pytest.mark.parametrize("where", ["Load", "send"])
+def test_a_correction_is_answered_once_wherever_that_was_interrupted(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon would take the next one for added, too."""
+    added: list[Any] = []
     session = Session.__new__(Session)
     session._client, session._publication = TrainerClient(), Publication()
     session._owed = session._unsaid = None
+    session._answered = []
     session._copy_cost_s, session._command = 0.0, RankCommand.GO_ON
     session._came = encoded(Corrections(1))
     session._memory = SimpleNamespace(corrections=[None, None])  # type: ignore[assignment]
-    session.flat = SimpleNamespace(add=lambda _: done.append("added"))  # type: ignore[assignment]
-    session._socket = SimpleNamespace(  # type: ignore[assignment]
-        send=lambda message: done.append(message["kind"]), receive=lambda _: None
-    )
+    session.flat = SimpleNamespace(add=added.append)  # type: ignore[assignment]
 
     class Once(type):
         def __instancecheck__(cls, instance: object) -> bool:
             monkeypatch.undo()
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("peerd.trainer.session.Load", Once("Load", (), {}))
-    with pytest.raises(KeyboardInterrupt):
-        session._poll(timeout_s=0)
-    session._poll(timeout_s=0)
-    assert done == ["added", encoded(Added(1))["kind"]]
+    if where == "Load":
+        monkeypatch.setattr("peerd.trainer.session.Load", Once("Load", (), {}))
+    else:
+        monkeypatch.setattr(LocalSocket, "send", once(LocalSocket.send, KeyboardInterrupt, lambda: True, after=True))
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "s"))
+        listening.listen()
+        session._socket = LocalSocket(tmp_path / "s")
+        with listening.accept()[0] as daemon:
+            with pytest.raises(KeyboardInterrupt):
+                session._poll(timeout_s=0)
+            session._poll(timeout_s=0)
+            session._socket.close()
+            said = bytearray(daemon.recv(1 << 16))
+    assert (added, take(said), said) == ([None], encoded(Added(1)), b"")
