@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import sys
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
@@ -29,6 +29,7 @@ HELD_HERE = 2  # references to what only a list holds: its own, and that of who 
 PLAIN_BYTES_MAX = 4 << 20  # of all states as JSON; a manifest over its limit would be read by nobody
 _SEQUENCES: dict[str, type] = {kind.__name__: kind for kind in (tuple, set, frozenset)}
 _MAPS: dict[str, type] = {kind.__name__: kind for kind in (dict, OrderedDict, Counter)}
+_FACTORIES: dict[str, type] = {kind.__name__: kind for kind in (int, float, bool, str, list, dict, set)}
 
 _CAME = WeakIdKeyDictionary()
 """Objects that were kept before: what this process has made of them since is newer than any checkpoint."""
@@ -181,11 +182,12 @@ def _packed(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
     if kind in _SEQUENCES.values():
         return {kind.__name__: _packed(list(value), where, tensors)}
     if isinstance(value, dict):
-        name = kind.__name__ if kind in _MAPS.values() else "dict"
         pairs = [
             [_packed(key, where, tensors), _packed(each, f"{where}.{key}", tensors)] for key, each in value.items()
         ]
-        return {name: pairs}
+        if (factory := getattr(value, "default_factory", None)) in _FACTORIES.values():
+            return {"defaultdict": [factory.__name__, pairs]}
+        return {kind.__name__ if kind in _MAPS.values() else "dict": pairs}
     raise ValueError(f"{where.removeprefix('kept.')} is a {kind.__name__}, which no checkpoint can hold")
 
 
@@ -207,6 +209,8 @@ def _made_again(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
             return base64.b64decode(inside)
         case "deque":
             return deque(_made_again(inside[0], tensors), inside[1])
+        case "defaultdict":
+            return defaultdict(_FACTORIES[inside[0]], _made_again(inside[1], tensors))
         case _ if kind in _SEQUENCES:
             return _SEQUENCES[kind](_made_again(inside, tensors))
         case _:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 import weakref
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,7 @@ STATES: st.SearchStrategy[Any] = st.recursive(
         | st.dictionaries(KEYS | st.tuples(KEYS, KEYS), inside, max_size=3)
         | st.dictionaries(KEYS, inside, max_size=3).map(OrderedDict)
         | st.dictionaries(KEYS, st.integers(), max_size=3).map(Counter)
+        | st.builds(defaultdict, st.sampled_from([int, list, set]), st.dictionaries(KEYS, inside, max_size=3))
         | st.sets(KEYS, max_size=3)
         | st.frozensets(KEYS, max_size=3)
     ),
@@ -91,6 +92,8 @@ def is_same(one: Any, other: Any) -> bool:
         return one.dtype == other.dtype and one.shape == other.shape and bool(torch.equal(one, other))
     if isinstance(one, np.ndarray | np.generic):
         return (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
+    if isinstance(one, defaultdict) and one.default_factory is not other.default_factory:
+        return False
     if isinstance(one, dict):
         return is_same(list(one.items()), list(other.items()))
     if isinstance(one, deque):
@@ -122,6 +125,15 @@ def test_any_state_comes_back_as_it_was(tmp_path_factory: pytest.TempPathFactory
     assert len(told) <= 1
     for name, state in states.items():
         assert is_same(now[name].state, state)
+
+
+def test_a_default_of_the_scripts_own_is_left_out(tmp_path: Path) -> None:
+    again(
+        tmp_path,
+        {"words": {"own": defaultdict(lambda: 7, a=1), "none": defaultdict(None, b=2)}},
+        {"words": (now := {})},
+    )
+    assert now == {"own": {"a": 1}, "none": {"b": 2}}
 
 
 def test_a_dictionary_that_has_a_state_of_its_own_is_kept_by_that(tmp_path: Path) -> None:
