@@ -105,19 +105,26 @@ def _come(
     session = None
     try:
         session = _open(model, optimizer, ranks, exclude, kept, quasi_global_momentum=momentum is not None)
+        for line in checkpoint.not_kept(model) if session is not None else ():
+            say(line)
+        if ranks is not None:
+            ranks.say(
+                RankCommand.GO_ON if session is not None else RankCommand.ALONE,
+                session.step if session is not None else 0,
+            )
+            if session is not None and isinstance(session.flat, FlatModel):
+                ranks.share_path(session.restored_from)
+                ranks.share(session.flat)
+        kept.came()
+        return Swarm(session, ranks, momentum=momentum)
     except Refused as refusal:
         if ranks is not None:
             ranks.say(RankCommand.STOP)
         raise SystemExit(f"peerd: {refusal}") from None
-    if ranks is not None:
-        ranks.say(
-            RankCommand.GO_ON if session is not None else RankCommand.ALONE, session.step if session is not None else 0
-        )
-        if session is not None and isinstance(session.flat, FlatModel):
-            ranks.share_path(session.restored_from)
-            ranks.share(session.flat)
-    kept.came()
-    return Swarm(session, ranks, momentum=momentum)
+    except BaseException:  # its connection and its hooks would be in the way of the next attach
+        if session is not None:
+            session.close()
+        raise
 
 
 def _open(
@@ -133,10 +140,7 @@ def _open(
     if socket is None:
         return None
     try:
-        session = Session(socket, model, optimizer, ranks, exclude, kept, quasi_global_momentum=quasi_global_momentum)
-        for line in checkpoint.not_kept(model):
-            say(line)
-        return session
+        return Session(socket, model, optimizer, ranks, exclude, kept, quasi_global_momentum=quasi_global_momentum)
     except Refused:
         _give_up(socket)
         raise

@@ -19,6 +19,8 @@ import peerd
 from peerd.local.local_socket import LocalSocket, take
 from peerd.protocol.trainer import Added, Corrections, encoded
 from peerd.protocol.trainer_client import ClientState, TrainerClient
+from peerd.trainer import checkpoint
+from peerd.trainer.kept import Kept
 from peerd.trainer.publication import Publication
 from peerd.trainer.ranks import RankCommand
 from peerd.trainer.session import Session
@@ -173,8 +175,12 @@ def test_an_end_that_was_broken_off_is_none(tmp_path: Path, monkeypatch: pytest.
     script_nodes.run(tmp_path, scenario, mode="gossip", exchange="weights")
 
 
-def test_an_attach_that_was_interrupted_is_in_nobodys_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Session, "_wait", once(Session._wait, KeyboardInterrupt, lambda: True, after=False))
+@pytest.mark.parametrize("exchange", ["weights", "gradients"])
+@pytest.mark.parametrize(("of", "what"), [(Session, "_wait"), (checkpoint, "not_kept"), (Kept, "came")])
+def test_an_attach_that_was_interrupted_is_in_nobodys_way(
+    of: Any, what: str, exchange: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(of, what, once(getattr(of, what), KeyboardInterrupt, lambda: True, after=False))
     kept: list[Any] = []
 
     def script() -> None:
@@ -182,6 +188,7 @@ def test_an_attach_that_was_interrupted_is_in_nobodys_way(tmp_path: Path, monkey
         with pytest.raises(KeyboardInterrupt) as caught:
             peerd.attach(training.model, training.optimizer)
         kept.append(caught)  # as a notebook does, with all that its traceback holds
+        assert not training.optimizer._optimizer_step_pre_hooks
         with peerd.attach(training.model, training.optimizer) as swarm:
             training.steps(swarm, lambda: swarm.step_count >= 3)
         kept.append(swarm)
@@ -190,7 +197,7 @@ def test_an_attach_that_was_interrupted_is_in_nobodys_way(tmp_path: Path, monkey
         await swarm.start("a", script)
         await swarm.ended("a")
 
-    script_nodes.run(tmp_path, scenario, mode="gossip", exchange="weights")
+    script_nodes.run(tmp_path, scenario, mode="gossip" if exchange == "weights" else "allreduce", exchange=exchange)
     assert len(kept) == 2
 
 
