@@ -185,7 +185,8 @@ def _packed(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
         pairs = [
             [_packed(key, where, tensors), _packed(each, f"{where}.{key}", tensors)] for key, each in value.items()
         ]
-        if (factory := getattr(value, "default_factory", None)) in _FACTORIES.values():
+        factory: Any = getattr(value, "default_factory", None)
+        if factory in _FACTORIES.values():
             return {"defaultdict": [factory.__name__, pairs]}
         return {kind.__name__ if kind in _MAPS.values() else "dict": pairs}
     raise ValueError(f"{where.removeprefix('kept.')} is a {kind.__name__}, which no checkpoint can hold")
