@@ -134,7 +134,8 @@ def _load(held: Any, state: Any) -> None:
 
 
 def _schedules(held: Any) -> Iterator[LRScheduler]:
-    """It, if it is one, and those that it is made of."""
+    """It, if it is one, or the one that it wraps, as Accelerate does; and those that it is made of."""
+    held = held if isinstance(held, LRScheduler) else getattr(held, "scheduler", None)
     if isinstance(held, LRScheduler):
         yield held
         for each in getattr(held, "_schedulers", ()):

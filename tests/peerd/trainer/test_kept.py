@@ -230,14 +230,26 @@ def test_objects_that_are_interrupted_go_on_as_if_they_were_not(kind: str, tmp_p
     assert is_same([*seen, *(now.step() for _ in range(5))], expected)
 
 
-@pytest.mark.parametrize("nested", [False, True])
-def test_a_rate_that_was_changed_in_the_script_is_not_undone_by_its_schedule(nested: bool, tmp_path: Path) -> None:
+class Accelerated:
+    """As Accelerate wraps a scheduler."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.scheduler, name)
+
+
+@pytest.mark.parametrize("around", [lambda it: it, lambda it: lr_scheduler.ChainedScheduler([it]), Accelerated])
+def test_a_rate_that_was_changed_in_the_script_is_not_undone_by_its_schedule(
+    around: Callable[[Any], Any], tmp_path: Path
+) -> None:
     def made(rate: float) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
         model = nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=rate)
         scheduler = lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch))
         groups.remember(optimizer)
-        return model, optimizer, lr_scheduler.ChainedScheduler([scheduler]) if nested else scheduler
+        return model, optimizer, around(scheduler)
 
     model, optimizer, scheduler = made(0.1)
     for _ in range(3):
