@@ -54,7 +54,7 @@ def take_all(buffer: bytearray) -> list[dict[str, Any]]:
 
 
 def test_what_has_come_is_not_lost_to_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    interrupted = []
+    interrupted: list[bool] = []
 
     class Interrupted(socket.socket):
         def settimeout(self, value: float | None) -> None:

@@ -128,11 +128,8 @@ def test_any_state_comes_back_as_it_was(tmp_path_factory: pytest.TempPathFactory
 
 
 def test_a_default_of_the_scripts_own_is_left_out(tmp_path: Path) -> None:
-    again(
-        tmp_path,
-        {"words": {"own": defaultdict(lambda: 7, a=1), "none": defaultdict(None, b=2)}},
-        {"words": (now := {})},
-    )
+    now: dict[str, Any] = {}
+    again(tmp_path, {"words": {"own": defaultdict(lambda: 7, a=1), "none": defaultdict(None, b=2)}}, {"words": now})
     assert now == {"own": {"a": 1}, "none": {"b": 2}}
 
 
