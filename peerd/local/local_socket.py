@@ -136,17 +136,17 @@ class LocalSocket:
         self._buffer = bytearray()
         self._came: list[bytes] = []  # and is not in the buffer yet
 
-    def send(self, message: dict[str, Any], fds: tuple[int, ...] = (), noted: list[None] | None = None) -> None:
+    def send(self, message: dict[str, Any], fds: tuple[int, ...] = (), done: list[None] | None = None) -> None:
         """Send one message, with file descriptors beside it; raises OSError, or ValueError when it is too long.
 
-        `noted` is no longer empty once it is sent, whatever interrupts this then.
+        `done` is no longer empty once it is sent, whatever interrupts this then.
         """
         data = pack(message)
         if fds:
             sent = socket.send_fds(self._socket, [data], list(fds))
             data = data[sent:]
         if data:  # sending nothing fails, too, when the answer to what was sent ended the connection
-            ([] if noted is None else noted).extend(map(self._socket.sendall, (data,)))  # in one call, as below
+            ([] if done is None else done).extend(map(self._socket.sendall, (data,)))  # in one call, as below
 
     def receive(self, timeout_s: float | None = None) -> dict[str, Any] | None:
         """The next message; None when none comes within `timeout_s` (0: do not wait). Raises EOFError at the end."""

@@ -589,7 +589,7 @@ class Session:
         if self._owed is not None:
             self._say_published()
             if not self._answered:
-                self._socket.send(encoded(self._owed), noted=self._answered)
+                self._socket.send(encoded(self._owed), done=self._answered)
             self._owed, self._answered = None, []
 
     def _refuse_beyond_float32(self) -> None:
