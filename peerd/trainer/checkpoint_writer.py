@@ -19,6 +19,13 @@ from peerd.transport.errors import cause
 COST_MAX = 1 / 50
 """Of the time: the copy holds the training up, and what writes it takes a processor's time."""
 
+FIRST_S = 5.0
+"""From the start to the first one, or longer where it costs more; each next one waits twice as long. What nothing else
+holds (the optimizer's state, what the script keeps) comes back to a script that dies again and again within a minute.
+"""
+
+VALUE_S = 5e-8  # what a value costs with Adam's state of it, in a processor's time: nothing of a first one is measured
+
 _THREADS: dict[Path, threading.Thread] = {}
 """By folder, what writes there: of a training that was broken off it is still at it as this process attaches again."""
 
@@ -33,9 +40,16 @@ class CheckpointWriter:
     """Keeps a run in its folder. One file is written at a time; none that fails ends the training."""
 
     def __init__(
-        self, folder: Path, every_s: float, rest: Rest, capture: Callable[[int, bool], checkpoint.Generation]
+        self,
+        folder: Path,
+        every_s: float,
+        rest: Rest,
+        capture: Callable[[int, bool], checkpoint.Generation],
+        values: int = 0,
     ) -> None:
         """`every_s`: seconds from one checkpoint to the next, or more where they cost more than `COST_MAX`.
+
+        The first ones come sooner, as far as a model of so many `values` allows.
 
         `rest` is written at once: what the model has beside its trained tensors. `capture` gives the model as it is
         after a step; and whether it stands until that is written, so that it need not be copied.
@@ -43,6 +57,7 @@ class CheckpointWriter:
         self._folder = folder
         self._capture = capture
         self._every_s = every_s
+        self._wait_s = min(every_s, max(FIRST_S, values * VALUE_S / COST_MAX))
         self._began = time.monotonic()
         self._cost_s = 0.0
         self.failed: str | None = None  # why the last one was not written
@@ -52,7 +67,7 @@ class CheckpointWriter:
     def due(self, now: float) -> bool:
         """Whether the next one should be written at `now`, a time of `time.monotonic`."""
         waited = now - self._began
-        return waited >= self._every_s and not self._thread.is_alive() and waited >= self._cost_s / COST_MAX
+        return waited >= self._wait_s and not self._thread.is_alive() and waited >= self._cost_s / COST_MAX
 
     def hasten(self) -> None:
         """The next one is due at once."""
@@ -61,6 +76,7 @@ class CheckpointWriter:
     def write(self, step: int) -> None:
         """Copy now, write in a thread: training goes on meanwhile."""
         self._began = time.monotonic()
+        self._wait_s = min(self._every_s, 2 * self._wait_s)
         generation = self._captured(step, stands=False)
         copying_s = time.monotonic() - self._began
         if generation is None:

@@ -107,6 +107,12 @@ class Kept:
         if given:
             self._tell(f"from the checkpoint of step {step} also: {', '.join(given)}")
 
+    def none_found(self, step: int) -> None:
+        """No checkpoint was there to restore, though the model is of `step`: a newcomer's, or that of who died soon."""
+        if anew := [name for name, held in self._objects.items() if not _is_known(held)]:
+            as_made = "it begins as the script made it" if len(anew) == 1 else "they begin as the script made them"
+            self._tell(f"this node has no checkpoint with {', '.join(anew)}: {as_made}, with the model of step {step}")
+
     def came(self) -> None:
         """Training begins: from here on they are ahead of checkpoints."""
         for at in reversed(range(len(_CAME_AND_STAY))):

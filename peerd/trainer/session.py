@@ -213,7 +213,9 @@ class Session:
             if self._ranks == 1:  # other ranks have yet to read what they resume from
                 self._put_passed_aside()
         if restored is not None:
-            _say_restored(*restored, model_too=start.load is None)
+            _say_restored(*restored, model_of=None if start.load is None else start.step)
+        elif self.step:
+            self._kept.none_found(self.step)
         if self.step and (last := _TRAINED.get(self._checkpoints)) and last() is not self._model:
             say(
                 f"this training goes on from step {self.step} with the model of the one before it in this script; "
@@ -224,7 +226,7 @@ class Session:
         self._watch.copied()
         self._wait()
         rest = Rest(self._model, flat.pieces, flat.signature)
-        self._writer = CheckpointWriter(self._checkpoints, welcome.checkpoint_every_s, rest, self._capture)
+        self._writer = CheckpointWriter(self._checkpoints, welcome.checkpoint_every_s, rest, self._capture, flat.total)
         if passes:  # what came from the one put aside, of the optimizer and else, is in none
             self._writer.hasten()
         if self._gradients is not None and isinstance(flat, FlatModel):
@@ -640,12 +642,12 @@ def _exchange_of(socket: LocalSocket) -> tuple[bool, bool]:
     return said.get("exchange") == "gradients", said.get("optimizer") is True
 
 
-def _say_restored(step: int, whole: bool, *, model_too: bool) -> None:
-    """Said once it is known whose model the training starts from: the daemon may have a later one."""
-    found = f"the checkpoint of step {step}"
-    if model_too:
+def _say_restored(step: int, whole: bool, *, model_of: int | None) -> None:
+    """Said once it is known whose model the training starts from: the daemon may have one, `model_of` a step."""
+    found, given = f"the checkpoint of step {step}", f"the model of step {model_of} is the daemon's"
+    if model_of is None:
         say(f"resumed from {found}" if whole else f"resumed from {found}, which has no state that fits the optimizer")
     elif whole:
-        say(f"the model is as the daemon has it; the optimizer's state is this node's own, from {found}")
+        say(f"{given}; the optimizer's state is this node's own, from {found}")
     else:
-        say(f"the model is as the daemon has it; {found}, this node's own, has no state that fits the optimizer")
+        say(f"{given}; {found}, this node's own, has no state that fits the optimizer")

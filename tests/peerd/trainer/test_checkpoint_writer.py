@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from peerd.local.being_written import being_written, is_writing
 from peerd.process.niceness import NICE
 from peerd.trainer import checkpoint
-from peerd.trainer.checkpoint_writer import COST_MAX, CheckpointWriter
+from peerd.trainer.checkpoint_writer import COST_MAX, FIRST_S, CheckpointWriter
 
 
 def generation(step: int, stands: bool = False) -> checkpoint.Generation:
@@ -68,13 +68,29 @@ def test_the_next_one_waits_until_the_last_has_cost_a_fiftieth(
 
         patch.setattr(checkpoint, "save", save)
         kept = writer(every_s, capture)
-        assert not kept.due(1000.0 + 0.99 * every_s)
-        assert kept.due(1000.0 + 1.01 * every_s)
+        first_s = min(every_s, FIRST_S)
+        assert not kept.due(1000.0 + 0.99 * first_s)
+        assert kept.due(1000.0 + 1.01 * first_s)
         kept.write(7)
         kept._thread.join()
-        next_s = max(every_s, (copying_s + writing_s) / COST_MAX)
+        next_s = max(min(every_s, 2 * first_s), (copying_s + writing_s) / COST_MAX)
         assert not kept.due(1000.0 + 0.99 * next_s)
         assert kept.due(1000.0 + 1.01 * next_s)
+
+
+@pytest.mark.parametrize(("values", "waits"), [(1000, [5, 10, 20, 40, 60, 60]), (10**7, [25, 50, 60]), (10**9, [60])])
+def test_the_first_ones_come_soon_where_the_model_is_small(
+    values: int, waits: list[float], clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script that died every 50 s had none, and so began with a new optimizer and scheduler each time."""
+    monkeypatch.setattr(checkpoint, "save", lambda *_: None)
+    kept = CheckpointWriter(FOLDER, 60.0, NoRest(), generation, values)  # type: ignore[arg-type]
+    for wait_s in waits:
+        kept._thread.join()
+        assert not kept.due(clock[0] + 0.99 * wait_s)
+        clock[0] += wait_s
+        assert kept.due(clock[0])
+        kept.write(7)
 
 
 def test_one_is_written_at_a_time_by_a_nicer_thread(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:

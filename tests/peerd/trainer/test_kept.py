@@ -304,6 +304,22 @@ def test_what_this_process_has_trained_with_is_not_taken_back(path: Path, capsys
     assert "peerd: from the checkpoint of step 6 also: mine, words\n" in capsys.readouterr().err
 
 
+def test_a_script_that_comes_back_without_what_it_keeps_is_told(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One that died before its first checkpoint: the model was the daemon's, the rest began anew without a word."""
+
+    def script() -> None:
+        for _ in range(2):
+            swarm = peerd.attach(*normed(), keep={"mine": Holder(0), "words": {}})
+            for _ in range(3):
+                swarm.step()
+            swarm._session._report(swarm.step_count, 1.0, copies=True, rolled_back=False)  # type: ignore[union-attr]
+            swarm._close()
+
+    with_daemon(path, script)
+    said = "peerd: this node has no checkpoint with mine, words: they begin as the script made them, with the model of"
+    assert [line for line in capsys.readouterr().err.splitlines() if "begin" in line] == [f"{said} step 3"]
+
+
 def test_a_dictionary_that_the_script_has_let_go_of_is_not_held() -> None:
     class Big:
         pass
