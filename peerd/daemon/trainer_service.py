@@ -115,6 +115,7 @@ class TrainerService:
         self._leaving = False
         self._begins = trio.Lock()
         self._is_left = False  # its trainer ended in the middle of a run, and none comes
+        self._has_trained = False  # a trainer here was let go once
         self._took_the_swarms = False  # the first model was
         self._view_max: int | None = None  # where the host has no memory for more
 
@@ -435,8 +436,13 @@ class TrainerService:
             nursery.cancel_scope.cancel()
 
     async def _release(self, session: TrainerSession) -> None:
-        """Let the trainer make its first step once enough members can join in."""
-        await self._catch_up.enough_members(self._settings.wait_for, self.signature)
+        """Let the trainer make its first step once enough members can join in.
+
+        One that has trained goes on without them, and so does who joins a swarm that has: they may have ended.
+        """
+        if session.facts.step == 0 and not self._has_trained:
+            await self._catch_up.enough_members(self._settings.wait_for, self.signature)
+        self._has_trained = True
         await self.plans.none_averages()
         session.facts.enter(TrainerPhase.TRAINING)
         session.facts.began = trio.current_time()

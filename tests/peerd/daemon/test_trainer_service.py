@@ -419,6 +419,35 @@ async def test_the_first_step_waits_for_other_members(tmp_path: Path) -> None:
             await trainer.hear("go")
 
 
+async def test_who_has_trained_waits_for_no_members_again(tmp_path: Path) -> None:
+    """They may have ended their runs and left: a script that died then was held for ever."""
+    node = Node(tmp_path, wait_for=2)
+    async with running(node) as nursery:
+        for life in range(3):
+            with script() as trainer:
+                nursery.start_soon(trainer.serve, node)
+                await trainer.hear("welcome")
+                await trainer.say("ready", step=0)
+                await trainer.hear("start")
+                if life == 0:
+                    node.member("other", READY)
+                await trainer.hear("go")
+                if life == 1:
+                    await trainer.step(7, published=1)
+                trainer.leave()
+                await trainer.served.wait()
+            if life == 0:
+                del node.members["other"]
+                node.side.on_members()
+    again = Node(tmp_path, wait_for=2)
+    with script() as trainer:
+        async with running(again) as nursery:
+            nursery.start_soon(trainer.serve, again)
+            await trainer.hear("welcome")
+            await trainer.say("ready", step=7)  # from its checkpoint
+            await trainer.hear("go")
+
+
 async def test_a_trainer_may_go_while_it_waits_for_others_and_another_come(tmp_path: Path) -> None:
     node = Node(tmp_path, wait_for=2)
     async with running(node) as nursery:
