@@ -147,6 +147,7 @@ class Session:
         self.step = 0
         self.hooks: GradientHooks | None = None  # where gradients are exchanged
         self._is_owed = False  # the mean of a gradient that was given
+        self.changed_in_pass = False  # the model, since the last step, as a backward pass waited for its mean
         self._weight = 1.0  # of a gradient in the mean: samples of the last step, if they were said
         self.restored_from: Path | None = None
         self._passed: int | None = None  # the swarm's model is of this step, and there are checkpoints of later ones
@@ -295,6 +296,7 @@ class Session:
         """
         self.step = step
         self._put_passed_aside()
+        self.changed_in_pass = False
         if self.hooks is not None:
             self.hooks.after_step()
         if self._states is not None:
@@ -576,6 +578,7 @@ class Session:
         self._owed, self._came = self._client.hear(said), self._came if again else None  # both, or neither
         if isinstance(said, Corrections | Load):
             self._say_published()  # what is copied stays as it is until then
+            self.changed_in_pass |= self._client.state is ClientState.WITH_GRADIENT
         if isinstance(said, Corrections):
             self._command = max(self._command, RankCommand.CHANGED)  # also where only a part is added
             self.flat.add(self._memory.corrections[said.half])

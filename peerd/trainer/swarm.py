@@ -331,11 +331,22 @@ class Swarm:
         if kind is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
             self.finish()
         else:
+            self._tell_of_old_graph(error)
             self._close()
+
+    def _tell_of_old_graph(self, error: object) -> None:
+        """Autograd's own error names neither peerd nor a cure."""
+        old = isinstance(error, RuntimeError) and "modified by an inplace operation" in str(error)
+        if old and self._session is not None and self._session.changed_in_pass:
+            say(
+                "the swarm's model came at the end of a backward pass, and a later one goes through what was made with "
+                "the model before (z = generator(noise), for two passes): make it anew after the first optimizer's step"
+            )
 
     def _at_exit(self) -> None:
         """The interpreter exits and the training was not finished: give the last steps, where that is safe."""
         if self._session is None or (hasattr(sys, "last_type") and not hasattr(sys, "ps1")):
+            self._tell_of_old_graph(getattr(sys, "last_value", None))
             self._close()  # an error ended the script, and its traceback is there to read
         elif self._ranks is not None:  # the other ranks may be gone, and the process group with them
             say("the script ended without swarm.finish(): its last steps may be missing in the swarm's model")

@@ -17,6 +17,7 @@ import script_nodes
 import torch
 from safetensors.torch import load_file
 from script_nodes import Swarm
+from torch import nn
 
 import peerd
 from peerd.protocol.trainer_client import ClientState
@@ -321,6 +322,49 @@ def test_survivors_of_a_kill_are_ddp_and_a_newcomer_enters_with_their_bits(how: 
         entered = [step for step, same in newcomers if step == same]
         assert len(entered) == len(newcomers)
     assert len(entered) >= more - 1
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"mode": "softsync", "codec": "float32", "server_optimizer": "sgd:momentum=0.9", "robust": False}],
+    ids=["allreduce", "softsync"],
+)
+def test_a_graph_that_is_older_than_the_swarms_model_is_named(
+    how: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The model comes between the two passes of an ordinary GAN, of which autograd says nothing that helps."""
+    stepped, ends = threading.Event(), threading.Event()
+
+    def script(*, anew: bool) -> None:
+        generator = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
+        discriminator = nn.Linear(2, 1)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9) for m in (generator, discriminator)]
+        with peerd.attach([generator, discriminator], optimizers) as swarm:
+            while not (ends.is_set() or swarm.alone):
+                noise = torch.randn(4, 2)
+                made = generator(noise)
+                discriminator(made.detach()).mean().backward()
+                optimizers[1].step()
+                discriminator(generator(noise) if anew else made).mean().backward()
+                optimizers[0].step()
+                swarm.step()
+                stepped.set()
+
+    def dies() -> None:
+        try:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                script(anew=False)
+        finally:
+            ends.set()
+
+    async def scenario(swarm: Swarm) -> None:
+        await swarm.start("a", partial(script, anew=True))
+        await swarm.until(stepped.is_set)
+        await swarm.start("b", dies)
+        await swarm.ended("ab")
+
+    script_nodes.run(tmp_path, scenario, **how)
+    assert "make it anew after the first optimizer's step" in capsys.readouterr().err
 
 
 def test_a_built_in_task_that_joins_has_one_model_with_the_others(tmp_path: Path) -> None:
