@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import trio
@@ -271,16 +273,23 @@ class MembershipService:
             await trio.sleep((1 / VIEW_SHARE - 1) * (trio.current_time() - began))
 
     async def _tell_crowds(self) -> None:
-        """Some by name: thousands may come at once, or be made up."""
+        """Some by name, as they come: thousands may come at once, or be made up."""
+        told: Counter[str] = Counter()
+        until = -math.inf
         while True:
             await self._news.wait()
+            if trio.current_time() >= until:
+                told, until = Counter(), trio.current_time() + CROWDS_EVERY_S
             crowds, self._crowds, self._news = self._crowds, {}, trio.Event()
             for what, names in crowds.items():
-                for who in names[:NAMED_MAX]:
+                room = NAMED_MAX - told[what]
+                for who in names[:room]:
                     LOGGER.info("%s %s", who, what)
-                if (more := len(names) - NAMED_MAX) > 0:
+                if (more := len(names) - room) > 0:
                     LOGGER.info("%d more members %s", more, what)
-            await trio.sleep(CROWDS_EVERY_S)
+                told[what] += len(names)
+            if max(told.values()) >= NAMED_MAX:
+                await trio.sleep_until(until)
 
     async def _ask_twin(self, where: Address) -> None:
         with trio.move_on_after(TWIN_DEADLINE_S):

@@ -157,9 +157,27 @@ async def test_who_joins_is_told_not_who_was_there_before_this_node(caplog: pyte
         assert [record.message for record in caplog.records] == ["node-new (10.0.0.1:1) joined"]
         for number in range(1000):
             await hears_of(f"{number}")
-        await trio.sleep(CROWDS_EVERY_S)
-        named = [f"node-{number} (10.0.0.1:1) joined" for number in range(NAMED_MAX)]
+        await trio.sleep(1)
+        named = [f"node-{number} (10.0.0.1:1) joined" for number in range(NAMED_MAX - 1)]
         assert [record.message for record in caplog.records][1:] == [*named, f"{1000 - len(named)} more members joined"]
+        caplog.clear()
+        await hears_of("late")
+        await trio.sleep(CROWDS_EVERY_S / 2)
+        assert not caplog.records, "nor do they fill the log by coming one after the other"
+        await trio.sleep(CROWDS_EVERY_S)
+        assert [record.message for record in caplog.records] == ["node-late (10.0.0.1:1) joined"]
+
+
+async def test_a_second_newcomer_is_told_of_as_soon_as_the_first(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    async with running() as shell:
+        shell.core.me = a_member("me", State.ALIVE, 1)
+        await shell.service.answer(_any(Link(1)), MemberTable("n1", Link.rows))
+        for id in ("first", "second"):
+            shell.core.members[id] = a_member(id, State.ALIVE, 1)
+            await shell.service.perform([MemberChanged(id)])
+            await trio.sleep(0.1)
+            assert caplog.records[-1].message == f"node-{id} (10.0.0.1:1) joined"
 
 
 async def test_who_makes_no_step_is_named(caplog: pytest.LogCaptureFixture) -> None:
