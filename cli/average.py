@@ -24,7 +24,10 @@ def average(name: NameOption = None, format: FormatOption = Format.TEXT) -> None
         print_json(answer)
         return
     sent, received = size(answer["bytes_sent"]), size(answer["bytes_received"])
-    echo(f"averaged {len(answer['members'])} members in {answer['seconds']:.1f} s: {', '.join(answer['members'])}")
+    if len(answer["members"]) == 1:
+        echo("nothing was averaged: no other member has the model")
+    else:
+        echo(f"averaged {len(answer['members'])} members in {answer['seconds']:.1f} s: {', '.join(answer['members'])}")
     if answer["not_in_it"]:
         echo(f"not in it: {', '.join(answer['not_in_it'])}")
     echo(f"this node was {answer['distance']:.3%} from the mean; it sent {sent}, received {received}")

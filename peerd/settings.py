@@ -271,9 +271,11 @@ def parse_address(text: str, where: str, default: int = DEFAULT_PORT) -> Address
         if after.isdecimal() and _is_ipv6(bare):
             raise UserError(f"{where}: {text!r} needs brackets: [{bare}]:{after}, or [{text}]:{DEFAULT_PORT}")
         return text, default
-    match = re.fullmatch(r"(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^-:\[\]][^:\[\]]*))(?::(?P<port>[0-9]{1,5}))?", text)
-    if match is None or int(match["port"] or default) > PORT_MAX:
+    match = re.fullmatch(r"(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^-:\[\]][^:\[\]]*))(?::(?P<port>[0-9]{1,9}))?", text)
+    if match is None:
         raise UserError(f"{where}: {text!r} is not HOST:PORT (for example 10.0.0.5:{DEFAULT_PORT})")
+    if int(match["port"] or default) > PORT_MAX:
+        raise UserError(f"{where}: {text!r} has a port above {PORT_MAX}, the largest there is")
     return match["v6"] or match["host"], int(match["port"] or default)
 
 

@@ -341,6 +341,11 @@ async def running(
     seeds = {await carrier.resolve(seed) for seed in settings.seeds}
     if seeds and not kept and seeds <= {(host, port), reached}.difference(relays):
         own = shown(settings.seeds[0])
+        if not settings.join:  # nobody said so: whoever made the token listens there
+            raise UserError(
+                f"token: the member that made it listens at this node's own address, {own}: give this node another "
+                "port, as any is with --bind HOST:0"
+            )
         raise UserError(f"join: {own} is this node's own address; leave --join out where a swarm begins")
     seal = None if settings.insecure_plaintext else DatagramSeal()
     async with aclosing(await carrier.bind((host, port), seal)) as datagrams, trio.open_nursery() as nursery:

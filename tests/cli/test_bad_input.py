@@ -125,7 +125,7 @@ def test_wrong_configuration(machine: Machine, terminal: Terminal, text: str, ex
         ((*START, "--trigger", "chnge:0.05"), "write one of: change:0.05"),
         ((*START, "--trigger", "change:nan"), "trigger 'change:nan' is not one"),
         ((*START, "--codec", "int9"), "did you mean 'int8'?"),
-        (("start", "--bind", "127.0.0.1:99999"), "bind: '127.0.0.1:99999' is not HOST:PORT"),
+        (("start", "--bind", "127.0.0.1:99999"), "bind: '127.0.0.1:99999' has a port above 65535"),
         (("start", "--bind", "192.0.2.1:0"), "cannot listen on 192.0.2.1:0"),  # TEST-NET: nobody's address
         ((*START, "--join", "10.0.0.5:7x"), "join: '10.0.0.5:7x' is not HOST:PORT"),
         ((*START, "--join", "nosuch.invalid"), "cannot resolve nosuch.invalid:7946"),
@@ -288,6 +288,9 @@ def test_wrong_places(machine: Machine, terminal: Terminal) -> None:
     a = machine.start("a")
     port = a.address.rsplit(":")[1]
     terminal.refuses("port in use: 127.0.0.1:", "start", "--bind", f"127.0.0.1:{port}")
+    token = machine.peerd("token", "--name", "a").stdout.strip()
+    taken = "token: the member that made it listens at this node's own address, 127.0.0.1:"
+    terminal.refuses(taken, "start", "--bind", f"127.0.0.1:{port}", "--token", token)
     terminal.refuses("a node already runs with the state folder", *START, "--name", "a")
     elsewhere = str(machine.path / "elsewhere")
     terminal.refuses("a node called 'a' runs here already", *START, "--name", "a", XDG_STATE_HOME=elsewhere)

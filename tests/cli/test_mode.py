@@ -4,11 +4,29 @@ from __future__ import annotations
 
 import json
 import signal
+from pathlib import Path
 
+import pytest
 from machine import Machine
 from scripts import TRAIN
 
+from peerd.cli.average import average
 from peerd.cli.mode import _late
+from peerd.cli.output import Format
+
+
+def test_an_average_of_one_is_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = {
+        "members": ["a"], "seconds": 0.1, "not_in_it": ["b: no model yet"], "distance": 0.0, "bytes_sent": 0,
+        "bytes_received": 0, "plan": 2, "mode": "gossip",
+    }  # fmt: skip
+    monkeypatch.setattr("peerd.cli.average.find_node", lambda _: Path("a.sock"))
+    monkeypatch.setattr("peerd.cli.average.request", lambda *_, **__: answer)
+    average(format=Format.TEXT)
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        "nothing was averaged: no other member has the model",
+        "not in it: b: no model yet",
+    ]
 
 
 def test_the_mode_of_a_live_swarm(machine: Machine) -> None:

@@ -378,7 +378,7 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
         ("PEERD_MODE", "gosip", "did you mean 'gossip'?"),
         ("PEERD_NETWORK", "moon", "network: 'moon' is not one of lan, wan"),
         ("PEERD_TRIGGER", "never", "trigger 'never' is not one"),
-        ("PEERD_BIND", "host:99999", "bind: 'host:99999' is not HOST:PORT"),
+        ("PEERD_BIND", "host:99999", "bind: 'host:99999' has a port above 65535"),
         ("PEERD_RDMA_SUBNETS", "10.1.0.0/16,10.1.2.3/8", "rdma_subnets: 10.1.2.3/8 has host bits set; an example is"),
         ("PEERD_JOIN", "--steps", "join: '--steps' is not HOST:PORT"),
         ("PEERD_JOIN", "a:1, :2", "join: ':2' is not HOST:PORT"),
