@@ -627,8 +627,8 @@ def test_no_answer_overtakes_what_is_said_of_a_copy() -> None:
     """The daemon goes by the new barrier from that answer on, and the copy is of a step before it."""
     one, sent = session.Session.__new__(session.Session), list[dict[str, Any]]()
     one._publication = SimpleNamespace(wait=lambda: None, device_s=0.0)  # type: ignore[assignment]
-    one._socket = SimpleNamespace(send=sent.append)  # type: ignore[assignment]
-    one._copy_cost_s, one._client = 0.0, TrainerClient()
+    one._socket = SimpleNamespace(send=lambda message, **_: sent.append(message))  # type: ignore[assignment]
+    one._copy_cost_s, one._client, one._answered = 0.0, TrainerClient(), []
     one._unsaid = Stepped(5, 0.0, 1.0, False, 1, False)
     one._obey(BarrierIs(3))
     assert [message["kind"] for message in sent] == [
