@@ -78,15 +78,53 @@ START = ("start", "--bind", "127.0.0.1:0")
 
 
 @pytest.mark.parametrize(
+    ("option", "value", "wrong"),
+    [
+        ("--log", "wandb", "log: 'wandb' is not one of "),
+        ("--config", "c.yaml", "config c.yaml: Expected '=' after a key "),
+    ],
+    ids=["log", "config"],
+)
+def test_an_option_of_ours_after_the_script_may_have_been_the_scripts(
+    machine: Machine, option: str, value: str, wrong: str
+) -> None:
+    machine.script("c.yaml", "model:\n  width: 64\n")
+    cure = f"{option} is peerd start's: if it was meant for train.py, put it after a --\n"
+    for given in ((option, value), (f"{option}={value}",)):
+        done = machine.peerd(*START, "train.py", *given)
+        assert (done.returncode, done.stderr.startswith(f"peerd: {wrong}")) == (1, True), done.stderr
+        assert done.stderr.endswith(f"; {cure}")
+        before = machine.peerd(*START, *given, "train.py")
+        assert before.stderr.startswith(f"peerd: {wrong}")
+        assert "put it after" not in before.stderr, "nobody means that"
+
+
+@pytest.mark.parametrize("option", ["--names", "--delay", "--kind", "--bin", "--mean", "--model"])
+def test_a_scripts_option_that_looks_like_one_of_ours_is_not_refused(machine: Machine, option: str) -> None:
+    assert machine.peerd(*START, "nosuch.py", option, "1").stderr.endswith("peerd: no such script: nosuch.py\n")
+
+
+@pytest.mark.parametrize(
     ("arguments", "told"),
     [
         (("--nme", "a", "nosuch.py"), "peerd: --nme is"),  # before the script there is nobody else whose it could be
-        (("nosuch.py", "--nme", "a"), "peerd: --nme goes to nosuch.py; peerd start has --name\npeerd: no such script"),
+        (
+            ("nosuch.py", "--nme", "a"),
+            "peerd: --nme is no option of peerd start, which has --name; if it is one of nos",
+        ),
+        (
+            ("nosuch.py", "--jion=10.0.0.1"),
+            "peerd: --jion is no option of peerd start, which has --join; if it is one ",
+        ),
+        (("nosuch.py", "--", "--jion", "a"), "peerd: no such script"),
         (
             ("nosuch.py", "--mdoe", "a"),
             "peerd: --mdoe goes to nosuch.py; peerd start has --mode\npeerd: no such script",
         ),
-        (("nosuch.py", "--nme=a"), "peerd: --nme goes to nosuch.py; peerd start has --name\npeerd: no such script"),
+        (
+            ("nosuch.py", "--tranport=a"),
+            "peerd: --tranport goes to nosuch.py; peerd start has --transport\npeerd: no such script",
+        ),
         (("nosuch.py", "--model", "a", "--lr", "1"), "peerd: no such script"),
         (("nosuch.py", "--", "--nme", "a"), "peerd: no such script"),
     ],
