@@ -71,7 +71,7 @@ class Settings(ModeSettings):
     swarm: str = "peerd"  # nodes of another swarm are refused
     run: str = ""  # nodes of another run are refused
     mode: str = "gossip"
-    wait_for: int = 1  # step 0 waits until this many members hold the model, so that all start together
+    wait_for: int = 1  # the first step waits until this many members hold the model, so that all start together
     network: str = "lan"
     transport: str = "tcp"  # what connections are made of: one of CARRIERS
     budget: str = ""  # a rate such as 2Mbit: no more is sent over TCP and UDP; none: whatever the line takes

@@ -438,9 +438,9 @@ class TrainerService:
     async def _release(self, session: TrainerSession) -> None:
         """Let the trainer make its first step once enough members can join in.
 
-        One that has trained goes on without them, and so does who joins a swarm that has: they may have ended.
+        One that comes after another has trained here goes on without them: they may have ended.
         """
-        if session.facts.step == 0 and not self._has_trained:
+        if not self._has_trained:
             await self._catch_up.enough_members(self._settings.wait_for, self.signature)
         self._has_trained = True
         await self.plans.none_averages()

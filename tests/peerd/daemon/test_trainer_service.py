@@ -439,13 +439,6 @@ async def test_who_has_trained_waits_for_no_members_again(tmp_path: Path) -> Non
             if life == 0:
                 del node.members["other"]
                 node.side.on_members()
-    again = Node(tmp_path, wait_for=2)
-    with script() as trainer:
-        async with running(again) as nursery:
-            nursery.start_soon(trainer.serve, again)
-            await trainer.hear("welcome")
-            await trainer.say("ready", step=7)  # from its checkpoint
-            await trainer.hear("go")
 
 
 async def test_a_trainer_may_go_while_it_waits_for_others_and_another_come(tmp_path: Path) -> None:
