@@ -435,7 +435,8 @@ class AllReduce(ModeClass):
                 self._taken = None  # its memory is the correction's now: nobody asks for a contribution after its round
             effects.append(self._apply(self._with(None, where, correction)))
             self._lands = self._settles
-        if self._rounds.finished:
+        leftover = self._rounds.given and stays is not None  # ever less: who still trains would be too long beside it
+        if self._rounds.finished and not leftover:
             self._measure(self._look())
         if self._rounds.given:
             effects.append(Proceed(settled=False))

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mode_swarm import ModeSwarm
 
+from peerd.training.rounds.choice import DENSE
 from peerd.training.rounds.quorum import GRACE, ROUNDS, Quorum
 from peerd.transport.messages import RoundBegin
 
@@ -89,10 +90,10 @@ FAST_S, SLOW_S = 0.05, 0.3
 class Paced:
     """Members that take so long for a step, and learn the same but for some noise."""
 
-    def __init__(self, step_s: dict[str, float], mode: str = "allreduce", **settings: Any) -> None:
+    def __init__(self, step_s: dict[str, float], mode: str = "allreduce", size: int = 400, **settings: Any) -> None:
         self.step_s = step_s
         told = {"overlap": "quorum", "every": 2, "codec": "int8", "robust": True, **settings}
-        self.swarm = ModeSwarm(mode, "".join(step_s), 400, **told)
+        self.swarm = ModeSwarm(mode, "".join(step_s), size, **told)
         self.swarm.all_hear()
         self.swarm.settle()
         self._ends_at = {name: step_s[name] for name in step_s}  # of the step that each is in
@@ -140,6 +141,21 @@ def test_whenever_runs_end_nobody_is_too_long_beside_those_who_have_just_given_a
     paced.run(4.0 + more * FAST_S / 2)
     paced.swarm.end()
     assert set(paced.counted("members_left_out").values()) == {0}
+
+
+def test_who_trains_on_when_all_others_have_ended_is_not_too_long_beside_what_their_codec_left() -> None:
+    """Of a small model that is soon next to nothing: the last one was left out, and the others ended without it."""
+    paced = Paced(dict.fromkeys("abcde", FAST_S), size=16, codec="auto", every=4)
+    paced.run(2.0)
+    for name in "abcd":
+        paced.swarm.finish(name)
+    paced.run(5.0)
+    assert paced.swarm.nodes["e"].core.counts[f"rounds_{DENSE}"] > 20, "or this tries nothing"
+    assert set(paced.counted("rounds_shortened").values()) == {0}
+    assert set(paced.counted("members_left_out").values()) == {0}
+    paced.swarm.end()
+    models = [node.x for node in paced.swarm.nodes.values()]
+    assert all((model == models[0]).all() for model in models)
 
 
 def test_a_round_to_which_all_came_early_does_not_begin() -> None:
