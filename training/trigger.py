@@ -44,9 +44,6 @@ class Trigger(Protocol):
     def quiet(self, link: LinkChange) -> tuple[float, int]:
         """How much more change, and how many more steps, there may be before it fires; its silence is not in it."""
 
-    def limit(self, link: LinkChange) -> float:
-        """How much change is reason enough for an exchange of worth 1; 0 where change is no reason."""
-
 
 def fires(trigger: Trigger, link: LinkChange) -> str | None:
     """Why this link should exchange now, or None: for no change that is not finite; else always when the run ends."""
@@ -63,17 +60,16 @@ class ChangeTrigger:
 
     def reason(self, link: LinkChange) -> str | None:
         """See `Trigger.reason`."""
-        if link.change > link.worth * self.limit(link):
+        if link.change > self._limit(link):
             return "change"
         return "silence" if link.silence_s >= SILENCE_MAX_S else None
 
     def quiet(self, link: LinkChange) -> tuple[float, int]:
         """See `Trigger.quiet`."""
-        return link.worth * self.limit(link) - link.change, NEVER
+        return self._limit(link) - link.change, NEVER
 
-    def limit(self, link: LinkChange) -> float:
-        """See `Trigger.limit`."""
-        return self.threshold * link.lr_ratio * link.norm
+    def _limit(self, link: LinkChange) -> float:
+        return self.threshold * link.worth * link.lr_ratio * link.norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +85,6 @@ class PeriodTrigger:
     def quiet(self, link: LinkChange) -> tuple[float, int]:
         """See `Trigger.quiet`."""
         return math.inf, self.period - link.steps
-
-    def limit(self, link: LinkChange) -> float:
-        """See `Trigger.limit`."""
-        return 0.0
 
 
 ONLY_FINISHING = f"period:{NEVER}"
@@ -110,10 +102,6 @@ class AlwaysTrigger:
     def quiet(self, link: LinkChange) -> tuple[float, int]:
         """See `Trigger.quiet`."""
         return -1.0, 0
-
-    def limit(self, link: LinkChange) -> float:
-        """See `Trigger.limit`."""
-        return 0.0
 
 
 def _change(text: str) -> Trigger:

@@ -42,7 +42,7 @@ class PartnerState(Protocol):
     peer_finishing: bool
     flushed: bool  # it has what this node held when its run ended
     progress: Progress  # since then
-    worth: float  # how many times the trigger's change an exchange waits for, as it takes more bytes than others
+    worth: float  # how many times the trigger's change an exchange waits for, by the bytes that it takes
 
 
 P = TypeVar("P", bound=PartnerState)
@@ -87,10 +87,6 @@ class TriggerPolicy(Generic[P]):
             self._counts["trigger_quiet"] += 1
             return None
         return partner
-
-    def usual_change(self, partner: P, report: StepReport) -> float:
-        """Between two exchanges with it, at least: who is asked earlier has moved less, where change is a reason."""
-        return max(partner.moved, self._trigger.limit(self._link_change(partner, partner.moved, report, 0.0)))
 
     def reason(self, partner: P, values: Vector, report: StepReport, now: float) -> str | None:
         """Why `partner` should have the fresh copy `values`; the caller counts it when it is really sent."""

@@ -44,11 +44,6 @@ from peerd.transport.messages import (
     Message,
 )
 
-LEFT_APART = 2.0
-"""Times what a model moves between two exchanges: if the two are further apart at one, most of their difference is what
-earlier ones have lost. Where shards are alike it is 1 to 2 until the learning rate falls (RESULTS.md)."""
-HELD_BACK = 0.9
-"""Share of an exchange: where its bounds let less of it through, those keep the two apart, and not the codec."""
 ROTATE_AFTER_EXCHANGES = 192
 """Of a node, before it changes a partner. A new link costs a bfloat16 snapshot, as much as 6 of its exchanges by one
 bit, and as 16 by the largest 1 %. After 64, snapshots were a seventh of the former's bytes, a quarter of the latter's,
@@ -277,13 +272,13 @@ class Gossip(PartneredMode[PairLink]):
     def _completed(self, link: PairLink, theirs: Delta, values: Vector, both: Exchanged, now: float) -> list[Effect]:
         correction = both.correction
         link.distance = link.reference.distance()
-        if self._settings.codec == AUTO and (usual := self._policy.usual_change(link, self._report)) > 0:
-            self._choice.choose(link, self._report.lr_ratio, left_apart=self._left_apart(link, both, usual))
         norm, length = self._sample.refresh_with_sum(link.anchor, values, correction)
         link.anchor_norm = math.sqrt(norm)
         link.moved = link.news = 0.0
         link.last_exchange = now
         link.exchanges += 1
+        if self._settings.codec == AUTO:
+            self._choice.choose(link)
         if theirs.finishing and not link.peer_finishing:
             self._allowances.peer_ended(link.peer, self._compared())
         link.peer_finishing = theirs.finishing
@@ -333,10 +328,6 @@ class Gossip(PartneredMode[PairLink]):
 
     def _codec(self, partner: PairLink) -> str:
         return self._choice.of(partner) if self._settings.codec == AUTO else self._settings.codec
-
-    def _left_apart(self, link: PairLink, both: Exchanged, usual: float) -> bool:
-        held_back = tensors_of(self._layout).whole(both.moved) < HELD_BACK * both.gain * link.distance
-        return not (self._report.finishing or held_back) and LEFT_APART * usual < link.distance
 
     def _half(
         self, link: PairLink, values: Vector, *, flush: bool, answers: bool = False, theirs: str = ""

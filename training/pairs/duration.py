@@ -10,18 +10,17 @@ import math
 from collections import deque
 from statistics import median
 
-from peerd.training.flush import FLUSH_CODEC
 from peerd.training.mode import LinkedMode
 
-FINE, COARSE, SPARSE = FLUSH_CODEC, LinkedMode.CODEC, "top_k_3"
-"""What `auto` takes over a link whose models one bit a value has left apart, else, and where that takes many steps."""
-BY_BYTES = (FINE, COARSE, SPARSE)
-TIMES = 3.5
-"""Each takes at most so many times as long as the next, as it has no more times its bytes."""
+COARSE, SPARSE = LinkedMode.CODEC, "top_k_3"
+"""Between which `auto` goes back and forth."""
+BY_BYTES = (COARSE, SPARSE)
+TIMES = 4.0
+"""The first takes at most so many times as long as the second, as it has no more times its bytes."""
 KEPT = 0.7  # of what was, at each exchange: some three count
 ODD = 4.0  # times what it was: one that took longer than that counts as so long (a partner was away)
-OLD = {FINE: 8, COARSE: 32, SPARSE: 32}
-"""Exchanges since then: what was measured says nothing any more. FINE is asked for seldom, and then of use."""
+OLD = 32
+"""Exchanges since then: what was measured says nothing any more."""
 STEPS = 8  # reports of which the usual step counts
 
 
@@ -82,7 +81,7 @@ class Durations:
 
     def knows(self, codec: str) -> bool:
         """Whether there was an exchange by it of late."""
-        return codec in self._seconds and self._exchanges - self._measured_at[codec] < OLD[codec]
+        return codec in self._seconds and self._exchanges - self._measured_at[codec] < OLD
 
     def _known(self, codec: str) -> float:
         return self._seconds[codec] if self.knows(codec) else 0.0

@@ -120,7 +120,6 @@ class PairLink:
     progress: Progress = field(default_factory=Progress)  # since our own trainer ended
     worth: float = 1.0  # see `PartnerState`
     took: Durations = field(default_factory=Durations)
-    fine_left: int = 0  # of the next exchanges so many are by the finest of a link's codecs, where it has several
 
     def enter(self, state: LinkState) -> None:
         """The only way from one state to another."""

@@ -71,8 +71,7 @@ class Exchanged:
 
     correction: Vector  # of x; scratch: the caller gives it back
     distances: Norms  # ||theirs - mine||, of each tensor
-    gain: float  # what share of them the correction is, but for limits
-    moved: Norms  # and as it is
+    moved: Norms  # of each, by the correction
     limits: Norms  # what the peer said of its own
 
 
@@ -217,7 +216,7 @@ class PairedReference:
         self.answered = self.under_way
         self.confirmed = not theirs.wants_answer  # who answers has applied it; who began waits for our half
         self.cancel()
-        return Exchanged(theirs_next, self.distances, share * gain, scale * self.distances, limits)
+        return Exchanged(theirs_next, self.distances, scale * self.distances, limits)
 
 
 class Unfinished:
