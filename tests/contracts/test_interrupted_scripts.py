@@ -210,7 +210,7 @@ def test_a_correction_is_answered_once_wherever_that_was_interrupted(
     session = Session.__new__(Session)
     session._client, session._publication = TrainerClient(), Publication()
     session._owed = session._unsaid = None
-    session._answered = []
+    session._answered, session.changed_in_pass = [], False
     session._copy_cost_s, session._command = 0.0, RankCommand.GO_ON
     session._came = encoded(Corrections(1))
     session._memory = SimpleNamespace(corrections=[None, None])  # type: ignore[assignment]
