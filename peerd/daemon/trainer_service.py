@@ -373,9 +373,8 @@ class TrainerService:
                 return None, step
             await self._runner.move(fresh)
             return 0, self._runner.step
-        if (
-            is_news and self.meta.resumes_at != FOUNDS
-        ):  # the script before may have lowered it, or died as it went first
+        # the script before may have lowered it, or died as it went first
+        if is_news and self.meta.resumes_at != FOUNDS:
             await self._tell(resumes_at=step)
         elif self.meta.resumes_at < FOUNDS:
             # less if the newest checkpoint is damaged, or of another model; never more: who goes first has not heard it

@@ -38,7 +38,7 @@ class CodecChoice:
     def choose(self, link: PairLink) -> None:
         """An exchange is over: how much change the next one over this link waits for."""
         slow = self._is_slow(link)
-        link.worth = SPARSE_WORTH if self.of(link) == SPARSE and not slow else 1.0
+        link.worth = 1.0 if slow or self.of(link) == COARSE else SPARSE_WORTH
         self._counts["slow_by_one_bit"] += slow
 
     def of(self, link: PairLink) -> str:

@@ -67,17 +67,13 @@ class Durations:
         self._measured_at[codec] = self._exchanges
 
     def of(self, codec: str) -> float:
-        """Seconds, by what is known of it and of cheaper ones; 0 if that is nothing.
+        """Seconds, by what is known of it and of the cheaper one; 0 if that is nothing.
 
-        What was slow once may be so no more: that shows in what a cheaper codec takes, which is used meanwhile.
+        What was slow once may be so no more: that shows in what the cheaper codec takes, which is used meanwhile.
         """
-        takes = 0.0
-        for name in reversed(BY_BYTES):
-            seconds, at_most = self._known(name), TIMES * takes
-            takes = min(seconds, at_most) if seconds and at_most else seconds or at_most
-            if name == codec:
-                break
-        return takes
+        seconds = self._known(codec)
+        at_most = TIMES * self._known(SPARSE) if codec == COARSE else 0.0
+        return min(seconds, at_most) if seconds and at_most else seconds or at_most
 
     def knows(self, codec: str) -> bool:
         """Whether there was an exchange by it of late."""
