@@ -347,15 +347,21 @@ def test_no_bid_takes_terms_and_clocks_to_their_end() -> None:
     swarm.train(4)
 
 
-@pytest.mark.parametrize("step", [STEP_MAX, REPORTED_STEP, 1000])
-@pytest.mark.parametrize("told", ["owner", "another"])
-def test_no_word_of_a_server_sets_its_owner_and_the_others_at_odds(told: str, step: int) -> None:
-    """Neither by a bid that they refuse, nor as one of them believes in a ballot of which the owner has not heard."""
+def served() -> tuple[Attacked, dict[str, Any]]:
+    """Four workers of one server, and what each knows of it."""
     swarm = Attacked(("hardsync", {}), "abcd")
     swarm.all_hear()
     swarm.settle()
     swarm.train(4)
     states = {name: node.core.mode._leadership.shards[0] for name, node in swarm.nodes.items()}
+    return swarm, states
+
+
+@pytest.mark.parametrize("step", [STEP_MAX, REPORTED_STEP, 1000])
+@pytest.mark.parametrize("told", ["owner", "another"])
+def test_no_word_of_a_server_sets_its_owner_and_the_others_at_odds(told: str, step: int) -> None:
+    """Neither by a bid that they refuse, nor as one of them believes in a ballot of which the owner has not heard."""
+    swarm, states = served()
     term, owner = states["a"].leader
     liar, another, _ = sorted({*"abcd"} - {owner})
     named, to = (liar, owner) if told == "owner" else (owner, another)
@@ -369,11 +375,7 @@ def test_no_word_of_a_server_sets_its_owner_and_the_others_at_odds(told: str, st
 @pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize("bids", [False, True])
 def test_who_was_taken_far_ahead_by_an_owner_that_lied_is_served_again_by_the_next(place: int, bids: bool) -> None:
-    swarm = Attacked(("hardsync", {}), "abcd")
-    swarm.all_hear()
-    swarm.settle()
-    swarm.train(4)
-    states = {name: node.core.mode._leadership.shards[0] for name, node in swarm.nodes.items()}
+    swarm, states = served()
     term, owner = states["a"].leader
     victim = sorted({*"abcd"} - {owner})[place]
     for times in (1, 2, 3):
