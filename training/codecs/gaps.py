@@ -20,9 +20,11 @@ SKIP = 255
 def to_gaps(indices: Indices) -> Bytes:
     """The bytes for strictly increasing `indices` (k,), all >= 0."""
     skipped = np.diff(indices, prepend=-1) - 1
-    long, rest = np.divmod(skipped, SKIP)
-    gaps = np.full(indices.size + int(long.sum()), SKIP, np.uint8)
-    gaps[np.cumsum(long + 1) - 1] = rest
+    gaps = skipped.astype(np.uint8)
+    far = np.flatnonzero(skipped >= SKIP)  # few of them, and dividing all takes as long as all the rest
+    if far.size:
+        skips, gaps[far] = np.divmod(skipped[far], SKIP)
+        gaps = np.insert(gaps, np.repeat(far, skips), SKIP)
     return gaps
 
 

@@ -20,7 +20,7 @@
 #endif
 #define INLINE static inline __attribute__((always_inline))
 
-const int32_t peerd_kernels_version = 6; /* VERSION in library.py: of the functions' names and arguments */
+const int32_t peerd_kernels_version = 7; /* VERSION in library.py: of the functions' names and arguments */
 
 enum { BLOCK = 256, LANES = 16 };
 
@@ -430,6 +430,48 @@ EACH_PROCESSOR int peerd_int4_decode(const uint8_t *scales, const uint8_t *packe
             out[start + i] = (float)((nibbles[i] ^ 8) - 8) * scale;
     }
     return beyond;
+}
+
+/* Where |values - known| is `least` or more, in order, and these differences: `where` and `large` have room for all.
+ * Returns how many, or -1 where a difference is not finite; `others` gets the squares of all others. */
+EACH_PROCESSOR int64_t peerd_at_least(const float *values, const float *known, int64_t count, float least,
+                                      int64_t *where, float *large, double *others)
+{
+    float apart[BLOCK];
+    uint8_t enough[BLOCK];
+    int64_t found = 0;
+    uint32_t threshold;
+    memcpy(&threshold, &least, sizeof threshold);
+    double total = 0.0;
+    for (int64_t start = 0; start < count; start += BLOCK) {
+        int size = smaller(count - start);
+        subtract(apart, values + start, known ? known + start : 0, size);
+        if (largest_of(apart, size) > LARGEST_FINITE)
+            return -1;
+        for (int i = 0; i < size; i++) {
+            uint32_t bits;
+            memcpy(&bits, apart + i, sizeof bits);
+            enough[i] = (bits & MAGNITUDE) >= threshold;
+        }
+        memset(enough + size, 0, (size_t)(BLOCK - size));
+        for (int first = 0; first < size; first += 64) {
+            uint64_t set = 0; /* the first value's bit is the lowest: a branch for each 64 values, and for each found */
+            for (int byte = 0; byte < 8; byte++) {
+                uint64_t eight;
+                memcpy(&eight, enough + first + 8 * byte, sizeof eight);
+                set |= ((eight * 0x0102040810204080u) >> 56) << 8 * byte;
+            }
+            for (; set; set &= set - 1) {
+                const int i = first + __builtin_ctzll(set);
+                where[found] = start + i;
+                large[found++] = apart[i];
+                apart[i] = 0.0f;
+            }
+        }
+        total += squares_of(apart, size);
+    }
+    *others = total;
+    return found;
 }
 
 /* out = values + known, or values where there is no `known`; returns 1 where one is beyond `most`, or no number. */

@@ -11,7 +11,7 @@ import ctypes
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-VERSION = 6  # of the signatures: what an earlier peerd left here must not be called by today's
+VERSION = 7  # of the signatures: what an earlier peerd left here must not be called by today's
 ARRAY, COUNT, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES = {
     "peerd_squares": (None, [ARRAY, ARRAY, ARRAY, COUNT, ARRAY]),
@@ -24,6 +24,7 @@ _SIGNATURES = {
     "peerd_int8_decode": (ctypes.c_int, [ARRAY, ARRAY, COUNT, ARRAY]),
     "peerd_int4_encode": (ctypes.c_int, [ARRAY, ARRAY, COUNT, ARRAY, ARRAY, ARRAY, ARRAY, REAL]),
     "peerd_int4_decode": (ctypes.c_int, [ARRAY, ARRAY, COUNT, ARRAY]),
+    "peerd_at_least": (COUNT, [ARRAY, ARRAY, COUNT, REAL, ARRAY, ARRAY, ARRAY]),
     "peerd_add_within": (ctypes.c_int, [ARRAY, ARRAY, COUNT, REAL, ARRAY]),
     "peerd_move_references": (None, [ARRAY, ARRAY, ARRAY, ARRAY, ARRAY, COUNT, ARRAY]),
     "peerd_add": (None, [ARRAY, ARRAY, ARRAY, COUNT, ARRAY]),

@@ -20,6 +20,7 @@ from peerd.training.kernels.cores import each
 Vector = npt.NDArray[np.floating[Any]]
 Sums = npt.NDArray[np.float64]
 Stops = npt.NDArray[np.int64]
+Places = npt.NDArray[np.int64]
 
 PART = 1 << 20  # values: numpy may hold the interpreter for each operation
 ROW = 4096  # values whose squares are added up in float32
@@ -125,6 +126,28 @@ def add_within(values: Vector, known: Vector | None, most: float, out: Vector) -
                 np.add(values[part], known[part], out=sums)
             within &= bool(np.abs(sums).max() <= most)
     return within
+
+
+def at_least(values: Vector, known: Vector | None, least: float) -> tuple[Places, Vector, float] | None:
+    """Where |values - known|, or |values|, is `least` or more, in order; these differences; the squares of the others.
+
+    None where one is not finite. `least` is above 0.
+    """
+    if (kernels := library.LIBRARY) is not None and is_plain(values, known):
+        where, large, others = np.empty(values.size, np.int64), np.empty_like(values), np.zeros(1)
+        of_all = address(values), address(known), values.size, least
+        found = kernels.peerd_at_least(*of_all, address(where), address(large), address(others))
+        return None if found < 0 else (where[:found], large[:found], float(others[0]))
+    enough, total = np.empty(len(values), bool), 0.0
+    with np.errstate(over="ignore", invalid="ignore"):
+        apart = values.copy() if known is None else values - known
+    for part in parts(len(values)):
+        each = apart[part]
+        if not np.isfinite(each).all():
+            return None
+        enough[part] = np.abs(each) >= least
+        total += squares(np.where(enough[part], 0, each))
+    return np.flatnonzero(enough), apart[enough], total
 
 
 def move_references(mine: Vector, outgoing: Vector, theirs: Vector, following: Vector, stops: Stops) -> Sums:

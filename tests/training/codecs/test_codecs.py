@@ -128,7 +128,7 @@ def test_what_sign_leaves_behind_round_after_round_sign_largest_sends() -> None:
 def test_top_k_names_the_largest_and_keeps_their_signs(percent: int, values: Vector) -> None:
     codec = TopK("top_k", percent)
     most = codec.most(values.size)
-    chosen = largest(values, most)
+    chosen = largest(values, None, most).where
     assert np.array_equal(chosen, np.unique(chosen))
     assert chosen.size == min(most, np.count_nonzero(values))
     if chosen.size:
@@ -147,7 +147,10 @@ def test_top_k_of_a_large_vector_is_exact_and_bounded(kind: str) -> None:
             values[np.arange(count) % 512 != 0] = 0
         case "few":
             values[np.arange(count) % 30_011 != 0] = 0
-    chosen = largest(values, 3000)
+    found = largest(values, None, 3000)
+    chosen = found.where
+    assert np.array_equal(found.values, values[chosen])
+    assert found.others == pytest.approx(float(np.square(np.delete(values, chosen), dtype=np.float64).sum()), rel=1e-6)
     assert chosen.size == min(3000, np.count_nonzero(values))
     reference = np.sort(np.abs(values))[-chosen.size :].astype(np.float64).sum()
     assert np.abs(values[chosen]).astype(np.float64).sum() == pytest.approx(reference, rel=1e-6)
