@@ -118,8 +118,8 @@ def largest(values: Vector, known: Vector | None, most: int) -> Largest:
     """The `most` largest |v| of values - known, or of values, (count,) in float32; of equals the first, zeros never.
 
     A full selection takes 10 ms for a million values. A threshold from a sample leaves about 1.25 * `most` candidates
-    in one pass of less than 1 ms, and selecting among those is exact. The stride is fixed, so equal vectors give equal bytes, and odd, so
-    that it does not walk down one column of a matrix.
+    in one pass of less than 1 ms, and selecting among those is exact. The stride is fixed, so equal vectors give equal
+    bytes, and odd, so that it does not walk down one column of a matrix.
 
     Raises:
         NotFinite: a difference is a NaN or an infinity.
