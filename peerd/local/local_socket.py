@@ -125,6 +125,7 @@ class LocalSocket:
 
     def __init__(self, path: Path, *, waits: bool = True) -> None:
         """Connect; raises OSError. Where too many wait for an answer already, wait with them, or BlockingIOError."""
+        self.path = path
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.setblocking(waits)
         try:

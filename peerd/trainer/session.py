@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -76,6 +76,14 @@ class Refused(Exception):
     """The daemon will not have this model; the text says why."""
 
 
+class Past(NamedTuple):
+    """What the session that follows one must know, where the same training goes on with another daemon."""
+
+    step: int
+    lr_max: float
+    frozen: FrozenBase
+
+
 class Session:
     """A connection to the daemon, the memory shared with it, and the model's flat view."""
 
@@ -89,7 +97,9 @@ class Session:
         kept: Kept,
         *,
         quasi_global_momentum: bool,
+        past: Past | None = None,
     ) -> None:
+        """With a `past` the model is further than any checkpoint, and none is loaded."""
         self._socket = socket
         self._model = model
         self._optimizer = optimizer
@@ -116,7 +126,8 @@ class Session:
                     self.flat.share_states(self._states.tensors)
         except (ValueError, RuntimeError, NotImplementedError, TypeError) as error:  # torch's own, of odd tensors
             raise Refused(str(error).splitlines()[0]) from None
-        self._frozen = FrozenBase(model)  # before a checkpoint changes what the script made
+        # before a checkpoint changes what the script made
+        self._frozen = FrozenBase(model) if past is None else past.frozen
         self._parts: GradientParts | None = None
         self._telling = threading.Lock()
         self._gradients = FlatGradients(self.flat) if self._exchanges and isinstance(self.flat, FlatModel) else None
@@ -130,7 +141,7 @@ class Session:
         self._batch, self._batches = 0.0, 0  # samples of a step, of late, and how many steps have said theirs
         self._ranks = 1 if ranks is None else ranks.count
         self._loss = math.nan  # none was said yet
-        self._lr_max = 0.0
+        self._lr_max = 0.0 if past is None else past.lr_max
         self._told_ratio = 1.0  # of the learning rate to the largest, in the last report
         self._told_failed: str | None = None  # why the last checkpoint was not written
         self._rollbacks = 0
@@ -154,7 +165,7 @@ class Session:
         self._command = RankCommand.GO_ON
         self._is_over = False  # the last checkpoint is written, or is being written
         try:
-            self._attach()
+            self._attach(past)
         except BaseException:
             self._memory.close_fd()
             self._unpin()
@@ -180,7 +191,7 @@ class Session:
             while self._pinned:
                 unpin(*self._pinned.pop())
 
-    def _attach(self) -> None:
+    def _attach(self, past: Past | None) -> None:
         flat = self.flat
         variances = [list(each) for each in flat.variances]
         ends = [piece.stop for piece in flat.pieces]
@@ -199,11 +210,14 @@ class Session:
         self._memory.close_fd()
         welcome = self._expect(Welcome)
         self._checkpoints = Path(welcome.checkpoints)
-        restored = self._restore()
+        wait_for_earlier(self._checkpoints)
+        if past is not None:
+            self.step = past.step
+        restored = self._restore() if past is None else None
         self._publish(0, None)
         self._say(Ready(self.step))
         start = self._expect(Start)
-        self._lr_max = start.lr_max
+        self._lr_max = max(self._lr_max, start.lr_max)
         self._client.hear(start)
         passes = False
         if start.load is not None:
@@ -215,7 +229,7 @@ class Session:
                 self._put_passed_aside()
         if restored is not None:
             _say_restored(*restored, model_of=None if start.load is None else start.step)
-        elif self.step:
+        elif self.step and past is None:
             self._kept.none_found(self.step)
         if self.step and (last := _TRAINED.get(self._checkpoints)) and last() is not self._model:
             say(
@@ -237,7 +251,6 @@ class Session:
 
     def _restore(self) -> tuple[int, bool] | None:
         """Load the newest good checkpoint: its step, and whether it had a state that fits the optimizer."""
-        wait_for_earlier(self._checkpoints)
         generation = checkpoint.newest(self._checkpoints, self.flat.signature, say)
         if generation is None:
             return None
@@ -446,6 +459,16 @@ class Session:
     def say_total(self, total: int) -> None:
         """The run is so many steps long."""
         self._board.say_total(total)
+
+    @property
+    def past(self) -> Past:
+        """For the session that follows this one."""
+        return Past(self.step, self._lr_max, self._frozen)
+
+    @property
+    def path(self) -> Path:
+        """Of the daemon's socket."""
+        return self._socket.path
 
     def take_command(self) -> RankCommand:
         """What happened to the model since this was asked last."""

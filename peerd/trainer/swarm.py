@@ -28,13 +28,14 @@ from torch import nn
 
 from peerd.local.local_socket import LocalSocket, find_node
 from peerd.trainer import checkpoint, groups
+from peerd.trainer.comeback import Comeback, OpenAgain
 from peerd.trainer.figures import Figures, FromGpus, clean, one_number
 from peerd.trainer.follower import Follower
 from peerd.trainer.kept import Kept
 from peerd.trainer.optimizers import Optimizers, as_one
 from peerd.trainer.ranks import RankCommand, Ranks, are_several, is_first, of_this_job
 from peerd.trainer.say import say
-from peerd.trainer.session import Refused, Session
+from peerd.trainer.session import Past, Refused, Session
 from peerd.training.model.flat import FlatModel
 from peerd.training.model.names import patterns_of
 from peerd.training.model.over import is_over, number_of
@@ -103,8 +104,19 @@ def _come(
         kept.came()
         return Swarm(None, ranks, follower, momentum)
     session = None
+
+    def open_on(socket: LocalSocket, past: Past | None = None) -> Session | None:
+        return _opened(
+            socket,
+            lambda: Session(
+                socket, model, optimizer, ranks, exclude, kept,
+                quasi_global_momentum=momentum is not None, past=past,
+            ),
+        )  # fmt: skip
+
     try:
-        session = _open(model, optimizer, ranks, exclude, kept, quasi_global_momentum=momentum is not None)
+        socket = _connect()
+        session = None if socket is None else open_on(socket)
         for line in checkpoint.not_kept(model) if session is not None else ():
             say(line)
         if ranks is not None:
@@ -116,7 +128,7 @@ def _come(
                 ranks.share_path(session.restored_from)
                 ranks.share(session.flat)
         kept.came()
-        return Swarm(session, ranks, momentum=momentum)
+        return Swarm(session, ranks, momentum=momentum, open_again=open_on if ranks is None else None)
     except Refused as refusal:
         if ranks is not None:
             ranks.say(RankCommand.STOP)
@@ -127,20 +139,10 @@ def _come(
         raise
 
 
-def _open(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    ranks: Ranks | None,
-    exclude: Sequence[str],
-    kept: Kept,
-    *,
-    quasi_global_momentum: bool,
-) -> Session | None:
-    socket = _connect()
-    if socket is None:
-        return None
+def _opened(socket: LocalSocket, session: Callable[[], Session]) -> Session | None:
+    """The session on this connection; None where the daemon has gone. Raises Refused."""
     try:
-        return Session(socket, model, optimizer, ranks, exclude, kept, quasi_global_momentum=quasi_global_momentum)
+        return session()
     except Refused:
         _give_up(socket)
         raise
@@ -192,6 +194,7 @@ class Swarm:
         ranks: Ranks | None = None,
         follower: Follower | None = None,
         momentum: QuasiGlobalMomentum | None = None,
+        open_again: OpenAgain | None = None,
     ) -> None:
         """Use `attach`."""
         self._session = session
@@ -199,6 +202,9 @@ class Swarm:
         self._ranks = ranks if session is not None else None
         self._follower = follower
         self._on_gpus = FromGpus()
+        self._open_again = open_again  # where another daemon may take the place of one that went away
+        self._comeback: Comeback | None = None  # since a daemon went away
+        self._total: int | None = None  # steps of the run, where the script has said so
         self._named: set[str] = set()  # figures that were no numbers
         self._told_cut_short = False
         _SWARMS.add(self)
@@ -235,6 +241,7 @@ class Swarm:
             self._others = self._follower.others
         if self._session is None:
             self._drop_momentum()
+            self._come_back()
             return
         if self._ranks is None and are_several():
             raise SystemExit("peerd: the process group was made after peerd.attach: make it before, on all ranks")
@@ -253,7 +260,7 @@ class Swarm:
         goes on to the last. A number comes again only where no `step` was made of it. `step_count` is of the steps that
         this node makes itself.
         """
-        total = int(total)
+        self._total = total = int(total)
         if self._session is not None:
             self._session.say_total(total)
         number, drawn_at = -1, -1
@@ -311,6 +318,7 @@ class Swarm:
     def _finish(self, *, at_exit: bool) -> None:
         if self._follower is not None:
             self._follower.finish()
+        self._comeback = None
         if self._session is None:
             self._drop_momentum()
             return
@@ -384,7 +392,7 @@ class Swarm:
 
     def _stay_out(self) -> None:
         _OF_PARENTS.extend([self._session, self._on_gpus])
-        self._ranks = self._follower = None
+        self._ranks = self._follower = self._comeback = None
         if self._session is not None:
             self._session.abandon()
         self._close()
@@ -410,13 +418,30 @@ class Swarm:
         self._close()
 
     def _lose_daemon(self) -> None:
-        say("the daemon went away; training goes on alone")
+        assert self._session is not None, "it is lost once"
+        if self._open_again is not None:
+            say("the daemon went away; training goes on alone, and with the swarm again once the node is back")
+            self._comeback = Comeback(self._session, self._open_again)
+        else:
+            say("the daemon went away; training goes on alone")
         self._others = 0
-        if self._ranks is not None and self._session is not None:
+        if self._ranks is not None:
             before = self._session.take_command()  # what came before it went is everybody's
             self._ranks.say(RankCommand.ALONE, before)
             self._share(self._ranks, before)
         self._close()
+
+    def _come_back(self) -> None:
+        comeback = self._comeback
+        if comeback is None or (session := comeback.look(self._step_count)) is None:
+            return
+        self._session, self._open_again, self._comeback = session, comeback.open_again, None
+        atexit.register(self._at_exit)
+        self._others = session.others
+        if self._total is not None:
+            session.say_total(self._total)
+        if self._momentum is not None:
+            self._momentum.begin()
 
     def _drop_momentum(self) -> None:
         """A script that trains alone does so as it would without peerd."""
@@ -425,6 +450,7 @@ class Swarm:
 
     def _close(self) -> None:
         atexit.unregister(self._at_exit)
+        self._open_again = None  # which holds the model
         if self._session is not None:
             self._session.close()
             self._step_count, self._session = self.step_count, None

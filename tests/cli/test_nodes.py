@@ -226,7 +226,28 @@ def test_a_script_attached_by_hand(machine: Machine) -> None:
     daemon.signal(signal.SIGKILL)
     daemon.end()
     assert hand.end() == 0
-    assert hand.log == "ready, in a swarm at step 0\n" + ("peerd: the daemon went away; training goes on alone\ndone\n")
+    lost = "the daemon went away; training goes on alone, and with the swarm again once the node is back"
+    assert hand.log == f"ready, in a swarm at step 0\npeerd: {lost}\ndone\n"
+
+
+def test_a_script_attached_by_hand_comes_back_to_its_swarm(machine: Machine) -> None:
+    """With the model of the others, which have trained on meanwhile."""
+    script = str(machine.script("train.py", TRAIN.replace("swarm.alone and swarm.step_count > 5", "False")))
+    a = machine.start("a", script)
+    a.trains()
+    b = machine.start("b", join=a)
+    b.sees(a="alive")
+    hand = machine.spawn("hand", [script], PEERD_NAME="b")
+    b.trains()
+    b.signal(signal.SIGKILL)
+    b.end()
+    hand.says("the daemon went away; training goes on alone")
+    again = machine.start("b", join=a)
+    hand.says("there is a daemon again: training goes on with the swarm, from step ")
+    again.trains()
+    again.sees(a="alive")
+    a.sees(b="alive")
+    hand.signal(signal.SIGTERM)
 
 
 def test_a_script_started_by_hand_with_another_model_is_told_why(machine: Machine) -> None:

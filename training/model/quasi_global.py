@@ -50,14 +50,18 @@ class QuasiGlobalMomentum:
 
     def __init__(self, optimizer: Any) -> None:
         """`optimizer` may be several that act as one. Raises ValueError for one whose momentum cannot be this."""
-        parts = getattr(optimizer, "parts", [optimizer])
-        for part in parts:
+        self._parts = getattr(optimizer, "parts", [optimizer])
+        for part in self._parts:
             _require_momentum(part)
         self._kept: MutableMapping[torch.Tensor, _Kept] = WeakTensorKeyDictionary()
         self._lr_max = 0.0
+        self.begin()
+
+    def begin(self) -> None:
+        """Again, after `remove`."""
         self._hooks = [
             hook
-            for part in parts
+            for part in self._parts
             for hook in (
                 part.register_step_pre_hook(self._before_step),
                 part.register_step_post_hook(self._after_step),

@@ -95,7 +95,7 @@ def test_memory_that_cuda_does_not_pin_is_told_and_ends_nothing(
 
 
 def test_a_script_that_is_refused_gives_the_addresses_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuses(_: Session) -> None:
+    def refuses(_: Session, past: object) -> None:
         raise Refused("as a daemon may")
 
     monkeypatch.setattr(Session, "_attach", refuses)

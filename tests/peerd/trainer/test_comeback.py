@@ -1,0 +1,177 @@
+"""A script that was started by hand, whose daemon goes away, and comes again."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trio
+from model_node import Node, running, until
+from torch import nn
+
+import peerd
+from peerd.daemon import control
+from peerd.local import board, local_socket
+from peerd.trainer import comeback
+from peerd.trainer.swarm import Swarm
+
+BACK = "peerd: there is a daemon again: training goes on with the swarm, from step"
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    for name in ("LOCAL_RANK", "PEERD_DAEMON", "PEERD_SOCKET", "PEERD_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(comeback, "LOOK_EVERY_S", 0.0)
+    (tmp_path / "peerd").mkdir(mode=0o700)
+    return local_socket.socket_path("me")
+
+
+def small(**settings: Any) -> tuple[nn.Linear, torch.optim.Optimizer]:
+    model = nn.Linear(3, 1)
+    nn.init.zeros_(model.weight)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, **settings)
+
+
+def beside_daemons(path: Path, script: Callable[[], None], **second: Any) -> list[Node]:
+    """The script beside a daemon that goes away, and another one with these settings, until it has ended."""
+    ended = trio.Event()
+
+    async def runs() -> None:
+        await trio.to_thread.run_sync(script)
+        ended.set()
+
+    async def main() -> list[Node]:
+        nodes: list[Node] = []
+        async with trio.open_nursery() as scripts:
+            for settings in ({}, second):
+                node = Node(path.parent / "state", **settings)
+                nodes.append(node)
+                async with running(node) as nursery:
+                    await nursery.start(control.serve, path, {}, node.side.attach)
+                    if node is nodes[0]:
+                        scripts.start_soon(runs)
+                        await until(partial(has_stepped, node))
+                    else:
+                        await ended.wait()
+        return nodes
+
+    return trio.run(main)
+
+
+def has_stepped(node: Node) -> bool:
+    session = node.side.runner.session
+    last = None if session is None else session.board.last_step()
+    return last is not None and last.step >= 3
+
+
+class Training:
+    """A script whose every step adds 1 to its first weight."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.model, self.optimizer = small(**settings)
+        self.steps = 0
+
+    def step(self, swarm: Swarm) -> None:
+        with torch.no_grad():
+            self.model.weight[0, 0] += 1
+        self.steps += 1
+        swarm.step(loss=1.0, samples=2)
+        time.sleep(0.002)
+
+    def step_while(self, swarm: Swarm, condition: Callable[[], bool]) -> None:
+        give_up_at = time.monotonic() + 50
+        while condition():
+            assert time.monotonic() < give_up_at
+            self.step(swarm)
+
+    @property
+    def moved(self) -> float:
+        return self.model.weight[0, 0].item()
+
+
+def test_it_goes_on_with_the_next_daemon_from_where_it_is(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Checkpoints are there, too, older than what it has made of the model since."""
+    monkeypatch.setattr("peerd.trainer.checkpoint_writer.FIRST_S", 0.0)
+    training, total = Training(), 1_000_000
+    told_total = list[int]()
+
+    def script() -> None:
+        with peerd.attach(training.model, training.optimizer) as swarm:
+            assert next(swarm.steps(total)) == 0
+            training.step_while(swarm, lambda: not swarm.alone)
+            assert list((path.parent / "state").rglob("*.safetensors"))
+            training.step_while(swarm, lambda: swarm.alone)
+            assert swarm._session is not None
+            told_total.append(swarm._session._board._numbers[board._TOTAL])
+            for _ in range(3):
+                training.step(swarm)
+            assert swarm.step_count == training.steps
+
+    _, second = beside_daemons(path, script)
+    assert training.moved == training.steps
+    assert second.side.status is not None
+    assert second.side.status.step == training.steps
+    assert told_total == [total]
+    told = capsys.readouterr().err
+    assert told.count("went away; training goes on alone, and with the swarm again once the node is back") == 1
+    assert told.count(BACK) == 1
+    assert "resumed" not in told
+
+
+def test_a_daemon_that_will_not_have_it_is_asked_once(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    training = Training()
+
+    def script() -> None:
+        with peerd.attach(training.model, training.optimizer) as swarm:
+            training.step_while(swarm, lambda: not swarm.alone)
+            training.step_while(swarm, lambda: not swarm._comeback or not swarm._comeback._is_over)
+            for _ in range(20):
+                training.step(swarm)
+            assert swarm.alone
+
+    beside_daemons(path, script, mode="allreduce", exchange="gradients")
+    assert training.moved == training.steps
+    refused = "peerd: this node exchanges gradients, and the script's peerd does not"
+    assert capsys.readouterr().err.count(refused) == 1
+
+
+def test_momentum_is_the_swarms_again(path: Path) -> None:
+    training = Training(momentum=0.9)
+
+    def script() -> None:
+        with peerd.attach(training.model, training.optimizer, quasi_global_momentum=True) as swarm:
+            training.step_while(swarm, lambda: not swarm.alone)
+            training.step_while(swarm, lambda: swarm.alone)
+            assert len(training.optimizer._optimizer_step_pre_hooks) == 1
+
+    beside_daemons(path, script)
+
+
+def test_a_run_that_has_ended_does_not_come_back_and_lets_go_of_the_model(path: Path) -> None:
+    training = Training()
+    held = weakref.ref(training.model)
+
+    def script() -> None:
+        nonlocal training
+        swarm = peerd.attach(training.model, training.optimizer)
+        training.step_while(swarm, lambda: not swarm.alone)
+        swarm.finish()
+        for _ in range(5):
+            training.step(swarm)
+        assert swarm.alone
+        del training
+        gc.collect()
+        assert held() is None
+
+    beside_daemons(path, script)
