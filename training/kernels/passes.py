@@ -23,6 +23,7 @@ Stops = npt.NDArray[np.int64]
 Places = npt.NDArray[np.int64]
 
 PART = 1 << 20  # values: numpy may hold the interpreter for each operation
+BATCH = 1 << 17  # values, where numpy makes arrays of them: malloc keeps these, see training/codecs/codec.py
 ROW = 4096  # values whose squares are added up in float32
 SMALL = 1 << 14  # values of a model whose tensors are not worth an operation each
 _FLOAT32 = np.dtype(np.float32)
@@ -138,16 +139,18 @@ def at_least(values: Vector, known: Vector | None, least: float) -> tuple[Places
         of_all = address(values), address(known), values.size, least
         found = kernels.peerd_at_least(*of_all, address(where), address(large), address(others))
         return None if found < 0 else (where[:found], large[:found], float(others[0]))
-    enough, total = np.empty(len(values), bool), 0.0
-    with np.errstate(over="ignore", invalid="ignore"):
-        apart = values.copy() if known is None else values - known
-    for part in parts(len(values)):
-        each = apart[part]
-        if not np.isfinite(each).all():
+    places, differences, total = [np.empty(0, np.int64)], [values[:0]], 0.0
+    for part in parts(len(values), BATCH):
+        with np.errstate(over="ignore", invalid="ignore"):
+            apart = values[part].copy() if known is None else values[part] - known[part]
+        if not is_finite(apart):
             return None
-        enough[part] = np.abs(each) >= least
-        total += squares(np.where(enough[part], 0, each))
-    return np.flatnonzero(enough), apart[enough], total
+        enough = np.flatnonzero(np.abs(apart) >= least)
+        places.append(enough + part.start)
+        differences.append(apart[enough])
+        apart[enough] = 0
+        total += squares(apart)
+    return np.concatenate(places), np.concatenate(differences), total
 
 
 def move_references(mine: Vector, outgoing: Vector, theirs: Vector, following: Vector, stops: Stops) -> Sums:
