@@ -6,6 +6,7 @@ import errno
 import importlib
 import os
 import sys
+from difflib import get_close_matches
 from typing import Annotated, Any
 
 import typer
@@ -49,6 +50,16 @@ class Verbs(TyperGroup):
             take_plain_numbers(self.commands[cmd_name])
         return self.commands.get(cmd_name)
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Which one was typed; typer itself looks for near ones among those that were imported."""
+        typed = args[0]
+        try:
+            return super().resolve_command(ctx, args)
+        except UsageError as error:
+            if near := get_close_matches(typed, VERBS, 1):
+                error.message = f"No such command {typed!r}. Did you mean {near[0]!r}?"
+            raise
+
     def make_context(self, *arguments: Any, **named: Any) -> Any:
         """Understand what was typed."""
         with interrupts_end_at_once():
@@ -74,7 +85,7 @@ def _misused(error: Any, typed: str) -> Exception:
     if not said or "\n" in said:  # the help, of who typed no verb
         own: Exception = error
         return own
-    say(f"{said}; {path} -h lists what there is")
+    say(f"{said}{'' if said.endswith('?') else ';'} {path} -h lists what there is")
     return typer.Exit(error.exit_code)
 
 

@@ -221,6 +221,8 @@ def test_wrong_arguments(
     ("arguments", "expected"),
     [
         (("nosuch",), "No such command 'nosuch'; peerd -h lists"),
+        (("strat",), "No such command 'strat'. Did you mean 'start'? peerd -h lists"),
+        (("--", "--start"), "No such command '--start'. Did you mean 'start'?"),
         (("demo", "--nosuch"), "No such option: --nosuch; peerd demo -h lists"),
         (("status", "--name"), "Option '--name' requires an argument; peerd status -h lists"),
         (("demo", "--peers", "0"), "'--peers'"),
