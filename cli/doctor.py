@@ -54,7 +54,7 @@ def doctor(
         "rdma_subnets": tuple(rdma_subnet) if rdma_subnet else None, "rdma_allow_fallback": rdma_allow_fallback,
     }  # fmt: skip
     with interrupts_end_at_once():  # it imports torch, and leaves nothing behind
-        from peerd.doctor import check, examine, settings_of_running, which_node
+        from peerd.doctor import check, examine, namesakes, settings_of_running, which_node
         from peerd.settings import load
 
         told = {key: value for key, value in flags.items() if value is not None}
@@ -64,7 +64,8 @@ def doctor(
         whose = name or os.environ.get("PEERD_NAME")
         running = settings_of_running(whose, told, only=not is_new)
         unnamed = which_node() if whose is None and not is_new else ()
-        findings = [*unnamed, *examine(running or load(flags, os.environ, config))]
+        called_alike = namesakes(running.name) if running else ()
+        findings = [*unnamed, *called_alike, *examine(running or load(flags, os.environ, config))]
     if format is Format.JSON:
         print_json([asdict(finding) for finding in findings])
     else:

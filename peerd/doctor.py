@@ -83,6 +83,18 @@ def which_node() -> Iterator[Finding]:
         yield Finding("node", "note", found, "--name NAME looks at one of them")
 
 
+def namesakes(name: str) -> Iterator[Finding]:
+    """Members that have the name of this node, which runs here."""
+    try:
+        rows = request(find_node(name), "members")["members"]
+    except UserError:  # it starts, or has just ended
+        return
+    live = [row for row in rows if row["state"] in ("alive", "suspect") and not row["self"]]
+    if others := [row["address"] for row in live if row["name"] == name]:
+        found = f"the name {name} is also that of the member at {', '.join(others)}"
+        yield Finding("node", "note", found, "start one of them with another --name")
+
+
 def examine(settings: Settings) -> list[Finding]:
     """Run every check, for a node with these settings."""
     host, port = settings.bind_address

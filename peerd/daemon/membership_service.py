@@ -85,7 +85,7 @@ class MembershipService:
         self._nursery: trio.Nursery | None = None
         self._said: dict[Address, str] = {}  # the last failure told of each address: said once
         self._heard_at: dict[NodeId, float] = {}  # members of whom a message came, and when the last one did
-        self._told_of_kinds = False
+        self._told_of_kinds = self._told_of_namesake = False
         self._seldom = Seldom()  # of members what they bring about themselves
         self._believed: dict[NodeId, tuple[State, int]] = {}  # of each member, when it last changed, and its epoch
         self._stalled: set[NodeId] = set()  # members that have said that their trainers make no step
@@ -196,6 +196,7 @@ class MembershipService:
         self._believed[id] = member.state, member.epoch
         if member.state == State.ALIVE:
             self._tell_of_kinds(member)
+            self._tell_of_namesake(member)
         who = f"{member.name} ({shown((member.host, member.port))})"
         if before is not None and before < State.FAILED == member.state:
             heard_at = self._heard_at.get(id)
@@ -236,6 +237,17 @@ class MembershipService:
                 "other for dead; start them anew with --bind of one kind"
             )
             LOGGER.warning(text, member.name, theirs, mine)
+
+    def _tell_of_namesake(self, member: Member) -> None:
+        """Once: anybody may call itself what it likes. At this node's own address it is one of its earlier lives."""
+        me, where = self.membership.me, (member.host, member.port)
+        if member.name == me.name and where != (me.host, me.port) and not self._told_of_namesake:
+            self._told_of_namesake = True
+            text = (
+                "the member at %s is called %s, too: only its id tells it from this node, and a seed made of "
+                "PEERD_NAME is the same; start one of the two with another --name"
+            )
+            LOGGER.warning(text, shown(where), me.name)
 
     def _tell_seldom(self, id: NodeId, who: str, what: str) -> None:
         if self._seldom.is_news(id, what, now=trio.current_time()):

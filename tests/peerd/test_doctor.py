@@ -74,6 +74,18 @@ def test_where_several_nodes_run_and_none_is_named_the_machine_is_looked_at(monk
     assert not list(doctor.which_node())
 
 
+def test_a_member_of_the_same_name_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {"name": "a", "address": "10.0.0.1:7946", "state": "alive", "self": True}
+    gone = {**own, "address": "10.0.0.2:7946", "state": "left", "self": False}
+    rows = [own, gone, {**own, "name": "b", "self": False}]
+    monkeypatch.setattr(doctor, "find_node", lambda name: name)
+    monkeypatch.setattr(doctor, "request", lambda path, verb: {"members": rows})
+    assert not list(doctor.namesakes("a"))
+    rows.append({**gone, "address": "10.0.0.3:7946", "state": "suspect"})
+    (said,) = doctor.namesakes("a")
+    assert (said.state, said.found) == ("note", "the name a is also that of the member at 10.0.0.3:7946")
+
+
 def test_who_has_no_compiled_arithmetic_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "LIBRARY", None)
     said = found(Settings(bind="127.0.0.1:0"), "software")

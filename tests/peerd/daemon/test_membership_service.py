@@ -214,6 +214,16 @@ async def test_members_at_addresses_of_two_kinds_are_told_of_once(caplog: pytest
     )
 
 
+async def test_another_of_this_nodes_name_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    async with running() as shell:
+        shell.core.me = a_member("me", State.ALIVE, 1)
+        for port, state in enumerate((State.ALIVE, State.LEFT, State.ALIVE, State.ALIVE), 1):
+            shell.core.members["b"] = replace(a_member("b", state, port), name="node-me", port=port)
+            await shell.service.perform([MemberChanged("b")])
+    [told] = [record.message for record in caplog.records]
+    assert told.startswith("the member at 10.0.0.1:3 is called node-me, too: "), "who was at 1 is its earlier life"
+
+
 async def test_a_suspect_is_dialled_at_once_whatever_black_holes_are_dialled() -> None:
     async with running() as shell:
         await shell.service.perform([PushPull(where) for where in [*BLACK_HOLES, SUSPECT]])
