@@ -51,7 +51,7 @@ def set_mode(
     """Have every member combine models in MODE from now on; training goes on, and newcomers come to it, too.
 
     Settings that you leave out keep their value in the mode that the nodes were started with; another takes defaults.
-    Ends when every living member has it.
+    A swarm keeps --exchange, --server-optimizer and --robust for its life. Ends when every living member has it.
     """
     from peerd.protocol.plan import text_of
 

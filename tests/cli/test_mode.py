@@ -11,8 +11,9 @@ from machine import Machine
 from scripts import TRAIN
 
 from peerd.cli.average import average
-from peerd.cli.mode import _late
+from peerd.cli.mode import _late, set_mode
 from peerd.cli.output import Format
+from peerd.training.mode_settings import OPTIONS, PLANNED
 
 
 def test_an_average_of_one_is_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,6 +28,12 @@ def test_an_average_of_one_is_none(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         "nothing was averaged: no other member has the model",
         "not in it: b: no model yet",
     ]
+
+
+def test_help_says_which_options_of_a_mode_cannot_be_set() -> None:
+    kept = [f"--{name.replace('_', '-')}" for name in OPTIONS if name not in PLANNED]
+    assert kept
+    assert [option for option in kept if option not in str(set_mode.__doc__)] == []
 
 
 def test_the_mode_of_a_live_swarm(machine: Machine) -> None:
