@@ -144,7 +144,8 @@ def test_a_model_that_changes_after_attach_is_followed_or_said(machine: Machine)
     assert torch.allclose(one, other, atol=0.05)  # of one alone a half is 0, and of the other the other half
     for node in machine.nodes:
         for what in (
-            "frozen.bias, frozen.weight can be trained only since peerd.attach",
+            "frozen.bias, frozen.weight can be trained only since peerd.attach "
+            "(freeze them after it, and they are shared)",
             "added.bias, added.weight came into the model after peerd.attach",
         ):
             assert node.log.count(f"peerd: not shared: {what}\n") == 1

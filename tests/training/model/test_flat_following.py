@@ -94,7 +94,8 @@ def test_what_is_unfrozen_added_or_reshaped_is_told_once() -> None:
     assert flat.unshared() == [
         "not shared: 1.bias, 1.weight left the model, or changed shape or type, after peerd.attach",
         "not shared: 3.bias, 3.weight came into the model after peerd.attach",
-        "not shared: 0.bias, 0.weight can be trained only since peerd.attach",
+        "not shared: 0.bias, 0.weight can be trained only since peerd.attach "
+        "(freeze them after it, and they are shared)",
     ]
     flat.gather()
     assert flat.unshared() == []
