@@ -21,6 +21,11 @@ CURES = {
     "node": "a state folder belongs to one node: give this one another --name",
 }
 
+ONE_AFTER_THE_OTHER = (
+    "attach all that a script trains at once, before it is frozen: several models go in one attach([a, b], "
+    "[optimizer_a, optimizer_b])"
+)
+
 
 def cured(failure: Exception) -> str:
     """What a user is told of it: a refusal with its cure, where there is one."""

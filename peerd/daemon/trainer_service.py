@@ -20,7 +20,7 @@ import trio
 
 from peerd.daemon.catch_up import CatchUp
 from peerd.daemon.control import LocalConnection
-from peerd.daemon.cures import cure_of_buffers, cure_of_model
+from peerd.daemon.cures import ONE_AFTER_THE_OTHER, cure_of_buffers, cure_of_model
 from peerd.daemon.mode_runner import ModeRunner
 from peerd.daemon.peers import Peers
 from peerd.daemon.plan_follower import PlanFollower
@@ -326,6 +326,8 @@ class TrainerService:
             lines = zip([*theirs, "nothing"], [*ours, "nothing"], strict=False)
             differing = next(((a, b) for a, b in lines if a != b), ("another signature", "one"))
             cure = cure_of_buffers(theirs, ours) or cure_of_model(*differing)
+            if self.status is not None and self.status.pid == comes.pid:
+                cure = ONE_AFTER_THE_OTHER  # what other nodes have is not the cause
             cure = f"{cure}, or peerd leave and start this node anew"
             return f"this node holds another model: {differing[1]} here, {differing[0]} in the script; {cure}"
         return None

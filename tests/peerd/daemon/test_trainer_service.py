@@ -531,12 +531,13 @@ async def test_another_model_than_before_is_refused_with_the_tensor(tmp_path: Pa
             ([*TENSORS, "more float32 1"], "nothing here, more float32 1 in the script", "the same exclude="),
             ([TENSORS[0]], "bias float32 2 here, nothing in the script", "the same exclude="),
         ):
-            with script(signature="6" * 64, tensors=tensors) as other:
-                nursery.start_soon(other.serve, node)
-                refusal = (await other.hear("error"))["error"]
-                assert refusal.startswith(f"this node holds another model: {differing}; ")
-                assert cure in refusal
-                assert refusal.endswith(", or peerd leave and start this node anew")
+            for pid, cure_told in ((99, cure), (1234, "attach all that a script trains at once, before it is frozen")):
+                with script(signature="6" * 64, tensors=tensors, pid=pid) as other:
+                    nursery.start_soon(other.serve, node)
+                    refusal = (await other.hear("error"))["error"]
+                    assert refusal.startswith(f"this node holds another model: {differing}; ")
+                    assert cure_told in refusal
+                    assert refusal.endswith(", or peerd leave and start this node anew")
 
 
 NONSENSE: list[dict[str, Any]] = [
