@@ -312,7 +312,8 @@ class TrainerService:
                 earlier = "for another training call swarm.finish() on the earlier one first"
                 cures = (earlier, several) if comes.signature == self.signature else (several, earlier)
                 return f"this script is attached already: {'; '.join(cures)}"
-            return f"a trainer (pid {self._runner.session.facts.pid}) is attached to this node already"
+            there = f"a trainer (pid {self._runner.session.facts.pid}) is attached to this node already"
+            return f"{there}: end that one, or let this script train alone by PEERD_NAME=none"
         if not isinstance(comes, Attach) or not connection.fds:
             return "the script's peerd and the daemon's do not understand each other: are they of one version?"
         if comes.total > VALUES_MAX:

@@ -510,7 +510,10 @@ async def test_a_second_trainer_is_refused_while_there_is_one(tmp_path: Path, ag
                 assert refusal.startswith(f"this script is attached already: {likelier}")
                 assert "swarm.finish()" in refusal
             else:
-                assert refusal == "a trainer (pid 1234) is attached to this node already"
+                assert refusal == (
+                    "a trainer (pid 1234) is attached to this node already: end that one, or let this script train "
+                    "alone by PEERD_NAME=none"
+                )
             assert node.side.meta.expects
             await first.say("ready", step=0)
             await first.hear("go")
