@@ -16,7 +16,7 @@ from machine import free_ports
 from peerd.relay import guest as guest_module
 from peerd.relay import lease as lease_module
 from peerd.relay import streams as streams_module
-from peerd.relay.envelope import disclose, enclose
+from peerd.relay.envelope import KEY_BYTES, disclose, enclose
 from peerd.relay.guest import Guest
 from peerd.relay.lender import Lender, Near
 from peerd.transport.connection import Connection, ConnectionLost
@@ -161,6 +161,15 @@ async def test_streams_and_datagrams_of_many_come_through_whole() -> None:
                 nursery.start_soon(one, text)
         assert here.streams == len(texts)
         assert here.lender.relayed_bytes >= 2 * sum(map(len, texts))
+
+
+async def test_who_says_no_more_than_how_the_guests_key_begins_is_passed_on() -> None:
+    """One of 256 that say a single byte."""
+    async with place() as here:
+        where, _ = await here.guest()
+        key = here.lender._leases[where[1]].key
+        for length in (1, KEY_BYTES - 1):
+            assert await echoed(where, key[:length]) == key[:length]
 
 
 async def test_two_guests_have_a_port_each_and_reach_each_other() -> None:
