@@ -59,6 +59,8 @@ class Lease:
         self._admission = Admission(trio.current_time())
         self._served: dict[int, trio.CancelScope] = {}
         self._calls: dict[bytes, _Call] = {}
+        self._strangers = 0  # of those served
+        self._freed = trio.lowlevel.ParkingLot()
 
     def end(self) -> None:
         """Pass on nothing more, and give the port back at once."""
@@ -84,24 +86,39 @@ class Lease:
     async def _accept(self, nursery: trio.Nursery, connection: Connection, toll: Toll) -> None:
         admission = self._admission
         while True:
-            await trio.sleep(admission.delay_s(trio.current_time()))
+            await self._make_room()
+            if (delay_s := admission.delay_s(trio.current_time())) > 0:  # a turn of the loop is long beside bulk
+                await trio.sleep(delay_s)
             try:
                 sock, peer = await self._listener.accept()
             except OSError as error:  # it belongs to who was to be accepted (accept(2)), but where there is no room
                 await trio.sleep(PAUSE_S if error.errno in EXHAUSTED else 0)
                 continue
-            now, host = trio.current_time(), unmapped(peer)[0]
-            has_room = len(self._served) < self._streams_max
-            if has_room and admission.full and (slow := admission.makes_way(now)) is not None:
-                self._served[slow].cancel()
-                admission.admit(slow)
+            host = unmapped(peer)[0]
             host = ANY_HOST if host == connection.host else host  # the guest comes as often as all others
-            number = admission.enter(host, now) if has_room and not admission.full else None
+            number = admission.enter(host, trio.current_time()) if self._has_room else None
             if number is None:
                 sock.close()
             else:
                 self._served[number] = trio.CancelScope()
                 nursery.start_soon(self._serve, sock, number, connection, toll)
+
+    async def _make_room(self) -> None:
+        """Where somebody waits, who has said nothing for long makes way. The guest may be among those who wait."""
+        while self._admission.full:
+            await trio.lowlevel.checkpoint()  # the listener is closed once this is cancelled
+            await trio.lowlevel.wait_readable(self._listener)
+            if (slow := self._admission.makes_way(trio.current_time())) is not None:
+                self._served[slow].cancel()
+                self._admission.admit(slow)
+            elif self._admission.full:
+                with trio.move_on_at(self._admission.makes_way_at):
+                    await self._freed.park()
+
+    @property
+    def _has_room(self) -> bool:
+        """Each stranger has the guest's stream beside its own, or a place is kept for it."""
+        return len(self._served) + self._strangers - len(self._calls) < 2 * self._streams_max
 
     async def _serve(self, sock: trio.socket.SocketType, number: int, connection: Connection, toll: Toll) -> None:
         """One stream to the port: the guest's, which is handed to who waits for it, or somebody's, who waits."""
@@ -115,15 +132,24 @@ class Lease:
                     if (call := self._calls.pop(first[KEY_BYTES:], None)) is not None:
                         given, call.guest = True, stream
                         call.answered.set()
-                elif first:
+                elif first and self._strangers < self._streams_max:
                     self._admission.admit(number)  # else those who wait for the guest would keep it out
-                    if (guest := await self._guest(connection)) is not None:
-                        await splice(stream, guest, toll, first)
+                    self._freed.unpark_all()
+                    await self._join(stream, first, connection, toll)
         finally:
             del self._served[number]
             self._admission.leave(number)
+            self._freed.unpark_all()
             if not given:
                 sock.close()
+
+    async def _join(self, stranger: trio.SocketStream, first: bytes, connection: Connection, toll: Toll) -> None:
+        self._strangers += 1
+        try:
+            if (guest := await self._guest(connection)) is not None:
+                await splice(stranger, guest, toll, first)
+        finally:
+            self._strangers -= 1
 
     async def _first(self, stream: trio.SocketStream) -> bytes:
         """What comes first, and tells whether it is the guest; empty where nothing does."""

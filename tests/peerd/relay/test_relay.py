@@ -18,7 +18,8 @@ from peerd.relay import lease as lease_module
 from peerd.relay import streams as streams_module
 from peerd.relay.envelope import KEY_BYTES, disclose, enclose
 from peerd.relay.guest import Guest
-from peerd.relay.lender import Lender, Near
+from peerd.relay.lender import STREAMS_MIN, Lender, Near
+from peerd.transport.admission import PENDING_MAX
 from peerd.transport.connection import Connection, ConnectionLost
 from peerd.transport.errors import PeerError, UserError
 from peerd.transport.hello import answer
@@ -114,12 +115,13 @@ async def eventually(look: Callable[[], object]) -> None:
             await trio.sleep(0.01)
 
 
-async def echoed(where: Address, said: bytes) -> bytes:
-    """What comes back, until the other end closes."""
+async def echoed(where: Address, said: bytes, after_s: float = 0.0) -> bytes:
+    """What comes back, until the other end closes; it is said so long `after` this end has connected."""
     heard = bytearray()
     async with await trio.open_tcp_stream(*where) as stream, trio.open_nursery() as nursery:
 
         async def say() -> None:
+            await trio.sleep(after_s)
             with suppress(trio.BrokenResourceError):
                 await stream.send_all(said)
                 await stream.send_eof()
@@ -132,13 +134,15 @@ async def echoed(where: Address, said: bytes) -> bytes:
 
 
 async def datagram_echoed(where: Address, said: bytes) -> bytes:
-    """One that is lost is sent again: the guest's way to its relay may not be open yet."""
+    """One that is lost is sent again, ever more seldom: the guest's way to its relay may not be open, or be slow."""
+    wait_s = 0.5
     with trio.socket.socket(type=trio.socket.SOCK_DGRAM) as sock:
         await sock.connect(where)
         while True:
             await sock.send(said)
-            with trio.move_on_after(0.5):
+            with trio.move_on_after(wait_s):
                 return await sock.recv(2048)
+            wait_s *= 2
 
 
 async def test_streams_and_datagrams_of_many_come_through_whole() -> None:
@@ -147,10 +151,9 @@ async def test_streams_and_datagrams_of_many_come_through_whole() -> None:
         where, _ = await here.guest()
         assert where[1] in here.lender.guests
         assert where != here.node
-        # more than may be pending
-        texts = [
+        texts = [  # more than may be pending
             rng.randbytes(rng.choice((1, 15, 16, 31, 32, 33, 5_000, 3_000_000))) for _ in range(48)
-        ]  # more than may be pending
+        ]
 
         async def one(text: bytes) -> None:
             assert await echoed(where, text) == text
@@ -170,6 +173,33 @@ async def test_who_says_no_more_than_how_the_guests_key_begins_is_passed_on() ->
         key = here.lender._leases[where[1]].key
         for length in (1, KEY_BYTES - 1):
             assert await echoed(where, key[:length]) == key[:length]
+
+
+async def test_more_than_may_be_pending_who_are_slow_to_speak_all_come_through() -> None:
+    """As where many dial at once, and their machines are busy."""
+    async with place() as here, trio.open_nursery() as nursery:
+        where, _ = await here.guest()
+
+        async def one(text: bytes) -> None:
+            assert await echoed(where, text, after_s=0.2) == text
+
+        for number in range(PENDING_MAX + 16):
+            nursery.start_soon(one, bytes([number]))
+
+
+async def test_as_many_streams_as_a_port_may_have_leave_room_for_the_guests(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with place() as here:
+        monkeypatch.setattr(here.lender, "_streams_max", STREAMS_MIN)
+        where, _ = await here.guest()
+        came: list[bytes] = []
+
+        async def one() -> None:
+            came.append(await echoed(where, b"hello"))
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(STREAMS_MIN):
+                nursery.start_soon(one)
+        assert came == [b"hello"] * STREAMS_MIN
 
 
 async def test_two_guests_have_a_port_each_and_reach_each_other() -> None:
