@@ -52,7 +52,7 @@ from peerd.training.model.quiet import EVERY_STEP, NEVER, Quiet
 from peerd.training.modes.gradients import GradientAllReduce
 from peerd.training.rounds.attempt import EXACT_CODEC
 from peerd.training.rounds.choice import DENSE, EVERY_AT_FIRST, Concentration, is_left_to_leader
-from peerd.training.rounds.lengths import GROUPS, lengths_of, limits_of, shorten
+from peerd.training.rounds.lengths import GROUPS, Usual, lengths_of, limits_of, shorten
 from peerd.training.rounds.member import Committed, Outcome, Rounds, Withdrawn
 from peerd.training.rounds.quorum import Quorum
 from peerd.training.rounds.topology import parse_topology
@@ -113,6 +113,7 @@ class AllReduce(ModeClass):
             me, layout, rng, settings, self._contribution, self.counts,
             differences=self._keeps_agreed, fragments=fragments,
         )  # fmt: skip
+        self._usual = Usual()
         self._me = me
         self._taken: Vector | None = None  # the model that this member contributes
         self._agreed: Vector | None = None  # the last round's model, the same on all
@@ -172,7 +173,7 @@ class AllReduce(ModeClass):
         effects: list[Effect] = []
         if self._rounds.finished:  # a new run; who is alone ends a round by that
             effects += self._perform(self._rounds.finish(False, now), now)
-            self._landing = None
+            self._landing, self._usual = None, Usual()
         self._waits = report.stands
         self._samples = report.samples
         if report.step < self._step:  # another trainer went on from an earlier one
@@ -314,6 +315,10 @@ class AllReduce(ModeClass):
             if ends and lost is not None:
                 own = lengths_of(values, self._layout, since)
                 lengths = tuple(length if way > 0 else 0.0 for length, way in zip(lengths, own, strict=True))
+            if ends or self._rounds.finished:
+                lengths = self._usual.or_longer(lengths)
+            else:
+                self._usual.note(lengths)
             self._rounds.measured(lengths)
 
     def _bounded(self, committed: Committed) -> Vector:

@@ -5,6 +5,9 @@ that all reckon alike: the agreed model moves by at most LIMIT times the median 
 medians again and again, or beyond AT_ONCE medians, is left out by the leader. In a sum along a tree or a ring nobody
 sees a single contribution, so a member that reports a small length and hands in a large vector is not named, only the
 mean is shortened: it can turn a round its own way, by no more than an honest one goes.
+
+Whose run has ended goes no further, and goes on saying what was usual of its contributions: else nobody but who trains
+on would say how far that one may take all.
 """
 
 from __future__ import annotations
@@ -33,6 +36,9 @@ PATIENCE = 2
 ROUNDING = 2.0**-20
 """Of a model's norm: who has come no further has not moved, but was rounded."""
 GROUPS = 2  # parameters, float buffers
+KEPT = 256
+"""Of a member's own lengths, from all of its run: with a learning rate that falls the last ones are next to nothing,
+and who is slower is not as far yet."""
 SHORTENED = 2**12  # steps of a factor: sums that differ by 1e-13 lie on both sides of one once in 1e9 rounds
 
 Lengths = tuple[float, ...]
@@ -67,6 +73,28 @@ def are_lengths(lengths: Sequence[float], members: int) -> bool:
 def limits_of(lengths: Sequence[float]) -> Lengths:
     """Of the groups of a mean, from what all members of its round have said."""
     return tuple(LIMIT * _median(lengths[group::GROUPS]) for group in range(GROUPS))
+
+
+class Usual:
+    """How long the contributions of one member were in its run."""
+
+    def __init__(self) -> None:
+        self._kept: list[Lengths] = []
+        self._count = 0
+        self._apart = 1  # contributions from one that is kept to the next
+
+    def note(self, lengths: Lengths) -> None:
+        """It contributes."""
+        if self._count % self._apart == 0:
+            self._kept.append(lengths)
+        self._count += 1
+        if len(self._kept) > KEPT:
+            del self._kept[1::2]
+            self._apart *= 2
+
+    def or_longer(self, lengths: Lengths) -> Lengths:
+        """What it says once its run has ended, for what is left of its way."""
+        return tuple(max(left, _median(each[group] for each in self._kept)) for group, left in enumerate(lengths))
 
 
 def longest_mean(lengths: Sequence[float], shares: Sequence[float]) -> float:

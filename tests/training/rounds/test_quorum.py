@@ -88,9 +88,15 @@ FAST_S, SLOW_S = 0.05, 0.3
 
 
 class Paced:
-    """Members that take so long for a step, and learn the same but for some noise."""
+    """Members that take so long for a step, and learn the same but for some noise.
 
-    def __init__(self, step_s: dict[str, float], mode: str = "allreduce", size: int = 400, **settings: Any) -> None:
+    Of so many `steps` the last ones are of no length, and each ends its run by then; 0: all are alike, and nobody ends.
+    """
+
+    def __init__(
+        self, step_s: dict[str, float], mode: str = "allreduce", size: int = 400, steps: int = 0, **settings: Any
+    ) -> None:
+        self._steps = steps
         self.step_s = step_s
         told = {"overlap": "quorum", "every": 2, "codec": "int8", "robust": True, **settings}
         self.swarm = ModeSwarm(mode, "".join(step_s), size, **told)
@@ -107,7 +113,10 @@ class Paced:
                 if node.waits or node.finishing:
                     self._ends_at[name] = swarm.now + self.step_s[name]
                 elif swarm.now >= self._ends_at[name]:
-                    swarm.step(name, 0.02 + 0.01 * swarm.rng.normal(size=swarm.layout.total))
+                    rate = 0.5 + 0.5 * math.cos(math.pi * min(1.0, node.steps / self._steps)) if self._steps else 1.0
+                    swarm.step(name, rate * (0.02 + 0.01 * swarm.rng.normal(size=swarm.layout.total)))
+                    if node.steps >= self._steps > 0:
+                        swarm.finish(name)
                     self._ends_at[name] = swarm.now + self.step_s[name]
             swarm.settle()
             swarm.pass_time(TICK_S)
@@ -156,6 +165,19 @@ def test_who_trains_on_when_all_others_have_ended_is_not_too_long_beside_what_th
     paced.swarm.end()
     models = [node.x for node in paced.swarm.nodes.values()]
     assert all((model == models[0]).all() for model in models)
+
+
+def test_a_slow_member_is_not_too_long_beside_those_whose_learning_rate_had_fallen_to_nothing_at_their_end() -> None:
+    """It was left out of the last rounds, and its run had no end."""
+    paced = Paced(dict.fromkeys("abcd", FAST_S) | {"e": SLOW_S}, size=64, codec="auto", every=0, steps=300)
+    nodes = paced.swarm.nodes
+    while not all(nodes[name].finishing for name in "abcd"):
+        paced.run(1.0)
+    assert nodes["e"].steps < 200, "or this tries nothing"
+    paced.run(12.0)
+    assert set(paced.counted("members_left_out").values()) == {0}
+    paced.swarm.end()
+    assert all((node.x == nodes["a"].x).all() for node in nodes.values())
 
 
 def test_a_round_to_which_all_came_early_does_not_begin() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mode_swarm import ModeSwarm
 from round_swarm import RoundSwarm
 
 from peerd.training.codecs.vector import Layout
@@ -18,10 +19,12 @@ from peerd.training.rounds.lengths import (
     FAR,
     FORGIVEN,
     GROUPS,
+    KEPT,
     LIMIT,
     PATIENCE,
     SHORTENED,
     FarRounds,
+    Usual,
     are_lengths,
     far_off,
     limits_of,
@@ -191,6 +194,58 @@ def test_who_trains_on_when_most_have_finished_is_not_too_long(mode: str, codec:
     assert all(node.proceeded[-1:] == [True] for node in swarm.nodes.values())
     assert swarm.nodes["a"].core.counts["members_left_out"] == 0
     assert len({node.x.tobytes() for node in swarm.nodes.values()}) == 1
+
+
+@pytest.mark.parametrize("mode", ["allreduce", "diloco"])
+@pytest.mark.parametrize("codec", ["float32", "int8", "auto"])
+@pytest.mark.parametrize("liar", ["a", "e"])  # the leader, and another
+def test_who_trains_on_when_all_others_have_ended_moves_them_no_further_than_before(
+    mode: str, codec: str, liar: str
+) -> None:
+    swarm = ModeSwarm(mode, "abcde", SIZE, codec=codec, every=2, overlap="blocking", robust=True)
+    swarm.all_hear()
+    swarm.settle()
+
+    def steps(count: int, names: str) -> None:
+        for _ in range(count):
+            for name in names:
+                swarm.step(name, 1.0)
+            swarm.settle()
+            swarm.pass_time(0.1)
+            swarm.settle()
+
+    steps(40, "abcde")
+    others = "abcde".replace(liar, "")
+    for name in others:
+        swarm.finish(name)
+    steps(8, liar)
+    before = {name: swarm.nodes[name].x.copy() for name in others}
+    swarm.nodes[liar].x = swarm.nodes[liar].x + 1e6
+    steps(20, liar)
+    usual = swarm.nodes["b"].core._usual.or_longer((0.0, 0.0))[0]
+    assert usual >= math.sqrt(SIZE), "or this tries nothing"
+    rounds_of_it = 10 * LIMIT * usual
+    most = rounds_of_it * (1.33 + 0.7 * 0.9 * 3)  # what DiLoCo's momentum makes of it
+    for name in others:
+        assert np.linalg.norm(swarm.nodes[name].x - before[name]) <= most
+
+
+@given(st.lists(st.floats(0.5, 2.0), min_size=1, max_size=4 * KEPT), st.floats(0.0, 100.0))
+def test_who_has_ended_says_what_was_usual_or_what_is_left_if_that_is_longer(said: list[float], left: float) -> None:
+    usual = Usual()
+    assert usual.or_longer((left, 0.0)) == (left, 0.0)
+    for length in said:
+        usual.note((length, 0.0))
+    ours, buffers = usual.or_longer((left, 0.0))
+    assert max(left, min(said)) <= ours <= max(left, max(said))
+    assert buffers == 0.0
+
+
+def test_what_was_usual_is_of_all_of_a_run_however_long() -> None:
+    usual = Usual()
+    for number in range(100 * KEPT):
+        usual.note((1.0 if number < 60 * KEPT else 1e-6, 0.0))
+    assert usual.or_longer((0.0, 0.0)) == (1.0, 0.0)
 
 
 @given(st.floats(1e-30, 1e30), st.floats(1.0, 1e30), st.floats(-1e-13, 1e-13))
