@@ -49,8 +49,8 @@ ROTATE_AFTER_EXCHANGES = 192
 bit, and as 16 by the largest 1 %. After 64, snapshots were a seventh of the former's bytes, a quarter of the latter's,
 and models were no closer; after many more, what the largest 1 % leaves out is never made good (RESULTS.md).
 """
-ALONE_TIMES = 1.2
-"""The steps of a run whose partners had ended: then it is long alone."""
+ALONE_TIMES, ALONE_S = 1.2, 10.0
+"""The steps of a run whose partners had ended, and seconds since then: then it is long alone."""
 ALONE = (
     "all partners' runs have ended: this node trains on alone, on its own data, and their models follow (a loop over "
     "swarm.steps(N) ends with theirs)"
@@ -89,7 +89,7 @@ class Gossip(PartneredMode[PairLink]):
         self._step_time = StepTime()
         self._choice = CodecChoice(self.counts, self._step_time)
         self._samples = 0.0  # of a step of our trainer's; 0: it does not say
-        self._alone_from: float | None = None  # the step at which the runs of all partners had ended; told of: infinity
+        self._alone_from: tuple[float, float] | None = None  # the step and the time at which partners' runs had ended
         self._met = False  # another mode brings members together, and flushes by this one
         self._flush_waits = False  # until the next event, at once, when the model has been corrected
 
@@ -293,20 +293,20 @@ class Gossip(PartneredMode[PairLink]):
         effects: list[Effect] = [Apply(correction)]
         if self._settings.robust:
             effects += self._judge(link, now, stood=not both.moved.any())
-        effects += self._look_around()
+        effects += self._look_around(now)
         if self.counts["exchanges"] % ROTATE_AFTER_EXCHANGES == 0 and not self._ends_around():
             effects += self._links.rotate(now)
         return effects
 
-    def _look_around(self) -> list[Effect]:
+    def _look_around(self, now: float) -> list[Effect]:
         """Say once that this node trains on alone; not of one that ends a few steps after the others."""
         step = self._report.step
         if self._report.finishing or not self._ends_around():
             self._alone_from = None
         elif self._alone_from is None:
-            self._alone_from = step
-        elif step > ALONE_TIMES * self._alone_from:
-            self._alone_from = math.inf
+            self._alone_from = step, now
+        elif step > ALONE_TIMES * self._alone_from[0] and now > self._alone_from[1] + ALONE_S:
+            self._alone_from = math.inf, now
             return [Log(ALONE)]
         return []
 

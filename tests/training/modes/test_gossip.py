@@ -587,13 +587,14 @@ def test_a_delta_that_overflows_is_refused() -> None:
     assert np.array_equal(swarm.nodes["b"].x, before)
 
 
-@pytest.mark.parametrize(("more", "told"), [(2, 0), (40, 1)])
-def test_who_trains_on_alone_for_long_is_told_once(more: int, told: int) -> None:
+@pytest.mark.parametrize(("more", "step_s", "told"), [(2, 10.0, 0), (40, 0.1, 0), (40, 1.0, 1)])
+def test_who_trains_on_alone_for_long_is_told_once(more: int, step_s: float, told: int) -> None:
     swarm = GossipSwarm(3, 30, "float32", seed=1)
     swarm.everyone_alive()
     swarm.settle()
     for steps, names in ((100, "abc"), (more, "c")):
         for _ in range(steps):
+            swarm.now += step_s
             for name in names:
                 swarm.step(name, 0.1 * swarm.rng.normal(size=30))
             swarm.settle()
