@@ -21,6 +21,7 @@ CURES = {
     "node": "a state folder belongs to one node: give this one another --name",
 }
 
+ALONE = "let this script train alone by PEERD_NAME=none"
 ONE_AFTER_THE_OTHER = (
     "attach all that a script trains at once, before it is frozen: several models go in one attach([a, b], "
     "[optimizer_a, optimizer_b])"

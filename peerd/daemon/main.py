@@ -15,6 +15,7 @@ import trio
 
 from peerd.daemon import known_members
 from peerd.daemon.control import ANY, Answer, LocalConnection, Verb, serve
+from peerd.daemon.cures import ALONE
 from peerd.daemon.node import SCRIPT_ENDS, Daemon, running
 from peerd.daemon.supervisor import DAEMON, Supervisor
 from peerd.daemon.trainer_session import TrainerPhase
@@ -219,6 +220,10 @@ def _trainer_waits(daemon: Daemon) -> bool:
 
 def _attach_hook(daemon: Daemon, supervisor: Supervisor | None) -> Attach:
     async def attach(connection: LocalConnection, message: dict[str, Any]) -> None:
+        if supervisor is not None and supervisor.runs and not supervisor.is_its(connection.pid):
+            own = f"this node has a script of its own, {supervisor.name}, and this one is not of its processes"
+            await connection.send({"error": f"{own}: {ALONE}; a container has to be given {DAEMON} as it is there"})
+            return
         if supervisor is not None:
             supervisor.attached = True
         await daemon.model.attach(connection, message, lambda: supervisor is not None and supervisor.runs)

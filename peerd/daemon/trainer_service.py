@@ -20,7 +20,7 @@ import trio
 
 from peerd.daemon.catch_up import CatchUp
 from peerd.daemon.control import LocalConnection
-from peerd.daemon.cures import ONE_AFTER_THE_OTHER, cure_of_buffers, cure_of_model
+from peerd.daemon.cures import ALONE, ONE_AFTER_THE_OTHER, cure_of_buffers, cure_of_model
 from peerd.daemon.mode_runner import ModeRunner
 from peerd.daemon.peers import Peers
 from peerd.daemon.plan_follower import PlanFollower
@@ -313,7 +313,7 @@ class TrainerService:
                 cures = (earlier, several) if comes.signature == self.signature else (several, earlier)
                 return f"this script is attached already: {'; '.join(cures)}"
             there = f"a trainer (pid {self._runner.session.facts.pid}) is attached to this node already"
-            return f"{there}: end that one, or let this script train alone by PEERD_NAME=none"
+            return f"{there}: end that one, or {ALONE}"
         if not isinstance(comes, Attach) or not connection.fds:
             return "the script's peerd and the daemon's do not understand each other: are they of one version?"
         if comes.total > VALUES_MAX:

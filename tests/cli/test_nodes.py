@@ -230,6 +230,20 @@ def test_a_script_attached_by_hand(machine: Machine) -> None:
     assert hand.log == f"ready, in a swarm at step 0\npeerd: {lost}\ndone\n"
 
 
+def test_a_nodes_own_script_finds_its_place_though_another_comes_first(machine: Machine) -> None:
+    script = str(machine.script("train.py", TRAIN))
+    slow = machine.script("slow.py", "import time\ntime.sleep(6)\n" + TRAIN)
+    a = machine.start("a", slow)
+    assert a.address
+    hand = machine.spawn("hand", [script], PEERD_NAME="a")
+    assert hand.end() == 1
+    refusal = "this node has a script of its own, slow.py, and this one is not of its processes"
+    assert hand.log.startswith(f"peerd: {refusal}: let this script train alone by PEERD_NAME=none; ")
+    a.trains()
+    alone = machine.spawn("alone", [script], PEERD_NAME="none")
+    assert alone.end() == 0
+
+
 def test_a_script_attached_by_hand_comes_back_to_its_swarm(machine: Machine) -> None:
     """With the model of the others, which have trained on meanwhile."""
     script = str(machine.script("train.py", TRAIN.replace("swarm.alone and swarm.step_count > 5", "False")))
