@@ -45,6 +45,7 @@ class GradientParts:
         self._pieces: list[Piece] = []
         self._places: dict[int, int] = {}  # of the parameters by id
         self._seen: dict[int, tuple[torch.Tensor, int]] = {}  # the gradient that has come, and its version
+        self._makers: dict[torch.device, set[Any]] = {}  # CUDA's streams in which gradients were made
         self._copied = self._low = 0  # from this parameter on all are copied, and all have come
         self._under_way: deque[tuple[int, list[Any]]] = deque()  # copies: from which value on, and CUDA's events
         self._has_told = False  # of some value that from it on all is there,
@@ -72,6 +73,8 @@ class GradientParts:
             self._is_stale = True
             return None
         self._seen[place] = gradient, gradient._version
+        if gradient.is_cuda:  # autograd is in the stream of this layer's forward pass, that of others may be another
+            self._makers.setdefault(gradient.device, set()).add(torch.cuda.current_stream(gradient.device))
         if self._used is None:
             return None
         while self._low and (self._low - 1 in self._seen or self._low - 1 not in self._used):
@@ -154,7 +157,8 @@ class GradientParts:
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream = self._streams[device]
-        stream.wait_stream(torch.cuda.current_stream(device))
+        for maker in self._makers[device]:
+            stream.wait_stream(maker)
         with torch.cuda.stream(stream):
             for part, gradient in pairs:
                 fetch(gradient, part)

@@ -12,7 +12,7 @@ import torch
 from flat_values import values_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from late_cuda import CUDA, late_cuda, moved
+from late_cuda import CUDA, Stream, late_cuda, moved
 from torch import nn
 
 from peerd.trainer.publication import Publication
@@ -239,3 +239,29 @@ def test_gradients_are_there_when_they_are_told_of(seed: int, eagerness: float, 
             assert own.grad is not None
             assert other.grad is not None
             assert torch.equal(own.grad, other.grad.cpu())
+
+
+def test_a_bucket_of_gradients_from_several_streams_waits_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd goes back through each layer in the stream that went forward through it."""
+    monkeypatch.setattr(gradient_parts, "BUCKET_VALUES", 8)  # of two layers
+    with late_cuda(0, 0.0) as gpu:
+        model = moved(nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(3))))
+        flat = FlatModel(model)
+        gradients = FlatGradients(flat)
+        memory: Array = np.full(gradients.total, np.nan, np.float32)
+        assert pin(memory, CUDA)
+        parts = GradientParts(flat, gradients, torch.from_numpy(memory))
+        branch = Stream()
+        for number in (1.0, 2.0):  # the first pass shows which parameters have gradients
+            parts.begin()
+            for parameter, stream in zip(
+                reversed(list(model.parameters())), [branch, gpu.default, branch], strict=True
+            ):
+                with torch.cuda.stream(stream):  # type: ignore[arg-type]
+                    parameter.grad = torch.full(parameter.shape, number, device=CUDA)
+                    parts.came(parameter)
+            told = list(parts.rest())
+            gpu.default.wait_stream(branch)  # as autograd does at the end of a pass
+            assert parts.complete() == (number == 1.0)
+        assert told == [4]
+        assert memory.tolist() == [2.0] * 12 + [1.0] * 3
