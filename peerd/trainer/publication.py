@@ -33,7 +33,9 @@ class Publication:
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(device))  # which has just made what they are made of
-        with torch.cuda.stream(self._stream):  # so that their memory is this stream's, too
+        # in this stream, so that their memory is its, too; on this device, or the process's current one, to which torch
+        # goes back from another's stream, would get a context, of hundreds of MB
+        with torch.cuda.device(device), torch.cuda.stream(self._stream):
             self._began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             self._whole = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             self._began.record(self._stream)

@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 CUDA = torch.device("cuda", 0)  # what programs see
+OTHER = torch.device("cuda", 1)  # on which nothing is: it may be a thread's current one
 _TYPE = "late"  # what torch's own dispatcher sees: it is built without CUDA
 aten = torch.ops.aten
 _FOR_THE_DEVICE_TO_SAY = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -111,7 +112,12 @@ class Gpu:
         self.waits = 0
         self.error = ""  # that the runtime has kept: the next call has it
         self.local = threading.local()
+        self.contexts: set[torch.device] = set()  # each takes hundreds of MB of its device
         self.default: Stream
+
+    @property
+    def device(self) -> torch.device:
+        return getattr(self.local, "device", CUDA)
 
     @property
     def current(self) -> Stream:
@@ -305,6 +311,7 @@ def _by_own_name(function: Callable[..., Any]) -> Callable[..., Any]:
 class _Runtime:
     @staticmethod
     def cudaHostRegister(start: int, size: int, flags: int) -> int:  # noqa: N802
+        _gpu().contexts.add(_gpu().device)
         _gpu().pinned.append((start, start + size))
         return 0
 
@@ -320,10 +327,23 @@ class _Runtime:
 def _stream(stream: Stream) -> Iterator[None]:
     gpu = _gpu()
     before, gpu.local.stream = gpu.current, stream
+    device, gpu.local.device = gpu.device, CUDA
     try:
         yield
     finally:
-        gpu.local.stream = before
+        gpu.local.stream, gpu.local.device = before, device
+        gpu.contexts.add(device)  # by cudaSetDevice, as torch sets the stream that it was in
+
+
+@contextmanager
+def _device(device: torch.device) -> Iterator[None]:
+    """At its end torch does not go back by cudaSetDevice to a device that has no context."""
+    gpu = _gpu()
+    before, gpu.local.device = gpu.device, device
+    try:
+        yield
+    finally:
+        gpu.local.device = before
 
 
 @contextmanager
@@ -343,7 +363,7 @@ def late_cuda(seed: int, eagerness: float = 0.5) -> Iterator[Gpu]:
             "stream": _stream,
             "current_stream": lambda device=None: gpu.current,
             "is_current_stream_capturing": lambda: False,
-            "device": nullcontext,
+            "device": _device,
             "cudart": _Runtime,
         },
         torch: {name: _by_own_name(getattr(torch, name)) for name in ("empty", "zeros", "full", "tensor")},

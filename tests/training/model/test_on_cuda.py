@@ -12,7 +12,7 @@ import torch
 from flat_values import values_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from late_cuda import CUDA, Stream, late_cuda, moved
+from late_cuda import CUDA, OTHER, Stream, late_cuda, moved
 from torch import nn
 
 from peerd.trainer.publication import Publication
@@ -156,6 +156,15 @@ def test_a_copy_outlives_what_it_is_of(seed: int, eagerness: float) -> None:
         gpu.default.synchronize()  # whose memory was theirs
         node.publication.wait()
         assert torch.equal(node.copy, expected)
+
+
+def test_a_gpu_that_the_model_is_not_on_gets_no_context() -> None:
+    """A script that says `cuda:1` for its model, and nothing else, has `cuda:0` as its current device."""
+    with late_cuda(0) as gpu, torch.cuda.device(OTHER):
+        node = Node(moved(made("float32")))
+        for what in ("publish", "add", "publish", "load"):
+            node.do(what, 1)
+        assert gpu.contexts == {CUDA}
 
 
 @pytest.mark.parametrize("layers", [1, 30])
