@@ -17,7 +17,7 @@ from peerd.training.model.published import parts_of
 
 def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """`values` on `device`. Before what is in the host's memory is written again, `wait_for` that device."""
-    return values.to(device, non_blocking=values.device.type == "cpu")
+    return values.to(device, non_blocking=_is_late(device) and values.device.type == "cpu")
 
 
 def fetch(values: torch.Tensor, out: torch.Tensor) -> None:
@@ -27,13 +27,18 @@ def fetch(values: torch.Tensor, out: torch.Tensor) -> None:
         return
     flat, to = values.contiguous().view(-1), out.view(-1)  # in another order or type they would go by pageable memory
     for where in parts_of(flat):
-        to[where].copy_(flat[where].to(out.dtype), non_blocking=True)
+        to[where].copy_(flat[where].to(out.dtype), non_blocking=_is_late(values.device))
 
 
 def wait_for(devices: Iterable[torch.device]) -> None:
     """Until what was sent to them, and fetched from them, is there."""
-    for device in {device for device in devices if device.type == "cuda"}:
+    for device in {device for device in devices if _is_late(device)}:
         torch.cuda.current_stream(device).synchronize()
+
+
+def _is_late(device: torch.device) -> bool:
+    """Whether copies to and from it are waited for: of all others each call does, whatever they are (XPU)."""
+    return device.type == "cuda"
 
 
 def pin(memory: npt.NDArray[np.float32], device: torch.device) -> bool:
