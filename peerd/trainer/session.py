@@ -302,6 +302,14 @@ class Session:
 
     # ---------------------------------------------------------------- training
 
+    def refuse_graph(self) -> None:
+        """Of a step in a CUDA graph, replays would repeat nothing that the host does."""
+        if self.flat.pieces[0].held.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise SystemExit(
+                "peerd: swarm.step goes into a CUDA graph, whose replays would exchange nothing: call it after each "
+                "replay, outside of the graph"
+            )
+
     def on_step(self, step: int, figures: Figures) -> None:
         """Between two optimizer steps: the only moment at which the model is touched.
 

@@ -245,8 +245,10 @@ class Swarm:
             return
         if self._ranks is None and are_several():
             raise SystemExit("peerd: the process group was made after peerd.attach: make it before, on all ranks")
+        session = self._session
+        self._daemon_outlives(session.refuse_graph)
         given = metrics if loss is None else {"loss": loss, **metrics}
-        session, figures = self._session, self._clean(self._on_gpus.exchange(given), samples)
+        figures = self._clean(self._on_gpus.exchange(given), samples)
         if self._daemon_outlives(lambda: session.on_step(step, figures)):
             self._others = session.others
             self._lead(session.take_command())

@@ -181,3 +181,20 @@ def test_a_backward_pass_of_a_cuda_graph_exchanges_no_gradients() -> None:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         with pytest.raises(SystemExit, match="goes into a CUDA graph"):
             Session._on_gradient(session, Late(torch.zeros(1)))
+
+
+def test_a_step_in_a_cuda_graph_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or its replays would exchange nothing, and nobody would say so."""
+
+    def script() -> None:
+        with late_cuda(1):
+            model = moved(nn.Linear(3, 1))
+            with peerd.attach(model, torch.optim.SGD(model.parameters(), lr=1.0)) as swarm:
+                swarm.step()
+                with monkeypatch.context() as patch:
+                    patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+                    with pytest.raises(SystemExit, match="after each replay"):
+                        swarm.step(loss=torch.full((), 1.0, device=CUDA))
+                assert swarm.alone
+
+    with_daemon(path, script)
