@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch.optim import Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from peerd.trainer.figures import one_number
@@ -71,8 +71,15 @@ def forget(optimizer: Any) -> None:
     """Let its state go, as if it had not stepped yet; one that has no such thing keeps what it has."""
     for part in optimizer.parts if isinstance(optimizer, Several) else ():
         forget(part)
-    if (state := getattr(optimizer, "state", None)) is not None:
-        state.clear()
+    if (state := getattr(optimizer, "state", None)) is None:
+        return
+    if type(optimizer) in (Adam, AdamW) and any(group["capturable"] for group in optimizer.param_groups):
+        # a CUDA graph that steps has their addresses: let go, they would be other tensors', and it would write there
+        for entries in state.values():
+            for value in entries.values():  # as their first step would begin
+                value.zero_()
+        return
+    state.clear()
 
 
 class Several:

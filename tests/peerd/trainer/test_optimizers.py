@@ -125,3 +125,18 @@ def test_several_are_restored_as_they_were(shape: list[list[int]], trained: int)
     longer["param_groups"].append({"params": [99]})
     with pytest.raises(ValueError, match="other parameter groups"):
         other.load_state_dict(longer)
+
+
+@pytest.mark.parametrize("kind_of", [torch.optim.Adam, torch.optim.AdamW])
+def test_a_state_that_a_cuda_graph_may_have_is_forgotten_where_it_is(kind_of: type[torch.optim.Adam]) -> None:
+    """Its replays go on with that memory, which would be others' by then."""
+    one, other = parameters(2)
+    several = as_one([kind_of([one], capturable=True), kind_of([other])])
+    for part in several.parts:  # type: ignore[attr-defined]
+        for parameter in part.param_groups[0]["params"]:
+            part.state[parameter] = {"step": torch.tensor(3.0), "exp_avg": torch.full((2,), torch.nan)}
+    graphed, plain = (dict(part.state) for part in several.parts)  # type: ignore[attr-defined]
+    forget(several)
+    assert [dict(part.state) for part in several.parts] == [graphed, {}]  # type: ignore[attr-defined]
+    assert [value.tolist() for value in graphed[one].values()] == [0.0, [0.0, 0.0]]
+    assert plain[other]["step"] == 3.0
