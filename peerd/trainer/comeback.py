@@ -48,8 +48,18 @@ class Comeback:
         return session
 
     def _connect(self) -> LocalSocket | None:
+        """To a node that answers."""
         given = os.environ.get("PEERD_SOCKET")
         try:
-            return LocalSocket(Path(given) if given else find_node(self._path.stem), waits=False)
+            socket = LocalSocket(Path(given) if given else find_node(self._path.stem), waits=False)
         except (UserError, OSError):
             return None
+        try:
+            socket.ask("exchange")
+        except (UserError, OSError, EOFError):  # it is on its way, is stopped, or has gone: what a look later tells
+            socket.close()
+            return None
+        except BaseException:
+            socket.close()
+            raise
+        return socket

@@ -17,7 +17,7 @@ from model_node import Node, running, until
 from torch import nn
 
 import peerd
-from peerd.daemon import control
+from peerd.daemon.main import _Desk
 from peerd.local import board, local_socket
 from peerd.trainer import comeback
 from peerd.trainer.swarm import Swarm
@@ -41,9 +41,12 @@ def small(**settings: Any) -> tuple[nn.Linear, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.1, **settings)
 
 
-def beside_daemons(path: Path, script: Callable[[], None], **second: Any) -> list[Node]:
+def beside_daemons(path: Path, script: Callable[[], None], starts_s: float = 0.0, **second: Any) -> list[Node]:
     """The script beside a daemon that goes away, and another one with these settings, until it has ended."""
     ended = trio.Event()
+
+    async def exchange(_: dict[str, Any]) -> dict[str, Any]:
+        return {"exchange": "weights"}
 
     async def runs() -> None:
         await trio.to_thread.run_sync(script)
@@ -56,7 +59,10 @@ def beside_daemons(path: Path, script: Callable[[], None], **second: Any) -> lis
                 node = Node(path.parent / "state", **settings)
                 nodes.append(node)
                 async with running(node) as nursery:
-                    await nursery.start(control.serve, path, {}, node.side.attach)
+                    desk = _Desk(path)
+                    await desk.open(nursery)
+                    await trio.sleep(0 if node is nodes[0] else starts_s)
+                    desk.give_to({"exchange": exchange}, node.side.attach)
                     if node is nodes[0]:
                         scripts.start_soon(runs)
                         await until(partial(has_stepped, node))
@@ -175,3 +181,18 @@ def test_a_run_that_has_ended_does_not_come_back_and_lets_go_of_the_model(path: 
         assert held() is None
 
     beside_daemons(path, script)
+
+
+def test_a_node_that_is_on_its_way_is_looked_for_again(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As where its relay has yet to answer. That its daemon is gone a script finds out within a second."""
+    training = Training()
+
+    def script() -> None:
+        with peerd.attach(training.model, training.optimizer) as swarm:
+            training.step_while(swarm, lambda: not swarm.alone)
+            training.step_while(swarm, lambda: swarm.alone)
+
+    beside_daemons(path, script, starts_s=1.5)
+    told = capsys.readouterr().err
+    assert told.count(BACK) == 1
+    assert "is starting" not in told
