@@ -326,7 +326,7 @@ class Swarm:
             return
         come = self._on_gpus.rest()
         session, last = self._session, self._clean(come) if come else None
-        if self._daemon_outlives(lambda: session.finish(self.step_count, last, at_exit=at_exit)):
+        if self._daemon_outlives(lambda: session.finish(self.step_count, last, at_exit=at_exit), comes_back=False):
             try:
                 session.keep(self.step_count)
                 self._lead(RankCommand.CHANGED)
@@ -377,13 +377,16 @@ class Swarm:
             say(f"{name} is not shown: {figures.left_out[name]}")
         return figures
 
-    def _daemon_outlives(self, act: Callable[[], None]) -> bool:
-        """Do it; whether the daemon is still there. Raises SystemExit where the node leaves: all ranks end then."""
+    def _daemon_outlives(self, act: Callable[[], None], *, comes_back: bool = True) -> bool:
+        """Do it; whether the daemon is still there. Raises SystemExit where the node leaves: all ranks end then.
+
+        Without `comes_back` the run has ended, and no later daemon is looked for.
+        """
         try:
             act()
         except (OSError, EOFError):
             if not _is_daemons():
-                self._lose_daemon()
+                self._lose_daemon(comes_back=comes_back)
                 return False
             self._stop()  # as the kernel ends a script that is the daemon's own child
             raise SystemExit(f"peerd: {DAEMON_GONE}") from None
@@ -419,9 +422,9 @@ class Swarm:
         self._lead(RankCommand.STOP)
         self._close()
 
-    def _lose_daemon(self) -> None:
+    def _lose_daemon(self, *, comes_back: bool) -> None:
         assert self._session is not None, "it is lost once"
-        if self._open_again is not None:
+        if comes_back and self._open_again is not None:
             say("the daemon went away; training goes on alone, and with the swarm again once the node is back")
             self._comeback = Comeback(self._session, self._open_again)
         else:
