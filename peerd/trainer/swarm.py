@@ -128,7 +128,8 @@ def _come(
                 ranks.share_path(session.restored_from)
                 ranks.share(session.flat)
         kept.came()
-        return Swarm(session, ranks, momentum=momentum, open_again=open_on if ranks is None else None)
+        again = open_on if session is not None and ranks is None else None
+        return Swarm(session, ranks, momentum=momentum, open_again=again)
     except Refused as refusal:
         if ranks is not None:
             ranks.say(RankCommand.STOP)
