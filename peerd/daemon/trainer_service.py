@@ -392,10 +392,10 @@ class TrainerService:
         self._took_the_swarms = True
         if step > donor_step:
             older = (
-                "the swarm's model is of step %d, this node's checkpoint of step %d: training goes on from the former. "
-                "If it should be the latter, stop all nodes, move what is in checkpoints-passed of this node's state "
-                "folder back to checkpoints, start this one first, without --join and --token, and the others with "
-                "--join to it"
+                "the swarm's model is of step %d, this node's own of step %d: training goes on from the former. "
+                "If it should be the latter, and that is a checkpoint's, stop all nodes, move what is in "
+                "checkpoints-passed of this node's state folder back to checkpoints, start this one first, without "
+                "--join and --token, and the others with --join to it"
             )
             LOGGER.warning(older, donor_step, step)
         return await in_thread(partial(fresh.load, values, donor_step)), donor_step

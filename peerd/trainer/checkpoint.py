@@ -301,17 +301,19 @@ def save(folder: Path, generation: Generation) -> Path:
     return final
 
 
-def put_later_aside(folder: Path, step: int) -> Path:
+def put_later_aside(folder: Path, step: int) -> Path | None:
     """Move what was written after `step`, from which training does not go on, in place of what was so moved before.
 
-    Returns the folder that has it. Raises OSError.
+    Returns the folder that has it, or None: there is no such thing. Raises OSError.
     """
+    later = [path for path in generations(folder) if step_of(path) > step]
+    if not later:
+        return None
     aside = folder.with_name(f"{folder.name}-passed")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(mode=0o700)
-    for path in generations(folder):
-        if step_of(path) > step:
-            path.rename(aside / path.name)
+    for path in later:
+        path.rename(aside / path.name)
     for changed in (aside, folder, folder.parent):
         flush(changed)
     return aside

@@ -3,14 +3,13 @@ meanwhile, and its model is the swarm's again as soon as the node has been start
 
 from __future__ import annotations
 
-import os
+import gc
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-from peerd.local.local_socket import LocalSocket, find_node
+from peerd.local.local_socket import LocalSocket, check_private, runtime_dir
 from peerd.trainer.say import say
-from peerd.trainer.session import Past, Refused, Session
+from peerd.trainer.session import Past, Session
 from peerd.transport.errors import UserError
 
 LOOK_EVERY_S = 5.0
@@ -28,30 +27,30 @@ class Comeback:
         self._past = session.past
         self._path = session.path
         self._look_at = time.monotonic() + LOOK_EVERY_S
-        self._is_over = False
 
     def look(self, step: int) -> Session | None:
-        """A session with the daemon that is there now, if there is one; the script has made so many steps."""
-        if self._is_over or time.monotonic() < self._look_at:
+        """A session with the daemon that is there now, if there is one; the script has made so many steps.
+
+        Raises Refused.
+        """
+        if time.monotonic() < self._look_at:
             return None
-        try:
-            socket = self._connect()
-            session = None if socket is None else self.open_again(socket, self._past._replace(step=step))
-        except Refused as refusal:
-            self._is_over = True
-            say(f"{refusal}; training goes on alone")
+        self._look_at = time.monotonic() + LOOK_EVERY_S
+        if (socket := self._connect()) is None:
             return None
-        finally:
-            self._look_at = time.monotonic() + LOOK_EVERY_S
-        if session is not None:
-            say(f"there is a daemon again: training goes on with the swarm, from step {session.step}")
+        say("the node is back: this script waits for its swarm")
+        gc.collect()  # the memory of a session that is lost is in cycles, as is the place of one interrupted here
+        session = self.open_again(socket, self._past._replace(step=step))
+        if session is None:
+            say("the node went away again; training goes on alone until it is back")
         return session
 
     def _connect(self) -> LocalSocket | None:
         """To a node that answers."""
-        given = os.environ.get("PEERD_SOCKET")
         try:
-            socket = LocalSocket(Path(given) if given else find_node(self._path.stem), waits=False)
+            if self._path.parent == runtime_dir():
+                check_private(self._path.parent)  # removed meanwhile, it may be another user's now
+            socket = LocalSocket(self._path, waits=False)
         except (UserError, OSError):
             return None
         try:

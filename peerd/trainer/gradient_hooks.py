@@ -45,12 +45,18 @@ class GradientHooks:
         self._paused = 0
         self._finite = True
         self._stepped = set(map(id, self._parts))  # optimizers that have stepped since the last exchange
-        self._step_hooks: list[Any] = [part.register_step_pre_hook(self._on_step) for part in self._parts]
+        self._step_hooks: list[Any] = []
         self._hooked: dict[int, tuple[torch.Tensor, Any]] = {}  # by id, which is the parameter's while kept
         self._had_gradient: set[int] = set()  # parameters, since the last exchange
         self._has_exchanged = False
         self._is_removed = False
-        self._follow()
+        try:
+            for part in self._parts:
+                self._step_hooks.append(part.register_step_pre_hook(self._on_step))
+            self._follow()
+        except BaseException:  # the script may catch it, and train on
+            self.remove()
+            raise
 
     def after_step(self) -> None:
         """A step was made: where no gradient was exchanged for it, all parameters may have been replaced."""

@@ -167,6 +167,7 @@ class Session:
         try:
             self._attach(past)
         except BaseException:
+            self._remove_hooks()
             self._memory.close_fd()
             self._unpin()
             raise
@@ -273,8 +274,8 @@ class Session:
             return
         step, self._passed = self._passed, None
         try:
-            aside = checkpoint.put_later_aside(self._checkpoints, step)
-            say(f"checkpoints of later steps than {step} are in {aside} now")
+            if (aside := checkpoint.put_later_aside(self._checkpoints, step)) is not None:
+                say(f"checkpoints of later steps than {step} are in {aside} now")
         except OSError as error:
             say(f"checkpoints of later steps than {step} cannot be put aside: {error.strerror}")
 
@@ -485,12 +486,15 @@ class Session:
 
     def close(self) -> None:
         """Let go of the daemon."""
-        if self.hooks is not None:
-            self.hooks.remove()
+        self._remove_hooks()
         groups.let_go(self._optimizer)
         _TRAINED[self._checkpoints] = weakref.ref(self._model)
         self._socket.close()
         self._unpin()
+
+    def _remove_hooks(self) -> None:
+        if self.hooks is not None:
+            self.hooks.remove()
 
     def abandon(self) -> None:
         """In a forked child, before `close`: what is CUDA's is the parent's."""

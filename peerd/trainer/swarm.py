@@ -117,6 +117,8 @@ def _come(
     try:
         socket = _connect()
         session = None if socket is None else open_on(socket)
+        if socket is not None and session is None:
+            say("the daemon went away; training alone")
         for line in checkpoint.not_kept(model) if session is not None else ():
             say(line)
         if ranks is not None:
@@ -151,7 +153,6 @@ def _opened(socket: LocalSocket, session: Callable[[], Session]) -> Session | No
         socket.close()
         if _is_daemons():
             raise Refused(DAEMON_GONE) from None
-        say("the daemon went away; training alone")
         return None
     except OSError as error:  # of this process: no file descriptors, or a limit on files
         _give_up(socket)
@@ -439,15 +440,28 @@ class Swarm:
 
     def _come_back(self) -> None:
         comeback = self._comeback
-        if comeback is None or (session := comeback.look(self._step_count)) is None:
+        if comeback is None:
             return
-        self._session, self._open_again, self._comeback = session, comeback.open_again, None
-        atexit.register(self._at_exit)
-        self._others = session.others
-        if self._total is not None:
-            session.say_total(self._total)
-        if self._momentum is not None:
-            self._momentum.begin()
+        try:
+            session = comeback.look(self._step_count)
+        except Refused as refusal:
+            self._comeback = None
+            say(f"{refusal}; training goes on alone")
+            return
+        if session is None:
+            return
+        try:  # what interrupts this the script may catch: all of it was done, or it is done again
+            say(f"training goes on with the swarm, from step {session.step}")
+            if self._total is not None:
+                session.say_total(self._total)
+            if self._momentum is not None:
+                self._momentum.begin()
+            self._others = session.others
+            atexit.register(self._at_exit)
+            self._session, self._open_again, self._comeback = session, comeback.open_again, None
+        except BaseException:
+            session.close()  # it would be in the way of the next
+            raise
 
     def _drop_momentum(self) -> None:
         """A script that trains alone does so as it would without peerd."""

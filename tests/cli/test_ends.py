@@ -360,7 +360,7 @@ def test_the_count_comes_with_the_model(machine: Machine) -> None:
     a = machine.start("a", machine.script("train.py", HEAD + PLAIN + COUNTED))
     a.says("training finished at step 25")
     b = machine.start("b", longer, join=a)
-    b.says("the swarm's model is of step 25, this node's checkpoint of step 60: training goes on from the former")
+    b.says("the swarm's model is of step 25, this node's own of step 60: training goes on from the former")
     b.says("training from step 25")
     b.says("training finished at step 60")
     aside = machine.state / "peerd" / "b" / "checkpoints-passed"

@@ -22,7 +22,7 @@ from peerd.local import board, local_socket
 from peerd.trainer import comeback
 from peerd.trainer.swarm import Swarm
 
-BACK = "peerd: there is a daemon again: training goes on with the swarm, from step"
+BACK = "peerd: training goes on with the swarm, from step"
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_a_daemon_that_will_not_have_it_is_asked_once(path: Path, capsys: pytest
     def script() -> None:
         with peerd.attach(training.model, training.optimizer) as swarm:
             training.step_while(swarm, lambda: not swarm.alone)
-            training.step_while(swarm, lambda: not swarm._comeback or not swarm._comeback._is_over)
+            training.step_while(swarm, lambda: swarm._comeback is not None)
             for _ in range(20):
                 training.step(swarm)
             assert swarm.alone
@@ -196,3 +196,55 @@ def test_a_node_that_is_on_its_way_is_looked_for_again(path: Path, capsys: pytes
     told = capsys.readouterr().err
     assert told.count(BACK) == 1
     assert "is starting" not in told
+
+
+def test_no_comeback_follows_a_run_whose_daemon_goes_away_as_it_ends(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = Training()
+
+    def script() -> None:
+        swarm = peerd.attach(training.model, training.optimizer)
+        while swarm.step_count < 10:
+            training.step(swarm)
+        time.sleep(2)
+        swarm.finish()
+        for _ in range(5):
+            training.step(swarm)
+        assert swarm.alone
+
+    beside_daemons(path, script)
+    assert capsys.readouterr().err == "peerd: the daemon went away; training goes on alone\n"
+
+
+def test_a_script_that_never_had_a_daemon_lets_go_of_the_model(path: Path) -> None:
+    model, optimizer = small()
+    held = weakref.ref(model)
+    swarm = peerd.attach(model, optimizer)
+    swarm.step()
+    assert swarm.alone
+    del model, optimizer
+    gc.collect()
+    assert held() is None
+
+
+def test_a_comeback_that_is_interrupted_as_it_ends_is_made_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Ctrl-C, which the script catches: the session is not left attached, for the next one would be refused."""
+    training, interrupted = Training(), list[None]()
+
+    def interrupts(line: str) -> None:
+        if "goes on with the swarm, from" in line and not interrupted:
+            interrupted.append(None)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("peerd.trainer.swarm.say", interrupts)
+
+    def script() -> None:
+        with peerd.attach(training.model, training.optimizer) as swarm:
+            training.step_while(swarm, lambda: not swarm.alone)
+            with pytest.raises(KeyboardInterrupt):
+                training.step_while(swarm, lambda: swarm.alone)
+            training.step_while(swarm, lambda: swarm.alone)
+            assert swarm.step_count == training.steps
+
+    beside_daemons(path, script)

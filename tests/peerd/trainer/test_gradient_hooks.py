@@ -52,6 +52,25 @@ def hooked(exchange: Counting, optimizers: int = 1) -> tuple[nn.Module, list[tor
     return model, parts, GradientHooks(FlatModel(model), as_one(parts), exchange, *NO_PARTS)
 
 
+def test_hooks_whose_making_is_interrupted_are_on_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that catches Ctrl-C trains on with the same model."""
+    model = normed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    follow = GradientHooks._follow
+
+    def is_interrupted(hooks: GradientHooks) -> None:
+        follow(hooks)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(GradientHooks, "_follow", is_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        GradientHooks(FlatModel(model), optimizer, exchange := Counting(), *NO_PARTS)
+    backward(model)
+    optimizer.step()
+    assert exchange.count == 0
+    assert not optimizer._optimizer_step_pre_hooks
+
+
 def test_each_backward_pass_is_exchanged_once_at_its_end() -> None:
     model, (optimizer,), hooks = hooked(exchange := Counting())
     for count in (1, 2, 3):
