@@ -38,16 +38,16 @@ class LocalConnection:
         self._socket = connection
         self._buffer = bytearray()
         self._sending = trio.Lock()
-        self.pid = credentials(connection)[0]  # 0 where it cannot be seen from here
+        self._pid = credentials(connection)[0]
         self._began: bytes | None = None
         with suppress(OSError):
-            self._began = _began(self.pid)
+            self._began = _began(self._pid)
         self.fds: list[int] = []
 
     def has_lost_its_process(self) -> bool:
         """Whether the one that connected is gone: a helper that it forked may keep the connection open."""
         with suppress(OSError):  # no descriptor is left to find it out
-            return self._began is not None and _began(self.pid) != self._began
+            return self._began is not None and _began(self._pid) != self._began
         return False
 
     def cut(self) -> None:

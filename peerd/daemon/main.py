@@ -220,7 +220,7 @@ def _trainer_waits(daemon: Daemon) -> bool:
 
 def _attach_hook(daemon: Daemon, supervisor: Supervisor | None) -> Attach:
     async def attach(connection: LocalConnection, message: dict[str, Any]) -> None:
-        if supervisor is not None and supervisor.runs and not supervisor.is_its(connection.pid):
+        if supervisor is not None and supervisor.runs and message.get("daemon") != str(os.getpid()):
             own = f"this node has a script of its own, {supervisor.name}, and this one is not of its processes"
             await connection.send({"error": f"{own}: {ALONE}; a container has to be given {DAEMON} as it is there"})
             return

@@ -94,20 +94,6 @@ class Supervisor:
             LOGGER.warning("%s %s; starting it again in %.0f s", self.name, how, delay)
             await trio.sleep(delay)
 
-    def is_its(self, pid: int) -> bool:
-        """Whether a process is of this script; also one of which nothing can be seen, as another user's."""
-        with suppress(OSError, ValueError):
-            return _is_of(Path(f"/proc/{pid}"), self._group, self._mark)
-        return True
-
-    @property
-    def _group(self) -> int:
-        return -1 if self._process is None else self._process.pid
-
-    @property
-    def _mark(self) -> bytes:
-        return f"{DAEMON}={self._environment.get(DAEMON)}".encode()  # torchrun's workers are in groups of their own
-
     async def stop(self, grace_s: float, writes: Callable[[], Awaitable[bool]] | None = None) -> None:
         """Give the script `grace_s` to end by itself, not counting while it `writes`, then end it."""
         self.stopping = True
@@ -132,15 +118,17 @@ class Supervisor:
 
     async def _end_rest(self) -> None:
         """Of a script that died: what it started holds a port or a GPU's memory, or trains on beside its successor."""
+        assert self._process is not None, "it has died"
+        mark = f"{DAEMON}={self._environment.get(DAEMON)}".encode()  # torchrun's workers are in groups of their own
         for ask in (signal.SIGTERM, signal.SIGKILL):
-            if not (left := _living(self._group, self._mark)):
+            if not (left := _living(self._process.pid, mark)):
                 return
             LOGGER.info("ending what %s left behind: pid %s", self.name, ", ".join(map(str, left)))
             for pid in left:
                 with suppress(OSError):
                     os.kill(pid, ask)
             with trio.move_on_after(TERMINATE_GRACE_S):
-                while _living(self._group, self._mark):
+                while _living(self._process.pid, mark):
                     await trio.sleep(0.05)
 
     async def _run_once(self) -> int:
@@ -227,15 +215,10 @@ def _living(group: int, mark: bytes) -> list[int]:
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, ValueError):  # it has ended meanwhile, or is another user's
-            if _is_of(folder, group, mark):
+            state, _, of = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
+            if state not in "ZX" and (int(of) == group or mark in (folder / "environ").read_bytes().split(b"\0")):
                 found.append(int(folder.name))
     return found
-
-
-def _is_of(folder: Path, group: int, mark: bytes) -> bool:
-    """Whether the process of this folder in /proc lives, and is one of them. Raises OSError, ValueError."""
-    state, _, of = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
-    return state not in "ZX" and (int(of) == group or mark in (folder / "environ").read_bytes().split(b"\0"))
 
 
 def _signal_group(pid: int, number: signal.Signals) -> None:

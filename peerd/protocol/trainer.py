@@ -69,6 +69,7 @@ class Attach(Said):
     ends: list[Any]  # of the tensors in the vector, in order
     states: int  # values at its end that are the optimizer's
     gradients: int  # values of the gradient's vector; 0: weights are exchanged
+    daemon: str = ""  # the one that has started the script, by what that has in its environment
 
     def check(self) -> None:
         """See `Said`."""

@@ -200,6 +200,7 @@ class Session:
             comes = Attach(
                 os.getpid(), flat.signature, flat.parameters, flat.total, list(flat.tensors), variances, ends,
                 getattr(flat, "states", 0), self._gradients.total if self._gradients is not None else 0,
+                os.environ.get("PEERD_DAEMON", ""),
             )  # fmt: skip
         except ValueError as error:
             raise Refused(f"the model has nothing to share ({error})") from None

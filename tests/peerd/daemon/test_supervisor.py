@@ -359,24 +359,6 @@ async def test_what_a_dead_script_leaves_behind_ends_before_it_is_started_again(
 
 
 @pytest.mark.trio(clock="real")
-async def test_its_own_processes_are_told_from_others(folder: Path) -> None:
-    made = Supervisor(
-        ["sh", "-c", f"{PID}setsid {HELPER}" + "exec sleep 99"],
-        {"FOLDER": str(folder), supervisor.DAEMON: str(os.getpid())},
-    )
-    assert not made.is_its(os.getpid()), "it has not even begun"
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(made.run)
-        with subprocess.Popen(["sleep", "99"], env={**os.environ, supervisor.DAEMON: "1"}) as another:
-            pids = await written(folder / "pid"), await written(folder / "helpers")
-            assert [made.is_its(pid) for pid in (*pids, another.pid)] == [True, True, False]
-            another.kill()
-        assert made.is_its(0), "of another namespace"
-        os.kill(pids[1], signal.SIGKILL)
-        await made.stop(0.0)
-
-
-@pytest.mark.trio(clock="real")
 async def test_what_is_in_a_session_of_its_own_is_left_behind_too(folder: Path, impatient: None) -> None:
     """As torchrun's workers are, and who starts one by hand beside them is not."""
     detached = f"setsid {HELPER}" + 'until [ -s "$FOLDER/helpers" ]; do sleep 0.01; done; '

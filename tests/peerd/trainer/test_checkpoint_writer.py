@@ -91,6 +91,7 @@ def test_the_first_ones_come_soon_where_the_model_is_small(
         clock[0] += wait_s
         assert kept.due(clock[0])
         kept.write(7)
+    kept._thread.join()  # or it calls what a later test has put there
 
 
 def test_one_is_written_at_a_time_by_a_nicer_thread(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
