@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from flat_values import values_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from late_cuda import CUDA, OTHER, Stream, late_cuda, moved
+from on_device import Array, Node, Passes, made
 from torch import nn
 
-from peerd.trainer.publication import Publication
 from peerd.training.model import flat as flat_module
 from peerd.training.model import gradient_parts
 from peerd.training.model.flat import FlatModel
@@ -25,76 +23,6 @@ from peerd.training.model.transfers import pin
 
 SEEDS = st.integers(0, 2**32 - 1)
 EAGERNESS = st.sampled_from([0.0, 0.3, 0.9])
-Array = npt.NDArray[np.float32]
-
-
-class Motley(nn.Module):
-    """Of several types, with buffers, and a convolution's weight that lies channels last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(2, 3, 2)
-        self.first.weight.data = self.first.weight.data.contiguous(memory_format=torch.channels_last)
-        self.norm = nn.BatchNorm2d(3)
-        self.low = nn.Linear(3, 4, dtype=torch.bfloat16)
-        self.low.register_buffer("mean", torch.zeros(3, dtype=torch.bfloat16))
-        self.high = nn.Linear(4, 2, dtype=torch.float64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        low: torch.Tensor = self.low(self.norm(self.first(x)).mean((2, 3)).bfloat16())
-        high: torch.Tensor = self.high(low.double())
-        return high
-
-
-def made(kind: str) -> nn.Module:
-    torch.manual_seed(1)
-    if kind == "motley":
-        return Motley()
-    one = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    return one.bfloat16() if kind == "bfloat16" else one
-
-
-class Node:
-    """What a trainer does with its model between steps, and the memory that a daemon reads."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.flat = FlatModel(model)
-        self.memory: Array = np.full((2, self.flat.total), np.nan, np.float32)
-        self.copy, self.correction = torch.from_numpy(self.memory[0]), self.memory[1]
-        self.publication = Publication()
-        if self.flat.device == CUDA:
-            assert pin(self.memory, CUDA)
-
-    @torch.no_grad()
-    def do(self, what: str, seed: int) -> None:
-        if what == "step":
-            for parameter in self.model.parameters():
-                parameter.add_(
-                    torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)).to(
-                        parameter.device, parameter.dtype
-                    )
-                )
-        elif what == "publish":
-            self.publication.wait()
-            self.publication.begin(self.flat.snapshot(), self.copy, self.flat.device)
-        elif what == "add":
-            self.publication.wait()
-            self.correction[:] = np.random.default_rng(seed).standard_normal(self.flat.total) / 50
-            self.flat.add(self.correction)
-            self.correction[:] = np.nan  # it is the daemon's again
-        elif what == "load":
-            self.publication.wait()
-            self.flat.load(np.random.default_rng(seed).random(self.flat.total).astype(np.float32))
-        elif what == "restore":
-            self.flat.restore()
-
-    def seen(self) -> Iterator[torch.Tensor]:
-        self.publication.wait()
-        yield self.copy.clone()
-        yield self.flat.change().cpu()
-        yield values_of(self.flat)
-        yield from (value.detach().cpu() for value in [*self.model.parameters(), *self.model.buffers()])
 
 
 @given(
@@ -110,6 +38,7 @@ def test_whatever_is_done_to_it(seed: int, eagerness: float, kind: str, course: 
         near.do(what, number)
     with late_cuda(seed, eagerness):
         far = Node(moved(made(kind)))
+        assert far.pinned
         for number, what in enumerate(course):
             far.do(what, number)
         for own, other in zip(near.seen(), far.seen(), strict=True):
@@ -192,43 +121,6 @@ def test_gradients_are_waited_for_where_they_are() -> None:
         assert memory.tolist() == [3.0, 3.0, 3.0, 1.0, 1.0]
 
 
-class Passes:
-    """Backward passes of a model whose gradients come to `out` in parts, as its hooks say."""
-
-    def __init__(self, model: nn.Module, bucket: int) -> None:
-        self.model, self.bucket = model, bucket
-        self.flat = FlatModel(model)
-        self.gradients = FlatGradients(self.flat)
-        self.memory: Array = np.full(self.gradients.total, np.nan, np.float32)
-        self.out = torch.from_numpy(self.memory)
-        if self.flat.device == CUDA:
-            assert pin(self.memory, CUDA)
-        self.parts = GradientParts(self.flat, self.gradients, self.out)
-        self.told: list[tuple[int, Array]] = []
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(self._came)  # type: ignore[no-untyped-call]
-
-    def _came(self, parameter: torch.Tensor) -> None:
-        if (first := self.parts.came(parameter)) is not None:
-            self._hear(first)
-
-    def _hear(self, first: int) -> None:
-        self.told.append((first, self.memory[first : self.flat.parameters].copy()))
-
-    def backward(self, seed: int) -> Array:
-        self.told.clear()
-        self.model.zero_grad()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(gradient_parts, "BUCKET_VALUES", self.bucket)
-            x = torch.randn(6, 2, 3, 3, generator=torch.Generator().manual_seed(seed)).to(self.flat.device)
-            self.parts.begin()
-            self.model(x).square().mean().backward()
-            for first in self.parts.rest():
-                self._hear(first)
-            self.parts.complete()
-        return self.memory.copy()
-
-
 @given(seed=SEEDS, eagerness=EAGERNESS, bucket=st.integers(1, 40))
 @settings(max_examples=20)
 def test_gradients_are_there_when_they_are_told_of(seed: int, eagerness: float, bucket: int) -> None:
@@ -236,6 +128,7 @@ def test_gradients_are_there_when_they_are_told_of(seed: int, eagerness: float, 
     expected = [near.backward(number) for number in range(3)]
     with late_cuda(seed, eagerness) as gpu:
         far = Passes(moved(made("motley")), bucket)
+        assert far.pinned
         for number, gradient in enumerate(expected):
             np.testing.assert_array_equal(far.backward(number), gradient)
             for first, part in far.told:

@@ -1,0 +1,229 @@
+"""Do peerd's CUDA paths work on this machine's GPU, and what do they cost? A line each; exit code 1 if any failed.
+
+    python benchmarks/on_gpu.py [--format json]     # one NVIDIA GPU of 16 GB, 32 GB of memory, within ten minutes
+    python benchmarks/on_gpu.py --device cpu        # tries this script itself, on a small model: needs no GPU
+
+First the machine. Then a model on the GPU beside its like on the CPU, through the same courses of what a trainer does
+with it. Then two nodes on the one GPU (on_gpu_node.py): how long a step takes before they attach and after; for how
+long `swarm.step` holds a GPU that had nothing left to do (the stall); how many float32 copies of the model more are on
+the GPU; and whether both end with the same model. Figures are of the node that fared worse, and need a quiet machine.
+
+On a machine that is lent for minutes: in the checkout, after `pip install -e .`, or with nothing installed but what
+peerd needs, as `PYTHONPATH=$PWD python benchmarks/on_gpu.py`. If it has no network, `pip download -d wheels` what is
+missing there beforehand, for its Python, and `pip install --no-index --find-links wheels` it there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "training"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "training" / "model"))
+from on_device import Node, Passes, made
+
+from peerd.cli.demo.local_swarm import LocalSwarm
+from peerd.local.shared_memory import SharedMemory
+from peerd.training.model.transfers import pin, unpin
+
+SCRIPT = str(Path(__file__).resolve().with_name("on_gpu_node.py"))
+SIZES = {  # what a device can do in the time
+    "cuda": ["--parameters", "100e6", "--batch", "256", "--alone", "100", "--seconds", "15"],
+    "cpu": ["--parameters", "2e5", "--batch", "16", "--alone", "20", "--seconds", "2"],
+}
+RUNS: dict[str, tuple[dict[str, str], list[str]]] = {  # options of the nodes, and of their script
+    "weights": ({}, []),
+    "gradients": ({"--mode": "allreduce", "--exchange": "gradients"}, ["--steps", "20"]),  # each waits for the other
+    "bfloat16": ({}, ["--dtype", "bfloat16"]),
+    "a CUDA graph": ({}, ["--graph"]),
+}
+KINDS = ("float32", "bfloat16", "motley")
+COURSES = 20  # of each kind; every other one in a stream of its own
+LIMIT_S = 100.0  # for two nodes
+END_S = 20.0  # until the kernel has ended what was killed
+APART_MAX = 0.01  # of the model's norm, as the last flush has it
+LEFT_MAX_MB = 64  # on the GPU, once all nodes are gone
+TAIL = 12  # lines of a node's log
+Figures = dict[str, Any]
+
+
+def machine(device: torch.device) -> Figures:
+    found: Figures = {"python": platform.python_version(), "torch": torch.__version__, "cores": os.cpu_count()}
+    if device.type == "cpu":
+        return {**found, "gpu": "none: a dry run"}
+    gpu = torch.cuda.get_device_properties(device)
+    found |= {"gpu": gpu.name, "gpu_gb": round(gpu.total_memory / 1e9), "capability": f"{gpu.major}.{gpu.minor}"}
+    found |= {"driver": driver(), "cuda": torch.version.cuda}
+    memory = SharedMemory.create(16 << 20)
+    memory.close_fd()
+    assert pin(memory.vectors, device), f"the shared memory cannot be page-locked: copies are slower ({text(found)})"
+    unpin(memory.vectors, device)
+    return {**found, "page_locked": True}
+
+
+def driver() -> str:
+    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(asked, capture_output=True, text=True).stdout.strip() or "not told"
+    except OSError:  # some containers have none
+        return "no nvidia-smi"
+
+
+def own_stream(device: torch.device, number: int) -> torch.cuda.StreamContext:
+    """For every other course; without an effect where there is no CUDA."""
+    wanted = device.type == "cuda" and number % 2
+    return torch.cuda.stream(torch.cuda.Stream(device) if wanted else None)  # type: ignore[no-untyped-call]
+
+
+def courses(kind: str, device: torch.device) -> Figures:
+    for number in range(COURSES):
+        course = random.Random(number).choices(["step", "step", "publish", "add", "restore", "load"], k=12)
+        with own_stream(device, number):
+            near, far = Node(made(kind)), Node(made(kind).to(device))
+            for seed, what in enumerate(course):
+                near.do(what, seed)
+                far.do(what, seed)
+            for place, (own, other) in enumerate(zip(near.seen(), far.seen(), strict=True)):
+                rtol = 1e-5 if place == 1 else 0  # a norm: a GPU sums in another order
+                try:
+                    torch.testing.assert_close(other, own, rtol=rtol, atol=0, equal_nan=True)
+                except AssertionError as error:
+                    raise AssertionError(f"course {number}, {course}, value {place} of Node.seen: {error}") from None
+            far.close()
+    return {"courses": COURSES}
+
+
+def gradients_in_parts(device: torch.device) -> Figures:
+    near, far = Passes(made("motley"), 8), Passes(made("motley").to(device), 8)
+    told = 0
+    for number in range(COURSES):
+        with own_stream(device, number):
+            own, other = near.backward(number), far.backward(number)
+        np.testing.assert_allclose(other, own, rtol=0.05, atol=0.01)  # of bfloat16 and TF32
+        for first, part in far.told:
+            np.testing.assert_array_equal(part, other[first : far.flat.parameters], f"told of value {first} too early")
+        told += len(far.told)
+    far.close()
+    assert told, "nothing was said of any gradient before its pass ended"
+    return {"passes": COURSES, "parts_told_of": told}
+
+
+def two_nodes(name: str, device: torch.device) -> Figures:
+    """From their start to the end of their scripts."""
+    options, arguments = RUNS[name]
+    with tempfile.TemporaryDirectory(prefix="peerd-gpu-") as made_folder:
+        folder = Path(made_folder)
+        command = [SCRIPT, str(folder), "--device", device.type, *SIZES[device.type], *arguments]
+        ends = [folder / f"end-{rank}.json" for rank in range(2)]
+        with LocalSwarm(2, {"--wait-for": "2", **options}, command) as swarm:
+            deadline = time.monotonic() + LIMIT_S
+            while not all(end.exists() for end in ends) and not swarm.ended() and time.monotonic() < deadline:
+                time.sleep(0.1)
+            said = [json.loads(end.read_text()) if end.exists() else {} for end in ends]
+            if not all(said) or any("error" in each for each in said):
+                errors = [each["error"] for each in said if "error" in each]
+                why = "a node ended" if swarm.ended() else f"it was not over after {LIMIT_S:.0f} s"
+                raise AssertionError("\n".join(errors or [why]) + tails(swarm))
+            exchanges = min(swarm.status(node)["exchanges"] for node in swarm.names)
+        own, other = (np.load(folder / f"{rank}.npy") for rank in range(2))
+    numbers = {key: [each[key] for each in said if each[key] is not None] for key in said[0]}
+    found = {key: (min if key in ("steps", "pinned") else max)(each, default=None) for key, each in numbers.items()}
+    apart = float(np.linalg.norm(own - other) / np.linalg.norm(own))
+    found |= {"exchanges": exchanges, "apart": apart}
+    assert apart <= APART_MAX, f"the two end with different models: {text(found)}"
+    assert found["pinned"] or device.type == "cpu", f"the shared memory is not page-locked: {text(found)}"
+    return found
+
+
+def tails(swarm: LocalSwarm) -> str:
+    """The last lines of both logs."""
+    logs = {name: (swarm.folder / f"{name}.log").read_text(errors="replace").splitlines() for name in swarm.names}
+    return "".join(f"\n--- {name}\n" + "\n".join(lines[-TAIL:]) for name, lines in logs.items())
+
+
+def left(device: torch.device, free_before: int) -> Figures:
+    """Of nodes that are gone."""
+    deadline = time.monotonic() + END_S
+    while (running := nodes_running()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not running, f"processes that go on: {running}"
+    taken_mb = (free_before - free_bytes(device)) / 1e6
+    assert taken_mb <= LEFT_MAX_MB, f"{taken_mb:.0f} MB of the GPU's memory are taken that were free before the nodes"
+    return {"gpu_mb": round(taken_mb)}
+
+
+def nodes_running() -> list[int]:
+    """Daemons and scripts of these runs."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except OSError:  # gone meanwhile
+            continue
+        if SCRIPT.encode() in words:
+            found.append(int(path.parent.name))
+    return found
+
+
+def free_bytes(device: torch.device) -> int:
+    if device.type == "cpu":
+        return 0
+    gc.collect()
+    torch.cuda.empty_cache()
+    return int(torch.cuda.mem_get_info(device)[0])
+
+
+def text(figures: Figures) -> str:
+    shown = {key: f"{value:.3g}" if isinstance(value, float) else value for key, value in figures.items()}
+    return ", ".join(f"{key} {value}" for key, value in shown.items())
+
+
+def passes(name: str, part: Callable[[], Figures], form: str) -> bool:
+    """Print what was found, or what differed."""
+    began, passed = time.monotonic(), False
+    try:
+        found = part()
+        passed = True
+    except Exception as error:  # whatever it is, the next part may say more
+        found = {"differs": f"{type(error).__name__}: {error}"}
+    found["took_s"] = round(time.monotonic() - began, 1)
+    line = f"{'passed' if passed else 'FAILED'}  {name}: {text(found)}"
+    print(json.dumps({"part": name, "passed": passed, **found}) if form == "json" else line, flush=True)
+    return passed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=SIZES, default="cuda")
+    parser.add_argument("--format", choices=["text", "json"], default="text", help="json: an object a line")
+    told = parser.parse_args()
+    if told.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit(f"torch {torch.__version__} sees no CUDA GPU here; --device cpu tries the script alone")
+    device = torch.device("cuda", 0) if told.device == "cuda" else torch.device("cpu")
+    one = partial(passes, form=told.format)
+    passed = [one("the machine", partial(machine, device))]
+    passed += [one(f"courses of {kind}, as on the CPU", partial(courses, kind, device)) for kind in KINDS]
+    passed += [one("gradients in parts, as on the CPU", partial(gradients_in_parts, device))]
+    free = free_bytes(device)
+    passed += [one(f"two nodes, {name}", partial(two_nodes, name, device)) for name in RUNS]
+    passed += [one("nothing is left", partial(left, device, free))]
+    sys.exit(not all(passed))
+
+
+if __name__ == "__main__":
+    main()
