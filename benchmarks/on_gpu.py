@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -102,28 +103,27 @@ def compare(near: Node, far: Node, when: str) -> None:
 def courses(kind: str, device: torch.device) -> Figures:
     for number in range(COURSES):
         course = random.Random(number).choices(["step", "step", "publish", "add", "restore", "load"], k=12)
-        with own_stream(device, number):
-            near, far = Node(made(kind)), Node(made(kind).to(device))
+        near = Node(made(kind))
+        with own_stream(device, number), closing(Node(made(kind).to(device))) as far:
             for seed, what in enumerate(course):
                 near.do(what, seed)
                 far.do(what, seed)
                 if number % 4 >= 2 or seed == len(course) - 1:  # each look waits for the GPU, which hides what is late
                     compare(near, far, f"course {number}, {course[: seed + 1]}")
-            far.close()
     return {"courses": COURSES}
 
 
 def gradients_in_parts(device: torch.device) -> Figures:
-    near, far = Passes(made("motley"), 8), Passes(made("motley").to(device), 8)
-    told = 0
-    for number in range(COURSES):
-        with own_stream(device, number):
-            own, other = near.backward(number), far.backward(number)
-        np.testing.assert_allclose(other, own, rtol=0.05, atol=0.01)  # of bfloat16 and TF32
-        for first, part in far.told:
-            np.testing.assert_array_equal(part, other[first : far.flat.parameters], f"told of value {first} too early")
-        told += len(far.told)
-    far.close()
+    near, told = Passes(made("motley"), 8), 0
+    with closing(Passes(made("motley").to(device), 8)) as far:
+        for number in range(COURSES):
+            with own_stream(device, number):
+                own, other = near.backward(number), far.backward(number)
+            np.testing.assert_allclose(other, own, rtol=0.05, atol=0.01)  # of bfloat16 and TF32
+            for first, part in far.told:
+                now = other[first : far.flat.parameters]
+                np.testing.assert_array_equal(part, now, f"told of value {first} too early")
+            told += len(far.told)
     assert told, "nothing was said of any gradient before its pass ended"
     return {"passes": COURSES, "parts_told_of": told}
 

@@ -213,9 +213,10 @@ class Session:
         welcome = self._expect(Welcome)
         self._checkpoints = Path(welcome.checkpoints)
         wait_for_earlier(self._checkpoints)
-        if past is not None:
-            self.step = past.step
-        restored = self._restore() if past is None else None
+        if past is None:
+            restored = self._restore()
+        else:
+            self.step, restored = past.step, None
         self._publish(0, None)
         self._say(Ready(self.step))
         start = self._expect(Start)

@@ -9,7 +9,6 @@ import numpy.typing as npt
 
 from peerd.training.codecs.blocks import BLOCK, as_blocks, block_count, deliver, room_for_blocks
 from peerd.training.codecs.codec import (
-    BATCH,
     Encoded,
     Float32s,
     batches,
@@ -20,7 +19,7 @@ from peerd.training.codecs.codec import (
 from peerd.training.codecs.one_pass import encode_by
 from peerd.training.effects import Vector
 from peerd.training.kernels import library
-from peerd.training.kernels.passes import address, is_plain
+from peerd.training.kernels.passes import BATCH, address, is_plain
 from peerd.transport.errors import PeerError
 
 LEVELS = 127

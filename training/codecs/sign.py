@@ -11,7 +11,6 @@ import numpy.typing as npt
 from peerd.training.codecs.bfloat16 import from_bits, scales_from_bits, to_bits
 from peerd.training.codecs.blocks import BLOCK, as_blocks, block_count, deliver, room_for_blocks, sizes
 from peerd.training.codecs.codec import (
-    BATCH,
     Bytes,
     Encoded,
     Float32s,
@@ -23,7 +22,7 @@ from peerd.training.codecs.codec import (
 from peerd.training.codecs.one_pass import encode_by
 from peerd.training.effects import Vector
 from peerd.training.kernels import library
-from peerd.training.kernels.passes import address, is_plain
+from peerd.training.kernels.passes import BATCH, address, is_plain
 from peerd.transport.errors import PeerError
 
 _EVERY_BYTE = np.arange(256, dtype=np.uint8)[:, None]

@@ -23,7 +23,10 @@ Stops = npt.NDArray[np.int64]
 Places = npt.NDArray[np.int64]
 
 PART = 1 << 20  # values: numpy may hold the interpreter for each operation
-BATCH = 1 << 17  # values, where numpy makes arrays of them: malloc keeps these, see training/codecs/codec.py
+BATCH = 1 << 17
+"""Values of which numpy makes arrays at a time, in encoders too: malloc keeps 512 KiB of scratch, and a cache holds it.
+With 4 MiB, float32 and bfloat16 took 4 times the processor time, in page faults; from 2**15 to 2**18 the differences
+are under 20 %."""
 ROW = 4096  # values whose squares are added up in float32
 SMALL = 1 << 14  # values of a model whose tensors are not worth an operation each
 _FLOAT32 = np.dtype(np.float32)

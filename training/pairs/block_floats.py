@@ -19,11 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from peerd.training.codecs.blocks import BLOCK, as_blocks, block_count
-from peerd.training.codecs.codec import BATCH, Float32s, batches
+from peerd.training.codecs.codec import Float32s, batches
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Sliced, Vector
 from peerd.training.kernels import library
-from peerd.training.kernels.passes import address, is_plain
+from peerd.training.kernels.passes import BATCH, address, is_plain
 from peerd.training.room import is_large
 
 MULTIPLE_MAX = 32767

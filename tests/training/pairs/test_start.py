@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from peerd.training import room
 from peerd.training.codecs import bfloat16, vector
 from peerd.training.codecs.bfloat16 import Bfloat16
-from peerd.training.codecs.codec import BATCH, NotFinite
+from peerd.training.codecs.codec import NotFinite
 from peerd.training.codecs.difference import digest
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Sliced, Vector
+from peerd.training.kernels.passes import BATCH
 from peerd.training.pairs.start import SNAPSHOT_CODEC, arrived, snapshot, start_of
 
 PIECE = 512
