@@ -42,6 +42,7 @@ from typing import ClassVar
 import numpy as np
 
 from peerd.training.batch_sizes import Work
+from peerd.training.codecs.concentration import Concentration
 from peerd.training.codecs.difference import digest, norm_of_difference
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Apply, Effect, Proceed, Resume, StepReport, Vector
@@ -51,7 +52,7 @@ from peerd.training.mode_settings import AUTO, EXCHANGES, GRADIENTS, QUORUM, STA
 from peerd.training.model.quiet import EVERY_STEP, NEVER, Quiet
 from peerd.training.modes.gradients import GradientAllReduce
 from peerd.training.rounds.attempt import EXACT_CODEC
-from peerd.training.rounds.choice import DENSE, EVERY_AT_FIRST, Concentration, is_left_to_leader
+from peerd.training.rounds.choice import DENSE, EVERY_AT_FIRST, is_left_to_leader
 from peerd.training.rounds.lengths import GROUPS, Usual, lengths_of, limits_of, shorten
 from peerd.training.rounds.member import Committed, Outcome, Rounds, Withdrawn
 from peerd.training.rounds.quorum import Quorum

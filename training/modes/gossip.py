@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 
 from peerd.training.batch_sizes import Work
+from peerd.training.codecs.concentration import Concentration
 from peerd.training.codecs.vector import GAIN_MAX, VALUE_MAX, Layout, NotFinite
 from peerd.training.effects import Apply, Effect, Log, Send, StepReport, Vector
 from peerd.training.flush import FLUSH_CODEC
@@ -88,6 +89,7 @@ class Gossip(PartneredMode[PairLink]):
         self._looked = False  # at the model that the first steps start from
         self._step_time = StepTime()
         self._choice = CodecChoice(self.counts, self._step_time)
+        self._concentration = Concentration(layout) if settings.codec == AUTO else None  # then it chooses
         self._samples = 0.0  # of a step of our trainer's; 0: it does not say
         self._alone_from: tuple[float, float] | None = None  # the step and the time at which partners' runs had ended
         self._met = False  # another mode brings members together, and flushes by this one
@@ -277,7 +279,9 @@ class Gossip(PartneredMode[PairLink]):
         link.moved = link.news = 0.0
         link.last_exchange = now
         link.exchanges += 1
-        if self._settings.codec == AUTO:
+        if self._concentration is not None:
+            self._choice.moved(self._concentration.of(values))
+            self._concentration.begins(values)
             self._choice.choose(link)
         if theirs.finishing and not link.peer_finishing:
             self._allowances.peer_ended(link.peer, self._compared())
@@ -375,6 +379,8 @@ class Gossip(PartneredMode[PairLink]):
 
     def _lend(self, correction: Vector, but: PairLink | None = None, length: float | None = None) -> None:
         self._allowances.corrected(correction)
+        if self._concentration is not None:
+            self._concentration.corrected(correction)
         super()._lend(correction, but, length)
 
     def _shifted(self, by: float, but: PairLink | None = None) -> None:

@@ -2,22 +2,26 @@
 
 What one bit a value leaves behind is mostly in the few values that move far more than those beside them, and what the
 largest values leave is spread over all the others. So every second exchange over a link is by the largest alone, at a
-quarter of the bytes. Where one bit a value takes many steps, what it tells is old when it comes: then the largest alone
-go, and the two exchange more often. What an exchange takes is measured, link by link.
+quarter of the bytes, and two of three are where few values are most of what a node's steps change. Where one bit a
+value takes many steps, what it tells is old when it comes: then the largest alone go, and the two exchange more often.
+What an exchange takes is measured, link by link.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
+from statistics import median
 
+from peerd.training.codecs.concentration import CONCENTRATED
 from peerd.training.pairs.duration import BY_BYTES, COARSE, SPARSE, StepTime
 from peerd.training.pairs.links import PairLink
 
-CYCLE = 2
+CYCLE, CYCLE_CONCENTRATED = 2, 3
 """Of so many exchanges over a link one is by COARSE. Of three, pictures need a fifth fewer bytes, and a transformer, of
-which no few values stand out, ends a point lower (RESULTS.md)."""
+which no few values stand out, ends a point lower; of four or more, pictures do, too (RESULTS.md)."""
 SPARSE_WORTH = 0.3
 """Times the change for an exchange by SPARSE: as many as it takes bytes."""
+MEASURED = 8  # exchanges of which the usual concentration counts
 STEPS_MAX = 10
 """An exchange that takes more of them comes late: both ends have gone on from what it tells."""
 QUICKER = 0.7
@@ -30,6 +34,12 @@ class CodecChoice:
     def __init__(self, counts: Counter[str], step_time: StepTime) -> None:
         self._step_time = step_time
         self._counts = counts
+        self._said: deque[float] = deque(maxlen=MEASURED)
+
+    def moved(self, concentration: float) -> None:
+        """What this node's own steps have changed since its last exchange is so concentrated; 0: nothing has."""
+        if concentration:
+            self._said.append(concentration)
 
     def ended(self, link: PairLink, ours: str, theirs: str, now: float) -> None:
         """An exchange over it is complete, of two halves by these codecs, which this end had begun."""
@@ -43,7 +53,9 @@ class CodecChoice:
 
     def of(self, link: PairLink) -> str:
         """The next exchange that this end begins."""
-        return SPARSE if self._is_slow(link) or (link.exchanges + 1) % CYCLE else COARSE
+        concentrated = self._said and median(self._said) >= CONCENTRATED
+        cycle = CYCLE_CONCENTRATED if concentrated else CYCLE
+        return SPARSE if self._is_slow(link) or (link.exchanges + 1) % cycle else COARSE
 
     def answer(self, link: PairLink, theirs: str) -> str:
         """Of our half of one that the other end has begun: by what it has taken of these two, as the coarser half says

@@ -1,9 +1,8 @@
 """What suits a swarm's rounds? Their codec, and how many steps lie between two, by what members say and rounds cost.
 
-How this works. Each member says how concentrated its own progress is: which share of its energy (the sum of squares)
-the largest 2 % of its values have. Where that is much, a sparse codec sends what counts for a sixth of the bytes of
-one bit a value, and rounds may come twice as often. Where it is little, as of a transformer under Adam, all values are
-needed, and what one bit a value loses stays in the member's own model, where it is of more use than beside it.
+How this works. Each member says how concentrated its own progress is. Where that is much, a sparse codec sends what
+counts for a sixth of the bytes of one bit a value, and rounds may come twice as often. Where it is little, all values
+are needed, and what one bit a value loses stays in the member's own model, where it is of more use than beside it.
 
 A round should take no longer than the steps before it. The leader measures both, and orders as many steps before the
 next round as make it so: more over a thin line, or between members that are far away.
@@ -16,59 +15,22 @@ from collections import deque
 from collections.abc import Iterable
 from statistics import median, median_low
 
-import numpy as np
-
-from peerd.training.codecs.vector import Layout
-from peerd.training.effects import Vector
+from peerd.training.codecs.concentration import CONCENTRATED
 from peerd.training.mode_settings import QUORUM, WEIGHTS, ModeSettings
 
 SPARSE, DENSE = "top_k_2bit", "sign"
 """What rounds go by where nobody says otherwise."""
-CONCENTRATED = 0.3
-"""Pictures of digits and clothes had .36 to .82 in all of a run, a transformer .13 to .22."""
-LARGEST = 0.02
-"""Of the values, as many as SPARSE sends."""
 EVERY_MIN = {SPARSE: 2, DENSE: 4}
 EVERY_MAX = 64
 EVERY_AT_FIRST = 2  # before there has been a round
 COST_MAX = 1.0
 """Of a round beside the steps before it. Where nodes see different classes a quarter of that ends points lower."""
 ROUNDS = 8  # of which the usual counts
-SAMPLE = 1 << 16  # values
 
 
 def is_left_to_leader(settings: ModeSettings) -> bool:
     """Whether the steps between two rounds are: where nobody has said how many, and members wait for most."""
     return settings.overlap == QUORUM and not settings.every and settings.exchange == WEIGHTS
-
-
-class Concentration:
-    """Of one member's own progress, measured on a sample of its parameters."""
-
-    def __init__(self, layout: Layout) -> None:
-        stride = layout.parameters // SAMPLE + 1
-        self._where = slice(0, layout.parameters, stride | 1)  # odd: rows of weights have even lengths
-        self._since: Vector | None = None
-
-    def begins(self, *parts: Vector | None) -> None:
-        """From the sum of these, shape (total,), progress counts."""
-        self._since = np.sum([part[self._where] for part in parts if part is not None], axis=0)
-
-    def of(self, values: Vector) -> float:
-        """Of the way to `values`, shape (total,); 0 where there was none."""
-        if self._since is None:
-            return 0.0
-        return concentration(values[self._where] - self._since)
-
-
-def concentration(progress: Vector) -> float:
-    """Which share of its energy the largest values of a vector have, from 0 to 1."""
-    energies = np.square(progress, dtype=np.float64)
-    most = math.ceil(LARGEST * len(energies))
-    whole = float(energies.sum())
-    if not 0 < whole < math.inf:
-        return 0.0
-    return float(np.partition(energies, len(energies) - most)[-most:].sum()) / whole
 
 
 class Choice:

@@ -8,8 +8,9 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from peerd.training.codecs.concentration import CONCENTRATED
 from peerd.training.codecs.vector import Layout
-from peerd.training.pairs.codec_choice import CYCLE, SPARSE_WORTH, STEPS_MAX, CodecChoice
+from peerd.training.pairs.codec_choice import CYCLE, CYCLE_CONCENTRATED, MEASURED, SPARSE_WORTH, STEPS_MAX, CodecChoice
 from peerd.training.pairs.duration import BY_BYTES, COARSE, SPARSE, STEPS, TIMES, Durations, StepTime
 from peerd.training.pairs.links import LinkState, PairLink
 from peerd.training.pairs.reference import PairedReference
@@ -65,6 +66,24 @@ def test_a_line_on_which_one_bit_a_value_takes_few_steps_has_that_in_its_turn_wh
         line.exchanges(count, slow * STEP_S, slower * STEP_S)
     line.exchanges(60, delay * STEP_S, by_one_bit * STEP_S)
     assert line.exchanges(7 * CYCLE, delay * STEP_S, by_one_bit * STEP_S).count(COARSE) == 7
+
+
+@given(st.lists(st.floats(CONCENTRATED, 1), min_size=MEASURED), st.integers(0, MEASURED // 2))
+def test_two_of_three_are_by_the_largest_where_few_values_are_most_of_what_steps_change(
+    shares: list[float], others: int
+) -> None:
+    """Said anew at each exchange; a run of steps that changed nothing says nothing."""
+    line = Line()
+    assert line.exchanges(2 * CYCLE, 0.0, 0.1).count(COARSE) == 2
+    for share in [*[0.0] * others, *shares, *[0.01] * (others - 1)]:
+        line.choice.moved(share)
+    assert line.exchanges(2 * CYCLE_CONCENTRATED, 0.0, 0.1).count(COARSE) == 2
+    for _ in range(MEASURED):
+        line.choice.moved(0.0)
+    assert line.exchanges(2 * CYCLE_CONCENTRATED, 0.0, 0.1).count(COARSE) == 2
+    for _ in range(MEASURED):
+        line.choice.moved(CONCENTRATED / 2)
+    assert line.exchanges(2 * CYCLE, 0.0, 0.1).count(COARSE) == 2
 
 
 @given(pasts, st.floats(0, 4), st.floats(4, 1000))

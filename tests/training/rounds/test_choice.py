@@ -11,54 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from round_swarm import RoundSwarm
 
-from peerd.training.codecs.vector import Layout
+from peerd.training.codecs.concentration import CONCENTRATED
 from peerd.training.mode_settings import ModeSettings
 from peerd.training.modes import settings_of
-from peerd.training.rounds.choice import (
-    CONCENTRATED,
-    COST_MAX,
-    DENSE,
-    EVERY_MAX,
-    EVERY_MIN,
-    SAMPLE,
-    SPARSE,
-    Choice,
-    Concentration,
-    concentration,
-)
+from peerd.training.rounds.choice import COST_MAX, DENSE, EVERY_MAX, EVERY_MIN, SPARSE, Choice
 from peerd.transport.errors import PeerError
 from peerd.transport.messages import RoundBegin
 
 seconds = st.floats(1e-3, 1e3)
-
-
-def layout_of(parameters: int, buffers: int = 0) -> Layout:
-    return Layout(parameters, parameters + buffers)
-
-
-@given(st.integers(1, 5000), st.integers(0, 2**16), st.floats(1e-6, 1e6))
-def test_the_share_of_the_largest_is_a_share_and_has_no_scale(count: int, seed: int, scale: float) -> None:
-    values = np.random.default_rng(seed).standard_t(3, count).astype(np.float32)
-    share = concentration(values)
-    most = math.ceil(0.02 * count)
-    assert most / count - 1e-6 <= share <= 1 + 1e-6, "no less than as many of equal ones have"
-    assert concentration(scale * values) == pytest.approx(share, rel=1e-3)
-
-
-@pytest.mark.parametrize("values", [[], [0.0], [0.0] * 100, [math.inf, 1.0], [math.nan, 1.0]])
-def test_what_has_not_moved_or_is_not_finite_says_nothing(values: list[float]) -> None:
-    assert concentration(np.array(values, np.float32)) == 0.0
-
-
-def test_a_large_model_is_sampled_over_its_parameters_and_buffers_do_not_count() -> None:
-    layout = layout_of(10 * SAMPLE, 1000)
-    measured = Concentration(layout)
-    measured.begins(np.zeros(layout.total, np.float32))
-    values = np.ones(layout.total, np.float32)
-    values[layout.parameters :] = 1e9
-    assert measured.of(values) == pytest.approx(0.02, rel=1e-2)
-    values[: layout.parameters : 100] = 1000.0  # 1 % of them: all of the energy
-    assert measured.of(values) > 0.9
 
 
 @given(st.lists(st.floats(0.01, CONCENTRATED - 0.01), min_size=3, max_size=9))
