@@ -183,8 +183,8 @@ def test_tables_keep_their_bits_and_variances_stay_positive(row: Row) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("row", list(rows()), ids=name_of)
-def test_so_they_do_with_every_codec(row: Row) -> None:
-    for codec in CODECS:
-        for seed in range(20):
-            live_with(row, codec, seed)
+def test_so_they_do_with_every_codec(row: Row, codec: str) -> None:
+    for seed in range(20):
+        live_with(row, codec, seed)
