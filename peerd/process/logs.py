@@ -108,7 +108,7 @@ class _Human(logging.Formatter):
 class _Json(logging.Formatter):
     def __init__(self, name: str, run: str) -> None:
         super().__init__()
-        self._fixed = {"node": name, "run": run}
+        self._fixed = {"node": name, "run": run} if run else {"node": name}
 
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")

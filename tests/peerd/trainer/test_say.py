@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import os
 import re
@@ -68,6 +69,17 @@ def test_a_bug_is_told_with_its_traceback_and_obeys_no_terminal(style: str, monk
     assert "test_say.py" in stream.getvalue()
     assert "OverflowError" in stream.getvalue()
     assert "\x1b" not in stream.getvalue()
+
+
+@pytest.mark.parametrize("run", ["", "r7"])
+def test_a_run_is_named_in_each_line_where_there_is_one(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
+    logs.configure("n", run, "json")
+    logs.LOGGER.info("one")
+    logs.written()
+    line = json.loads(stream.getvalue())
+    del line["time"]
+    assert line == {"level": "info", "node": "n", **({"run": run} if run else {}), "text": "one"}
 
 
 def test_a_log_that_nobody_reads_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
