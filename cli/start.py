@@ -14,7 +14,7 @@ from peerd.carriers import CARRIERS
 from peerd.cli import interrupts_end_at_once
 from peerd.cli.mode_options import MODE, with_mode_options
 from peerd.training.modes import MODES
-from peerd.transport.errors import UserError
+from peerd.transport.errors import UserError, WrongSetting
 
 NODE, SWARM, NETWORK = "This node", "The swarm", "Network"  # of what --help shows together
 NEIGHBOURS = ("--join", "--token", "--bind", "--advertise", "--relay", "--name")  # without them it would train alone
@@ -147,11 +147,11 @@ def start(
     _refuse_slips(command or [])
     try:
         loaded = settings.load(flags, os.environ, file)
-    except UserError as error:
-        raise UserError(f"{error}{_if_the_scripts(str(error), command or [])}") from None
-    _tell_near_misses(command or [], _options(context))
-    with identity.taken(loaded.state_path, runtime_dir(), secrets_folder.FILES) as mine:
-        code = trio.run(main.run, loaded, mine, command or [], fresh)
+        _tell_near_misses(command or [], _options(context))
+        with identity.taken(loaded.state_path, runtime_dir(), secrets_folder.FILES) as mine:
+            code = trio.run(main.run, loaded, mine, command or [], fresh)
+    except WrongSetting as error:
+        raise UserError(f"{error}{_if_the_scripts(error.key, command or [])}") from None
     if code:
         raise typer.Exit(code)
 
@@ -160,9 +160,9 @@ def _options(context: typer.Context) -> list[str]:
     return [option for known in context.command.params for option in (*known.opts, *known.secondary_opts)]
 
 
-def _if_the_scripts(error: str, command: list[str]) -> str:
+def _if_the_scripts(key: str, command: list[str]) -> str:
     """What else an option may have been that stands after the script, and was taken for ours."""
-    option = "--" + error.removeprefix("--").split(":")[0].split(" ")[0].replace("_", "-")
+    option = "--" + key.replace("_", "-")
     words = sys.argv[2:]
     after = words[words.index(command[0]) + 1 :] if command and command[0] in words else []
     after = after[: after.index("--")] if "--" in after else after

@@ -30,7 +30,7 @@ from peerd.training.modes import (
 from peerd.training.modes.own_mode import adopted
 from peerd.training.plain_numbers import number, whole
 from peerd.transport.admission import GUESTS_MAX
-from peerd.transport.errors import UserError
+from peerd.transport.errors import UserError, WrongSetting
 from peerd.transport.ids import Address
 from peerd.transport.messages import NAME, VISIBLE_MAX
 from peerd.transport.sending.budget import Budget, parse_rate
@@ -196,7 +196,10 @@ def load(flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | 
     """
     values: dict[str, Any] = {}
     if file is not None:
-        values.update(_from_file(file))
+        try:
+            values.update(_from_file(file))
+        except UserError as error:
+            raise WrongSetting(str(error), "config") from None
     origins = dict.fromkeys(values, f"config {file}")
     for item in fields(Settings):
         variable = f"PEERD_{item.name.upper()}"
@@ -209,6 +212,8 @@ def load(flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | 
         named = re.match(r"(?:--)?(\w+)", str(error))
         if named and named[1] in origins and named[1] not in said:
             raise UserError(f"{origins[named[1]]}: {error}") from None
+        if named:
+            raise WrongSetting(str(error), named[1]) from None
         raise
 
 

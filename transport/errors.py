@@ -22,3 +22,11 @@ class Encrypted(Blameless):
 
 class UserError(Exception):
     """The user can mend this: one clear line, a non-zero exit, no traceback."""
+
+
+class WrongSetting(UserError):
+    """Of the setting `key`, as `Settings` names it."""
+
+    def __init__(self, text: str, key: str) -> None:
+        super().__init__(text)
+        self.key = key

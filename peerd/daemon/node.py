@@ -42,7 +42,7 @@ from peerd.security.shared_secrets import SharedSecrets
 from peerd.settings import Settings, is_loopback, where_to_listen
 from peerd.training.modes import alike_at_start
 from peerd.transport.connection import Datagrams, Transport
-from peerd.transport.errors import PeerError, UserError
+from peerd.transport.errors import PeerError, UserError, WrongSetting
 from peerd.transport.hello import Instead, Refused
 from peerd.transport.ids import Address, NodeId, is_ip, shown
 from peerd.transport.messages import Challenge, Hello, Member, RelayRequest, RenewalRequest, State
@@ -334,11 +334,11 @@ async def running(
     trio.socket.set_custom_hostname_resolver(LookUps())
     told = settings.carrier_settings
     carrier = CARRIERS[settings.transport](told)
-    host, port = await carrier.resolve(settings.bind_address)
-    relays = [await carrier.resolve(relay) for relay in settings.relays]
+    host, port = await _resolved(carrier, settings.bind_address, "bind")
+    relays = [await _resolved(carrier, relay, "relay") for relay in settings.relays]
     reached = relays[0] if relays else await _reached(settings, carrier, (host, port))
     host = where_to_listen(settings.bind, host, reached[0])
-    seeds = {await carrier.resolve(seed) for seed in settings.seeds}
+    seeds = {await _resolved(carrier, seed, "join") for seed in settings.seeds}
     if seeds and not kept and seeds <= {(host, port), reached}.difference(relays):
         own = shown(settings.seeds[0])
         if not settings.join:  # nobody said so: whoever made the token listens there
@@ -402,13 +402,18 @@ async def _reached(settings: Settings, carrier: Carrier, bound: Address) -> Addr
     host, port = bound
     if (told := settings.advertised(port)) is None:
         return carrier.reached(host), port
-    try:
-        found = await carrier.resolve(told)
-    except UserError as error:
-        raise UserError(f"advertise: {error}") from None
+    found = await _resolved(carrier, told, "advertise")
     if not is_ip(found[0]):
         raise UserError(f"advertise: {settings.advertise!r} is no address that others could dial")
     return found
+
+
+async def _resolved(carrier: Carrier, address: Address, key: str) -> Address:
+    """What the setting `key` has told. Raises WrongSetting."""
+    try:
+        return await carrier.resolve(address)
+    except UserError as error:
+        raise WrongSetting(f"{key}: {error}", key) from None
 
 
 async def _enter(settings: Settings, key: NodeKey, *, local: bool) -> Entry:

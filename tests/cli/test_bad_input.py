@@ -82,13 +82,15 @@ START = ("start", "--bind", "127.0.0.1:0")
     [
         ("--log", "wandb", "log: 'wandb' is not one of "),
         ("--config", "c.yaml", "config c.yaml: Expected '=' after a key "),
+        ("--join", "orders.invalid", "join: cannot resolve orders.invalid:7946: "),
     ],
-    ids=["log", "config"],
+    ids=["log", "config", "join"],
 )
 def test_an_option_of_ours_after_the_script_may_have_been_the_scripts(
     machine: Machine, option: str, value: str, wrong: str
 ) -> None:
     machine.script("c.yaml", "model:\n  width: 64\n")
+    machine.script("train.py", "")
     cure = f"{option} is peerd start's: if it was meant for train.py, put it after a --\n"
     for given in ((option, value), (f"{option}={value}",)):
         done = machine.peerd(*START, "train.py", *given)
