@@ -20,6 +20,7 @@ from peerd.daemon.trainer_session import TrainerStatus
 from peerd.local.export import write_safetensors
 from peerd.local.node_key import ID_DIGITS
 from peerd.node.meta import NodeMeta, partners
+from peerd.process.logs import LOGGER
 from peerd.protocol.plan import parts
 from peerd.security import wall_clock
 from peerd.security.certificates import pin_of
@@ -54,6 +55,7 @@ class Verbs:
             "mode": self._mode,
             "mode_set": self._mode_set,
             "average": self._average,
+            "last_checkpoint": self._last_checkpoint,
             "token": self._token,
             "revoke": self._revoke,
             "rotate": self._rotate,
@@ -357,6 +359,15 @@ class Verbs:
             "plan": node.model.plans.plan.number,
             "mode": self._mode_under(node.model.plans.plan),
         }
+
+    async def _last_checkpoint(self, message: dict[str, Any]) -> Answer:
+        """Of a script that has let go of this node before it wrote it."""
+        status, why = self._node.model.status, message.get("why")
+        if status is not None and status.pid == message.get("pid"):
+            status.checkpoint_failed = None if why is None else str(why)
+            if why is not None:
+                LOGGER.warning("the script's last checkpoint was not written, %s", why)
+        return {}
 
     def _mode_under(self, plan: Plan) -> str:
         """What a plan does, in a word."""

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from peerd.local.local_socket import LocalSocket
+from peerd.local.local_socket import LocalSocket, request
 from peerd.local.shared_memory import SharedMemory
 from peerd.protocol.trainer import (
     FROM_DAEMON,
@@ -55,6 +55,7 @@ from peerd.training.model.gradients import FlatGradients
 from peerd.training.model.optimizer_state import OptimizerState
 from peerd.training.model.transfers import pin, unpin, wait_for
 from peerd.training.model.watch import ChangeWatch
+from peerd.transport.errors import UserError
 
 LR_RATIO_MIN = 1e-3  # a schedule that ends at 0 must not make what rounding moves worth an exchange
 ROLLBACKS_MAX = 3  # in a row: a model that is not finite again at once will not mend itself
@@ -461,6 +462,9 @@ class Session:
         self._is_over = True
         self.close()
         self._writer.write_last(step)
+        if (failed := self._writer.failed) != self._told_failed:
+            with suppress(UserError):  # a daemon that is gone shows it to nobody
+                request(self.path, "last_checkpoint", pid=os.getpid(), why=failed)
 
     @property
     def others(self) -> int:

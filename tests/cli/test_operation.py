@@ -187,6 +187,28 @@ def test_a_last_checkpoint_that_takes_long_is_waited_for(machine: Machine) -> No
     assert [*(machine.state / "peerd" / "n" / "checkpoints").glob("step-*/manifest.json")]
 
 
+FULL_DISK = """\
+import errno, os
+from peerd.trainer import checkpoint
+
+def save_file(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+checkpoint.save_file = save_file
+"""
+
+
+def test_a_last_checkpoint_that_is_not_written_is_told_by_the_node(machine: Machine) -> None:
+    ends = TRAIN.replace("while not (swarm.alone and swarm.step_count > 5)", "while swarm.step_count < 5")
+    node = machine.start("n", machine.script("train.py", FULL_DISK + ends))
+    node.says("n  warning: the script's last checkpoint was not written, at step 5: No space left on device\n")
+    status = node.ask("status")
+    assert (status["phase"], status["trainer"]["checkpoint_failed"]) == (
+        "finished",
+        "at step 5: No space left on device",
+    )
+
+
 def test_a_second_signal_says_what_it_ends(machine: Machine) -> None:
     node = machine.start("n", machine.script("train.py", SLOW_DISK + TRAIN), DISK_S="60")
     node.trains(beyond=5)
