@@ -122,6 +122,15 @@ def _started(settings: Settings) -> dict[str, str | int]:
     return {key: getattr(settings, key) for key in ("mode", *PLANNED)}
 
 
+def texts(settings: Settings) -> dict[Path, str]:
+    """What is kept, by file."""
+    found = {}
+    for file in (_FILE, _PLAN_FILE, _LEFT_FILE):
+        with suppress(OSError, ValueError):
+            found[settings.state_path / file] = _text(settings.state_path / file)
+    return found
+
+
 def forget(settings: Settings, left: tuple[Address, ...] = ()) -> None:
     """Keep nothing, but the addresses of those whom this node has `left`."""
     with _ONE_AT_A_TIME:

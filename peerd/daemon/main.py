@@ -6,7 +6,8 @@ import math
 import os
 import shlex
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from peerd.daemon.trainer_watch import TrainerWatch
 from peerd.daemon.verbs import Verbs
 from peerd.local import identity
 from peerd.local.being_written import is_writing
-from peerd.local.durable import put_aside
+from peerd.local.durable import put_aside, replace
 from peerd.local.local_socket import NodeStarts, socket_path
 from peerd.process.allocator import keep_freed_chunks
 from peerd.process.logs import LOGGER, configure, written
@@ -52,8 +53,8 @@ async def run(settings: Settings, mine: identity.Identity, command: list[str], f
     Raises UserError for what the user can mend.
     """
     try:
-        with spread(to_spare(), yield_to_others):
-            return await _run(settings, mine, command, fresh)
+        with spread(to_spare(), yield_to_others), _anew(settings) as begin:
+            return await _run(settings, mine, command, begin if fresh else None)
     finally:
         written()
 
@@ -97,19 +98,41 @@ class _Desk:
         return f"the node {name!r} is starting: it waits for {self._waits_for}; its log says more, and Ctrl-C ends it"
 
 
-def _begin_anew(settings: Settings) -> None:
-    if (aside := put_aside(settings.checkpoints)) is not None:
-        LOGGER.info("beginning anew; the checkpoints of before are in %s", aside)
-    known_members.forget(settings)
+@contextmanager
+def _anew(settings: Settings) -> Iterator[Callable[[], None]]:
+    """Yields what puts the past aside. It is back where the start is refused before a script has begun another."""
+    aside: Path | None = None
+    known: dict[Path, str] = {}
+
+    def begin() -> None:
+        nonlocal aside
+        known.update(known_members.texts(settings))
+        if (aside := put_aside(settings.checkpoints)) is not None:
+            LOGGER.info("beginning anew; the checkpoints of before are in %s", aside)
+        known_members.forget(settings)
+
+    try:
+        yield begin
+    except BaseException:
+        if (aside or known) and not os.path.lexists(settings.checkpoints):
+            with suppress(OSError):  # the refusal counts
+                if aside is not None:
+                    aside.rename(settings.checkpoints)
+                for path, text in known.items():
+                    replace(path, text)
+                LOGGER.info("nothing has begun anew: what was put aside is back")
+        raise
 
 
-async def _run(settings: Settings, mine: identity.Identity, command: list[str], fresh: bool) -> int:
+async def _run(
+    settings: Settings, mine: identity.Identity, command: list[str], anew: Callable[[], None] | None
+) -> int:
     configure(settings.name, settings.run, settings.log)
     keep_freed_chunks()
     if (ignored := unknown_variables(os.environ)) is not None:
         LOGGER.warning("%s", ignored)
-    kept = () if fresh else known_members.read(settings)
-    begin = partial(_begin_anew, settings) if fresh else lambda: None
+    kept = () if anew else known_members.read(settings)
+    begin = anew or (lambda: None)
     path = socket_path(settings.name)
     told = {"PEERD_SOCKET": str(path), "PEERD_NAME": settings.name, DAEMON: str(os.getpid())}
     supervisor = Supervisor(command, told) if command else None

@@ -65,9 +65,18 @@ class Verbs:
         refused, unreached = self._refused(), self._node.peers.unreached()
         rows = [
             {**self._row(member), "refused_s": refused.get(id), "unreached_s": unreached.get(id)}
-            for id, member in self._node.members().items()
+            for id, member in self._who_came().items()
         ]
         return {"members": sorted(rows, key=lambda row: (str(row["name"]), str(row["id"])))}
+
+    def _who_came(self) -> dict[NodeId, Member]:
+        """The members, without who left before its script had the swarm's model, as one whose start was refused."""
+
+        def came(member: Member) -> bool:
+            meta = NodeMeta.unpack(member.meta)
+            return self._state_of(member) != "left" or meta.ready or not meta.expects
+
+        return {id: member for id, member in self._node.members().items() if came(member)}
 
     def _row(self, member: Member) -> Answer:
         meta = NodeMeta.unpack(member.meta)
@@ -144,7 +153,7 @@ class Verbs:
         node = self._node
         model, mode, members = node.model, node.model.mode, node.members()
         membership = node.view.membership
-        states = [member.state for member in members.values()]
+        states = [member.state for member in self._who_came().values()]
         names = {id: member.name for id, member in members.items()}
         counts = {
             **membership.counts,

@@ -18,7 +18,7 @@ import msgpack
 import pytest
 import trio
 import zstandard
-from machine import PATIENCE_S, Machine, Node
+from machine import PATIENCE_S, Machine, Node, eventually
 from scripts import TRAIN
 from typer.testing import CliRunner
 
@@ -324,6 +324,43 @@ def test_a_start_that_is_refused_leaves_no_folder(machine: Machine, terminal: Te
     assert "leaving the swarm" not in another.log, "it never was in it"
     assert not state.exists()
     assert not list(runtime.iterdir())
+
+
+def test_who_is_refused_is_no_member_that_left(machine: Machine) -> None:
+    a = machine.start("a")
+    bare, refused = machine.start("bare", join=a), machine.path / "refused"
+    b = machine.start("b", "--", "sh", "-c", f"until [ -e {refused} ]; do sleep .1; done; exit 3", join=a)
+    a.sees(bare="alive", b="alive")
+    refused.touch()
+    assert b.end() == 1
+    a.says("b (127.0.0.1:")
+    a.eventually(lambda: "b" not in a.members())
+    assert machine.peerd("leave", "--name", "bare").returncode == 0
+    a.sees(bare="left")
+    members = a.ask("status")["members"]
+    assert (members["alive"], members["left"]) == (1, 1)
+
+
+def test_a_fresh_start_that_is_refused_has_put_nothing_aside(machine: Machine) -> None:
+    a = machine.start("a", train := machine.script("train.py", TRAIN))
+    a.trains()
+    b = machine.start("b", train, join=a)
+    b.trains(beyond=5)
+    state = machine.state / "peerd" / "b"
+    eventually(lambda: (state / "members.json").exists())
+    b.signal(signal.SIGKILL)
+    b.end()
+    checkpoints = sorted((state / "checkpoints").iterdir())
+    known = (state / "members.json").read_text()
+    again = machine.start("b", train, "--fresh", join=a, HIDDEN="8")
+    assert again.end() == 1
+    assert "refused this node: its model is " in again.log
+    again.says("nothing has begun anew: what was put aside is back")
+    assert sorted((state / "checkpoints").iterdir()) == checkpoints
+    assert (state / "members.json").read_text() == known
+    taken = machine.start("b", train, "--fresh", join=a)
+    taken.trains()
+    assert (state / "checkpoints-1").exists()
 
 
 def test_wrong_places(machine: Machine, terminal: Terminal) -> None:
