@@ -259,7 +259,7 @@ def _refusal_hook(supervisor: Supervisor | None) -> Verb:
 
     async def refused(_: dict[str, Any]) -> dict[str, Any]:
         if supervisor is not None:
-            supervisor.attached = True
+            supervisor.attached = supervisor.refused = True
         return {}
 
     return refused

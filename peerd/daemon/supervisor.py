@@ -43,6 +43,7 @@ class Supervisor:
         self.command = _argv(command)
         self.name = Path(command[0]).name
         self.attached = False  # the session sets it: the script got as far as peerd.attach
+        self.refused = False  # and by this, that peerd.attach itself did not take what the script gave
         self.stopping = False
         self.runs = True  # the script, or it is about to be started (again)
         self.crash = ""  # how the script died last, how often of late, and when it is started again
@@ -59,7 +60,7 @@ class Supervisor:
         crashes: deque[float] = deque()
         hopeless: int | None = None  # the exit code of a script that has just failed before its first step
         while not self.stopping:
-            before = status()
+            before, self.refused = status(), False
             code = await self._run_once()
             with trio.move_on_after(LAST_WORDS_S):
                 while (found := status()) is not None and found.phase not in (TrainerPhase.FINISHED, TrainerPhase.GONE):
@@ -78,6 +79,8 @@ class Supervisor:
             if not self.attached and not killed:
                 raise UserError(f"{self.name} {how} before peerd.attach was done; {OUTPUT_ABOVE}")
             fruitless = code > 0 and (after is None or not after.has_stepped)
+            if fruitless and self.refused and found is None:  # after one that trained memory may be short for a moment
+                raise UserError(f"{self.name} {how}: peerd.attach did not take what it gave; {OUTPUT_ABOVE}")
             if fruitless and code == hopeless:
                 raise UserError(f"{self.name} {how} twice before its first step: giving up; {OUTPUT_ABOVE}")
             hopeless = code if fruitless else None

@@ -605,12 +605,13 @@ HOPELESS = {
 def test_an_error_that_comes_again_is_not_awaited_five_times(machine: Machine, why: str) -> None:
     a = machine.start("a", machine.script("train.py", HEAD + PLAIN + HOPELESS[why]))
     assert a.end() == 1
-    if why == "no argument":
-        assert "train.py exited with code 1 before peerd.attach was done" in a.log
-    else:
-        assert "train.py exited with code 1 twice before its first step: giving up" in a.log
-        assert "before peerd.attach was done" not in a.log
-    assert a.log.count("starting it again") == (0 if why == "no argument" else 1)
+    ends = {
+        "a TypeError before the first step": " twice before its first step: giving up",
+        "nothing to train": ": peerd.attach did not take what it gave",
+        "no argument": " before peerd.attach was done",
+    }
+    assert f"\npeerd: train.py exited with code 1{ends[why]}; its own output above says why\n" in a.log
+    assert a.log.count("starting it again") == (1 if "twice" in ends[why] else 0)
 
 
 # ------------------------------------------------------------------------------------------------------ frozen tensors

@@ -128,6 +128,21 @@ async def test_the_same_error_before_the_first_step_comes_again(folder: Path, st
     assert starts(folder) == 2
 
 
+@pytest.mark.parametrize("trained", [False, True])
+async def test_what_peerd_attach_did_not_take_is_not_given_again(folder: Path, trained: bool) -> None:
+    """Unless another life has trained, whose memory on a GPU may not be free yet."""
+    made = shell(folder, COUNT + "exit 1")
+    last = TrainerStatus(1, step=9, phase=TrainerPhase.GONE, began=1.0) if trained else None
+
+    def refused() -> TrainerStatus | None:
+        made.refused = True
+        return last
+
+    with pytest.raises(UserError, match="twice" if trained else "^sh exited with code 1: peerd.attach did not take"):
+        await made.run(refused)
+    assert starts(folder) == 1 + trained
+
+
 @pytest.mark.parametrize("end", ["kill -9 $$", 'exit $(wc -l < "$FOLDER/starts")'], ids=["killed", "another code"])
 async def test_other_ends_before_the_first_step_may_be_chance(folder: Path, end: str) -> None:
     with pytest.raises(UserError, match=r", 5 times within \d+ s: giving up$"):
