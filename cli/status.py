@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from peerd.cli.output import NameOption, echo, mean_of, plain_table, print_json, print_table, size
-from peerd.local.local_socket import find_node, request
+from peerd.local.local_socket import find_node, request, running_nodes, socket_path
 from peerd.transport.errors import UserError
 from peerd.transport.printable import printable
 
@@ -32,6 +32,7 @@ def status(
     watch: Annotated[
         bool, typer.Option("--watch", help="once a second, with trends, until the node ends (json: a line each)")
     ] = False,
+    every: Annotated[bool, typer.Option("--all", help="a line for each node of this user on this machine")] = False,
 ) -> None:
     """Show a node's training, links, traffic, and why its trigger decided what it did.
 
@@ -59,6 +60,11 @@ def status(
     no_idle_link        there is no partner, or each is in an exchange already
     light               push-sum: the node has given away nearly all its weight
     """
+    if every:
+        if name is not None or watch or format is StatusFormat.PROMETHEUS:
+            raise UserError("--all: not with --name, --watch or --format prometheus, which are of one node")
+        _print_all(format)
+        return
     path = find_node(name)
     if watch:
         _watch(path, format)
@@ -72,6 +78,33 @@ def status(
         typer.echo(exposition(answer), nl=False)
     else:
         _print_text(answer)
+
+
+def _print_all(format: StatusFormat) -> None:
+    answers: list[dict[str, Any]] = []
+    for name in running_nodes() or [find_node(None).stem]:  # which says that there is none
+        try:
+            answers.append(request(socket_path(name), "status"))
+        except UserError as error:  # it starts, ends, or is stopped
+            answers.append({"name": name, "error": str(error)})
+    if format is StatusFormat.JSON:
+        print_json(answers)
+        return
+    print_table(["NAME", "PHASE", "STEP", "LOSS", "MODE", "MEMBERS", "SENT"], list(map(_row, answers)))
+    for answer in answers:
+        if "error" in answer:
+            echo(f"{answer['name']}: {answer['error']}", err=True)
+
+
+def _row(answer: dict[str, Any]) -> list[str]:
+    if "error" in answer:
+        return [answer["name"], "no answer", *["-"] * 5]
+    trainer = answer["trainer"]
+    step = "-" if trainer is None else str(trainer["step"])
+    loss = "-" if trainer is None or trainer["loss"] is None else f"{trainer['loss']:.4f}"
+    return [
+        answer["name"], answer["phase"], step, loss, answer["mode"], _members(answer), size(answer["bytes_sent"])
+    ]  # fmt: skip
 
 
 def _watch(path: Path, format: StatusFormat) -> None:
@@ -153,8 +186,11 @@ def _print_text(answer: dict[str, Any]) -> None:
 
 
 def _headline(answer: dict[str, Any]) -> str:
-    members = ", ".join(f"{count} {state}" for state, count in answer["members"].items() if count)
-    return f"{answer['name']}: {answer['phase']}; mode: {answer['mode']}; members: {members}"
+    return f"{answer['name']}: {answer['phase']}; mode: {answer['mode']}; members: {_members(answer)}"
+
+
+def _members(answer: dict[str, Any]) -> str:
+    return ", ".join(f"{count} {state}" for state, count in answer["members"].items() if count)
 
 
 def _address_gone(answer: dict[str, Any]) -> str:

@@ -124,9 +124,7 @@ def _anew(settings: Settings) -> Iterator[Callable[[], None]]:
         raise
 
 
-async def _run(
-    settings: Settings, mine: identity.Identity, command: list[str], anew: Callable[[], None] | None
-) -> int:
+async def _run(settings: Settings, mine: identity.Identity, command: list[str], anew: Callable[[], None] | None) -> int:
     configure(settings.name, settings.run, settings.log)
     keep_freed_chunks()
     if (ignored := unknown_variables(os.environ)) is not None:

@@ -328,7 +328,8 @@ def test_a_start_that_is_refused_leaves_no_folder(machine: Machine, terminal: Te
 
 def test_who_is_refused_is_no_member_that_left(machine: Machine) -> None:
     a = machine.start("a")
-    bare, refused = machine.start("bare", join=a), machine.path / "refused"
+    machine.start("bare", join=a)
+    refused = machine.path / "refused"
     b = machine.start("b", "--", "sh", "-c", f"until [ -e {refused} ]; do sleep .1; done; exit 3", join=a)
     a.sees(bare="alive", b="alive")
     refused.touch()

@@ -14,6 +14,7 @@ from peerd.cli.main import app
 from peerd.cli.members import _state
 from peerd.cli.status import status
 from peerd.training.trigger import TRIGGERS
+from peerd.transport.errors import UserError
 
 TRAINING = Path(__file__).parent.parent.parent / "training"
 
@@ -62,6 +63,34 @@ def test_what_is_counted_in_all_is_what_the_table_counts(
     assert ("LAST REASON" in shown) == (unit == "exchanges"), "a round has no reason of this node's"
     assert "received 0 B; 0 models sent whole" in shown
     assert "budget" not in shown
+
+
+def test_all_nodes_of_this_machine_in_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {"a": {**ANSWER, "trainer": {"step": 7, "loss": 0.25}}, "c": {**ANSWER, "name": "c"}}
+
+    def request(path: Path, verb: str) -> dict[str, Any]:
+        if path.stem == "b":
+            raise UserError("the node 'b' is starting")
+        return answers[path.stem]
+
+    monkeypatch.setattr("peerd.cli.status.running_nodes", lambda: ["a", "b", "c"])
+    monkeypatch.setattr("peerd.cli.status.request", request)
+    done = CliRunner().invoke(app, ["status", "--all"], catch_exceptions=False)
+    assert [line.split() for line in done.stdout.splitlines()] == [
+        ["NAME", "PHASE", "STEP", "LOSS", "MODE", "MEMBERS", "SENT"],
+        ["a", "training", "7", "0.2500", "allreduce", "2", "alive", "0", "B"],
+        ["b", "no", "answer", "-", "-", "-", "-", "-"],
+        ["c", "training", "-", "-", "allreduce", "2", "alive", "0", "B"],
+    ]
+    assert done.stderr == "b: the node 'b' is starting\n"
+    told = CliRunner().invoke(app, ["status", "--all", "--format", "json"], catch_exceptions=False)
+    assert json.loads(told.stdout) == [answers["a"], {"name": "b", "error": "the node 'b' is starting"}, answers["c"]]
+
+
+@pytest.mark.parametrize("other", [["--watch"], ["--name", "a"], ["--format", "prometheus"]])
+def test_what_is_of_one_node_is_not_of_all(other: list[str]) -> None:
+    with pytest.raises(UserError, match=r"^--all: not with --name"):
+        CliRunner().invoke(app, ["status", "--all", *other], catch_exceptions=False)
 
 
 def test_who_makes_no_step_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
