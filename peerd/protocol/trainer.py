@@ -24,6 +24,7 @@ with gradients, after GradientReady   ->
                                       <-      GradientIs: go on with what stands in the memory, or with none
 Stepped(finishing=True)               ->
                                       <-      Finished: all models agree; or Stop, at any time: the node leaves
+(lets go, and writes its last checkpoint; whether that failed it says as the command line asks, by `last_checkpoint`)
 """
 
 from __future__ import annotations
