@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import trio
@@ -53,3 +56,18 @@ def test_one_long_block_among_a_hundred_shows_in_the_99th_and_not_in_the_median(
 def test_what_is_longer_ago_than_a_minute_is_forgotten() -> None:
     latency = measured([5.0] * 100 + [0.0] * SAMPLES)
     assert latency.percentile(100) == pytest.approx(0, abs=EXACT)
+
+
+def test_who_asks_first_waits_for_no_import() -> None:
+    code = """if True:
+        import sys
+        import numpy as np
+        from peerd.daemon.metrics import LoopLatency
+        latency = LoopLatency()
+        latency._late.extend([0.0, 0.1, 0.3])
+        before = set(sys.modules)
+        assert latency.percentile(50) == 0.1
+        print(*set(sys.modules) - before)
+    """
+    ended = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert ended.stdout.split() == []
