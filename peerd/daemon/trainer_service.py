@@ -382,7 +382,8 @@ class TrainerService:
         elif self.meta.resumes_at < FOUNDS:
             # less if the newest checkpoint is damaged, or of another model; never more: who goes first has not heard it
             await self._tell(resumes_at=min(step, self.meta.resumes_at))
-        fetched = await session.attended(lambda: self._catch_up.fetch(layout, fresh.look(), is_news=is_news))
+        own = fresh.look()
+        fetched = await session.attended(lambda: self._catch_up.fetch(layout, own, is_news=is_news))
         self._runner.core.model = fresh
         if fetched is None:
             await self._tell(resumes_at=FIRST)  # before the mode is made, which may take a large model seconds
@@ -390,6 +391,9 @@ class TrainerService:
             return None, step
         values, donor_step = fetched
         self._took_the_swarms = True
+        if values is own and step == donor_step:  # all have just begun: the script need not write what it has
+            fresh.step = step
+            return None, step
         if step > donor_step:
             older = (
                 "the swarm's model is of step %d, this node's own of step %d: training goes on from the former. "

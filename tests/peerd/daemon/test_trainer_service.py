@@ -246,6 +246,25 @@ async def test_a_newcomer_starts_from_the_swarms_model(tmp_path: Path, kept: int
             await node.sent_to("donor", LinkOpen)
 
 
+@pytest.mark.parametrize(("step", "load"), [(0, None), (7, 0)], ids=["all have just begun", "it had made steps"])
+async def test_a_newcomer_that_has_the_swarms_model_writes_it_only_where_its_step_is_another(
+    tmp_path: Path, step: int, load: int | None
+) -> None:
+    node = Node(tmp_path, join=("10.0.0.1",))
+    node.member("donor", READY)
+    with script() as trainer:
+        async with running(node) as nursery:
+            nursery.start_soon(trainer.serve, node)
+            await trainer.hear("welcome")
+            trainer.memory.copies[0][:] = MODEL
+            await trainer.say("ready", step=step)
+            assert await node.sent_to("donor", ModelRequest) == ModelRequest(digest(MODEL, LAYOUT))
+            node.side.on_message("donor", ModelEqual(0))
+            start = await trainer.hear("start")
+            assert (start["load"], start["step"]) == (load, 0)
+            assert (await node.side.model_values())[0].tolist() == MODEL.tolist()
+
+
 @pytest.mark.parametrize("how", ["it dies", "it talks", "it babbles"])
 async def test_a_trainer_may_go_while_it_waits_and_another_come(
     tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
