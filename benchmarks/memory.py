@@ -1,12 +1,15 @@
 """How much memory does a node take for its model, when, and how long does what it does with it take?
 
-    python benchmarks/memory.py [--parameters 50e6] [--nodes 2] [--seconds 30] [--format json]
+    python benchmarks/memory.py [--parameters 50e6] [--nodes 2] [--seconds 30] [--times] [--format json]
 
 Real daemons on this machine, each with a trainer that holds a bfloat16 model and moves all of it each step. A run has
 four parts: after the attach nothing moves, then models are exchanged, then nothing moves again, then the run's flush.
 Of each the most that any node took, of what the kernel says of its two processes (smaps_rollup), in bytes a parameter:
 above what the daemon had before its script came, and the script before its attach. RSS of a daemon counts what it
 shares with its script as its own; `node` is both processes' PSS, which counts it once.
+
+A process cannot change its maps while the kernel counts them, tens of milliseconds for gigabytes: whoever wants memory
+of the system meanwhile waits, and a daemon's loop with it. With --times nobody looks at memory.
 """
 
 from __future__ import annotations
@@ -88,13 +91,14 @@ def taken(pid: int) -> dict[str, int]:
 class Node:
     """What is seen of one node from outside."""
 
-    def __init__(self, name: str, notes: Path) -> None:
+    def __init__(self, name: str, notes: Path, *, weighed: bool) -> None:
         self.name = name
         self.daemon_pid = 0
         self.first_exchange_at = float("inf")
         self.loop_p99_s = 0.0
         self.peaks: dict[str, dict[str, float]] = {}
         self._notes = notes
+        self._weighed = weighed
         self._alone: dict[str, dict[str, int]] = {}
 
     @property
@@ -106,10 +110,10 @@ class Node:
         """Take a sample; returns the part that the script is in."""
         if not (notes := self.notes):
             return ""
-        part, script = notes[-1]["part"], taken(notes[-1]["pid"])
+        part, pid = notes[-1]["part"], notes[-1]["pid"]
         status = swarm.status(self.name)
-        self.daemon_pid = self.daemon_pid or parent(notes[-1]["pid"])
-        daemon = taken(self.daemon_pid)
+        self.daemon_pid = self.daemon_pid or parent(pid)
+        script, daemon = (taken(pid), taken(self.daemon_pid)) if self._weighed else ({}, {})
         if part == "alone":  # which ends with the attach: what that takes is not a part of it
             self._alone = self._alone or {"daemon": daemon, "script": script}
         elif part in PARTS and script and daemon:
@@ -132,14 +136,17 @@ def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def measure(parameters: float, nodes: int, seconds: float, pause_s: float, settings: dict[str, str]) -> dict[str, Any]:
+def measure(
+    parameters: float, nodes: int, seconds: float, pause_s: float, settings: dict[str, str], *, weighed: bool = True
+) -> dict[str, Any]:
     """One run."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "train.py"
         script.write_text(TRAINER)
         arguments = [str(script), folder, str(parameters), str(seconds), str(pause_s)]
         with LocalSwarm(nodes, {"--wait-for": str(nodes), **settings}, arguments) as swarm:
-            seen = [Node(name, Path(folder) / str(rank)) for rank, name in enumerate(swarm.names)]
+            notes_of = [Path(folder) / str(rank) for rank in range(nodes)]
+            seen = [Node(name, at, weighed=weighed) for name, at in zip(swarm.names, notes_of, strict=True)]
             exchanges: list[int] = []
             while True:
                 parts = [node.look(swarm) for node in seen]
@@ -182,9 +189,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--pause", type=float, default=0.3, help="seconds between two steps")
     parser.add_argument("--mode", default="gossip")
+    parser.add_argument("--times", action="store_true", help="do not look at memory, which holds the nodes up")
     parser.add_argument("--format", choices=["text", "json"], default="text")
     told = parser.parse_args()
-    found = measure(told.parameters, told.nodes, told.seconds, told.pause, {"--mode": told.mode})
+    found = measure(
+        told.parameters, told.nodes, told.seconds, told.pause, {"--mode": told.mode}, weighed=not told.times
+    )
     found["mode"] = told.mode
     if told.format == "json":
         print(json.dumps(found))
@@ -192,6 +202,8 @@ def main() -> None:
     for key, value in found.items():
         if key != "bytes_a_parameter":
             print(f"{key:<22}{value:>12}")
+    if told.times:
+        return
     print(
         f"\n{'bytes a parameter':<22}"
         + "".join(f"{key:>12}" for key in ("daemon_rss", "daemon_pss", "script_pss", "node"))
