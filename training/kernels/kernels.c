@@ -657,14 +657,16 @@ EACH_PROCESSOR void peerd_carry_part(const float *exact, int64_t count, uint16_t
 EACH_PROCESSOR void peerd_carry_add(const float *delta, uint16_t *upper, int16_t *lower, uint16_t *were, int64_t count)
 {
     for (int64_t i = 0; i < count; i++) {
-        float exact = joined(upper[i], lower[i]) + delta[i];
-        const int broken = !__builtin_isfinite(exact);
-        exact = broken ? joined(were[i], lower[i]) + delta[i] : exact;
-        uint16_t after = upper_of(exact);
-        float moved = joined(after, 0) - joined(upper[i], 0);
-        uint16_t further = upper_of(joined(were[i], 0) + moved);
+        const uint16_t before = upper[i], was = were[i];
+        const float whole = joined(before, lower[i]) + delta[i];
+        const float other = joined(was, lower[i]) + delta[i]; /* of each, or the compiler makes no vectors of them */
+        const int broken = !__builtin_isfinite(whole);
+        const float exact = broken ? other : whole;
+        const uint16_t after = upper_of(exact);
+        const float moved = joined(after, 0) - joined(before, 0);
+        const uint16_t further = upper_of(joined(was, 0) + moved);
         lower[i] = lower_of(exact, after);
-        upper[i] = broken ? upper[i] : after;
+        upper[i] = broken ? before : after;
         were[i] = broken ? after : further;
     }
 }
