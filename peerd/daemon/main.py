@@ -255,8 +255,8 @@ def _attach_hook(daemon: Daemon, supervisor: Supervisor | None) -> Attach:
 def _refusal_hook(supervisor: Supervisor | None) -> Verb:
     """The script came to peerd.attach, which did not take what it gave, and has said so."""
 
-    async def refused(_: dict[str, Any]) -> dict[str, Any]:
-        if supervisor is not None:
+    async def refused(message: dict[str, Any]) -> dict[str, Any]:
+        if supervisor is not None and message.get("daemon") == str(os.getpid()):  # not of one that is run by hand
             supervisor.attached = supervisor.refused = True
         return {}
 

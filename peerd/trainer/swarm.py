@@ -165,7 +165,7 @@ def _opened(socket: LocalSocket, session: Callable[[], Session]) -> Session | No
 def _give_up(socket: LocalSocket) -> None:
     """Tell the daemon, where it did not refuse the script itself, that this will come again."""
     with suppress(OSError, EOFError, UserError):
-        socket.ask("refused")
+        socket.ask("refused", daemon=os.environ.get("PEERD_DAEMON", ""))
     socket.close()
 
 

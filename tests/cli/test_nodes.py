@@ -244,6 +244,19 @@ def test_a_nodes_own_script_finds_its_place_though_another_comes_first(machine: 
     assert alone.end() == 0
 
 
+def test_what_is_refused_of_a_script_run_by_hand_says_nothing_of_the_nodes_own(machine: Machine) -> None:
+    own = "import os, sys, time\nwhile not os.path.exists('end'):\n    time.sleep(0.05)\nsys.exit(1)\n"
+    a = machine.start("a", machine.script("own.py", own))
+    assert a.address
+    frozen = TRAIN.replace("peerd.attach(model,", "peerd.attach(model.requires_grad_(False),")
+    hand = machine.spawn("hand", [str(machine.script("frozen.py", frozen))], PEERD_NAME="a")
+    assert hand.end() == 1
+    hand.says("there is nothing to train together")
+    machine.script("end", "")
+    assert a.end() == 1
+    a.says("own.py exited with code 1 before peerd.attach was done")
+
+
 def test_a_script_attached_by_hand_comes_back_to_its_swarm(machine: Machine) -> None:
     """With the model of the others, which have trained on meanwhile."""
     script = str(machine.script("train.py", TRAIN.replace("swarm.alone and swarm.step_count > 5", "False")))
