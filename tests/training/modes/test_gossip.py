@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -303,6 +304,19 @@ def test_every_second_exchange_is_of_the_largest_values_alone() -> None:
         used += {delta.codec for queue in swarm.queues.values() for delta in queue if isinstance(delta, Delta)}
         swarm.settle()
     assert used == ["top_k_3", "sign"] * 4
+
+
+def test_two_of_three_are_where_the_nodes_own_steps_are_of_few_values_and_not_where_its_partners_are() -> None:
+    swarm, used = pair(AUTO), defaultdict[str, list[str]](list)
+    few = np.where(np.arange(600) < 6, 100.0, 0.0)
+    for _ in range(24):
+        for name, move in (("a", few), ("b", np.ones(600))):  # all of b's turns are by one bit, while every second is
+            swarm.step(name, move)
+            (begun,) = (delta for delta in swarm.queues[name, "ba"["ab".index(name)]] if isinstance(delta, Delta))
+            used[name].append(begun.codec)
+            swarm.settle()
+    assert used["b"] == ["sign"] * 24
+    assert used["a"][6:] == ["sign" if number % 3 == 1 else "top_k_3" for number in range(6, 24)]
 
 
 def test_neither_what_one_bit_leaves_nor_what_the_largest_values_leave_adds_up() -> None:
