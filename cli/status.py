@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +18,7 @@ from peerd.transport.errors import UserError
 from peerd.transport.printable import printable
 
 BARS = 12  # of a histogram
+LOOKS_MAX = 3  # whether one of all nodes has answered
 
 
 class StatusFormat(StrEnum):
@@ -84,7 +87,7 @@ def _print_all(format: StatusFormat) -> None:
     answers: list[dict[str, Any]] = []
     for name in running_nodes() or [find_node(None).stem]:  # which says that there is none
         try:
-            answers.append(request(socket_path(name), "status"))
+            answers.append(request(socket_path(name), "status", _in_time()))
         except UserError as error:  # it starts, ends, or is stopped
             answers.append({"name": name, "error": str(error)})
     if format is StatusFormat.JSON:
@@ -94,6 +97,17 @@ def _print_all(format: StatusFormat) -> None:
     for answer in answers:
         if "error" in answer:
             echo(f"{answer['name']}: {answer['error']}", err=True)
+
+
+def _in_time() -> Callable[[], None]:
+    """One node that hangs, as on a disk that does, must not hide all others."""
+    looks = count(1)
+
+    def look() -> None:
+        if next(looks) == LOOKS_MAX:
+            raise UserError("the node does not answer")
+
+    return look
 
 
 def _row(answer: dict[str, Any]) -> list[str]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import socket
+from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from typer.testing import CliRunner
 from peerd.cli.main import app
 from peerd.cli.members import _state
 from peerd.cli.status import status
+from peerd.local import local_socket
 from peerd.training.trigger import TRIGGERS
 from peerd.transport.errors import UserError
 
@@ -68,7 +72,7 @@ def test_what_is_counted_in_all_is_what_the_table_counts(
 def test_all_nodes_of_this_machine_in_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {"a": {**ANSWER, "trainer": {"step": 7, "loss": 0.25}}, "c": {**ANSWER, "name": "c"}}
 
-    def request(path: Path, verb: str) -> dict[str, Any]:
+    def request(path: Path, verb: str, meanwhile: Callable[[], None]) -> dict[str, Any]:
         if path.stem == "b":
             raise UserError("the node 'b' is starting")
         return answers[path.stem]
@@ -85,6 +89,18 @@ def test_all_nodes_of_this_machine_in_one_table(monkeypatch: pytest.MonkeyPatch)
     assert done.stderr == "b: the node 'b' is starting\n"
     told = CliRunner().invoke(app, ["status", "--all", "--format", "json"], catch_exceptions=False)
     assert json.loads(told.stdout) == [answers["a"], {"name": "b", "error": "the node 'b' is starting"}, answers["c"]]
+
+
+def test_a_node_that_hangs_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stopped one is told of sooner; this one's process runs."""
+    monkeypatch.setattr(local_socket, "LOOK_EVERY_S", 0.01)
+    with TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as hangs:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        local_socket.runtime_dir().mkdir(mode=0o700)
+        hangs.bind(str(local_socket.socket_path("a")))
+        hangs.listen()
+        told = CliRunner().invoke(app, ["status", "--all", "--format", "json"], catch_exceptions=False)
+    assert json.loads(told.stdout) == [{"name": "a", "error": "the node does not answer"}]
 
 
 @pytest.mark.parametrize("other", [["--watch"], ["--name", "a"], ["--format", "prometheus"]])
