@@ -78,6 +78,11 @@ class Verbs:
 
         return {id: member for id, member in self._node.members().items() if came(member)}
 
+    def _called(self, name: str) -> list[Member]:
+        """Those of the name; who never came, whom nobody is shown, only where there is no other."""
+        came, known = self._who_came().values(), self._node.members().values()
+        return [one for one in came if one.name == name] or [one for one in known if one.name == name]
+
     def _row(self, member: Member) -> Answer:
         meta = NodeMeta.unpack(member.meta)
         return {
@@ -225,7 +230,7 @@ class Verbs:
 
     async def _forgive(self, message: dict[str, Any]) -> Answer:
         node, wanted = self._node, str(message["member"])
-        found = [one for one in node.members().values() if wanted in (one.name, one.id)]
+        found = self._called(wanted) or [one for id, one in node.members().items() if id == wanted]
         if len(found) != 1:
             how_many = "no member" if not found else f"{len(found)} members"
             raise UserError(f"{how_many} of the name or id {wanted[:80]!r}: see peerd members")
@@ -303,7 +308,7 @@ class Verbs:
         """The id that is meant by a member's name, or by an id, which no member need have. Raises UserError."""
         if re.fullmatch(f"[0-9a-f]{{{ID_DIGITS}}}", text):
             return text
-        found = [member.id for member in self._node.members().values() if member.name == text]
+        found = [member.id for member in self._called(text)]
         if len(found) > 1:
             raise UserError(
                 f"{len(found)} members are called {text!r}; say which by its id: {', '.join(sorted(found))}"

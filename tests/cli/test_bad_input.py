@@ -340,6 +340,9 @@ def test_who_is_refused_is_no_member_that_left(machine: Machine) -> None:
     a.sees(bare="left")
     members = a.ask("status")["members"]
     assert (members["alive"], members["left"]) == (1, 1)
+    machine.start("b", join=a)
+    a.sees(b="alive")
+    assert machine.peerd("forgive", "b", "--name", "a").stderr == "", "there is one of this name"
 
 
 def test_a_fresh_start_that_is_refused_has_put_nothing_aside(machine: Machine) -> None:
