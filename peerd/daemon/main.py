@@ -100,7 +100,7 @@ class _Desk:
 
 @contextmanager
 def _anew(settings: Settings) -> Iterator[Callable[[], None]]:
-    """Yields what puts the past aside. It is back where the start is refused before a script has begun another."""
+    """Yields what puts the past aside. It is back where the start is refused, and nothing of another is there."""
     aside: Path | None = None
     known: dict[Path, str] = {}
 
@@ -114,7 +114,8 @@ def _anew(settings: Settings) -> Iterator[Callable[[], None]]:
     try:
         yield begin
     except BaseException:
-        if (aside or known) and not os.path.lexists(settings.checkpoints):
+        has_begun = os.path.lexists(settings.checkpoints) or known_members.texts(settings)
+        if (aside or known) and not has_begun:
             with suppress(OSError):  # the refusal counts
                 if aside is not None:
                     aside.rename(settings.checkpoints)

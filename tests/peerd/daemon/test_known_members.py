@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from peerd.daemon import known_members
 from peerd.daemon.known_members import KNOWN_MAX, forget, keep, known, read, read_plan, write, write_plan
+from peerd.daemon.main import _anew
 from peerd.local import durable
 from peerd.protocol.plan import NUMBER_MAX
 from peerd.settings import Settings
@@ -275,3 +276,22 @@ async def test_a_disk_that_is_full_is_told_and_ends_nothing(
     assert [record.message for record in caplog.records] == [
         f"{tmp_path / FILE}: No space left on device; after a crash this node may not find its swarm"
     ]
+
+
+@pytest.mark.parametrize("new", ["members", "checkpoints", ""])
+def test_what_a_fresh_start_puts_aside_comes_back_over_nothing_new(tmp_path: Path, new: str) -> None:
+    """A node without a script has no checkpoints: one that died after days looked for its swarm of before."""
+    write(told(tmp_path), (A,))
+
+    def dies() -> None:
+        with _anew(told(tmp_path)) as begin:
+            begin()
+            if new == "members":
+                write(told(tmp_path), (B,))
+            if new == "checkpoints":
+                told(tmp_path).checkpoints.mkdir(parents=True)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        dies()
+    assert read(told(tmp_path)) == {"members": (B,), "checkpoints": (), "": (A,)}[new]
