@@ -175,7 +175,7 @@ class Verbs:
             "phase": model.status.phase if model.status else "script awaited" if model.meta.expects else "no trainer",
             "uptime_s": trio.current_time() - node.began,
             "members": {state.name.lower(): states.count(state) for state in State},
-            "joining": [shown(seed) for seed in node.settings.seeds] if len(members) == 1 else [],
+            "joining": [shown(seed) for seed in node.settings.seeds] if len(states) == 1 else [],
             "no_steps": sorted(
                 member.name
                 for member in members.values()
@@ -216,13 +216,13 @@ class Verbs:
 
     async def _join(self, message: dict[str, Any]) -> Answer:
         address = parse_address(str(message["address"]), "join")
-        if self._node.model.meta.ready and len(self._node.members()) == 1:
+        if self._node.model.meta.ready and len(self._who_came()) == 1:
             raise UserError(
                 "this node already trains a model of its own, and two swarms' models do not mix; "
                 f"stop it and start it with --join {shown(address)}"
             )
         await self._node.view.join(address)
-        return {"joined": shown(address), "members": len(self._node.members())}
+        return {"joined": shown(address), "members": len(self._who_came())}
 
     async def _leave(self, _: dict[str, Any]) -> Answer:
         self._node.leaving.set()

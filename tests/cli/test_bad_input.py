@@ -345,6 +345,17 @@ def test_who_is_refused_is_no_member_that_left(machine: Machine) -> None:
     assert machine.peerd("forgive", "b", "--name", "a").stderr == "", "there is one of this name"
 
 
+def test_who_was_refused_does_not_make_a_swarm_of_one_that_joins_another(machine: Machine) -> None:
+    a = machine.start("a", train := machine.script("train.py", TRAIN))
+    a.trains()
+    assert machine.start("b", train, join=a, HIDDEN="8").end() == 1
+    a.says("b (127.0.0.1:")
+    a.eventually(lambda: list(a.members()) == ["a"])
+    done = machine.peerd("join", machine.start("c").address, "--name", "a")
+    assert done.returncode == 1
+    assert "this node already trains a model of its own, and two swarms' models do not mix" in done.stderr
+
+
 def test_a_fresh_start_that_is_refused_has_put_nothing_aside(machine: Machine) -> None:
     a = machine.start("a", train := machine.script("train.py", TRAIN))
     a.trains()
