@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
@@ -29,6 +30,8 @@ def put_aside(folder: Path) -> Path | None:
         folder.rename(aside)
         flush(folder.parent)
     except OSError as error:
+        with suppress(OSError):  # a disk that fails may have given it its name
+            aside.rename(folder)
         raise UserError(f"cannot put {folder} aside: {error.strerror}") from None
     return aside
 

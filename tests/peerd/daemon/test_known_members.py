@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from dataclasses import replace
@@ -19,6 +20,7 @@ from peerd.daemon.main import _anew
 from peerd.local import durable
 from peerd.protocol.plan import NUMBER_MAX
 from peerd.settings import Settings
+from peerd.transport.errors import UserError
 from peerd.transport.ids import Address
 from peerd.transport.messages import AS_STARTED, Member, Plan, State
 
@@ -295,3 +297,15 @@ def test_what_a_fresh_start_puts_aside_comes_back_over_nothing_new(tmp_path: Pat
     with pytest.raises(ZeroDivisionError):
         dies()
     assert read(told(tmp_path)) == {"members": (B,), "checkpoints": (), "": (A,)}[new]
+
+
+def test_what_cannot_be_put_aside_for_sure_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    checkpoints = told(tmp_path).checkpoints
+    (checkpoints / "step-00000007").mkdir(parents=True)
+    monkeypatch.setattr(durable, "flush", fails)
+    with pytest.raises(UserError, match=r" aside: Input/output error$"):
+        durable.put_aside(checkpoints)
+    assert [path.name for path in checkpoints.iterdir()] == ["step-00000007"]
