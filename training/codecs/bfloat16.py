@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from peerd.training.codecs import planes
-from peerd.training.codecs.codec import Float32s, batches, field, finite_float32, require_length
+from peerd.training.codecs.codec import Float32s, field, finite_float32, require_length
 from peerd.training.effects import Vector
-from peerd.training.kernels.passes import is_finite
+from peerd.training.kernels.passes import BATCH, is_finite, parts
 from peerd.transport.errors import PeerError
 
 LARGEST = float(np.uint32(0x7F7F0000).view(np.float32))
@@ -34,7 +34,7 @@ def rounded(values: Vector) -> Float32s:
     """What `Bfloat16.decode` makes of what `encode` makes of these, shape (count,). Raises NotFinite."""
     exact = finite_float32(values)
     out = np.empty(exact.size, np.float32)
-    for batch in batches(exact.size):
+    for batch in parts(exact.size, BATCH):
         bits = to_bits(exact[batch])
         np.left_shift(bits, np.uint32(16), out=out[batch].view(np.uint32))
     return out
@@ -62,7 +62,7 @@ class Bfloat16:
         """See `Codec.encode`."""
         exact = finite_float32(values)
         body = np.empty((2, exact.size), np.uint8)
-        for batch in batches(exact.size):
+        for batch in parts(exact.size, BATCH):
             planes.split(to_bits(exact[batch]), body[:, batch])
         return body.reshape(-1).data
 

@@ -7,14 +7,13 @@ codec needs no memory of its own and is a pure function.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from peerd.training.effects import Vector
-from peerd.training.kernels.passes import BATCH, is_finite
+from peerd.training.kernels.passes import is_finite
 from peerd.transport.errors import PeerError
 
 Float32s = npt.NDArray[np.float32]
@@ -92,12 +91,6 @@ def finite_float32(values: Vector) -> Float32s:
 def not_finite() -> NotFinite:
     """What every codec raises of such a vector."""
     return NotFinite("the vector holds a NaN or an infinity")
-
-
-def batches(count: int, size: int = BATCH) -> Iterator[slice]:
-    """[0, count) cut into slices of `size`."""
-    for start in range(0, count, size):
-        yield slice(start, min(start + size, count))
 
 
 def field(body: bytes | bytearray | memoryview, dtype: str, start: int, count: int) -> npt.NDArray[Any]:

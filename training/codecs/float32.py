@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from peerd.training.codecs import planes
-from peerd.training.codecs.codec import batches, field, finite_float32, require_length
+from peerd.training.codecs.codec import field, finite_float32, require_length
 from peerd.training.effects import Vector
-from peerd.training.kernels.passes import is_finite
+from peerd.training.kernels.passes import BATCH, is_finite, parts
 from peerd.transport.errors import PeerError
 
 
@@ -23,7 +23,7 @@ class Float32:
         """See `Codec.encode`."""
         exact = finite_float32(values)
         body = np.empty((4, exact.size), np.uint8)
-        for batch in batches(exact.size):
+        for batch in parts(exact.size, BATCH):
             planes.split(exact[batch].view(np.uint32), body[:, batch])
         return body.reshape(-1).data
 

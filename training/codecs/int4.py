@@ -11,7 +11,6 @@ from peerd.training.codecs.blocks import BLOCK, as_blocks, block_count, deliver,
 from peerd.training.codecs.codec import (
     Encoded,
     Float32s,
-    batches,
     field,
     finite_float32,
     require_length,
@@ -20,7 +19,7 @@ from peerd.training.codecs.nibbles import pack_nibbles, require_end, unpack_nibb
 from peerd.training.codecs.one_pass import encode_by
 from peerd.training.effects import Vector
 from peerd.training.kernels import library
-from peerd.training.kernels.passes import BATCH, address, is_plain
+from peerd.training.kernels.passes import BATCH, address, is_plain, parts
 from peerd.transport.errors import PeerError
 
 LEVELS = 7
@@ -55,7 +54,7 @@ class Int4:
         body = np.zeros(self.body_limit(blocks.size), np.uint8)
         scales = body[: 2 * len(blocks)].view("<u2")
         packed = body[2 * len(blocks) :].reshape(-1, BLOCK // 2)
-        for batch in batches(len(blocks), BATCH // BLOCK):
+        for batch in parts(len(blocks), BATCH // BLOCK):
             largest = np.abs(blocks[batch]).max(axis=1)
             scales[batch] = np.minimum(to_bits(largest / np.float32(LEVELS)), LARGEST_SCALE_BITS)
             units = from_bits(scales[batch])

@@ -11,7 +11,6 @@ from peerd.training.codecs.blocks import BLOCK, as_blocks, block_count, deliver,
 from peerd.training.codecs.codec import (
     Encoded,
     Float32s,
-    batches,
     field,
     finite_float32,
     require_length,
@@ -19,7 +18,7 @@ from peerd.training.codecs.codec import (
 from peerd.training.codecs.one_pass import encode_by
 from peerd.training.effects import Vector
 from peerd.training.kernels import library
-from peerd.training.kernels.passes import BATCH, address, is_plain
+from peerd.training.kernels.passes import BATCH, address, is_plain, parts
 from peerd.transport.errors import PeerError
 
 LEVELS = 127
@@ -45,7 +44,7 @@ class Int8:
         body = np.empty(4 * len(blocks) + blocks.size, np.uint8)
         scales = body[: 4 * len(blocks)].view("<f4")
         multiples = body[4 * len(blocks) :].view(np.int8).reshape(blocks.shape)
-        for batch in batches(len(blocks), BATCH // BLOCK):
+        for batch in parts(len(blocks), BATCH // BLOCK):
             scales[batch] = quantise(blocks[batch], multiples[batch])
         return body[: self.body_limit(exact.size)].data
 

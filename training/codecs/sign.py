@@ -14,7 +14,6 @@ from peerd.training.codecs.codec import (
     Bytes,
     Encoded,
     Float32s,
-    batches,
     field,
     finite_float32,
     require_length,
@@ -22,7 +21,7 @@ from peerd.training.codecs.codec import (
 from peerd.training.codecs.one_pass import encode_by
 from peerd.training.effects import Vector
 from peerd.training.kernels import library
-from peerd.training.kernels.passes import BATCH, address, is_plain
+from peerd.training.kernels.passes import BATCH, address, is_plain, parts
 from peerd.transport.errors import PeerError
 
 _EVERY_BYTE = np.arange(256, dtype=np.uint8)[:, None]
@@ -106,6 +105,6 @@ class Sign:
 def magnitudes(blocks: Float32s) -> npt.NDArray[np.float64]:
     """The sum of |v| of each of `blocks` (n, BLOCK): of 1e38s it is more than float32 holds."""
     totals = np.empty(len(blocks), np.float64)
-    for batch in batches(len(blocks), BATCH // BLOCK):
+    for batch in parts(len(blocks), BATCH // BLOCK):
         np.add.reduce(np.abs(blocks[batch]), axis=1, dtype=np.float64, out=totals[batch])
     return totals

@@ -19,11 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from peerd.training.codecs.blocks import BLOCK, as_blocks, block_count
-from peerd.training.codecs.codec import Float32s, batches
+from peerd.training.codecs.codec import Float32s
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Sliced, Vector
 from peerd.training.kernels import library
-from peerd.training.kernels.passes import BATCH, address, is_plain
+from peerd.training.kernels.passes import BATCH, address, is_plain, parts
 from peerd.training.room import is_large
 
 MULTIPLE_MAX = 32767
@@ -100,7 +100,7 @@ class BlockFloats:
         if (kernels := library.LIBRARY) is not None:
             kernels.peerd_blocks_unpack(address(multiples), address(exponents), out.size, address(out))
             return
-        for batch in batches(out.size, BATCH):
+        for batch in parts(out.size, BATCH):
             units = _powers_of_two(exponents[_of_blocks(batch)] - (_BITS - 1))
             blocks = as_blocks(multiples[batch].astype(np.float32))
             blocks *= units[:, None]
@@ -111,7 +111,7 @@ class BlockFloats:
         if (kernels := library.LIBRARY) is not None and is_plain(values):
             kernels.peerd_blocks_pack(address(values), values.size, address(multiples), address(exponents))
             return
-        for batch in batches(values.size, BATCH):
+        for batch in parts(values.size, BATCH):
             blocks = as_blocks(values[batch])
             found = np.abs(blocks).max(axis=1).view(np.uint32) >> _OF_FRACTION
             np.maximum(found, _LEAST, out=found)
