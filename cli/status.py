@@ -85,7 +85,9 @@ def status(
 
 def _print_all(format: StatusFormat) -> None:
     answers: list[dict[str, Any]] = []
-    for name in running_nodes() or [find_node(None).stem]:  # which says that there is none
+    if not (names := running_nodes()):
+        find_node(None)  # says that there is none
+    for name in names:
         try:
             answers.append(request(socket_path(name), "status", _in_time()))
         except UserError as error:  # it starts, ends, or is stopped

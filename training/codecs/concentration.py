@@ -41,7 +41,8 @@ class Concentration:
         """Of the way to `values`, shape (total,); 0 where there was none."""
         if self._since is None:
             return 0.0
-        return concentration(values[self._where] - self._since)
+        with np.errstate(invalid="ignore"):  # a model that is infinite has none
+            return concentration(values[self._where] - self._since)
 
 
 def concentration(progress: Vector) -> float:

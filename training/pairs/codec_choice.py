@@ -46,16 +46,17 @@ class CodecChoice:
         link.took.ended(ours, theirs, now - link.began_at)
 
     def choose(self, link: PairLink) -> None:
-        """An exchange is over: how much change the next one over this link waits for."""
+        """An exchange is over: how much change the next one over this link waits for, and by what it is then."""
         slow = self._is_slow(link)
-        link.worth = 1.0 if slow or self.of(link) == COARSE else SPARSE_WORTH
+        concentrated = self._said and median(self._said) >= CONCENTRATED
+        cycle = CYCLE_CONCENTRATED if concentrated else CYCLE
+        link.codec = SPARSE if slow or (link.exchanges + 1) % cycle else COARSE
+        link.worth = 1.0 if slow or link.codec == COARSE else SPARSE_WORTH
         self._counts["slow_by_one_bit"] += slow
 
     def of(self, link: PairLink) -> str:
         """The next exchange that this end begins."""
-        concentrated = self._said and median(self._said) >= CONCENTRATED
-        cycle = CYCLE_CONCENTRATED if concentrated else CYCLE
-        return SPARSE if self._is_slow(link) or (link.exchanges + 1) % cycle else COARSE
+        return link.codec
 
     def answer(self, link: PairLink, theirs: str) -> str:
         """Of our half of one that the other end has begun: by what it has taken of these two, as the coarser half says

@@ -41,7 +41,7 @@ from peerd.training.codecs.vector import Layout, NotFinite
 from peerd.training.effects import Effect, Send, Sliced, Vector
 from peerd.training.flush import Progress
 from peerd.training.mode import ENDED_MAX
-from peerd.training.pairs.duration import Durations
+from peerd.training.pairs.duration import SPARSE, Durations
 from peerd.training.pairs.graylist import Graylist
 from peerd.training.pairs.reference import PairedReference, Unfinished
 from peerd.training.pairs.start import SNAPSHOT_CODEC, arrived, snapshot, start_of
@@ -112,6 +112,7 @@ class PairLink:
     moved: float = 0.0  # at most ||x at the last publish - anchor||
     news: float = 0.0  # the same, of partners that train on, since our own trainer ended
     exchanges: int = 0
+    codec: str = SPARSE  # of the next exchange, where `auto` chooses
     distance: float = 0.0  # between the two models, at the last exchange
     peer_finishing: bool = False
     flushed: bool = False  # exchanged since our own trainer ended

@@ -74,16 +74,19 @@ def test_two_of_three_are_by_the_largest_where_few_values_are_most_of_what_steps
 ) -> None:
     """Said anew at each exchange; a run of steps that changed nothing says nothing."""
     line = Line()
-    assert line.exchanges(2 * CYCLE, 0.0, 0.1).count(COARSE) == 2
-    for share in [*[0.0] * others, *shares, *[0.01] * (others - 1)]:
-        line.choice.moved(share)
-    assert line.exchanges(2 * CYCLE_CONCENTRATED, 0.0, 0.1).count(COARSE) == 2
-    for _ in range(MEASURED):
-        line.choice.moved(0.0)
-    assert line.exchanges(2 * CYCLE_CONCENTRATED, 0.0, 0.1).count(COARSE) == 2
-    for _ in range(MEASURED):
-        line.choice.moved(CONCENTRATED / 2)
-    assert line.exchanges(2 * CYCLE, 0.0, 0.1).count(COARSE) == 2
+
+    def turns(said: list[float], cycle: int) -> int:
+        for share in said:
+            line.choice.moved(share)
+        chosen, worth = line.choice.of(line.link), line.link.worth
+        line.exchange(0.0, 0.1)
+        assert worth == (1.0 if chosen == COARSE or line.link.exchanges == 1 else SPARSE_WORTH), "chosen together"
+        return line.exchanges(2 * cycle, 0.0, 0.1).count(COARSE)
+
+    assert turns([], CYCLE) == 2
+    assert turns([*[0.0] * others, *shares, *[0.01] * (others - 1)], CYCLE_CONCENTRATED) == 2
+    assert turns([0.0] * MEASURED, CYCLE_CONCENTRATED) == 2
+    assert turns([CONCENTRATED / 2] * MEASURED, CYCLE) == 2
 
 
 @given(pasts, st.floats(0, 4), st.floats(4, 1000))
@@ -127,6 +130,7 @@ def test_before_steps_are_known_nothing_takes_many_of_them() -> None:
     line = Line()
     line.link.exchanges = CYCLE - 1
     line.choice.ended(line.link, COARSE, COARSE, 1e6)
+    line.choice.choose(line.link)
     assert line.choice.of(line.link) == COARSE
 
 
