@@ -331,7 +331,7 @@ class Gossip(PartneredMode[PairLink]):
         return [*effects, Apply(correction), *self._flush(now)]
 
     def _codec(self, partner: PairLink) -> str:
-        return self._choice.of(partner) if self._settings.codec == AUTO else self._settings.codec
+        return partner.codec if self._settings.codec == AUTO else self._settings.codec
 
     def _half(
         self, link: PairLink, values: Vector, *, flush: bool, answers: bool = False, theirs: str = ""

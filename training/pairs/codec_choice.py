@@ -17,8 +17,8 @@ from peerd.training.pairs.duration import BY_BYTES, COARSE, SPARSE, StepTime
 from peerd.training.pairs.links import PairLink
 
 CYCLE, CYCLE_CONCENTRATED = 2, 3
-"""Of so many exchanges over a link one is by COARSE. Of three, pictures need a fifth fewer bytes, and a transformer, of
-which no few values stand out, ends a point lower; of four or more, pictures do, too (RESULTS.md)."""
+"""Of so many exchanges over a link one is by COARSE. Of three, pictures need a seventh fewer bytes, and a transformer,
+of which no few values stand out, ends a point lower; of four or more, pictures do, too (RESULTS.md)."""
 SPARSE_WORTH = 0.3
 """Times the change for an exchange by SPARSE: as many as it takes bytes."""
 MEASURED = 8  # exchanges of which the usual concentration counts
@@ -54,14 +54,10 @@ class CodecChoice:
         link.worth = 1.0 if slow or link.codec == COARSE else SPARSE_WORTH
         self._counts["slow_by_one_bit"] += slow
 
-    def of(self, link: PairLink) -> str:
-        """The next exchange that this end begins."""
-        return link.codec
-
     def answer(self, link: PairLink, theirs: str) -> str:
         """Of our half of one that the other end has begun: by what it has taken of these two, as the coarser half says
         how fast the two models mix."""
-        return theirs if theirs in BY_BYTES else self.of(link)
+        return theirs if theirs in BY_BYTES else link.codec
 
     def _is_slow(self, link: PairLink) -> bool:
         by_one_bit = link.took.of(COARSE)

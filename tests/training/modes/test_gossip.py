@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import pairwise, permutations
 
 import numpy as np
 import pytest
@@ -356,14 +356,14 @@ def test_what_is_said_again_has_been_waited_for_since_it_was_begun() -> None:
 
 def test_an_answer_is_by_what_it_answers() -> None:
     swarm = pair(AUTO)
-    for first, second, codec in ((1, 0, "sign"), (0, 1, "top_k_3")):
-        for node, exchanges in zip("ab", (first, second), strict=True):
+    for asked, own in permutations(("sign", "top_k_3")):
+        for node, codec in (("a", asked), ("b", own)):
             (link,) = swarm.nodes[node].core._links.held.values()
-            link.exchanges = exchanges
+            link.codec = codec
         swarm.step("a", 1.0)
         assert swarm.deliver("a", "b")
         (answer,) = [each for each in swarm.queues["b", "a"] if isinstance(each, Delta)]
-        assert answer.codec == codec
+        assert answer.codec == asked
         swarm.settle()
 
 

@@ -41,7 +41,7 @@ class Line:
     def exchange(self, delay_s: float, by_one_bit_s: float) -> str:
         self.step, self.now = self.step + 1, self.now + STEP_S
         self.step_time.heard(self.step, self.now)
-        codec = self.choice.of(self.link)
+        codec = self.link.codec
         self.link.began_at, self.now = self.now, self.now + delay_s + by_one_bit_s * BYTES[codec] / BYTES[COARSE]
         made = int((self.now - self.link.began_at) / STEP_S)
         self.step += made
@@ -78,7 +78,7 @@ def test_two_of_three_are_by_the_largest_where_few_values_are_most_of_what_steps
     def turns(said: list[float], cycle: int) -> int:
         for share in said:
             line.choice.moved(share)
-        chosen, worth = line.choice.of(line.link), line.link.worth
+        chosen, worth = line.link.codec, line.link.worth
         line.exchange(0.0, 0.1)
         assert worth == (1.0 if chosen == COARSE or line.link.exchanges == 1 else SPARSE_WORTH), "chosen together"
         return line.exchanges(2 * cycle, 0.0, 0.1).count(COARSE)
@@ -106,7 +106,7 @@ def test_over_a_thin_line_the_largest_values_wait_for_all_of_the_change() -> Non
     for by_one_bit, waits_for in ((0.5, SPARSE_WORTH), (4.0 * STEPS_MAX, 1.0)):
         line = Line()
         line.exchanges(10 * CYCLE, 0.0, by_one_bit * STEP_S)
-        assert line.choice.of(line.link) == SPARSE
+        assert line.link.codec == SPARSE
         assert line.link.worth == waits_for
 
 
@@ -131,7 +131,7 @@ def test_before_steps_are_known_nothing_takes_many_of_them() -> None:
     line.link.exchanges = CYCLE - 1
     line.choice.ended(line.link, COARSE, COARSE, 1e6)
     line.choice.choose(line.link)
-    assert line.choice.of(line.link) == COARSE
+    assert line.link.codec == COARSE
 
 
 @given(st.lists(st.tuples(codecs, codecs, seconds), max_size=60))
