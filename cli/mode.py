@@ -36,7 +36,7 @@ def show(name: NameOption = None, format: FormatOption = Format.TEXT) -> None:
     echo(f"plan {answer['plan']}: mode {answer['mode']}{by}")
     echo(", ".join(f"{key} {value}" for key, value in _worded(answer).items()))
     late = _late(answer, answer)
-    echo(f"{len(answer['members']) - len(late)} of {len(answer['members'])} members{_without(late)}")
+    echo(f"{len(answer['members']) - len(late)} of {_members(answer)}{_without(late)}")
 
 
 @mode.command("set")
@@ -64,7 +64,7 @@ def set_mode(
         print_json({**answer, "mode_before": before["mode"], "settings_before": before["settings"], "seconds": seconds})
     else:
         was = f" (was {before['mode']})" if before["mode"] != answer["mode"] else ""
-        echo(f"plan {answer['plan']}: mode {answer['mode']}{was}; {len(answer['members'])} members, {seconds:.1f} s")
+        echo(f"plan {answer['plan']}: mode {answer['mode']}{was}; {_members(answer)}, {seconds:.1f} s")
         echo(_changed(_worded(before), _worded(answer)))
         echo(f"in force on {', '.join(member['name'] for member in answer['members'])}")
         if answer["failed"]:
@@ -108,6 +108,11 @@ def _wait(path: Path, plan: dict[str, Any], began: float) -> dict[str, Any]:
             told = time.monotonic()
             echo(f"{len(answer['members']) - len(late)} of {len(answer['members'])}{_without(late)}", err=True)
         time.sleep(LOOK_S)
+
+
+def _members(answer: dict[str, Any]) -> str:
+    count = len(answer["members"])
+    return f"{count} member{'' if count == 1 else 's'}"
 
 
 def _late(answer: dict[str, Any], plan: dict[str, Any]) -> list[str]:

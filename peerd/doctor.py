@@ -180,7 +180,7 @@ def _port(asked: str, host: str, port: int) -> Iterator[Finding]:
             else:
                 yield Finding("port", "fail", f"cannot listen on {where}: {cause(error)}", cure)
         else:
-            yield Finding("port", "ok", f"{where} is free")
+            yield Finding("port", "ok", f"{where} is free" if port else f"{where}: there is a free port")
 
 
 def _node_on(host: str, port: int) -> str | None:

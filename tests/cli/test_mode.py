@@ -11,7 +11,7 @@ from machine import Machine
 from scripts import TRAIN
 
 from peerd.cli.average import average
-from peerd.cli.mode import _late, set_mode
+from peerd.cli.mode import _late, set_mode, show
 from peerd.cli.output import Format
 from peerd.training.mode_settings import OPTIONS, PLANNED
 
@@ -28,6 +28,20 @@ def test_an_average_of_one_is_none(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         "nothing was averaged: no other member has the model",
         "not in it: b: no model yet",
     ]
+
+
+def test_a_swarm_of_one_has_one_member(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = {
+        "plan": 1, "author": "a", "proposed_by": "a", "mode": "gossip", "settings": {}, "failed": [], "revoked": [],
+        "settle_steps": 0,
+        "members": [{"name": "a", "plan": 1, "author": "a"}],
+    }  # fmt: skip
+    monkeypatch.setattr("peerd.cli.mode.find_node", lambda _: Path("a.sock"))
+    monkeypatch.setattr("peerd.cli.mode.request", lambda *_, **__: answer)
+    show(format=Format.TEXT)
+    assert capsys.readouterr().out.splitlines()[-1] == "1 of 1 member"
+    set_mode(mode="gossip", format=Format.TEXT, **dict.fromkeys(PLANNED))
+    assert capsys.readouterr().out.startswith("plan 1: mode gossip; 1 member, ")
 
 
 def test_help_says_which_options_of_a_mode_cannot_be_set() -> None:

@@ -65,6 +65,11 @@ def test_only_interfaces_that_peers_can_reach_are_looked_at(monkeypatch: pytest.
         assert shown == seen.split()
 
 
+def test_no_port_of_its_own_is_said_to_be_free_where_any_will_do() -> None:
+    said = [finding.found for finding in found(Settings(bind="127.0.0.1:0"), "port")]
+    assert said == ["TCP 127.0.0.1:0: there is a free port", "UDP 127.0.0.1:0: there is a free port"]
+
+
 def test_where_several_nodes_run_and_none_is_named_the_machine_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "running_nodes", lambda: ["alice", "bob"])
     assert doctor.settings_of_running(None, {}, only=True) is None

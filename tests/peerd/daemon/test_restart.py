@@ -400,7 +400,7 @@ def test_a_node_started_again_with_another_mode_ends_with_a_line() -> None:
         await swarm.nodes["b"].start(STEPS)
         daemon = swarm.nodes["b"].daemon
         daemon._on_refused_by_seed(("10.0.0.77", 7946), Refused("refused", Refuse("mode", "gossip", "allreduce")))
-        assert str(daemon.model.fatal).startswith("refused; start all nodes with the same --mode")
+        assert str(daemon.model.fatal).startswith("refused; start it with the --mode and options that the others")
 
     simulate(1, scenario)
 
