@@ -8,6 +8,8 @@ a transformer under Adam .13 to .22.
 from __future__ import annotations
 
 import math
+from collections import deque
+from statistics import median
 
 import numpy as np
 
@@ -18,6 +20,7 @@ CONCENTRATED = 0.3
 LARGEST = 0.02
 """Of the values, as many as `top_k_2bit` sends."""
 SAMPLE = 1 << 16  # values
+RECENT = 8  # shares of which the usual one counts
 
 
 class Concentration:
@@ -53,3 +56,20 @@ def concentration(progress: Vector) -> float:
     if not 0 < whole < math.inf:
         return 0.0
     return float(np.partition(energies, len(energies) - most)[-most:].sum()) / whole
+
+
+class RecentConcentration:
+    """What was said of it of late."""
+
+    def __init__(self) -> None:
+        self._shares: deque[float] = deque(maxlen=RECENT)
+
+    def add(self, share: float) -> None:
+        """0 says nothing: there was no progress."""
+        if share:
+            self._shares.append(share)
+
+    @property
+    def is_much(self) -> bool:
+        """Whether a sparse codec tells most; not before anything was said."""
+        return bool(self._shares) and median(self._shares) >= CONCENTRATED

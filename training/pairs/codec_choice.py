@@ -9,10 +9,9 @@ What an exchange takes is measured, link by link.
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from statistics import median
+from collections import Counter
 
-from peerd.training.codecs.concentration import CONCENTRATED
+from peerd.training.codecs.concentration import RecentConcentration
 from peerd.training.pairs.duration import BY_BYTES, COARSE, SPARSE, StepTime
 from peerd.training.pairs.links import PairLink
 
@@ -21,7 +20,6 @@ CYCLE, CYCLE_CONCENTRATED = 2, 3
 of which no few values stand out, ends a point lower; of four or more, pictures do, too (RESULTS.md)."""
 SPARSE_WORTH = 0.3
 """Times the change for an exchange by SPARSE: as many as it takes bytes."""
-MEASURED = 8  # exchanges of which the usual concentration counts
 STEPS_MAX = 10
 """An exchange that takes more of them comes late: both ends have gone on from what it tells."""
 QUICKER = 0.7
@@ -34,12 +32,11 @@ class CodecChoice:
     def __init__(self, counts: Counter[str], step_time: StepTime) -> None:
         self._step_time = step_time
         self._counts = counts
-        self._said: deque[float] = deque(maxlen=MEASURED)
+        self._concentration = RecentConcentration()
 
     def moved(self, concentration: float) -> None:
         """What this node's own steps have changed since its last exchange is so concentrated; 0: nothing has."""
-        if concentration:
-            self._said.append(concentration)
+        self._concentration.add(concentration)
 
     def ended(self, link: PairLink, ours: str, theirs: str, now: float) -> None:
         """An exchange over it is complete, of two halves by these codecs, which this end had begun."""
@@ -48,8 +45,7 @@ class CodecChoice:
     def choose(self, link: PairLink) -> None:
         """An exchange is over: how much change the next one over this link waits for, and by what it is then."""
         slow = self._is_slow(link)
-        concentrated = self._said and median(self._said) >= CONCENTRATED
-        cycle = CYCLE_CONCENTRATED if concentrated else CYCLE
+        cycle = CYCLE_CONCENTRATED if self._concentration.is_much else CYCLE
         link.codec = SPARSE if slow or (link.exchanges + 1) % cycle else COARSE
         link.worth = 1.0 if slow or link.codec == COARSE else SPARSE_WORTH
         self._counts["slow_by_one_bit"] += slow

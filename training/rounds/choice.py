@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterable
 from statistics import median, median_low
 
-from peerd.training.codecs.concentration import CONCENTRATED
+from peerd.training.codecs.concentration import RecentConcentration
 from peerd.training.mode_settings import QUORUM, WEIGHTS, ModeSettings
 
 SPARSE, DENSE = "top_k_2bit", "sign"
@@ -38,7 +38,7 @@ class Choice:
 
     def __init__(self, every: int) -> None:
         """`every`: what its predecessor ordered last; 0: nobody has."""
-        self._said: deque[float] = deque(maxlen=ROUNDS)
+        self._concentration = RecentConcentration()
         self._costs: deque[float] = deque(maxlen=ROUNDS)  # seconds, from the order of a round to its commit
         self._steps: deque[float] = deque(maxlen=ROUNDS)  # seconds, of one step
         self._every = every
@@ -49,8 +49,8 @@ class Choice:
         """Of the round that begins now, by what its members say; who has not moved says nothing."""
         moved = [share for share in concentrations if 0 < share <= 1]
         if moved:
-            self._said.append(median_low(moved))
-        return SPARSE if self._said and median(self._said) >= CONCENTRATED else DENSE
+            self._concentration.add(median_low(moved))
+        return SPARSE if self._concentration.is_much else DENSE
 
     def every(self, codec: str) -> int:
         """Steps from this round to the next."""

@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from peerd.training.codecs.concentration import CONCENTRATED
+from peerd.training.codecs.concentration import CONCENTRATED, RECENT
 from peerd.training.codecs.vector import Layout
-from peerd.training.pairs.codec_choice import CYCLE, CYCLE_CONCENTRATED, MEASURED, SPARSE_WORTH, STEPS_MAX, CodecChoice
+from peerd.training.pairs.codec_choice import CYCLE, CYCLE_CONCENTRATED, SPARSE_WORTH, STEPS_MAX, CodecChoice
 from peerd.training.pairs.duration import BY_BYTES, COARSE, SPARSE, STEPS, TIMES, Durations, StepTime
 from peerd.training.pairs.links import LinkState, PairLink
 from peerd.training.pairs.reference import PairedReference
@@ -68,7 +68,7 @@ def test_a_line_on_which_one_bit_a_value_takes_few_steps_has_that_in_its_turn_wh
     assert line.exchanges(7 * CYCLE, delay * STEP_S, by_one_bit * STEP_S).count(COARSE) == 7
 
 
-@given(st.lists(st.floats(CONCENTRATED, 1), min_size=MEASURED), st.integers(0, MEASURED // 2))
+@given(st.lists(st.floats(CONCENTRATED, 1), min_size=RECENT), st.integers(0, RECENT // 2))
 def test_two_of_three_are_by_the_largest_where_few_values_are_most_of_what_steps_change(
     shares: list[float], others: int
 ) -> None:
@@ -85,8 +85,8 @@ def test_two_of_three_are_by_the_largest_where_few_values_are_most_of_what_steps
 
     assert turns([], CYCLE) == 2
     assert turns([*[0.0] * others, *shares, *[0.01] * (others - 1)], CYCLE_CONCENTRATED) == 2
-    assert turns([0.0] * MEASURED, CYCLE_CONCENTRATED) == 2
-    assert turns([CONCENTRATED / 2] * MEASURED, CYCLE) == 2
+    assert turns([0.0] * RECENT, CYCLE_CONCENTRATED) == 2
+    assert turns([CONCENTRATED / 2] * RECENT, CYCLE) == 2
 
 
 @given(pasts, st.floats(0, 4), st.floats(4, 1000))

@@ -54,7 +54,7 @@ def test_what_a_codec_drops_of_a_share_is_made_good(settings: dict[str, str], se
 def test_a_chosen_dense_codec_keeps_of_its_loss_what_the_share_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own part stays in the model, the rest waits beside it: together the next round has all of it."""
     swarm = formed("ab", SIZE, codec="auto", overlap="quorum", every=2, robust=False)
-    monkeypatch.setattr("peerd.training.rounds.choice.CONCENTRATED", 2.0)
+    monkeypatch.setattr("peerd.training.codecs.concentration.CONCENTRATED", 2.0)
     swarm.nodes["a"].samples, swarm.nodes["b"].samples = 64.0, 16.0
     for _ in range(4):
         for name in "ab":
