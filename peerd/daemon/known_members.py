@@ -34,6 +34,11 @@ LOOK_EVERY_S = 1.0  # the members of a swarm that forms come in crowds: one writ
 _FILE = "members.json"
 _PLAN_FILE = "plan.json"
 _LEFT_FILE = "left.json"  # who was a member when this node left
+_IF_IT_STAYS = {  # all that is kept, and what the next start does with what cannot be removed
+    _FILE: "asks the members named there",
+    _PLAN_FILE: "takes up the plan there",
+    _LEFT_FILE: "says that it left those named there",
+}
 _ONE_AT_A_TIME = Lock()  # a plan that is being written in a thread when the node leaves must not come after the end
 
 
@@ -125,7 +130,7 @@ def _started(settings: Settings) -> dict[str, str | int]:
 def texts(settings: Settings) -> dict[Path, str]:
     """What is kept, by file."""
     found = {}
-    for file in (_FILE, _PLAN_FILE, _LEFT_FILE):
+    for file in _IF_IT_STAYS:
         with suppress(OSError, ValueError):
             found[settings.state_path / file] = _text(settings.state_path / file)
     return found
@@ -134,11 +139,7 @@ def texts(settings: Settings) -> dict[Path, str]:
 def forget(settings: Settings, left: tuple[Address, ...] = ()) -> None:
     """Keep nothing, but the addresses of those whom this node has `left`."""
     with _ONE_AT_A_TIME:
-        for file, consequence in (
-            (_FILE, "asks the members named there"),
-            (_PLAN_FILE, "takes up the plan there"),
-            (_LEFT_FILE, "says that it left those named there"),
-        ):
+        for file, consequence in _IF_IT_STAYS.items():
             path = settings.state_path / file
             try:
                 path.unlink(missing_ok=True)
