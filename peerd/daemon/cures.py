@@ -13,8 +13,8 @@ CURES = {
     "swarm": "give all nodes the same --swarm, or join a node of your own swarm",
     "run": "give all nodes the same run (PEERD_RUN, or in the file of --config)",
     "mode": (
-        "start it with the --mode and options that the others were started with: it comes by itself to what peerd mode "
-        "set has made of that since"
+        "start newcomers with the --mode and options that the members were started with: they come by themselves to "
+        "what peerd mode set has made of that since"
     ),
     "encryption": "start all nodes with --insecure-plaintext, or all without",
     "authority": "a node joins with a token of the swarm that it is to be in: peerd token on a member, --token on it",

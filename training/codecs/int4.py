@@ -8,13 +8,7 @@ import numpy as np
 
 from peerd.training.codecs.bfloat16 import from_bits, scales_from_bits, to_bits
 from peerd.training.codecs.blocks import BLOCK, as_blocks, block_count, deliver, room_for_blocks
-from peerd.training.codecs.codec import (
-    Encoded,
-    Float32s,
-    field,
-    finite_float32,
-    require_length,
-)
+from peerd.training.codecs.codec import Encoded, Float32s, field, finite_float32, require_length
 from peerd.training.codecs.nibbles import pack_nibbles, require_end, unpack_nibbles
 from peerd.training.codecs.one_pass import encode_by
 from peerd.training.effects import Vector

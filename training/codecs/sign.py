@@ -10,14 +10,7 @@ import numpy.typing as npt
 
 from peerd.training.codecs.bfloat16 import from_bits, scales_from_bits, to_bits
 from peerd.training.codecs.blocks import BLOCK, as_blocks, block_count, deliver, room_for_blocks, sizes
-from peerd.training.codecs.codec import (
-    Bytes,
-    Encoded,
-    Float32s,
-    field,
-    finite_float32,
-    require_length,
-)
+from peerd.training.codecs.codec import Bytes, Encoded, Float32s, field, finite_float32, require_length
 from peerd.training.codecs.one_pass import encode_by
 from peerd.training.effects import Vector
 from peerd.training.kernels import library
