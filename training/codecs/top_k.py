@@ -30,6 +30,8 @@ SAMPLE = 1 << 14
 """Magnitudes looked at to find the threshold; 164 of them are in the top 1 %, give or take 8 %."""
 MARGIN = 1.25
 """The threshold is set for this many times the values wanted: three standard deviations of the sample's error."""
+SELECT_BITS = 12
+"""Of 40,000 magnitudes some ten have the same: a count for each such prefix is a third of the time of a selection."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ def largest(values: Vector, known: Vector | None, most: int) -> Largest:
     threshold = float(SMALLEST)
     if sample.size:
         rank = min(sample.size, int(np.ceil(MARGIN * most * sample.size / values.size)))
-        threshold = max(threshold, float(np.partition(sample, sample.size - rank)[sample.size - rank]))
+        threshold = max(threshold, float(of_rank(sample, sample.size - rank)))
     if (candidates := at_least(values, known, threshold)) is None:
         raise not_finite()
     where, large, others = candidates
@@ -138,13 +140,29 @@ def largest(values: Vector, known: Vector | None, most: int) -> Largest:
     if surplus <= 0:
         return Largest(where, large, others)
     magnitude = np.abs(large)
-    least = np.partition(magnitude, surplus)[surplus]
+    least = of_rank(magnitude, surplus)
     enough = magnitude >= least
     beyond = int(np.count_nonzero(enough)) - most  # among equals
     if beyond:
         enough[np.flatnonzero(magnitude == least)[-beyond:]] = False
     kept = np.flatnonzero(enough)  # a third of the time of an index of booleans
     return Largest(where[kept], large[kept], others + squares(large * ~enough))
+
+
+def of_rank(magnitude: Float32s, rank: int) -> np.float32:
+    """The one of `magnitude` (k,), without signs, that `rank` of them come before in increasing order.
+
+    Floats of one sign are ordered as their bits are, whose highest say which few need selecting among.
+    """
+    bits = magnitude.view(np.int32)
+    lowest = int(bits.min())
+    coarse = (bits - lowest) >> max(0, (int(bits.max()) - lowest).bit_length() - SELECT_BITS)
+    up_to = np.cumsum(np.bincount(coarse))
+    among = int(np.searchsorted(up_to, rank, side="right"))
+    near = magnitude[coarse == among]
+    within = rank - (int(up_to[among - 1]) if among else 0)
+    found: np.float32 = np.partition(near, within)[within]
+    return found
 
 
 def quantise(magnitude: Float32s) -> tuple[Bytes, Bytes]:

@@ -15,7 +15,7 @@ from peerd.training.codecs.blocks import BLOCK
 from peerd.training.codecs.gaps import from_gaps, gaps_limit, to_gaps
 from peerd.training.codecs.nibbles import pack_nibbles, unpack_nibbles
 from peerd.training.codecs.sign_largest import ratios, shares
-from peerd.training.codecs.top_k import TopK, largest, quantise
+from peerd.training.codecs.top_k import TopK, largest, of_rank, quantise
 from peerd.training.codecs.top_k_2bit import TOGETHER, two_magnitudes
 from peerd.training.effects import Vector
 from peerd.transport.errors import PeerError
@@ -154,6 +154,15 @@ def test_top_k_of_a_large_vector_is_exact_and_bounded(kind: str) -> None:
     assert chosen.size == min(3000, np.count_nonzero(values))
     reference = np.sort(np.abs(values))[-chosen.size :].astype(np.float64).sum()
     assert np.abs(values[chosen]).astype(np.float64).sum() == pytest.approx(reference, rel=1e-6)
+
+
+@given(
+    magnitude=arrays(np.float32, st.integers(1, 300), elements=st.floats(0, width=32, allow_nan=False)),
+    where=st.floats(0, 1, exclude_max=True),
+)
+def test_a_magnitude_of_a_rank_is_that_of_a_sorted_vector(magnitude: Vector, where: float) -> None:
+    rank = int(where * magnitude.size)
+    assert of_rank(magnitude, rank) == np.sort(magnitude)[rank]
 
 
 @given(magnitude=arrays(np.float32, st.integers(1, 300), elements=st.floats(2.0**-100, 2.0**126, width=32)))
