@@ -43,7 +43,9 @@ def simulate(
     minutes: Annotated[
         float | None, typer.Option(min=0.01, max=1e6, help="virtual; default: until the steps are done")
     ] = None,
-    problem: Annotated[str, typer.Option(help=f"one of {', '.join(PROBLEMS)}; a teacher may have sizes")] = "consensus",
+    problem: Annotated[
+        str, typer.Option("--problem", "--task", help=f"one of {', '.join(PROBLEMS)}; a teacher may have sizes")
+    ] = "consensus",
     steps: Annotated[int | None, typer.Option(min=1, help="optimizer steps of each node")] = None,
     parameters: Annotated[int, typer.Option(max=10**13, help="of the model, for --problem bytes")] = 125_000_000,
     compute: Annotated[str, typer.Option(help="a step, in s: fixed:S, trace:FILE, lognormal:MED:SIG")] = "fixed:2",

@@ -31,7 +31,7 @@ PACE_S = 0.01  # least time of a step: many trainers on few cores keep level, as
 @with_mode_options()
 def demo(
     *,
-    task: Annotated[str, typer.Option(help=f"one of {', '.join(TASKS)}")] = "digits",
+    task: Annotated[str, typer.Option("--task", "--problem", help=f"one of {', '.join(TASKS)}")] = "digits",
     peers: Annotated[int, typer.Option(min=1, max=64)] = 4,
     steps: Annotated[int | None, typer.Option(min=1, help="optimizer steps of each node (default: the task's)")] = None,
     shard: Annotated[str, typer.Option(help="iid, sorted or dirichlet:A")] = "iid",

@@ -200,6 +200,8 @@ def test_wrong_configuration(machine: Machine, terminal: Terminal, text: str, ex
         ((*START, "digit"), "no such command or task: digit"),
         ((*START, "--nosuch"), "--nosuch is neither an option"),
         (("demo", "--task", "digit"), "task 'digit' is not one of digits,"),
+        (("demo", "--problem", "consensus"), "task 'consensus' is not one of digits,"),  # as simulate has it
+        (("simulate", "--task", "digit"), "--problem digit: not one of members, "),  # as demo has it
         (("demo", "--shard", "nonsense"), "unknown shard 'nonsense': choose iid, sorted or dirichlet:A"),
         (("demo", "--codec", "int9"), "did you mean 'int8'?"),
         (("demo", "--trigger", "never"), "trigger 'never' is not one"),
