@@ -25,6 +25,7 @@ VERBS = {
 }  # fmt: skip
 """In which module of this package each is: a node that starts need not import the demo."""
 
+FAILED_CODE = 1  # whether typer or peerd found the mistake, which nobody who types it knows: typer would say 2
 UsageError: Any = typer.BadParameter.__base__  # some versions of typer have a click of their own
 
 
@@ -83,10 +84,11 @@ def _misused(error: Any, typed: str) -> Exception:
     """`typed`: which command was, where the error does not know."""
     said, path = error.format_message().rstrip("."), error.ctx.command_path if error.ctx is not None else typed
     if not said or "\n" in said:  # the help, of who typed no verb
+        error.exit_code = FAILED_CODE
         own: Exception = error
         return own
     say(f"{said}{'' if said.endswith('?') else ';'} {path} -h lists what there is")
-    return typer.Exit(error.exit_code)
+    return typer.Exit(FAILED_CODE)
 
 
 app = typer.Typer(
@@ -138,7 +140,7 @@ def run() -> None:
             raise
         _fail(_first(mistakes))
     except BrokenPipeError:
-        sys.exit(1)
+        sys.exit(FAILED_CODE)
     except OSError as error:
         if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG):
             raise
@@ -148,7 +150,7 @@ def run() -> None:
 
 def _fail(error: BaseException | str) -> None:
     say(str(error))
-    sys.exit(1)
+    sys.exit(FAILED_CODE)
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

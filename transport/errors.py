@@ -21,7 +21,7 @@ class Encrypted(Blameless):
 
 
 class UserError(Exception):
-    """The user can mend this: one clear line, a non-zero exit, no traceback."""
+    """The user can mend this: one clear line, exit code 1, no traceback."""
 
 
 class WrongSetting(UserError):

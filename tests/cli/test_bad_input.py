@@ -22,7 +22,7 @@ from machine import PATIENCE_S, Machine, Node, eventually
 from scripts import TRAIN
 from typer.testing import CliRunner
 
-from peerd.cli.main import app, run
+from peerd.cli.main import VERBS, app, run
 from peerd.daemon.node import PROTOCOL
 from peerd.local.node_key import NodeKey
 from peerd.security import authority_folder, wall_clock
@@ -47,10 +47,6 @@ class Terminal:
 
     def refuses(self, expected: str, *arguments: str, **environment: str) -> None:
         """The command says one line with this in it, and ends with code 1."""
-        self.ends(1, expected, *arguments, **environment)
-
-    def ends(self, code: int, expected: str, *arguments: str, **environment: str) -> None:
-        """The command says one line with this in it, and ends with this code."""
         self._names += 1
         folders = {key: self._machine.environment[key] for key in ("XDG_RUNTIME_DIR", "XDG_STATE_HOME")}
         for key, value in {**folders, "PEERD_NAME": f"n{self._names}", **environment}.items():
@@ -59,7 +55,7 @@ class Terminal:
         with pytest.raises(SystemExit) as end:
             run()
         out, err = self._capture.readouterr()
-        assert end.value.code == code
+        assert end.value.code == 1
         assert err.startswith("peerd: ")
         assert err.count("\n") == 1, err
         assert expected in err
@@ -236,7 +232,18 @@ def test_wrong_arguments(
     ],
 )
 def test_what_no_verb_takes(terminal: Terminal, arguments: tuple[str, ...], expected: str) -> None:
-    terminal.ends(2, expected, *arguments)
+    terminal.refuses(expected, *arguments)
+
+
+@pytest.mark.parametrize("verb", [*VERBS, "mode set", "mode show"])
+def test_every_verb_refuses_alike(terminal: Terminal, verb: str) -> None:
+    terminal.refuses("--nosuch", *verb.split(), "--nosuch", "3")
+
+
+def test_who_types_no_verb_gets_the_help_and_no_other_code() -> None:
+    for words in ([], ["mode"]):
+        shown = CliRunner().invoke(app, words)
+        assert (shown.exit_code, "Usage: " in shown.stdout) == (1, True)
 
 
 def test_a_runtime_folder_that_cannot_be_made(machine: Machine, terminal: Terminal) -> None:
