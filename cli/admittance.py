@@ -33,7 +33,9 @@ def token(
 
 
 def revoke(
-    node: Annotated[str, typer.Argument(help="a member's name, or a node's id: peerd members --format json")],
+    node: Annotated[
+        str, typer.Argument(metavar="NODE", help="a member's name, or a node's id: peerd members --format json")
+    ],
     name: NameOption = None,
     format: FormatOption = Format.TEXT,
 ) -> None:
@@ -68,7 +70,7 @@ def rotate(
 
 
 def forgive(
-    member: Annotated[str, typer.Argument(help="its name, or its id: peerd members --format json")],
+    member: Annotated[str, typer.Argument(metavar="MEMBER", help="its name, or its id: peerd members --format json")],
     name: NameOption = None,
     format: FormatOption = Format.TEXT,
 ) -> None:

@@ -17,7 +17,7 @@ COMPLETE_HELP = "with frozen tensors, integer buffers and both names of tied one
 
 
 def export(
-    path: Annotated[Path, typer.Argument(help="a .safetensors file to write")],
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="a .safetensors file to write")],
     name: NameOption = None,
     complete: Annotated[bool, typer.Option("--complete", help=COMPLETE_HELP)] = False,
     format: FormatOption = Format.TEXT,

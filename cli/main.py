@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import inspect
 import os
 import sys
 from difflib import get_close_matches
@@ -26,6 +27,7 @@ VERBS = {
 """In which module of this package each is: a node that starts need not import the demo."""
 
 FAILED_CODE = 1  # whether typer or peerd found the mistake, which nobody who types it knows: typer would say 2
+TABLE = "\b\n"  # how typer's own mark of it is written; it would show it as an empty line
 UsageError: Any = typer.BadParameter.__base__  # some versions of typer have a click of their own
 
 
@@ -49,6 +51,7 @@ class Verbs(TyperGroup):
                 verbs.command(context_settings=getattr(module, "CONTEXT", None))(verb)
             self.commands[cmd_name] = typer.main.get_group(verbs).commands[cmd_name]
             take_plain_numbers(self.commands[cmd_name])
+            _unwrap_help(self.commands[cmd_name])
         return self.commands.get(cmd_name)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -78,6 +81,16 @@ class Verbs(TyperGroup):
         except KeyboardInterrupt:
             say("interrupted")
             raise typer.Exit(INTERRUPTED_CODE) from None
+
+
+def _unwrap_help(command: Any) -> None:
+    """Leave it to the terminal where lines of a paragraph end, but in a table, which begins with \\b."""
+    for below in getattr(command, "commands", {}).values():
+        _unwrap_help(below)
+    paragraphs = inspect.cleandoc(command.help or "").split("\n\n")
+    command.help = "\n\n".join(
+        one.removeprefix(TABLE) if one.startswith(TABLE) else one.replace("\n", " ") for one in paragraphs
+    )
 
 
 def _misused(error: Any, typed: str) -> Exception:

@@ -43,7 +43,9 @@ def show(name: NameOption = None, format: FormatOption = Format.TEXT) -> None:
 @with_mode_options(PLANNED, defaults=False)
 def set_mode(
     *,
-    mode: Annotated[str, typer.Argument(help="how models are combined from now on: what peerd start --mode takes")],
+    mode: Annotated[
+        str, typer.Argument(metavar="MODE", help="how models are combined from now on: what peerd start --mode takes")
+    ],
     told: dict[str, Any],
     name: NameOption = None,
     format: FormatOption = Format.TEXT,

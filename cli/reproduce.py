@@ -19,7 +19,9 @@ JOBS_MAX = 256
 
 
 def reproduce(
-    experiments: Annotated[list[str] | None, typer.Argument(help="E1, E2, ... or all; none: the list of them")] = None,
+    experiments: Annotated[
+        list[str] | None, typer.Argument(metavar="[EXPERIMENT]...", help="E1, E2, ... or all; none: the list of them")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="a minute or two each, fewer seeds")] = False,
     tiny: Annotated[bool, typer.Option("--tiny", help="seconds each, for tests: figures without a meaning")] = False,
     jobs: Annotated[int, typer.Option(min=1, max=JOBS_MAX, help="processes (default: one a core)")] = min(

@@ -124,6 +124,8 @@ def start(
     """Run a node in the foreground: join a swarm, launch SCRIPT, gossip. Ctrl-C leaves in good order.
 
     Options of the script go after it; those that peerd start has too, after a --:
+
+    \b
     peerd start train.py --lr 0.1 -- --name run7
     """
     with interrupts_end_at_once():

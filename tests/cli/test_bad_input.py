@@ -12,6 +12,7 @@ import time
 import zlib
 from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import msgpack
@@ -238,6 +239,19 @@ def test_what_no_verb_takes(terminal: Terminal, arguments: tuple[str, ...], expe
 @pytest.mark.parametrize("verb", [*VERBS, "mode set", "mode show"])
 def test_every_verb_refuses_alike(terminal: Terminal, verb: str) -> None:
     terminal.refuses("--nosuch", *verb.split(), "--nosuch", "3")
+
+
+@pytest.mark.parametrize("verb", [*VERBS, "mode set", "mode show"])
+@pytest.mark.parametrize("width", [80, 120])
+def test_help_ends_its_lines_where_the_terminal_does(verb: str, width: int) -> None:
+    """A line that was broken in the source as well would be a short one in the middle."""
+    shown = CliRunner(env={"COLUMNS": str(width)}).invoke(app, [*verb.split(), "--help"]).stdout
+    assert "\b" not in shown
+    assert max(map(len, shown.splitlines())) <= width
+    prose = "\n".join(line.strip() for line in shown.partition("\u256d")[0].splitlines())
+    paragraphs = [paragraph.splitlines() for paragraph in prose.strip().split("\n\n") if "  " not in paragraph]
+    breaks = [pair for lines in paragraphs for pair in pairwise(lines)]
+    assert not [(line, after) for line, after in breaks if len(f"{line} {after.split()[0]}") < width - 1]
 
 
 def test_who_types_no_verb_gets_the_help_and_no_other_code() -> None:
