@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
+from peerd.training.modes import MODES
+from peerd.training.modes.own_mode import as_told
 from peerd.transport.hello import Refused
 
 BUFFERS_NAMED_MAX = 4  # in one line
+TOLD = re.compile(r"[a-z_]+=[A-Za-z0-9.:,=_-]+", re.ASCII)  # of a mode and its options; a member may say anything
+OF_ITSELF = "it comes by itself to what peerd mode set has made of that since"
 
 CURES = {
     "protocol": "install one version of peerd on all nodes",
     "swarm": "give all nodes the same --swarm, or join a node of your own swarm",
     "run": "give all nodes the same run (PEERD_RUN, or in the file of --config)",
     "mode": (
-        "start newcomers with the --mode and options that the members were started with: they come by themselves to "
-        "what peerd mode set has made of that since"
+        "start newcomers with the --mode and options that the members were started with, whatever peerd mode set has "
+        "made of that since: they come to it by themselves"
     ),
     "encryption": "start all nodes with --insecure-plaintext, or all without",
     "authority": "a node joins with a token of the swarm that it is to be in: peerd token on a member, --token on it",
@@ -31,13 +36,31 @@ ONE_AFTER_THE_OTHER = (
 )
 
 
-def cured(failure: Exception) -> str:
-    """What a user is told of it: a refusal with its cure, where there is one."""
+def cured(failure: Exception, *, joins: bool = False) -> str:
+    """What a user is told of it: a refusal with its cure, where there is one.
+
+    `joins`: this node is the newcomer, and was refused by a member.
+    """
     if not isinstance(failure, Refused):
         return str(failure)
-    model = failure.field == "model"
-    cure = cure_of_model(failure.here, failure.there) if model else CURES.get(failure.field)
+    cure = CURES.get(failure.field)
+    if failure.field == "model":
+        cure = cure_of_model(failure.here, failure.there)
+    elif failure.field == "mode" and joins and (options := _options_of(failure.here)) is not None:
+        cure = f"start this node with {options}, as the members were started: {OF_ITSELF}"
     return f"{failure}; {cure}" if cure is not None else str(failure)
+
+
+def _options_of(alike: str) -> str | None:
+    """What is typed to have what `alike_at_start` has said; None: it is no mode that whoever types this has by name."""
+    mode, *told = alike.split("+")
+    if mode.partition(":")[0] not in MODES or not all(TOLD.fullmatch(one) for one in (f"mode={mode}", *told)):
+        return None
+    options = [f"--mode {as_told(mode)}"]
+    for key, _, value in (one.partition("=") for one in told):
+        option = key.replace("_", "-")
+        options.append(f"--no-{option}" if value == str(False) else f"--{option} {value}")
+    return " ".join(options)
 
 
 def cure_of_buffers(lines: Sequence[str], others: Sequence[str]) -> str | None:

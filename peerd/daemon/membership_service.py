@@ -135,7 +135,7 @@ class MembershipService:
         """One push-pull, now. Raises UserError with the cause."""
         failure = await self._exchange_tables(address, self._push_pulls)
         if failure is not None:
-            raise UserError(f"cannot join {shown(address)}: {cured(failure)}")
+            raise UserError(f"cannot join {shown(address)}: {cured(failure, joins=True)}")
 
     async def answer(self, connection: Connection, first: MemberTable) -> None:
         """The accepting side of a push-pull, whose first message has arrived: it hears first, so that it can refute."""

@@ -303,7 +303,8 @@ class Daemon:
         elif (refusal.field in PUT_OUT and self._kept) or (refusal.field in ALERTS and not named):
             LOGGER.warning("%s", cured(refusal))
         else:
-            self.model.on_refused(PeerError(cured(refusal)), newcomer=len(self.members()) == 1)
+            newcomer = len(self.members()) == 1
+            self.model.on_refused(PeerError(cured(refusal, joins=newcomer)), newcomer=newcomer)
 
     def _hear_proof(self, refusal: Refused) -> None:
         if refusal.proof and self.secrets is not None:

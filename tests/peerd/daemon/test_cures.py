@@ -6,8 +6,13 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
+from peerd.cli.mode_options import with_mode_options
 from peerd.daemon.cures import CURES, cure_of_buffers, cure_of_model, cured
+from peerd.settings import Settings, load
+from peerd.training.modes import alike_at_start
 from peerd.transport.connection import ConnectionLost
 from peerd.transport.hello import Refused, first_difference
 from peerd.transport.messages import Hello, Refuse
@@ -51,6 +56,44 @@ def test_every_field_that_may_differ_has_a_cure() -> None:
     compared = {refusal.field for refusal in refusals if refusal is not None}
     told_before = {"encryption", "authority", "certificate", "revoked", "issuer"}  # by the handshake
     assert compared == {*CURES.keys() - told_before - {"node"}, "model"}  # one's own identity is told by the daemon
+
+
+@pytest.mark.parametrize(
+    ("settings", "options"),
+    [
+        (Settings(mode="gossip"), "--mode gossip"),
+        (Settings(mode="diloco:4", outer_lr="0.5"), "--mode diloco:4 --outer-lr 0.5"),
+        (Settings(robust=False), "--mode gossip --no-robust"),
+        (
+            Settings(mode="hardsync", exchange="gradients", server_optimizer="adamw:beta1=0.8,clip=1.5"),
+            "--mode hardsync --exchange gradients --server-optimizer adamw:beta1=0.8,clip=1.5",
+        ),
+    ],
+)
+def test_a_newcomer_is_told_what_to_type_to_have_its_members_mode(settings: Settings, options: str) -> None:
+    refused = Refused("told", Refuse("mode", alike_at_start(settings.mode, settings), "push-sum"))
+    assert cured(refused, joins=True).startswith(f"told; start this node with {options}, as the members were started: ")
+    told: dict[str, Any] = {}
+    typed = CliRunner().invoke(_start(told), options.split())
+    assert typed.exit_code == 0, typed.output
+    assert alike_at_start(told["mode"], load(told, {}, None)) == refused.here
+
+
+@pytest.mark.parametrize("said", ["mine", "gossip+robust=$(reboot)", "gossip+\x1b[2J", "gossip: --join x", "", "+"])
+def test_what_is_no_mode_here_is_told_as_it_is(said: str) -> None:
+    assert cured(Refused("told", Refuse("mode", said, "gossip")), joins=True) == f"told; {CURES['mode']}"
+
+
+def _start(into: dict[str, Any]) -> typer.Typer:
+    """A command with those options of peerd start that are a mode's; what is typed goes into the dictionary."""
+    app = typer.Typer()
+
+    @app.command()
+    @with_mode_options()
+    def start(*, mode: str = "gossip", told: dict[str, Any]) -> None:
+        into.update(told, mode=mode)
+
+    return app
 
 
 def test_the_cure_follows_what_is_told() -> None:

@@ -400,7 +400,7 @@ def test_a_node_started_again_with_another_mode_ends_with_a_line() -> None:
         await swarm.nodes["b"].start(STEPS)
         daemon = swarm.nodes["b"].daemon
         daemon._on_refused_by_seed(("10.0.0.77", 7946), Refused("refused", Refuse("mode", "gossip", "allreduce")))
-        cured = "refused; start newcomers with the --mode and options that the members"
+        cured = "refused; start this node with --mode gossip, as the members were started: "
         assert str(daemon.model.fatal).startswith(cured)
 
     simulate(1, scenario)
