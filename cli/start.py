@@ -127,6 +127,10 @@ def start(
 
     \b
     peerd start train.py --lr 0.1 -- --name run7
+
+    Of a running swarm, peerd mode set changes --mode and its options, on all nodes at once and without a restart. Not
+    so --exchange, --server-optimizer, --robust, --swarm and --insecure-plaintext, which all nodes must have alike: stop
+    all, and start them anew. The others are this node's own: peerd leave, and start it again with what it should have.
     """
     with interrupts_end_at_once():
         import trio

@@ -13,6 +13,7 @@ from scripts import TRAIN
 from peerd.cli.average import average
 from peerd.cli.mode import _late, set_mode, show
 from peerd.cli.output import Format
+from peerd.cli.start import start
 from peerd.training.mode_settings import OPTIONS, PLANNED
 
 
@@ -47,7 +48,9 @@ def test_a_swarm_of_one_has_one_member(monkeypatch: pytest.MonkeyPatch, capsys: 
 def test_help_says_which_options_of_a_mode_cannot_be_set() -> None:
     kept = [f"--{name.replace('_', '-')}" for name in OPTIONS if name not in PLANNED]
     assert kept
-    assert [option for option in kept if option not in str(set_mode.__doc__)] == []
+    for command in (set_mode, start):
+        assert [option for option in kept if option not in str(command.__doc__)] == []
+    assert "peerd mode set changes" in " ".join(str(start.__doc__).split())
 
 
 def test_the_mode_of_a_live_swarm(machine: Machine) -> None:
