@@ -84,28 +84,34 @@ class Settings(ModeSettings):
     def __post_init__(self) -> None:
         """Check what a type cannot say. Raises UserError."""
         if not self.name:
-            raise UserError("name: it is empty; leave --name and PEERD_NAME out for the host's name")
+            raise WrongSetting("name: it is empty; leave --name and PEERD_NAME out for the host's name", "name")
         if not NAME.fullmatch(self.name) or len(self.name) > 64:
-            raise UserError(
-                f"name: {self.name!r} must be 1 to 64 letters, digits, '_', '.' or '-', the first no '.' or '-'"
+            raise WrongSetting(
+                f"name: {self.name!r} must be 1 to 64 letters, digits, '_', '.' or '-', the first no '.' or '-'", "name"
             )
         for key, text in (("swarm", self.swarm), ("run", self.run)):
             if text and (not NAME.fullmatch(text) or len(text) > 64):
                 rule = "up to 64 letters, digits, '_', '.' or '-', the first no '.' or '-'"
-                raise UserError(f"{key}: {text[:80]!r} must be {rule}")
+                raise WrongSetting(f"{key}: {text[:80]!r} must be {rule}", key)
         parse_address(self.bind, "bind")
         if (where := self.advertised(DEFAULT_PORT)) is not None and where[1] == 0:
-            raise UserError(f"advertise: {self.advertise!r}: port 0 is nobody's; give the one that others reach")
+            raise WrongSetting(
+                f"advertise: {self.advertise!r}: port 0 is nobody's; give the one that others reach", "advertise"
+            )
         for seed in self.join:
             parse_address(seed, "join")
         if self.relays:
             for key, other in (("advertise", self.advertise), ("relay_ports", self.relay_ports)):
                 if other:
-                    raise UserError(f"{key}: without effect with relay, at whose address others reach this node")
+                    raise WrongSetting(
+                        f"{key}: without effect with relay, at whose address others reach this node", key
+                    )
         if self.bind_address[1] in self.lent_ports:
-            raise UserError(f"relay_ports: {self.relay_ports} has the port of bind, {self.bind_address[1]}")
+            raise WrongSetting(
+                f"relay_ports: {self.relay_ports} has the port of bind, {self.bind_address[1]}", "relay_ports"
+            )
         if self.invitation is not None and self.insecure_plaintext:
-            raise UserError("token: with insecure_plaintext nobody asks for one; leave out one of the two")
+            raise WrongSetting("token: with insecure_plaintext nobody asks for one; leave out one of the two", "token")
         ModeSettings.__post_init__(self)
         check_choice("mode", self.mode.partition(":")[0], list(MODES))
         check_options(self.mode, self)
@@ -115,16 +121,16 @@ class Settings(ModeSettings):
             try:
                 ipaddress.ip_network(subnet)
             except ValueError as error:
-                raise UserError(f"rdma_subnets: {error}; an example is 10.1.0.0/16") from None
+                raise WrongSetting(f"rdma_subnets: {error}; an example is 10.1.0.0/16", "rdma_subnets") from None
         if self.budget:
             try:
                 parse_rate(self.budget)
             except ValueError as error:
-                raise UserError(f"budget: {error}") from None
+                raise WrongSetting(f"budget: {error}", "budget") from None
         check_choice("log", self.log, ["auto", "human", "json"])
         check_count("wait_for", self.wait_for, MEMBERS_MAX)
         if not self.checkpoint_every_s > 0:
-            raise UserError(f"checkpoint_every_s: {self.checkpoint_every_s} must be above 0")
+            raise WrongSetting(f"checkpoint_every_s: {self.checkpoint_every_s} must be above 0", "checkpoint_every_s")
 
     @property
     def state_path(self) -> Path:
@@ -178,7 +184,7 @@ class Settings(ModeSettings):
         first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
         if self.relay_ports and not (0 < first <= last <= PORT_MAX and last - first < GUESTS_MAX):
             rule = f"FIRST-LAST, at most {GUESTS_MAX} ports up to {PORT_MAX}, as 7950-7957"
-            raise UserError(f"relay_ports: {self.relay_ports[:80]!r} must be {rule}")
+            raise WrongSetting(f"relay_ports: {self.relay_ports[:80]!r} must be {rule}", "relay_ports")
         return range(first, last + 1) if self.relay_ports else range(0)
 
     @property
@@ -208,18 +214,17 @@ def load(flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | 
     said = {key: value for key, value in flags.items() if value is not None}
     try:
         return _checked(values | said)
-    except UserError as error:
-        named = re.match(r"(?:--)?(\w+)", str(error))
-        if named and named[1] in origins and named[1] not in said:
-            raise UserError(f"{origins[named[1]]}: {error}") from None
-        if named:
-            raise WrongSetting(str(error), named[1]) from None
+    except WrongSetting as error:
+        if error.key in origins and error.key not in said:
+            raise UserError(f"{origins[error.key]}: {error}") from None
         raise
 
 
 def _checked(values: dict[str, Any]) -> Settings:
     if values.get("token") == "":  # without one the node would be the first of another swarm
-        raise UserError("token: empty; it should be the line that peerd token printed on a member, or left out")
+        raise WrongSetting(
+            "token: empty; it should be the line that peerd token printed on a member, or left out", "token"
+        )
     if str(values.get("token", "")).startswith("@"):
         values["token"] = _read_token(Path(str(values["token"])[1:]))
     if "mode" in values:
@@ -227,9 +232,13 @@ def _checked(values: dict[str, Any]) -> Settings:
     loaded = replace(Settings(), **values)
     check_given(loaded.mode, values, loaded.exchange)
     if len(alike := alike_at_start(loaded.mode, loaded.mode_settings)) > VISIBLE_MAX:
-        raise UserError(f"mode: more than {VISIBLE_MAX} characters that all nodes must have alike: {alike[:60]!r}...")
+        raise WrongSetting(
+            f"mode: more than {VISIBLE_MAX} characters that all nodes must have alike: {alike[:60]!r}...", "mode"
+        )
     if loaded.transport == "tcp" and (idle := [key for key in values if key in OF_RDMA]):
-        raise UserError(f"{', '.join(idle)}: without effect with transport tcp; leave it out, or take rdma or auto")
+        raise WrongSetting(
+            f"{', '.join(idle)}: without effect with transport tcp; leave it out, or take rdma or auto", idle[0]
+        )
     return loaded
 
 
@@ -274,13 +283,13 @@ def parse_address(text: str, where: str, default: int = DEFAULT_PORT) -> Address
     bare, _, after = text.rpartition(":")
     if _is_ipv6(text):
         if after.isdecimal() and _is_ipv6(bare):
-            raise UserError(f"{where}: {text!r} needs brackets: [{bare}]:{after}, or [{text}]:{DEFAULT_PORT}")
+            raise WrongSetting(f"{where}: {text!r} needs brackets: [{bare}]:{after}, or [{text}]:{DEFAULT_PORT}", where)
         return text, default
     match = re.fullmatch(r"(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^-:\[\]][^:\[\]]*))(?::(?P<port>[0-9]{1,9}))?", text)
     if match is None:
-        raise UserError(f"{where}: {text!r} is not HOST:PORT (for example 10.0.0.5:{DEFAULT_PORT})")
+        raise WrongSetting(f"{where}: {text!r} is not HOST:PORT (for example 10.0.0.5:{DEFAULT_PORT})", where)
     if int(match["port"] or default) > PORT_MAX:
-        raise UserError(f"{where}: {text!r} has a port above {PORT_MAX}, the largest there is")
+        raise WrongSetting(f"{where}: {text!r} has a port above {PORT_MAX}, the largest there is", where)
     return match["v6"] or match["host"], int(match["port"] or default)
 
 
@@ -295,14 +304,18 @@ def _state_home() -> Path:
 
 def _read_token(file: Path) -> str:
     if file == Path():
-        raise UserError("token: '@' and no file; @FILE reads it from there")
+        raise WrongSetting("token: '@' and no file; @FILE reads it from there", "token")
     try:
         with file.open() as lines:
             text = lines.read(TEXT_MAX + 1).strip()
     except (OSError, ValueError) as error:
-        raise UserError(f"token: {file}: {(isinstance(error, OSError) and error.strerror) or error}") from None
+        raise WrongSetting(
+            f"token: {file}: {(isinstance(error, OSError) and error.strerror) or error}", "token"
+        ) from None
     if not text:
-        raise UserError(f"token: {file} is empty; it should hold the line that peerd token printed on a member")
+        raise WrongSetting(
+            f"token: {file} is empty; it should hold the line that peerd token printed on a member", "token"
+        )
     return text
 
 
@@ -315,7 +328,7 @@ def where_to_listen(bind: str, host: str, outer_host: str) -> str:
         return host
     if bind != DEFAULT_BIND:
         cure = "leave --bind out, or give 0.0.0.0"
-        raise UserError(f"bind: nothing goes from {host} to other machines, nor comes from there; {cure}")
+        raise WrongSetting(f"bind: nothing goes from {host} to other machines, nor comes from there; {cure}", "bind")
     return "::" if ":" in outer_host else "0.0.0.0"
 
 

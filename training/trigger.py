@@ -14,7 +14,7 @@ from typing import Protocol
 
 from peerd.training.model.quiet import NEVER
 from peerd.training.plain_numbers import number, whole
-from peerd.transport.errors import UserError
+from peerd.transport.errors import WrongSetting
 
 SILENCE_MAX_S = 60.0
 """A link that has said nothing for this long speaks, however little has changed."""
@@ -151,4 +151,4 @@ def parse_trigger(text: str) -> Trigger:
         return TRIGGERS[name].parse(value)
     except (KeyError, ValueError):
         choices = ", ".join(f"{kind.example} ({kind.meaning})" for kind in TRIGGERS.values())
-        raise UserError(f"trigger {text[:40]!r} is not one; write one of: {choices}") from None
+        raise WrongSetting(f"trigger {text[:40]!r} is not one; write one of: {choices}", "trigger") from None

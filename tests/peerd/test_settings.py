@@ -41,7 +41,7 @@ from peerd.training.modes import (
     settings_of,
 )
 from peerd.training.pairs.outer import WHOLE_MODEL_CODECS
-from peerd.transport.errors import UserError
+from peerd.transport.errors import UserError, WrongSetting
 
 ROOT = Path(__file__).parent.parent.parent
 PRINTED = settings(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -521,3 +521,51 @@ def test_commas_alone_are_no_list() -> None:
 def test_a_flag_is_not_blamed_on_the_variable_that_it_overrides() -> None:
     with pytest.raises(UserError, match=r"^mode: .foo. is not one of"):
         load({"mode": "foo"}, {"PEERD_MODE": "gossip"}, None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "key"),
+    [
+        ({"name": "a/b"}, "name"),
+        ({"bind": "host:99999"}, "bind"),
+        ({"advertise": "host:0"}, "advertise"),
+        ({"relay": ("a:1:2",)}, "relay"),
+        ({"relay": ("10.0.0.5",), "relay_ports": "7950"}, "relay_ports"),
+        ({"relay_ports": "9-1"}, "relay_ports"),
+        ({"join": ("a:1:2",)}, "join"),
+        ({"token": "@"}, "token"),
+        ({"token": "peerd1-"}, "token"),
+        ({"swarm": "a/b"}, "swarm"),
+        ({"run": "a/b"}, "run"),
+        ({"mode": "gosip"}, "mode"),
+        ({"mode": "diloco:0"}, "mode"),
+        ({"mode": "gossip:1"}, "mode"),
+        ({"mode": "no_file.py:Mode"}, "mode"),
+        ({"every": 5}, "every"),
+        ({"servers": 2, "mode": "diloco"}, "servers"),
+        ({"codec": "int9"}, "codec"),
+        ({"trigger": "never"}, "trigger"),
+        ({"view": 0}, "view"),
+        ({"topology": "star", "mode": "allreduce"}, "topology"),
+        ({"topology": "star", "mode": "hardsync"}, "topology"),
+        ({"overlap": "hpsgd", "mode": "diloco:2"}, "overlap"),
+        ({"outer_lr": "x", "mode": "diloco"}, "outer_lr"),
+        ({"outer_momentum": "1", "mode": "diloco"}, "outer_momentum"),
+        ({"exchange": "gradients"}, "exchange"),
+        ({"server_optimizer": "adamw", "mode": "hardsync"}, "server_optimizer"),
+        ({"server_optimizer": "x", "mode": "hardsync", "exchange": "gradients"}, "server_optimizer"),
+        ({"wait_for": 0}, "wait_for"),
+        ({"network": "moon"}, "network"),
+        ({"transport": "air"}, "transport"),
+        ({"budget": "much"}, "budget"),
+        ({"rdma_subnets": ("10.0.0.0/8",)}, "rdma_subnets"),
+        ({"rdma_subnets": ("x",), "transport": "auto"}, "rdma_subnets"),
+        ({"checkpoint_every_s": 0.0}, "checkpoint_every_s"),
+        ({"log": "loud"}, "log"),
+    ],
+)
+def test_who_refuses_a_setting_names_it(flags: dict[str, Any], key: str) -> None:
+    """Of several that are given one is wrong."""
+    with pytest.raises(WrongSetting) as failure:
+        load(flags, {}, None)
+    assert failure.value.key == key

@@ -23,7 +23,7 @@ from peerd.training.modes.noloco import NoLoCo
 from peerd.training.modes.parameter_server import Async, HardSync, SoftSync
 from peerd.training.modes.push_sum import PushSum
 from peerd.training.trigger import parse_trigger
-from peerd.transport.errors import UserError
+from peerd.transport.errors import UserError, WrongSetting
 
 __all__ = [
     "EVERY_STEP",
@@ -70,7 +70,7 @@ def class_of(mode: str) -> type[ModeClass]:
     """Of a mode's name, with or without an argument. Raises UserError."""
     name = mode.partition(":")[0]
     if name not in MODES:
-        raise UserError(f"--mode {mode}: {name!r} is not one of {', '.join(MODES)}")
+        raise WrongSetting(f"--mode {mode}: {name!r} is not one of {', '.join(MODES)}", "mode")
     return MODES[name]
 
 
@@ -82,9 +82,9 @@ def parse_mode(text: str, exchange: str = WEIGHTS) -> ModeMaker:
         if maker is not None:
             return maker
     if mode.ARGUMENT:
-        raise UserError(f"--mode {text}: with an argument it is {text.partition(':')[0]}:{mode.ARGUMENT}")
+        raise WrongSetting(f"--mode {text}: with an argument it is {text.partition(':')[0]}:{mode.ARGUMENT}", "mode")
     arguments = ", ".join(f"{name}:{one.ARGUMENT}" for name, one in MODES.items() if one.ARGUMENT)
-    raise UserError(f"--mode {text}: what takes an argument is {arguments}")
+    raise WrongSetting(f"--mode {text}: what takes an argument is {arguments}", "mode")
 
 
 def in_one_form(mode: str) -> str:
@@ -128,7 +128,7 @@ def check_options(mode: str, told: ModeSettings) -> None:
     exchange = told.exchange
     if exchange not in class_of(mode).EXCHANGES:
         able = ", ".join(name for name, other in MODES.items() if exchange in other.EXCHANGES)
-        raise UserError(f"exchange {exchange}: not with mode {mode}; modes that do so: {able}")
+        raise WrongSetting(f"exchange {exchange}: not with mode {mode}; modes that do so: {able}", "exchange")
     class_of(mode).check(mode.partition(":")[2], told)
 
 
@@ -152,7 +152,9 @@ def check_given(mode: str, given: Iterable[str], exchange: str = WEIGHTS, among:
     if idle := [setting for setting in given if not heeds(mode, setting, exchange)]:
         takes = ", ".join(name for name in class_of(mode).exchanging(exchange).TAKES if name in among)
         told = f"{mode} with gradients" if exchange != WEIGHTS else mode
-        raise UserError(f"{', '.join(idle)}: without effect in mode {told}, which takes {takes}; leave it out")
+        raise WrongSetting(
+            f"{', '.join(idle)}: without effect in mode {told}, which takes {takes}; leave it out", idle[0]
+        )
 
 
 def exchanges(mode: str, counted: int) -> int:

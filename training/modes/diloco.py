@@ -29,7 +29,7 @@ from peerd.training.mode import ModeMaker
 from peerd.training.mode_settings import WEIGHTS, ModeSettings, outer_step, with_outer_step
 from peerd.training.modes.allreduce import AllReduce
 from peerd.training.plain_numbers import count
-from peerd.transport.errors import UserError
+from peerd.transport.errors import WrongSetting
 from peerd.transport.messages import RoundBegin
 
 OUTER_LR = 0.7  # the paper's
@@ -71,8 +71,8 @@ class DiLoCo(AllReduce):
         super().check(argument, told)
         outer_step(told, OUTER_LR, OUTER_MOMENTUM)
         if argument and told.overlap == "hpsgd":
-            raise UserError(
-                "overlap hpsgd: not with diloco:P, it would roll a fragment back that has no round for long"
+            raise WrongSetting(
+                "overlap hpsgd: not with diloco:P, it would roll a fragment back that has no round for long", "overlap"
             )
 
     @classmethod

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from peerd.training.mode import ModeClass
 from peerd.training.modes import MODES
-from peerd.transport.errors import UserError
+from peerd.transport.errors import WrongSetting
 
 SUFFIX = ".py"
 NAME = r"[A-Za-z0-9][A-Za-z0-9-]*"
@@ -30,12 +30,12 @@ def adopted(text: str) -> str:
     name, colon, argument = rest.partition(":")
     found = _load(Path(file + SUFFIX), text, name)
     if not re.fullmatch(NAME, getattr(found, "NAME", "")) or not hasattr(found, "TAKES"):
-        raise UserError(
-            f"--mode {text}: {name} needs a NAME of letters, digits and '-', and TAKES, the settings it heeds"
+        raise WrongSetting(
+            f"--mode {text}: {name} needs a NAME of letters, digits and '-', and TAKES, the settings it heeds", "mode"
         )
     known = MODES.setdefault(found.NAME, found)
     if (known.__module__, known.__qualname__) != (found.__module__, found.__qualname__):
-        raise UserError(f"--mode {text}: there is a mode {found.NAME!r} already; give it another NAME")
+        raise WrongSetting(f"--mode {text}: there is a mode {found.NAME!r} already; give it another NAME", "mode")
     _sources[found.NAME] = f"{Path(file + SUFFIX).absolute()}:{name}"
     return f"{found.NAME}{colon}{argument}"
 
@@ -59,14 +59,16 @@ def _load(file: Path, text: str, name: str) -> type[ModeClass]:
     if module is None:
         spec = importlib.util.spec_from_file_location(module_name, file)
         if spec is None or spec.loader is None or not file.is_file():
-            raise UserError(f"--mode {text}: there is no file {file}")
+            raise WrongSetting(f"--mode {text}: there is no file {file}", "mode")
         module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(module)
         except Exception as error:  # of the user's own code
             del sys.modules[module_name]
-            raise UserError(f"--mode {text}: {file} fails with {type(error).__name__}: {error}") from None
+            raise WrongSetting(f"--mode {text}: {file} fails with {type(error).__name__}: {error}", "mode") from None
     found = getattr(module, name, None)
     if not isinstance(found, type) or not issubclass(found, ModeClass):
-        raise UserError(f"--mode {text}: {file} has no class {name!r} that is a ModeClass (CONTRIBUTING.md has one)")
+        raise WrongSetting(
+            f"--mode {text}: {file} has no class {name!r} that is a ModeClass (CONTRIBUTING.md has one)", "mode"
+        )
     return found

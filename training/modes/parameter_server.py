@@ -43,7 +43,7 @@ from peerd.training.parameter_server.tree import parse_arity
 from peerd.training.parameter_server.tree_node import TreeRelay
 from peerd.training.parameter_server.worker import NEVER, Part, Worker
 from peerd.training.plain_numbers import count
-from peerd.transport.errors import PeerError, UserError
+from peerd.transport.errors import PeerError, WrongSetting
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import (
     Applied,
@@ -88,14 +88,20 @@ class ParameterServer(ModeClass):
         parse_arity(told.topology)
         if told.exchange == GRADIENTS:
             if parse_optimizer(told.server_optimizer).clip and told.servers > 1:
-                raise UserError(
+                raise WrongSetting(
                     f"server_optimizer: clip is of the whole gradient, and each of {told.servers} servers has a part: "
-                    "leave servers out, or clip"
+                    "leave servers out, or clip",
+                    "server_optimizer",
                 )
         elif told.server_optimizer != SGD:
-            raise UserError("server_optimizer: only with exchange gradients, which servers step by; leave it out")
+            raise WrongSetting(
+                "server_optimizer: only with exchange gradients, which servers step by; leave it out",
+                "server_optimizer",
+            )
         elif "batch=" in argument:
-            raise UserError(f"--mode {cls.NAME}:{argument}: only with exchange gradients, whose rate the server scales")
+            raise WrongSetting(
+                f"--mode {cls.NAME}:{argument}: only with exchange gradients, whose rate the server scales", "mode"
+            )
 
     @classmethod
     def in_force(cls, told: ModeSettings) -> ModeSettings:

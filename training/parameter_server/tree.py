@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from peerd.training.mode_settings import AUTO
 from peerd.training.plain_numbers import count
-from peerd.transport.errors import PeerError, UserError
+from peerd.transport.errors import PeerError, WrongSetting
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import Applied, ShardLeader
 
@@ -29,7 +29,9 @@ def parse_arity(text: str) -> int:
         return 0
     if name == "adv" and (children := count(arity, ARITY_MAX)) >= 2:
         return children
-    raise UserError(f"topology {text[:40]!r}: a parameter server has auto (no tree) or adv:K, K from 2 to {ARITY_MAX}")
+    raise WrongSetting(
+        f"topology {text[:40]!r}: a parameter server has auto (no tree) or adv:K, K from 2 to {ARITY_MAX}", "topology"
+    )
 
 
 @dataclass(slots=True, eq=False)

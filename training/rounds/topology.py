@@ -17,7 +17,7 @@ import math
 from typing import Protocol
 
 from peerd.training.plain_numbers import count
-from peerd.transport.errors import UserError
+from peerd.transport.errors import WrongSetting
 
 ARITY_MAX = 64
 RING_SLACK = 1.1
@@ -175,7 +175,9 @@ def parse_topology(text: str) -> Topology:
         arity = count(rest, ARITY_MAX) if rest else 2
         if arity >= 2:
             return Tree(arity)
-    raise UserError(f"topology {text[:40]!r}: not one of ring, halving, tree, tree:K with K from 2 to {ARITY_MAX}")
+    raise WrongSetting(
+        f"topology {text[:40]!r}: not one of ring, halving, tree, tree:K with K from 2 to {ARITY_MAX}", "topology"
+    )
 
 
 def choose(size_bytes: float, peers: int, latency_s: float, bytes_per_s: float) -> str:
