@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 
 from peerd.cli import INTERRUPTED_CODE, Interrupted, interrupts_end_at_once
 from peerd.cli.number_options import take_plain_numbers
+from peerd.cli.whose_option import UsageError
 from peerd.trainer.say import say
 from peerd.transport.errors import UserError
 
@@ -28,7 +29,6 @@ VERBS = {
 
 FAILED_CODE = 1  # whether typer or peerd found the mistake, which nobody who types it knows: typer would say 2
 TABLE = "\b\n"  # how typer's own mark of it is written; it would show it as an empty line
-UsageError: Any = typer.BadParameter.__base__  # some versions of typer have a click of their own
 
 
 class Verbs(TyperGroup):
@@ -48,7 +48,9 @@ class Verbs(TyperGroup):
             if isinstance(verb, typer.Typer):
                 verbs.add_typer(verb, name=cmd_name)
             else:
-                verbs.command(context_settings=getattr(module, "CONTEXT", None))(verb)
+                verbs.command(cls=getattr(module, "COMMAND", None), context_settings=getattr(module, "CONTEXT", None))(
+                    verb
+                )
             self.commands[cmd_name] = typer.main.get_group(verbs).commands[cmd_name]
             take_plain_numbers(self.commands[cmd_name])
             _unwrap_help(self.commands[cmd_name])

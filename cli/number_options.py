@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 from peerd.training.plain_numbers import number, whole
-from peerd.transport.errors import UserError
+from peerd.transport.errors import WrongSetting
 
 _READ: dict[Any, Callable[[str], Any]] = {int: whole, float: number}
 
@@ -19,7 +19,7 @@ def take_plain_numbers(command: Any) -> None:
     parameters = inspect.signature(command.callback, eval_str=True).parameters if command.callback else {}
     for option in command.params:
         if (read := _read_by(parameters.get(option.name))) is not None:
-            option.process_value = _plain(option.process_value, read, option.opts[0])
+            option.process_value = _plain(option.process_value, read, option)
 
 
 def _read_by(parameter: inspect.Parameter | None) -> Callable[[str], Any] | None:
@@ -28,12 +28,12 @@ def _read_by(parameter: inspect.Parameter | None) -> Callable[[str], Any] | None
     return next((_READ[one] for one in (kind, *get_args(kind)) if one in _READ), None)
 
 
-def _plain(process: Callable[[Any, Any], Any], read: Callable[[str], Any], name: str) -> Callable[[Any, Any], Any]:
+def _plain(process: Callable[[Any, Any], Any], read: Callable[[str], Any], option: Any) -> Callable[[Any, Any], Any]:
     def processed(context: Any, value: Any) -> Any:
         try:
             value = read(value) if isinstance(value, str) else value
         except ValueError as error:
-            raise UserError(f"{name}: {error}") from None
+            raise WrongSetting(f"{option.opts[0]}: {error}", option.name) from None
         return process(context, value)
 
     return processed

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
 import os
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,13 +11,12 @@ import typer
 from peerd.carriers import CARRIERS
 from peerd.cli import interrupts_end_at_once
 from peerd.cli.mode_options import MODE, with_mode_options
+from peerd.cli.whose_option import ScriptStarter, options_of, refuse_slips, tell_near_misses
 from peerd.training.modes import MODES
-from peerd.transport.errors import UserError, WrongSetting
+from peerd.transport.errors import UserError
 
 NODE, SWARM, NETWORK = "This node", "The swarm", "Network"  # of what --help shows together
-NEIGHBOURS = ("--join", "--token", "--bind", "--advertise", "--relay", "--name")  # without them it would train alone
-NEAR = 0.85  # of two words, as difflib measures it: --nme and --name have 0.91
-CONTEXT = {"ignore_unknown_options": True, "allow_extra_args": False}
+COMMAND, CONTEXT = ScriptStarter, {"ignore_unknown_options": True, "allow_extra_args": False}
 
 
 @with_mode_options()
@@ -98,10 +95,13 @@ def start(
             rich_help_panel=NETWORK,
         ),
     ] = None,
-    rdma_subnet: Annotated[
+    rdma_subnets: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="CIDR", help="RDMA only with peers in this network; may be given again", rich_help_panel=NETWORK
+            "--rdma-subnet",
+            metavar="CIDR",
+            help="RDMA only with peers in this network; may be given again",
+            rich_help_panel=NETWORK,
         ),
     ] = None,
     rdma_allow_fallback: Annotated[
@@ -147,67 +147,16 @@ def start(
         "relay_ports": relay_ports, "join": tuple(join) if join else None, "token": token,
         "insecure_plaintext": insecure_plaintext, "swarm": swarm, "mode": mode, **told, "wait_for": wait_for,
         "transport": transport, "budget": budget,
-        "rdma_subnets": tuple(rdma_subnet) if rdma_subnet else None, "rdma_allow_fallback": rdma_allow_fallback,
+        "rdma_subnets": tuple(rdma_subnets) if rdma_subnets else None, "rdma_allow_fallback": rdma_allow_fallback,
         "log": log,
     }  # fmt: skip
-    _refuse_slips(command or [])
-    try:
-        loaded = settings.load(flags, os.environ, file)
-        _tell_near_misses(command or [], _options(context))
-        with identity.taken(loaded.state_path, runtime_dir(), secrets_folder.FILES) as mine:
-            code = trio.run(main.run, loaded, mine, command or [], fresh)
-    except WrongSetting as error:
-        raise UserError(f"{error}{_if_the_scripts(error.key, command or [])}") from None
+    refuse_slips(command or [])
+    loaded = settings.load(flags, os.environ, file)
+    tell_near_misses(command or [], options_of(context.command))
+    with identity.taken(loaded.state_path, runtime_dir(), secrets_folder.FILES) as mine:
+        code = trio.run(main.run, loaded, mine, command or [], fresh)
     if code:
         raise typer.Exit(code)
-
-
-def _options(context: typer.Context) -> list[str]:
-    return [option for known in context.command.params for option in (*known.opts, *known.secondary_opts)]
-
-
-def _if_the_scripts(key: str, command: list[str]) -> str:
-    """What else an option may have been that stands after the script, and was taken for ours."""
-    option = "--" + key.replace("_", "-")
-    words = sys.argv[2:]
-    after = words[words.index(command[0]) + 1 :] if command and command[0] in words else []
-    after = after[: after.index("--")] if "--" in after else after
-    if option not in [word.partition("=")[0] for word in after]:
-        return ""
-    return f"; {option} is peerd start's: if it was meant for {command[0]}, put it after a --"
-
-
-def _scripts_own(command: list[str]) -> list[str]:
-    """The options that went to the script because peerd start has none such; what is after a -- is meant so."""
-    given = sys.argv[: sys.argv.index("--")] if "--" in sys.argv else sys.argv
-    return [word.partition("=")[0] for word in command[1:] if word.startswith("--") and word in given]
-
-
-def _refuse_slips(command: list[str]) -> None:
-    """A line that scrolls by is too little where the node would train alone for days."""
-    for option in _scripts_own(command):
-        if near := [known for known in NEIGHBOURS if option in _slips(known)]:
-            raise UserError(
-                f"{option} is no option of peerd start, which has {near[0]}; if it is one of {command[0]}, put it "
-                "after a --"
-            )
-
-
-def _slips(known: str) -> set[str]:
-    """Two letters swapped, or one within the word missing or doubled: scripts have --delay, --kind, --bin, --names."""
-    swapped = {known[:at] + known[at + 1] + known[at] + known[at + 2 :] for at in range(2, len(known) - 1)}
-    missing = {known[:at] + known[at + 1 :] for at in range(3, len(known) - 1)}
-    doubled = {known[:at] + known[at] + known[at:] for at in range(2, len(known))}
-    return swapped | missing | doubled
-
-
-def _tell_near_misses(command: list[str], ours: list[str]) -> None:
-    """An option that peerd start does not know is the script's; one that a slip of the finger made looks like ours."""
-    for option in _scripts_own(command):
-        swapped = [known for known in ours if sorted(known) == sorted(option)]
-        near = swapped or difflib.get_close_matches(option, ours, 1, NEAR)
-        if near and not option.startswith(near[0]):
-            typer.echo(f"peerd: {option} goes to {command[0]}; peerd start has {near[0]}", err=True)
 
 
 def _config_from_environment() -> Path | None:

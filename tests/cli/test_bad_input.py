@@ -46,8 +46,8 @@ class Terminal:
         for key in [key for key in os.environ if key.startswith("PEERD_")]:
             monkeypatch.delenv(key)
 
-    def refuses(self, expected: str, *arguments: str, **environment: str) -> None:
-        """The command says one line with this in it, and ends with code 1."""
+    def refuses(self, expected: str, *arguments: str, **environment: str) -> str:
+        """The command says one line with this in it, which is returned, and ends with code 1."""
         self._names += 1
         folders = {key: self._machine.environment[key] for key in ("XDG_RUNTIME_DIR", "XDG_STATE_HOME")}
         for key, value in {**folders, "PEERD_NAME": f"n{self._names}", **environment}.items():
@@ -64,6 +64,7 @@ class Terminal:
         if not self._machine.nodes:  # the authority is its user's, whichever of their nodes made it
             left = [path for path in self._machine.state.glob("*/*") if path.name != ".authority"]
             assert not left + list(self._machine.runtime.iterdir())
+        return err
 
 
 @pytest.fixture
@@ -96,6 +97,28 @@ def test_an_option_of_ours_after_the_script_may_have_been_the_scripts(
         before = machine.peerd(*START, *given, "train.py")
         assert before.stderr.startswith(f"peerd: {wrong}")
         assert "put it after" not in before.stderr, "nobody means that"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "line"),
+    [
+        (("--view", "x"), "--view: 'x' is not a whole number"),
+        (("--wait-for=x",), "--wait-for: 'x' is not a whole number"),
+        (("--every", "5"), "every: without effect in mode gossip, which takes codec, trigger, view; leave it out"),
+        (("--rdma-subnet", "10.0.0.0/8"), "rdma_subnets: without effect with transport tcp; leave it out, or take "),
+        (("--fresh=3",), "Option '--fresh' does not take a value"),
+        (("--no-robust=3",), "Option '--no-robust' does not take a value"),
+        (("--name",), "Option '--name' requires an argument"),
+    ],
+)
+def test_whatever_is_wrong_with_it(terminal: Terminal, wrong: tuple[str, ...], line: str) -> None:
+    option = wrong[0].partition("=")[0]
+    hint = f"; {option} is peerd start's: if it was meant for train.py, put it after a --\n"
+    for before in ((), ("--view", "3"), ("--fresh", "--bind=127.0.0.1:0")):
+        terminal.refuses(hint, "start", *before, "train.py", "--lr", "0.1", *wrong)
+    terminal.refuses(f"peerd: {line}", "start", "train.py", *wrong)
+    if len(wrong) == 2 or "=" in wrong[0]:  # before the script nobody means that, nor where it has one of its own
+        assert "put it after" not in terminal.refuses(line, "start", *wrong, "--", "train.py", *wrong)
 
 
 @pytest.mark.parametrize("option", ["--names", "--delay", "--kind", "--bin", "--mean", "--model"])
