@@ -246,9 +246,11 @@ def _attach_hook(daemon: Daemon, supervisor: Supervisor | None) -> Attach:
             own = f"this node has a script of its own, {supervisor.name}, and this one is not of its processes"
             await connection.send({"error": f"{own}: {ALONE}; a container has to be given {DAEMON} as it is there"})
             return
-        if supervisor is not None:
-            supervisor.attached = True
-        await daemon.model.attach(connection, message, lambda: supervisor is not None and supervisor.runs)
+        if supervisor is None:
+            await daemon.model.attach(connection, message)
+            return
+        supervisor.attached = True
+        await daemon.model.attach(connection, message, lambda: supervisor.runs, supervisor.note_unfit)
 
     return attach
 

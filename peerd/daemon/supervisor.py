@@ -44,6 +44,7 @@ class Supervisor:
         self.name = Path(command[0]).name
         self.attached = False  # the session sets it: the script got as far as peerd.attach
         self.refused = False  # and by this, that peerd.attach itself did not take what the script gave
+        self._unfit = False
         self.stopping = False
         self.runs = True  # the script, or it is about to be started (again)
         self.crash = ""  # how the script died last, how often of late, and when it is started again
@@ -60,7 +61,7 @@ class Supervisor:
         crashes: deque[float] = deque()
         hopeless: int | None = None  # the exit code of a script that has just failed before its first step
         while not self.stopping:
-            before, self.refused = status(), False
+            before, self.refused, self._unfit = status(), False, False
             code = await self._run_once()
             with trio.move_on_after(LAST_WORDS_S):
                 while (found := status()) is not None and found.phase not in (TrainerPhase.FINISHED, TrainerPhase.GONE):
@@ -79,7 +80,8 @@ class Supervisor:
             if not self.attached and not killed:
                 raise UserError(f"{self.name} {how} before peerd.attach was done; {OUTPUT_ABOVE}")
             fruitless = code > 0 and (after is None or not after.has_stepped)
-            if fruitless and self.refused and found is None:  # after one that trained memory may be short for a moment
+            # after one that trained memory may be short for a moment
+            if fruitless and (self._unfit or (self.refused and found is None)):
                 raise UserError(f"{self.name} {how}: peerd.attach did not take what it gave; {OUTPUT_ABOVE}")
             if fruitless and code == hopeless:
                 raise UserError(f"{self.name} {how} twice before its first step: giving up; {OUTPUT_ABOVE}")
@@ -96,6 +98,10 @@ class Supervisor:
             self.crash = f"{self.name} {how}{times}; it is started again, after {delay:.0f} s"
             LOGGER.warning("%s %s; starting it again in %.0f s", self.name, how, delay)
             await trio.sleep(delay)
+
+    def note_unfit(self) -> None:
+        """This node will not have the script's model, whenever it comes."""
+        self._unfit = True
 
     async def stop(self, grace_s: float, writes: Callable[[], Awaitable[bool]] | None = None) -> None:
         """Give the script `grace_s` to end by itself, not counting while it `writes`, then end it."""

@@ -248,9 +248,16 @@ class TrainerService:
     # ---------------------------------------------------------------- a trainer comes
 
     async def attach(
-        self, connection: LocalConnection, message: dict[str, Any], comes_again: Callable[[], bool] = lambda: False
+        self,
+        connection: LocalConnection,
+        message: dict[str, Any],
+        comes_again: Callable[[], bool] = lambda: False,
+        tell_unfit: Callable[[], None] = lambda: None,
     ) -> None:
-        """Serve one trainer until it is gone; one that dies `comes_again` where somebody starts it then."""
+        """Serve one trainer until it is gone; one that dies `comes_again` where somebody starts it then.
+
+        `tell_unfit` is called before one is refused that will be refused whenever it comes.
+        """
         earlier = self._runner.session
         if earlier is not None:
             with trio.move_on_after(math.inf if earlier.cut_if_dead() else LETS_GO_WITHIN_S):
@@ -260,7 +267,9 @@ class TrainerService:
             comes = decoded(message, FROM_TRAINER)
         except ValueError:
             comes = None
-        refusal = self._refuse(comes, connection)
+        refusal = self._busy(comes)
+        if refusal is None and (refusal := self._unfit(comes, connection)) is not None:
+            tell_unfit()
         if not isinstance(comes, Attach) or refusal is not None:
             await connection.send({"error": refusal})
             return
@@ -303,7 +312,8 @@ class TrainerService:
             LOGGER.log(logging.WARNING if told.warns else logging.INFO, "%s", told.line)
             self._view_max = told.view if told.view < plan.view else None
 
-    def _refuse(self, comes: Said | None, connection: LocalConnection) -> str | None:
+    def _busy(self, comes: Said | None) -> str | None:
+        """Why this node takes no trainer now."""
         if self._leaving:  # its script died, and was being started again
             return "this node is leaving the swarm"
         if self._runner.session is not None:
@@ -314,6 +324,10 @@ class TrainerService:
                 return f"this script is attached already: {'; '.join(cures)}"
             there = f"a trainer (pid {self._runner.session.facts.pid}) is attached to this node already"
             return f"{there}: end that one, or {ALONE}"
+        return None
+
+    def _unfit(self, comes: Said | None, connection: LocalConnection) -> str | None:
+        """Why this node takes no such trainer."""
         if not isinstance(comes, Attach) or not connection.fds:
             return "the script's peerd and the daemon's do not understand each other: are they of one version?"
         if comes.total > VALUES_MAX:

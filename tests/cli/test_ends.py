@@ -614,6 +614,25 @@ def test_an_error_that_comes_again_is_not_awaited_five_times(machine: Machine, w
     assert a.log.count("starting it again") == (1 if "twice" in ends[why] else 0)
 
 
+ANOTHER_MODEL = """\
+width = 4 + os.path.exists("once")
+model = nn.Linear(4, width)
+with peerd.attach(model, torch.optim.SGD(model.parameters(), lr=0.1)) as swarm:
+    for _ in swarm.steps(3):
+        swarm.step()
+    open("once", "w").close()
+    os._exit(1)
+"""
+
+
+def test_a_model_that_the_node_will_not_have_is_refused_once(machine: Machine) -> None:
+    """Its script has changed since the node began."""
+    a = machine.start("a", machine.script("train.py", HEAD + ANOTHER_MODEL))
+    assert a.end() == 1
+    assert a.log.count("this node holds another model: ") == 1
+    assert "\npeerd: train.py exited with code 1: peerd.attach did not take what it gave; " in a.log
+
+
 # ------------------------------------------------------------------------------------------------------ frozen tensors
 
 LORA = """\

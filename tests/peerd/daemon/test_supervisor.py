@@ -143,6 +143,20 @@ async def test_what_peerd_attach_did_not_take_is_not_given_again(folder: Path, t
     assert starts(folder) == 1 + trained
 
 
+async def test_a_model_that_this_node_will_not_have_is_not_given_again(folder: Path) -> None:
+    """Also where another life has trained: its model is the one that the node holds."""
+    made = shell(folder, COUNT + "exit 1")
+
+    def refused() -> TrainerStatus:
+        made.note_unfit()
+        return last
+
+    last = TrainerStatus(1, step=9, phase=TrainerPhase.GONE, began=1.0)
+    with pytest.raises(UserError, match="^sh exited with code 1: peerd.attach did not take what it gave"):
+        await made.run(refused)
+    assert starts(folder) == 1
+
+
 @pytest.mark.parametrize("end", ["kill -9 $$", 'exit $(wc -l < "$FOLDER/starts")'], ids=["killed", "another code"])
 async def test_other_ends_before_the_first_step_may_be_chance(folder: Path, end: str) -> None:
     with pytest.raises(UserError, match=r", 5 times within \d+ s: giving up$"):
