@@ -164,7 +164,7 @@ def _print_text(answer: dict[str, Any]) -> None:
         distance = f"consensus distance {measured}"
         echo(f"step {trainer['step']}{loss}{metrics}{stepped}")
         if why := trainer["checkpoint_failed"]:
-            echo(f"no checkpoint written {why}; the older ones are kept")
+            echo(f"no checkpoint written {why}")
         echo(distance if alone is None else f"no partner for {_seconds(alone)}")
     if seeds := answer["joining"]:
         echo(f"no member found yet through {', '.join(seeds)}; the log says why")

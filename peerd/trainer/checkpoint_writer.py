@@ -10,6 +10,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from peerd.local.being_written import LAST, being_written
+from peerd.local.generations import generations, step_of
 from peerd.process.niceness import yield_to_others
 from peerd.trainer import checkpoint
 from peerd.trainer.rest import Rest
@@ -134,8 +135,10 @@ class CheckpointWriter:
     def _not_written(self, step: int, error: Exception) -> None:
         """Odd tensors, too, are no reason to end the training."""
         why = next(iter(cause(error).splitlines()), type(error).__name__)
-        self.failed = f"at step {step}: {why}"
-        say(f"no checkpoint written {self.failed}; the older ones are kept")
+        older = generations(self._folder)
+        kept = f"that of step {step_of(older[0])} is kept" if older else "there is none yet"
+        self.failed = f"at step {step}: {why}; {kept}"
+        say(f"no checkpoint written {self.failed}")
 
     def _start(self, work: Callable[[], None]) -> None:
         def run() -> None:

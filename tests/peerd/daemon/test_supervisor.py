@@ -152,7 +152,7 @@ async def test_a_model_that_this_node_will_not_have_is_not_given_again(folder: P
         return last
 
     last = TrainerStatus(1, step=9, phase=TrainerPhase.GONE, began=1.0)
-    with pytest.raises(UserError, match="^sh exited with code 1: peerd.attach did not take what it gave"):
+    with pytest.raises(UserError, match=r"^sh exited with code 1: peerd\.attach did not take what it gave"):
         await made.run(refused)
     assert starts(folder) == 1
 

@@ -187,8 +187,24 @@ def test_a_model_that_cannot_be_captured_is_trained_on(capsys: pytest.CaptureFix
     kept.write_last(8)
     said = capsys.readouterr().err.splitlines()
     assert [line.partition("no checkpoint written at ")[2] for line in said] == [
-        f"step {step}: no storage; the older ones are kept" for step in (7, 8)
+        f"step {step}: no storage; there is none yet" for step in (7, 8)
     ]
+
+
+def test_which_checkpoint_is_left_when_one_is_not_written_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    fails = False
+
+    def capture(step: int, stands: bool) -> checkpoint.Generation:
+        if fails:
+            raise OSError(28, "No space left on device")
+        return generation(step, stands)
+
+    kept = writer(1.0, capture)
+    kept.write_last(7)
+    fails = True
+    kept.write_last(8)
+    assert kept.failed == "at step 8: No space left on device; that of step 7 is kept"
+    assert capsys.readouterr().err == f"peerd: no checkpoint written {kept.failed}\n"
 
 
 def test_a_machine_that_gives_no_thread_ends_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
