@@ -23,13 +23,14 @@ def average(name: NameOption = None, format: FormatOption = Format.TEXT) -> None
     if format is Format.JSON:
         print_json(answer)
         return
-    sent, received = size(answer["bytes_sent"]), size(answer["bytes_received"])
+    not_in_it = f"not in it: {', '.join(answer['not_in_it'])}" if answer["not_in_it"] else ""
     if len(answer["members"]) == 1:
-        echo("nothing was averaged: no other member has the model")
-    else:
-        echo(f"averaged {len(answer['members'])} members in {answer['seconds']:.1f} s: {', '.join(answer['members'])}")
-    if answer["not_in_it"]:
-        echo(f"not in it: {', '.join(answer['not_in_it'])}")
+        echo(f"nothing was averaged: {not_in_it or 'no other member has the model'}")
+        return
+    sent, received = size(answer["bytes_sent"]), size(answer["bytes_received"])
+    echo(f"averaged {len(answer['members'])} members in {answer['seconds']:.1f} s: {', '.join(answer['members'])}")
+    if not_in_it:
+        echo(not_in_it)
     echo(f"this node was {answer['distance']:.3%} from the mean; it sent {sent}, received {received}")
     echo(f"plan {answer['plan']}: mode {answer['mode']} again")
 

@@ -140,12 +140,16 @@ class PlanFollower:
     async def average_all(self) -> Average:
         """Propose one exact average of all models; what it was, when it is over. Raises UserError.
 
+        Of one model nothing is proposed.
+
         Cancelled, for nobody waits for it any more, it is taken back: the swarm goes on in the mode that was.
         """
         if self._runner.core.mode is None:
             raise self._runner.no_model()
         if self.plan.once or self._newest().once:
             raise UserError("an average is under way already")
+        if not self._others():
+            return Average(self.plan, (), 0.0)
         plan = self.propose(self._newest().text, once=True)
         try:
             while self.plan <= plan:

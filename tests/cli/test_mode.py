@@ -17,18 +17,18 @@ from peerd.cli.start import start
 from peerd.training.mode_settings import OPTIONS, PLANNED
 
 
-def test_an_average_of_one_is_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("not_in_it", "why"), [([], "no other member has the model"), (["b", "c"], "not in it: b, c")])
+def test_an_average_of_one_is_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], not_in_it: list[str], why: str
+) -> None:
     answer = {
-        "members": ["a"], "seconds": 0.1, "not_in_it": ["b: no model yet"], "distance": 0.0, "bytes_sent": 0,
+        "members": ["a"], "seconds": 0.1, "not_in_it": not_in_it, "distance": 0.0, "bytes_sent": 0,
         "bytes_received": 0, "plan": 2, "mode": "gossip",
     }  # fmt: skip
     monkeypatch.setattr("peerd.cli.average.find_node", lambda _: Path("a.sock"))
     monkeypatch.setattr("peerd.cli.average.request", lambda *_, **__: answer)
     average(format=Format.TEXT)
-    assert capsys.readouterr().out.splitlines()[:2] == [
-        "nothing was averaged: no other member has the model",
-        "not in it: b: no model yet",
-    ]
+    assert capsys.readouterr().out == f"nothing was averaged: {why}\n"
 
 
 def test_a_swarm_of_one_has_one_member(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,6 +56,10 @@ def test_help_says_which_options_of_a_mode_cannot_be_set() -> None:
 def test_the_mode_of_a_live_swarm(machine: Machine) -> None:
     script = machine.script("train.py", TRAIN)
     a = machine.start("a", script)
+    a.trains()
+    alone = machine.peerd("average", "--name", "a")
+    assert (alone.stdout, alone.stderr) == ("nothing was averaged: no other member has the model\n", "")
+    assert a.ask("status")["plan"] == 0, "nothing was proposed"
     b, c = (machine.start(name, script, join=a, SEED=seed) for name, seed in (("b", "1"), ("c", "2")))
     for node in (a, b, c):
         node.trains()
