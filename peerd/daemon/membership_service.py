@@ -172,6 +172,11 @@ class MembershipService:
         """Nobody listens where this one did."""
         self._note(self.membership.vacant, id)
 
+    def name_of(self, id: NodeId) -> str:
+        """What the log calls a member; one that is forgotten by its id."""
+        member = self.membership.members.get(id)
+        return id if member is None else member.name
+
     def spread(self) -> None:
         """What goes beside the tables is news."""
         self.membership.spread(trio.current_time())
@@ -334,7 +339,10 @@ class MembershipService:
             if isinstance(failure, Refused):
                 self._refused(address, failure)
             else:
-                LOGGER.warning("%s; trying again", failure)
+                members = self.membership.members.values()
+                there = sorted((one for one in members if (one.host, one.port) == address), key=lambda one: one.state)
+                who = f"{there[0].name}: " if there else ""
+                LOGGER.warning("%s%s; trying again", who, failure)
         effects = self.membership.on_unreachable(address, trio.current_time())
         await self.perform(effect for effect in effects if not isinstance(effect, Log))  # said above, with the cause
 

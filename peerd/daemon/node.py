@@ -119,6 +119,7 @@ class Daemon:
             met=self.acquaintances.note,
             vacant=lambda peer: self.view.vacant(peer),
             reach=self._on_reach,
+            named=lambda peer: self.view.name_of(peer),
         )
         self.meetings = Meetings(
             self.acquaintances, self.peers, transport, self._said_to_live, lambda id: self.view.missed(id)

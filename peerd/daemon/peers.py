@@ -52,11 +52,13 @@ class Peers:
         met: Callable[[NodeId | None], None] = lambda _: None,
         vacant: Callable[[NodeId], None] = lambda _: None,
         reach: Callable[[NodeId, Exception | None], None] = lambda *_: None,
+        named: Callable[[NodeId], str] = str,
     ) -> None:
         """`hello` is asked anew for every connection: the model may have become known meanwhile.
 
         `met` is told who is at the other end of each connection that `count` sees, `vacant` at whose address nobody
         listens, `reach` whom no connection can be made to for UNREACHED_S, with the last error; None: now it can.
+        `named` is what the log calls a peer.
         """
         self.offences = Offences()
         self.plan = AS_STARTED  # of what is sent from now on
@@ -68,6 +70,7 @@ class Peers:
         self._met = met
         self._vacant = vacant
         self._reach = reach
+        self._named = named
         self._boxes: dict[NodeId, _Outgoing] = {}
         self._ended = False
         self._open: set[Connection] = set()
@@ -180,7 +183,7 @@ class Peers:
                             stays = why_not
                             LOGGER.info(
                                 "models to %s travel over %s: %s",
-                                connection.remote,
+                                self._named(peer),
                                 connection.carrier,
                                 why_not,
                             )
@@ -204,7 +207,7 @@ class Peers:
                 except (ConnectionLost, PeerError) as error:
                     if str(error) != said:
                         said = str(error)
-                        LOGGER.info("%s", said)
+                        LOGGER.info("%s: %s", self._named(peer), said)
                     if not greeted:
                         self._note_reach(peer, box, error)
                     if isinstance(error, NobodyListens):

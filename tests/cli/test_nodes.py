@@ -64,7 +64,7 @@ def test_the_life_of_a_swarm(machine: Machine) -> None:
     )
 
     # a killed daemon takes its trainer along; a killed trainer is started again, its daemon lives on
-    orphan, killed, reached = b.trainer_pid, c.trainer_pid, c.step
+    orphan, killed, reached, where = b.trainer_pid, c.trainer_pid, c.step, b.address
     b.signal(signal.SIGKILL)
     os.kill(killed, signal.SIGKILL)
     killed_at = time.monotonic()
@@ -76,6 +76,8 @@ def test_the_life_of_a_swarm(machine: Machine) -> None:
     for node in (a, c):
         node.eventually(lambda node=node: node.members()["b"] == "failed")  # type: ignore[misc]
         assert time.monotonic() - killed_at < SLACK * DETECTION_S
+        lines = [line for line in node.log.splitlines() if where in line]
+        assert [line for line in lines if not re.search(rf" b(: .*| \(){where}", line)] == []
     a.trains(beyond=a.step)
     c.eventually(lambda: c.trainer_pid != killed)
     c.trains()

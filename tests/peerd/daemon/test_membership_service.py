@@ -140,6 +140,18 @@ async def test_who_leaves_and_comes_again_and_again_fills_nobodys_log(caplog: py
         assert again == ["failed: this node has never heard from it", "is back", "left"]
 
 
+async def test_who_cannot_be_reached_is_named_if_it_is_a_member(caplog: pytest.LogCaptureFixture) -> None:
+    async with running() as shell:
+        shell.core.members["old"] = replace(a_member("old", State.FAILED, 1), incarnation=7)
+        shell.core.members["c"] = a_member("c", State.ALIVE, 1)
+        await shell.service.perform([PushPull(SUSPECT), PushPull(BLACK_HOLES[0])])
+        await trio.sleep(2 * DIAL_S)
+        assert [record.message for record in caplog.records] == [
+            "node-c: cannot reach 10.0.0.1: no answer; trying again",
+            "cannot reach 192.0.2.1: no answer; trying again",
+        ]
+
+
 async def test_who_joins_is_told_not_who_was_there_before_this_node(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     async with running() as shell:

@@ -79,6 +79,7 @@ class Setting:
             self.reconnected.append,
             lambda _, refusal: self.refusals.append(refusal),
             reach=lambda peer, error: self.reach.append((peer, str(error or "can"))),
+            named="node-{}".format,
         )
 
     async def listen(self, node: FarNode) -> trio.CancelScope:
@@ -201,7 +202,7 @@ async def test_another_node_at_the_address_hears_nothing(caplog: pytest.LogCaptu
         await trio.sleep(1)
         assert there.far.heard == opens(2)
         assert there.reconnected == ["far"]
-    assert [record.message for record in caplog.records].count("another node answers at far:1") == 1
+    assert [record.message for record in caplog.records].count("node-far: another node answers at far:1") == 1
 
 
 async def test_who_cannot_be_dialled_for_long_is_told_of_until_it_can() -> None:
