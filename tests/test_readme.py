@@ -28,7 +28,7 @@ FOLDERS = ("peerd", "training", "transport", "cli", "tests", "benchmarks", "docs
 MADE_UP = ("NAME", "*")  # in a path that is a pattern
 DEFAULTS = {  # where the table says it in other words
     "name": "the host's name", "advertise": "where it is bound", "relay": "none", "relay_ports": "none",
-    "join": "none", "run": "none", "token": "none", "insecure_plaintext": "false",
+    "join": "none", "run": "none", "token": "none", "insecure_plaintext": "false", "robust": "true",
     "budget": "none", "rdma_subnets": "any", "rdma_allow_fallback": "false",
     "checkpoint_every_s": "60", "state_dir": "$XDG_STATE_HOME/peerd/NAME",
 }  # fmt: skip
