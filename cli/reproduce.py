@@ -20,7 +20,7 @@ JOBS_MAX = 256
 
 def reproduce(
     experiments: Annotated[
-        list[str] | None, typer.Argument(metavar="[EXPERIMENT]...", help="E1, E2, ... or all; none: the list of them")
+        list[str] | None, typer.Argument(metavar="EXPERIMENT", help="E1, E2, ... or all; none: the list of them")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="a minute or two each, fewer seeds")] = False,
     tiny: Annotated[bool, typer.Option("--tiny", help="seconds each, for tests: figures without a meaning")] = False,

@@ -12,8 +12,8 @@ PLANS: dict[Size, dict[str, Any]] = {
     Size.TINY: {"steps": 8, "seeds": 1, "sweep": 1, "lrs": [0.1], "thresholds": [0.3]},
     Size.QUICK: {"steps": 400, "seeds": 3, "sweep": 1, "lrs": [0.1, 0.2], "thresholds": [0.2, 0.4, 0.8]},
     Size.FULL: {
-        "steps": 1000, "seeds": 5, "sweep": 2, "lrs": [0.05, 0.1, 0.2, 0.4],
-        "thresholds": [0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8],
+        "steps": 10_000, "seeds": 5, "sweep": 2, "lrs": [0.0125, 0.025, 0.05, 0.1],
+        "thresholds": [0.05, 0.1, 0.15, 0.2, 0.3, 0.4],
     },
 }  # fmt: skip
 PEERS, STEP_S = 8, 0.1
@@ -97,5 +97,7 @@ EXPERIMENT = Experiment(
         "Both send float32, so that the trigger alone makes the difference; an exchange of peerd's sends both models' "
         "differences, and two are never under way on one link, so `always` exchanges at about every second step.",
         "Task: a teacher network's labels, 5 % of them noise. The paper's norm, threshold and schedule are not public.",
+        "A full run passes over the examples 64 times. Until 2026-11-30 it was six: the arm that was judged, "
+        "change:0.1, sent 71.9 % of the bytes and lost .2 points, change:0.4 9 % and 1.8, and the verdict was PARTLY.",
     ),
 )

