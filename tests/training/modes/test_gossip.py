@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise, permutations
 
 import numpy as np
@@ -16,7 +18,7 @@ from weather import NAMES, Connections, Partings, weather_settings
 
 from peerd.training import room
 from peerd.training.codecs import CODECS
-from peerd.training.effects import Vector
+from peerd.training.effects import Send, Vector
 from peerd.training.mode_settings import AUTO
 from peerd.training.modes import gossip
 from peerd.training.pairs.codec_choice import SPARSE_WORTH
@@ -553,6 +555,42 @@ def test_a_gain_that_overshoots_is_refused(gain: float) -> None:
     bad = Delta(message.link, message.seq, message.codec, gain, True, False, b"", 0.0, 0.0, message.chunks)
     with pytest.raises(PeerError, match="gain"):
         swarm.nodes["b"].core.on_message("a", bad, 0.0)
+
+
+@pytest.mark.parametrize("gain", [0.0, -0.1, 0.6, 1e9, math.nan])
+def test_nor_does_one_that_what_is_left_of_a_link_has_waited_for(gain: float) -> None:
+    swarm = GossipSwarm(2, 10, "float32", view=1)
+    swarm.everyone_alive()
+    swarm.settle()
+    swarm.step("a", np.ones(10))
+    swarm.deliver("a", "b")
+    core = swarm.nodes["a"].core
+    swarm.perform("a", core._links.end("b", swarm.now))
+    message = swarm.queues["b", "a"][0]
+    assert isinstance(message, Delta)
+    with pytest.raises(PeerError, match="gain"):
+        core.on_message("b", replace(message, gain=gain), swarm.now)
+    swarm.calm()
+    assert swarm.drift() < 1e-12
+    assert not core.under_way
+
+
+def test_a_half_of_an_exchange_that_cannot_be_changes_nothing_and_ends_the_link() -> None:
+    swarm = GossipSwarm(2, 10, "float32", view=1)
+    swarm.everyone_alive()
+    swarm.settle()
+    swarm.step("a", np.ones(10))
+    message = swarm.queues["a", "b"].popleft()
+    assert isinstance(message, Delta)
+    core, before = swarm.nodes["b"].core, swarm.nodes["b"].x.copy()
+    effects = core.on_message("a", replace(message, seq=3), swarm.now)
+    assert Send("a", LinkClosed(message.link, 0)) in effects
+    assert core.counts["link_mismatches"] == 1
+    swarm.perform("b", effects)
+    assert np.array_equal(swarm.nodes["b"].x, before)
+    swarm.calm()
+    assert swarm.drift() < 1e-12
+    assert_references_agree(swarm)
 
 
 def test_a_payload_that_is_damaged_changes_nothing() -> None:
