@@ -129,9 +129,9 @@ def test_a_strangers_message_changes_nothing(row: tuple[str, dict[str, Any]], da
 # ---------------------------------------------------------------- what was found, one by one
 
 
-def in_a_round(mode: str = "allreduce", **told: Any) -> tuple[Attacked, RoundBegin]:
+def in_a_round(mode: str = "allreduce", *, codec: str = "float32", **told: Any) -> tuple[Attacked, RoundBegin]:
     """Where b waits for the leader's word, and what that word will be."""
-    swarm = Attacked((mode, {}), codec="float32", **told)
+    swarm = Attacked((mode, {}), codec=codec, **told)
     swarm.all_hear()
     swarm.settle()
     for _ in range(2):
@@ -154,6 +154,40 @@ def test_an_order_that_no_leader_gives_is_refused_before_it_is_begun(lie: dict[s
     swarm, begin = in_a_round()
     with pytest.raises(PeerError):
         swarm.nodes["b"].core.on_message("a", replace(begin, **lie), swarm.now)
+    swarm.train(4)
+
+
+@pytest.mark.parametrize(
+    ("lie", "why"),
+    [
+        ({"codec": "no"}, "codec 'no' is none"),
+        ({"weights": (1.0, 1.0, 1.0)}, "exchanges weights"),
+        ({"source": "a"}, "exchanges weights"),
+        ({"waited": ()}, "waited"),
+        ({"waited": (0.0, -1.0, 0.0)}, "waited"),
+        ({"waited": (0.0, float("nan"), 0.0)}, "waited"),
+    ],
+    ids=str,
+)
+def test_nor_is_one_of_differences(lie: dict[str, Any], why: str) -> None:
+    swarm, begin = in_a_round(codec="int8")
+    assert not begin.whole
+    with pytest.raises(PeerError, match=why):
+        swarm.nodes["b"].core.on_message("a", replace(begin, **lie), swarm.now)
+    swarm.train(4)
+
+
+@pytest.mark.parametrize(("sender", "phase"), [("x", RoundPhase.RUNNING), ("a", RoundPhase.HELD)])
+def test_pieces_that_cannot_be_end_no_attempt_that_their_sender_has_no_part_in_any_more(
+    sender: str, phase: RoundPhase
+) -> None:
+    swarm, begin = in_a_round()
+    rounds = swarm.nodes["b"].core._rounds
+    while rounds.phase != phase:
+        assert any(swarm.deliver(*link) for link in swarm.waiting())
+    with pytest.raises(PeerError):
+        rounds.on_message(sender, RoundPieces(begin.round, begin.attempt, (0,), (b"",)), swarm.now)
+    assert rounds.phase == phase
     swarm.train(4)
 
 
