@@ -17,7 +17,7 @@ from peerd.training.rounds.culprits import MISSES_MAX, TRIES_APART, Culprits
 from peerd.training.rounds.leader import PATIENCE_MIN_S
 from peerd.training.rounds.member import REPEAT_S
 from peerd.transport.errors import PeerError
-from peerd.transport.messages import Message, PiecesTaken, RoundPhase, RoundPieces, RoundReport
+from peerd.transport.messages import Message, PiecesTaken, RoundPhase, RoundPieces, RoundReport, RoundsWithout
 
 STEP_S = 3
 MISS_S = PATIENCE_MIN_S + 2 * REPEAT_S + STEP_S
@@ -284,6 +284,14 @@ def test_who_ends_no_round_is_counted_and_told_once() -> None:
     assert swarm.nodes["a"].core.counts["members_set_aside"] == 1
     said = [(name, text.partition(" for a while")[0]) for name, text in swarm.logged]
     assert said == [("a", "rounds go on without member d"), ("d", "rounds go on without this node")]
+
+
+def test_a_leader_that_says_so_without_end_fills_no_log() -> None:
+    swarm = formed("ab")
+    core, told = swarm.nodes["b"].core, RoundsWithout(swarm.nodes["b"].core._rounds._life, again=True)
+    for second in range(121):
+        swarm.perform("b", core.on_message("a", told, swarm.now + second))
+    assert len(swarm.logged) == 3, "one a minute"
 
 
 # ---------------------------------------------------------------- the search alone
