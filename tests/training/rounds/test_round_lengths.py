@@ -27,6 +27,7 @@ from peerd.training.rounds.lengths import (
     Usual,
     are_lengths,
     far_off,
+    lengths_of,
     limits_of,
     longest_mean,
     shorten,
@@ -76,6 +77,19 @@ def test_no_mean_of_gradients_is_longer_than_can_be_and_no_honest_one_is_shorten
 
 def test_a_length_that_none_has_makes_no_limit_that_is_none() -> None:
     assert math.isfinite(longest_mean([1.79e308, 1.0], [1.0, 0.0]))
+
+
+def test_who_was_but_rounded_has_not_moved_and_what_is_not_finite_is_as_long_as_can_be() -> None:
+    """Such a length would be a median of the others', beside which any step is far too long."""
+    since = np.full(SIZE, 1000.0, np.float32)
+    rounded = np.nextafter(since, np.float32(0))
+    moved = since + np.array([3.0, 4.0, 0, 0, 0, 0, 0, 2.0], np.float32)
+    lost = np.zeros(SIZE, np.float32)
+    for beside in (None, lost):
+        assert lengths_of(rounded, LAYOUT, since, beside) == (0.0, 0.0)
+        assert lengths_of(moved, LAYOUT, since, beside) == pytest.approx((5.0, 2.0))
+        assert lengths_of(np.where(moved == since, np.inf, moved), LAYOUT, since, beside) == (1e300, 1e300)
+    assert lengths_of(since, LAYOUT, since, moved - since) == pytest.approx((5.0, 2.0))
 
 
 def test_an_order_to_as_many_as_there_may_be_can_be_sent() -> None:
