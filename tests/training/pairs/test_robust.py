@@ -14,6 +14,8 @@ from peerd.training.codecs import CODECS
 from peerd.training.codecs.vector import Gain, Layout
 from peerd.training.effects import Vector
 from peerd.training.flush import CLOSER
+from peerd.training.pairs import graylist as graylists
+from peerd.training.pairs import robust
 from peerd.training.pairs.graylist import FAR_MAX, WEIGHT_MAX, Graylist
 from peerd.training.pairs.reference import ExchangeHalf, PairedReference
 from peerd.training.pairs.robust import (
@@ -86,6 +88,16 @@ def test_tensors_cover_a_model_and_none_has_parameters_and_buffers(
     assert stops[-1] == parameters + buffers
     assert all(stop <= parameters or start >= parameters for start, stop in pairwise([0, *stops]))
     assert tensors.of_parameters == sum(stop <= parameters for stop in stops)
+
+
+@pytest.mark.parametrize("buffers", [0, 1])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_how_far_apart_two_models_are_is_said_of_all_parameters_and_of_no_buffer(count: int, buffers: int) -> None:
+    total = count + buffers
+    tensors = Tensors(Layout(count, total, (), tuple(range(1, total + 1))))
+    assert len(tensors) == total
+    apart = tensors.norms(np.arange(1.0, total + 1))
+    assert tensors.whole(apart) == pytest.approx(math.sqrt(sum(value**2 for value in range(1, count + 1))))
 
 
 def test_a_model_of_many_tensors_has_as_many_limits_as_fit_a_message() -> None:
@@ -260,6 +272,15 @@ def test_a_newcomer_at_a_runs_end_learns_what_is_usual_from_more_than_one() -> N
     assert moved["z"] < 0.1
 
 
+def test_any_number_of_peers_has_allowances_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(robust, "PEERS_MAX", 5)
+    allowances = Allowances(ONE)
+    for number in range(50):
+        allowances.limits(f"{number}", [f"{number}"])
+    assert len(allowances._peers) == 5
+    assert "49" in allowances._peers, "the oldest was forgotten"
+
+
 def test_a_correction_that_a_variance_does_not_take_is_no_step_of_the_node() -> None:
     layout = Layout(1, 3, ((1, 3),), (1, 3))
     allowances = Allowances(layout)
@@ -335,3 +356,16 @@ def test_who_stays_away_is_refused_for_longer_each_time_until_forgiven() -> None
     graylist.forgive("p")
     assert not graylist.refuses("p", now)
     graylist.forgive("p")
+
+
+def test_any_number_of_peers_that_are_far_takes_bounded_memory_and_sets_nobody_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(graylists, "REMEMBERED_MAX", 5)
+    graylist = Graylist()
+    while not graylist.note("p", 7.0, 0.0, 1.5):
+        pass
+    for number in range(50):
+        graylist.note(f"{number}", 7.0, 1.0, 1.5)
+    assert len(graylist._records) == 5
+    assert graylist.refuses("p", 1.0)
