@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -21,6 +23,7 @@ from peerd.training.trigger import (
     fires,
     parse_trigger,
 )
+from peerd.training.trigger_check import distance_from_mean
 from peerd.transport.errors import UserError
 
 amounts = st.floats(0, 1e30)
@@ -138,3 +141,11 @@ def test_any_text_is_a_trigger_or_a_user_error(text: str) -> None:
     with contextlib.suppress(UserError):
         parse_trigger(text)
         assert text.partition(":")[0] in TRIGGERS
+
+
+def test_how_far_a_model_is_from_the_mean_is_told_by_the_partners_that_were_met() -> None:
+    met: list[Any] = [SimpleNamespace(exchanges=1, distance=math.sqrt(2) * far, anchor_norm=10.0) for far in (3, 4)]
+    stranger: Any = SimpleNamespace(exchanges=0, distance=1e9, anchor_norm=1e9)
+    zero: Any = SimpleNamespace(exchanges=1, distance=1.0, anchor_norm=0.0)
+    assert distance_from_mean([*met, stranger]) == pytest.approx(math.sqrt((9 + 16) / 2) / 10)
+    assert distance_from_mean([stranger]) == distance_from_mean([]) == distance_from_mean([zero]) == 0.0
