@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from peerd.membership.core import LAN, WAN, Membership
 from peerd.membership.dissemination import DATAGRAM_BYTES, News, record_bytes
 from peerd.membership.effects import MemberChanged, MembershipEffect, PushPull, SendDatagram
+from peerd.membership.lot import Lot
 from peerd.membership.roster import INCARNATION_JUMP, META_BYTES, TABLE_MEMBERS, Roster, order
 from peerd.membership.suspicion import LAST_WORDS_MAX, Suspicions
 from peerd.training.effects import Log
@@ -274,7 +275,7 @@ def test_a_full_table_forgets_the_longest_gone_and_only_them() -> None:
     assert "n9001" in membership.members
     assert not {"n10", "n11", "n9002"} & membership.members.keys()
     oversized = MemberTable("n1", tuple(member(f"m{number}") for number in range(TABLE_MEMBERS + 1)))
-    assert not membership.on_table(oversized, 0.0)
+    assert membership.on_table(oversized, 0.0) == []
     assert membership.counts["oversized_tables"] == 1
 
 
@@ -575,6 +576,31 @@ def test_one_that_dies_just_after_it_was_probed_is_probed_again() -> None:
     [(_, again)] = messages(run_until(membership, now + 0.2), Ping)
     assert isinstance(again, Ping)
     assert again.target == ping.target
+
+
+@given(st.permutations("abcde"), st.lists(st.sampled_from("abcde"), min_size=1), st.integers(0, 99))
+def test_whoever_is_in_a_lot_may_be_drawn_and_nobody_else(ids: list[str], changes: list[str], seed: int) -> None:
+    """All come; whoever changes goes if it is there, and comes if it is not."""
+    lot, held, rng = Lot(), set[str](), random.Random(seed)
+    for id in [*ids, *changes]:
+        (lot.discard if id in held else lot.add)(id)
+        held ^= {id}
+        lot.discard("x")
+        assert lot.keys() == held
+        assert {lot.draw(rng) for _ in range(200 if held else 0)} == held
+
+
+def test_what_was_seen_before_a_suspicion_shortens_it() -> None:
+    asked_after_s = []
+    for vacant in (True, False):
+        membership = core(*[member(f"n{number}") for number in range(1, 9)])
+        if vacant:
+            membership.vacant("n1", 0.0)
+        hear(membership, member("n1", State.SUSPECT, accuser="n2"), now=0.1)
+        while not membership.counts["last_words"]:
+            serve(membership, membership.deadline, lambda id: id != "n1")
+        asked_after_s.append(membership.deadline)
+    assert asked_after_s[0] < 0.75 * asked_after_s[1]
 
 
 @pytest.mark.parametrize("again", [member("n1", epoch=2), member("n1", incarnation=1)], ids=["restarts", "refutes"])
