@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from peerd.membership.core import LAN, Membership
 from peerd.membership.effects import AskTwin, MembershipEffect, PushPull, SendDatagram
-from peerd.membership.lives import DISOWNED_S, TWIN_AGAIN_S, TWIN_DEADLINE_S
+from peerd.membership.lives import DISOWNED_S, TWIN_AGAIN_S, TWIN_DEADLINE_S, Disowned
 from peerd.membership.roster import EPOCH_JUMP, INCARNATION_JUMP, NUMBER_END, TABLE_MEMBERS, Roster
 from peerd.membership.suspicion import Suspicions
 from peerd.membership.table_budget import BURST_ROWS, ROWS_PER_S, SOURCES_MAX, TableBudget
@@ -267,6 +267,34 @@ def test_a_host_over_its_budget_waits_and_others_do_not() -> None:
     for number in range(3 * SOURCES_MAX):
         budget.wait_s(f"host {number}", 100, 1.0)
     assert len(budget._full_at) <= SOURCES_MAX
+    budget.wait_s("a", BURST_ROWS + ROWS_PER_S, 60.0)
+    for number in range(SOURCES_MAX):
+        budget.wait_s(f"new {number}", 0, 60.0)
+    assert budget.wait_s("a", 0, 60.0) == pytest.approx(1.0), "those whose budget is whole are forgotten first"
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from(["lie", "word"]), st.integers(1, 9), st.floats(0, 300)))
+)
+def test_only_a_life_that_its_member_has_disowned_is_not_believed_and_only_for_a_while(
+    course: list[tuple[str, str, int, float]],
+) -> None:
+    disowned, now, until = Disowned(), 0.0, dict[str, tuple[int, float]]()
+    for id, what, epoch, passes_s in course:
+        if what == "lie":
+            disowned.add(replace(member("n1", epoch=epoch), id=id), now)
+            until[id] = epoch, now + DISOWNED_S
+        else:
+            disowned.forget(id)
+            until.pop(id, None)
+        now += passes_s
+        for said in range(1, 11):
+            record = replace(member("n1", epoch=said), id=id)
+            highest, end = until.get(id, (0, 0.0))
+            assert disowned.has(record, None, now) == (said <= highest and now < end)
+            for lives in range(1, 11):
+                known = replace(record, epoch=lives)
+                assert disowned.has(record, known, now) == (lives < said <= highest and now < end)
 
 
 # Datagrams -------------------------------------------------------------------------------------------------------
