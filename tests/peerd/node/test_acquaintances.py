@@ -98,5 +98,6 @@ def test_those_who_are_gone_are_forgotten() -> None:
     known = Acquaintances("me", Random(0), lambda _: None, sealed=True)
     for index in range(1000):
         known.note(f"gone-{index}")
-        known.due({"n0": member("n0")}, 0.0, 1)
+        known.due({f"made-up-{index}": member(f"made-up-{index}")}, 0.0, 1)
     assert len(known._met) < 100
+    assert len(known._tried) < 100

@@ -27,9 +27,9 @@ def test_it_is_never_exceeded_but_by_what_has_come_whole(
             assert len(gone) == len(set(gone))
             for each in gone:
                 del sizes[each]
-        elif what == "whole" and connection in sizes:
-            budget.whole(connection)
-            whole.add(connection)
+        elif what == "whole":
+            budget.whole(connection)  # be it of one that was given up as its last bytes came
+            whole |= {connection} & sizes.keys()
         elif what == "end":
             budget.end(connection)
             sizes.pop(connection, None)
