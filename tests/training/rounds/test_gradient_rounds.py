@@ -339,6 +339,25 @@ def test_who_says_that_it_has_applied_what_nobody_can_have_sets_no_limit(limit: 
         leader.on_message("c", replace(said, limit=-3.0), swarm.now)
 
 
+def test_who_missed_a_commit_has_its_leaders_limit_whatever_another_says_to_have_applied() -> None:
+    swarm = GradientSwarm("abc", robust=True)
+    swarm.train(2, drawn(swarm))
+    for name in "abc":
+        swarm.step(name)
+    leader, liar, late = (swarm.nodes[name].core for name in "acb")
+    while not any(isinstance(said, RoundCommit) for said in swarm.queues["a", "b"]):
+        swarm.deliver(*swarm.waiting()[0])
+    swarm.lose("a", "b")
+    said = replace(liar._rounds._report(0.0), agreed=leader._rounds._agreed, limit=1e-9, phase=RoundPhase.IDLE)
+    swarm.perform("a", leader.on_message("c", said, swarm.now))
+    swarm.lose("a", "b")
+    assert late._rounds.phase == RoundPhase.HELD
+    swarm.cut("a", "b")
+    swarm.settle()
+    assert late._rounds._agreed == leader._rounds._agreed
+    assert late._rounds._limit == leader._rounds._limit > 1e-9
+
+
 def drawn(swarm: GradientSwarm) -> Callable[[str], Vector]:
     return lambda name: swarm.integers() / 1000
 
