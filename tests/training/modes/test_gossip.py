@@ -25,7 +25,7 @@ from peerd.training.pairs.codec_choice import SPARSE_WORTH
 from peerd.training.pairs.links import CAME, REMINDERS, TRANSITIONS, WENT, LinkState
 from peerd.training.trigger import SILENCE_MAX_S, WAKE_AFTER_S
 from peerd.transport.errors import PeerError
-from peerd.transport.messages import Connected, Delta, LinkClosed, LinkEqual, LinkOpen, LinkSnapshot
+from peerd.transport.messages import Connected, Delta, DeltaTaken, LinkClosed, LinkEqual, LinkOpen, LinkSnapshot
 
 WITH = [*sorted(CODECS), AUTO]
 BATCHES: list[list[float]] = [[], [16, 16, 16, 16], [64, 8, 8, 8], [100, 64, 16, 8]]
@@ -591,6 +591,19 @@ def test_a_half_of_an_exchange_that_cannot_be_changes_nothing_and_ends_the_link(
     swarm.calm()
     assert swarm.drift() < 1e-12
     assert_references_agree(swarm)
+
+
+def test_the_word_that_a_half_was_taken_is_of_its_link_alone() -> None:
+    swarm = GossipSwarm(2, 10, "float32", view=1)
+    swarm.everyone_alive()
+    swarm.settle()
+    swarm.step("a", np.ones(10))
+    swarm.deliver("a", "b")
+    core = swarm.nodes["b"].core
+    reference = core.references()["a"]
+    for link, taken in ((reference.link + 1, False), (reference.link, True)):
+        core.on_message("a", DeltaTaken(link, reference.version), swarm.now)
+        assert reference.settled == taken
 
 
 def test_a_payload_that_is_damaged_changes_nothing() -> None:
