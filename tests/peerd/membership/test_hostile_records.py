@@ -90,6 +90,7 @@ def test_a_flood_of_lives_asks_one_at_a_time_and_each_address_once_a_minute() ->
     assert all(later - earlier >= TWIN_DEADLINE_S for earlier, later in itertools.pairwise(times))
     for each in asked.values():
         assert all(later - earlier >= TWIN_AGAIN_S for earlier, later in itertools.pairwise(each))
+        assert len(each) >= 200 // TWIN_AGAIN_S, "and is asked again"
     assert len(asked) == 3
     assert logs <= len(times) + 4, "nor does it fill the log (a stall is told, too)"
     assert membership.me.epoch == 1
