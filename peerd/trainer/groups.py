@@ -45,6 +45,14 @@ def made(optimizer: Any) -> list[Group]:
     return [at_first for at_first, _, _ in _known(optimizer)]
 
 
+def has_schedule(optimizer: Any) -> bool:
+    """Whether a scheduler of torch's was made for it before it attached, and it has not trained with a swarm since.
+
+    One that loaded its own state before may have a scheduler that did, too, and is not meant.
+    """
+    return any("initial_lr" in at_first and not has_trained for at_first, _, has_trained in _known(optimizer))
+
+
 def merged(kept: Sequence[Group], then: Iterable[Group], optimizer: Any) -> tuple[list[Group], str]:
     """The groups to load, and which settings of the script are not the checkpoint's; "" where none differs.
 

@@ -56,6 +56,11 @@ class Kept:
                 raise ValueError(f"keep: {name} has tensors in shards, which only a model that is attached may have")
         self._states(_refuse)
 
+    @property
+    def has_schedule(self) -> bool:
+        """Whether one of them is a scheduler of learning rates."""
+        return any(True for held in self._objects.values() for _ in _schedules(held))
+
     def capture(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """Their states as they are now: plain data by name, and the tensors, not copied, by names of theirs.
 

@@ -235,6 +235,11 @@ class Session:
             _say_restored(*restored, model_of=None if start.load is None else start.step)
         elif self.step and past is None:
             self._kept.none_found(self.step)
+        if self.step and past is None and groups.has_schedule(self._optimizer) and not self._kept.has_schedule:
+            say(
+                "the optimizer has a learning rate scheduler: one that counts its own steps begins at its first, and "
+                f"the model is of step {self.step}; compute the rate from swarm.step_count"
+            )
         if self.step and (last := _TRAINED.get(self._checkpoints)) and last() is not self._model:
             say(
                 f"this training goes on from step {self.step} with the model of the one before it in this script; "

@@ -320,6 +320,34 @@ def test_a_script_that_comes_back_without_what_it_keeps_is_told(path: Path, caps
     assert [line for line in capsys.readouterr().err.splitlines() if "begin" in line] == [f"{said} step 3"]
 
 
+def test_a_scheduler_that_begins_anew_with_a_model_that_does_not_is_told(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A node that came late ended at the highest rate of a schedule that others had come to the end of."""
+    told: list[bool] = []
+
+    def script() -> None:
+        def train(*, kept: bool = False, own: bool = False) -> None:
+            model, optimizer = normed()
+            if own:  # as the script's own checkpoint has it, with the scheduler's beside it
+                optimizer.state[next(model.parameters())] = {"step": torch.tensor(3.0)}
+            scheduler = lr_scheduler.OneCycleLR(optimizer, 0.1, 20)
+            capsys.readouterr()
+            swarm = peerd.attach(model, optimizer, keep={"mine": scheduler} if kept else {})
+            told.append(f"the model is of step {swarm.step_count};" in capsys.readouterr().err)
+            swarm.step()
+            swarm._session._report(swarm.step_count, 1.0, copies=True, rolled_back=False)  # type: ignore[union-attr]
+            swarm._close()
+
+        train()
+        train()
+        train(kept=True)
+        train(own=True)
+
+    with_daemon(path, script)
+    assert told == [False, True, False, False]
+
+
 def test_a_dictionary_that_the_script_has_let_go_of_is_not_held() -> None:
     class Big:
         pass
