@@ -576,9 +576,15 @@ class TrainerService:
 
     # ---------------------------------------------------------------- for the export
 
-    def exchange(self) -> tuple[str, bool]:
-        """What members give each other, and whether the optimizer's state is a part of the model for it."""
-        return self._settings.exchange, self._shares_all
+    def exchange(self) -> dict[str, Any]:
+        """What members give each other, whether the optimizer's state is a part of the model for it, and who steps."""
+        told = self._settings
+        servers_step = told.exchange == GRADIENTS and "server_optimizer" in class_of(told.mode).TAKES
+        return {
+            "exchange": told.exchange,
+            "optimizer": self._shares_all,
+            "server_optimizer": told.server_optimizer if servers_step else "",
+        }
 
     @property
     def _shares_all(self) -> bool:

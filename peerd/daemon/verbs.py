@@ -245,8 +245,7 @@ class Verbs:
 
     async def _exchange(self, _: dict[str, Any]) -> Answer:
         """A script asks before it attaches: its memory depends on it."""
-        exchange, optimizer = self._node.model.exchange()
-        return {"exchange": exchange, "optimizer": optimizer}
+        return self._node.model.exchange()
 
     async def _export(self, message: dict[str, Any]) -> Answer:
         values, step = await self._node.model.model_values()

@@ -42,7 +42,7 @@ from peerd.trainer.checkpoint_writer import CheckpointWriter, wait_for_earlier
 from peerd.trainer.figures import SAMPLES_MAX, Figures
 from peerd.trainer.gradient_hooks import GradientHooks
 from peerd.trainer.kept import Kept
-from peerd.trainer.optimizers import forget, learning_rates
+from peerd.trainer.optimizers import forget, kind, learning_rates
 from peerd.trainer.publication import Publication
 from peerd.trainer.ranks import RankCommand, Ranks
 from peerd.trainer.rest import FrozenBase, Rest
@@ -106,7 +106,7 @@ class Session:
         self._optimizer = optimizer
         self._kept = kept
         self.flat: FlatModel | ShardedModel
-        self._exchanges, shares_optimizer = _exchange_of(socket)
+        self._exchanges, shares_optimizer, servers_step_by = _exchange_of(socket)
         if self._exchanges and ranks is not None:
             raise Refused("gradients are exchanged by one process a node: start this job as one, or with weights")
         if self._exchanges and quasi_global_momentum:
@@ -172,6 +172,11 @@ class Session:
             self._memory.close_fd()
             self._unpin()
             raise
+        if servers_step_by and past is None:
+            say(
+                f"the servers make the steps, by {servers_step_by} (--server-optimizer): of this script's "
+                f"{kind(optimizer)} only the learning rate counts"
+            )
 
     # ---------------------------------------------------------------- coming
 
@@ -679,8 +684,10 @@ class Session:
             raise
 
 
-def _exchange_of(socket: LocalSocket) -> tuple[bool, bool]:
-    """Whether members give each other gradients, and whether the optimizer's state belongs to the model then."""
+def _exchange_of(socket: LocalSocket) -> tuple[bool, bool, str]:
+    """Whether members give each other gradients, whether the optimizer's state belongs to the model then, and by which
+    optimizer servers make the steps in place of the script's; "" where they do not.
+    """
     socket.send({"kind": "exchange"})
     told = False
     while (said := socket.receive(SLOW_ANSWER_S)) is None:  # of a daemon that is stopped it comes when that goes on
@@ -688,7 +695,7 @@ def _exchange_of(socket: LocalSocket) -> tuple[bool, bool]:
             told = True
             say("waiting for the daemon's answer; if its process is stopped, kill -CONT lets it go on")
     # a daemon that knows no such question exchanges weights
-    return said.get("exchange") == "gradients", said.get("optimizer") is True
+    return said.get("exchange") == "gradients", said.get("optimizer") is True, str(said.get("server_optimizer") or "")
 
 
 def _say_restored(step: int, whole: bool, *, model_of: int | None) -> None:

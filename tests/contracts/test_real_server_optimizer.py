@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+import pytest
 import script_nodes
 import torch
 from script_nodes import Swarm
@@ -58,7 +59,7 @@ def of_torch() -> dict[str, torch.Tensor]:
     return first.state_dict()
 
 
-def test_hardsync_of_gradients_is_one_optimizers_training(tmp_path: Path) -> None:
+def test_hardsync_of_gradients_is_one_optimizers_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found: dict[int, dict[str, torch.Tensor]] = {}
     made = [build() for _ in NAMES]
 
@@ -88,3 +89,6 @@ def test_hardsync_of_gradients_is_one_optimizers_training(tmp_path: Path) -> Non
         for name, value in wanted.items():
             scale = float(value.double().norm()) or 1.0
             assert float((found[rank][name].double() - value.double()).norm()) <= CLOSE * scale, (rank, name)
+    told = [line for line in capsys.readouterr().err.splitlines() if "servers" in line]
+    who = "the servers make the steps, by adamw:weight_decay=0.05 (--server-optimizer): of this script's SGD"
+    assert told == [f"peerd: {who} only the learning rate counts"] * len(NAMES)
