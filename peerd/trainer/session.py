@@ -65,6 +65,9 @@ RATIO_TOLD = 1.1  # the learning rate changes by this factor before the daemon h
 COPY_EVERY = 200  # times what a copy takes: how old the daemon's may be, as it is all that is left of a killed trainer
 COPY_EVERY_MIN_S = 1.0
 BATCHES = 100  # of which the usual size counts
+STILL_STEPS = (
+    100  # without any change: more than a scaler leaves out until it fits, and parts of a batch that is gathered
+)
 
 _TRAINED: dict[Path, weakref.ref[nn.Module]] = {}
 """Which model this process has trained last with the node that keeps its checkpoints there: it holds one, whoever comes
@@ -146,6 +149,7 @@ class Session:
         self._told_ratio = 1.0  # of the learning rate to the largest, in the last report
         self._told_failed: str | None = None  # why the last checkpoint was not written
         self._rollbacks = 0
+        self._moved_at: int | None = 0  # the last step at which a look found a change; None: it was said that none is
         self._client = TrainerClient()
         self._copied_at = 0.0
         self._copy_cost_s = 0.0
@@ -252,6 +256,7 @@ class Session:
             )
         for message in self._early:
             self._obey(message)
+        self._moved_at = self.step
         self._watch.copied()
         self._wait()
         rest = Rest(self._model, flat.pieces, flat.signature)
@@ -540,15 +545,28 @@ class Session:
         """See how far the model has moved; one that is not finite goes back to its last copy. Whether it was finite."""
         wait_for([self.flat.device])  # the step's own work is no part of a look
         began = time.monotonic()
-        change = float(self.flat.change())
+        before, change = self._watch.change, float(self.flat.change())
         self._watch.looked(change, began, time.monotonic())
         if math.isfinite(change):
             self._rollbacks = 0
+            self._tell_of_still(step, moved=change != before)
             return True
         self._refuse_beyond_float32()
         self._roll_back(step)
         self._watch.copied()
         return False
+
+    def _tell_of_still(self, step: int, *, moved: bool) -> None:
+        """Where the script goes on with another model than it gave, each node trains alone, and nobody would see it."""
+        if moved and self._moved_at is not None:
+            self._moved_at = step
+        still = self._moved_at is not None and step - self._moved_at >= STILL_STEPS and not self._exchanges
+        if still and self._rates()[0] > 0 and any(piece.held.requires_grad for piece in self.flat.pieces):
+            self._moved_at = None
+            say(
+                f"the model that peerd.attach was given has not changed in {STILL_STEPS} steps: does the optimizer "
+                "step another one, made or copied since?"
+            )
 
     @property
     def _has_spare(self) -> bool:

@@ -139,6 +139,40 @@ def test_a_training_after_another_in_one_script_is_told_that_it_goes_on(
     assert told[3] == []
 
 
+def test_a_script_that_trains_another_model_than_it_gave_is_told(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It made a new one, and each node trained its own, as if there were no others."""
+    monkeypatch.setattr(session, "STILL_STEPS", 5)
+    told: list[int] = []
+
+    def script() -> None:
+        model, optimizer = normed()
+        with peerd.attach(model, optimizer) as swarm:
+
+            def train(steps: int, *, stands: bool = False) -> None:
+                for _ in range(steps):
+                    model(torch.randn(8, 3)).square().mean().backward()
+                    if not stands:
+                        optimizer.step()
+                    swarm._session._look(swarm.step_count + 1)  # type: ignore[union-attr]
+                    swarm.step()
+                told.append(capsys.readouterr().err.count("has not changed in 5 steps: does the optimizer step"))
+
+            train(12)
+            optimizer.param_groups[0]["lr"] = 0.0
+            train(12)
+            optimizer.param_groups[0]["lr"] = 0.01
+            train(3)
+            model.requires_grad_(False)
+            model[2].requires_grad_(True)
+            train(12, stands=True)
+            train(12, stands=True)
+
+    with_daemon(path, script)
+    assert told == [0, 0, 0, 1, 0]
+
+
 def test_a_process_group_that_is_made_after_attach_ends_the_script(path: Path) -> None:
     """This rank alone would take corrections."""
     told: list[str] = []
