@@ -367,6 +367,35 @@ def test_a_graph_that_is_older_than_the_swarms_model_is_named(
     assert "make it anew after the first optimizer's step" in capsys.readouterr().err
 
 
+def test_a_graph_through_batch_norm_takes_a_second_pass(tmp_path: Path) -> None:
+    """Its statistics become the mean of all at the end of the first one."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+
+    def script(name: str) -> None:
+        torch.manual_seed(0)
+        generator = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.ReLU(), nn.Linear(3, 2))
+        discriminator = nn.Linear(2, 1)
+        optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (generator, discriminator)]
+        with peerd.attach([generator, discriminator], optimizers) as swarm:
+            torch.manual_seed(ord(name))
+            for _ in range(5):
+                made = generator(torch.randn(4, 2))
+                discriminator(made.detach()).mean().backward()
+                optimizers[1].step()
+                discriminator(made).mean().backward()
+                optimizers[0].step()
+                swarm.step()
+        found[name] = generator.state_dict()
+
+    async def scenario(swarm: Swarm) -> None:
+        for name in "ab":
+            await swarm.start(name, partial(script, name), wait_for=2)
+        await swarm.ended("ab")
+
+    script_nodes.run(tmp_path, scenario)
+    assert all(torch.equal(value, found["b"][name]) for name, value in found["a"].items())
+
+
 def test_a_built_in_task_that_joins_has_one_model_with_the_others(tmp_path: Path) -> None:
     """Its first learning rate is the swarm's, not that of the step at which it was before it had their gradient."""
     steps, joins_at = 24, 6

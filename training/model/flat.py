@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.parameter import UninitializedParameter
 
 from peerd.training.model.apart import distinct, overlapping
@@ -289,9 +290,14 @@ class FlatModel:
 
     @torch.no_grad()
     def put_buffers(self, values: torch.Tensor) -> None:
-        """The buffers of the model become their part of `values`, whatever stands elsewhere; not waited for."""
+        """The buffers of the model become their part of `values`, whatever stands elsewhere; not waited for.
+
+        Autograd is not told: BatchNorm hands it its statistics, of which a backward pass in training needs nothing, and
+        a later pass through the same graph, as a GAN makes, would end for them.
+        """
         for piece in self.buffers:
-            self._write(piece, values[piece.start : piece.stop])
+            with _unsafe_preserve_version_counter(piece.source):
+                self._write(piece, values[piece.start : piece.stop])
 
     @property
     def buffers(self) -> list[Piece]:
