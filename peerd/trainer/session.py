@@ -241,7 +241,8 @@ class Session:
             if self._ranks == 1:  # other ranks have yet to read what they resume from
                 self._put_passed_aside()
         if restored is not None:
-            _say_restored(*restored, model_of=None if start.load is None else start.step)
+            model_of = None if start.load is None else start.step
+            _say_restored(*restored, model_of=model_of, with_state=self._states is not None)
         elif self.step and past is None:
             self._kept.none_found(self.step)
         if self.step and past is None and groups.has_schedule(self._optimizer) and not self._kept.has_schedule:
@@ -716,11 +717,16 @@ def _exchange_of(socket: LocalSocket) -> tuple[bool, bool, str]:
     return said.get("exchange") == "gradients", said.get("optimizer") is True, str(said.get("server_optimizer") or "")
 
 
-def _say_restored(step: int, whole: bool, *, model_of: int | None) -> None:
-    """Said once it is known whose model the training starts from: the daemon may have one, `model_of` a step."""
+def _say_restored(step: int, whole: bool, *, model_of: int | None, with_state: bool) -> None:
+    """Said once it is known whose model the training starts from: the daemon may have one, `model_of` a step.
+
+    `with_state`: the optimizer's is a part of it.
+    """
     found, given = f"the checkpoint of step {step}", f"the model of step {model_of} is the daemon's"
     if model_of is None:
         say(f"resumed from {found}" if whole else f"resumed from {found}, which has no state that fits the optimizer")
+    elif with_state:
+        say(f"{given}, and so is the optimizer's state, in place of that of {found}")
     elif whole:
         say(f"{given}; the optimizer's state is this node's own, from {found}")
     else:

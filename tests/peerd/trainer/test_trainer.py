@@ -139,6 +139,28 @@ def test_a_training_after_another_in_one_script_is_told_that_it_goes_on(
     assert told[3] == []
 
 
+def test_whose_the_optimizers_state_is_where_it_is_a_part_of_the_model(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It came with the model, and the line said that it was of this node's own checkpoint."""
+
+    async def exchange(_: dict[str, Any]) -> dict[str, Any]:
+        await trio.lowlevel.checkpoint()
+        return {"exchange": "gradients", "optimizer": True}
+
+    def script() -> None:
+        for _ in range(2):
+            with peerd.attach(*normed()) as swarm:
+                swarm.step()
+
+    with_daemon(
+        path, script, verbs={"exchange": exchange}, mode="allreduce", exchange="gradients", trigger="change:0.05"
+    )
+    told = [line for line in capsys.readouterr().err.splitlines() if "checkpoint" in line]
+    given = "peerd: the model of step 1 is the daemon's"
+    assert told == [f"{given}, and so is the optimizer's state, in place of that of the checkpoint of step 1"]
+
+
 def test_a_script_that_trains_another_model_than_it_gave_is_told(
     path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
