@@ -65,9 +65,8 @@ RATIO_TOLD = 1.1  # the learning rate changes by this factor before the daemon h
 COPY_EVERY = 200  # times what a copy takes: how old the daemon's may be, as it is all that is left of a killed trainer
 COPY_EVERY_MIN_S = 1.0
 BATCHES = 100  # of which the usual size counts
-STILL_STEPS = (
-    100  # without any change: more than a scaler leaves out until it fits, and parts of a batch that is gathered
-)
+STILL_STEPS = 100
+"""Without any change: more than a scaler leaves out until it fits, or a batch is gathered from."""
 
 _TRAINED: dict[Path, weakref.ref[nn.Module]] = {}
 """Which model this process has trained last with the node that keeps its checkpoints there: it holds one, whoever comes

@@ -24,7 +24,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.parameter import UninitializedParameter
 
 from peerd.training.model.apart import distinct, overlapping
@@ -290,14 +289,9 @@ class FlatModel:
 
     @torch.no_grad()
     def put_buffers(self, values: torch.Tensor) -> None:
-        """The buffers of the model become their part of `values`, whatever stands elsewhere; not waited for.
-
-        Autograd is not told: BatchNorm hands it its statistics, of which a backward pass in training needs nothing, and
-        a later pass through the same graph, as a GAN makes, would end for them.
-        """
+        """The buffers of the model become their part of `values`, whatever stands elsewhere; not waited for."""
         for piece in self.buffers:
-            with _unsafe_preserve_version_counter(piece.source):
-                self._write(piece, values[piece.start : piece.stop])
+            self._write(piece, values[piece.start : piece.stop])
 
     @property
     def buffers(self) -> list[Piece]:
@@ -319,7 +313,10 @@ class FlatModel:
         if source.dtype == torch.float32 and not piece.is_buffer:
             source.copy_(wanted)
         else:
-            source.copy_(torch.where(source.float() == wanted.float(), source, wanted.to(source.dtype)))
+            # BatchNorm hands autograd its statistics, of which a backward pass in training needs nothing: a GAN's later
+            # pass through the same graph ends where they count as changed, as they do not by way of `data`
+            target = source.data if piece.is_buffer else source
+            target.copy_(torch.where(source.float() == wanted.float(), source, wanted.to(source.dtype)))
         if piece.master is not None:
             piece.tensor.copy_(source)
 
