@@ -37,7 +37,7 @@ from peerd.transport.errors import UserError
 @with_mode_options()
 def simulate(
     *,
-    peers: Annotated[int, typer.Option(min=2, max=4096)] = 16,
+    peers: Annotated[int, typer.Option(min=2, max=4096, help="nodes")] = 16,
     seed: Annotated[int, typer.Option("--seed", "--replay", min=0, help="the same run again, bit for bit")] = 0,
     seeds: Annotated[str | None, typer.Option(help="several, as 0..4 or 0,3,7: a run each")] = None,
     minutes: Annotated[
@@ -53,7 +53,9 @@ def simulate(
     uplink_mbit: Annotated[
         float | None, typer.Option(min=0.001, max=1e6, help="of each node, instead of the network's")
     ] = None,
-    downlink_mbit: Annotated[float | None, typer.Option(min=0.001, max=1e6)] = None,
+    downlink_mbit: Annotated[
+        float | None, typer.Option(min=0.001, max=1e6, help="of each node, instead of the network's")
+    ] = None,
     mode: Annotated[
         str, typer.Option(help="several with commas to compare, a run each; options of one as in 'diloco;every=9'")
     ] = "gossip",
@@ -81,7 +83,7 @@ def simulate(
     optimizer: Annotated[str | None, typer.Option(help=f"of each node: {', '.join(OPTIMIZERS)}")] = None,
     lr: Annotated[float | None, typer.Option(help="learning rate; default: the problem's")] = None,
     momentum: Annotated[float | None, typer.Option(help="of SGD")] = None,
-    weight_decay: Annotated[float | None, typer.Option()] = None,
+    weight_decay: Annotated[float | None, typer.Option(help="of the optimizer, per step")] = None,
     batch: Annotated[int | None, typer.Option(min=1, max=10**6, help="samples a step")] = None,
     schedule: Annotated[
         str | None, typer.Option(help=f"of the learning rate, for --problem teacher: {', '.join(SCHEDULES)}")

@@ -32,10 +32,10 @@ PACE_S = 0.01  # least time of a step: many trainers on few cores keep level, as
 def demo(
     *,
     task: Annotated[str, typer.Option("--task", "--problem", help=f"one of {', '.join(TASKS)}")] = "digits",
-    peers: Annotated[int, typer.Option(min=1, max=64)] = 4,
+    peers: Annotated[int, typer.Option(min=1, max=64, help="nodes, each with a daemon and a trainer")] = 4,
     steps: Annotated[int | None, typer.Option(min=1, help="optimizer steps of each node (default: the task's)")] = None,
     shard: Annotated[str, typer.Option(help="iid, sorted or dirichlet:A")] = "iid",
-    mode: Annotated[str, typer.Option()] = "gossip",
+    mode: Annotated[str, typer.Option(help="how models are combined: what peerd start --mode takes")] = "gossip",
     told: dict[str, Any],
     transport: Annotated[
         str | None, typer.Option(help=f"how models travel between machines: {', '.join(CARRIERS)}")
@@ -46,7 +46,7 @@ def demo(
     kill: Annotated[
         str | None, typer.Option(metavar="NODE@SHARE", help="SIGKILL a node in mid-run: 1@0.5 is node-1, halfway")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="of the first weights and of the split")] = 0,
     picture: Annotated[Path, typer.Option(help="where the plots go")] = Path("peerd-demo.png"),
     format: FormatOption = Format.TEXT,
 ) -> None:

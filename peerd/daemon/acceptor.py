@@ -81,9 +81,10 @@ class Acceptor:
         except ConnectionLost:
             pass
         except PeerError as error:
-            if not self._offences.refused_s(self._who(connection), connection.host):  # else it was said why
+            who = self._who(connection)
+            if not self._offences.refused_s(who, connection.host):  # else it was said why
                 told = error if connection.remote in str(error) else f"{connection.remote}: {error}"
-                LOGGER.warning("dropped %s", told)
+                LOGGER.warning("dropped %s%s", f"{self._membership_service.name_of(who)}, " if who else "", told)
             # who has no model yet knows of no bulk; a peer may still send it what its last life wanted
             if self._trainer_service.layout is not None or connection not in self._nodes:
                 self._strike(connection, error)

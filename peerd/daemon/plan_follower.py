@@ -148,7 +148,7 @@ class PlanFollower:
             raise self._runner.no_model()
         if self.plan.once or self._newest().once:
             raise UserError("an average is under way already")
-        if not self._others():
+        if not self._others() and self._started.exchange == WEIGHTS:
             return Average(self.plan, (), 0.0)
         plan = self.propose(self._newest().text, once=True)
         try:
