@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from peerd.training.mode_settings import ALIKE_AT_START
 from peerd.training.modes import MODES
 from peerd.training.modes.own_mode import as_told
 from peerd.transport.hello import Refused
 
 BUFFERS_NAMED_MAX = 4  # in one line
-TOLD = re.compile(r"[a-z_]+=[A-Za-z0-9.:,=_-]+", re.ASCII)  # of a mode and its options; a member may say anything
-OF_ITSELF = "it comes by itself to what peerd mode set has made of that since"
+PLAIN = re.compile(r"[A-Za-z0-9.:,=_-]+", re.ASCII)  # what modes and their options are made of
 
 CURES = {
     "protocol": "install one version of peerd on all nodes",
@@ -47,17 +47,21 @@ def cured(failure: Exception, *, joins: bool = False) -> str:
     if failure.field == "model":
         cure = cure_of_model(failure.here, failure.there)
     elif failure.field == "mode" and joins and (options := _options_of(failure.here)) is not None:
-        cure = f"start this node with {options}, as the members were started: {OF_ITSELF}"
+        by_itself = "it comes by itself to what peerd mode set has made of that since"
+        cure = f"start this node with {options}, as the members were started: {by_itself}"
     return f"{failure}; {cure}" if cure is not None else str(failure)
 
 
 def _options_of(alike: str) -> str | None:
     """What is typed to have what `alike_at_start` has said; None: it is no mode that whoever types this has by name."""
-    mode, *told = alike.split("+")
-    if mode.partition(":")[0] not in MODES or not all(TOLD.fullmatch(one) for one in (f"mode={mode}", *told)):
+    mode, *rest = alike.split("+")
+    told = [(key, value) for key, _, value in (one.partition("=") for one in rest)]
+    # a member may say anything, and its word goes to a terminal: nobody is to type a --join of its choice
+    known = mode.partition(":")[0] in MODES and all(key in ALIKE_AT_START for key, _ in told)
+    if not known or not all(map(PLAIN.fullmatch, (mode, *(value for _, value in told)))):
         return None
     options = [f"--mode {as_told(mode)}"]
-    for key, _, value in (one.partition("=") for one in told):
+    for key, value in told:
         option = key.replace("_", "-")
         options.append(f"--no-{option}" if value == str(False) else f"--{option} {value}")
     return " ".join(options)

@@ -79,7 +79,13 @@ def test_a_newcomer_is_told_what_to_type_to_have_its_members_mode(settings: Sett
     assert alike_at_start(told["mode"], load(told, {}, None)) == refused.here
 
 
-@pytest.mark.parametrize("said", ["mine", "gossip+robust=$(reboot)", "gossip+\x1b[2J", "gossip: --join x", "", "+"])
+@pytest.mark.parametrize(
+    "said",
+    [
+        "mine", "gossip+robust=$(reboot)", "gossip+\x1b[2J", "gossip: --join x", "", "+",
+        "gossip+join=10.0.0.9:7946", "gossip+insecure_plaintext=True", "gossip+view=3",
+    ],
+)  # fmt: skip
 def test_what_is_no_mode_here_is_told_as_it_is(said: str) -> None:
     assert cured(Refused("told", Refuse("mode", said, "gossip")), joins=True) == f"told; {CURES['mode']}"
 
