@@ -135,9 +135,10 @@ class CheckpointWriter:
     def _not_written(self, step: int, error: Exception) -> None:
         """Odd tensors, too, are no reason to end the training."""
         why = next(iter(cause(error).splitlines()), type(error).__name__)
-        older = generations(self._folder)
-        kept = f"that of step {step_of(older[0])} is kept" if older else "there is none yet"
-        self.failed = f"at step {step}: {why}; {kept}"
+        with suppress(OSError):  # a disk that has failed may not be read, either
+            older = generations(self._folder)
+            why += f"; that of step {step_of(older[0])} is kept" if older else "; there is none yet"
+        self.failed = f"at step {step}: {why}"
         say(f"no checkpoint written {self.failed}")
 
     def _start(self, work: Callable[[], None]) -> None:

@@ -191,7 +191,9 @@ def test_a_model_that_cannot_be_captured_is_trained_on(capsys: pytest.CaptureFix
     ]
 
 
-def test_which_checkpoint_is_left_when_one_is_not_written_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_which_checkpoint_is_left_when_one_is_not_written_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     fails = False
 
     def capture(step: int, stands: bool) -> checkpoint.Generation:
@@ -205,6 +207,13 @@ def test_which_checkpoint_is_left_when_one_is_not_written_is_told(capsys: pytest
     kept.write_last(8)
     assert kept.failed == "at step 8: No space left on device; that of step 7 is kept"
     assert capsys.readouterr().err == f"peerd: no checkpoint written {kept.failed}\n"
+
+    def fails_to_read(*_: Any) -> Any:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Path, "glob", fails_to_read)
+    kept.write(9)
+    assert kept.failed == "at step 9: No space left on device"
 
 
 def test_a_machine_that_gives_no_thread_ends_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
