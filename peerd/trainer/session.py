@@ -148,7 +148,7 @@ class Session:
         self._told_ratio = 1.0  # of the learning rate to the largest, in the last report
         self._told_failed: str | None = None  # why the last checkpoint was not written
         self._rollbacks = 0
-        self._moved_at: int | None = 0  # the last step at which a look found a change; None: it was said that none is
+        self._moved_at: int | None = 0  # since which no look has found a change that could have been; None: it was said
         self._client = TrainerClient()
         self._copied_at = 0.0
         self._copy_cost_s = 0.0
@@ -558,10 +558,11 @@ class Session:
 
     def _tell_of_still(self, step: int, *, moved: bool) -> None:
         """Where the script goes on with another model than it gave, each node trains alone, and nobody would see it."""
-        if moved and self._moved_at is not None:
+        if self._moved_at is None or self._exchanges:  # of gradients it may be servers that make the steps
+            return
+        if moved or not self._rates()[0] or not any(piece.held.requires_grad for piece in self.flat.pieces):
             self._moved_at = step
-        still = self._moved_at is not None and step - self._moved_at >= STILL_STEPS and not self._exchanges
-        if still and self._rates()[0] > 0 and any(piece.held.requires_grad for piece in self.flat.pieces):
+        elif step - self._moved_at >= STILL_STEPS:
             self._moved_at = None
             say(
                 f"the model that peerd.attach was given has not changed in {STILL_STEPS} steps: does the optimizer "

@@ -185,6 +185,7 @@ def test_a_script_that_trains_another_model_than_it_gave_is_told(
             optimizer.param_groups[0]["lr"] = 0.0
             train(12)
             optimizer.param_groups[0]["lr"] = 0.01
+            train(1, stands=True)  # a schedule that begins anew has set the next step's rate
             train(3)
             model.requires_grad_(False)
             model[2].requires_grad_(True)
@@ -192,7 +193,7 @@ def test_a_script_that_trains_another_model_than_it_gave_is_told(
             train(12, stands=True)
 
     with_daemon(path, script)
-    assert told == [0, 0, 0, 1, 0]
+    assert told == [0, 0, 0, 0, 1, 0]
 
 
 def test_a_process_group_that_is_made_after_attach_ends_the_script(path: Path) -> None:
