@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import takewhile
 from typing import Any
 
@@ -22,20 +24,23 @@ class ScriptStarter(TyperCommand):
 
     def make_context(self, *arguments: Any, **named: Any) -> Any:
         """Understand what was typed."""
-        try:
+        with self._telling_whose():
             return super().make_context(*arguments, **named)
-        except UsageError as error:
-            named_by_typer = getattr(error, "option_name", None) or getattr(getattr(error, "param", None), "name", None)
-            if named_by_typer and (hint := self._if_the_scripts(named_by_typer)):
-                raise UserError(f"{error.format_message().rstrip('.')}{hint}") from None
-            raise
-        except WrongSetting as error:
-            raise UserError(f"{error}{self._if_the_scripts(error.key)}") from None
 
     def invoke(self, ctx: Any) -> Any:
         """Run the node."""
-        try:
+        with self._telling_whose():
             return super().invoke(ctx)
+
+    @contextmanager
+    def _telling_whose(self) -> Iterator[None]:
+        try:
+            yield
+        except UsageError as error:
+            wrong = getattr(error, "option_name", None) or getattr(getattr(error, "param", None), "name", None)
+            if wrong and (hint := self._if_the_scripts(wrong)):
+                raise UserError(f"{error.format_message().rstrip('.')}{hint}") from None
+            raise
         except WrongSetting as error:
             raise UserError(f"{error}{self._if_the_scripts(error.key)}") from None
 
@@ -43,32 +48,32 @@ class ScriptStarter(TyperCommand):
         """`wrong` is an option, or a setting."""
         script, after = self._script(sys.argv[2:])
         for known in self.params:
-            options = (*known.opts, *known.secondary_opts)
+            options = _spellings(known)
             if wrong in (known.name, *options) and (typed := [option for option in after if option in options]):
                 return f"; {typed[0]} is peerd start's: if it was meant for {script}, put it after a --"
         return ""
 
     def _script(self, words: list[str]) -> tuple[str, list[str]]:
-        """The first of the words that is no option of ours and no value of one, and the options between it and a --."""
-        ours = options_of(self)
-        flags = {
-            option
-            for known in self.params
-            if getattr(known, "is_flag", False)
-            for option in (*known.opts, *known.secondary_opts)
-        }
-        before = iter(words)
-        for word in takewhile("--".__ne__, before):
+        """The first of the words that is no option and no value of one of ours, and the options from it to a --."""
+        take_values = [
+            option for known in self.params if not getattr(known, "is_flag", False) for option in _spellings(known)
+        ]
+        rest = takewhile("--".__ne__, words)
+        for word in rest:
             if not word.startswith("-"):
-                return word, [each.partition("=")[0] for each in takewhile("--".__ne__, before)]
-            if word in ours and word not in flags:  # not --OPTION=VALUE
-                next(before, None)
+                return word, [each.partition("=")[0] for each in rest]
+            if word in take_values:  # not --OPTION=VALUE
+                next(rest, None)
         return "", []
 
 
 def options_of(command: Any) -> list[str]:
-    """Of a typer command."""
-    return [option for known in command.params for option in (*known.opts, *known.secondary_opts)]
+    """All that a typer command takes, as they are typed."""
+    return [option for known in command.params for option in _spellings(known)]
+
+
+def _spellings(known: Any) -> tuple[str, ...]:
+    return (*known.opts, *known.secondary_opts)
 
 
 def _scripts_own(command: list[str]) -> list[str]:
