@@ -27,8 +27,8 @@ VERBS = {
 }  # fmt: skip
 """In which module of this package each is: a node that starts need not import the demo."""
 
-FAILED_CODE = 1  # whether typer or peerd found the mistake, which nobody who types it knows: typer would say 2
-TABLE = "\b\n"  # how typer's own mark of it is written; it would show it as an empty line
+FAILED_CODE = 1  # of a mistake that typer found, too, where it would say 2: nobody who types it knows which one did
+TABLE = "\b\n"  # click's mark of a paragraph that keeps its lines; typer would show it as an empty one
 
 
 class Verbs(TyperGroup):

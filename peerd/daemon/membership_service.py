@@ -339,9 +339,9 @@ class MembershipService:
             if isinstance(failure, Refused):
                 self._refused(address, failure)
             else:
-                members = self.membership.members.values()
-                there = sorted((one for one in members if (one.host, one.port) == address), key=lambda one: one.state)
-                who = f"{there[0].name}: " if there else ""
+                there = [one for one in self.membership.members.values() if (one.host, one.port) == address]
+                # rather who lives there than who did
+                who = f"{min(there, key=lambda one: one.state).name}: " if there else ""
                 LOGGER.warning("%s%s; trying again", who, failure)
         effects = self.membership.on_unreachable(address, trio.current_time())
         await self.perform(effect for effect in effects if not isinstance(effect, Log))  # said above, with the cause

@@ -80,7 +80,7 @@ class Supervisor:
             if not self.attached and not killed:
                 raise UserError(f"{self.name} {how} before peerd.attach was done; {OUTPUT_ABOVE}")
             fruitless = code > 0 and (after is None or not after.has_stepped)
-            # after one that trained memory may be short for a moment
+            # what peerd.attach itself refuses after a life that has trained may be for want of memory: that comes again
             if fruitless and (self._unfit or (self.refused and found is None)):
                 raise UserError(f"{self.name} {how}: peerd.attach did not take what it gave; {OUTPUT_ABOVE}")
             if fruitless and code == hopeless:
