@@ -81,15 +81,14 @@ class Acceptor:
         except ConnectionLost:
             pass
         except PeerError as error:
-            who = self._who(connection)
-            if not self._offences.refused_s(who, connection.host):  # else it was said why
-                told = error if connection.remote in str(error) else f"{connection.remote}: {error}"
-                LOGGER.warning("dropped %s%s", f"{self._membership_service.name_of(who)}, " if who else "", told)
+            if not self._offences.refused_s(self._who(connection), connection.host):  # else it was said why
+                told = str(error).removeprefix(f"{connection.remote}: ")
+                LOGGER.warning("dropped %s: %s", self._called(connection), told)
             # who has no model yet knows of no bulk; a peer may still send it what its last life wanted
             if self._trainer_service.layout is not None or connection not in self._nodes:
                 self._strike(connection, error)
         except Exception as error:  # a UserError too: here it is the peer that caused it
-            self._offences.unforeseen(error, f"dropped {connection.remote}, what it said could not be handled")
+            self._offences.unforeseen(error, f"dropped {self._called(connection)}, what it said could not be handled")
             self._strike(connection, error)
         finally:
             self._nodes.pop(connection, None)
@@ -181,6 +180,11 @@ class Acceptor:
         if node and not isinstance(error, Blameless):
             _close(self._greeted.of((node, connection.host)), "its peer broke the rules")
             self._peers.cut(node, connection.host)
+
+    def _called(self, connection: Connection) -> str:
+        """By the log."""
+        who = self._who(connection)
+        return f"{self._membership_service.name_of(who)} ({connection.remote})" if who else connection.remote
 
     def _who(self, connection: Connection) -> NodeId:
         return self._nodes.get(connection) or connection.identity or ""

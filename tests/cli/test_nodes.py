@@ -77,6 +77,7 @@ def test_the_life_of_a_swarm(machine: Machine) -> None:
         node.eventually(lambda node=node: node.members()["b"] == "failed")  # type: ignore[misc]
         assert time.monotonic() - killed_at < SLACK * DETECTION_S
         lines = [line for line in node.log.splitlines() if where in line]
+        assert lines
         assert [line for line in lines if not re.search(rf" b(: .*| \(){where}", line)] == []
     a.trains(beyond=a.step)
     c.eventually(lambda: c.trainer_pid != killed)
